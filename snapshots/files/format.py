@@ -12,7 +12,6 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NamedTuple
 
-import msgpack  # type: ignore[import-untyped]
 import numpy as np
 
 from ...engine import _core
@@ -39,7 +38,6 @@ Kind = Literal["full", "incremental", "checkpoint"]
 KINDS: tuple[Kind, ...] = ("full", "incremental", "checkpoint")
 _MAX_WIDTH = 1 << 20
 _MAX_DIM = 1 << 16  # of an embedding
-_MAX_REMEMBERED = 1 << 16  # bytes of a manifest
 LAST_SEQUENCE = (1 << 48) - 1
 _MAX_DEPTH = 32  # of lists and maps in a description
 _MAX_FIELDS = 1000
@@ -169,12 +167,7 @@ def npy_header(dtype: np.dtype[np.void], rows: int) -> bytes:
 
 
 def _description(dtype: np.dtype[np.void], rows: int) -> bytes:
-    return f"{{'descr': {_fields_of(dtype)}, 'fortran_order': False, 'shape': ({rows},), }}".encode()
-
-
-@cache
-def _fields_of(dtype: np.dtype[np.void]) -> str:
-    return repr(dtype.descr)
+    return f"{{'descr': {dtype.descr!r}, 'fortran_order': False, 'shape': ({rows},), }}".encode()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,14 +247,13 @@ class Manifest:
     @staticmethod
     def decode(data: bytes) -> Manifest:
         """Read a manifest file that may be forged. Raises ValueError naming the error."""
-        decode = Manifest._decode if len(data) <= _MAX_REMEMBERED else Manifest._decode.__wrapped__
-        manifest, description = decode(data)
-        return dataclasses.replace(manifest, description=msgpack.unpackb(description))
+        decode = Manifest._decode if len(data) < 1 << 16 else Manifest._decode.__wrapped__
+        manifest: Manifest = decode(data)
+        return dataclasses.replace(manifest, description={**manifest.description})  # which users may change
 
     @staticmethod
     @lru_cache(maxsize=256)  # a save reads all manifests of a store several times
-    def _decode(data: bytes) -> tuple[Manifest, bytes]:
-        """The manifest, and its description as msgpack: users may change the one that they get."""
+    def _decode(data: bytes) -> Manifest:
         value = unseal(data)
         _require(type(value) is dict and _is_count(value.get("format")), "it is not a manifest")
         format = value["format"]
@@ -307,8 +299,7 @@ class Manifest:
         else:
             _require(kind == "incremental" or not (files or parts), "a checkpoint has neither row files nor parts")
         decoded = {"parent": parent, "files": files, "rocksdb": rocksdb, "moment": moment}
-        manifest = Manifest(**{field: value[field] for field in fields} | decoded)
-        return manifest, msgpack.packb(manifest.description)
+        return Manifest(**{field: value[field] for field in fields} | decoded)
 
 
 def _decode_parent(value: Any) -> Parent | None:

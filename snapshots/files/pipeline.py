@@ -26,8 +26,7 @@ Task = Callable[[], Any]
 _END = object()
 _AHEAD = 3  # items of a source that are taken ahead
 _WAITING = 2  # tasks that may wait before another is done
-_SLOW_SECONDS = 1e-3  # of a task of `do_all`
-_SYNC_THREADS = 4
+_SLOW_SECONDS, _SYNC_THREADS = 3e-3, 4
 
 
 @contextmanager
@@ -54,20 +53,14 @@ def read_ahead(source: Generator[T, None, None]) -> Iterator[Iterator[T]]:
 
 
 def do_all(tasks: Sequence[Task]) -> None:
-    """Make several things durable. Raises what a task raises.
-
-    Once a task takes long, several threads do the rest: a disk merges syncs that overlap. In memory threads would take
-    longer than the tasks.
-    """
-    waiting = deque(tasks)
-    is_slow = False
-    while waiting and not is_slow:
-        begin = perf_counter()
-        waiting.popleft()()
-        is_slow = perf_counter() - begin > _SLOW_SECONDS
+    """Do tasks that sync files. Once they take long, several threads do the rest: a disk merges syncs that overlap."""
+    begin, done = perf_counter(), 0
+    while done < len(tasks) and perf_counter() - begin < _SLOW_SECONDS:
+        tasks[done]()
+        done += 1
     with ExitStack() as stack:
-        threads = [stack.enter_context(TaskThread("tierbed-sync")) for _ in range(min(_SYNC_THREADS, len(waiting)))]
-        for thread, task in zip(cycle(threads), waiting, strict=False):
+        threads = [stack.enter_context(TaskThread("tierbed-sync")) for _ in tasks[done : done + _SYNC_THREADS]]
+        for thread, task in zip(cycle(threads), tasks[done:], strict=False):
             thread.add(task)
 
 
@@ -84,14 +77,12 @@ class TaskThread:
         # Ctrl-C may interrupt __enter__ or __exit__: the thread also ends when this object is collected
         finalize(self, self._queue.put, None).atexit = False
         self._thread = Thread(target=_run, args=(self._queue, self._errors), name=name, daemon=True)
-        self._has_thread: bool | None = None  # before the first task
+        self._has_thread = _starts(self._thread)
 
     def add(self, task: Task) -> None:
         """Add a task, whose result `next_result` returns after those of earlier tasks."""
         future: Future[Any] = Future()
         self._pending.append(future)
-        if self._has_thread is None:
-            self._has_thread = _starts(self._thread)
         if self._has_thread:
             self._queue.put((task, future))
         else:

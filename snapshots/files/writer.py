@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from ...engine import _core
-from ...engine.durable import NewFolder, UnsyncedError, check_exchange, fsync_dir, fsync_file
+from ...engine.durable import NewFolder, UnsyncedError, check_exchange, fsync_dir
 from ...engine.errors import SnapshotError
 from ...engine.row_format import BUCKETS, Change, RowArray, RowForm
 from ...engine.signals import uninterrupted
@@ -48,12 +48,12 @@ from .format import (
     row_check,
     snapshot_id,
 )
-from .pipeline import TaskThread, do_all
+from .pipeline import Task, TaskThread, do_all
 from .reader import ProgressCallback as ProgressCallback
 from .reader import Snapshot, list_snapshots
 
 Files = dict[str, RowFile]
-_SMALL_BYTES = 1 << 18  # of a file's first chunk, which takes less time to write than to pass to a thread
+_SMALL_BYTES = 1 << 18  # of a first chunk, which takes less time to write than to pass to a thread
 
 
 def write_changes(
@@ -91,39 +91,36 @@ def write_rows(
     The next chunk is made while earlier ones are being written and synced, if they are large. The names of the files
     are durable once the folder is synced. Raises SnapshotError for invalid rows, OSError.
     """
-    files: dict[str, _File] = {}
-    small: list[_File] = []
+    files, threads, syncs_of_small = dict[str, _File](), list[TaskThread](), list[Task]()
+    do: Callable[[Task], object]
+    then: Callable[[Task], object]
     previous, form = -1, RowForm.described(description)
-    with ExitStack() as opened, TaskThread("tierbed-sync") as syncing, TaskThread("tierbed-write") as writing:
+    with ExitStack() as opened, ExitStack() as running:
         for bucket, group in groupby(chunks, key=lambda chunk: int(chunk[0])):
             if not previous < bucket < BUCKETS:
                 raise SnapshotError(
                     f"bucket {bucket} came after {previous}: buckets must ascend and be below {BUCKETS}"
                 )
             previous, name = bucket, name_of(bucket, None if shard is None else shard.number)
-            file, is_small = None, False
+            file, do, then = None, (lambda task: task()), syncs_of_small.append
             for rows in _checked(bucket, dtype_of(name, form), row_check(description, bucket, shard), group):
                 if file is None:
                     file = files[name] = opened.enter_context(closing(_File(f"{folder}/{name}", rows.dtype)))
-                    is_small = rows.nbytes < _SMALL_BYTES
-                if is_small:
-                    file.write(rows)
-                else:
-                    writing.do(partial(file.write, rows))
+                    if rows.nbytes >= _SMALL_BYTES:
+                        if not threads:
+                            threads = [running.enter_context(TaskThread(f"tierbed-{one}")) for one in ("sync", "write")]
+                        then, do = (thread.do for thread in threads)
+                do(partial(file.write, rows))
                 if progress is not None:
                     progress(len(rows))
-            if file is not None and is_small:
-                file.finish()
-                small.append(file)
-            elif file is not None:
-                writing.do(file.finish)
-                writing.do(partial(syncing.do, file.sync))
-        do_all([file.sync for file in small])
+            if file is not None:
+                do(partial(file.finish, then))
+        do_all(syncs_of_small)
     return {name: file.entry for name, file in files.items()}
 
 
 class _File:
-    """A row file that is being written: `write` each chunk, then `finish`, then `sync`."""
+    """A row file that is being written: `write` each chunk, then `finish`."""
 
     def __init__(self, path: str, dtype: np.dtype[np.void]) -> None:
         self._dtype = dtype
@@ -137,13 +134,14 @@ class _File:
         self._checksum = zlib.crc32(data, self._checksum)
         self._count += len(rows)
 
-    def finish(self) -> None:
-        """Write the header."""
+    def finish(self, then: Callable[[Task], object]) -> None:
+        """Write the header, and pass `then` the task that makes the file durable."""
         self._file.seek(0)
         self._file.write(npy_header(self._dtype, self._count))
         self._file.flush()
+        then(self._sync)
 
-    def sync(self) -> None:
+    def _sync(self) -> None:
         os.fsync(self._file.fileno())
         self._file.close()
 
@@ -243,11 +241,10 @@ class NewSnapshots:
         self._then.append(call)
 
     def put_in_place(self) -> None:
-        """Make each manifest durable, give each its name, then do what follows.
-
-        Raises SnapshotError, which says which of them exist, if any do.
-        """
-        do_all([partial(_sync_manifest, new) for new in self._new])
+        """Give each its name, then do what follows. SnapshotError: it says which of them exist, if any do."""
+        for new in self._new:
+            with write_errors(new.path):
+                fsync_dir(new.temporary)
         placed: list[NewFolder] = []
         with uninterrupted(), ExitStack() as dropping:  # Ctrl-C leaves none of them, or all
             while self._new:
@@ -276,12 +273,6 @@ class NewSnapshots:
             missing = ", ".join(repr(str(new.path.parent)) for new in self._new)
             text += f". It is saved in {there}, and not in {missing}: save all again with overwrite=True"
         return SnapshotError(text)
-
-
-def _sync_manifest(new: NewFolder) -> None:
-    with write_errors(new.path):
-        fsync_file(new.temporary / MANIFEST)
-        fsync_dir(new.temporary)
 
 
 @contextmanager
@@ -392,10 +383,10 @@ def finish(
     parts: int | None = None,
     id: str | None = None,
 ) -> Manifest:
-    """Write the manifest of the files in `place`, which must be durable. `put_in_place` makes it durable.
+    """Write the manifest of the files in `place`, which must be durable. Raises OSError, SnapshotError.
 
     rocksdb: of a checkpoint. parent: of an incremental snapshot; a snapshot with neither is full. parts: the number of
-    shards, None for a snapshot of one writer. Raises OSError, SnapshotError.
+    shards, None for a snapshot of one writer.
     """
     files = files or {}
     deleted = sum(file.rows for name, file in files.items() if is_deleted(name))
@@ -417,4 +408,6 @@ def finish(
         raise SnapshotError(f"the description cannot be stored: {error}") from error
     with (place / MANIFEST).open("xb") as file:
         file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
     return manifest

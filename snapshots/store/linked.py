@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -75,11 +74,9 @@ def check_linked(snapshot: Snapshot, folder: Path) -> None:
 
 
 def _link(file: str, to: str) -> None:
-    if not stat.S_ISREG(os.lstat(file).st_mode):
-        check_regular(Path(file))
-        file = os.path.realpath(file)
+    check_regular(Path(file))
     try:
-        os.link(file, to)
+        os.link(os.path.realpath(file) if os.path.islink(file) else file, to)
     except OSError:  # another file system, or no hard links
         shutil.copyfile(file, to)
         fsync_file(Path(to))

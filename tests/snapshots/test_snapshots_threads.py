@@ -77,7 +77,7 @@ def test_all_tasks_are_done_whether_they_are_slow_or_not(slow: bool) -> None:
     done: list[int] = []
 
     def task(number: int) -> None:
-        sleep(0.002 * slow)
+        sleep(0.004 * slow)
         done.append(number)
 
     do_all([])
