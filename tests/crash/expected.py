@@ -29,6 +29,7 @@ class Expected:
         self.saved: dict[str, Saved] = {}
         self.begun: dict[str, Saved] = {}
         self.aside: set[str] = set()  # of the begun ones those that will not be the base
+        self.merged: dict[str, str] = {}  # from what each was merged, which has the same id: either may be the parent
         self.loading: str | None = None
         self.going: set[str] = set()
         self.bases = {""}
@@ -117,7 +118,8 @@ class Expected:
         self.clean, self.dirty, self.step = {self.step}, False, None
 
     def begin_save(self, name: str, kind: str, step: int, parent: str | None = None) -> None:
-        assert parent is None or parent in self.bases, f"{name} is based on {parent}, not {self.bases}"
+        bases = {self._source(base) for base in self.bases}
+        assert parent is None or self._source(parent) in bases, f"{name} is based on {parent}, not {self.bases}"
         self.begun[name] = Saved(step, kind, parent)
         self.aside.discard(name)  # one that a merge wrote, and this replaces
 
@@ -136,7 +138,14 @@ class Expected:
     def end_drop(self, name: str) -> None:
         del self.begun[name]
 
+    def _source(self, name: str) -> str:
+        """The snapshot that one was merged from, or itself."""
+        return self._source(self.merged[name]) if name in self.merged else name
+
     def begin_merge(self, name: str, new: str) -> None:
+        self.merged.pop(new, None)
+        if new != self._source(name):
+            self.merged[new] = name
         self.begun[new] = Saved(self._step_of(name), "full")
         self.aside.add(new)
 
@@ -149,6 +158,7 @@ class Expected:
         self.saved[name] = self.begun.pop(name)
         if name not in self.aside:
             self.bases = {name}
+            self.merged.pop(name, None)
 
     def begin_load(self, name: str) -> None:
         self.loading = name
