@@ -66,7 +66,9 @@ class ReadOnlyCopy(Tensor):
         return _read_only_view(result, copies)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        raise InputError(self.remedy)  # torch calls no __torch_function__ for it
+        if self.remedy:  # torch calls no __torch_function__ for it
+            raise InputError(self.remedy)
+        return super().set_(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.clone().__reduce_ex__(protocol)
