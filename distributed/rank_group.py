@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..engine.errors import GroupError, OptionError
+from ..engine.ops.batch import empty
 from ..engine.signals import deferred_signals, uninterrupted
 from .peer_monitor import ADDRESS, GroupAborted, PeerMonitor, connect
 
@@ -184,19 +185,29 @@ class RankGroup:
             raise GroupError(f"the group of ranks has ended: {self.failure}", self.failure.ranks)
 
     def start(
-        self, op: str, out: Tensor, given: Tensor, out_sizes: Sequence[int], given_sizes: Sequence[int]
+        self,
+        op: str,
+        given: Tensor,
+        sends: Sequence[int] | None = None,
+        takes: Sequence[int] | None = None,
+        out: Tensor | None = None,
     ) -> PendingAllToAll:
-        """Start to send blocks of `given` to the ranks, and to receive blocks of `out` from them.
+        """Start to send blocks of `given` to the ranks, and to receive theirs, in `out` or else in new memory.
 
-        Both are contiguous CPU tensors of one dimension, and the sizes, in elements, are in the order of ranks. Each
-        size is what the other rank knows as well: a wrong one ends the process. `op` names the call in errors.
+        Both are contiguous CPU tensors. sends, takes: the lengths of blocks along dimension 0, in the order of ranks;
+        all equal if left out. Each is what the other rank knows as well: a wrong one ends the process. `op` names the
+        call in errors.
         """
+        sends = sends or [len(given) // self.size] * self.size
+        takes = takes or sends
+        if out is None:
+            out = empty((sum(takes), *given.shape[1:]), given.dtype)
         self.check_thread()
         self.check_alive()
         self.check_others(op, self.calls + 1)  # what they still wait for may be of other sizes
         assert self._group is not None
         # what all_to_all_single calls, without the half of its time that is Python's
-        work = self._group.alltoall_base(out, given, [*out_sizes], [*given_sizes], dist.AllToAllOptions())
+        work = self._group.alltoall_base(out, given, [*takes], [*sends], dist.AllToAllOptions())
         self.calls += 1
         self._op = op
         if self._peers is not None:
@@ -213,14 +224,11 @@ class RankGroup:
         if self.size == 1:
             return [data]
         readers = self.size if readers is None else readers
-        sizes, sent = torch.empty(self.size, dtype=torch.int64), torch.zeros(self.size, dtype=torch.int64)
-        sent[:readers] = len(data)
-        ones = [1] * self.size
-        self.start(op, sizes, sent, ones, ones).wait()
+        sends = [len(data) * (rank < readers) for rank in range(self.size)]
+        takes: list[int] = self.start(op, torch.tensor(sends)).wait().tolist()
         given = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        out = torch.empty(int(sizes.sum()), dtype=torch.uint8)
-        self.start(op, out, given.repeat(readers), sizes.tolist(), sent.tolist()).wait()
-        return [bytes(part.numpy()) for part in out.split(sizes.tolist())]
+        out = self.start(op, given.repeat(readers), sends, takes).wait()
+        return [bytes(part.numpy()) for part in out.split(takes)]
 
     @contextmanager
     def collective_block(self, op: str) -> Iterator[None]:
@@ -336,8 +344,7 @@ class RankGroup:
 
     def _addresses(self, own: bytes) -> list[bytes]:
         given = torch.frombuffer(bytearray(own.ljust(ADDRESS)), dtype=torch.uint8).repeat(self.size)
-        sizes = [ADDRESS] * self.size
-        found = self.start("start of the world", torch.empty_like(given), given, sizes, sizes).wait()
+        found = self.start("start of the world", given).wait()
         return [part.numpy().tobytes() for part in found.split(ADDRESS)]
 
 
