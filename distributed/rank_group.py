@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cached_property
+from functools import partial
 from logging import getLogger
 from threading import Lock
 from time import monotonic
@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..engine.errors import GroupError, OptionError
 from ..engine.ops.batch import empty
 from ..engine.signals import deferred_signals, uninterrupted
-from .peer_monitor import ADDRESS, GroupAborted, PeerMonitor, connect
+from .peer_monitor import GroupAborted, PeerMonitor, connect
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun's report finds what a rank raised
 POLL = timedelta(seconds=0.1)  # how often a wait checks for signals, and for ranks that aborted the group
@@ -38,17 +38,9 @@ class CollectiveSequence:
     """The collectives of a step in their order, and the dense parameters whose gradients it sums, as texts."""
 
     def __init__(self, exchanges: Sequence[str] = (), parameters: Sequence[str] = ()) -> None:
-        self._exchanges, self._parameters = exchanges, parameters
-
-    @property
-    def parts(self) -> dict[str, str]:
-        """Every part of it by its kind and number."""
-        exchanges = {f"exchange {number}": text for number, text in enumerate(self._exchanges)}
-        return exchanges | {f"parameter {number}": text for number, text in enumerate(self._parameters)}
-
-    @cached_property
-    def _checksum(self) -> str:
-        return str(crc32(repr((*self._exchanges, "", *self._parameters)).encode()))
+        self.parts = {f"exchange {number}": text for number, text in enumerate(exchanges)}
+        self.parts |= {f"parameter {number}": text for number, text in enumerate(parameters)}
+        self._checksum = str(crc32(repr(self.parts).encode()))
 
     def __repr__(self) -> str:
         """A text that is equal on ranks whose sequences are equal."""
@@ -316,8 +308,8 @@ class RankGroup:
         """Wait for the collectives that failed steps left, of those that all ranks have begun."""
         end = monotonic() + PATIENCE
         for pending in self._in_flight:
-            while pending.call <= self._common and pending.is_pending() and monotonic() < end:
-                pending.poll()
+            while pending.call <= self._common and monotonic() < end and pending.poll():
+                pass
 
     def _connect(self, ranks: list[int]) -> None:
         """Make a process group with the other ranks, and connect to each of them."""
@@ -335,17 +327,13 @@ class RankGroup:
         except RuntimeError as error:
             raise GroupError(f"the ranks {ranks} did not meet: {error}") from error
         try:
-            sockets, self.on_host = connect(self.rank, self.size, self._addresses, CONNECT_SECONDS)
+            exchange = partial(self.exchange_bytes, self._op)
+            sockets, self.on_host = connect(self.rank, self.size, exchange, CONNECT_SECONDS)
             self._peers = PeerMonitor(sockets, self._note_loss)
         except BaseException:
             self.close()
             raise
         self.timeout = timeout
-
-    def _addresses(self, own: bytes) -> list[bytes]:
-        given = torch.frombuffer(bytearray(own.ljust(ADDRESS)), dtype=torch.uint8).repeat(self.size)
-        found = self.start("start of the world", given).wait()
-        return [part.numpy().tobytes() for part in found.split(ADDRESS)]
 
 
 class PendingAllToAll:
@@ -355,7 +343,7 @@ class PendingAllToAll:
         self._group, self._op, self.call, self._out = group, op, call, out
         self._work: dist.Work | None = work  # which holds the process group
         self._end = monotonic() + group.timeout
-        self._arrived = False
+        self._arrived, self._failure = False, ""
 
     def wait(self) -> Tensor:
         """Wait until all is sent and received. Returns `out`.
@@ -371,7 +359,7 @@ class PendingAllToAll:
         with uninterrupted():
             self._group.check_alive()
             interrupted_at = None
-            while not self._is_completed():
+            while self.poll():
                 self._group.check_others(self._op, self.call)
                 now = monotonic()
                 if now > self._end:
@@ -381,39 +369,32 @@ class PendingAllToAll:
                     if now > interrupted_at + PATIENCE:
                         name = signal.Signals(signals[0]).name
                         raise self._group.abort(self._op, f"interrupted by {name} in a wait for others")
+            if self._failure:
+                raise self._group.abort_unresponsive(self._op, self.call, self._failure)
             return self._out
 
     def is_pending(self) -> bool:
         """Whether it is in flight. Once completed it releases the process group."""
         if self._work is not None and self._work.is_completed():
-            with suppress(RuntimeError):  # `wait` says why it failed
+            try:
                 self._work.wait()
-                self._arrived, self._work = True, None
-            return False
+                self._arrived = True
+            except RuntimeError as error:
+                self._failure = str(error)
+            self._work = None
         return self._work is not None
 
-    def poll(self) -> None:
-        """Wait for it, POLL at most."""
+    def poll(self) -> bool:
+        """Wait for it, POLL at most. Returns whether it is still in flight."""
         if self._work is not None:
             with suppress(RuntimeError):
                 self._work.wait(POLL)
+        return self.is_pending()
 
     def release(self) -> bool:
         """Release the process group. Returns whether it was completed."""
         work, self._work = self._work, None
         return work is None or work.is_completed()
-
-    def _is_completed(self) -> bool:
-        """Whether it is completed, after a wait of POLL at most. Raises GroupError if it failed."""
-        self.poll()
-        if self.is_pending():
-            return False
-        if self._work is not None:
-            try:
-                self._work.wait()
-            except RuntimeError as error:
-                raise self._group.abort_unresponsive(self._op, self.call, str(error)) from None  # its text is in ours
-        return True
 
 
 def _described(missing: Mapping[int, str]) -> str:
