@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -48,6 +48,8 @@ class CompiledStep:
     captured: CudaGraphStep | None = None  # set if training steps run as a CUDA graph
     rollback: RollbackStep | None = None  # set in a dynamic-shape step
     guard: ShapeGuard | None = None  # set with it: whether the step accepts inputs of these sizes
+    key: Hashable = None  # what it depends on beside the program, by which equal programs share a step
+    program: Hashable = None  # of its trace
 
     def accepts(self, inputs: Sequence[Tensor]) -> bool:
         """Whether the step is right for inputs of its signature. The key of a static-shape step has all sizes."""
