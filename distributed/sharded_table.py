@@ -480,7 +480,8 @@ class ShardedTable:
         takes = world.handshake(op, None, counts=sends).counts
         ids = np.stack((batch.keys[order].view(np.int64), batch.tables[order].astype(np.int64)), 1)
         here = world.start(f"ids of {op}", torch.from_numpy(ids), sends, takes).wait()
-        requested = Lookup(*(column.contiguous().to(lookup.ids.device) for column in here.unbind(1)))
+        keys, tables = (column.contiguous().to(lookup.ids.device) for column in here.unbind(1))
+        requested = Lookup(keys, tables)
         if values is None:
             return requested, np.empty((0, spec.dim), np.float32)
         last = np.empty(batch.unique, np.int64)

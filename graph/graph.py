@@ -466,16 +466,10 @@ class Graph(ModelSnapshots, HasBuild):
                 name,
             )
         if is_new:
-            why = guard_facts(
-                self,
-                call,
-                call.dynamic_dims if is_dynamic else Dims(),
-                self.__optimizers,
-                self.__end,
-                self.__inductor,
-                self.__captures,
-                self.__values.texts(),
-            )
+            dense = "off" if self.__inductor is None else str(self.__inductor)
+            settings = {"cuda_graph": str(self.__captures), "compile_dense": dense}
+            texts = self.__values.texts()
+            why = guard_facts(self, call, is_dynamic, self.__optimizers, self.__end, settings, texts)
             self.__compiles.add(name, why, perf_counter() - begin)
         self.__steps.evict_oldest(name)
         if self.__values.is_full:

@@ -44,6 +44,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
+from ...distributed.sendable import bytes_of
 from ...distributed.world import World
 from ...embedding.optim.dense_part import note_run
 from ...embedding.state_dict.model_snapshots import load_rows, save_rows
@@ -187,7 +188,7 @@ def _check_equal(world: World, op: str, plain: Any, tensors: Mapping[str, Tensor
         f"{op}: state",
         lambda: {
             "values that are not tensors": zlib.crc32(msgpack.packb(plain)),
-            **{name: _checksum(tensor) for name, tensor in tensors.items()},
+            **{name: zlib.crc32(bytes_of(tensor).numpy().data) for name, tensor in tensors.items()},
         },
     )
     every = dict.fromkeys(name for of_rank in sums for name in of_rank)
@@ -210,11 +211,6 @@ def own_random(world: World, first: Random, others: list[Random]) -> Random:
     if world.rank == 0:
         return first
     return others[world.rank - 1] if world.rank <= len(others) else [torch.get_rng_state()]
-
-
-def _checksum(tensor: Tensor) -> int:
-    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return zlib.crc32(data.numpy().data)
 
 
 def check_save(root: nn.Module, path: Any, overwrite: bool) -> Path:
