@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ...embedding.autograd.lookup_op import embedding_of
@@ -165,30 +164,28 @@ def compile_step(
     values: Any = graph.output_node().args[0]
     trained: list[tuple[EmbeddingBase, RowOptimizer]] = []
     schedulers = optimizers.schedulers() if with_grad else []
-    dense: list[tuple[Optimizer, fx.Node, fx.Node]] = []
     ended: fx.Node | None = None
-    if with_grad:
-        holders = optimizers.holders()
-        for index, grad in zip(with_grad, values[count:], strict=True):
-            parameter = tensors[index]
-            embedding = by_shadow.get(id(parameter))
-            if id(parameter) not in holders:
-                what = f"embedding {embedding.name!r}" if embedding else f"parameter {paths[id(parameter)]!r}"
-                raise OptimizerError(
-                    f"backward() reaches {what}, which no optimizer of this graph holds; call self.add_optimizer(...) "
-                    "in __init__ with an optimizer over its parameters(), or freeze it with requires_grad_(False)"
-                )
-            if embedding is not None:
-                expand_trained(module, embedding.handle, grad, label)
-                trained.append((embedding, optimizers.rows[id(embedding.shadow)]))
+    holders = optimizers.holders()
+    for index, grad in zip(with_grad, values[count:], strict=False):
+        parameter = tensors[index]
+        embedding = by_shadow.get(id(parameter))
+        if id(parameter) not in holders:
+            what = f"embedding {embedding.name!r}" if embedding else f"parameter {paths[id(parameter)]!r}"
+            raise OptimizerError(
+                f"backward() reaches {what}, which no optimizer of this graph holds; call self.add_optimizer(...) "
+                "in __init__ with an optimizer over its parameters(), or freeze it with requires_grad_(False)"
+            )
+        if embedding is not None:
+            expand_trained(module, embedding.handle, grad, label)
+            trained.append((embedding, optimizers.rows[id(embedding.shadow)]))
     # only now: a gradient of weights may be a dense gradient, and was replaced
     grads = rewrite.keep_outputs(graph, count)
+    dense = [
+        (holders[id(tensors[index])], live[index], grad)
+        for index, grad in zip(with_grad, grads, strict=False)
+        if id(tensors[index]) not in by_shadow
+    ]
     if with_grad:
-        dense = [
-            (holders[id(tensors[index])], live[index], grad)
-            for index, grad in zip(with_grad, grads, strict=True)
-            if id(tensors[index]) not in by_shadow
-        ]
         rewrite.add_dense_steps(module, optimizers, dense)
         end.check_scaled(module)
         if world is not None or not end.is_plain:
