@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from ..embedding.optim.ddp_guard import refuse_around
 from ..embedding.state_dict.model_snapshots import ModelSnapshots
 from ..embedding.state_dict.saved_rows import EXTRA, are_apart, rows_apart
-from ..engine.checks import as_int, checked_arguments
+from ..engine.checks import as_int, check_flags, checked_arguments
 from ..engine.errors import GraphError, InputError, OptimizerError, OptionError
 from ..engine.optim.base import positive
 from ..engine.signals import uninterrupted
@@ -292,9 +292,7 @@ class Graph(ModelSnapshots, HasBuild):
         Raises SnapshotError for a checkpoint that is missing, damaged or of another graph, before anything is replaced,
         and InputError for a path of another type, or a number that a narrower dtype cannot hold.
         """
-        for argument, value in (("optimizers", optimizers), ("convert", convert)):
-            if not isinstance(value, bool):
-                raise InputError(f"{argument}={value!r}: give True or False")
+        check_flags(InputError, optimizers=optimizers, convert=convert)
 
         def check(state: dict[str, Any]) -> None:
             check_modules(self, state, "graph")

@@ -50,7 +50,7 @@ from ...embedding.optim.dense_part import note_run
 from ...embedding.state_dict.model_snapshots import load_rows, save_rows
 from ...embedding.state_dict.saved_rows import EXTRA, SavedRows
 from ...embedding.tables.names import bare_name
-from ...engine.checks import is_folder_name
+from ...engine.checks import check_flags, is_folder_name
 from ...engine.durable import (
     UnsyncedError,
     atomic_folder,
@@ -223,8 +223,7 @@ def check_save(root: nn.Module, path: Any, overwrite: bool) -> Path:
 
 
 def _folder_of(path: Any, overwrite: Any) -> Path:
-    if not isinstance(overwrite, bool):
-        raise InputError(f"overwrite={overwrite!r}: give True or False")
+    check_flags(InputError, overwrite=overwrite)
     folder = path_of(path).absolute()
     if not is_folder_name(folder.name) or len(folder.name.encode()) > 200 - 9:
         raise SnapshotError(
