@@ -74,15 +74,13 @@ def _sums(world: World, op: str, tensors: Sequence[Tensor], givers: Sequence[int
     slices = [(end - begin) * dtype.itemsize for begin, end in pairwise(ends)]  # bytes: Gloo does not take every dtype
     own = [tensor.detach().reshape(-1).cpu() for tensor in tensors]
     given = torch.cat(own) if me in givers else own[0][:0]
-    parts = torch.empty(len(givers), ends[me + 1] - ends[me], dtype=dtype)
-    out_sizes = [slices[me] * (rank in givers) for rank in range(world.size)]
-    given_sizes = [size * (me in givers) for size in slices]
-    world.start(op, parts.view(-1).view(torch.uint8), given.view(torch.uint8), out_sizes, given_sizes).wait()
-    total, *others = parts
+    sends = [size * (me in givers) for size in slices]
+    takes = [slices[me] * (rank in givers) for rank in range(world.size)]
+    total, *others = world.start(op, given.view(torch.uint8), sends, takes).wait().view(dtype).view(len(givers), -1)
     for other in others:
         total += other
-    flat, copies = torch.empty(sum(sizes), dtype=dtype), total.repeat(world.size)
-    world.start(op, flat.view(torch.uint8), copies.view(torch.uint8), slices, [slices[me]] * world.size).wait()
+    copies = total.repeat(world.size).view(torch.uint8)
+    flat = world.start(op, copies, [slices[me]] * world.size, slices).wait().view(dtype)
     return [part.view(like.shape).to(like.device) for part, like in zip(flat.split(sizes), tensors, strict=True)]
 
 
@@ -94,8 +92,7 @@ def broadcast_parameters(world: World, op: str, tensors: Sequence[tuple[str, Ten
     """
     synced = world.synced_tensors
     tensors = [(name, tensor) for name, tensor in tensors if isinstance(tensor, nn.Parameter) or tensor not in synced]
-    names = "\n".join(described(tensors)).encode()
-    every = [data.decode().split("\n") for data in world.all_bytes(f"names of {op}", names)]
+    every = world.all_gather_object(f"names of {op}", lambda: described(tensors))
     for rank, other in enumerate(every):
         if other != every[0]:
             pairs = zip_longest(every[0], other, fillvalue="nothing more")
@@ -124,11 +121,11 @@ def _copy_of_first(world: World, op: str, tensor: Tensor) -> None:
     first = world.rank == 0
     values = bytes_of(tensor) if first else torch.empty(tensor.numel() * tensor.itemsize, dtype=torch.uint8)
     for piece in values.split(_PIECE):
-        size, none = len(piece), [0] * world.size
-        given = piece.repeat(world.size) if first else piece[:0]
-        out = torch.empty_like(piece)
-        world.start(op, out, given, [size, *none[1:]], [size] * world.size if first else none).wait()
+        none = [0] * world.size
+        sends = [len(piece)] * world.size if first else none
+        takes = [len(piece), *none[1:]]
+        received = world.start(op, piece.repeat(world.size) if first else piece[:0], sends, takes).wait()
         if not first:
-            piece.copy_(out)
+            piece.copy_(received)
     if not first:
         tensor.copy_(values.view(tensor.dtype).view(tensor.shape))

@@ -63,10 +63,7 @@ class Handshake:
         if counts is not None:
             given[:, 3] = counts
         self._first = given[0, :3].tolist()
-        self._headers = np.empty_like(given)
-        out, sent = (torch.from_numpy(headers.reshape(-1)) for headers in (self._headers, given))
-        sizes = [FIELDS] * group.size
-        self._exchange: PendingAllToAll = group.start(op, out, sent, sizes, sizes)
+        self._exchange: PendingAllToAll = group.start(op, torch.from_numpy(given))
         group.pending = self
 
     def wait(self) -> HandshakeResult:
@@ -79,9 +76,8 @@ class Handshake:
         if self._result is not None:
             return self._result
         self._group.pending = None
-        self._exchange.wait()
+        headers = self._exchange.wait().tolist()
         self._group.note_started_by_all(self._exchange.call)
-        headers = self._headers.tolist()
         if self._first[0] or any(header[:3] != self._first for header in headers):
             try:
                 self._refuse()

@@ -34,8 +34,7 @@ class AnnouncedStep:
     ) -> None:
         self.number = number  # of the announcement, the same on all ranks
         self.local = local
-        self.requested: list[Lookup] | None = None
-        self.dropped = False  # whether a rank does not know its lookups
+        self.requested: list[Lookup] | None = None  # empty if a rank does not know its lookups
         self._group, self._op, self._traffic = group, op, traffic
         # None if no step of this rank will take it
         self.lookups = None if lookups is None else [copied(lookup) for lookup in lookups]
@@ -51,12 +50,12 @@ class AnnouncedStep:
     @property
     def is_complete(self) -> bool:
         """Whether nothing of it is in flight."""
-        return self.dropped or self.requested is not None or self.is_refused
+        return self.requested is not None or self.is_refused
 
     @property
     def is_wanted(self) -> bool:
         """Whether a step of this rank may still take it."""
-        return self.lookups is not None and not self.dropped and not self.is_refused
+        return self.lookups is not None and self.requested != [] and not self.is_refused
 
     def is_of(self, lookups: Sequence[Lookup], processor: Processor[Any]) -> bool:
         # a table that was opened again has another processor
@@ -69,9 +68,9 @@ class AnnouncedStep:
             self.requested = self._ids.wait()
             return
         answer = self._headers.wait()
-        self.dropped = any(answer.notes)
-        if not self.dropped:
-            assert self.local is not None
+        if any(answer.notes) or self.local is None:
+            self.requested = []
+        else:
             self._ids = IdExchange(self._group, f"ids of {self._op}", self.local, answer.counts, self._traffic)
 
 
@@ -141,6 +140,6 @@ class IdPrefetcher:
     def _advance(self, step: AnnouncedStep) -> None:
         if not step.is_complete:
             step.advance()
-            if step.requested is not None:
+            if step.requested:
                 with suppress(Exception):  # a hint: the step raises what is wrong, on all ranks
                     self._on_ids(step.requested)

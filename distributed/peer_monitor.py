@@ -28,7 +28,6 @@ from ..engine.errors import GroupError
 from ..engine.threads import Thread
 
 SIOCGIFADDR = 0x8915  # netdevice(7)
-ADDRESS = 256  # bytes at most of a rank's address
 BACKLOG = 65535  # connections that wait to be accepted, strangers among them; Linux has its own lower limit
 MAX_SILENT = 16  # connections that have not greeted, beyond those of missing ranks
 MAX_NAMES = 3  # of hosts of unknown connections in a message
@@ -49,7 +48,7 @@ class Connected(NamedTuple):
 def connect(rank: int, size: int, exchange: Callable[[bytes], list[bytes]], timeout: float) -> Connected:
     """Connect this rank to each other one, within `timeout` seconds.
 
-    exchange: sends ADDRESS bytes to every rank, padded with blanks, and returns those of each.
+    exchange: sends bytes to every rank, and returns those of each.
 
     Raises:
         GroupError: the address of a rank cannot be reached from here, or a rank did not connect.
@@ -80,12 +79,12 @@ def _connect_to_all(
     except GroupError as error:
         failed = error
     # notices at once a rank that is killed here, or cannot connect, which a wait for its greeting would not
-    failures = exchange(b"" if failed is None else str(failed).encode()[:ADDRESS])
+    failures = exchange(b"" if failed is None else str(failed).encode())
     if failed is not None:
         raise failed
     for other, why in enumerate(failures):
-        if why.strip():
-            raise GroupError(why.decode(errors="replace").strip(), [other])
+        if why:
+            raise GroupError(why.decode(), [other])
     return found
 
 

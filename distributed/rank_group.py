@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cached_property
+from functools import partial
 from logging import getLogger
 from threading import Lock
 from time import monotonic
@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..engine.errors import GroupError, OptionError
+from ..engine.ops.batch import empty
 from ..engine.signals import deferred_signals, uninterrupted
-from .peer_monitor import ADDRESS, GroupAborted, PeerMonitor, connect
+from .peer_monitor import GroupAborted, PeerMonitor, connect
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun's report finds what a rank raised
 POLL = timedelta(seconds=0.1)  # how often a wait checks for signals, and for ranks that aborted the group
@@ -37,17 +38,9 @@ class CollectiveSequence:
     """The collectives of a step in their order, and the dense parameters whose gradients it sums, as texts."""
 
     def __init__(self, exchanges: Sequence[str] = (), parameters: Sequence[str] = ()) -> None:
-        self._exchanges, self._parameters = exchanges, parameters
-
-    @property
-    def parts(self) -> dict[str, str]:
-        """Every part of it by its kind and number."""
-        exchanges = {f"exchange {number}": text for number, text in enumerate(self._exchanges)}
-        return exchanges | {f"parameter {number}": text for number, text in enumerate(self._parameters)}
-
-    @cached_property
-    def _checksum(self) -> str:
-        return str(crc32(repr((*self._exchanges, "", *self._parameters)).encode()))
+        self.parts = {f"exchange {number}": text for number, text in enumerate(exchanges)}
+        self.parts |= {f"parameter {number}": text for number, text in enumerate(parameters)}
+        self._checksum = str(crc32(repr(self.parts).encode()))
 
     def __repr__(self) -> str:
         """A text that is equal on ranks whose sequences are equal."""
@@ -184,19 +177,29 @@ class RankGroup:
             raise GroupError(f"the group of ranks has ended: {self.failure}", self.failure.ranks)
 
     def start(
-        self, op: str, out: Tensor, given: Tensor, out_sizes: Sequence[int], given_sizes: Sequence[int]
+        self,
+        op: str,
+        given: Tensor,
+        sends: Sequence[int] | None = None,
+        takes: Sequence[int] | None = None,
+        out: Tensor | None = None,
     ) -> PendingAllToAll:
-        """Start to send blocks of `given` to the ranks, and to receive blocks of `out` from them.
+        """Start to send blocks of `given` to the ranks, and to receive theirs, in `out` or else in new memory.
 
-        Both are contiguous CPU tensors of one dimension, and the sizes, in elements, are in the order of ranks. Each
-        size is what the other rank knows as well: a wrong one ends the process. `op` names the call in errors.
+        Both are contiguous CPU tensors. sends, takes: the lengths of blocks along dimension 0, in the order of ranks;
+        all equal if left out. Each is what the other rank knows as well: a wrong one ends the process. `op` names the
+        call in errors.
         """
+        sends = sends or [len(given) // self.size] * self.size
+        takes = takes or sends
+        if out is None:
+            out = empty((sum(takes), *given.shape[1:]), given.dtype)
         self.check_thread()
         self.check_alive()
         self.check_others(op, self.calls + 1)  # what they still wait for may be of other sizes
         assert self._group is not None
         # what all_to_all_single calls, without the half of its time that is Python's
-        work = self._group.alltoall_base(out, given, [*out_sizes], [*given_sizes], dist.AllToAllOptions())
+        work = self._group.alltoall_base(out, given, [*takes], [*sends], dist.AllToAllOptions())
         self.calls += 1
         self._op = op
         if self._peers is not None:
@@ -213,14 +216,11 @@ class RankGroup:
         if self.size == 1:
             return [data]
         readers = self.size if readers is None else readers
-        sizes, sent = torch.empty(self.size, dtype=torch.int64), torch.zeros(self.size, dtype=torch.int64)
-        sent[:readers] = len(data)
-        ones = [1] * self.size
-        self.start(op, sizes, sent, ones, ones).wait()
+        sends = [len(data) * (rank < readers) for rank in range(self.size)]
+        takes: list[int] = self.start(op, torch.tensor(sends)).wait().tolist()
         given = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        out = torch.empty(int(sizes.sum()), dtype=torch.uint8)
-        self.start(op, out, given.repeat(readers), sizes.tolist(), sent.tolist()).wait()
-        return [bytes(part.numpy()) for part in out.split(sizes.tolist())]
+        out = self.start(op, given.repeat(readers), sends, takes).wait()
+        return [bytes(part.numpy()) for part in out.split(takes)]
 
     @contextmanager
     def collective_block(self, op: str) -> Iterator[None]:
@@ -308,8 +308,8 @@ class RankGroup:
         """Wait for the collectives that failed steps left, of those that all ranks have begun."""
         end = monotonic() + PATIENCE
         for pending in self._in_flight:
-            while pending.call <= self._common and pending.is_pending() and monotonic() < end:
-                pending.poll()
+            while pending.call <= self._common and monotonic() < end and pending.poll():
+                pass
 
     def _connect(self, ranks: list[int]) -> None:
         """Make a process group with the other ranks, and connect to each of them."""
@@ -327,18 +327,13 @@ class RankGroup:
         except RuntimeError as error:
             raise GroupError(f"the ranks {ranks} did not meet: {error}") from error
         try:
-            sockets, self.on_host = connect(self.rank, self.size, self._addresses, CONNECT_SECONDS)
+            exchange = partial(self.exchange_bytes, self._op)
+            sockets, self.on_host = connect(self.rank, self.size, exchange, CONNECT_SECONDS)
             self._peers = PeerMonitor(sockets, self._note_loss)
         except BaseException:
             self.close()
             raise
         self.timeout = timeout
-
-    def _addresses(self, own: bytes) -> list[bytes]:
-        given = torch.frombuffer(bytearray(own.ljust(ADDRESS)), dtype=torch.uint8).repeat(self.size)
-        sizes = [ADDRESS] * self.size
-        found = self.start("start of the world", torch.empty_like(given), given, sizes, sizes).wait()
-        return [part.numpy().tobytes() for part in found.split(ADDRESS)]
 
 
 class PendingAllToAll:
@@ -348,7 +343,7 @@ class PendingAllToAll:
         self._group, self._op, self.call, self._out = group, op, call, out
         self._work: dist.Work | None = work  # which holds the process group
         self._end = monotonic() + group.timeout
-        self._arrived = False
+        self._arrived, self._failure = False, ""
 
     def wait(self) -> Tensor:
         """Wait until all is sent and received. Returns `out`.
@@ -364,7 +359,7 @@ class PendingAllToAll:
         with uninterrupted():
             self._group.check_alive()
             interrupted_at = None
-            while not self._is_completed():
+            while self.poll():
                 self._group.check_others(self._op, self.call)
                 now = monotonic()
                 if now > self._end:
@@ -374,39 +369,32 @@ class PendingAllToAll:
                     if now > interrupted_at + PATIENCE:
                         name = signal.Signals(signals[0]).name
                         raise self._group.abort(self._op, f"interrupted by {name} in a wait for others")
+            if self._failure:
+                raise self._group.abort_unresponsive(self._op, self.call, self._failure)
             return self._out
 
     def is_pending(self) -> bool:
         """Whether it is in flight. Once completed it releases the process group."""
         if self._work is not None and self._work.is_completed():
-            with suppress(RuntimeError):  # `wait` says why it failed
+            try:
                 self._work.wait()
-                self._arrived, self._work = True, None
-            return False
+                self._arrived = True
+            except RuntimeError as error:
+                self._failure = str(error)
+            self._work = None
         return self._work is not None
 
-    def poll(self) -> None:
-        """Wait for it, POLL at most."""
+    def poll(self) -> bool:
+        """Wait for it, POLL at most. Returns whether it is still in flight."""
         if self._work is not None:
             with suppress(RuntimeError):
                 self._work.wait(POLL)
+        return self.is_pending()
 
     def release(self) -> bool:
         """Release the process group. Returns whether it was completed."""
         work, self._work = self._work, None
         return work is None or work.is_completed()
-
-    def _is_completed(self) -> bool:
-        """Whether it is completed, after a wait of POLL at most. Raises GroupError if it failed."""
-        self.poll()
-        if self.is_pending():
-            return False
-        if self._work is not None:
-            try:
-                self._work.wait()
-            except RuntimeError as error:
-                raise self._group.abort_unresponsive(self._op, self.call, str(error)) from None  # its text is in ours
-        return True
 
 
 def _described(missing: Mapping[int, str]) -> str:

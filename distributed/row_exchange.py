@@ -15,7 +15,6 @@ from ..engine.ops.batch import empty
 from ..engine.options.lookup import Lookup
 from ..engine.options.table_spec import TableSpec
 from ..engine.processors.processor import ByOwner, Processor, by_owner
-from .handshake import Handshake, HandshakeResult
 from .rank_group import PendingAllToAll
 from .world import World
 
@@ -33,61 +32,26 @@ class Traffic:
 
 
 class RankBuffers:
-    """A block of rows [count, dim] for each rank. `rows` is all memory, [sum of counts, dim]."""
+    """Rows of all ranks in one piece of memory: `blocks` has those of each rank, [count, dim]."""
 
     def __init__(self, group: World, counts: list[int], dim: int, dtype: torch.dtype) -> None:
         """counts: by rank."""
-        self.counts, self.me, self._row_bytes = counts, group.rank, dim * dtype.itemsize
-        self.rows = empty((sum(counts), dim), dtype)
+        self.rows, self.remote_counts = empty((sum(counts), dim), dtype), zeroed(counts, group.rank)
+        *self.blocks, own = self.rows.split([*self.remote_counts, counts[group.rank]])
+        self.blocks[group.rank] = own
 
     @property
     def remote_bytes(self) -> Tensor:
-        """The bytes of all blocks but this rank's own."""
-        return self.rows[: len(self.rows) - self.counts[self.me]].view(-1).view(torch.uint8)
-
-    @property
-    def sizes(self) -> list[int]:
-        """How many bytes are sent, by rank."""
-        return [0 if rank == self.me else count * self._row_bytes for rank, count in enumerate(self.counts)]
-
-    def of(self, rank: int) -> Tensor:
-        """The rows of a rank, [count, dim]."""
-        end = len(self.rows) if rank == self.me else sum(self.counts[: rank + 1])
-        if rank > self.me:
-            end -= self.counts[self.me]
-        return self.rows[end - self.counts[rank] : end]
-
-
-class RowExchange:
-    """Blocks in flight to the other ranks, with headers that say whether each rank could give its own."""
-
-    def __init__(
-        self,
-        group: World,
-        op: str,
-        given: RankBuffers,
-        taken: RankBuffers,
-        traffic: Traffic,
-        error: BaseException | None = None,
-        counts: list[int] | None = None,
-        note: int = 0,
-    ) -> None:
-        """error, counts, note: as of `Handshake`. With an error the content of the blocks is undefined."""
-        self._headers = Handshake(group, op, error, None, counts, note)
-        self._rows = start(group, op, given, taken, traffic)
-
-    def wait(self) -> HandshakeResult:
-        """Wait for the blocks of all ranks. Raises on every rank if one could not give its own."""
-        self._rows.wait()
-        return self._headers.wait()
+        """All blocks but this rank's own, [rows, bytes of a row]. Gloo does not take every dtype."""
+        return self.rows[: sum(self.remote_counts)].view(torch.uint8)
 
 
 def start(group: World, op: str, given: RankBuffers, taken: RankBuffers, traffic: Traffic) -> PendingAllToAll:
     """Start to send the blocks of `given` to the other ranks, and to receive those of `taken`."""
-    sent, received = given.sizes, taken.sizes
-    traffic.bytes_sent += sum(sent)
-    traffic.bytes_received += sum(received)
-    return group.start(op, taken.remote_bytes, given.remote_bytes, received, sent)
+    sent, received = given.remote_bytes, taken.remote_bytes
+    traffic.bytes_sent += sent.numel()
+    traffic.bytes_received += received.numel()
+    return group.start(op, sent, given.remote_counts, taken.remote_counts, received)
 
 
 class LocalBatch:
@@ -123,30 +87,23 @@ class IdExchange:
 
     def __init__(self, world: World, op: str, local: LocalBatch, counts: list[int], traffic: Traffic) -> None:
         """counts: how many ids come from each rank, this one included."""
-        columns = [local.by_owner.keys]
+        ids = local.by_owner.keys[:, None]
         if local.spec.num_tables > 1:
-            columns.append(local.by_owner.tables)
-        me = world.rank
-        self._rank, self._device, self._width = me, local.processor.device, len(columns)
-        self._takes, gives = (zeroed(part, me) for part in (counts, local.counts))
-        self._own = [column[sum(gives) :] for column in columns]  # those of this rank are the last
-        sizes, given_sizes = ([self._width * count for count in part] for part in (self._takes, gives))
-        given = columns[0][: sum(gives)]
-        if self._width > 1:  # for each rank its keys, then its tables
-            of_ranks = zip(*(column[: sum(gives)].split(gives) for column in columns), strict=True)
-            given = torch.cat([part for parts in of_ranks for part in parts])
-        traffic.ids_sent += sum(gives)
+            ids = torch.stack((local.by_owner.keys, local.by_owner.tables), 1)
+        self._rank, self._device = world.rank, local.processor.device
+        sends, self._takes = (zeroed(part, world.rank) for part in (local.counts, counts))
+        self._own = ids[sum(sends) :]  # those of this rank are the last
+        traffic.ids_sent += sum(sends)
         traffic.ids_received += sum(self._takes)
-        traffic.bytes_sent += 8 * sum(given_sizes)
-        traffic.bytes_received += 8 * sum(sizes)
-        self._exchange: PendingAllToAll = world.start(op, empty((sum(sizes),), torch.int64), given, sizes, given_sizes)
+        traffic.bytes_sent += 8 * ids.shape[1] * sum(sends)
+        traffic.bytes_received += 8 * ids.shape[1] * sum(self._takes)
+        self._exchange: PendingAllToAll = world.start(op, ids[: sum(sends)], sends, self._takes)
 
     def wait(self) -> list[Lookup]:
         """One lookup for each rank, of rows that this rank owns."""
-        received = self._exchange.wait().split([count for count in self._takes for _ in range(self._width)])
-        parts = [list(received[at : at + self._width]) for at in range(0, len(received), self._width)]
+        parts = [*self._exchange.wait().split(self._takes)]
         parts[self._rank] = self._own
-        return [Lookup(*(column.to(self._device) for column in part)) for part in parts]
+        return [Lookup(*(column.contiguous().to(self._device) for column in part.unbind(1))) for part in parts]
 
 
 def zeroed(counts: list[int], rank: int) -> list[int]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..engine import _core
 from ..engine.errors import CapacityError, StoreError
-from ..engine.ops.batch import Gradients, batch_of, checked_gradients, empty
+from ..engine.ops.batch import Gradients, batch_of, checked_gradients
 from ..engine.ops.exact_sum import partial, total
 from ..engine.optim.row_optimizer import RowOptimizer
 from ..engine.options.lookup import Lookup
@@ -23,7 +23,7 @@ from ..engine.table.table_report import new_rows
 from .handshake import Handshake
 from .id_prefetch import IdPrefetcher
 from .rank_group import PendingAllToAll
-from .row_exchange import IdExchange, LocalBatch, RankBuffers, RowExchange, Traffic, concat_lookups, start, zeroed
+from .row_exchange import IdExchange, LocalBatch, RankBuffers, Traffic, concat_lookups, start, zeroed
 from .world import World, catch
 
 T = TypeVar("T")
@@ -68,16 +68,9 @@ class ShardedBatch:
         self._sums: RankBuffers | None = None  # the gradients of rows that this rank owns, by rank
         self._own_sums = torch.empty(0)  # those of its own rows that this rank looked up
         rows, new = (0, 0) if own is None else table.rows_and_new(own)
-        self._exchange = RowExchange(
-            self._world,
-            f"rows of {op}",
-            self._blocks(wire),
-            self._received,
-            table.traffic,
-            error,
-            [new] * self._world.size,
-            rows,
-        )
+        given, op = self._blocks(wire), f"rows of {op}"
+        self._headers = Handshake(self._world, op, error, counts=[new] * self._world.size, note=rows)
+        self._in_flight = start(self._world, op, given, self._received, table.traffic)
         table.traffic.rows_received += sum(zeroed(local.counts, self._world.rank))
 
     def _blocks(self, wire: torch.dtype) -> RankBuffers:
@@ -88,7 +81,7 @@ class ShardedBatch:
             for rank in range(self._world.size):
                 if rank == me and self._keeps_own:
                     continue
-                block = (self._received if rank == me else blocks).of(rank)
+                block = (self._received if rank == me else blocks).blocks[rank]
                 if wire == torch.float32 and self.own.lookups[rank].ids.device.type == "cpu":
                     self.own.gather(rank, out=block)
                 else:
@@ -100,7 +93,8 @@ class ShardedBatch:
         """Wait for the rows. Raises on every rank if one could not give its own, or they exceed `capacity`."""
         if self._rows is not None:
             return
-        answer = self._unpin_on_error(self._exchange.wait)
+        self._unpin_on_error(self._in_flight.wait)
+        answer = self._unpin_on_error(self._headers.wait)
         self._unpin_on_error(lambda: self._table.check_capacity(answer.notes, answer.counts))
         self._rows = self._received.rows.to(self.local.processor.device, torch.float32)
         assert self.own is not None
@@ -157,10 +151,8 @@ class ShardedBatch:
 
     def _start(self, given: RankBuffers) -> None:
         world = self._world
-        self._sums, self._own_sums = (
-            RankBuffers(world, self._requested_counts, self._dim, world.grads),
-            given.of(world.rank),
-        )
+        self._sums = RankBuffers(world, self._requested_counts, self._dim, world.grads)
+        self._own_sums = given.blocks[world.rank]
         self._sent = start(world, f"gradients of {self._op}", given, self._sums, self._table.traffic)
         world.step_collectives += 1
 
@@ -173,7 +165,7 @@ class ShardedBatch:
         """The gradients, once they arrived: for each rank, [rows that it requested, dim] float32."""
         self.receive()
         assert self._sums is not None
-        sums = [self._sums.of(rank) for rank in range(self._world.size)]
+        sums = [*self._sums.blocks]
         sums[self._world.rank] = self._own_sums
         return [part.to(self.local.processor.device, torch.float32) for part in sums]
 
@@ -184,11 +176,9 @@ class ShardedBatch:
         with world.collective_block(op):
             headers = Handshake(world, op, error)
             given = torch.from_numpy(partial(np.empty(0, np.float32)) if squares is None else squares)
-            sizes = [len(given)] * world.size
-            given = given.repeat(world.size)
-            parts = world.start(op, torch.empty_like(given), given, sizes, sizes).wait()
+            parts = world.start(op, given.repeat(world.size)).wait()
             headers.wait()
-        return total([part.numpy() for part in parts.split(sizes)])
+        return total([part.numpy() for part in parts.split(len(given))])
 
     def update(
         self,
@@ -431,10 +421,12 @@ class ShardedTable:
         given, taken = (RankBuffers(self.world, c, local.spec.dim, self.world.rows) for c in (counts, local.counts))
         if rows is not None:
             for rank, part in enumerate(rows.split(counts)):
-                (taken if rank == self.world.rank else given).of(rank).copy_(part)
+                (taken if rank == self.world.rank else given).blocks[rank].copy_(part)
         self.traffic.rows_sent += sum(counts) - counts[self.world.rank]
         self.traffic.rows_received += sum(local.counts) - local.counts[self.world.rank]
-        RowExchange(self.world, f"rows of {op}", given, taken, self.traffic, error).wait()
+        headers = Handshake(self.world, f"rows of {op}", error)
+        start(self.world, f"rows of {op}", given, taken, self.traffic).wait()
+        headers.wait()
         here = taken.rows.to(local.processor.device, torch.float32)
         local.processor.set_lines(local.batch, here, local.by_owner.positions)
         local.rows = here
@@ -487,19 +479,14 @@ class ShardedTable:
         sends = np.bincount(owners, minlength=world.size).tolist()
         takes = world.handshake(op, None, counts=sends).counts
         ids = np.stack((batch.keys[order].view(np.int64), batch.tables[order].astype(np.int64)), 1)
-        here = empty((sum(takes) * 2,), torch.int64)
-        sizes = [2 * count for count in takes], [2 * count for count in sends]
-        world.start(f"ids of {op}", here, torch.from_numpy(ids).view(-1), *sizes).wait()
-        keys, tables = (column.contiguous().to(lookup.ids.device) for column in here.view(-1, 2).unbind(1))
+        here = world.start(f"ids of {op}", torch.from_numpy(ids), sends, takes).wait()
+        keys, tables = (column.contiguous().to(lookup.ids.device) for column in here.unbind(1))
         requested = Lookup(keys, tables)
         if values is None:
             return requested, np.empty((0, spec.dim), np.float32)
         last = np.empty(batch.unique, np.int64)
         last[batch.inverse] = np.arange(len(batch.inverse))  # the last value of a repeated id
-        given = torch.from_numpy(values[last[order]]).view(-1)
-        rows = empty((sum(takes), spec.dim), torch.float32)
-        sizes = [spec.dim * count for count in takes], [spec.dim * count for count in sends]
-        world.start(f"rows of {op}", rows.view(-1), given, *sizes).wait()
+        rows = world.start(f"rows of {op}", torch.from_numpy(values[last[order]]), sends, takes).wait()
         return requested, rows.numpy()
 
     @_collective("size")

@@ -165,18 +165,6 @@ class World(RankGroup):
             total += other
         return total.view(x.shape)
 
-    def all_bytes(self, op: str, data: bytes, same: Mapping[str, Any] | None = None) -> list[bytes]:
-        """The `data` of each rank, in the order of ranks.
-
-        op: what the ranks are doing. same: by name, what must be equal on all of them; else GroupError, and the group
-        continues.
-        """
-        self.check_thread()
-        self.check_alive()
-        with self.collective_block(op):
-            self.handshake(op, same=same)
-            return self.exchange_bytes(op, data)
-
     def handshake(
         self,
         op: str,

@@ -13,7 +13,7 @@ from numbers import Integral, Real
 from types import UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 
-from .errors import OptionError
+from .errors import OptionError, TierbedError
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -56,6 +56,13 @@ def auto_budget_option(name: str, value: Any, zero: bool) -> float | Literal["au
     if isinstance(value, str) and value == "auto":
         return "auto"
     return budget_option(name, value, zero, alternative=', or "auto"')
+
+
+def check_flags(error: type[TierbedError], **flags: object) -> None:
+    """Raises `error` for an argument that is not True or False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise error(f"{name}={value!r}: give True or False")
 
 
 def choice_option(name: str, value: Any, choices: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Hashable, Iterable
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from time import perf_counter
@@ -23,7 +24,7 @@ from torch.utils import _pytree as pytree
 from ..embedding.optim.ddp_guard import refuse_around
 from ..embedding.state_dict.model_snapshots import ModelSnapshots
 from ..embedding.state_dict.saved_rows import EXTRA, are_apart, rows_apart
-from ..engine.checks import as_int, checked_arguments
+from ..engine.checks import as_int, check_flags, checked_arguments
 from ..engine.errors import GraphError, InputError, OptimizerError, OptionError
 from ..engine.optim.base import positive
 from ..engine.signals import uninterrupted
@@ -106,7 +107,7 @@ class Graph(ModelSnapshots, HasBuild):
         self.__splits = False  # whether build needs the values of keyed tensors by key
         self.__has_warned = False  # that compile_dense compiles nothing of a dynamic-shape step
         self.__structure: Structure | None = None
-        self.__values = ValueGuards(MAX_CACHED_STEPS)
+        self.__values = ValueGuards()
         self.__last: tuple[Hashable, Any] = (None, None)  # key and step of the previous call, found without hashing
         self.__has_met = False  # whether it looked at the dense part, before its first training step
         self.__compiles = RecompileLog(MAX_CACHED_STEPS)
@@ -291,9 +292,7 @@ class Graph(ModelSnapshots, HasBuild):
         Raises SnapshotError for a checkpoint that is missing, damaged or of another graph, before anything is replaced,
         and InputError for a path of another type, or a number that a narrower dtype cannot hold.
         """
-        for argument, value in (("optimizers", optimizers), ("convert", convert)):
-            if not isinstance(value, bool):
-                raise InputError(f"{argument}={value!r}: give True or False")
+        check_flags(InputError, optimizers=optimizers, convert=convert)
 
         def check(state: dict[str, Any]) -> None:
             check_modules(self, state, "graph")
@@ -405,10 +404,8 @@ class Graph(ModelSnapshots, HasBuild):
     ) -> tuple[Hashable, list[Tensor]]:
         while self.__structure is None or (live := self.__structure.live()) is None:
             self.__structure = Structure(self, self.__optimizers.optimizers)
-            self.__values = ValueGuards(MAX_CACHED_STEPS)
-            self.__steps = StepCache(
-                MAX_CACHED_STEPS
-            )  # no old step can be used again, and they would keep replaced modules alive
+            self.__values = ValueGuards()
+            self.__steps = StepCache(MAX_CACHED_STEPS)  # old ones have no use, and would keep replaced modules alive
         tensors, state = live
         return (
             spec,
@@ -442,8 +439,8 @@ class Graph(ModelSnapshots, HasBuild):
             traced = traced_for(dynamic)
             self.__values.add(traced.reads)
             key = base, dynamic, None if dynamic else tuple(tensor.shape for tensor in call.inputs)
-            program = traced.program()
-            equal: CompiledStep | None = self.__values.equal_step(key, program, lambda: traced_for(dynamic).program())
+            alike, program = [one for one in self.__steps.all() if one.key == key], traced.program()
+            equal: CompiledStep | None = self.__values.equal_step(alike, program, lambda: traced_for(dynamic).program())
             if equal is not None:
                 return equal
             is_new = True
@@ -452,8 +449,7 @@ class Graph(ModelSnapshots, HasBuild):
             step = compile_step(
                 self, traced, self.__optimizers, self.__end, tensors, inductor, captures, self.__rank_state
             )
-            self.__values.keep(key, program, step)
-            return step
+            return replace(step, key=key, program=program)
 
         step = self.__steps.make(name, signature, call, static_only, compiled)
         if step.trained and not self.__has_met:
@@ -468,16 +464,10 @@ class Graph(ModelSnapshots, HasBuild):
                 name,
             )
         if is_new:
-            why = guard_facts(
-                self,
-                call,
-                call.dynamic_dims if is_dynamic else Dims(),
-                self.__optimizers,
-                self.__end,
-                self.__inductor,
-                self.__captures,
-                self.__values.texts(),
-            )
+            dense = "off" if self.__inductor is None else str(self.__inductor)
+            settings = {"cuda_graph": str(self.__captures), "compile_dense": dense}
+            texts = self.__values.texts()
+            why = guard_facts(self, call, is_dynamic, self.__optimizers, self.__end, settings, texts)
             self.__compiles.add(name, why, perf_counter() - begin)
         self.__steps.evict_oldest(name)
         if self.__values.is_full:

@@ -18,6 +18,7 @@ from ..embedding.optim.eager import EagerOptimizer
 from ..embedding.state_dict.saved_rows import SavedRows, rows_apart
 from ..embedding.tables.names import name_embeddings
 from ..embedding.tables.training_group import train_together
+from ..engine.checks import check_flags
 from ..engine.errors import GraphError, InputError
 from ..snapshots.store.selection import Selection
 from .graph import Graph
@@ -81,8 +82,7 @@ def load_checkpoint(
     checkpoint that is missing, damaged or of another model, before anything is replaced, and InputError for an argument
     of another type.
     """
-    if not isinstance(convert, bool):
-        raise InputError(f"convert={convert!r}: give True or False")
+    check_flags(InputError, convert=convert)
     model, training = _training(model, optimizers, schedulers, scaler)
 
     def model_state(state: dict[str, Any]) -> OrderedDict[str, Any]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from ...distributed.world import World
-from ...engine.checks import checked_arguments
+from ...engine.checks import check_flags, checked_arguments
 from ...engine.errors import (
     ClosedError,
     InputError,
@@ -126,8 +126,7 @@ class SavedRows(EmbeddingBase):
         another snapshot cannot be replaced. Raises SnapshotError, StoreError, OptionError.
         """
         with self.raise_on_all_ranks():
-            _check_flag("background", background)
-            _check_flag("overwrite", overwrite)
+            check_flags(OptionError, background=background, overwrite=overwrite)
             snapshots = self.table_handle().snapshots
         return snapshots.save(snapshot_name, kind, overwrite, background)
 
@@ -154,9 +153,7 @@ class SavedRows(EmbeddingBase):
         optimizer's; InputError for a selection that cannot be, or a number that a narrower dtype cannot hold.
         """
         with self.raise_on_all_ranks():
-            for argument, value in (("strict", strict), ("weights_only", weights_only), ("convert", convert)):
-                if not isinstance(value, bool):
-                    raise InputError(f"{argument}={value!r}: give True or False")
+            check_flags(InputError, strict=strict, weights_only=weights_only, convert=convert)
             handle = self.table_handle(for_load=True)
         selection = Selection(tables, where, not weights_only, convert=convert)
         report = handle.snapshots.load_snapshot(snapshot_name, selection, strict)
@@ -170,7 +167,7 @@ class SavedRows(EmbeddingBase):
         SnapshotError for a name that cannot be used or is taken, or with `overwrite` cannot be replaced; OptionError.
         """
         with self.raise_on_all_ranks():
-            _check_flag("overwrite", overwrite)
+            check_flags(OptionError, overwrite=overwrite)
             handle = self.table_handle()
         handle.snapshots.check_save(snapshot_name, kind, overwrite)
 
@@ -429,8 +426,3 @@ def are_apart() -> bool:
 def rows_stay(lenient: bool) -> AbstractContextManager[None]:
     """A block in which `load_state_dict` lets rows stay that the state is not of, if `lenient`."""
     return _in_mode(STAY) if lenient and not are_apart() else nullcontext()
-
-
-def _check_flag(argument: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise OptionError(f"{argument}={value!r}: give True or False")

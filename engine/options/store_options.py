@@ -18,6 +18,7 @@ from ..checks import (
     auto_budget_option,
     budget_option,
     check_arguments,
+    check_flags,
     checked_arguments,
     choice_option,
     expanded,
@@ -322,8 +323,7 @@ class CachedSsdOptions(CachedHostMemOptions, _HostCached):
             problem = f"with read_mode={self.read_mode!r} the page cache has the blocks"
             raise self._wrong("rocksdb_cache_mb", f"{problem}; give read_mode='direct', or leave it out")
         self._set_int("io_threads", "1 to 64", 1, 64)
-        if not isinstance(self.async_io, bool):
-            raise OptionError(f"async_io={self.async_io!r}: give True or False")
+        check_flags(OptionError, async_io=self.async_io)
         if self.rocksdb_options is not None:
             self._set("rocksdb_options", options_text(self.rocksdb_options))
         if self.persistent_path is None:

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ...distributed.dense import Vote
-from ...engine.checks import as_int
+from ...engine.checks import as_int, check_flags
 from ...engine.errors import GraphError, InputError, OptimizerError
 from ...engine.ops.exact_sum import sum_of_squares
 from ...engine.ops.rows_contract import EmbeddingBase
@@ -146,8 +146,7 @@ class StepEpilogue:
         count = as_int(steps, minimum=1)
         if count is None:
             raise OptimizerError(f"steps={steps!r}: give a whole number of calls > 0")
-        if not isinstance(mean, bool):
-            raise OptimizerError(f"mean={mean!r}: give True or False")
+        check_flags(OptimizerError, mean=mean)
         if self.waiting_calls:
             raise OptimizerError(
                 f"steps={steps}: gradients of {self.waiting_calls} of {self.accumulate_steps} calls wait for their "

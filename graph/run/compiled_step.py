@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ...embedding.autograd.lookup_op import embedding_of
@@ -48,6 +47,8 @@ class CompiledStep:
     captured: CudaGraphStep | None = None  # set if training steps run as a CUDA graph
     rollback: RollbackStep | None = None  # set in a dynamic-shape step
     guard: ShapeGuard | None = None  # set with it: whether the step accepts inputs of these sizes
+    key: Hashable = None  # what it depends on beside the program, by which equal programs share a step
+    program: Hashable = None  # of its trace
 
     def accepts(self, inputs: Sequence[Tensor]) -> bool:
         """Whether the step is right for inputs of its signature. The key of a static-shape step has all sizes."""
@@ -163,30 +164,28 @@ def compile_step(
     values: Any = graph.output_node().args[0]
     trained: list[tuple[EmbeddingBase, RowOptimizer]] = []
     schedulers = optimizers.schedulers() if with_grad else []
-    dense: list[tuple[Optimizer, fx.Node, fx.Node]] = []
     ended: fx.Node | None = None
-    if with_grad:
-        holders = optimizers.holders()
-        for index, grad in zip(with_grad, values[count:], strict=True):
-            parameter = tensors[index]
-            embedding = by_shadow.get(id(parameter))
-            if id(parameter) not in holders:
-                what = f"embedding {embedding.name!r}" if embedding else f"parameter {paths[id(parameter)]!r}"
-                raise OptimizerError(
-                    f"backward() reaches {what}, which no optimizer of this graph holds; call self.add_optimizer(...) "
-                    "in __init__ with an optimizer over its parameters(), or freeze it with requires_grad_(False)"
-                )
-            if embedding is not None:
-                expand_trained(module, embedding.handle, grad, label)
-                trained.append((embedding, optimizers.rows[id(embedding.shadow)]))
+    holders = optimizers.holders()
+    for index, grad in zip(with_grad, values[count:], strict=False):
+        parameter = tensors[index]
+        embedding = by_shadow.get(id(parameter))
+        if id(parameter) not in holders:
+            what = f"embedding {embedding.name!r}" if embedding else f"parameter {paths[id(parameter)]!r}"
+            raise OptimizerError(
+                f"backward() reaches {what}, which no optimizer of this graph holds; call self.add_optimizer(...) "
+                "in __init__ with an optimizer over its parameters(), or freeze it with requires_grad_(False)"
+            )
+        if embedding is not None:
+            expand_trained(module, embedding.handle, grad, label)
+            trained.append((embedding, optimizers.rows[id(embedding.shadow)]))
     # only now: a gradient of weights may be a dense gradient, and was replaced
     grads = rewrite.keep_outputs(graph, count)
+    dense = [
+        (holders[id(tensors[index])], live[index], grad)
+        for index, grad in zip(with_grad, grads, strict=False)
+        if id(tensors[index]) not in by_shadow
+    ]
     if with_grad:
-        dense = [
-            (holders[id(tensors[index])], live[index], grad)
-            for index, grad in zip(with_grad, grads, strict=True)
-            if id(tensors[index]) not in by_shadow
-        ]
         rewrite.add_dense_steps(module, optimizers, dense)
         end.check_scaled(module)
         if world is not None or not end.is_plain:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -77,37 +78,33 @@ class RankStepState:
         )
 
 
+@dataclass(eq=False)
 class StepCollectives:
-    """The collectives of one compiled step, in their order."""
+    """The collectives of one compiled step, in their order.
 
-    def __init__(
-        self,
-        world: World,
-        rank_state: RankStepState,
-        owner: str,
-        end: StepEpilogue,
-        trained: list[EmbeddingBase],
-        dense: list[DenseGrads],
-        schedulers: list[LRScheduler],
-        trains: bool,
-        calls: list[CollectiveCall],
-        parameters: list[tuple[str, Tensor]],
-    ) -> None:
-        """owner: the name of the graph. trained, dense, schedulers: what the step trains, for a rank without a batch.
+    owner: the name of the graph. trained, dense, schedulers: what the step trains, for a rank without a batch.
+    dense: by optimizer, with gradients of any value. parameters: the same by name, in the order in which gradients are
+    summed.
+    """
 
-        dense: by optimizer, with gradients of any value. parameters: the same by name, in the order in which gradients
-        are summed.
-        """
-        self._world, self.rank_state, self._owner = world, rank_state, owner
-        self._end, self.trains = end, trains
-        self._trained, self._dense, self._schedulers = trained, dense, schedulers
-        self._calls, self._sequence = calls, CollectiveSequence([*map(str, calls)], described(parameters))
-        self._embeddings: list[Any] = list(
-            dict.fromkeys(call.embedding for call in calls if call.embedding is not None)
-        )
-        self._first = 0  # the world's count of collectives when the step began
-        self._first_batch = 0  # and of pinned batches
-        self._number = ""  # of the step, for errors
+    _world: World
+    rank_state: RankStepState
+    _owner: str
+    _end: StepEpilogue
+    _trained: list[EmbeddingBase]
+    _dense: list[DenseGrads]
+    _schedulers: list[LRScheduler]
+    trains: bool
+    _calls: list[CollectiveCall]
+    parameters: InitVar[list[tuple[str, Tensor]]]
+    _first: int = 0  # the world's count of collectives when the step began
+    _first_batch: int = 0  # and of pinned batches
+    _number: str = ""  # of the step, for errors
+
+    def __post_init__(self, parameters: list[tuple[str, Tensor]]) -> None:
+        self._sequence = CollectiveSequence([*map(str, self._calls)], described(parameters))
+        embeddings = (call.embedding for call in self._calls if call.embedding is not None)
+        self._embeddings: list[Any] = [*dict.fromkeys(embeddings)]
 
     def vote(self, dense: list[DenseGrads], *, finite: bool, present: bool = True) -> Vote:
         """Sum dense gradients over ranks. If the step failed on one rank, raises its error on all."""

@@ -9,7 +9,7 @@ import logging
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ..passes.step_epilogue import StepEpilogue
 from ..trace.names import HasBuild, tensor_names
-from ..trace.signature import MODULE_HOOKS, Call, Dims, argument_names
+from ..trace.signature import MODULE_HOOKS, Call, argument_names
 
 _MAX_SHOWN = 6  # differences of one step
 _VALUE = "value"  # traces that read others differ in something else
@@ -66,17 +66,17 @@ class RecompileLog:
 def guard_facts(
     root: HasBuild,
     call: Call,
-    dynamic_dims: Dims,
+    is_dynamic: bool,
     optimizers: Iterable[Optimizer],
     end: StepEpilogue,
-    inductor: Mapping[str, Any] | None,
-    cuda_graph: bool,
+    settings: Mapping[str, str],
     values: Mapping[str, tuple[str, Hashable]],
 ) -> Facts:
-    """What a step of `root` for a call depends on, by the user's name for it. dynamic_dims: of any size.
+    """What a step of `root` for a call depends on, by the user's name for it. is_dynamic: whether it takes other sizes.
 
     values: the Python values that build reads, each as text and as a key.
     """
+    dynamic_dims = call.dynamic_dims if is_dynamic else ()
     found: Facts = {}
     number = 0
     for name, leaf in zip(argument_names(root.build, call.given), call.leaves, strict=True):
@@ -99,8 +99,7 @@ def guard_facts(
         "accumulated" if end.accumulate_steps > 1 else "as they are" if end.is_plain else "clipped or unscaled"
     )
     found["gradient scaler", ""] = Fact("none" if end.scaler is None else "GradScaler", end.scaling())
-    found["cuda_graph", ""] = Fact(str(cuda_graph))
-    found["compile_dense", ""] = Fact("off" if inductor is None else str(inductor))
+    found.update({(name, ""): Fact(setting) for name, setting in settings.items()})
     found.update({(_VALUE, label): Fact(*value) for label, value in values.items()})
     for path, module in root.named_modules():
         hooks = [number for hooks in MODULE_HOOKS(module) for number in hooks]

@@ -44,12 +44,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
+from ...distributed.sendable import bytes_of
 from ...distributed.world import World
 from ...embedding.optim.dense_part import note_run
 from ...embedding.state_dict.model_snapshots import load_rows, save_rows
 from ...embedding.state_dict.saved_rows import EXTRA, SavedRows
 from ...embedding.tables.names import bare_name
-from ...engine.checks import is_folder_name
+from ...engine.checks import check_flags, is_folder_name
 from ...engine.durable import (
     UnsyncedError,
     atomic_folder,
@@ -187,7 +188,7 @@ def _check_equal(world: World, op: str, plain: Any, tensors: Mapping[str, Tensor
         f"{op}: state",
         lambda: {
             "values that are not tensors": zlib.crc32(msgpack.packb(plain)),
-            **{name: _checksum(tensor) for name, tensor in tensors.items()},
+            **{name: zlib.crc32(bytes_of(tensor).numpy().data) for name, tensor in tensors.items()},
         },
     )
     every = dict.fromkeys(name for of_rank in sums for name in of_rank)
@@ -212,11 +213,6 @@ def own_random(world: World, first: Random, others: list[Random]) -> Random:
     return others[world.rank - 1] if world.rank <= len(others) else [torch.get_rng_state()]
 
 
-def _checksum(tensor: Tensor) -> int:
-    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return zlib.crc32(data.numpy().data)
-
-
 def check_save(root: nn.Module, path: Any, overwrite: bool) -> Path:
     """The folder of a new checkpoint; `overwrite`: an old one may exist. SnapshotError, InputError, GraphError."""
     world, op = shared_world(_saved(root)), "checking a checkpoint"
@@ -227,8 +223,7 @@ def check_save(root: nn.Module, path: Any, overwrite: bool) -> Path:
 
 
 def _folder_of(path: Any, overwrite: Any) -> Path:
-    if not isinstance(overwrite, bool):
-        raise InputError(f"overwrite={overwrite!r}: give True or False")
+    check_flags(InputError, overwrite=overwrite)
     folder = path_of(path).absolute()
     if not is_folder_name(folder.name) or len(folder.name.encode()) > 200 - 9:
         raise SnapshotError(

@@ -173,13 +173,18 @@ class Structure:
             (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
         )
         with DisableTorchFunctionSubclass():
+            # a step that uses a tensor keeps it alive, so no other gets its id; other values are frozen
+            own = [
+                (id(v), _DESCRIBE(v), _STRIDE(v)) if v is not None and isinstance(v, Tensor) else None
+                for v in attributes
+            ]
             return tensors, (
                 self,
                 (torch.is_grad_enabled(), torch.get_default_dtype(), autocast),
                 tuple(map(_TRAINING, self._modules)),
                 tuple(map(id, parameters)),
                 distinct,
-                tuple([None if value is None else _attribute_key(value) for value in attributes]),
+                tuple(own),
                 tuple(map(type, buffers)),
                 any(map(_HOOKS, tensors)) or any(map(_POST_HOOKS, tensors)),
                 tuple([(id(o), *[len(group["params"]) for group in o.param_groups]) for o in self._optimizers]),
@@ -190,14 +195,6 @@ class Structure:
     def _read_shape(self) -> tuple[list[Any], list[int], list[int]]:
         # no two hooks ever get the same number
         return _values(self._children), list(map(len, self._attributes)), list(chain.from_iterable(self._hooks))
-
-
-def _attribute_key(value: Any) -> Hashable:
-    """The key of an attribute: id and description of a tensor, None for other values, which a step freezes.
-
-    A step that uses a tensor keeps it alive, so no other tensor gets its id. A step that uses its shape alone does not.
-    """
-    return (id(value), _DESCRIBE(value), _STRIDE(value)) if isinstance(value, Tensor) else None
 
 
 def _values(dicts: list[Any]) -> list[Any]:

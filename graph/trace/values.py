@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
@@ -34,11 +33,10 @@ class ValueGuards:
     still those; if not, call `renew`.
     """
 
-    def __init__(self, most: int) -> None:
-        """most: the most signatures whose programs are kept."""
+    def __init__(self) -> None:
         self.number = 0
         self.holds: Callable[[], bool] = True.__bool__
-        self._most, self._max_places = most, MAX_PLACES
+        self._max_places = MAX_PLACES
         self._labels: dict[str, str] = {}  # by place, the user's name for the value
         self._names: dict[str, Any] = {"read": _read}  # in the code that reads places
         self._reads: list[Callable[[], Any]] = []
@@ -52,11 +50,9 @@ class ValueGuards:
         self._changes: Counter[str] = Counter()  # that gave another step
         self._written: set[str] = set()  # places that build may write
         self._dropped: set[str] = set()
-        # by signature without number: traced programs, each with its step and the numbers that had it
-        self._programs: dict[Hashable, dict[Hashable, tuple[weakref.ref[Any], set[int]]]] = {}
 
     def __reduce__(self) -> Any:
-        return ValueGuards, (self._most,)  # a copied graph has values of its own
+        return ValueGuards, ()  # a copied graph has values of its own
 
     def renew(self) -> int:
         """The number of the values as they are now. GraphError for a value that changes too often."""
@@ -103,27 +99,18 @@ class ValueGuards:
         """Whether there are too many places, as if each call passes another function: the graph then starts again."""
         return len(self._labels) > self._max_places
 
-    def equal_step(self, signature: Hashable, program: Hashable, again: Callable[[], Hashable]) -> Any:
-        """The step that was compiled for an equal program, or None. signature: without the number.
+    def equal_step(self, alike: list[Any], program: Hashable, again: Callable[[], Hashable]) -> Any:
+        """The step that was compiled for an equal program, or None. alike: steps that differ in values of places alone.
 
         A changed value that gave an equal program is no longer guarded if `build` uses its text alone. `again` traces
         the program once more to find that out.
         """
-        known = self._programs.setdefault(signature, {})
-        if len(self._programs) > self._most:
-            self._programs.pop(next(iter(self._programs)))
-        if program not in known:
-            self._changes.update([*self._changed] if known else ())
-            return None
-        step, numbers = known[program]
-        if self.number not in numbers:
+        step = next((one for one in alike if one.program == program), None)
+        if step is not None:
             self._drop_unused(program, again)
-            numbers.add(self.number)
-        return step()
-
-    def keep(self, signature: Hashable, program: Hashable, step: Any) -> None:
-        """Keep a compiled step for equal programs, as long as it is in use."""
-        self._programs[signature][program] = weakref.ref(step), {self.number}
+        elif alike:
+            self._changes.update([*self._changed])
+        return step
 
     def texts(self) -> Mapping[str, tuple[str, Hashable]]:
         """By the user's name for it, each value as text and as a key."""

@@ -113,9 +113,7 @@ class EmbeddingBagCollection(TableCollection):
         """Whether rows are weighted by the batch's weights."""
         return self._is_weighted
 
-    def embedding_bag_configs(self) -> list[Any]:
-        """The configs of the tables, as they were given; models of TorchRec call this."""
-        return self.embedding_configs()
+    embedding_bag_configs = TableCollection.embedding_configs  # models of TorchRec call it
 
     def _lookups_of(self, features: Any) -> Iterator[tuple[MultiTableEmbedding, Lookup]]:
         batch = features_of(features)

@@ -38,9 +38,8 @@ def stores_of(store_options: Mapping[str, Any], requests: Mapping[str, StoreRequ
     store_options: of one store, from a `make_*_store_options`, which `divided` divides; or a mapping of such options by
     the name of an embedding. OptionError.
     """
-    if isinstance(store_options, StoreOptions) or not isinstance(store_options, Mapping):
-        return divided(store_options_from_dict(store_options), requests)
-    if isinstance(store_options.get("store"), str):
+    are_named = isinstance(store_options, Mapping) and not isinstance(store_options, StoreOptions)
+    if not are_named or isinstance(store_options.get("store"), str):
         return divided(store_options_from_dict(store_options), requests)
     given = {str(name): options for name, options in store_options.items()}
     names = ", ".join(map(repr, requests))

@@ -18,7 +18,6 @@ from ...embedding.modules.embedding import MultiTableEmbedding
 from ...embedding.optim.eager import follow_in_backward
 from ...embedding.state_dict.model_snapshots import ModelSnapshots
 from ...embedding.state_dict.read_only import ReadOnlyCopy
-from ...embedding.state_dict.saved_rows import SavedRows
 from ...embedding.tables.rows_in_tensors import RowTensors
 from ...embedding.tables.training_group import train_together
 from ...engine.checks import checked_arguments
@@ -186,10 +185,7 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
                     path / group / "snapshots",
                 )
 
-    def _snapshot_embeddings(self) -> list[SavedRows]:
-        return [*self._own()]
-
-    def _own(self) -> list[MultiTableEmbedding]:
+    def _snapshot_embeddings(self) -> list[Any]:
         return [self.embedding(group) for group in self.embeddings if group not in self._shared]
 
     def each(self) -> Iterator[MultiTableEmbedding]:
@@ -250,7 +246,7 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
         A later lookup raises ClosedError.
         """
         with ExitStack() as stack:  # closes all, also if one of them raises
-            for embedding in self._own():
+            for embedding in self._snapshot_embeddings():
                 stack.callback(embedding.close)
 
     def __enter__(self) -> Self:

@@ -15,7 +15,7 @@ from ...distributed.world import World
 from ...embedding.modules.dense_rows import CHUNK
 from ...embedding.state_dict.read_only import ReadOnlyCopy
 from ...embedding.tables.names import next_seed
-from ...engine.checks import as_number, checked_arguments, int_option
+from ...engine.checks import as_number, check_flags, checked_arguments, int_option
 from ...engine.errors import GraphError, InputError, OptionError
 from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.options.initializers import make_uniform_initializer
@@ -443,8 +443,7 @@ class SSDTableBatchedEmbeddingBags(TableBatchedEmbeddingBags):
 
 def _checked_clip(gradient_clipping: Any, max_gradient: Any) -> float | None:
     clip = as_number(max_gradient)
-    if not isinstance(gradient_clipping, bool):
-        raise OptionError(f"gradient_clipping={gradient_clipping!r}: give True or False")
+    check_flags(OptionError, gradient_clipping=gradient_clipping)
     if clip is None or not clip > 0:
         raise OptionError(f"max_gradient={max_gradient!r}: give a number > 0")
     if not gradient_clipping and clip != 1.0:

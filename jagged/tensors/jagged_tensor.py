@@ -211,13 +211,7 @@ class Jagged(TensorContainer, registered=False):
         """Where each bag begins, and the end of the last: int64 [bags + 1]."""
         return self._offsets
 
-    def lengths_or_none(self) -> Tensor:
-        """`lengths()`, by TorchRec's name for lengths that may be unknown."""
-        return self.lengths()
-
-    def offsets_or_none(self) -> Tensor:
-        """`offsets()`, by TorchRec's name for offsets that may be unknown."""
-        return self.offsets()
+    lengths_or_none, offsets_or_none = lengths, offsets  # TorchRec's names for those that may be unknown
 
     def validate(self) -> None:
         """Read the offsets: InputError unless they ascend from 0 to the number of values."""

@@ -73,7 +73,7 @@ class RankModelTrainer(ModelTrainer):
         self.meet()
 
     def meet(self) -> None:
-        self.world.all_bytes("the ranks of a round meet", b"")
+        self.world.all_gather_object("the ranks of a round meet", lambda: b"")
 
     def operate(self, operation: str) -> None:
         self.meet()  # so that all see the same files

@@ -72,7 +72,7 @@ class RankTrainer(Trainer):
 
     def meet(self) -> None:
         """Every rank is here."""
-        self.world.all_bytes("the ranks of a round meet", b"")
+        self.world.all_gather_object("the ranks of a round meet", lambda: b"")
 
     def draw(self) -> Any:
         return draw_stores(self.chance, self.world.size)

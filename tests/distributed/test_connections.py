@@ -16,7 +16,7 @@ import pytest
 from support.limits import descriptors
 from tierbed import GroupError
 from tierbed.distributed import peer_monitor
-from tierbed.distributed.peer_monitor import ADDRESS, HELLO, MAX_SILENT, Connected, connect
+from tierbed.distributed.peer_monitor import HELLO, MAX_SILENT, Connected, connect
 
 RANKS = 3
 
@@ -63,7 +63,7 @@ def connect_all(
                 for come in strangers:
                     come(opened, tuple(json.loads(own)))
             met.wait()
-            places[rank] = own.ljust(ADDRESS)
+            places[rank] = own
             met.wait()
             return [places[rank] for rank in range(RANKS)]
 

@@ -222,9 +222,9 @@ def in_use(world: World, folder: Path) -> str:
     """An embedding without a world cannot take what ranks hold; what they hold is compared after a close."""
     embedding = opened(world, folder)
     embedding.size()
-    world.all_bytes("open on all", b"")
+    world.all_gather_object("open on all", lambda: b"")
     said = error_of(lambda: opened(None, folder).size(), StoreError)
-    world.all_bytes("tried on all", b"")
+    world.all_gather_object("tried on all", lambda: b"")
     embedding.close()
     return said
 

@@ -111,8 +111,7 @@ def test_a_rank_that_closed_its_world_is_named() -> None:
 def close_and_live(world: World) -> Heard | None:
     """Rank 1 closes its world during an exchange, and lives on until the others have reported what they received."""
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=60))
-    ones, given = [1] * world.size, torch.full((world.size,), world.rank)
-    under_way = world.start("numbers", torch.empty_like(given), given, ones, ones)
+    under_way = world.start("numbers", torch.full((world.size,), world.rank))
     if world.rank == 1:
         world.close()
         store.wait(["heard by 0", "heard by 2"])
@@ -136,8 +135,7 @@ def close_in_time(world: World) -> Heard | None:
     if world.rank == 2:
         until_told(world)
         return heard(world, lambda: gather(world))
-    ones, given = [1] * world.size, torch.zeros(world.size)
-    under_way = world.start("numbers", torch.empty_like(given), given, ones, ones)
+    under_way = world.start("numbers", torch.zeros(world.size))
     return heard(world, under_way.wait) if world.rank == 0 else None
 
 
@@ -209,10 +207,9 @@ def lost_with_work_under_way(world: World, lost: int, number: int) -> float:
     """Rank `lost` gets the signal while exchanges are under way that nothing waits for."""
     if world.rank == lost:
         os.kill(os.getpid(), number)
-    ones, given = [1] * world.size, torch.zeros(world.size)
     with contextlib.suppress(GroupError):  # the loss may be noticed before all are started
         for _ in range(5):
-            world.start("numbers", torch.empty_like(given), given, ones, ones)
+            world.start("numbers", torch.zeros(world.size))
     return heard(world, lambda: gather(world)).after
 
 

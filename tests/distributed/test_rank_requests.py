@@ -29,7 +29,7 @@ def trains(world: World, folder: Path, reads: bool = False) -> int:
     train(embedding, KEYS)
     train(embedding, KEYS + 7 * world.rank)
     (folder / f"ready-{world.rank}").touch()
-    while not world.all_bytes("whether to stop", b"1" if (folder / "stop").exists() else b"")[0]:
+    while not world.all_gather_object("whether to stop", lambda: b"1" if (folder / "stop").exists() else b"")[0]:
         if reads:
             embedding.get(KEYS)
         else:
@@ -137,7 +137,7 @@ def trains_both(world: World, folder: Path) -> list[int]:
     model = Model(folder, ("host", "host"), world)
     model.steps(2)
     (folder / f"ready-{world.rank}").touch()
-    while not world.all_bytes("whether to stop", b"1" if (folder / "stop").exists() else b"")[0]:
+    while not world.all_gather_object("whether to stop", lambda: b"1" if (folder / "stop").exists() else b"")[0]:
         model.steps(1)
     return model.counts()
 

@@ -34,7 +34,7 @@ def collectives(world: World) -> Answers:
     gathered = [world.gather(part(world.rank)), world.gather(whole), world.gather(whole.to(torch.bfloat16))]
     given = random(world.rank)
     lengths = world.rank, 0, 100_000 * (world.size - world.rank)
-    texts = [world.all_bytes("names", b"x" * length) for length in lengths]
+    texts = [world.all_gather_object("names", partial(b"x".__mul__, length)) for length in lengths]
     sent = exchanged(world) if world.size > 1 else []
     return Answers(gathered, world.sum(given), given, world.sum(torch.tensor(world.rank)), texts, sent)
 
@@ -82,12 +82,9 @@ def test_bytes_of_any_length_reach_every_rank(answers: list[Answers]) -> None:
 def exchanged(world: World) -> list[Tensor]:
     """Rank r sends r + s numbers to rank s, two exchanges at a time."""
     sizes = [world.rank + other for other in range(world.size)]
-    out = [torch.empty(sum(sizes), dtype=dtype) for dtype in (torch.int64, torch.float32)]
-    given = [torch.arange(sum(sizes)).to(of.dtype) + 100 * world.rank for of in out]
-    waiting = [world.start("numbers", *pair, sizes, sizes) for pair in zip(out, given, strict=True)]
-    for exchange in reversed(waiting):
-        exchange.wait()
-    return out
+    given = [torch.arange(sum(sizes)).to(dtype) + 100 * world.rank for dtype in (torch.int64, torch.float32)]
+    waiting = [world.start("numbers", numbers, sizes) for numbers in given]
+    return [exchange.wait() for exchange in reversed(waiting)][::-1]
 
 
 def test_exchanges_under_way_together_do_not_mix(answers: list[Answers]) -> None:

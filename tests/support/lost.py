@@ -26,7 +26,7 @@ def heard(world: World, call: Callable[[], object], close: Callable[[], object] 
     with pytest.raises(GroupError) as error:
         call()
     ended = monotonic()
-    for later in (lambda: world.sum(torch.tensor(1)), lambda: world.all_bytes("names", b""), call):
+    for later in (lambda: world.sum(torch.tensor(1)), lambda: world.all_gather_object("names", lambda: b""), call):
         with pytest.raises(GroupError, match="the group of ranks has ended") as again:
             later()
         assert str(error.value) in str(again.value)
