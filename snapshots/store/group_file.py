@@ -49,6 +49,7 @@ class GroupFile:
         group, whatever its MARK leads to, and is a new store for others.
         """
         self.folder, self.shards, self.beside = folder, shards or {}, beside
+        self._folders = {os.path.realpath(folder.path): folder}  # by real path, so that each MARK is read once
         self.home = folder.recovery_folder  # whose MARK has the record, or leads to it
         mark, group = self.home.mark, OldGroup.of(self.home.mark)
         self.path: Path | None = None
@@ -73,6 +74,8 @@ class GroupFile:
     def but(self, **attributes: Any) -> Self:
         """A copy with other attributes."""
         made = copy(self)
+        if "path" in attributes:  # to which the MARKs of its stores will lead
+            attributes["_folders"] = {}
         vars(made).update(attributes)
         return made
 
@@ -187,7 +190,8 @@ class GroupFile:
         assert self.path is not None
         place = self.record.places[store]
         moved = [] if store == self.store else [path for path in self.beside if path.name == place.name]
-        return [FolderState(path) for path in (*place.paths(self.path.parent), *moved) if path.is_dir()]
+        there = {os.path.realpath(path): path for path in (*place.paths(self.path.parent), *moved) if path.is_dir()}
+        return [self._folders.setdefault(real, FolderState(path)) for real, path in there.items()]
 
     def _leads_here(self, folder: FolderState, store: str) -> bool:
         mark = folder.recovery_folder.mark
