@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -14,70 +13,47 @@ from ...engine import _core
 from ...engine.durable import fsync_dir, open_regular
 from ...engine.errors import SnapshotError
 from ...engine.store.rocksdb import LiveFile, RocksDB
-from .format import ROCKSDB, Manifest, RocksDBFiles
+from .format import ROCKSDB, RocksDBFiles
+from .reader import ProgressCallback
 from .rocksdb_files import checksum_of, pieces_of
-from .writer import ProgressCallback, finish, new_snapshot
 
 log = logging.getLogger("tierbed")
 
 _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP)
 
 
-def write_checkpoint(
-    folder: Path,
-    description: dict[str, Any],
-    rows: int,
-    tier: RocksDB,
-    progress: ProgressCallback | None = None,
-    overwrite: bool = False,
-    id: str | None = None,
-) -> Manifest:
-    """Write all `rows` rows of `tier` as the snapshot `folder`, as `write_snapshot` does.
-
-    Row files are linked, so the time does not depend on their size. Their checksums are those that RocksDB stored when
-    it wrote them; a file of an older tierbed, which stored none, is read once. If the file system cannot link, files
-    are copied and a warning is logged. Raises SnapshotError, StoreError.
-    """
-    folder = Path(folder)
-    with new_snapshot(folder, description, overwrite) as place:
-        rocksdb = write_rocksdb(place, folder.name, rows, tier, progress)
-        return finish(place, description, rows, rocksdb=rocksdb, id=id)
-
-
 def write_rocksdb(
     place: Path, name: str, rows: int, tier: RocksDB, progress: ProgressCallback | None = None
 ) -> RocksDBFiles:
-    """Write the files of the checkpoint `name` into its temporary folder. Raises OSError, SnapshotError, StoreError."""
+    """Write all `rows` rows of `tier` as files of the checkpoint `name` into its temporary folder.
+
+    Row files are linked, so the time does not depend on their size. Their checksums are those that RocksDB stored when
+    it wrote them; a file of an older tierbed, which stored none, is read once. If the file system cannot link, files
+    are copied and a warning is logged. Raises OSError, SnapshotError, StoreError.
+    """
+    top, entries, refusal = place / ROCKSDB, dict[str, dict[str, int]](), None
     with tier.live_files() as files:
-        advance = _in_rows(progress, rows, sum(file.size for file in files))
-        entries, refusal = _place(files, tier.folder, place / ROCKSDB, advance)
+        size, written = sum(file.size for file in files), 0
+        for file in files:
+            source, target = tier.folder / file.name, top / file.name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if not file.name.endswith(".sst"):
+                crc32c = _copy(source, target, file)
+            elif (refused := _link(source, target, file)) is None:
+                crc32c = checksum_of(target, file.size) if file.crc32c is None else file.crc32c
+            else:
+                refusal, crc32c = refused, _copy(source, target, file)
+            entries[file.name] = {"bytes": file.size, "crc32c": crc32c}
+            before, written = rows * written // size, written + file.size
+            if progress is not None and (count := rows * written // size - before):
+                progress(count)
+        for folder in (*top.iterdir(), top):
+            fsync_dir(folder)
     if refusal is not None:
         other = refusal.errno == errno.EXDEV
         reason = f"is on another filesystem than {tier.folder}" if other else f"cannot have links: {refusal}"
         log.warning("snapshot %r: copied, not linked, because %s %s", name, place.parent, reason)
     return RocksDBFiles(tier.shards, entries)
-
-
-def _place(
-    files: list[LiveFile], source: Path, place: Path, advance: ProgressCallback
-) -> tuple[dict[str, dict[str, int]], OSError | None]:
-    """Put files durably into the new folder `place`. Returns their entries, and the error if a file was not linked."""
-    entries: dict[str, dict[str, int]] = {}
-    refusal = None
-    for file in files:
-        target = place / file.name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if not file.name.endswith(".sst"):
-            crc32c = _copy(source / file.name, target, file)
-        elif (refused := _link(source / file.name, target, file)) is None:
-            crc32c = checksum_of(target, file.size) if file.crc32c is None else file.crc32c
-        else:
-            refusal, crc32c = refused, _copy(source / file.name, target, file)
-        entries[file.name] = {"bytes": file.size, "crc32c": crc32c}
-        advance(file.size)
-    for folder in (*place.iterdir(), place):
-        fsync_dir(folder)
-    return entries, refusal
 
 
 def _link(source: Path, target: Path, file: LiveFile) -> OSError | None:
@@ -108,20 +84,6 @@ def _copy(source: Path, target: Path, file: LiveFile) -> int:
     if file.crc32c not in (None, crc32c):
         raise _damaged_store(source, "its checksum does not match")
     return crc32c
-
-
-def _in_rows(progress: ProgressCallback | None, rows: int, size: int) -> ProgressCallback:
-    """A function that takes counts of bytes, `size` in total, and calls `progress` with rows, `rows` in total."""
-    read = reported = 0
-
-    def take(count: int) -> None:
-        nonlocal read, reported
-        read += count
-        if progress is not None and (due := rows * read // size) > reported:
-            progress(due - reported)
-            reported = due
-
-    return take
 
 
 def _damaged_store(path: Path, problem: str) -> SnapshotError:

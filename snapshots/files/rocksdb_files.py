@@ -34,23 +34,34 @@ _STDERR_BYTES = 500
 _PIECE_BYTES = 4 << 20
 
 
-class SubprocessError(Exception):
-    """The subprocess did not reach the end of the rows: RocksDB refused the files, or the files crashed it."""
+def checkpoint_chunks(folder: Path, manifest: Manifest, max_rows: int = 65536) -> Chunks:
+    """The rows of a checkpoint as `Snapshot.chunks` yields them. Every file is compared before the first chunk.
+
+    Nothing is written into the folder. Hard links share the bytes of a file, so damage to the file of the running store
+    is found as well. Raises SnapshotError naming a file that is missing, changed, or foreign.
+    """
+    assert manifest.rocksdb is not None
+    try:
+        require_rocksdb()
+    except StoreError as error:
+        reason = str(error).partition(": ")[2]
+        raise SnapshotError(f"snapshot {folder.name!r} is a checkpoint of RocksDB's files: {reason}") from error
+    _check_files(folder, manifest.rocksdb.files)
+    try:
+        yield from _scan(folder, manifest.form, manifest.rocksdb.shards, max_rows)
+    except OSError as error:
+        raise read_error(folder / ROCKSDB, error, folder) from error
 
 
-class SubprocessStartError(Exception):
-    """The subprocess could not start to read."""
-
-
-def scan_in_subprocess(folder: Path, form: RowForm, shards: int, max_rows: int) -> Chunks:
-    """The rows of `form` in `folder`, `max_rows` at a time. Raises SubprocessError, SubprocessStartError, OSError."""
+def _scan(folder: Path, form: RowForm, shards: int, max_rows: int) -> Chunks:
+    """The rows of `form` in the files, `max_rows` at a time. Raises SnapshotError, OSError."""
     dtype = form.dtype
     most = max(1, min(max_rows, SCAN_BYTES // dtype.itemsize))
     with _child(folder, form.width, shards, most) as (stdout, stderr, process):
         if stdout.read(HEADER.size) != HEADER.pack(READY, 0):
             stdout.close()  # a process that is not our script may write forever
             status = _status_of(process)
-            raise SubprocessStartError(f"{_python()!r} {_end_of(status)}{_last_words(stderr)}")
+            raise _not_started(folder, f"{_python()!r} {_end_of(status)}{_last_words(stderr)}")
         while True:
             header = stdout.read(HEADER.size)
             if len(header) < HEADER.size:
@@ -60,13 +71,29 @@ def scan_in_subprocess(folder: Path, form: RowForm, shards: int, max_rows: int) 
                 return
             if bucket == FAILED:
                 text = stdout.read(count).decode("utf-8", "replace")
-                raise SubprocessError(text.rpartition("; ")[0] or text)  # without the remedy, which is for a store
+                raise _failed(folder, text.rpartition("; ")[0] or text)  # without the remedy, which is for a store
             rows = np.empty(min(count, most), dtype)
             if stdout.readinto(rows.view(np.uint8).data) < rows.nbytes:  # type: ignore[attr-defined]
                 break
             yield bucket, rows
         status = _status_of(process)
-        raise SubprocessError(f"the process that reads it {_end_of(status)}{_last_words(stderr)}")
+        raise _failed(folder, f"the process that reads it {_end_of(status)}{_last_words(stderr)}")
+
+
+def _failed(folder: Path, problem: str) -> SnapshotError:
+    """The error for rows whose end was not reached: RocksDB refused the files, or they crashed the process."""
+    of_system = os_error_in(problem)
+    if of_system is not None:
+        return read_error(folder / ROCKSDB, of_system, folder)
+    return damaged(folder / ROCKSDB, problem, folder)
+
+
+def _not_started(folder: Path, problem: str) -> ReadIOError:
+    return ReadIOError(
+        f"{str(folder / ROCKSDB)!r} cannot be read: the Python that reads it did not start: {problem}. The snapshot "
+        "may be sound: free memory, or give the path of a Python to multiprocessing.set_executable(), "
+        "then try again"
+    )
 
 
 @contextlib.contextmanager
@@ -75,7 +102,7 @@ def _child(
 ) -> Iterator[tuple[IO[bytes], int, subprocess.Popen[bytes]]]:
     script = str(Path(__file__).with_name("rocksdb_child.py"))
     assert _core.__file__ is not None
-    arguments = [_core.__file__, str(Path(folder).absolute()), str(width), str(shards), str(most)]
+    arguments = [_core.__file__, str((folder / ROCKSDB).absolute()), str(width), str(shards), str(most)]
     stderr = os.memfd_create("tierbed")
     try:
         try:
@@ -89,7 +116,7 @@ def _child(
         except OSError as error:
             if error.filename is None:  # raised by fork
                 raise
-            raise SubprocessStartError(str(error)) from error
+            raise _not_started(folder, str(error)) from error
         assert process.stdout is not None
         try:
             with contextlib.suppress(OSError):  # the user may have reached the limit of pipe memory
@@ -128,36 +155,6 @@ def _last_words(stderr: int) -> str:
     lines = os.pread(stderr, _STDERR_BYTES, max(0, size - _STDERR_BYTES)).decode("utf-8", "replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     return f": {last}" if last else ""
-
-
-def checkpoint_chunks(folder: Path, manifest: Manifest, max_rows: int = 65536) -> Chunks:
-    """The rows of a checkpoint as `Snapshot.chunks` yields them. Every file is compared before the first chunk.
-
-    A separate process reads the rows, since RocksDB may crash on forged files. Nothing is written into the folder. Hard
-    links share the bytes of a file, so damage to the file of the running store is found as well. Raises
-    SnapshotError naming a file that is missing, changed, or foreign.
-    """
-    assert manifest.rocksdb is not None
-    try:
-        require_rocksdb()
-    except StoreError as error:
-        reason = str(error).partition(": ")[2]
-        raise SnapshotError(f"snapshot {folder.name!r} is a checkpoint of RocksDB's files: {reason}") from error
-    _check_files(folder, manifest.rocksdb.files)
-    try:
-        yield from scan_in_subprocess(folder / ROCKSDB, manifest.form, manifest.rocksdb.shards, max_rows)
-    except SubprocessError as error:
-        if (of_system := os_error_in(error)) is not None:
-            raise read_error(folder / ROCKSDB, of_system, folder) from error
-        raise damaged(folder / ROCKSDB, str(error), folder) from error
-    except SubprocessStartError as error:
-        raise ReadIOError(
-            f"{str(folder / ROCKSDB)!r} cannot be read: the Python that reads it did not start: {error}. The snapshot "
-            "may be sound: free memory, or give the path of a Python to multiprocessing.set_executable(), "
-            "then try again"
-        ) from error
-    except OSError as error:
-        raise read_error(folder / ROCKSDB, error, folder) from error
 
 
 def checksum_of(path: Path, size: int) -> int:

@@ -69,16 +69,6 @@ def locked_shards(store: StoreFolder) -> Iterator[tuple[dict[str, Any], Chunks]]
         yield marker, merge_sorted(rows)
 
 
-@contextmanager
-def open_closed(store: StoreFolder, for_load: bool = False) -> Iterator[Member]:
-    """The store in its group, which is locked for this block's writes of the record. StoreError, SnapshotError."""
-    member = open_store(store, "resume", for_load)
-    try:
-        yield member
-    finally:
-        member.leave()
-
-
 def save_closed_stores(
     stores: Sequence[StoreFolder],
     name: str,
@@ -95,7 +85,8 @@ def save_closed_stores(
     manifests, new_ids = [], {}
     with ExitStack() as closing_all, NewSnapshots() as new:
         for store in stores:
-            member = closing_all.enter_context(open_closed(store))
+            member = open_store(store, "resume")
+            closing_all.callback(member.leave)
             source = closing_all.enter_context(_source(store, member, new.new_id()))
             its_kind = kind
             if kind == "incremental" and len(stores) > 1 and source.parent == EMPTY:
@@ -132,16 +123,6 @@ def _source(store: StoreFolder, member: Member, id: str) -> Iterator[SaveSource]
         yield SaveSource(described(marker), marker["rows"], scan, member.group.record, member.id, tier, id=id)
 
 
-def load_into_store(
-    store: StoreFolder,
-    snapshot: Snapshot,
-    progress: ProgressCallback | None = None,
-    selection: Selection = ALL,
-) -> tuple[Manifest, LoadReport]:
-    """`load_into_stores` of one store, or of a selection of the snapshot's rows."""
-    return load_into_stores([store], [snapshot], progress, selection)[0]
-
-
 def load_into_stores(
     stores: Sequence[StoreFolder],
     snapshots: Sequence[Snapshot],
@@ -159,7 +140,10 @@ def load_into_stores(
     selections = [check_load(store, snapshot, selection) for store, snapshot in both]
     made = []
     with ExitStack() as ending:
-        members = [ending.enter_context(open_closed(store, for_load=True)) for store in stores]
+        members = []
+        for store in stores:
+            members.append(open_store(store, "resume", for_load=True))
+            ending.callback(members[-1].leave)
         for (store, snapshot), selected in zip(both, selections, strict=True):
             if store.clean_marker is None:
                 store.discard_live()  # frees space: no run uses these rows again
@@ -189,7 +173,7 @@ def load_into_stores(
 
 
 def check_load(store: StoreFolder, snapshot: Snapshot, selection: Selection = ALL) -> Selection:
-    """The selection that `load_into_store` loads, with the types to convert to. Raises its errors that need no row."""
+    """The selection that `load_into_stores` loads, with the types to convert to. Raises its errors that need no row."""
     marker = store.clean_marker
     others = [] if store.live.exists() else stores_recorded_for(store.snapshots)
     if others:

@@ -16,7 +16,7 @@ from ...engine.durable import (
     seal,
     write_atomically,
 )
-from ...engine.errors import ClosedError, StoreError
+from ...engine.errors import ClosedError, SnapshotError, StoreError
 from ...engine.signals import uninterrupted
 from ..files.format import FILES, snapshot_id
 from .folder_state import LOCK, FolderState, link_to
@@ -63,7 +63,7 @@ class StoreFolder(FolderState):
             self.check()
             self._lock_snapshot_store(snapshots)
             self.clear_incoming()
-            with contextlib.suppress(OSError):  # the next save tries again, and raises if it cannot
+            with contextlib.suppress(SnapshotError):  # the next save tries again, and raises if it cannot
                 self.clear_snapshots()
         except StoreError:
             self.release()
@@ -127,8 +127,12 @@ class StoreFolder(FolderState):
             remove_leftovers(self.path)
 
     def clear_snapshots(self) -> None:
-        """Remove the remains of killed or failed saves. Raises OSError."""
-        remove_leftovers(self.snapshots)
+        """Remove the remains of killed or failed saves, while nothing is being saved. Raises SnapshotError."""
+        try:
+            remove_leftovers(self.snapshots)
+        except OSError as error:
+            problem = f"{str(self.snapshots)!r} cannot be cleared of unfinished snapshots: {error}"
+            raise SnapshotError(problem) from error
 
     def change(self, **fields: Any) -> None:
         """Replace fields of MARK, atomically and durably. Raises StoreError."""
@@ -145,20 +149,14 @@ class StoreFolder(FolderState):
                 write_atomically(self._mark_file, data)
         self.mark = Mark.parse(data)
 
-    def write_clean_marker(self, description: dict[str, Any], **fields: Any) -> None:
-        """Write the clean marker, and change other fields of MARK. The live rows must be durable. Raises StoreError.
-
-        description: of the live rows; `live` is their kind.
-        """
-        self.change(clean_marker=description, ranks=None, **fields)
+    def write_clean_marker(self, description: dict[str, Any]) -> None:
+        """Write the clean marker for live rows, which are durable; `live` is their kind. Raises StoreError."""
+        self.change(clean_marker=description, ranks=None)
         self._forget_step()
 
-    def clear_clean_marker(self, **fields: Any) -> None:
-        """Clear the clean marker durably, and change other fields of MARK. Called before any live row is written.
-
-        Raises StoreError.
-        """
-        self.change(clean_marker=None, ranks=None, **fields)
+    def clear_clean_marker(self) -> None:
+        """Clear the clean marker durably. Called before any live row is written. Raises StoreError."""
+        self.change(clean_marker=None, ranks=None)
 
     def note_step(self, step: int) -> None:
         """Store the step of the live rows, for messages after a kill. Costs a write to the page cache."""

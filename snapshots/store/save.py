@@ -89,7 +89,7 @@ def begin_save(
     parent = parent_for(store, name, source) if kind == "incremental" else None
     if parent is not None:
         check_parent(place, parent, source.description)
-    clear_leftovers(store)
+    store.clear_snapshots()
     if name in undone_names(store.snapshots, source.record, source.store):
         for other in reversed(list_snapshots(store.snapshots).snapshots):
             if any(one.name == name for one in other.chain[:-1]):
@@ -177,11 +177,16 @@ def check_kind(kind: str) -> None:
 
 
 def parent_for(store: StoreFolder, name: str, source: SaveSource) -> Snapshot | None:
-    """The parent of the incremental snapshot `name`. Raises as `parent_of`.
+    """The parent of the incremental snapshot `name`: the one saved or loaded last. Raises SnapshotError.
 
     None, with a warning, if the chain would be too long or if a `state_dict()` made that parent.
     """
-    parent = parent_of(store, source.parent)
+    if source.parent == EMPTY:
+        raise SnapshotError(
+            f"kind='incremental' needs a parent, and the rows in {str(store.path)!r} have no snapshot: save one with "
+            "kind='full' first"
+        )
+    parent = snapshot_by_id(store.snapshots, source.parent)
     if is_of_state(parent):
         why = "the rows were loaded from it, and a state_dict made it"
     elif len(parent.chain) >= MAX_CHAIN:
@@ -190,21 +195,3 @@ def parent_for(store: StoreFolder, name: str, source: SaveSource) -> Snapshot | 
         return parent
     log.warning("snapshot %r is full, not incremental with parent %r: %s", name, parent.name, why)
     return None
-
-
-def parent_of(store: StoreFolder, parent: str) -> Snapshot:
-    """The parent of the next incremental snapshot, by its id: the one saved or loaded last. Raises SnapshotError."""
-    if parent == EMPTY:
-        raise SnapshotError(
-            f"kind='incremental' needs a parent, and the rows in {str(store.path)!r} have no snapshot: save one with "
-            "kind='full' first"
-        )
-    return snapshot_by_id(store.snapshots, parent)
-
-
-def clear_leftovers(store: StoreFolder) -> None:
-    """`StoreFolder.clear_snapshots` before a save, while nothing is being written. Raises SnapshotError."""
-    try:
-        store.clear_snapshots()
-    except OSError as error:
-        raise SnapshotError(f"{str(store.snapshots)!r} cannot be cleared of unfinished snapshots: {error}") from error
