@@ -103,8 +103,7 @@ def _child(
     script = str(Path(__file__).with_name("rocksdb_child.py"))
     assert _core.__file__ is not None
     arguments = [_core.__file__, str((folder / ROCKSDB).absolute()), str(width), str(shards), str(most)]
-    stderr = os.memfd_create("tierbed")
-    try:
+    with open(os.memfd_create("tierbed"), "rb") as stderr:
         try:
             process = subprocess.Popen(
                 [_python(), "-I", "-S", script, *arguments],
@@ -118,16 +117,13 @@ def _child(
                 raise
             raise _not_started(folder, str(error)) from error
         assert process.stdout is not None
-        try:
-            with contextlib.suppress(OSError):  # the user may have reached the limit of pipe memory
-                fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-            yield process.stdout, stderr, process
-        finally:
-            process.kill()
-            process.stdout.close()
-            process.wait()
-    finally:
-        os.close(stderr)
+        with process:
+            try:
+                with contextlib.suppress(OSError):  # the user may have reached the limit of pipe memory
+                    fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+                yield process.stdout, stderr.fileno(), process
+            finally:
+                process.kill()
 
 
 def _python() -> str:

@@ -13,7 +13,7 @@ import secrets
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from copy import copy
 from functools import partial
 from itertools import groupby
@@ -198,7 +198,7 @@ def children_of(folder: Path) -> list[str]:
     return [name for name, one in parents if one and one.name == folder.name and own_id in ("", one.id)]
 
 
-class NewSnapshots:
+class NewSnapshots(AbstractContextManager["NewSnapshots"]):
     """The snapshots of one save. All are durable under temporary names before the first of them gets its name.
 
     So a save that raises leaves none of them, unless its error says so. A kill between two of the renames leaves some,
@@ -209,9 +209,6 @@ class NewSnapshots:
         self._begin_of_ids = secrets.token_hex(8)
         self._new: list[NewFolder] = []
         self._then: list[Callable[[], object]] = []
-
-    def __enter__(self) -> NewSnapshots:
-        return self
 
     def __exit__(self, *_: object) -> None:
         while self._new:
@@ -385,9 +382,9 @@ def finish(
     place: Path,
     description: dict[str, Any],
     rows: int,
-    *,
     files: dict[str, RowFile] | None = None,
     rocksdb: RocksDBFiles | None = None,
+    *,
     parent: Snapshot | None = None,
     parts: int | None = None,
     id: str | None = None,

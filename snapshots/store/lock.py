@@ -36,18 +36,16 @@ class FileLock:
 
     def __init__(self, path: Path, user: str) -> None:
         self.path, self.user = path, user
-        self._descriptor: int | None = None
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._descriptor: int | None = descriptor
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError as error:
             holder = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()
-            os.close(descriptor)
-            raise InUseError(holder, self._user_here(holder)) from None
-        except OSError:
-            os.close(descriptor)
+            self._close()
+            if isinstance(error, BlockingIOError):
+                raise InUseError(holder, self._user_here(holder)) from None
             raise
-        self._descriptor = descriptor
         self._note(b"%d" % os.getpid())
         _locked.add(self)
 

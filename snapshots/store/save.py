@@ -12,7 +12,7 @@ from ...engine.checks import choice_option
 from ...engine.durable import fsync_dir, temporary_path
 from ...engine.errors import OptionError, SnapshotError
 from ...engine.row_format import Change, Chunks
-from ..files.format import KINDS, HashShard, Manifest, RocksDBFiles, snapshot_id
+from ..files.format import KINDS, HashShard, RocksDBFiles, snapshot_id
 from ..files.merging import changes_between
 from ..files.reader import MAX_CHAIN, Snapshot, list_snapshots, snapshot_by_id
 from ..files.writer import (
@@ -22,7 +22,6 @@ from ..files.writer import (
     check_free,
     check_parent,
     children_of,
-    finish,
     write_changes,
     write_errors,
     write_rows,
@@ -142,33 +141,6 @@ def write_part(
         if shard is not None:  # another process puts the snapshot in place, maybe on another host
             fsync_dir(place)
         return Part(rows, files)
-
-
-def save_snapshot_of(
-    store: StoreFolder,
-    name: str,
-    kind: str,
-    source: SaveSource,
-    new: NewSnapshots,
-    progress: ProgressCallback | None = None,
-    overwrite: bool = False,
-) -> Manifest:
-    """Write the live rows of a store as its snapshot `name`, to which `new` gives its name.
-
-    Raises as `check_save` and `begin_save`.
-    """
-    check_save(store, name, kind, source, overwrite)
-    folder, parent = begin_save(store, name, kind, source, overwrite, new)
-    part = write_part(folder, kind, source, parent, progress)
-    return finish(
-        temporary_path(folder),
-        source.description,
-        part.rows,
-        files=part.files,
-        rocksdb=part.rocksdb,
-        parent=parent,
-        id=source.id,
-    )
 
 
 def check_kind(kind: str) -> None:
