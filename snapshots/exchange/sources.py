@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from zipfile import BadZipFile
@@ -216,20 +217,18 @@ def _dense(
     """The table of one array, or the tables of a list of arrays. states: the names of their states in the file."""
 
     def parts(shapes: Mapping[str, Shape]) -> list[SourceTable]:
-        names = [tensor] if isinstance(tensor, str) else list(tensor)
-        of_states = {
-            state: [given] if isinstance(given, str) else list(given) for state, given in (states or {}).items()
+        lists = {
+            column: [given] if isinstance(given, str) else list(given)
+            for column, given in {EMBEDDING: tensor, **(states or {})}.items()
         }
-        for state, given in of_states.items():
+        names = lists[EMBEDDING]
+        for state, given in lists.items():
             if len(given) != len(names):
                 raise InputError(f"states[{state!r}]={given!r}: give the name of a tensor for each of {names}")
-        for name in (*names, *(name for given in of_states.values() for name in given)):
+        for name in chain(*lists.values()):
             if name not in shapes:
                 raise InputError(f"tensor={name!r} does not exist; there are {', '.join(sorted(shapes))}")
-        tables = [
-            {EMBEDDING: name, **{state: given[index] for state, given in of_states.items()}}
-            for index, name in enumerate(names)
-        ]
+        tables = [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
         if isinstance(tensor, str):
             return [SourceTable({**tables[0], **{name: name for name in extra}}, table)]
         if extra or table is not None or not names:

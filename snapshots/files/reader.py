@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from operator import itemgetter
@@ -46,46 +46,6 @@ _CHUNK_BYTES = 1 << 25
 Piece = tuple[str, RowArray]  # file, rows
 ProgressCallback = Callable[[int], None]
 MAX_CHAIN = 100  # of snapshots; each is read by its own files and threads
-
-
-Watch = Callable[["Snapshot", Chunks], Chunks]
-
-
-def table_of(
-    chain: Sequence[Snapshot],
-    max_rows: int = 65536,
-    progress: ProgressCallback | None = None,
-    watch: Watch | None = None,
-) -> Chunks:
-    """The rows of the table that a chain of snapshots makes. The row count of each snapshot is checked at its end.
-
-    progress: called with the number of rows read from files; with it, a chain of several snapshots yields row keys
-    only. watch: called with each snapshot and the table up to it. Raises SnapshotError naming what is damaged.
-    """
-    table: Chunks = iter(())
-    for snapshot in chain:
-        table = _check_counts(snapshot, snapshot.over(table, max_rows, progress, len(chain) > 1))
-        if watch is not None:
-            table = watch(snapshot, table)
-    return table
-
-
-def verify_chain(
-    chain: Sequence[Snapshot], progress: ProgressCallback | None = None, watch: Watch | None = None
-) -> None:
-    """Read all files of a chain. Raises SnapshotError if a load of its rows would."""
-    read_all(table_of(chain, progress=progress or (lambda count: None), watch=watch))
-
-
-def _check_counts(snapshot: Snapshot, chunks: Chunks) -> Chunks:
-    count = 0
-    for bucket, rows in chunks:
-        count += len(rows)
-        yield bucket, rows
-    if snapshot.shard is not None:
-        snapshot.shard_rows[snapshot.name] = count
-    else:
-        snapshot.check_count(count)
 
 
 def count_progress(chunks: Chunks, progress: ProgressCallback | None, keys_only: bool = False) -> Chunks:
@@ -199,7 +159,7 @@ class Snapshot:
 
         progress: called with the rows of each chunk; their sum is that of `own_rows` over the chain.
         """
-        verify_chain(self.chain, progress)
+        read_all(self._table(65536, progress or (lambda count: None)))
 
     def chunks(self, max_rows: int = 65536) -> Chunks:
         """Every row of the table as (bucket, rows [n] of its `RowForm.dtype`), ordered as by `Tier.scan`.
@@ -209,17 +169,41 @@ class Snapshot:
         of rows after the last. A caller that must not keep damaged rows calls `verify` first, or uses what it builds
         only after the end. Raises SnapshotError naming the file.
         """
-        return table_of(self.chain, max_rows)
+        return self._table(max_rows)
+
+    def _table(self, max_rows: int, progress: ProgressCallback | None = None) -> Chunks:
+        """As `chunks`. progress: called with the rows of each chunk; with it, several snapshots yield row keys only."""
+        table: Chunks = iter(())
+        for snapshot in (chain := self.chain):
+            table = snapshot.over(table, max_rows, progress, len(chain) > 1)
+        return table
 
     def over(
-        self, table: Chunks, max_rows: int = 65536, progress: ProgressCallback | None = None, keys_only: bool = False
+        self,
+        table: Chunks | None,
+        max_rows: int = 65536,
+        progress: ProgressCallback | None = None,
+        keys_only: bool = False,
     ) -> Chunks:
-        """The rows of the table after this snapshot: `table` is its parent's. progress, keys_only: as `count_progress`.
+        """The rows of the table after this snapshot. Their number is checked at the end.
 
-        Only the snapshot's own files are checked.
+        table: before it, empty for a full one. If None, only the snapshot's own files are read and checked. progress,
+        keys_only: as `count_progress`.
         """
         rows, deleted = (count_progress(part, progress, keys_only) for part in self.parts(max_rows))
-        return rows if self.manifest.parent is None else changed(table, rows, deleted, self._conflicting_key_error)
+        if self.manifest.parent is not None:
+            rows = changed(iter(()) if table is None else table, rows, deleted, self._conflicting_key_error)
+        return rows if table is None else self._counted(rows)
+
+    def _counted(self, chunks: Chunks) -> Chunks:
+        count = 0
+        for bucket, rows in chunks:
+            count += len(rows)
+            yield bucket, rows
+        if self.shard is not None:
+            self.shard_rows[self.name] = count
+        else:
+            self.check_count(count)
 
     def parts(self, max_rows: int = 65536) -> tuple[Chunks, Chunks]:
         """Rows in its own files, as of `chunks`, and keys [n] of deleted ones. Checksums are known at the ends only."""

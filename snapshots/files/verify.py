@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from ...engine.errors import SnapshotError
 from ...engine.row_format import Chunks
 from .read_errors import ReadIOError
-from .reader import ProgressCallback, Snapshot, read_all, verify_chain
+from .reader import ProgressCallback, Snapshot, read_all
 
 Chain = list[Snapshot]
 Damaged = dict[str, SnapshotError]
@@ -50,7 +50,10 @@ def verify_all(chains: dict[str, Chain], damaged: Damaged, progress: ProgressCal
             return
         if found.keys().isdisjoint(names):
             with suppress_damage():
-                verify_chain(chain, progress, note_damage)
+                table: Chunks = iter(())
+                for snapshot in chain:
+                    table = note_damage(snapshot, snapshot.over(table, progress=progress, keys_only=len(chain) > 1))
+                read_all(table)
                 sound.update(names)
                 return
         first = next(number for number, name in enumerate(names) if name in found)
@@ -58,7 +61,7 @@ def verify_all(chains: dict[str, Chain], damaged: Damaged, progress: ProgressCal
         for snapshot in chain[first + 1 :]:
             if snapshot.name not in sound and snapshot.name not in found:
                 with suppress_damage():
-                    read_all(note_damage(snapshot, snapshot.over(iter(()), progress=progress, keys_only=True)))
+                    read_all(note_damage(snapshot, snapshot.over(None, progress=progress, keys_only=True)))
                     sound.add(snapshot.name)
 
     for chain in sorted(chains.values(), key=len, reverse=True):

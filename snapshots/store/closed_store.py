@@ -16,14 +16,7 @@ from ..files.merging import merge_sorted
 from ..files.reader import Snapshot
 from ..files.writer import NewSnapshots, ProgressCallback, finish, write_snapshot
 from .folder import StoreFolder
-from .folder_state import (
-    RANKS,
-    FolderState,
-    clean_markers,
-    shard_folder,
-    shards_in,
-    stores_recorded_for,
-)
+from .folder_state import RANKS, FolderState, clean_markers, shard_folder, shards_in, stores_recorded_for
 from .group import Member, loading, open_store, saved
 from .mark import live_version
 from .record import EMPTY

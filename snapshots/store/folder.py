@@ -8,14 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...engine.durable import (
-    fsync_dir,
-    make_folder,
-    remove_folder,
-    remove_leftovers,
-    seal,
-    write_atomically,
-)
+from ...engine.durable import fsync_dir, make_folder, remove_folder, remove_leftovers, seal, write_atomically
 from ...engine.errors import ClosedError, SnapshotError, StoreError
 from ...engine.signals import uninterrupted
 from ..files.format import FILES, snapshot_id
@@ -27,19 +20,11 @@ from .mark import LIVE_FOLDERS, Mark
 class StoreFolder(FolderState):
     """A store folder, `<persistent_path>/<embedding name>`, locked until `release` or the end of the process.
 
-    `path` and its parents are created. The folder holds:
+    `path` and its parents are created, and remains of killed processes are removed. docs/snapshots.md lists the files.
+    The clean marker in MARK describes the live rows if all of them are at one step and durable. It is cleared before a
+    run writes the first row, and live rows are never served without it.
 
-    - `LOCK`: locked by the lock holder, with its process id as content;
-    - `SOCKET`: the control socket of the lock holder; dead if that was killed;
-    - `MARK`: the record of the store's group, or where it is, and the clean marker, which describes the live rows if
-      all of them are at one step and durable. It is cleared before a run writes the first row;
-    - `STEP`: the step of live rows without a clean marker;
-    - `live` or `live-2`, as MARK says: the live rows, which are never served without a clean marker;
-    - `incoming`: live rows being prepared; remains of killed processes are removed here;
-    - `snapshots`: a folder for each snapshot, or a link to the folder that has them; remains of killed saves are
-      removed here.
-
-    `user`: what in this process has locked the folder, for error messages. `snapshots`: the folder for snapshots,
+    user: what in this process has locked the folder, for error messages. snapshots: the folder for snapshots,
     `<snapshot_path>/<embedding name>/snapshots`, whose parent becomes a store folder that is locked like this one. None
     leaves them where they are. Raises StoreError if the path or a parent is a file or cannot be written, or if another
     process has the lock.

@@ -61,11 +61,7 @@ class SaveSource(NamedTuple):
 
 
 def check_save(store: StoreFolder, name: str, kind: str, source: SaveSource, overwrite: bool) -> None:
-    """Raise what a save as snapshot `name` of a store would raise, before it changes anything.
-
-    OptionError for a kind that does not exist or does not fit this store. SnapshotError for an invalid or taken name,
-    and with `overwrite` for a snapshot that cannot be replaced.
-    """
+    """Raise the OptionError or SnapshotError of a save as snapshot `name`, before it changes anything."""
     check_kind(kind)
     drop_replaced(store)  # they may be children of the snapshot that this one replaces
     place = store.snapshots / name
@@ -79,10 +75,9 @@ def check_save(store: StoreFolder, name: str, kind: str, source: SaveSource, ove
 def begin_save(
     store: StoreFolder, name: str, kind: str, source: SaveSource, overwrite: bool, new: NewSnapshots
 ) -> tuple[Path, Snapshot | None]:
-    """Begin a snapshot that `check_save` has checked.
+    """Begin a snapshot that `check_save` has checked. Raises SnapshotError, StoreError.
 
-    Returns its folder, still under a temporary name, and the parent of an incremental one. If its chain would be too
-    long to read, it is full, and a warning is logged. Raises SnapshotError, StoreError.
+    Returns its folder, still under a temporary name, and the parent of an incremental one as of `parent_for`.
     """
     place = store.snapshots / name
     parent = parent_for(store, name, source) if kind == "incremental" else None
