@@ -27,10 +27,9 @@ RowsWritten = Callable[[int, int | None], None]
 
 
 def request_status(store: Path, timeout: float = TIMEOUT) -> dict[str, Any] | None:
-    """The status of the process that has the store open.
+    """`name`, `step`, `rows`, `pid` and `saving` of the process that has the store open.
 
-    It has `name`, `step`, `rows`, `pid`, and `saving`: the save for another process that is running, or None. `saving`
-    has `name`, `rows` written so far, and `of`, the total if it is known.
+    saving: `name`, `rows` so far and `of`, the total if it is known, of a save for another process; None without one.
     """
     return _answer(store, {"do": "status"}, "report its status", timeout, "status")
 
