@@ -119,7 +119,7 @@ def write_part(
     place = temporary_path(folder)
     with write_errors(folder, shard):
         if kind == "checkpoint":
-            from ..files.rocksdb_checkpoint import write_rocksdb  # only with RocksDB
+            from ..files.rocksdb_files import write_rocksdb  # only with RocksDB
 
             assert source.rocksdb is not None
             return Part(source.rows, {}, write_rocksdb(place, folder.name, source.rows, source.rocksdb, progress))

@@ -28,8 +28,7 @@ from tierbed.engine.options.store_options import options_text
 from tierbed.engine.store.rocksdb import RocksDB
 from tierbed.engine.table.row_scan import line_addresses
 from tierbed.snapshots import Manifest, Snapshot, write_snapshot
-from tierbed.snapshots.files.rocksdb_checkpoint import write_rocksdb
-from tierbed.snapshots.files.rocksdb_files import checkpoint_chunks
+from tierbed.snapshots.files.rocksdb_files import checkpoint_chunks, write_rocksdb
 from tierbed.snapshots.files.writer import finish, new_snapshot
 
 __all__ = ["disk_path"]
