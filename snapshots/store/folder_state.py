@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
@@ -14,7 +15,6 @@ from typing import Any
 from ...engine.durable import fsync_dir, make_folder, read_record, remedy_for, write_atomically
 from ...engine.errors import StoreError
 from ..files.format import SHARE
-from .lock import holder_of
 from .mark import Mark, live_version
 
 LOCK = "LOCK"
@@ -112,8 +112,19 @@ class FolderState:
 
 def holder(path: Path) -> int | None:
     """The id of the process that has a store folder open, 0 if unknown; None for no process. Raises StoreError."""
+    content = b""
     try:
-        return holder_of(path / LOCK)
+        with open(path / LOCK, "rb") as file:
+            # a released lock file is blank. That of a killed process, and an empty one, for which a full disk had no
+            # space, are locked here for a moment
+            content = file.read(20)
+            if not content.isspace():
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return None
+    except BlockingIOError:
+        return int(content) if content.strip().isdigit() else 0
+    except FileNotFoundError:
+        return None
     except OSError as error:
         raise StoreError(f"cannot read store folder {str(path)!r}: {error}; {FolderState.remedy}") from error
 

@@ -83,21 +83,3 @@ class FileLock:
     def __del__(self) -> None:
         if hasattr(self, "_descriptor"):
             self._close()
-
-
-def holder_of(lock: Path) -> int | None:
-    """The id of the process that has a file locked, 0 if unknown; None for no process. Raises OSError."""
-    content = b""
-    try:
-        with open(lock, "rb") as file:
-            # a released lock file is blank. That of a killed process, and an empty one, for which a full disk had no
-            # space, are locked here for a moment
-            content = file.read(20)
-            if content.isspace():
-                return None
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return int(content) if content.strip().isdigit() else 0
-    except FileNotFoundError:
-        return None
-    return None
