@@ -64,8 +64,7 @@ def _scan(folder: Path, form: RowForm, shards: int, max_rows: int) -> Chunks:
     with _child(folder, form.width, shards, most) as (stdout, stderr, process):
         if stdout.read(HEADER.size) != HEADER.pack(READY, 0):
             stdout.close()  # a process that is not our script may write forever
-            status = _status_of(process)
-            raise _not_started(folder, f"{_python()!r} {_end_of(status)}{_last_words(stderr)}")
+            raise _not_started(folder, f"{_python()!r} {_end_of(process, stderr)}")
         while True:
             header = stdout.read(HEADER.size)
             if len(header) < HEADER.size:
@@ -80,8 +79,7 @@ def _scan(folder: Path, form: RowForm, shards: int, max_rows: int) -> Chunks:
             if stdout.readinto(rows.view(np.uint8).data) < rows.nbytes:  # type: ignore[attr-defined]
                 break
             yield bucket, rows
-        status = _status_of(process)
-        raise _failed(folder, f"the process that reads it {_end_of(status)}{_last_words(stderr)}")
+        raise _failed(folder, f"the process that reads it {_end_of(process, stderr)}")
 
 
 def _failed(folder: Path, problem: str) -> SnapshotError:
@@ -135,26 +133,18 @@ def _python() -> str:
     return os.fsdecode(get_executable() or "")
 
 
-def _status_of(process: subprocess.Popen[bytes]) -> int:
+def _end_of(process: subprocess.Popen[bytes], stderr: int) -> str:
+    """How the process ended, and the last line of its errors."""
     status = process.wait()
     if status == -signal.SIGKILL:  # by the system if memory runs out, or by a user
         raise ChildProcessError(errno.ECHILD, "the process that reads it was killed")
-    return status
-
-
-def _end_of(status: int) -> str:
-    if status >= 0:
-        return f"ended with status {status}"
+    end = f"ended with status {status}" if status >= 0 else f"was ended by signal {-status}"
     with contextlib.suppress(ValueError):
-        return f"was ended by {signal.Signals(-status).name}"
-    return f"was ended by signal {-status}"
-
-
-def _last_words(stderr: int) -> str:
+        end = f"was ended by {signal.Signals(-status).name}"
     size = os.fstat(stderr).st_size
     lines = os.pread(stderr, _STDERR_BYTES, max(0, size - _STDERR_BYTES)).decode("utf-8", "replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    return f": {last}" if last else ""
+    return f"{end}: {last}" if last else end
 
 
 def checksum_of(path: Path, size: int) -> int:

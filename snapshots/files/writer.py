@@ -170,24 +170,6 @@ def _checked(
         yield whole
 
 
-def check_replaceable(folder: Path) -> None:
-    """Raises SnapshotError if `folder` is not a snapshot, has children, or cannot be exchanged."""
-    if not os.path.lexists(folder / MANIFEST):
-        raise SnapshotError(
-            f"{str(folder)!r} is not a snapshot, and only snapshots are overwritten: choose another name"
-        )
-    children = ", ".join(map(repr, children_of(folder)))
-    if children:
-        raise SnapshotError(
-            f"snapshot {str(folder)!r} cannot be overwritten: it is the parent of {children}. Choose another name, "
-            f"or remove {children} first"
-        )
-    try:
-        check_exchange(folder)
-    except OSError as error:
-        raise SnapshotError(f"snapshot {str(folder)!r} cannot be overwritten: {error}. Choose another name") from error
-
-
 def children_of(folder: Path) -> list[str]:
     """Names of the snapshots whose parent is `folder`. Raises SnapshotError if a snapshot next to it cannot be read."""
     own_id, listing = snapshot_id(folder), list_snapshots(folder.parent)
@@ -366,16 +348,30 @@ def new_snapshot(folder: Path, description: dict[str, Any], overwrite: bool = Fa
 def check_free(folder: Path, overwrite: bool | None = False) -> None:
     """Raises SnapshotError if a snapshot's name is invalid, or taken by one that must not be replaced.
 
-    overwrite: True raises as `check_replaceable`; None is for callers that cannot replace a snapshot.
+    overwrite: whether it may be replaced, which needs a snapshot without children on a file system that can exchange
+    folders; None is for callers that cannot replace a snapshot.
     """
     check_name(folder.name)
     if not os.path.lexists(folder):
         return
+    is_snapshot = os.path.lexists(folder / MANIFEST)
     if not overwrite:
-        replaceable = overwrite is not None and os.path.lexists(folder / MANIFEST)
+        replaceable = overwrite is not None and is_snapshot
         remedy = ", or save with overwrite=True (--overwrite in a shell)" if replaceable else ""
         raise SnapshotError(f"snapshot {str(folder)!r} exists: choose another name, or delete it first{remedy}")
-    check_replaceable(folder)
+    if not is_snapshot:
+        raise SnapshotError(
+            f"{str(folder)!r} is not a snapshot, and only snapshots are overwritten: choose another name"
+        )
+    if children := ", ".join(map(repr, children_of(folder))):
+        raise SnapshotError(
+            f"snapshot {str(folder)!r} cannot be overwritten: it is the parent of {children}. Choose another name, "
+            f"or remove {children} first"
+        )
+    try:
+        check_exchange(folder)
+    except OSError as error:
+        raise SnapshotError(f"snapshot {str(folder)!r} cannot be overwritten: {error}. Choose another name") from error
 
 
 def finish(

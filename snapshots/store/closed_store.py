@@ -163,7 +163,7 @@ def load_into_stores(
     return made
 
 
-def check_load(store: StoreFolder, snapshot: Snapshot, selection: Selection = ALL) -> Selection:
+def check_load(store: StoreFolder, snapshot: Snapshot, selection: Selection) -> Selection:
     """The selection that `load_into_stores` loads, with the types to convert to. Raises its errors that need no row."""
     marker = store.clean_marker
     others = [] if store.live.exists() else stores_recorded_for(store.snapshots)
@@ -172,20 +172,6 @@ def check_load(store: StoreFolder, snapshot: Snapshot, selection: Selection = AL
             f"{str(store.path)!r} has only the snapshots of other store folders, and no live rows: give the store "
             f"folder, {' or '.join(repr(str(other)) for other in others)}, on the host that has it"
         )
-    theirs = snapshot.description
-    for field in ("key_type", "columns"):
-        if marker is not None and marker.get(field) != theirs[field]:
-            raise SnapshotError(
-                f"snapshot {snapshot.name!r} is of another table than the rows in {str(store.path)!r}: its {field} "
-                f"is {theirs[field]!r} instead of {marker.get(field)!r}. Load it into the store that it was saved from"
-            )
-    return _with_types(store, marker, snapshot, selection)
-
-
-def _with_types(
-    store: StoreFolder, marker: Mapping[str, Any] | None, snapshot: Snapshot, selection: Selection
-) -> Selection:
-    """The selection, with the types of the live rows if numbers are converted. Raises SnapshotError."""
     if marker is None:
         if selection.convert:
             raise SnapshotError(
@@ -193,6 +179,13 @@ def _with_types(
                 "snapshot without it"
             )
         return selection
+    for field in ("key_type", "columns"):
+        if marker.get(field) != snapshot.description[field]:
+            raise SnapshotError(
+                f"snapshot {snapshot.name!r} is of another table than the rows in {str(store.path)!r}: its {field} "
+                f"is {snapshot.description[field]!r} instead of {marker.get(field)!r}. Load it into the store that it "
+                "was saved from"
+            )
     ours, theirs = types_of(marker), types_of(selection.description(snapshot.description))
     of_states = theirs[1] if None in (ours[1], theirs[1]) else ours[1]  # rows without states accept any
     if (ours[0], of_states) == theirs:
