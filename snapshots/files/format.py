@@ -192,8 +192,7 @@ class Manifest:
     `rows`: the number of rows of the table once the snapshot is loaded. `deleted`: the number of keys of deleted rows
     in the snapshot's own files. `files` is ordered by name. `created` is in ns since 1970, UTC. The latest snapshot has
     the largest `sequence`. `id`: 32 hex digits, unique to the snapshot. `parts`: the number of shards, each with its
-    own files; None for a snapshot of one writer. `moment`: what snapshots by an earlier
-    version have alike if they are of the same rows of all stores that were trained together; None for others.
+    own files; None for a snapshot of one writer. `moment`: equal in snapshots that an earlier version saved together.
     """
 
     kind: Kind

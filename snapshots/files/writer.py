@@ -64,18 +64,17 @@ def write_changes(
     shard: HashShard | None = None,
 ) -> Files:
     """Write changes, as `write_incremental` takes them, like `write_rows`."""
-    deleted: dict[int, list[RowArray]] = {}
-    files = write_rows(folder, description, _without_deleted(changes, deleted), progress, shard)
-    keys = ((bucket, chunk) for bucket in sorted(deleted) for chunk in deleted[bucket])
-    return files | write_rows(folder, description, keys, progress, shard, deleted_file)
+    deleted: list[tuple[int, RowArray]] = []
 
+    def without_deleted() -> Iterator[tuple[int, RowArray]]:
+        for bucket, rows, keys in changes:
+            if len(keys):
+                deleted.append((bucket, keys))
+            if len(rows):
+                yield bucket, rows
 
-def _without_deleted(changes: Iterable[Change], deleted: dict[int, list[RowArray]]) -> Iterator[tuple[int, RowArray]]:
-    for bucket, rows, keys in changes:
-        if len(keys):
-            deleted.setdefault(bucket, []).append(keys)
-        if len(rows):
-            yield bucket, rows
+    files = write_rows(folder, description, without_deleted(), progress, shard)
+    return files | write_rows(folder, description, deleted, progress, shard, deleted_file)
 
 
 def write_rows(

@@ -207,8 +207,7 @@ def _describe_types(types: tuple[str, str | None]) -> str:
 def compact_live(store: StoreFolder, options: str = "") -> tuple[int, int] | None:
     """Merge the RocksDB files of a closed store. Returns their bytes before and after; None if it has none.
 
-    options: the store's `rocksdb_options`, with which files are written. A kill loses no row. Raises StoreError,
-    OptionError.
+    options: the store's `rocksdb_options`. A kill loses no row. Raises StoreError, OptionError.
     """
     marker = require_clean_marker(store)
     if marker["live"] != "rocksdb":
