@@ -175,10 +175,10 @@ class Snapshot:
         """As `chunks`. progress: called with the rows of each chunk; with it, several snapshots yield row keys only."""
         table: Chunks = iter(())
         for snapshot in (chain := self.chain):
-            table = snapshot.over(table, max_rows, progress, len(chain) > 1)
+            table = snapshot.apply_to(table, max_rows, progress, len(chain) > 1)
         return table
 
-    def over(
+    def apply_to(
         self,
         table: Chunks | None,
         max_rows: int = 65536,

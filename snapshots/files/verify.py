@@ -52,7 +52,7 @@ def verify_all(chains: dict[str, Chain], damaged: Damaged, progress: ProgressCal
             with suppress_damage():
                 table: Chunks = iter(())
                 for snapshot in chain:
-                    table = note_damage(snapshot, snapshot.over(table, progress=progress, keys_only=len(chain) > 1))
+                    table = note_damage(snapshot, snapshot.apply_to(table, progress=progress, keys_only=len(chain) > 1))
                 read_all(table)
                 sound.update(names)
                 return
@@ -61,7 +61,7 @@ def verify_all(chains: dict[str, Chain], damaged: Damaged, progress: ProgressCal
         for snapshot in chain[first + 1 :]:
             if snapshot.name not in sound and snapshot.name not in found:
                 with suppress_damage():
-                    read_all(note_damage(snapshot, snapshot.over(None, progress=progress, keys_only=True)))
+                    read_all(note_damage(snapshot, snapshot.apply_to(None, progress=progress, keys_only=True)))
                     sound.add(snapshot.name)
 
     for chain in sorted(chains.values(), key=len, reverse=True):
