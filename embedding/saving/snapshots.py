@@ -23,7 +23,7 @@ from ...snapshots.store.group_file import GroupFile
 from ...snapshots.store.linked import OF_STATE, check_linked, link_snapshot, linked, remove_snapshot
 from ...snapshots.store.recovery_record import EMPTY, NO_RECORD
 from ...snapshots.store.retention import prune, remove_if_unreferenced, state_snapshot
-from ...snapshots.store.save import SaveSource, begin_save, check_kind, check_save, clear_leftovers
+from ...snapshots.store.save import SaveSource, begin_save, check_kind, check_save
 from ...snapshots.store.selection import ALL, LoadReport, Selection
 from ..tables.local_table import LocalTable
 from ..tables.rank_recovery import check_row_count
@@ -498,7 +498,7 @@ class Snapshots:
         with table.lock:  # a snapshot that is being saved is not listed yet, and is based on no other
             saving = self._saving or table.observers.saving
             if saving is None or saving.done:
-                clear_leftovers(store)
+                store.clear_snapshots()
             return [snapshot.name for snapshot in prune(store, keep_last, keep_every).removed]
 
     def names(self) -> list[str]:

@@ -2,16 +2,7 @@
 
 A message is one JSON document in one packet of a Unix socket (SOCK_SEQPACKET), so it is bounded, and complete or
 absent. A longer answer is split into several packets, of which all but the last begin with a zero byte. The client
-sends the first message, the request:
-
-- `{"do": "status"}`, answered by `{"status": {...}}`;
-- `{"do": "save", "name": ..., "kind": ..., "overwrite": true or false}`, answered by `{"waiting": ...}` at once,
-  `{"rows": n, "of": m or null}` several times, and `{"done": {...}}`;
-- `{"do": "save all", ..., "stores": [...]}`, of several stores, answered in the same way;
-- `{"do": "prune", "keep_last": n, "keep_every": m or null}`, answered by `{"done": {"removed": [...], "kept": [...]}}`;
-- `{"do": "get", "table": ..., "key": ...}`, answered by `{"done": {...}}` with the row, empty if there is none.
-
-Instead of an answer, or during it, `{"error": text, "type": name}` may be sent; it ends the answer.
+sends the first message, the request. docs/cli.md lists requests and answers.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Lock, current_thread
@@ -191,9 +191,9 @@ class Service:
                 saving = None if save is None else {"name": save.name, "rows": save.rows, "of": save.of}
                 return {"status": {**self._target.status(), "pid": os.getpid(), "saving": saving}}
             case {"do": "save", "name": str(name), "kind": str(kind), **more}:
-                return self._save_for(client, pid, name, kind, more)
+                return self._save_for(client, pid, name, kind, more.get("overwrite") is True)
             case {"do": "save all", "name": str(name), "kind": str(kind), "stores": list(stores), **more}:
-                return self._save_for(client, pid, name, kind, more, [str(store) for store in stores])
+                return self._save_for(client, pid, name, kind, more.get("overwrite") is True, [*map(str, stores)])
             case {"do": "prune", "keep_last": keep_last, "keep_every": keep_every}:
                 removed, kept = self._target.prune_between_steps(keep_last, keep_every)
                 return {"done": {"removed": removed, "kept": kept}}
@@ -205,9 +205,8 @@ class Service:
         raise StoreError(f"process {os.getpid()} runs another version of tierbed, which does not know this request")
 
     def _save_for(
-        self, client: socket.socket, pid: int, name: str, kind: str, more: Mapping[Any, Any], stores: Sequence[str] = ()
+        self, client: socket.socket, pid: int, name: str, kind: str, overwrite: bool, stores: Sequence[str] = ()
     ) -> Message:
-        overwrite = more.get("overwrite") is True
         save = RequestedSave(client, self._stopping, self._target, name, kind, overwrite, stores)
         if (given_up := save.is_given_up()) or not self._saving.acquire(blocking=False):
             client.settimeout(_CLIENT_SECONDS)

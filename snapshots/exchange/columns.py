@@ -33,10 +33,9 @@ def chunk_rows(row_bytes: int) -> int:
 
 
 class Columns:
-    """The columns of the rows that a valid description describes.
+    """The columns of the rows that a valid description describes, as of `shapes`.
 
-    The columns are `table` uint32 [n], `key` [n] of the key type, `embedding` float32 [n, dim], each optimizer state by
-    its own name, float32 [n, its width], `updates` uint32 [n], and `step` uint32 [n].
+    The embedding and each optimizer state, under its own name, are float32.
     """
 
     def __init__(self, description: Mapping[str, Any]) -> None:

@@ -56,8 +56,7 @@ def stored_description(store: StoreFolder) -> dict[str, Any] | None:
     """The description of a store's rows; None for an empty store.
 
     It describes the live rows if the store was closed cleanly, else the recovery snapshot. Rows without state have no
-    optimizer in it, so any optimizer may train the imported rows. Raises StoreError, SnapshotError, and InputError if
-    another version of tierbed wrote MARK.
+    optimizer in it. Raises StoreError, SnapshotError, and InputError if another version of tierbed wrote MARK.
     """
     marker, file = store.clean_marker, GroupFile(store)
     if marker is not None:

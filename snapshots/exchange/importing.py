@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -76,26 +76,14 @@ def import_snapshot(
         _check_order(names_in(described), opened)
         if numbers is not None:
             described = converted_description(dict(described), (numbers, types_of(described)[1] or "float32"))
-        return write_rows(folder.snapshots / name, described, _rows(opened, described), progress)
-
-
-def write_rows(
-    folder: Path,
-    description: Mapping[str, Any],
-    batches: Iterable[NDArray[np.void]],
-    progress: ProgressCallback | None = None,
-) -> Manifest:
-    """`write_snapshot` of rows [n] of its `RowForm.dtype` in any order. Of rows with one (table, key) the last counts.
-
-    `progress` is called with the number of rows read, and again with the number written.
-    """
-    check_free(folder, None)
-    with closing(RowSorter(folder.parent, RowForm.described(description).dtype)) as sorter:
-        for rows in batches:
-            sorter.add(rows)
-            if progress is not None:
-                progress(len(rows))
-        return write_snapshot(folder, dict(description), sorter.chunks(), progress)
+        place = folder.snapshots / name
+        check_free(place, None)
+        with closing(RowSorter(folder.snapshots, RowForm.described(described).dtype)) as sorter:
+            for rows in _rows(opened, described):
+                sorter.add(rows)
+                if progress is not None:
+                    progress(len(rows))
+            return write_snapshot(place, dict(described), sorter.chunks(), progress)
 
 
 def _description_of(store: StoreFolder, source: Source) -> dict[str, Any]:

@@ -24,10 +24,9 @@ _BUFFER_BYTES = 1 << 16
 class RowSorter:
     """Takes rows [n] of `dtype` in any order, and yields them in the order of `write_snapshot`.
 
-    Of rows with the same (table, key), the last added is used. Rows are stored in a temporary file for each bucket. The
-    files have no names, so the kernel removes them when the process ends, also after a kill. They are on the file
-    system of `place`, which must have space for all rows. Memory: a few times the rows of one bucket, about 1/64 of
-    all.
+    Of rows with the same (table, key), the last added is used. Rows are stored in a temporary file for each bucket, on
+    the file system of `place`, which must have space for all rows. The files have no names, so the kernel removes them
+    when the process ends. Memory: a few times the rows of one bucket, about 1/64 of all.
     """
 
     def __init__(self, place: Path, dtype: np.dtype[np.void]) -> None:

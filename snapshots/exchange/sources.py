@@ -10,8 +10,9 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from zipfile import BadZipFile
 
 import numpy as np
@@ -27,7 +28,7 @@ from ..files.reader import Snapshot
 from .array_files import Column, NamedArrays, column_of, mapped_npy, open_npz, open_safetensors
 from .columns import EMBEDDING, KEY, KEY_DTYPES, TABLE, Columns, chunk_rows
 from .descriptions import checked_description
-from .parquet import open_parquet
+from .parquet import ParquetRows, open_parquet
 
 # what libraries raise for a damaged file
 _DAMAGED = OSError, ValueError, EOFError, RuntimeError, pickle.UnpicklingError, BadZipFile, zlib.error, SafetensorError
@@ -35,19 +36,23 @@ _DAMAGED = OSError, ValueError, EOFError, RuntimeError, pickle.UnpicklingError, 
 Shape = tuple[str, tuple[int, ...]]  # the name of the dtype, and the shape
 
 
-class OpenFile(Protocol):
-    """An open file, or arrays in memory. `metadata`: the description in an export, as JSON."""
+class _SnapshotRows:
+    """The rows of a snapshot by columns."""
 
-    @property
-    def metadata(self) -> str | None: ...
-
-    @property
-    def shapes(self) -> Mapping[str, Shape]: ...
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        self._columns = Columns(snapshot.description)
+        self.metadata = json.dumps(snapshot.description)
+        rows = snapshot.manifest.rows
+        self.shapes = {name: (str(dtype), (rows, *shape)) for name, (dtype, shape) in self._columns.shapes().items()}
 
     def batches(self, names: Iterable[str], max_rows: int) -> Iterator[dict[str, NDArray[Any]]]:
-        """The arrays with these `names`, all of one length, `max_rows` rows at a time."""
+        for _, rows in self._snapshot.chunks(max_rows):
+            columns = self._columns.split(rows)
+            yield {name: columns[name] for name in names}
 
 
+OpenFile = NamedArrays | ParquetRows | _SnapshotRows  # `metadata`: the description in an export, as JSON
 FileOpener = Callable[[], AbstractContextManager[OpenFile]]
 
 
@@ -155,11 +160,15 @@ def open_source(
     table = None if TABLE in extra else table_ids
     if TABLE in extra and KEY not in extra:
         raise InputError("table_ids: an array of ids needs keys; give keys, or one table id")
+
+    def of_array(what: str, name: str, array: NDArray[Any] | Tensor, padding_idx: int | None = None) -> Source:
+        arrays = NamedArrays({name: column_of(array), **extra})
+        return Source(what, lambda: nullcontext(arrays), _dense(name, extra, table), states, padding_idx)
+
     if isinstance(source, nn.Embedding):
-        opener = _memory("weight", source.weight, extra)
-        return Source("nn.Embedding", opener, _dense("weight", extra, table), states, source.padding_idx)
+        return of_array("nn.Embedding", "weight", source.weight, source.padding_idx)
     if isinstance(source, (Tensor, np.ndarray)):
-        return Source(type(source).__name__, _memory("values", source, extra), _dense("values", extra, table), states)
+        return of_array(type(source).__name__, "values", source)
     if not isinstance(source, (str, os.PathLike)):
         raise InputError(
             f"source: got {type(source).__name__}; give a path, a NumPy array, a tensor or an nn.Embedding"
@@ -169,8 +178,7 @@ def open_source(
     if path.suffix == ".npy":
         if tensor is not None:
             raise InputError(f"tensor={tensor!r}: a .npy file is one array; leave it out")
-        values = _npy(path, "source")
-        return Source(what, _memory("values", values, extra), _dense("values", extra, table), states)
+        return of_array(what, "values", _npy(path, "source"))
     opener = _opener_of(path)
     if tensor is not None:
         return Source(what, partial(_with, opener, extra), _dense(tensor, extra, table, states), states)
@@ -216,20 +224,18 @@ def _dense(
     """The table of one array, or the tables of a list of arrays. states: the names of their states in the file."""
 
     def parts(shapes: Mapping[str, Shape]) -> list[SourceTable]:
-        names = [tensor] if isinstance(tensor, str) else list(tensor)
-        of_states = {
-            state: [given] if isinstance(given, str) else list(given) for state, given in (states or {}).items()
+        lists = {
+            column: [given] if isinstance(given, str) else list(given)
+            for column, given in {EMBEDDING: tensor, **(states or {})}.items()
         }
-        for state, given in of_states.items():
+        names = lists[EMBEDDING]
+        for state, given in lists.items():
             if len(given) != len(names):
                 raise InputError(f"states[{state!r}]={given!r}: give the name of a tensor for each of {names}")
-        for name in (*names, *(name for given in of_states.values() for name in given)):
+        for name in chain(*lists.values()):
             if name not in shapes:
                 raise InputError(f"tensor={name!r} does not exist; there are {', '.join(sorted(shapes))}")
-        tables = [
-            {EMBEDDING: name, **{state: given[index] for state, given in of_states.items()}}
-            for index, name in enumerate(names)
-        ]
+        tables = [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
         if isinstance(tensor, str):
             return [SourceTable({**tables[0], **{name: name for name in extra}}, table)]
         if extra or table is not None or not names:
@@ -243,10 +249,6 @@ def _torchrec_table(tensor: str) -> str | None:
     """The table of a tensor of TorchRec's state_dict(); None for any other tensor."""
     found = re.search(r"(?:^|\.)(?:embedding_bags|embeddings)\.([^.]+)\.weight$", tensor)
     return found[1] if found is not None and is_table_name(found[1]) else None
-
-
-def _memory(name: str, array: NDArray[Any] | Tensor, extra: Mapping[str, Column]) -> FileOpener:
-    return lambda: nullcontext(NamedArrays({name: column_of(array), **extra}))
 
 
 @contextmanager
@@ -296,22 +298,6 @@ def _tensors(value: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _tensors(inner, f"{prefix}{name}.")
-
-
-class _SnapshotRows:
-    """The rows of a snapshot by columns."""
-
-    def __init__(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
-        self._columns = Columns(snapshot.description)
-        self.metadata = json.dumps(snapshot.description)
-        rows = snapshot.manifest.rows
-        self.shapes = {name: (str(dtype), (rows, *shape)) for name, (dtype, shape) in self._columns.shapes().items()}
-
-    def batches(self, names: Iterable[str], max_rows: int) -> Iterator[dict[str, NDArray[Any]]]:
-        for _, rows in self._snapshot.chunks(max_rows):
-            columns = self._columns.split(rows)
-            yield {name: columns[name] for name in names}
 
 
 def _parsed(metadata: str, what: str) -> dict[str, Any]:

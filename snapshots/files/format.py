@@ -66,18 +66,13 @@ class HashShard(NamedTuple):
     of: int
 
     @property
-    def begin(self) -> int:
-        """The first of 2^16 hash slots of the shard."""
-        return -(-self.number * _HASH_SLOTS // self.of)
-
-    @property
-    def end(self) -> int:
-        """The slot after the last one of the shard."""
-        return HashShard(self.number + 1, self.of).begin
+    def slots(self) -> range:
+        """The hash slots of the shard, of 2^16."""
+        return range(*(-(-number * _HASH_SLOTS // self.of) for number in (self.number, self.number + 1)))
 
     def meets(self, other: HashShard) -> bool:
         """Whether a row may be in both shards."""
-        return max(self.begin, other.begin) < min(self.end, other.end)
+        return max(self.slots.start, other.slots.start) < min(self.slots.stop, other.slots.stop)
 
     def rows(self, rows: RowArray) -> RowArray:
         """The rows, or row keys, that are in the shard."""
@@ -125,15 +120,12 @@ def decode_file(name: str, entry: Any, form: RowForm, parts: int | None) -> RowF
     match = _NAME.fullmatch(name)
     if match is None or int(match[2]) >= BUCKETS or (parts is None) != (match[3] is None):
         raise ValueError(f"it names a foreign file {name!r}")
-    if match[3] is not None and parts is not None and int(match[3]) >= parts:
-        raise ValueError(f"it names {name!r}, and it has {parts} parts")
-    if type(entry) is not dict or entry.keys() != {"rows", "bytes", "crc32"}:
-        raise ValueError(f"the entry of {name} is invalid")
-    if not all(type(number) is int and 0 <= number < _MAX_COUNT for number in entry.values()):
-        raise ValueError(f"the entry of {name} has values that are not counts")
+    _require(parts is None or int(match[3]) < parts, f"it names {name!r}, and it has {parts} parts")
+    _require(type(entry) is dict and entry.keys() == {"rows", "bytes", "crc32"}, f"the entry of {name} is invalid")
+    _require(all(map(_is_count, entry.values())), f"the entry of {name} has values that are not counts")
     file = RowFile(**entry)
-    if file.rows == 0 or file.bytes != file_bytes(dtype_of(name, form), file.rows):
-        raise ValueError(f"rows and bytes of {name} disagree")
+    fits_rows = file.rows > 0 and file.bytes == file_bytes(dtype_of(name, form), file.rows)
+    _require(fits_rows, f"rows and bytes of {name} disagree")
     return file
 
 
@@ -193,8 +185,7 @@ class Manifest:
     `rows`: the number of rows of the table once the snapshot is loaded. `deleted`: the number of keys of deleted rows
     in the snapshot's own files. `files` is ordered by name. `created` is in ns since 1970, UTC. The latest snapshot has
     the largest `sequence`. `id`: 32 hex digits, unique to the snapshot. `parts`: the number of shards, each with its
-    own files; None for a snapshot of one writer. `moment`: what snapshots by an earlier
-    version have alike if they are of the same rows of all stores that were trained together; None for others.
+    own files; None for a snapshot of one writer. `moment`: equal in snapshots that an earlier version saved together.
     """
 
     kind: Kind
@@ -321,9 +312,7 @@ def _decode_rocksdb(value: Any) -> RocksDBFiles | None:
         match = _ROCKSDB_FILE.fullmatch(name)
         _require(match is not None and int(match[1]) < shards, f"it names a foreign file {name!r}")
         _require(type(entry) is dict and entry.keys() == {"bytes", "crc32c"}, f"the entry of {name} is invalid")
-        _require(
-            all(_is_count(number) for number in entry.values()), f"the entry of {name} has values that are not counts"
-        )
+        _require(all(map(_is_count, entry.values())), f"the entry of {name} has values that are not counts")
     return RocksDBFiles(shards, dict(sorted(files.items())))
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
+from numpy.lib.recfunctions import repack_fields
 from numpy.typing import NDArray
 
 from ...engine import _core
-from ...engine.row_format import BUCKETS, Change, Chunks, RowArray, keys_of
+from ...engine.row_format import BUCKETS, KEY, Change, Chunks, RowArray, keys_of
 
-_NONE: Any = np.empty(0, np.uint8)
+NEW = 2  # the state of a row that the table before lacks
+_NONE: RowArray = np.empty(0, KEY)
 
 
 class RowCursor:
@@ -50,21 +51,27 @@ class RowCursor:
         return BUCKETS, _NONE
 
 
-def aligned(left: Chunks, right: Chunks) -> Iterator[tuple[int, RowArray | None, RowArray | None]]:
-    """Both streams in pieces (bucket, rows of left, rows of right), each over one range of (bucket, table, key).
+def joined(
+    before: Chunks, after: Chunks
+) -> Iterator[tuple[int, RowArray, RowArray, NDArray[np.uint8], NDArray[np.uint8]]]:
+    """Two tables in pieces of one range of keys: (bucket, rows before, rows after, gone, state) as of `join_rows`.
 
-    None if a stream has no row in the range. A (table, key) of both streams is in one piece. One chunk of each stream
-    is in memory at a time.
+    Both are streams as `Tier.scan` yields them. Rows of two types are compared by their records. One chunk of each
+    table is in memory at a time. Raises what the chunks raise.
     """
-    a, b = RowCursor(left), RowCursor(right)
-    while (bucket := min(a.bucket, b.bucket)) < BUCKETS:
-        if a.bucket != b.bucket:
-            yield bucket, a.take() if a.bucket == bucket else None, b.take() if b.bucket == bucket else None
-            continue
-        last = min(sort_keys(a.rows[-1:])[0], sort_keys(b.rows[-1:])[0])
-        counts = (int(np.searchsorted(sort_keys(one.rows), last, side="right")) for one in (a, b))
-        x, y = (one.take(count) if count else None for one, count in zip((a, b), counts, strict=True))
-        yield bucket, x, y
+    old, now = RowCursor(before), RowCursor(after)
+    while (bucket := min(old.bucket, now.bucket)) < BUCKETS:
+        gone, state = _bytes(_NONE), _bytes(_NONE)
+        if now.bucket > bucket:
+            gone = np.ones(len(old.rows), np.uint8)
+        elif old.bucket > bucket:
+            state = np.full(len(now.rows), NEW, np.uint8)
+        else:
+            left, right = old.rows, now.rows
+            if left.dtype != right.dtype:
+                left, right = (repack_fields(rows[["table", "key", "updates", "step"]]) for rows in (left, right))
+            gone, state = _core.join_rows(_bytes(left), _bytes(right), left.dtype.itemsize)
+        yield bucket, old.take(len(gone)), now.take(len(state)), gone, state
 
 
 def changed(older: Chunks, newer: Chunks, deleted: Chunks, twice: Callable[[int], Exception]) -> Chunks:
@@ -80,7 +87,7 @@ def changed(older: Chunks, newer: Chunks, deleted: Chunks, twice: Callable[[int]
             yield bucket, present[0].take()
             continue
         dtype = present[0].rows.dtype
-        before, after, gone = (_bytes(cursor.rows) if cursor in present else _NONE for cursor in cursors)
+        before, after, gone = (_bytes(cursor.rows if cursor in present else _NONE) for cursor in cursors)
         merged, *counts, both = _core.merge_rows(before, after, gone, dtype.itemsize)
         if both:
             raise twice(bucket)
@@ -91,41 +98,11 @@ def changed(older: Chunks, newer: Chunks, deleted: Chunks, twice: Callable[[int]
             yield bucket, merged.view(dtype)
 
 
-def sort_keys(rows: RowArray) -> NDArray[np.bytes_]:
-    """(table, key) of rows or keys [n] as bytes [n] of the same order; NumPy compares them as one."""
-    keys = np.empty(len(rows), np.dtype([("table", ">u4"), ("key", ">u8")]))
-    keys["table"], keys["key"] = rows["table"], rows["key"]
-    return keys.view("S12")
-
-
-def among(keys: NDArray[np.bytes_], others: NDArray[np.bytes_]) -> NDArray[np.bool_]:
-    """bool [n]: which of `keys` [n] are in `others`, which ascend."""
-    if len(others) == 0:
-        return np.zeros(len(keys), bool)
-    indexes = np.minimum(np.searchsorted(others, keys), len(others) - 1)
-    found: NDArray[np.bool_] = others[indexes] == keys
-    return found
-
-
 def changes_between(before: Chunks, after: Chunks) -> Iterator[Change]:
-    """The changes that make the table `after` from the table `before`, of one row type.
-
-    Both are streams as `Tier.scan` yields them. Buckets ascend, and within a bucket (table, key) of rows and of keys of
-    deleted rows. One chunk of each table is in memory at a time. Raises what the chunks raise.
-    """
-    old, now = RowCursor(before), RowCursor(after)
-    while (bucket := min(old.bucket, now.bucket)) < BUCKETS:
-        if now.bucket > bucket:
-            was = old.take()
-            yield bucket, was[:0], keys_of(was)
-        elif old.bucket > bucket:
-            rows = now.take()
-            yield bucket, rows, keys_of(rows[:0])
-        else:
-            gone, differs = _core.join_rows(_bytes(old.rows), _bytes(now.rows), now.rows.dtype.itemsize)
-            was, rows = old.take(len(gone)), now.take(len(differs))
-            if differs.any() or gone.any():
-                yield bucket, rows[differs > 0], keys_of(was[gone > 0])
+    """The changes that make the table `after` from the table `before`, of one row type, in the order of `joined`."""
+    for bucket, old, new, gone, state in joined(before, after):
+        if gone.any() or state.any():
+            yield bucket, new[state > 0], keys_of(old[gone > 0])
 
 
 def _bytes(rows: RowArray) -> NDArray[np.uint8]:

@@ -52,6 +52,6 @@ def remedy_of(folder: Path) -> str:
     return f"Restore the folder {str(folder)!r} from a copy, or delete it and use another snapshot"
 
 
-def os_error_in(error: Exception) -> OSError | None:
+def os_error_in(error: Exception | str) -> OSError | None:
     """The system's error behind an error of another library, which may have it only as text."""
     return next((OSError(code, os.strerror(code)) for code in _OF_SYSTEM if os.strerror(code) in str(error)), None)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import zlib
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -47,159 +48,6 @@ ProgressCallback = Callable[[int], None]
 MAX_CHAIN = 100  # of snapshots; each is read by its own files and threads
 
 
-class RowReader:
-    """The rows in the files of a snapshot's folder, or those of one shard."""
-
-    def __init__(self, folder: Path, manifest: Manifest, shard: HashShard | None) -> None:
-        self._folder = folder
-        self._manifest = manifest
-        self._shard = shard
-
-    @property
-    def files(self) -> dict[str, RowFile]:
-        """The files that may have rows of the shard."""
-        mine, files = self._shard, self._manifest.files
-        return {
-            name: file
-            for name, file in files.items()
-            if mine is None or (shard := self._shard_of(name)) is None or mine.meets(shard)
-        }
-
-    def read(self, files: dict[str, RowFile], max_rows: int) -> Chunks:
-        """The rows in some of the manifest's files, as `Snapshot.chunks` yields them."""
-        for name, entry in files.items():
-            with self._open(name, entry):
-                pass
-        if self._manifest.parts is None:
-            with read_ahead(self._read(files, max_rows)) as pieces, read_ahead(self._sums(pieces)) as chunks:
-                yield from self.in_shard(chunks)
-        else:
-            with read_ahead(self._merged(files, max_rows)) as chunks:
-                yield from chunks
-
-    def in_shard(self, chunks: Chunks) -> Chunks:
-        """The rows of the shard among those of files."""
-        shard = self._shard
-        for bucket, rows in chunks:
-            yield bucket, rows if shard is None or shard.of == self._manifest.parts else shard.rows(rows)
-
-    def _merged(self, files: dict[str, RowFile], max_rows: int) -> Generator[tuple[int, RowArray], None, None]:
-        """The rows of all shards, merged."""
-        by_shard: dict[int | None, dict[str, RowFile]] = {}
-        for name, entry in files.items():
-            by_shard.setdefault(shard_number(name), {})[name] = entry
-        most = max_rows // (len(by_shard) or 1), _CHUNK_BYTES // (2 * len(by_shard) or 1)  # each holds two chunks
-        shards = [self.in_shard(self._sums(self._read(entries, *most))) for entries in by_shard.values()]
-        for bucket, rows in merge_sorted(shards):
-            for begin in range(0, len(rows), max_rows):
-                yield bucket, rows[begin : begin + max_rows]
-
-    def _sums(self, pieces: Iterator[Piece]) -> Generator[tuple[int, RowArray], None, None]:
-        """The rows of files as (bucket, rows). A file's checksum is compared before its last chunk is passed on."""
-        for name, group in groupby(pieces, key=itemgetter(0)):
-            entry, count, checksum = self._manifest.files[name], 0, 0
-            check = row_check(self._manifest.description, bucket_of(name), self._shard_of(name))
-            for _, rows in group:
-                data = rows.view(np.uint8)
-                checksum = zlib.crc32(data.data, checksum)
-                count += len(rows)
-                if count == entry.rows and checksum != entry.crc32:
-                    raise self._damaged(name, "its checksum does not match")
-                if problem := check.problem(data, rows.dtype.itemsize):
-                    raise self._damaged(name, problem)
-                yield bucket_of(name), rows
-
-    def _read(
-        self, files: dict[str, RowFile], max_rows: int, max_bytes: int = _CHUNK_BYTES
-    ) -> Generator[Piece, None, None]:
-        # read, not mapped: a failing disk raises here, where a mapping would kill the process
-        for name, entry in files.items():
-            dtype = dtype_of(name, self._manifest.form)
-            limit = max(1, min(max_rows, max_bytes // dtype.itemsize))
-            for begin in range(0, entry.rows, limit):
-                rows = np.empty(min(limit, entry.rows - begin), dtype)
-                data = rows.view(np.uint8).data
-                with self._open(
-                    name, entry
-                ) as file:  # opened for each piece: a snapshot may have a file of each bucket and rank
-                    try:
-                        file.seek(header_bytes(dtype) + begin * dtype.itemsize)
-                        got = file.readinto(data)  # type: ignore[attr-defined]
-                    except OSError as error:
-                        raise read_error(self._folder / name, error, self._folder) from error
-                if got != data.nbytes:
-                    raise self._damaged(name, "it was truncated while being read")
-                yield name, rows
-
-    def _open(self, name: str, entry: RowFile) -> BinaryIO:
-        """The open file. Its header is checked."""
-        try:
-            file = open_regular(self._folder / name)
-        except OSError as error:
-            raise read_error(self._folder / name, error, self._folder) from error
-        size, dtype = os.fstat(file.fileno()).st_size, dtype_of(name, self._manifest.form)
-        if size != entry.bytes:
-            problem = f"it has {size} bytes instead of {entry.bytes}"
-        elif file.read(header_bytes(dtype)) != npy_header(dtype, entry.rows):
-            problem = "its header does not fit these rows"
-        else:
-            return file
-        file.close()
-        raise self._damaged(name, problem)
-
-    def _shard_of(self, name: str) -> HashShard | None:
-        """The shard that a file is of; None without shards."""
-        number, of = shard_number(name), self._manifest.parts
-        return None if number is None or of is None else HashShard(number, of)
-
-    def _damaged(self, name: str, problem: str) -> SnapshotError:
-        return damaged(self._folder / name, problem, self._folder)
-
-
-Watch = Callable[["Snapshot", Chunks], Chunks]
-
-
-def table_of(
-    chain: Sequence[Snapshot],
-    max_rows: int = 65536,
-    progress: ProgressCallback | None = None,
-    watch: Watch | None = None,
-) -> Chunks:
-    """The rows of the table that a chain of snapshots makes. The row count of each snapshot is checked at its end.
-
-    progress: called with the number of rows read from files; with it, a chain of several snapshots yields row keys
-    only. watch: called with each snapshot and the table up to it. Raises SnapshotError naming what is damaged.
-    """
-    table: Chunks = iter(())
-    for snapshot in chain:
-        rows, deleted = (count_progress(of, progress, len(chain) > 1) for of in snapshot.parts(max_rows))
-        table = (
-            rows if snapshot.manifest.parent is None else changed(table, rows, deleted, snapshot.conflicting_key_error)
-        )
-        table = _check_counts(snapshot, table)
-        if watch is not None:
-            table = watch(snapshot, table)
-    return table
-
-
-def verify_chain(
-    chain: Sequence[Snapshot], progress: ProgressCallback | None = None, watch: Watch | None = None
-) -> None:
-    """Read all files of a chain. Raises SnapshotError if a load of its rows would."""
-    read_all(table_of(chain, progress=progress or (lambda count: None), watch=watch))
-
-
-def _check_counts(snapshot: Snapshot, chunks: Chunks) -> Chunks:
-    count = 0
-    for bucket, rows in chunks:
-        count += len(rows)
-        yield bucket, rows
-    if snapshot.shard is not None:
-        snapshot.shard_rows[snapshot.name] = count
-    else:
-        snapshot.check_count(count)
-
-
 def count_progress(chunks: Chunks, progress: ProgressCallback | None, keys_only: bool = False) -> Chunks:
     """The chunks. `progress` is called with the rows of each; then, if `keys_only`, the chunks are keys."""
     for bucket, rows in chunks:
@@ -229,7 +77,6 @@ class Snapshot:
         self.manifest = manifest
         self.shard = shard
         self.shard_rows = {} if shard_rows is None else shard_rows
-        self._rows = RowReader(folder, manifest, shard)
 
     @classmethod
     def open(cls, folder: Path) -> Snapshot:
@@ -312,7 +159,7 @@ class Snapshot:
 
         progress: called with the rows of each chunk; their sum is that of `own_rows` over the chain.
         """
-        verify_chain(self.chain, progress)
+        read_all(self._table(65536, progress or (lambda count: None)))
 
     def chunks(self, max_rows: int = 65536) -> Chunks:
         """Every row of the table as (bucket, rows [n] of its `RowForm.dtype`), ordered as by `Tier.scan`.
@@ -322,7 +169,41 @@ class Snapshot:
         of rows after the last. A caller that must not keep damaged rows calls `verify` first, or uses what it builds
         only after the end. Raises SnapshotError naming the file.
         """
-        return table_of(self.chain, max_rows)
+        return self._table(max_rows)
+
+    def _table(self, max_rows: int, progress: ProgressCallback | None = None) -> Chunks:
+        """As `chunks`. progress: called with the rows of each chunk; with it, several snapshots yield row keys only."""
+        table: Chunks = iter(())
+        for snapshot in (chain := self.chain):
+            table = snapshot.apply_to(table, max_rows, progress, len(chain) > 1)
+        return table
+
+    def apply_to(
+        self,
+        table: Chunks | None,
+        max_rows: int = 65536,
+        progress: ProgressCallback | None = None,
+        keys_only: bool = False,
+    ) -> Chunks:
+        """The rows of the table after this snapshot. Their number is checked at the end.
+
+        table: before it, empty for a full one. If None, only the snapshot's own files are read and checked. progress,
+        keys_only: as `count_progress`.
+        """
+        rows, deleted = (count_progress(part, progress, keys_only) for part in self.parts(max_rows))
+        if self.manifest.parent is not None:
+            rows = changed(iter(()) if table is None else table, rows, deleted, self._conflicting_key_error)
+        return rows if table is None else self._counted(rows)
+
+    def _counted(self, chunks: Chunks) -> Chunks:
+        count = 0
+        for bucket, rows in chunks:
+            count += len(rows)
+            yield bucket, rows
+        if self.shard is not None:
+            self.shard_rows[self.name] = count
+        else:
+            self.check_count(count)
 
     def parts(self, max_rows: int = 65536) -> tuple[Chunks, Chunks]:
         """Rows in its own files, as of `chunks`, and keys [n] of deleted ones. Checksums are known at the ends only."""
@@ -330,20 +211,59 @@ class Snapshot:
             from .rocksdb_files import checkpoint_chunks  # only for snapshots of RocksDB
 
             chunks = checkpoint_chunks(self.folder, self.manifest, max_rows)
-            return self._unless_replaced(self._rows.in_shard(self._checked(chunks))), iter(())
-        files = self._rows.files
-        rows = {name: file for name, file in files.items() if not is_deleted(name)}
-        keys = {name: file for name, file in files.items() if is_deleted(name)}
-        return self.read_files(rows, max_rows), self.read_files(keys, max_rows)
-
-    def check_count(self, rows: int) -> None:
-        """Raises SnapshotError if the manifest has another number of rows."""
-        if rows != self.manifest.rows:
-            raise self.damaged(None, f"it has {rows} rows instead of {self.manifest.rows}")
+            return self._unless_replaced(self._in_shard(self._checked(chunks))), iter(())
+        files: tuple[dict[str, RowFile], dict[str, RowFile]] = {}, {}
+        for name, file in self.manifest.files.items():
+            shard = self._shard_of(name)
+            if self.shard is None or shard is None or self.shard.meets(shard):
+                files[is_deleted(name)][name] = file
+        return self.read_files(files[0], max_rows), self.read_files(files[1], max_rows)
 
     def read_files(self, files: dict[str, RowFile], max_rows: int = 65536) -> Chunks:
         """The rows in some of the manifest's files, as `chunks` yields them. Raises SnapshotError naming the file."""
-        return self._unless_replaced(self._rows.read(files, max_rows))
+        return self._unless_replaced(self._of_files(files, max_rows))
+
+    def _of_files(self, files: dict[str, RowFile], max_rows: int) -> Chunks:
+        for name, entry in files.items():
+            self._open(name, entry).close()
+        if self.manifest.parts is None:
+            with read_ahead(self._read(files, max_rows)) as pieces, read_ahead(self._sums(pieces)) as chunks:
+                yield from self._in_shard(chunks)
+        else:
+            with read_ahead(self._merged(files, max_rows)) as chunks:
+                yield from chunks
+
+    def _merged(self, files: dict[str, RowFile], max_rows: int) -> Generator[tuple[int, RowArray], None, None]:
+        """The rows of all shards, merged."""
+        by_shard: dict[int | None, dict[str, RowFile]] = {}
+        for name, entry in files.items():
+            by_shard.setdefault(shard_number(name), {})[name] = entry
+        most = max_rows // (len(by_shard) or 1), _CHUNK_BYTES // (2 * len(by_shard) or 1)  # each holds two chunks
+        shards = [self._in_shard(self._sums(self._read(entries, *most))) for entries in by_shard.values()]
+        for bucket, rows in merge_sorted(shards):
+            for begin in range(0, len(rows), max_rows):
+                yield bucket, rows[begin : begin + max_rows]
+
+    def _in_shard(self, chunks: Chunks) -> Chunks:
+        """The rows of the shard among those of files."""
+        shard = self.shard
+        for bucket, rows in chunks:
+            yield bucket, rows if shard is None or shard.of == self.manifest.parts else shard.rows(rows)
+
+    def _sums(self, pieces: Iterator[Piece]) -> Generator[tuple[int, RowArray], None, None]:
+        """The rows of files as (bucket, rows). A file's checksum is compared before its last chunk is passed on."""
+        for name, group in groupby(pieces, key=itemgetter(0)):
+            entry, count, checksum = self.manifest.files[name], 0, 0
+            check = row_check(self.description, bucket_of(name), self._shard_of(name))
+            for _, rows in group:
+                data = rows.view(np.uint8)
+                checksum = zlib.crc32(data.data, checksum)
+                count += len(rows)
+                if count == entry.rows and checksum != entry.crc32:
+                    raise self._damaged(name, "its checksum does not match")
+                if problem := check.problem(data, rows.dtype.itemsize):
+                    raise self._damaged(name, problem)
+                yield bucket_of(name), rows
 
     def _checked(self, chunks: Chunks) -> Chunks:
         """The rows of a RocksDB checkpoint, checked."""
@@ -351,8 +271,51 @@ class Snapshot:
             check = row_check(self.description, bucket)
             for _, rows in group:
                 if problem := check.problem(rows.view(np.uint8), rows.dtype.itemsize):
-                    raise self.damaged(ROCKSDB, problem)
+                    raise self._damaged(ROCKSDB, problem)
                 yield bucket, rows
+
+    def _read(
+        self, files: dict[str, RowFile], max_rows: int, max_bytes: int = _CHUNK_BYTES
+    ) -> Generator[Piece, None, None]:
+        # read, not mapped: a failing disk raises here, where a mapping would kill the process
+        for name, entry in files.items():
+            dtype = dtype_of(name, self.manifest.form)
+            limit = max(1, min(max_rows, max_bytes // dtype.itemsize))
+            for begin in range(0, entry.rows, limit):
+                rows = np.empty(min(limit, entry.rows - begin), dtype)
+                # opened for each piece: a snapshot may have a file of each bucket and rank
+                with self._open(name, entry) as file, self._read_errors(name):
+                    file.seek(header_bytes(dtype) + begin * dtype.itemsize)
+                    count = file.readinto(rows.view(np.uint8).data)  # type: ignore[attr-defined]
+                if count != rows.nbytes:
+                    raise self._damaged(name, "it was truncated while being read")
+                yield name, rows
+
+    def _open(self, name: str, entry: RowFile) -> BinaryIO:
+        """The open file. Its header is checked."""
+        with self._read_errors(name):
+            file = open_regular(self.folder / name)
+        size, dtype = os.fstat(file.fileno()).st_size, dtype_of(name, self.manifest.form)
+        if size != entry.bytes:
+            problem = f"it has {size} bytes instead of {entry.bytes}"
+        elif file.read(header_bytes(dtype)) != npy_header(dtype, entry.rows):
+            problem = "its header does not fit these rows"
+        else:
+            return file
+        file.close()
+        raise self._damaged(name, problem)
+
+    @contextmanager
+    def _read_errors(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise read_error(self.folder / name, error, self.folder) from error
+
+    def _shard_of(self, name: str) -> HashShard | None:
+        """The shard that a file is of; None without shards."""
+        number, of = shard_number(name), self.manifest.parts
+        return None if number is None or of is None else HashShard(number, of)
 
     def _unless_replaced(self, chunks: Chunks) -> Chunks:
         """The chunks. If another snapshot has replaced this one meanwhile, their errors become a ReadIOError."""
@@ -367,16 +330,21 @@ class Snapshot:
                 f"snapshot {str(self.folder)!r} was replaced by another while it was read: read it again"
             ) from error
 
-    def conflicting_key_error(self, bucket: int) -> SnapshotError:
+    def check_count(self, rows: int) -> None:
+        """Raises SnapshotError if the manifest has another number of rows."""
+        if rows != self.manifest.rows:
+            raise self._damaged("", f"it has {rows} rows instead of {self.manifest.rows}")
+
+    def _conflicting_key_error(self, bucket: int) -> SnapshotError:
         """The error for a bucket that has a key both of a written and of a deleted row."""
         rows, keys = bucket_file(bucket), deleted_file(bucket)
         if self.manifest.parts is None:
-            return self.damaged(keys, f"it has keys of rows that {rows} has")
-        return self.damaged(None, f"parts of {keys} have keys of rows that parts of {rows} have")
+            return self._damaged(keys, f"it has keys of rows that {rows} has")
+        return self._damaged("", f"parts of {keys} have keys of rows that parts of {rows} have")
 
-    def damaged(self, name: str | None, problem: str) -> SnapshotError:
-        """The error for damage to the file `name`, or if None to the snapshot, with the remedy."""
-        return damaged(self.folder if name is None else self.folder / name, problem, self.folder)
+    def _damaged(self, name: str, problem: str) -> SnapshotError:
+        """The error for damage to a file of the snapshot, or to all of it: ""."""
+        return damaged(self.folder / name, problem, self.folder)
 
 
 class Listing(NamedTuple):

@@ -1,4 +1,4 @@
-"""Reads RocksDB's files in a checkpoint: checks names, sizes and checksums, and scans the rows.
+"""RocksDB's files in a checkpoint: shares those of a store on SSD by hard links, and checks and scans them.
 
 A separate process scans the rows, since forged files may crash it.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.spawn import get_executable
 from pathlib import Path
 from typing import IO, BinaryIO
@@ -20,37 +21,50 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine import _core
-from ...engine.durable import check_regular, open_regular
+from ...engine.durable import check_regular, fsync_dir, open_regular
 from ...engine.errors import SnapshotError, StoreError
 from ...engine.options.store_options import require_rocksdb
 from ...engine.row_format import Chunks, RowForm
-from ...engine.store.rocksdb import SCAN_BYTES
-from .format import ROCKSDB, Manifest
+from ...engine.store.rocksdb import SCAN_BYTES, LiveFile, RocksDB
+from .format import ROCKSDB, Manifest, RocksDBFiles
 from .read_errors import ReadIOError, damaged, os_error_in, read_error
 from .rocksdb_child import END, FAILED, HEADER, READY
 
+log = logging.getLogger("tierbed")
+
+_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP)
 _PIPE_BYTES = 1 << 20
 _STDERR_BYTES = 500
 _PIECE_BYTES = 4 << 20
 
 
-class SubprocessError(Exception):
-    """The subprocess did not reach the end of the rows: RocksDB refused the files, or the files crashed it."""
+def checkpoint_chunks(folder: Path, manifest: Manifest, max_rows: int = 65536) -> Chunks:
+    """The rows of a checkpoint as `Snapshot.chunks` yields them. Every file is compared before the first chunk.
+
+    Nothing is written into the folder. Hard links share the bytes of a file, so damage to the file of the running store
+    is found as well. Raises SnapshotError naming a file that is missing, changed, or foreign.
+    """
+    assert manifest.rocksdb is not None
+    try:
+        require_rocksdb()
+    except StoreError as error:
+        reason = str(error).partition(": ")[2]
+        raise SnapshotError(f"snapshot {folder.name!r} is a checkpoint of RocksDB's files: {reason}") from error
+    _check_files(folder, manifest.rocksdb.files)
+    try:
+        yield from _scan(folder, manifest.form, manifest.rocksdb.shards, max_rows)
+    except OSError as error:
+        raise read_error(folder / ROCKSDB, error, folder) from error
 
 
-class SubprocessStartError(Exception):
-    """The subprocess could not start to read."""
-
-
-def scan_in_subprocess(folder: Path, form: RowForm, shards: int, max_rows: int) -> Chunks:
-    """The rows of `form` in `folder`, `max_rows` at a time. Raises SubprocessError, SubprocessStartError, OSError."""
+def _scan(folder: Path, form: RowForm, shards: int, max_rows: int) -> Chunks:
+    """The rows of `form` in the files, `max_rows` at a time. Raises SnapshotError, OSError."""
     dtype = form.dtype
     most = max(1, min(max_rows, SCAN_BYTES // dtype.itemsize))
     with _child(folder, form.width, shards, most) as (stdout, stderr, process):
         if stdout.read(HEADER.size) != HEADER.pack(READY, 0):
             stdout.close()  # a process that is not our script may write forever
-            status = _status_of(process)
-            raise SubprocessStartError(f"{_python()!r} {_end_of(status)}{_last_words(stderr)}")
+            raise _not_started(folder, f"{_python()!r} {_end_of(process, stderr)}")
         while True:
             header = stdout.read(HEADER.size)
             if len(header) < HEADER.size:
@@ -60,13 +74,28 @@ def scan_in_subprocess(folder: Path, form: RowForm, shards: int, max_rows: int) 
                 return
             if bucket == FAILED:
                 text = stdout.read(count).decode("utf-8", "replace")
-                raise SubprocessError(text.rpartition("; ")[0] or text)  # without the remedy, which is for a store
+                raise _failed(folder, text.rpartition("; ")[0] or text)  # without the remedy, which is for a store
             rows = np.empty(min(count, most), dtype)
             if stdout.readinto(rows.view(np.uint8).data) < rows.nbytes:  # type: ignore[attr-defined]
                 break
             yield bucket, rows
-        status = _status_of(process)
-        raise SubprocessError(f"the process that reads it {_end_of(status)}{_last_words(stderr)}")
+        raise _failed(folder, f"the process that reads it {_end_of(process, stderr)}")
+
+
+def _failed(folder: Path, problem: str) -> SnapshotError:
+    """The error for rows whose end was not reached: RocksDB refused the files, or they crashed the process."""
+    of_system = os_error_in(problem)
+    if of_system is not None:
+        return read_error(folder / ROCKSDB, of_system, folder)
+    return damaged(folder / ROCKSDB, problem, folder)
+
+
+def _not_started(folder: Path, problem: str) -> ReadIOError:
+    return ReadIOError(
+        f"{str(folder / ROCKSDB)!r} cannot be read: the Python that reads it did not start: {problem}. The snapshot "
+        "may be sound: free memory, or give the path of a Python to multiprocessing.set_executable(), "
+        "then try again"
+    )
 
 
 @contextlib.contextmanager
@@ -75,9 +104,8 @@ def _child(
 ) -> Iterator[tuple[IO[bytes], int, subprocess.Popen[bytes]]]:
     script = str(Path(__file__).with_name("rocksdb_child.py"))
     assert _core.__file__ is not None
-    arguments = [_core.__file__, str(Path(folder).absolute()), str(width), str(shards), str(most)]
-    stderr = os.memfd_create("tierbed")
-    try:
+    arguments = [_core.__file__, str((folder / ROCKSDB).absolute()), str(width), str(shards), str(most)]
+    with open(os.memfd_create("tierbed"), "rb") as stderr:
         try:
             process = subprocess.Popen(
                 [_python(), "-I", "-S", script, *arguments],
@@ -89,18 +117,15 @@ def _child(
         except OSError as error:
             if error.filename is None:  # raised by fork
                 raise
-            raise SubprocessStartError(str(error)) from error
+            raise _not_started(folder, str(error)) from error
         assert process.stdout is not None
-        try:
-            with contextlib.suppress(OSError):  # the user may have reached the limit of pipe memory
-                fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-            yield process.stdout, stderr, process
-        finally:
-            process.kill()
-            process.stdout.close()
-            process.wait()
-    finally:
-        os.close(stderr)
+        with process:
+            try:
+                with contextlib.suppress(OSError):  # the user may have reached the limit of pipe memory
+                    fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+                yield process.stdout, stderr.fileno(), process
+            finally:
+                process.kill()
 
 
 def _python() -> str:
@@ -108,56 +133,18 @@ def _python() -> str:
     return os.fsdecode(get_executable() or "")
 
 
-def _status_of(process: subprocess.Popen[bytes]) -> int:
+def _end_of(process: subprocess.Popen[bytes], stderr: int) -> str:
+    """How the process ended, and the last line of its errors."""
     status = process.wait()
     if status == -signal.SIGKILL:  # by the system if memory runs out, or by a user
         raise ChildProcessError(errno.ECHILD, "the process that reads it was killed")
-    return status
-
-
-def _end_of(status: int) -> str:
-    if status >= 0:
-        return f"ended with status {status}"
+    end = f"ended with status {status}" if status >= 0 else f"was ended by signal {-status}"
     with contextlib.suppress(ValueError):
-        return f"was ended by {signal.Signals(-status).name}"
-    return f"was ended by signal {-status}"
-
-
-def _last_words(stderr: int) -> str:
+        end = f"was ended by {signal.Signals(-status).name}"
     size = os.fstat(stderr).st_size
     lines = os.pread(stderr, _STDERR_BYTES, max(0, size - _STDERR_BYTES)).decode("utf-8", "replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    return f": {last}" if last else ""
-
-
-def checkpoint_chunks(folder: Path, manifest: Manifest, max_rows: int = 65536) -> Chunks:
-    """The rows of a checkpoint as `Snapshot.chunks` yields them. Every file is compared before the first chunk.
-
-    A separate process reads the rows, since RocksDB may crash on forged files. Nothing is written into the folder. Hard
-    links share the bytes of a file, so damage to the file of the running store is found as well. Raises
-    SnapshotError naming a file that is missing, changed, or foreign.
-    """
-    assert manifest.rocksdb is not None
-    try:
-        require_rocksdb()
-    except StoreError as error:
-        reason = str(error).partition(": ")[2]
-        raise SnapshotError(f"snapshot {folder.name!r} is a checkpoint of RocksDB's files: {reason}") from error
-    _check_files(folder, manifest.rocksdb.files)
-    try:
-        yield from scan_in_subprocess(folder / ROCKSDB, manifest.form, manifest.rocksdb.shards, max_rows)
-    except SubprocessError as error:
-        if (of_system := os_error_in(error)) is not None:
-            raise read_error(folder / ROCKSDB, of_system, folder) from error
-        raise damaged(folder / ROCKSDB, str(error), folder) from error
-    except SubprocessStartError as error:
-        raise ReadIOError(
-            f"{str(folder / ROCKSDB)!r} cannot be read: the Python that reads it did not start: {error}. The snapshot "
-            "may be sound: free memory, or give the path of a Python to multiprocessing.set_executable(), "
-            "then try again"
-        ) from error
-    except OSError as error:
-        raise read_error(folder / ROCKSDB, error, folder) from error
+    return f"{end}: {last}" if last else end
 
 
 def checksum_of(path: Path, size: int) -> int:
@@ -211,3 +198,71 @@ def _files_in(folder: Path) -> Iterator[Path]:
             yield from (folder / entry.name / inner for inner in os.listdir(entry))
         else:
             yield folder / entry.name
+
+
+def write_rocksdb(
+    place: Path, name: str, rows: int, tier: RocksDB, progress: Callable[[int], None] | None = None
+) -> RocksDBFiles:
+    """Write all `rows` rows of `tier` as files of the checkpoint `name` into its temporary folder.
+
+    Row files are linked, so the time does not depend on their size. Their checksums are those that RocksDB stored when
+    it wrote them; a file of an older tierbed, which stored none, is read once. If the file system cannot link, files
+    are copied and a warning is logged. Raises OSError, SnapshotError, StoreError.
+    """
+    top, entries, refusal = place / ROCKSDB, dict[str, dict[str, int]](), None
+    with tier.live_files() as files:
+        size, written = sum(file.size for file in files), 0
+        for file in files:
+            source, target = tier.folder / file.name, top / file.name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if not file.name.endswith(".sst"):
+                crc32c = _copy(source, target, file)
+            elif (refused := _link(source, target, file)) is None:
+                crc32c = checksum_of(target, file.size) if file.crc32c is None else file.crc32c
+            else:
+                refusal, crc32c = refused, _copy(source, target, file)
+            entries[file.name] = {"bytes": file.size, "crc32c": crc32c}
+            before, written = rows * written // size, written + file.size
+            if progress is not None and (count := rows * written // size - before):
+                progress(count)
+        for folder in (*top.iterdir(), top):
+            fsync_dir(folder)
+    if refusal is not None:
+        other = refusal.errno == errno.EXDEV
+        reason = f"is on another filesystem than {tier.folder}" if other else f"cannot have links: {refusal}"
+        log.warning("snapshot %r: copied, not linked, because %s %s", name, place.parent, reason)
+    return RocksDBFiles(tier.shards, entries)
+
+
+def _link(source: Path, target: Path, file: LiveFile) -> OSError | None:
+    """Link a row file, which RocksDB made durable. Returns the error of a file system that cannot link, else None."""
+    try:
+        os.link(source.resolve(), target)  # follows a symbolic link
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return error
+    if (size := target.stat().st_size) != file.size:
+        raise _damaged_store(source, f"it has {size} bytes instead of {file.size}")
+    return None
+
+
+def _copy(source: Path, target: Path, file: LiveFile) -> int:
+    """Copy a file durably, or write its `content`. Returns the checksum, which must equal that of RocksDB."""
+    checksum = _core.Crc32c()
+    with open_regular(source) as from_, target.open("xb") as to:
+        content = file.content
+        pieces = pieces_of(from_, file.size) if content is None else [np.frombuffer(content, np.uint8)]
+        for piece in pieces:
+            checksum.update(piece)
+            to.write(piece.data)
+        to.flush()
+        os.fsync(to.fileno())
+    crc32c = checksum.finish()
+    if file.crc32c not in (None, crc32c):
+        raise _damaged_store(source, "its checksum does not match")
+    return crc32c
+
+
+def _damaged_store(path: Path, problem: str) -> SnapshotError:
+    return SnapshotError(f"{str(path)!r}, of the running store, is damaged: {problem}; load the last snapshot")

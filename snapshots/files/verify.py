@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from ...engine.errors import SnapshotError
 from ...engine.row_format import Chunks
-from .merging import changed
 from .read_errors import ReadIOError
-from .reader import ProgressCallback, Snapshot, count_progress, read_all, verify_chain
+from .reader import ProgressCallback, Snapshot, read_all
 
 Chain = list[Snapshot]
 Damaged = dict[str, SnapshotError]
@@ -33,58 +33,53 @@ def verify_all(chains: dict[str, Chain], damaged: Damaged, progress: ProgressCal
     A chain is read once for all snapshots in it. Of a snapshot with a damaged parent, its own files are checked.
     Raises ReadIOError.
     """
-    verified = _Verified(damaged, progress)
-    for chain in sorted(chains.values(), key=len, reverse=True):
-        verified.verify(chain)
-    found = dict(verified.damaged)
-    for name, chain in chains.items():
-        for snapshot in chain:
-            if snapshot.name in verified.damaged and name not in found:
-                found[name] = SnapshotError(f"its parent {snapshot.name!r} is damaged")
-    return found
+    found, sound = dict(damaged), set[str]()  # sound: also children of damaged ones, if their own files are
 
-
-class _Verified:
-    def __init__(self, damaged: Damaged, progress: ProgressCallback) -> None:
-        self.damaged = dict(damaged)
-        self._sound: set[str] = set()  # includes children of damaged ones whose own files are sound
-        self._progress = progress
-
-    def verify(self, chain: Chain) -> None:
-        """Verify the snapshots of a chain that are not verified yet."""
-        if all(snapshot.name in self._sound or snapshot.name in self.damaged for snapshot in chain):
-            return
-        if not any(snapshot.name in self.damaged for snapshot in chain):
-            try:
-                verify_chain(chain, self._progress, self._recording_damage)
-            except ReadIOError:
-                raise
-            except SnapshotError:
-                pass
-            else:
-                self._sound.update(snapshot.name for snapshot in chain)
-                return
-        first = next(number for number, snapshot in enumerate(chain) if snapshot.name in self.damaged)
-        self.verify(chain[:first])
-        for snapshot in chain[first + 1 :]:
-            if snapshot.name not in self._sound and snapshot.name not in self.damaged:
-                self._verify_alone(snapshot)
-
-    def _verify_alone(self, snapshot: Snapshot) -> None:
-        try:
-            rows, deleted = (count_progress(part, self._progress, True) for part in snapshot.parts())
-            read_all(changed(iter(()), rows, deleted, snapshot.conflicting_key_error))
-        except ReadIOError:
-            raise
-        except SnapshotError as error:
-            self.damaged[snapshot.name] = error
-        else:
-            self._sound.add(snapshot.name)
-
-    def _recording_damage(self, snapshot: Snapshot, table: Chunks) -> Chunks:
+    def note_damage(snapshot: Snapshot, table: Chunks) -> Chunks:
         try:
             yield from table
         except SnapshotError as error:
-            if error not in self.damaged.values():  # the error of a parent
-                self.damaged[snapshot.name] = error
+            if error not in found.values():  # the error of a parent
+                found[snapshot.name] = error
             raise
+
+    def verify(chain: Chain) -> None:
+        """Verify the snapshots of a chain that are not verified yet."""
+        names = [snapshot.name for snapshot in chain]
+        if sound.union(found).issuperset(names):
+            return
+        if found.keys().isdisjoint(names):
+            with suppress_damage():
+                table: Chunks = iter(())
+                for snapshot in chain:
+                    table = note_damage(snapshot, snapshot.apply_to(table, progress=progress, keys_only=len(chain) > 1))
+                read_all(table)
+                sound.update(names)
+                return
+        first = next(number for number, name in enumerate(names) if name in found)
+        verify(chain[:first])
+        for snapshot in chain[first + 1 :]:
+            if snapshot.name not in sound and snapshot.name not in found:
+                with suppress_damage():
+                    read_all(note_damage(snapshot, snapshot.apply_to(None, progress=progress, keys_only=True)))
+                    sound.add(snapshot.name)
+
+    for chain in sorted(chains.values(), key=len, reverse=True):
+        verify(chain)
+    of_parents = {}
+    for name, chain in chains.items():
+        parent = next((snapshot.name for snapshot in chain if snapshot.name in found), None)
+        if parent is not None and name not in found:
+            of_parents[name] = SnapshotError(f"its parent {parent!r} is damaged")
+    return found | of_parents
+
+
+@contextmanager
+def suppress_damage() -> Iterator[None]:
+    """A block that ends at a SnapshotError that says something about the snapshot."""
+    try:
+        yield
+    except ReadIOError:
+        raise
+    except SnapshotError:
+        pass

@@ -13,7 +13,7 @@ import secrets
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from copy import copy
 from functools import partial
 from itertools import groupby
@@ -64,18 +64,17 @@ def write_changes(
     shard: HashShard | None = None,
 ) -> Files:
     """Write changes, as `write_incremental` takes them, like `write_rows`."""
-    deleted: dict[int, list[RowArray]] = {}
-    files = write_rows(folder, description, _without_deleted(changes, deleted), progress, shard)
-    keys = ((bucket, chunk) for bucket in sorted(deleted) for chunk in deleted[bucket])
-    return files | write_rows(folder, description, keys, progress, shard, deleted_file)
+    deleted: list[tuple[int, RowArray]] = []
 
+    def without_deleted() -> Iterator[tuple[int, RowArray]]:
+        for bucket, rows, keys in changes:
+            if len(keys):
+                deleted.append((bucket, keys))
+            if len(rows):
+                yield bucket, rows
 
-def _without_deleted(changes: Iterable[Change], deleted: dict[int, list[RowArray]]) -> Iterator[tuple[int, RowArray]]:
-    for bucket, rows, keys in changes:
-        if len(keys):
-            deleted.setdefault(bucket, []).append(keys)
-        if len(rows):
-            yield bucket, rows
+    files = write_rows(folder, description, without_deleted(), progress, shard)
+    return files | write_rows(folder, description, deleted, progress, shard, deleted_file)
 
 
 def write_rows(
@@ -168,24 +167,6 @@ def _checked(
         yield whole
 
 
-def check_replaceable(folder: Path) -> None:
-    """Raises SnapshotError if `folder` is not a snapshot, has children, or cannot be exchanged."""
-    if not os.path.lexists(folder / MANIFEST):
-        raise SnapshotError(
-            f"{str(folder)!r} is not a snapshot, and only snapshots are overwritten: choose another name"
-        )
-    children = ", ".join(map(repr, children_of(folder)))
-    if children:
-        raise SnapshotError(
-            f"snapshot {str(folder)!r} cannot be overwritten: it is the parent of {children}. Choose another name, "
-            f"or remove {children} first"
-        )
-    try:
-        check_exchange(folder)
-    except OSError as error:
-        raise SnapshotError(f"snapshot {str(folder)!r} cannot be overwritten: {error}. Choose another name") from error
-
-
 def children_of(folder: Path) -> list[str]:
     """Names of the snapshots whose parent is `folder`. Raises SnapshotError if a snapshot next to it cannot be read."""
     own_id, listing = snapshot_id(folder), list_snapshots(folder.parent)
@@ -196,7 +177,7 @@ def children_of(folder: Path) -> list[str]:
     return [name for name, one in parents if one and one.name == folder.name and own_id in ("", one.id)]
 
 
-class NewSnapshots:
+class NewSnapshots(AbstractContextManager["NewSnapshots"]):
     """The snapshots of one save. All are durable under temporary names before the first of them gets its name.
 
     So a save that raises leaves none of them, unless its error says so. A kill between two of the renames leaves some,
@@ -207,9 +188,6 @@ class NewSnapshots:
         self._begin_of_ids = secrets.token_hex(8)
         self._new: list[NewFolder] = []
         self._then: list[Callable[[], object]] = []
-
-    def __enter__(self) -> NewSnapshots:
-        return self
 
     def __exit__(self, *_: object) -> None:
         while self._new:
@@ -360,25 +338,39 @@ def new_snapshot(folder: Path, description: dict[str, Any], overwrite: bool = Fa
 def check_free(folder: Path, overwrite: bool | None = False) -> None:
     """Raises SnapshotError if a snapshot's name is invalid, or taken by one that must not be replaced.
 
-    overwrite: True raises as `check_replaceable`; None is for callers that cannot replace a snapshot.
+    overwrite: whether it may be replaced, which needs a snapshot without children on a file system that can exchange
+    folders; None is for callers that cannot replace a snapshot.
     """
     check_name(folder.name)
     if not os.path.lexists(folder):
         return
+    is_snapshot = os.path.lexists(folder / MANIFEST)
     if not overwrite:
-        replaceable = overwrite is not None and os.path.lexists(folder / MANIFEST)
+        replaceable = overwrite is not None and is_snapshot
         remedy = ", or save with overwrite=True (--overwrite in a shell)" if replaceable else ""
         raise SnapshotError(f"snapshot {str(folder)!r} exists: choose another name, or delete it first{remedy}")
-    check_replaceable(folder)
+    if not is_snapshot:
+        raise SnapshotError(
+            f"{str(folder)!r} is not a snapshot, and only snapshots are overwritten: choose another name"
+        )
+    if children := ", ".join(map(repr, children_of(folder))):
+        raise SnapshotError(
+            f"snapshot {str(folder)!r} cannot be overwritten: it is the parent of {children}. Choose another name, "
+            f"or remove {children} first"
+        )
+    try:
+        check_exchange(folder)
+    except OSError as error:
+        raise SnapshotError(f"snapshot {str(folder)!r} cannot be overwritten: {error}. Choose another name") from error
 
 
 def finish(
     place: Path,
     description: dict[str, Any],
     rows: int,
-    *,
     files: dict[str, RowFile] | None = None,
     rocksdb: RocksDBFiles | None = None,
+    *,
     parent: Snapshot | None = None,
     parts: int | None = None,
     id: str | None = None,

@@ -14,7 +14,7 @@ from ...engine.options.table_names import Names, labels_of, merged_names, names_
 from ...engine.row_format import RowArray
 from ..exchange.columns import EMBEDDING, Columns
 from ..files.format import with_named_hyper
-from ..files.merging import aligned, among, sort_keys
+from ..files.merging import NEW, joined
 from ..files.reader import Snapshot
 
 Sort = Literal["added", "changed", "gone"]
@@ -55,17 +55,12 @@ class Comparison:
         """Whether anything differs."""
         return bool(self.fields or any(self.counts.values()))
 
-    def add(self, left: RowArray | None, right: RowArray | None) -> None:
-        """Compare the rows of one range of keys."""
-        if left is not None and right is not None:
-            left_keys, right_keys = sort_keys(left), sort_keys(right)
-            in_left, in_right = among(right_keys, left_keys), among(left_keys, right_keys)
-            self._both(left[in_right], right[in_left])
-            left, right = left[~in_right], right[~in_left]
-        if left is not None:
-            self._count("gone", left, None)
-        if right is not None:
-            self._count("added", right, None)
+    def add(self, old: RowArray, new: RowArray, is_gone: NDArray[np.bool_], is_new: NDArray[np.bool_]) -> None:
+        """Compare the rows of one range of keys. is_gone, is_new: those that the other side lacks."""
+        if not is_new.all():
+            self._both(old[~is_gone], new[~is_new])
+        self._count("gone", old[is_gone], None)
+        self._count("added", new[is_new], None)
 
     def _both(self, old: RowArray, new: RowArray) -> None:
         """Compare rows [n] of the same keys."""
@@ -111,10 +106,10 @@ def compare(
         numbers = _differing(was, now)
         fields["hyper"] = ({n: was[n] for n in was if n in numbers}, {n: now[n] for n in now if n in numbers})
     result = Comparison(fields, names, Columns(old), Columns(new), first)
-    for _, left, right in aligned(before.chunks(), after.chunks()):
-        result.add(left, right)
+    for _, left, right, gone, state in joined(before.chunks(), after.chunks()):
+        result.add(left, right, gone > 0, state == NEW)
         if progress is not None:
-            progress(sum(len(rows) for rows in (left, right) if rows is not None))
+            progress(len(left) + len(right))
     return result
 
 

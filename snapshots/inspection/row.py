@@ -15,7 +15,7 @@ from ...engine.row_format import KEY as ROW_NAME
 from ...engine.row_format import Chunks, RowForm
 from ...engine.store.contract import Tier, TopTier
 from ..exchange.columns import EMBEDDING, KEY, STEP, TABLE, UPDATES, Columns
-from ..files.format import SHARE, bucket_file, deleted_file
+from ..files.format import SHARE, bucket_file, deleted_file, is_deleted
 from ..files.reader import Snapshot
 from ..store.closed_store import require_clean_marker
 from ..store.folder import StoreFolder
@@ -91,17 +91,12 @@ def _find(snapshot: Snapshot, table: int, key: int) -> Row | None:
             return _among(one.parts()[0], table, key)
         parts = one.manifest.parts
         shard = None if parts is None else int(_core.owners(*name, parts)[0])
-        found = _among(_file(one, bucket_file(bucket, shard)), table, key)
-        if found is not None:
-            return found
-        if _among(_file(one, deleted_file(bucket, shard)), table, key) is not None:
-            return None
+        for file in (bucket_file(bucket, shard), deleted_file(bucket, shard)):
+            entry = one.manifest.files.get(file)
+            found = None if entry is None else _among(one.read_files({file: entry}), table, key)
+            if found is not None:
+                return None if is_deleted(file) else found
     return None
-
-
-def _file(snapshot: Snapshot, name: str) -> Chunks:
-    entry = snapshot.manifest.files.get(name)
-    return snapshot.read_files({name: entry}) if entry else iter(())
 
 
 def _among(chunks: Chunks, table: int, key: int) -> NDArray[np.void] | None:

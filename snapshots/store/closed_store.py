@@ -7,28 +7,21 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ...engine.durable import remove_folder
+from ...engine.durable import remove_folder, temporary_path
 from ...engine.errors import SnapshotError, StoreError
 from ...engine.row_format import Chunks, RowForm
 from ...engine.store.table_counts import FIELD
 from ..files.format import FILES, LIVE, MARKER_FIELDS, SHARE, Manifest, check_name, snapshot_id
 from ..files.merging import merge_sorted
 from ..files.reader import Snapshot
-from ..files.writer import NewSnapshots, ProgressCallback, write_snapshot
+from ..files.writer import NewSnapshots, ProgressCallback, finish, write_snapshot
 from .folder import StoreFolder
-from .folder_state import (
-    RANKS,
-    FolderState,
-    clean_markers,
-    shard_folder,
-    shards_in,
-    stores_recorded_for,
-)
+from .folder_state import RANKS, FolderState, clean_markers, shard_folder, shards_in, stores_recorded_for
 from .group import Member, loading, open_store, saved
 from .mark import live_version
 from .recovery_record import EMPTY
 from .retention import drop_replaced
-from .save import SaveSource, save_snapshot_of
+from .save import SaveSource, begin_save, check_save, write_part
 from .selection import ALL, LoadReport, Selection, types_of
 
 if TYPE_CHECKING:
@@ -51,32 +44,19 @@ def merged_clean_marker(state: FolderState) -> dict[str, Any] | None:
     return common | ({"rows": sum(marker["rows"] for marker in found)} if len(found) == state.ranks else {})
 
 
-@contextmanager
-def locked_shards(store: StoreFolder) -> Iterator[tuple[dict[str, Any], Chunks]]:
+def _locked_shards(store: StoreFolder, locks: ExitStack) -> tuple[dict[str, Any], Chunks]:
     """The merged clean marker of the shards, which are locked, and their rows. StoreError."""
     ranks = store.ranks
-    with ExitStack() as locks:
-        shards = [locks.enter_context(StoreFolder(shard.path)) for shard in shards_in(store.path, ranks).values()]
-        marker = merged_clean_marker(store)
-        if marker is None or "rows" not in marker:
-            raise StoreError(
-                f"the live rows of {str(store.path)!r} are shards of {ranks} ranks, which were not all closed "
-                "or are not all on this host. Open the embedding with that many ranks, or load a snapshot with "
-                "`tierbed snapshot load`"
-            )
-        markers = [shard.clean_marker or {} for shard in shards]
-        rows = [locks.enter_context(scan_live_rows(*pair)) for pair in zip(shards, markers, strict=True)]
-        yield marker, merge_sorted(rows)
-
-
-@contextmanager
-def open_closed(store: StoreFolder, for_load: bool = False) -> Iterator[Member]:
-    """The store in its group, which is locked for this block's writes of the record. StoreError, SnapshotError."""
-    member = open_store(store, "resume", for_load)
-    try:
-        yield member
-    finally:
-        member.leave()
+    shards = [locks.enter_context(StoreFolder(shard.path)) for shard in shards_in(store.path, ranks).values()]
+    marker = merged_clean_marker(store)
+    if marker is None or "rows" not in marker:
+        raise StoreError(
+            f"the live rows of {str(store.path)!r} are shards of {ranks} ranks, which were not all closed "
+            "or are not all on this host. Open the embedding with that many ranks, or load a snapshot with "
+            "`tierbed snapshot load`"
+        )
+    rows = [locks.enter_context(scan_live_rows(shard, shard.clean_marker or {})) for shard in shards]
+    return marker, merge_sorted(rows)
 
 
 def save_closed_stores(
@@ -89,21 +69,25 @@ def save_closed_stores(
     """Write the live rows of closed stores, also of ranks, as snapshot `name` of each. The live rows are unchanged.
 
     An incremental one of several is full in a store that has no parent for it. Raises StoreError if a store has no
-    clean marker, SnapshotError and OptionError as `save_snapshot_of` does.
+    clean marker, SnapshotError and OptionError as `check_save` and `begin_save`.
     """
     check_name(name)
     manifests, new_ids = [], {}
     with ExitStack() as closing_all, NewSnapshots() as new:
         for store in stores:
-            member = closing_all.enter_context(open_closed(store))
-            source = closing_all.enter_context(_source(store, member, new.new_id()))
+            member = open_store(store, "resume")
+            closing_all.callback(member.leave)
+            source = _source(store, member, new.new_id(), closing_all)
             its_kind = kind
             if kind == "incremental" and len(stores) > 1 and source.parent == EMPTY:
                 its_kind = "full"
             capture = member.capture()
-            manifest = save_snapshot_of(store.snapshot_store, name, its_kind, source, new, progress, overwrite)
-            new_ids[capture] = manifest.id
-            manifests.append(manifest)
+            check_save(store.snapshot_store, name, its_kind, source, overwrite)
+            folder, parent = begin_save(store.snapshot_store, name, its_kind, source, overwrite, new)
+            part = write_part(folder, its_kind, source, parent, progress)
+            place = temporary_path(folder)
+            manifests.append(finish(place, source.description, *part, parent=parent, id=source.id))
+            new_ids[capture] = manifests[-1].id
         new.then(lambda: saved(new_ids))
         new.put_in_place()
     for store in stores:
@@ -111,35 +95,23 @@ def save_closed_stores(
     return manifests
 
 
-@contextmanager
-def _source(store: StoreFolder, member: Member, id: str) -> Iterator[SaveSource]:
+def _source(store: StoreFolder, member: Member, id: str, reading: ExitStack) -> SaveSource:
     """The live rows of a store that was closed cleanly, to be saved. Raises StoreError if it has no clean marker."""
     if store.path.parent.name == RANKS:
         place = str(store.path.parent.parent)
         raise StoreError(f"{str(store.path)!r} has only the shard of one rank: give the store folder, {place!r}")
-    with ExitStack() as reading:
-        if store.ranks:
-            marker, chunks = reading.enter_context(locked_shards(store))
-            scan, tier = (lambda: chunks), None
-        else:
-            marker = require_clean_marker(store)
-            scan, tier = reading.enter_context(_live(store, marker))
-        if member.entry.live is None:
-            raise StoreError(
-                f"the live rows of {str(store.path)!r} are later than those of embeddings that are trained together "
-                "with it, and recovery rolls back to its snapshot: load that, or open and close the embeddings"
-            )
-        yield SaveSource(described(marker), marker["rows"], scan, member.group.record, member.id, tier, id=id)
-
-
-def load_into_store(
-    store: StoreFolder,
-    snapshot: Snapshot,
-    progress: ProgressCallback | None = None,
-    selection: Selection = ALL,
-) -> tuple[Manifest, LoadReport]:
-    """`load_into_stores` of one store, or of a selection of the snapshot's rows."""
-    return load_into_stores([store], [snapshot], progress, selection)[0]
+    if store.ranks:
+        marker, chunks = _locked_shards(store, reading)
+        scan, tier = (lambda: chunks), None
+    else:
+        marker = require_clean_marker(store)
+        scan, tier = reading.enter_context(_live(store, marker))
+    if member.entry.live is None:
+        raise StoreError(
+            f"the live rows of {str(store.path)!r} are later than those of embeddings that are trained together "
+            "with it, and recovery rolls back to its snapshot: load that, or open and close the embeddings"
+        )
+    return SaveSource(described(marker), marker["rows"], scan, member.group.record, member.id, tier, id=id)
 
 
 def load_into_stores(
@@ -159,7 +131,10 @@ def load_into_stores(
     selections = [check_load(store, snapshot, selection) for store, snapshot in both]
     made = []
     with ExitStack() as ending:
-        members = [ending.enter_context(open_closed(store, for_load=True)) for store in stores]
+        members = []
+        for store in stores:
+            members.append(open_store(store, "resume", for_load=True))
+            ending.callback(members[-1].leave)
         for (store, snapshot), selected in zip(both, selections, strict=True):
             if store.clean_marker is None:
                 store.discard_live()  # frees space: no run uses these rows again
@@ -188,8 +163,8 @@ def load_into_stores(
     return made
 
 
-def check_load(store: StoreFolder, snapshot: Snapshot, selection: Selection = ALL) -> Selection:
-    """The selection that `load_into_store` loads, with the types to convert to. Raises its errors that need no row."""
+def check_load(store: StoreFolder, snapshot: Snapshot, selection: Selection) -> Selection:
+    """The selection that `load_into_stores` loads, with the types to convert to. Raises its errors that need no row."""
     marker = store.clean_marker
     others = [] if store.live.exists() else stores_recorded_for(store.snapshots)
     if others:
@@ -197,20 +172,6 @@ def check_load(store: StoreFolder, snapshot: Snapshot, selection: Selection = AL
             f"{str(store.path)!r} has only the snapshots of other store folders, and no live rows: give the store "
             f"folder, {' or '.join(repr(str(other)) for other in others)}, on the host that has it"
         )
-    theirs = snapshot.description
-    for field in ("key_type", "columns"):
-        if marker is not None and marker.get(field) != theirs[field]:
-            raise SnapshotError(
-                f"snapshot {snapshot.name!r} is of another table than the rows in {str(store.path)!r}: its {field} "
-                f"is {theirs[field]!r} instead of {marker.get(field)!r}. Load it into the store that it was saved from"
-            )
-    return _with_types(store, marker, snapshot, selection)
-
-
-def _with_types(
-    store: StoreFolder, marker: Mapping[str, Any] | None, snapshot: Snapshot, selection: Selection
-) -> Selection:
-    """The selection, with the types of the live rows if numbers are converted. Raises SnapshotError."""
     if marker is None:
         if selection.convert:
             raise SnapshotError(
@@ -218,6 +179,13 @@ def _with_types(
                 "snapshot without it"
             )
         return selection
+    for field in ("key_type", "columns"):
+        if marker.get(field) != snapshot.description[field]:
+            raise SnapshotError(
+                f"snapshot {snapshot.name!r} is of another table than the rows in {str(store.path)!r}: its {field} "
+                f"is {snapshot.description[field]!r} instead of {marker.get(field)!r}. Load it into the store that it "
+                "was saved from"
+            )
     ours, theirs = types_of(marker), types_of(selection.description(snapshot.description))
     of_states = theirs[1] if None in (ours[1], theirs[1]) else ours[1]  # rows without states accept any
     if (ours[0], of_states) == theirs:
@@ -239,8 +207,7 @@ def _describe_types(types: tuple[str, str | None]) -> str:
 def compact_live(store: StoreFolder, options: str = "") -> tuple[int, int] | None:
     """Merge the RocksDB files of a closed store. Returns their bytes before and after; None if it has none.
 
-    options: the store's `rocksdb_options`, with which files are written. A kill loses no row. Raises StoreError,
-    OptionError.
+    options: the store's `rocksdb_options`. A kill loses no row. Raises StoreError, OptionError.
     """
     marker = require_clean_marker(store)
     if marker["live"] != "rocksdb":

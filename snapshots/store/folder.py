@@ -8,15 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...engine.durable import (
-    fsync_dir,
-    make_folder,
-    remove_folder,
-    remove_leftovers,
-    seal,
-    write_atomically,
-)
-from ...engine.errors import ClosedError, StoreError
+from ...engine.durable import fsync_dir, make_folder, remove_folder, remove_leftovers, seal, write_atomically
+from ...engine.errors import ClosedError, SnapshotError, StoreError
 from ...engine.signals import uninterrupted
 from ..files.format import FILES, snapshot_id
 from .folder_state import LOCK, FolderState, link_to
@@ -27,19 +20,11 @@ from .mark import LIVE_FOLDERS, Mark
 class StoreFolder(FolderState):
     """A store folder, `<persistent_path>/<embedding name>`, locked until `release` or the end of the process.
 
-    `path` and its parents are created. The folder holds:
+    `path` and its parents are created, and remains of killed processes are removed. docs/snapshots.md lists the files.
+    The clean marker in MARK describes the live rows if all of them are at one step and durable. It is cleared before a
+    run writes the first row, and live rows are never served without it.
 
-    - `LOCK`: locked by the lock holder, with its process id as content;
-    - `SOCKET`: the control socket of the lock holder; dead if that was killed;
-    - `MARK`: the record of the store's group, or where it is, and the clean marker, which describes the live rows if
-      all of them are at one step and durable. It is cleared before a run writes the first row;
-    - `STEP`: the step of live rows without a clean marker;
-    - `live` or `live-2`, as MARK says: the live rows, which are never served without a clean marker;
-    - `incoming`: live rows being prepared; remains of killed processes are removed here;
-    - `snapshots`: a folder for each snapshot, or a link to the folder that has them; remains of killed saves are
-      removed here.
-
-    `user`: what in this process has locked the folder, for error messages. `snapshots`: the folder for snapshots,
+    user: what in this process has locked the folder, for error messages. snapshots: the folder for snapshots,
     `<snapshot_path>/<embedding name>/snapshots`, whose parent becomes a store folder that is locked like this one. None
     leaves them where they are. Raises StoreError if the path or a parent is a file or cannot be written, or if another
     process has the lock.
@@ -63,7 +48,7 @@ class StoreFolder(FolderState):
             self.check()
             self._lock_snapshot_store(snapshots)
             self.clear_incoming()
-            with contextlib.suppress(OSError):  # the next save tries again, and raises if it cannot
+            with contextlib.suppress(SnapshotError):  # the next save tries again, and raises if it cannot
                 self.clear_snapshots()
         except StoreError:
             self.release()
@@ -127,8 +112,12 @@ class StoreFolder(FolderState):
             remove_leftovers(self.path)
 
     def clear_snapshots(self) -> None:
-        """Remove the remains of killed or failed saves. Raises OSError."""
-        remove_leftovers(self.snapshots)
+        """Remove the remains of killed or failed saves, while nothing is being saved. Raises SnapshotError."""
+        try:
+            remove_leftovers(self.snapshots)
+        except OSError as error:
+            problem = f"{str(self.snapshots)!r} cannot be cleared of unfinished snapshots: {error}"
+            raise SnapshotError(problem) from error
 
     def change(self, **fields: Any) -> None:
         """Replace fields of MARK, atomically and durably. Raises StoreError."""
@@ -145,20 +134,14 @@ class StoreFolder(FolderState):
                 write_atomically(self._mark_file, data)
         self.mark = Mark.parse(data)
 
-    def write_clean_marker(self, description: dict[str, Any], **fields: Any) -> None:
-        """Write the clean marker, and change other fields of MARK. The live rows must be durable. Raises StoreError.
-
-        description: of the live rows; `live` is their kind.
-        """
-        self.change(clean_marker=description, ranks=None, **fields)
+    def write_clean_marker(self, description: dict[str, Any]) -> None:
+        """Write the clean marker for live rows, which are durable; `live` is their kind. Raises StoreError."""
+        self.change(clean_marker=description, ranks=None)
         self._forget_step()
 
-    def clear_clean_marker(self, **fields: Any) -> None:
-        """Clear the clean marker durably, and change other fields of MARK. Called before any live row is written.
-
-        Raises StoreError.
-        """
-        self.change(clean_marker=None, ranks=None, **fields)
+    def clear_clean_marker(self) -> None:
+        """Clear the clean marker durably. Called before any live row is written. Raises StoreError."""
+        self.change(clean_marker=None, ranks=None)
 
     def note_step(self, step: int) -> None:
         """Store the step of the live rows, for messages after a kill. Costs a write to the page cache."""

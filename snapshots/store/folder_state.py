@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 from ...engine.durable import fsync_dir, make_folder, read_record, remedy_for, write_atomically
 from ...engine.errors import StoreError
 from ..files.format import SHARE
-from .lock import holder_of
 from .mark import Mark, live_version
 
 LOCK = "LOCK"
@@ -73,10 +73,14 @@ class FolderState:
 
     @property
     def sharing(self) -> list[FolderState]:
-        """The store folders that have the same snapshots, this one first."""
+        """The store folders on this host that have the same snapshots, this one first."""
+        found, place = [self], self.snapshot_store.snapshots
         with self._errors("read which stores have their snapshots in"):
-            others = map(FolderState, stores_linked_to(self.snapshot_store.snapshots))
-            return [self, *(one for one in others if not os.path.samefile(one.path, self.path))]
+            for store in stores_recorded_for(place):
+                with contextlib.suppress(OSError):
+                    if os.path.samefile(store / SNAPSHOTS, place) and not os.path.samefile(store, self.path):
+                        found.append(FolderState(store))
+        return found
 
     @property
     def noted_step(self) -> int | None:
@@ -108,8 +112,19 @@ class FolderState:
 
 def holder(path: Path) -> int | None:
     """The id of the process that has a store folder open, 0 if unknown; None for no process. Raises StoreError."""
+    content = b""
     try:
-        return holder_of(path / LOCK)
+        with open(path / LOCK, "rb") as file:
+            # a released lock file is blank. That of a killed process, and an empty one, for which a full disk had no
+            # space, are locked here for a moment
+            content = file.read(20)
+            if not content.isspace():
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return None
+    except BlockingIOError:
+        return int(content) if content.strip().isdigit() else 0
+    except FileNotFoundError:
+        return None
     except OSError as error:
         raise StoreError(f"cannot read store folder {str(path)!r}: {error}; {FolderState.remedy}") from error
 
@@ -127,15 +142,15 @@ def shards_in(store: Path, ranks: int, of: Iterable[int] | None = None) -> dict[
 
 def clean_markers(store: Path, ranks: int, of: Iterable[int] | None = None) -> dict[int, dict[str, Any] | None]:
     """The clean markers of `shards_in`; None for a shard that is not clean, or is of another rank. StoreError."""
-    markers = {rank: shard.clean_marker for rank, shard in shards_in(store, ranks, of).items()}
-    return {rank: marker if _is_of(marker, rank, ranks) else None for rank, marker in markers.items()}
-
-
-def _is_of(marker: Mapping[str, Any] | None, rank: int, ranks: int) -> bool:
-    match None if marker is None else marker.get(SHARE):
-        case {"rank": of, "ranks": all_}:
-            return (of, all_) == (rank, ranks)
-    return False
+    markers: dict[int, dict[str, Any] | None] = {}
+    for rank, shard in shards_in(store, ranks, of).items():
+        marker = shard.clean_marker
+        match None if marker is None else marker.get(SHARE):
+            case {"rank": owner, "ranks": owners} if (owner, owners) == (rank, ranks):
+                markers[rank] = marker
+            case _:
+                markers[rank] = None
+    return markers
 
 
 def shard_versions(store: Path, ranks: int, of: Iterable[int] | None = None) -> dict[int, str | None]:
@@ -168,7 +183,11 @@ def link_to(link: Path, place: Path) -> None:
     Raises StoreError if the store folder has other snapshots, OSError.
     """
     make_folder(place)
-    _record_link(link.parent, place)
+    path = os.fsencode(os.path.realpath(link.parent))
+    note = place.parent / f"{_LINKED_FROM}{hashlib.sha256(path).hexdigest()[:16]}"
+    if not note.exists():
+        with contextlib.suppress(OSError):  # on a full disk, rows can still be read
+            write_atomically(note, path)
     if os.path.exists(link) and os.path.samefile(link, place):
         return
     if has_snapshots(link):
@@ -184,27 +203,9 @@ def link_to(link: Path, place: Path) -> None:
     fsync_dir(link.parent)
 
 
-def _record_link(store: Path, place: Path) -> None:
-    path = os.fsencode(os.path.realpath(store))
-    note = place.parent / f"{_LINKED_FROM}{hashlib.sha256(path).hexdigest()[:16]}"
-    if not note.exists():
-        with contextlib.suppress(OSError):  # on a full disk, rows can still be read
-            write_atomically(note, path)
-
-
 def stores_recorded_for(place: Path) -> list[Path]:
     """The store folders that were ever linked to the snapshots in `place`. Raises OSError."""
     return [Path(os.fsdecode(note.read_bytes())) for note in sorted(place.parent.glob(f"{_LINKED_FROM}*"))]
-
-
-def stores_linked_to(place: Path) -> list[Path]:
-    """Those of `stores_recorded_for` that are linked now and on this host. Raises OSError."""
-    found = []
-    for store in stores_recorded_for(place):
-        with contextlib.suppress(OSError):
-            if os.path.samefile(store / SNAPSHOTS, place):
-                found.append(store)
-    return found
 
 
 def has_snapshots(folder: Path) -> bool:

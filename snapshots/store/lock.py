@@ -36,18 +36,16 @@ class FileLock:
 
     def __init__(self, path: Path, user: str) -> None:
         self.path, self.user = path, user
-        self._descriptor: int | None = None
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._descriptor: int | None = descriptor
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError as error:
             holder = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()
-            os.close(descriptor)
-            raise InUseError(holder, self._user_here(holder)) from None
-        except OSError:
-            os.close(descriptor)
+            self._close()
+            if isinstance(error, BlockingIOError):
+                raise InUseError(holder, self._user_here(holder)) from None
             raise
-        self._descriptor = descriptor
         self._note(b"%d" % os.getpid())
         _locked.add(self)
 
@@ -85,21 +83,3 @@ class FileLock:
     def __del__(self) -> None:
         if hasattr(self, "_descriptor"):
             self._close()
-
-
-def holder_of(lock: Path) -> int | None:
-    """The id of the process that has a file locked, 0 if unknown; None for no process. Raises OSError."""
-    content = b""
-    try:
-        with open(lock, "rb") as file:
-            # a released lock file is blank. That of a killed process, and an empty one, for which a full disk had no
-            # space, are locked here for a moment
-            content = file.read(20)
-            if content.isspace():
-                return None
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return int(content) if content.strip().isdigit() else 0
-    except FileNotFoundError:
-        return None
-    return None

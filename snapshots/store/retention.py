@@ -56,10 +56,11 @@ def plan_prune(
         if keep_every is not None and (multiple := snapshot.description["step"] // keep_every) > reached:
             reached = multiple
             wanted.add(snapshot.name)
-    required = {one.name for snapshot in snapshots if snapshot.name in wanted for one in snapshot.chain}
-    kept = required.union(
-        one.name for snapshot in snapshots if snapshot.name in recovery_snapshots for one in snapshot.chain
+    required, for_recovery = (
+        {one.name for snapshot in snapshots if snapshot.name in names for one in snapshot.chain}
+        for names in (wanted, recovery_snapshots)
     )
+    kept = required | for_recovery
     return PrunePlan(
         [s for s in snapshots if s.name in kept],
         [s for s in snapshots if s.name not in kept],
@@ -69,10 +70,11 @@ def plan_prune(
 
 def plan_for(store: FolderState, keep_last: int, keep_every: int | None = None) -> PrunePlan:
     """What `prune` would do. Raises what `prune` raises."""
-    snapshots = all_in(store.snapshots)
-    return plan_prune(
-        snapshots, keep_last, keep_every, needed_names(store), [s.name for s in snapshots if is_of_state(s)]
-    )
+    snapshots, damaged = list_snapshots(store.snapshots)
+    for error in damaged.values():
+        raise SnapshotError(f"nothing is pruned while a snapshot cannot be read: {error}") from error
+    of_states = [snapshot.name for snapshot in snapshots if is_of_state(snapshot)]
+    return plan_prune(snapshots, keep_last, keep_every, needed_names(store), of_states)
 
 
 def needed_names(store: FolderState) -> set[str]:
@@ -157,14 +159,6 @@ def drop_replaced(store: StoreFolder) -> None:
 def is_replaced(folder: Path) -> bool:
     """Whether a snapshot has a name of `keep_replaced`."""
     return folder.name == f"{REPLACED}{snapshot_id(folder)}"
-
-
-def all_in(folder: Path) -> list[Snapshot]:
-    """The snapshots in a folder for `plan_prune`. Raises SnapshotError if a manifest is damaged."""
-    listing = list_snapshots(folder)
-    for error in listing.damaged.values():
-        raise SnapshotError(f"nothing is pruned while a snapshot cannot be read: {error}") from error
-    return listing.snapshots
 
 
 def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> PrunePlan:

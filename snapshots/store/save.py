@@ -12,7 +12,7 @@ from ...engine.checks import choice_option
 from ...engine.durable import fsync_dir, temporary_path
 from ...engine.errors import OptionError, SnapshotError
 from ...engine.row_format import Change, Chunks
-from ..files.format import KINDS, HashShard, Manifest, RocksDBFiles, snapshot_id
+from ..files.format import KINDS, HashShard, RocksDBFiles, snapshot_id
 from ..files.merging import changes_between
 from ..files.reader import MAX_CHAIN, Snapshot, list_snapshots, snapshot_by_id
 from ..files.writer import (
@@ -22,7 +22,6 @@ from ..files.writer import (
     check_free,
     check_parent,
     children_of,
-    finish,
     write_changes,
     write_errors,
     write_rows,
@@ -62,11 +61,7 @@ class SaveSource(NamedTuple):
 
 
 def check_save(store: StoreFolder, name: str, kind: str, source: SaveSource, overwrite: bool) -> None:
-    """Raise what a save as snapshot `name` of a store would raise, before it changes anything.
-
-    OptionError for a kind that does not exist or does not fit this store. SnapshotError for an invalid or taken name,
-    and with `overwrite` for a snapshot that cannot be replaced.
-    """
+    """Raise the OptionError or SnapshotError of a save as snapshot `name`, before it changes anything."""
     check_kind(kind)
     drop_replaced(store)  # they may be children of the snapshot that this one replaces
     place = store.snapshots / name
@@ -80,16 +75,15 @@ def check_save(store: StoreFolder, name: str, kind: str, source: SaveSource, ove
 def begin_save(
     store: StoreFolder, name: str, kind: str, source: SaveSource, overwrite: bool, new: NewSnapshots
 ) -> tuple[Path, Snapshot | None]:
-    """Begin a snapshot that `check_save` has checked.
+    """Begin a snapshot that `check_save` has checked. Raises SnapshotError, StoreError.
 
-    Returns its folder, still under a temporary name, and the parent of an incremental one. If its chain would be too
-    long to read, it is full, and a warning is logged. Raises SnapshotError, StoreError.
+    Returns its folder, still under a temporary name, and the parent of an incremental one as of `parent_for`.
     """
     place = store.snapshots / name
     parent = parent_for(store, name, source) if kind == "incremental" else None
     if parent is not None:
         check_parent(place, parent, source.description)
-    clear_leftovers(store)
+    store.clear_snapshots()
     if name in undone_names(store.snapshots, source.record, source.store):
         for other in reversed(list_snapshots(store.snapshots).snapshots):
             if any(one.name == name for one in other.chain[:-1]):
@@ -125,7 +119,7 @@ def write_part(
     place = temporary_path(folder)
     with write_errors(folder, shard):
         if kind == "checkpoint":
-            from ..files.rocksdb_checkpoint import write_rocksdb  # only with RocksDB
+            from ..files.rocksdb_files import write_rocksdb  # only with RocksDB
 
             assert source.rocksdb is not None
             return Part(source.rows, {}, write_rocksdb(place, folder.name, source.rows, source.rocksdb, progress))
@@ -144,44 +138,22 @@ def write_part(
         return Part(rows, files)
 
 
-def save_snapshot_of(
-    store: StoreFolder,
-    name: str,
-    kind: str,
-    source: SaveSource,
-    new: NewSnapshots,
-    progress: ProgressCallback | None = None,
-    overwrite: bool = False,
-) -> Manifest:
-    """Write the live rows of a store as its snapshot `name`, to which `new` gives its name.
-
-    Raises as `check_save` and `begin_save`.
-    """
-    check_save(store, name, kind, source, overwrite)
-    folder, parent = begin_save(store, name, kind, source, overwrite, new)
-    part = write_part(folder, kind, source, parent, progress)
-    return finish(
-        temporary_path(folder),
-        source.description,
-        part.rows,
-        files=part.files,
-        rocksdb=part.rocksdb,
-        parent=parent,
-        id=source.id,
-    )
-
-
 def check_kind(kind: str) -> None:
     """Raises OptionError for an unknown kind of snapshot."""
     choice_option("kind", kind, KINDS)
 
 
 def parent_for(store: StoreFolder, name: str, source: SaveSource) -> Snapshot | None:
-    """The parent of the incremental snapshot `name`. Raises as `parent_of`.
+    """The parent of the incremental snapshot `name`: the one saved or loaded last. Raises SnapshotError.
 
     None, with a warning, if the chain would be too long or if a `state_dict()` made that parent.
     """
-    parent = parent_of(store, source.parent)
+    if source.parent == EMPTY:
+        raise SnapshotError(
+            f"kind='incremental' needs a parent, and the rows in {str(store.path)!r} have no snapshot: save one with "
+            "kind='full' first"
+        )
+    parent = snapshot_by_id(store.snapshots, source.parent)
     if is_of_state(parent):
         why = "the rows were loaded from it, and a state_dict made it"
     elif len(parent.chain) >= MAX_CHAIN:
@@ -190,21 +162,3 @@ def parent_for(store: StoreFolder, name: str, source: SaveSource) -> Snapshot | 
         return parent
     log.warning("snapshot %r is full, not incremental with parent %r: %s", name, parent.name, why)
     return None
-
-
-def parent_of(store: StoreFolder, parent: str) -> Snapshot:
-    """The parent of the next incremental snapshot, by its id: the one saved or loaded last. Raises SnapshotError."""
-    if parent == EMPTY:
-        raise SnapshotError(
-            f"kind='incremental' needs a parent, and the rows in {str(store.path)!r} have no snapshot: save one with "
-            "kind='full' first"
-        )
-    return snapshot_by_id(store.snapshots, parent)
-
-
-def clear_leftovers(store: StoreFolder) -> None:
-    """`StoreFolder.clear_snapshots` before a save, while nothing is being written. Raises SnapshotError."""
-    try:
-        store.clear_snapshots()
-    except OSError as error:
-        raise SnapshotError(f"{str(store.snapshots)!r} cannot be cleared of unfinished snapshots: {error}") from error

@@ -52,20 +52,16 @@ def converted(rows: RowArray, old: RowForm, new: RowForm, signed: bool) -> RowAr
         out[name] = rows[name]
     for number in new.fields:
         values = old.numbers(rows, number.name)
-        _check_range(values, number.name, number.type, rows, signed)
+        flags = overflows(values, number.type)
+        if flags.any():
+            row, column = np.argwhere(flags)[0].tolist()
+            key = rows["key"].astype(np.int64)[row] if signed else rows["key"][row]
+            raise InputError(
+                f"convert=True: {number.name} of key {key} in table {rows['table'][row]} holds "
+                f"{values[row, column]!s}, which overflows {number.type}; load it into rows of torch.float32"
+            )
         new.set_numbers(out, number.name, values)
     return out
-
-
-def _check_range(values: NDArray[np.float32], name: str, type: str, rows: RowArray, signed: bool) -> None:
-    flags = overflows(values, type)
-    if flags.any():
-        row, column = np.argwhere(flags)[0].tolist()
-        keys = rows["key"].astype(np.int64) if signed else rows["key"]
-        raise InputError(
-            f"convert=True: {name} of key {keys[row]} in table {rows['table'][row]} holds {values[row, column]!s}, "
-            f"which overflows {type}; load it into rows of torch.float32"
-        )
 
 
 @dataclass

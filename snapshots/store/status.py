@@ -143,7 +143,8 @@ def _group_of(file: GroupFile) -> tuple[MemberStatus, ...]:
         entry, commit, folder = file.record.now[store], file.record.commit[store], FolderState(path)
         snapshot, step = _snapshot_of(folder, entry.snapshot)
         if entry.live is not None:
-            step = next((one["step"] for one in _markers(folder) if live_version(one) == entry.live), step)
+            markers = [folder.clean_marker, *clean_markers(path, folder.ranks).values()]  # of shards on this host
+            step = next((one["step"] for one in markers if one and live_version(one) == entry.live), step)
         common = _snapshot_of(folder, commit)
         found.append(MemberStatus(place.name, path, entry.live is not None, snapshot, step, *common))
     return tuple(sorted(found))
@@ -158,12 +159,6 @@ def _snapshot_of(folder: FolderState, id: str | None) -> tuple[str | None, int |
     except SnapshotError:
         return id, None
     return found.name, int(found.description["step"])
-
-
-def _markers(folder: FolderState) -> list[dict[str, Any]]:
-    """The clean markers of the live rows of a store, of all shards that are on this host."""
-    shards = clean_markers(folder.path, folder.ranks)
-    return [one for one in (folder.clean_marker, *shards.values()) if one is not None]
 
 
 def _restart(file: GroupFile, marker: dict[str, Any] | None, noted_step: int | None) -> Restart:

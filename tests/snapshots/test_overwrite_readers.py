@@ -14,7 +14,7 @@ from support.stores import options
 from tierbed.snapshots import Snapshot, write_snapshot
 from tierbed.snapshots.files.read_errors import ReadIOError
 from tierbed.snapshots.files.verify import chains_of, verify_all
-from tierbed.snapshots.files.writer import check_replaceable
+from tierbed.snapshots.files.writer import check_free
 
 REPLACED = r"x' was replaced by another while it was read: read it again"
 
@@ -63,7 +63,7 @@ def test_damage_is_damage_where_the_name_is_still_of_the_snapshot(tmp_path: Path
 def test_asking_whether_a_snapshot_can_be_replaced_fails_no_save_that_replaces_it(tmp_path: Path) -> None:
     save(tmp_path / "x")
     with ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(check_replaceable, tmp_path / "x") for _ in range(100)]
+        asked = [pool.submit(check_free, tmp_path / "x", True) for _ in range(100)]
         for _ in range(20):
             write_snapshot(tmp_path / "x", description(), chunked(make_buckets(6, {3: 5})), overwrite=True)
         for answer in asked:

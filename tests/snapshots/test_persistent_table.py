@@ -24,7 +24,7 @@ from tierbed.snapshots.exchange import sorting
 from tierbed.snapshots.exchange.descriptions import description_for
 from tierbed.snapshots.exchange.persistent_table import make_persistent_table_reader, make_persistent_table_writer
 from tierbed.snapshots.exchange.sorting import RowSorter
-from tierbed.snapshots.store.closed_store import load_into_store
+from tierbed.snapshots.store.closed_store import load_into_stores
 from tierbed.snapshots.store.folder import StoreFolder
 
 KINDS = (torch.int64, torch.float32)
@@ -148,7 +148,7 @@ def test_the_command_line_loads_it(tmp_path: Path) -> None:
     with make_persistent_table_writer(tmp_path / "rows", "s", *KINDS, DIM) as writer:
         writer.write(np.arange(10), np.ones((10, DIM), np.float32))
     with StoreFolder(tmp_path / "rows") as folder:
-        load_into_store(folder, Snapshot.open(folder.snapshots / "s"))
+        load_into_stores([folder], [Snapshot.open(folder.snapshots / "s")])
     with make(options("ssd", tmp_path), "adam", tables=1) as embedding:
         assert embedding.size() == 10
 

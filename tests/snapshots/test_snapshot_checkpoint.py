@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,8 +28,8 @@ from tierbed.engine.options.store_options import options_text
 from tierbed.engine.store.rocksdb import RocksDB
 from tierbed.engine.table.row_scan import line_addresses
 from tierbed.snapshots import Manifest, Snapshot, write_snapshot
-from tierbed.snapshots.files.rocksdb_checkpoint import write_checkpoint
-from tierbed.snapshots.files.rocksdb_files import checkpoint_chunks
+from tierbed.snapshots.files.rocksdb_files import checkpoint_chunks, write_rocksdb
+from tierbed.snapshots.files.writer import finish, new_snapshot
 
 __all__ = ["disk_path"]
 
@@ -46,6 +47,11 @@ def put(tier: RocksDB, count: int = 400, seed: int = 0) -> None:
 def erase(tier: RocksDB, count: int = 400, seed: int = 0) -> None:
     rows = make_rows(WIDTH, count, seed)
     tier.erase(rows["table"].copy(), rows["key"].copy())
+
+
+def write_checkpoint(folder: Path, about: dict[str, Any], rows: int, tier: RocksDB) -> None:
+    with new_snapshot(folder, about) as place:
+        finish(place, about, rows, rocksdb=write_rocksdb(place, folder.name, rows, tier))
 
 
 def save(tier: RocksDB, folder: Path) -> Snapshot:

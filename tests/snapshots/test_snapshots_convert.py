@@ -24,7 +24,7 @@ from tierbed.engine.row_format import RowForm, narrowed, overflows, widened
 from tierbed.snapshots import Snapshot, write_snapshot
 from tierbed.snapshots.files.writer import check_parent
 from tierbed.snapshots.inspection.comparison import compare
-from tierbed.snapshots.store.closed_store import load_into_store
+from tierbed.snapshots.store.closed_store import load_into_stores
 from tierbed.snapshots.store.folder import StoreFolder
 from tierbed.snapshots.store.selection import LoadReport, Selection, Types
 
@@ -246,17 +246,19 @@ def test_a_closed_store_takes_rows_of_another_dtype_where_it_is_told_to(closed: 
             SnapshotError,
             match=f"is of rows of dtype {said}, .* of bfloat16 with states of bfloat16.*convert=True.*dtype=",
         ):
-            load_into_store(closed, snapshot)
-        live, report = load_into_store(closed, snapshot, selection=Selection(convert=True))
+            load_into_stores([closed], [snapshot])
+        [(live, report)] = load_into_stores([closed], [snapshot], selection=Selection(convert=True))
         assert (live.form.dtype, report.rows) == (form_like(DTYPES[0]).dtype, 20)
     assert last_snapshot(closed.path) == "narrow"
-    live, _ = load_into_store(
-        closed, Snapshot.open(closed.snapshots / "wide"), selection=Selection(state=False, convert=True)
+    [(live, _)] = load_into_stores(
+        [closed], [Snapshot.open(closed.snapshots / "wide")], selection=Selection(state=False, convert=True)
     )
     assert list(live.form.counts) == ["embedding"]
-    load_into_store(closed, Snapshot.open(closed.snapshots / "narrow"))  # rows without states take those of any
-    live, _ = load_into_store(closed, Snapshot.open(closed.snapshots / "narrow"), selection=Selection(convert=True))
+    load_into_stores([closed], [Snapshot.open(closed.snapshots / "narrow")])  # rows without states take those of any
+    [(live, _)] = load_into_stores(
+        [closed], [Snapshot.open(closed.snapshots / "narrow")], selection=Selection(convert=True)
+    )
     assert live.description == Snapshot.open(closed.snapshots / "narrow").description
     closed.clear_clean_marker()
     with pytest.raises(SnapshotError, match=r"convert=True: .* has no clean live rows, so their dtype is unknown"):
-        load_into_store(closed, Snapshot.open(closed.snapshots / "wide"), selection=Selection(convert=True))
+        load_into_stores([closed], [Snapshot.open(closed.snapshots / "wide")], selection=Selection(convert=True))

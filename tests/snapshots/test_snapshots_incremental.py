@@ -19,7 +19,7 @@ from tierbed.engine.errors import SnapshotError
 from tierbed.engine.row_format import KEY, row_dtype
 from tierbed.snapshots import Snapshot, list_snapshots, write_incremental, write_snapshot
 from tierbed.snapshots.files import reader
-from tierbed.snapshots.files.merging import aligned, among, sort_keys
+from tierbed.snapshots.files.merging import NEW, joined
 from tierbed.snapshots.files.verify import chains_of, verify_all
 
 Row = tuple[int, int, int]  # bucket, table, key; in the order of snapshots
@@ -111,25 +111,20 @@ def test_the_longest_chain_is_read_and_a_longer_one_refused(
 
 
 @given(left=tables, right=tables, sizes=st.tuples(st.integers(1, 4), st.integers(1, 4)))
-def test_aligned_pieces_cover_one_range_of_both(left: Table, right: Table, sizes: tuple[int, int]) -> None:
-    last: tuple[int, bytes] = (-1, b"")
+def test_joined_pieces_cover_one_range_of_both(left: Table, right: Table, sizes: tuple[int, int]) -> None:
+    last: Row = (-1, 0, 0)
     seen: list[list[Row]] = [[], []]
-    for bucket, *parts in aligned(iter(chunks_of(left, sizes[0])), iter(chunks_of(right, sizes[1]))):
-        keys = [key for part in parts if part is not None for key in sort_keys(part).tolist()]
-        assert keys
-        assert (bucket, min(keys)) > last
-        last = (bucket, max(keys))
-        for side, part in zip(seen, parts, strict=True):
-            side += [] if part is None else [(bucket, int(row["table"]), int(row["key"])) for row in part]
+    lacking: list[list[Row]] = [[], []]
+    for bucket, *parts, gone, state in joined(iter(chunks_of(left, sizes[0])), iter(chunks_of(right, sizes[1]))):
+        sides = [[(bucket, int(row["table"]), int(row["key"])) for row in part] for part in parts]
+        keys = sides[0] + sides[1]
+        assert min(keys) > last
+        last = max(keys)
+        for number, flags in enumerate((gone > 0, state == NEW)):
+            seen[number] += sides[number]
+            lacking[number] += [key for key, flag in zip(sides[number], flags, strict=True) if flag]
     assert seen == [sorted(left), sorted(right)]
-
-
-@given(keys=st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1))), others=st.data())
-def test_keys_as_bytes_are_in_the_order_of_table_and_key(keys: list[tuple[int, int]], others: st.DataObject) -> None:
-    array = np.array(keys, KEY)
-    assert [keys[i] for i in np.argsort(sort_keys(array), kind="stable")] == sorted(keys)
-    some = sorted(others.draw(st.lists(st.sampled_from(keys)) if keys else st.just([])))
-    assert among(sort_keys(array), sort_keys(np.array(some, KEY))).tolist() == [key in some for key in keys]
+    assert lacking == [sorted(left.keys() - right.keys()), sorted(right.keys() - left.keys())]
 
 
 def version(step: int) -> Table:

@@ -94,7 +94,7 @@ def test_the_parts_of_a_row_meet(a: int, b: int, keys: list[int]) -> None:
     tables, ids = np.zeros(len(keys), np.uint32), np.array(keys, np.uint64)
     for x, y in zip(_core.owners(tables, ids, a).tolist(), _core.owners(tables, ids, b).tolist(), strict=True):
         assert HashShard(x, a).meets(HashShard(y, b))
-    assert [HashShard(0, a).begin, HashShard(a - 1, a).end] == [0, 1 << 16]
+    assert [HashShard(0, a).slots.start, HashShard(a - 1, a).slots.stop] == [0, 1 << 16]
 
 
 PIECES = st.lists(st.lists(st.integers(0, 300), max_size=5), max_size=4)
