@@ -63,7 +63,7 @@ class Tables:
         self.layout = Layout(device, initial)
         self.faults = Faults(device, "benchmark", tables, None)
         self.written = torch.zeros(tables, dtype=torch.int64, device=device.torch_device)
-        self.rule = cuda.RuleKernels(self.layout, self.optimizer.rule)
+        self.rule = self.layout, self.optimizer.rule
         self.numbers = cuda.new_numbers(device.torch_device)
         self.steps = 0
 
@@ -90,8 +90,8 @@ class Tables:
         store.pin(batch, None)
         out = torch.empty_like(grads)
         cuda.gather(batch, self.layout, 0, out)
-        self.rule.write_numbers(self.optimizer.hyper(self.steps), self.steps, 1.0, self.numbers)
-        self.rule.update(batch, [grads], [False], [None], self.numbers, self.written, self.faults.word)
+        cuda.write_numbers(*self.rule, self.optimizer.hyper(self.steps), self.steps, 1.0, self.numbers)
+        cuda.update(*self.rule, batch, ([grads], [False], [None]), self.numbers, self.written, self.faults.word)
         store.unpin(batch, dirty=True)
         return out
 

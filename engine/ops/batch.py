@@ -98,11 +98,14 @@ def _listed(num_tables: int, table_ids: tuple[int, ...]) -> NDArray[np.uint32] |
     return np.array(table_ids, np.uint32) if all(0 <= table < num_tables for table in table_ids) else None
 
 
-def batch_of(spec: TableSpec, lookups: Sequence[Lookup]) -> _core.Batch:
-    """The unique rows of lookups on the CPU. InputError for illegal table ids, offsets and ids."""
+def batch_of(spec: TableSpec, lookups: Sequence[Lookup], strict: bool = False) -> _core.Batch:
+    """The unique rows of lookups on the CPU. InputError for illegal table ids, offsets and ids.
+
+    strict: whether ids that `bad_ids` would drop are illegal as well.
+    """
     segments = [segment(spec, lookup) for lookup in lookups]
     try:
-        batch = _core.Batch(segments, spec.num_tables, spec.padding_key, spec.last_ids, spec.drops)
+        batch = _core.Batch(segments, spec.num_tables, spec.padding_key, spec.last_ids, () if strict else spec.drops)
     except ValueError:
         for lookup in lookups:
             check_offsets(spec, lookup)
@@ -127,14 +130,7 @@ def illegal_id(spec: TableSpec, table: int, key: int) -> InputError:
 def check_legal(spec: TableSpec, lookup: Lookup) -> None:
     """InputError for an id of a lookup without bags, on any device, that its table does not have."""
     if spec.last_ids is not None:
-        strict = _core.Batch(
-            [segment(spec, _on_host(lookup))],
-            spec.num_tables,
-            spec.padding_key,
-            spec.last_ids,
-        )
-        if strict.illegal is not None:
-            raise illegal_id(spec, *strict.illegal)
+        batch_of(spec, [_on_host(lookup)], strict=True)
 
 
 def rows_of(spec: TableSpec, lookup: Lookup) -> tuple[NDArray[np.uint32], NDArray[np.uint64]]:

@@ -36,13 +36,7 @@ ADAMW = replace(
     ADAM,
     name="adamw",
     hypers="step_size decay maximize one_minus_beta1 beta2 one_minus_beta2 sqrt_correction2 eps",
-    element="""
-        g = decayed(g, w, 0.0f, maximize);
-        w = w * decay;
-        exp_avg = exp_avg + (g - exp_avg) * one_minus_beta1;
-        exp_avg_sq = beta2 * exp_avg_sq + (one_minus_beta2 * g) * g;
-        w = w - step_size * quotient(exp_avg, square_root(exp_avg_sq) / sqrt_correction2 + eps);
-    """,
+    element="w = w * decay;" + ADAM.element.replace("weight_decay", "0.0f"),
 )
 
 

@@ -84,12 +84,7 @@ CATCH_UP_ADAM_L2 = replace(
     CATCH_UP_ADAM,
     name="catch_up_adam_l2",
     hypers="step_size weight_decay maximize one_minus_beta1 beta2 one_minus_beta2 sqrt_correction2 eps",
-    element="""
-        g = decayed(g, w, weight_decay, maximize);
-        exp_avg = exp_avg + (g - exp_avg) * one_minus_beta1;
-        exp_avg_sq = beta2 * exp_avg_sq + (one_minus_beta2 * g) * g;
-        w = w - step_size * (exp_avg / (square_root(exp_avg_sq) / sqrt_correction2 + eps));
-    """,
+    element=CATCH_UP_ADAM.element.replace("0.0f", "weight_decay"),
     catch_up=replace(
         MISSED_STEPS,
         limit="4294967040.0f",
@@ -111,41 +106,19 @@ CATCH_UP_ADAMW = replace(
     name="catch_up_adamw",
     hypers="step_size decay maximize one_minus_beta1 beta2 one_minus_beta2 sqrt_correction2 eps terms",
     doubles="lr weight_decay decay1 decay2",
-    element="""
-        g = decayed(g, w, 0.0f, maximize);
-        w = w * decay;
-        exp_avg = exp_avg + (g - exp_avg) * one_minus_beta1;
-        exp_avg_sq = beta2 * exp_avg_sq + (one_minus_beta2 * g) * g;
-        w = w - step_size * (exp_avg / (square_root(exp_avg_sq) / sqrt_correction2 + eps));
-    """,
+    element="w = w * decay;" + CATCH_UP_ADAM.element,
     catch_up=replace(
         MISSED_STEPS,
         values=("missed_size", "missed_correction2", "missed_decay", "rest1", "rest2"),
-        step="""
-            power1 = power1 * decay1;
-            power2 = power2 * decay2;
-            missed_size = static_cast<float>(rate / (1.0 - power1));
-            missed_correction2 = static_cast<float>(square_root(1.0 - power2));
-            missed_decay = static_cast<float>(1.0 - rate * weight_decay);
-        """,
-        element="""
-            w = w * missed_decay;
-            exp_avg = exp_avg - exp_avg * one_minus_beta1;
-            exp_avg_sq = beta2 * exp_avg_sq;
-            w = w - missed_size * (exp_avg / (square_root(exp_avg_sq) / missed_correction2 + eps));
-        """,
-        rest="""
-            rest1 = static_cast<float>(power(decay1, rest));
-            rest2 = static_cast<float>(power(decay2, rest));
+        step=MISSED_STEPS.step + "missed_decay = static_cast<float>(1.0 - rate * weight_decay);",
+        element="w = w * missed_decay;" + MISSED_STEPS.element,
+        rest=MISSED_STEPS.rest
+        + """
             const double decay_of_one = 1.0 - rate * weight_decay;
             const double rounded = static_cast<double>(static_cast<float>(decay_of_one));
             missed_decay = static_cast<float>(power(is_constant ? rounded : decay_of_one, rest));
         """,
-        rest_element="""
-            w = w * missed_decay;
-            exp_avg = exp_avg * rest1;
-            exp_avg_sq = exp_avg_sq * rest2;
-        """,
+        rest_element="w = w * missed_decay;" + MISSED_STEPS.rest_element,
         unwritten="rest",
     ),
 )
@@ -193,16 +166,12 @@ def _hyper(group: Group, step: int) -> dict[str, float]:
     }
 
 
-def _is_coupled(group: Group) -> bool:
-    return bool(group["weight_decay"]) and not group["decoupled_weight_decay"]
-
-
 RULES = tuple(
     rule
     for optimizer in (CatchUpAdam, CatchUpAdamW)
     for rule in (
         Rule(CATCH_UP_ADAMW, optimizer, _hyper, when=is_decoupled),
-        Rule(CATCH_UP_ADAM_L2, optimizer, _hyper, when=_is_coupled),
+        Rule(CATCH_UP_ADAM_L2, optimizer, _hyper, when=lambda group: bool(group["weight_decay"])),
         Rule(CATCH_UP_ADAM, optimizer, _hyper),
     )
 )

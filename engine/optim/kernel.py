@@ -1,9 +1,9 @@
 """How an optimizer's file declares its kernel, and the C++ header that is generated from all of them.
 
 A kernel is C++ text over named inputs, in the spirit of `cupy.ElementwiseKernel`. Each file of this folder holds
-`NAME = Kernel(...)` with only literals, or `NAME = replace(OTHER, ...)` of one above it, so that this module reads them
-without importing the files: the build runs it as a script, `python kernel.py OUTPUT`, with a Python that has neither
-torch nor NumPy; for a GPU `header()` gives the same text at run time.
+`NAME = Kernel(...)` of literals, or `NAME = replace(OTHER, ...)` of one above it, whose texts it may name, so that this
+module reads them without importing the files: the build runs it as a script, `python kernel.py OUTPUT`, with a Python
+that has neither torch nor NumPy; for a GPU `header()` gives the same text at run time.
 
 What a body may name:
 
@@ -126,23 +126,24 @@ def kernels() -> dict[str, Kernel]:
 def header() -> str:
     """The C++ text: a struct for each rule, and `AllRules`, the list of them."""
     found = declared()
-    names = ", ".join(_struct_name(kernel) for kernel in found)
-    return "\n".join(
-        [
-            "// Made by engine/optim/kernel.py of the kernels in engine/optim.",
-            "#pragma once",
-            '#include "ops/kernels/rule.h"',
-            "",
-            "namespace tierbed {",
-            *(_struct(kernel) for kernel in found),
-            f"\nusing AllRules = Rules<{names}>;",
-            "\n}  // namespace tierbed\n",
-        ]
-    )
+    names = ", ".join(struct_name(kernel.name) for kernel in found)
+    structs = "\n".join(_struct(kernel) for kernel in found)
+    return f"""// Made by engine/optim/kernel.py of the kernels in engine/optim.
+#pragma once
+#include "ops/kernels/rule.h"
+
+namespace tierbed {{
+{structs}
+
+using AllRules = Rules<{names}>;
+
+}}  // namespace tierbed
+"""
 
 
-def _struct_name(kernel: Kernel) -> str:
-    return "".join(part.capitalize() for part in kernel.name.split("_"))
+def struct_name(rule: str) -> str:
+    """The name of a rule's struct in the header."""
+    return "".join(part.capitalize() for part in rule.split("_"))
 
 
 def _struct(kernel: Kernel) -> str:
@@ -155,7 +156,8 @@ def _struct(kernel: Kernel) -> str:
     row = {"first": "bool", "step": "u32", "total": "float", "dim": "float"} | dict.fromkeys(kernel.row_values, "float")
     elements = {name: f"state[{i}]" for i, name in enumerate(kernel.element_states)}
     rows = {name: f"state[{i}]" for i, name in enumerate(kernel.row_states)}
-    name, gradient = _struct_name(kernel), "float&" if kernel.norms else "float"
+    name = struct_name(kernel.name)
+    arguments = f"float& w, float{'&' if kernel.norms else ''} g, float* state, const Row& row"
     return f"""
 struct {name} : Limits {{
     static constexpr const char* NAME = "{kernel.name}";
@@ -171,15 +173,7 @@ struct {name} : Limits {{
     }}
 {_function("float", "term", "float w, float g", {}, f"return {kernel.term or '0.0f'};")}
 {_function("void", "row", "Row& row, float* state", _references(rows, row), kernel.row)}
-{
-        _function(
-            "void",
-            "element",
-            f"float& w, {gradient} g, float* state, const Row& row",
-            _references(elements, row),
-            kernel.element,
-        )
-    }
+{_function("void", "element", arguments, _references(elements, row), kernel.element)}
 {_norms(kernel, elements, row)}{_catch_up(kernel.catch_up, elements)}}};"""
 
 
@@ -189,14 +183,12 @@ def _norms(kernel: Kernel, elements: dict[str, str], row: dict[str, str]) -> str
     sums = {name: f"sums[{i}]" for i, (name, _) in enumerate(kernel.norms)}
     terms = "\n".join(f"if (i == {i}) return {term};" for i, (_, term) in enumerate(kernel.norms))
     element = "float& w, float g, float* state, const Row& row"
-    return "\n".join(
-        [
-            _function("float", "norm", "u32 i, float w, float g", {}, f"{terms}\nreturn 0.0f;"),
-            _function("void", "after", "Row& row, const float* sums", _references(sums, row), kernel.after),
-            _function("void", "finish", element, _references(elements, row), kernel.finish),
-            "",
-        ]
+    functions = (
+        _function("float", "norm", "u32 i, float w, float g", {}, f"{terms}\nreturn 0.0f;"),
+        _function("void", "after", "Row& row, const float* sums", _references(sums, row), kernel.after),
+        _function("void", "finish", element, _references(elements, row), kernel.finish),
     )
+    return "\n".join(functions) + "\n"
 
 
 def _catch_up(catch_up: CatchUp | None, elements: dict[str, str]) -> str:
@@ -206,20 +198,18 @@ def _catch_up(catch_up: CatchUp | None, elements: dict[str, str]) -> str:
     fields |= dict.fromkeys(("rate", *catch_up.doubles), "double") | dict.fromkeys(catch_up.values, "float")
     values, states = _references({}, fields, "missed"), _references(elements, fields, "missed")
     step = "float& w, float* state, const Missed& missed"
-    return "\n".join(
-        [
-            f"    struct Missed {{\n{_members(fields, indent=8)}\n    }};",
-            "    const double* past;",
-            "    TIERBED_FN Rates rates() const { return Rates(past, lr); }",
-            f"    TIERBED_FN float limit() const {{ return {catch_up.limit}; }}",
-            _function("void", "begin_missed", "Missed& missed", values, catch_up.begin),
-            _function("void", "missed_step", "Missed& missed", values, catch_up.step),
-            _function("void", "missed_element", step, states, catch_up.element),
-            _function("void", "missed_rest", "Missed& missed", values, catch_up.rest),
-            _function("void", "rest_element", step, states, catch_up.rest_element),
-            "",
-        ]
-    )
+    return f"""    struct Missed {{
+{_members(fields, indent=8)}
+    }};
+    const double* past;
+    TIERBED_FN Rates rates() const {{ return Rates(past, lr); }}
+    TIERBED_FN float limit() const {{ return {catch_up.limit}; }}
+{_function("void", "begin_missed", "Missed& missed", values, catch_up.begin)}
+{_function("void", "missed_step", "Missed& missed", values, catch_up.step)}
+{_function("void", "missed_element", step, states, catch_up.element)}
+{_function("void", "missed_rest", "Missed& missed", values, catch_up.rest)}
+{_function("void", "rest_element", step, states, catch_up.rest_element)}
+"""
 
 
 def _references(states: dict[str, str], fields: dict[str, str], owner: str = "row") -> dict[str, str]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from .kernel import Kernel
-from .rule import Group, Rule
+from .rule import Rule
 
 SGD = Kernel(
     name="sgd",
@@ -33,11 +33,7 @@ SGD_MOMENTUM = Kernel(
 )
 
 
-def _hyper(group: Group, step: int) -> dict[str, float]:
-    return {"one_minus_dampening": 1.0 - float(group["dampening"])}
-
-
 RULES = (
-    Rule(SGD, torch.optim.SGD, _hyper, when=lambda group: not float(group["momentum"])),
-    Rule(SGD_MOMENTUM, torch.optim.SGD, _hyper, when=lambda group: bool(float(group["momentum"]))),
+    Rule(SGD, torch.optim.SGD, when=lambda group: not float(group["momentum"])),
+    Rule(SGD_MOMENTUM, torch.optim.SGD, lambda group, step: {"one_minus_dampening": 1.0 - float(group["dampening"])}),
 )

@@ -28,7 +28,7 @@ from ..options.table_spec import TableSpec
 from ..store.contract import Tier
 from ..store.cuda.full import CudaFullStore
 from ..store.table_counts import Counts
-from .processor import Capturer, DeferredError, Factory
+from .processor import DeferredError, Factory
 
 
 def on_device(device: Device, options: StoreOptions) -> Factory:
@@ -55,7 +55,7 @@ class CudaProcessor:
         self.device = device.torch_device
         self.layout = spec.layout(state)
         self._spec, self._capacity, self._on = spec, capacity, device
-        self.capturer: Capturer | None = device
+        self.capturer = device
         self.side_stream, self.wait = device.side_stream, device.wait
         self.record_event, self.wait_event = device.record_event, device.wait_event
         self._layout = Layout(device, spec.initial_values(state))
@@ -124,7 +124,7 @@ class CudaProcessor:
         batch.wrong |= torch.stack(differ).any().to(torch.int32) * CHANGED
 
     def count_written(self, batch: Batch) -> Counts:
-        return np.asarray(kernels.count_written(self._layout, batch).cpu())
+        return np.asarray(kernels.count_written(self._layout, batch, batch.lines).cpu())
 
     def gather_few(self, top: object, lookup: Lookup, dtype: torch.dtype, trains: bool) -> Tensor | None:
         return None
@@ -153,11 +153,11 @@ class CudaProcessor:
         return out
 
     def set_numbers(self, rule: str, hyper: Sequence[float], step: int, scale: float = 1.0) -> None:
-        self._rule(rule).write_numbers(hyper, step, scale, self._numbers)
+        kernels.write_numbers(self._layout, rule, hyper, step, scale, self._numbers)
 
     def update(self, batch: Batch, gradients: Gradients, rule: str) -> None:
-        tensors = self._tensors(gradients)
-        self._rule(rule).update(batch, *tensors, self._numbers, self._written, self._faults.word)
+        given, layout = self._tensors(gradients), self._layout
+        kernels.update(layout, rule, batch, given, self._numbers, self._written, self._faults.word)
         self._updates += self._faults.word == 0
 
     def square_gradients(self, batch: Batch, gradients: Gradients) -> Tensor:
@@ -201,10 +201,10 @@ class CudaProcessor:
         kernels.assign(batch, self._layout, on_device, step, self._written, self._faults.word)
 
     def preview_catch_up(self, batch: Batch, rule: str) -> None:
-        self._rule(rule).preview_catch_up(batch, self._numbers)
+        kernels.preview_catch_up(self._layout, rule, batch, self._numbers)
 
     def catch_up(self, batch: Batch, rule: str) -> None:
-        self._rule(rule).catch_up(batch, self._numbers)
+        kernels.catch_up(self._layout, rule, batch, self._numbers)
 
     def _cache(self, options: CachedHostMemOptions) -> Cache:
         budget_mb = mib(options.cache_budget_mb)
@@ -213,25 +213,19 @@ class CudaProcessor:
         except (ValueError, torch.OutOfMemoryError) as error:
             raise wrong_budget("cache_budget_mb", budget_mb, self._layout.line_bytes, error) from None
 
-    def _rule(self, rule: str) -> kernels.RuleKernels:
-        return kernels.RuleKernels(self._layout, rule)
-
 
 def _segment(lookup: Lookup) -> Segment:
     """A segment of a batch, made on the device only: no value is read here."""
     ids = lookup.ids.detach().reshape(-1).contiguous()
     keys = ids.view(torch.int64) if ids.dtype == torch.uint64 else ids.to(torch.int64)
-    tables = None
-    if lookup.table_ids is not None:
-        tables = lookup.table_ids.detach().reshape(-1).to(torch.int64).contiguous()
-    bags: int | Tensor | None = None
-    if lookup.offsets is not None:
-        bags = lookup.offsets.detach().to(torch.int64).contiguous()
-    elif lookup.pooling is not None:
-        # bags of no ids are counted by their offsets
-        bags = lookup.ids.shape[-1] or torch.zeros(
-            lookup.ids.shape[:-1].numel() + 1, dtype=torch.int64, device=ids.device
-        )
+    tables, offsets = (
+        None if part is None else part.detach().reshape(-1).to(torch.int64).contiguous()
+        for part in (lookup.table_ids, lookup.offsets)
+    )
+    if offsets is not None or lookup.pooling is None:
+        return Segment(keys, tables, offsets, lookup.feature_columns)
+    # bags of no ids are counted by their offsets
+    bags = lookup.ids.shape[-1] or keys.new_zeros(lookup.ids.shape[:-1].numel() + 1)
     return Segment(keys, tables, bags, lookup.feature_columns)
 
 

@@ -23,13 +23,6 @@ from ..store.contract import FullStore, InMemoryTier, Tier, TopTier
 from ..store.table_counts import Counts
 
 B = TypeVar("B")
-R = TypeVar("R")
-
-
-class Capturer(Protocol):
-    """Captures launches, like `Device` of engine/ops/cuda/device.py."""
-
-    def capture(self, launches: Callable[[], R]) -> tuple[Callable[[], None], R]: ...
 
 
 class DeferredError(NamedTuple):
@@ -72,7 +65,7 @@ class Processor(Protocol[B]):
     device: torch.device
     layout: _core.Layout  # of lines in host memory
     defers_errors: bool = False  # whether errors of ids are raised by later calls
-    capturer: Capturer | None = None  # captures launches, to replay them
+    capturer: Any = None  # the Device that captures launches, to replay them
 
     @property
     def written(self) -> Counts:

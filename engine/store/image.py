@@ -90,12 +90,7 @@ class MemoryImage(Image):
     """
 
     def __init__(
-        self,
-        table: TableImage,
-        dtype: np.dtype[np.void],
-        max_bytes: int,
-        lock: Any,
-        on_close: Callable[[Image], None],
+        self, table: TableImage, dtype: np.dtype[np.void], max_bytes: int, lock: Any, on_close: Callable[[Image], None]
     ) -> None:
         self._table: TableImage | None = table
         self._dtype = dtype

@@ -13,7 +13,7 @@ from support.cuda_emulation import EmulatedDevice
 from support.cuda_tables import DeviceTable, array, on_devices
 from support.rows import Table
 from tierbed.engine._core import GROUP, WAY_BYTES, WAYS
-from tierbed.engine.cache.cuda.cache import POLICIES, Admission, Cache
+from tierbed.engine.cache.cuda.cache import COUNTS, POLICIES, Admission, Cache
 from tierbed.engine.ops.cuda import step
 from tierbed.engine.ops.cuda.batch import Batch
 from tierbed.engine.ops.cuda.device import Device
@@ -143,18 +143,20 @@ class Both:
         self, admission: Admission, rows: list[Row], up: dict[Row, Way | None], gone: dict[Row, Way | None]
     ) -> None:
         hit, kinds, lines = (values.tolist() for values in (admission.hit, admission.evicted, admission.lines))
-        befores = admission.before.cpu().numpy().reshape(-1, WAY_BYTES)[:, :8].copy().view(np.uint64)[:, 0].tolist()
+        befores = admission.before.view(torch.int64)[:, 0].cpu().numpy().view(np.uint64).tolist()
         for row, is_hit, kind, line, before in zip(rows, hit, kinds, lines, befores, strict=False):
             way = gone.get(row)
             assert is_hit == (up[row] is not None and row not in gone)
             assert bool(line) == (up[row] is not None)
             assert kind == (NOTHING if way is None else DIRTY if way.dirty else CLEAN)
             assert way is None or before == way.row[1]
-        assert self.cache.counts == {name: self.plain.counts[name] for name in self.cache.counts}
+        metrics = self.cache.metrics()
+        for name in ("hits", "misses", *COUNTS):
+            assert metrics[name] == self.plain.counts[name], name
 
     def check(self) -> None:
         resident = [(at, way) for at, way in enumerate(way for ways in self.plain.sets for way in ways) if way]
-        assert self.cache.used == len(resident)
+        assert self.cache.metrics()["resident_rows"] == len(resident)
         slots = self.cache.dirty()
         assert slots.tolist() == [at for at, way in resident if way.dirty]
         hashes, tables, lines = self.cache.rows(slots)
@@ -208,7 +210,7 @@ def test_after_a_fault_no_row_comes_up(device: Device) -> None:
     batch, rows = both.batch(list(range(80, 200)))
     admission = both.cache.admit(batch, both.plain.done)
     assert [line != 0 for line in admission.lines.tolist()] == [both.plain.find(row) is not None for row in rows]
-    assert both.cache.counts["misses"] == both.plain.counts["misses"]
+    assert both.cache.metrics()["misses"] == both.plain.counts["misses"]
     both.check()
 
 

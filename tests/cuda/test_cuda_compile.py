@@ -13,8 +13,7 @@ from support import nvrtc
 from support.cells import rotated
 from tierbed.engine.errors import StoreError
 from tierbed.engine.ops.cuda.program import ENGINE, OPTIONS, Program, compiled
-from tierbed.engine.ops.cuda.step import struct_name
-from tierbed.engine.optim.kernel import declared
+from tierbed.engine.optim.kernel import declared, struct_name
 from tierbed.engine.row_format import line_bytes_of, words_of
 
 pytestmark = pytest.mark.op
@@ -35,7 +34,7 @@ TARGETS: list[Target] = [  # each dim, and each type of rows, for each architect
     (1, "sm_90", WIDE),
 ]
 GRADIENTS = ["Float32", "Float16", "BFloat16"]
-OF_GRADIENTS = ["ops/cuda/sums.cu", "ops/cuda/update.cu"]
+OF_GRADIENTS = ["ops/cuda/lookups.cu", "ops/cuda/sums.cu", "ops/cuda/update.cu"]
 FILES = sorted(str(path.relative_to(ENGINE)) for path in ENGINE.rglob("*.cu"))
 
 
@@ -86,7 +85,7 @@ def joined(target: object) -> str:
 def test_no_file_is_left_out() -> None:
     folders = {
         "cache": ["cache.cu", "cached_table.cu"],
-        "ops": ["batch.cu", "lines.cu", "staging.cu", "sums.cu", "update.cu"],
+        "ops": ["batch.cu", "lines.cu", "lookups.cu", "staging.cu", "sums.cu", "update.cu"],
         "store": ["full_table.cu"],
     }
     expected = [f"{folder}/cuda/{name}" for folder, names in folders.items() for name in names]
@@ -120,9 +119,10 @@ def test_rules_compile(rule: str, target: tuple[str, Target]) -> None:
 @rotated("target")
 @pytest.mark.parametrize("target", TARGETS[:3], ids=joined)
 @pytest.mark.parametrize("gradients", GRADIENTS)
-def test_sums_compile(gradients: str, target: Target) -> None:
+@pytest.mark.parametrize("file", OF_GRADIENTS[:2])
+def test_lookups_and_sums_compile(file: str, gradients: str, target: Target) -> None:
     dim, architecture, rows = target
-    check(Program("ops/cuda/sums.cu", (*macros(dim, 2, rows), ("TIERBED_GRADIENTS", gradients))), architecture)
+    check(Program(file, (*macros(dim, 2, rows), ("TIERBED_GRADIENTS", gradients))), architecture)
 
 
 def test_what_was_compiled_once_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,12 +63,12 @@ class Both:
         args = (kernel.name, hyper, step, dtype)
         new = _core.update(self.host, self.table.layout, raw, means, weights, *args)
         before = int(self.on_device.written.sum())
-        rule, numbers = cuda.RuleKernels(self.on_device.layout, kernel.name), self.on_device.numbers
+        rule, numbers = (self.on_device.layout, kernel.name), self.on_device.numbers
         on_device = [a.to(self.on_device.device.torch_device) for a in arrays]
         scales = [None if w is None else self.tensor(w) for w in weights]
         written, faults = self.on_device.written, self.on_device.faults
-        rule.write_numbers(hyper, step, 1.0, numbers)
-        rule.update(self.device, on_device, means, scales, numbers, written, faults)
+        cuda.write_numbers(*rule, hyper, step, 1.0, numbers)
+        cuda.update(*rule, self.device, (on_device, means, scales), numbers, written, faults)
         assert int(self.on_device.written.sum()) - before == new
 
 
@@ -276,9 +276,9 @@ def test_nothing_is_written_after_a_fault(device: Device) -> None:
     there, before = both.on_device, both.on_device.contents(both.device)
     ones = both.tensor(np.ones((3, DIM), np.float32))
     there.faults.fill_(2)
-    rule = cuda.RuleKernels(there.layout, "sgd")
-    rule.write_numbers([0.1, 0, 0, 0, 0], 1, 1.0, there.numbers)
-    rule.update(both.device, [ones], [False], [None], there.numbers, there.written, there.faults)
+    rule = there.layout, "sgd"
+    cuda.write_numbers(*rule, [0.1, 0, 0, 0, 0], 1, 1.0, there.numbers)
+    cuda.update(*rule, both.device, ([ones], [False], [None]), there.numbers, there.written, there.faults)
     cuda.assign(both.device, there.layout, ones, 1, there.written, there.faults)
     more = there.pinned([([8, 9], None, None)])
     assert not any(values.any() for values in there.read(more.lines))
@@ -292,8 +292,8 @@ def test_a_step_with_a_capacity_is_captured_in_a_cuda_graph() -> None:
     device, rng = cuda_device(0), np.random.default_rng(7)
     host = Table([8], tables=1)
     table = DeviceTable(device, host, capacity=500)
-    rule = cuda.RuleKernels(table.layout, "sgd")
-    rule.write_numbers([0.5, 0.0, 0.0, 0.0, 0.0], 1, 1.0, table.numbers)
+    rule = table.layout, "sgd"
+    cuda.write_numbers(*rule, [0.5, 0.0, 0.0, 0.0, 0.0], 1, 1.0, table.numbers)
     ids = torch.zeros(100, dtype=torch.int64, device=device.torch_device)
     grads = torch.ones(100, 8, device=device.torch_device)
     out = torch.empty_like(grads)
@@ -302,7 +302,7 @@ def test_a_step_with_a_capacity_is_captured_in_a_cuda_graph() -> None:
         batch = Batch(device, [Segment(ids)], Ids(1), table.faults)
         table.store.insert_missing(batch, table.store.find(batch))
         cuda.gather(batch, table.layout, 0, out)
-        rule.update(batch, [grads], [False], [None], table.numbers, table.written, table.faults)
+        cuda.update(*rule, batch, ([grads], [False], [None]), table.numbers, table.written, table.faults)
 
     step()  # compiles
     ids.fill_(1)

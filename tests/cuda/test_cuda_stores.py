@@ -68,9 +68,9 @@ class Trained:
             self.erase(erased, 1, host)
         self.host.update(host, grads, "adagrad", HYPER, number)
         there = [tensor(self.on_device.device, grads, np.float32)]
-        rule, numbers = cuda.RuleKernels(self.on_device.layout, "adagrad"), self.on_device.numbers
-        rule.write_numbers(HYPER, number, 1.0, numbers)
-        rule.update(batch, there, [False], [None], numbers, self.on_device.written, self.faults.word)
+        rule, numbers = (self.on_device.layout, "adagrad"), self.on_device.numbers
+        cuda.write_numbers(*rule, HYPER, number, 1.0, numbers)
+        cuda.update(*rule, batch, (there, [False], [None]), numbers, self.on_device.written, self.faults.word)
         self.store.unpin(batch, dirty=True)
         self.faults.check()
 

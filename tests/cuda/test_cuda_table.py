@@ -6,7 +6,7 @@ import pytest
 from support.cuda_tables import DeviceTable, array, on_devices
 from support.rows import SPECIAL_KEYS, Table, same_bits
 from tierbed.engine.ops.cuda.device import Device
-from tierbed.engine.ops.cuda.step import count_new, initialise_missing
+from tierbed.engine.ops.cuda.step import count_written, initialise_missing
 
 NO_ROOM = 1
 
@@ -25,7 +25,7 @@ def test_missing_rows_are_inserted_with_initial_values_and_found_again(
     ranks = table.store.find(batch)
     assert int(ranks[-1]) == batch.unique == 3 * len(SPECIAL_KEYS)
     assert not batch.lines[: batch.unique].any()
-    assert int(count_new(table.layout, batch.lines, batch.count)) == batch.unique
+    assert int(count_written(table.layout, batch, batch.lines).sum()) == 0
     table.store.insert_missing(batch, ranks)
     table.store.count(batch, ranks)
     assert len(set(batch.lines.tolist())) == batch.unique
@@ -86,9 +86,9 @@ def test_unknown_rows_are_served_from_memory_of_the_batch(device: Device) -> Non
     table = DeviceTable(device, host)
     table.pinned([([1, 2], [0, 0], None)])
     batch = table.batch([([1, 3, 2, 4], [0, 0, 0, 1], None)])
-    ranks = table.store.find(batch)
+    table.store.find(batch)
     assert batch.lines.ne(0).tolist() == [True, False, True, False]
-    initialise_missing(batch, table.layout, ranks)
+    initialise_missing(batch, table.layout)
     floats, _ = table.read(batch.lines)
     same_bits(floats, host.initial(array(batch.tables, np.uint32), array(batch.keys, np.uint64)))
     assert table.store.counts()["resident_rows"] == 2
@@ -99,7 +99,7 @@ def test_an_empty_batch_changes_nothing(device: Device) -> None:
     table = DeviceTable(device, Table([5]))
     for segments in ([], [([], [], None)]):
         batch = table.pinned(segments)
-        assert int(count_new(table.layout, batch.lines, batch.count)) == 0
+        assert int(count_written(table.layout, batch, batch.lines).sum()) == 0
     assert table.store.counts() == {"resident_rows": 0, "hits": 0, "misses": 0, "insertions": 0}
 
 

@@ -12,9 +12,7 @@ namespace {
 // counts [3]
 enum Count : u32 { EVICTIONS_CLEAN, EVICTIONS_DIRTY, OVERFLOWS };
 
-struct Counts {
-    u32 found[3] = {};
-};
+using Counts = CountsOf<3>;
 
 // How many numbers `places` has for a set: one, or one for each bucket where a set has rows of several.
 TIERBED_FN u32 parts_of_set(u32 sets) { return sets < BUCKETS ? BUCKETS : 1; }
@@ -90,8 +88,7 @@ extern "C" __global__ void admit_rows(Cache cache, u32 now, u32 done, u32 policy
         }
     });
     rows.end();
-    for (u32 k = 0; k < 3; ++k)
-        if (counted.found[k]) atomicAdd(&counts[k], static_cast<u64>(counted.found[k]));
+    counted.add_to(counts);
 }
 
 // Marks the rows that were just fetched as equal to those of the tier below.
@@ -153,16 +150,5 @@ extern "C" __global__ void sort_out(Admission all, const u32* count, u64 n, i32*
         victims[i] = missed && all.gone[i] == DIRTY;
         absent[i] = missed;
         overflows[i] = missed && all.slots[i] == NONE;
-    });
-}
-
-// Identities of victims, by ranks, the running sum of their flags, to host memory for `room` of them.
-extern "C" __global__ void list_victims(Admission all, const i32* flags, const i32* ranks, u64 n, u64 room, u32* tables,
-                                        u64* keys, const __grid_constant__ SlotHash slot_hash) {
-    for_each(n, [&](u64 i) {
-        const u64 at = static_cast<u64>(ranks[i]) - 1;
-        if (!flags[i] || at >= room) return;
-        tables[at] = all.before[i].table;
-        keys[at] = slot_hash.key(all.before[i].table, all.before[i].hash);
     });
 }

@@ -23,26 +23,26 @@ from ..._core import GROUP, WAY_BYTES, WAYS
 from ...errors import StoreError
 from ...ops.cuda.batch import Batch, Faults, lines_among, one_row, rows_of
 from ...ops.cuda.counters import HitCounters
-from ...ops.cuda.device import Device, Event, launch, struct_of
+from ...ops.cuda.device import Device, Event, launch, struct_of, struct_type
 from ...ops.cuda.layout import Layout
 from ...ops.cuda.staging import Staging
 from ...ops.cuda.step import initialise_lines
 from ...row_format import BUCKETS, Chunks, Keys, TableIds
 from ...signals import uninterrupted
-from ...store.contract import TopTier
+from ...store.contract import Found, Lines, TopTier
 
 POLICIES = ("lru", "lfu")
 COUNTS = ("evictions_clean", "evictions_dirty", "overflows")
-_CACHE = np.dtype([("tags", "<u8"), ("ways", "<u8"), ("memory", "<u8"), ("sets", "<u4")], align=True)
+_CACHE = struct_type("uint64 tags ways memory", "uint32 sets")
 
 
+@dataclass(eq=False)
 class _AnnouncedBatch:
     """An announced batch, and whether its rows are resident."""
 
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
-        self.event: Event = None
-        self.admission: Admission | None = None  # None until the rows of the batch are resident
+    batch: Batch
+    event: Event = None
+    admission: Admission | None = None  # None until the rows of the batch are resident
 
 
 class CudaWindow:
@@ -162,7 +162,7 @@ class CudaWindow:
         return True
 
 
-_ADMISSION = np.dtype([(name, "<u8") for name in ("slots", "lines", "hit", "evicted", "before")])
+_ADMISSION = struct_type("uint64 slots lines hit evicted before")
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Admission:
     lines: Tensor  # [size], the address of each row's line, 0 if it does not fit its set
     hit: Tensor  # [size], whether the row was resident
     evicted: Tensor  # [size], what the slot held before, an enumerator of admission.h
-    before: Tensor  # [size, WAY_BYTES], the way of the row that the slot held before
+    before: Tensor  # [size, WAY_BYTES / 4] int32, the way of the row that the slot held before
     number: int  # of the batch
 
     def fits(self) -> bool:
@@ -230,7 +230,7 @@ class Cache:
             batch.empty(torch.int64),
             batch.empty(torch.uint8),
             batch.empty(torch.uint8),
-            torch.empty(batch.size * WAY_BYTES, dtype=torch.uint8, device=places.device),
+            self._ways.new_empty(batch.size, WAY_BYTES // 4),
             self.now,
         )
         self._run(
@@ -274,19 +274,12 @@ class Cache:
         lines = self._memory.data_ptr() + slots * self._layout.line_bytes
         return self._ways.view(torch.int64)[slots, 0], self._ways[slots, 2], lines
 
-    def locate(
-        self, table: int, key: int, staging: Staging, faults: Tensor, last_completed: int
-    ) -> list[dict[str, Any]]:
-        """`TierBase.locate` of this tier alone. last_completed: the number of the batch that was completed last."""
-        batch = one_row(self._layout.device, table, key, faults)
-        self.find(batch)
-        if not (line := int(batch.lines)):
-            return []
+    def describe(self, line: int, updates: int, last_completed: int) -> dict[str, Any]:
+        """The state of the row with this line, for `TierBase.locate`. last_completed: as in `admit`."""
         slot = (line - self._memory.data_ptr()) // self._layout.line_bytes
         last, stored = self._ways[slot, [3, 6]].tolist()
-        record = staging.describe(batch.lines)
-        state = {"slot": slot, "overflow": False, "pinned": 0 < (last - last_completed) % (1 << 32) < 1 << 31}
-        return [{"tier": "device", **record, **state, "dirty": record["updates"] != stored % (1 << 32)}]
+        pinned = 0 < (last - last_completed) % (1 << 32) < 1 << 31
+        return {"slot": slot, "overflow": False, "pinned": pinned, "dirty": updates != stored % (1 << 32)}
 
     def note_clean(self, slots: Tensor) -> None:
         """Note that the rows in slots [n] are clean."""
@@ -304,46 +297,55 @@ class Cache:
     def capacity(self) -> int:
         return len(self._ways)
 
-    @property
-    def used(self) -> int:
-        """How many rows the cache holds; waits for the device."""
-        return int((self._tags != 0).sum())
-
-    @property
-    def bytes(self) -> int:
-        return self._tags.nbytes + self._ways.nbytes + self._memory.nbytes
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Hits, misses and COUNTS; waits for the device."""
-        hits, misses = self.hit_counters.total().sum(0).tolist()
-        return {"hits": hits, "misses": misses, **dict(zip(COUNTS, self._counts.tolist(), strict=True))}
-
     def metrics(self) -> dict[str, float]:
         """Counters and sizes; waits for the device."""
-        counts, used = self.counts, self.used
+        hits, misses = self.hit_counters.total().sum(0).tolist()
+        counts = dict(zip(COUNTS, self._counts.tolist(), strict=True))
+        used = int((self._tags != 0).sum())
         return {
+            "hits": hits,
+            "misses": misses,
             **counts,
-            "insertions": counts["misses"] - counts["overflows"],
+            "insertions": misses - counts["overflows"],
             "capacity": self.capacity,
             "resident_rows": used,
             "fill": used / self.capacity,
-            "bytes": self.bytes,
+            "bytes": self._tags.nbytes + self._ways.nbytes + self._memory.nbytes,
         }
 
 
 class DeviceCache(TopTier[Batch]):
     """The sets of a cache above a tier, and the window of the batches that use them: what both kinds of caches share.
 
-    `_erase`, `_locate` and `_metrics` are called in an `exclusive` block of the window.
+    `_erase` and `_metrics` are called in an `exclusive` block of the window.
     """
 
-    def __init__(self, layout: Layout, below: Any, cache: Cache, faults: Faults) -> None:
-        self._layout, self._below, self._cache, self._faults = layout, below, cache, faults
+    def __init__(self, layout: Layout, below: Any, cache: Cache, faults: Faults, staging: Staging) -> None:
+        self._layout, self._below, self._cache, self._faults, self._staging = layout, below, cache, faults, staging
         self._window = CudaWindow(layout.device, cache)
 
     def announce(self, batch: Batch) -> None:
         self._window.announce(batch)
+
+    def cancel(self) -> None:
+        self._window.cancel()
+
+    def locate(self, table: int, key: int) -> list[dict[str, Any]]:
+        with self._window.exclusive():
+            below = self._below.locate(table, key)
+            batch = one_row(self._layout.device, table, key, self._faults.word)
+            self._cache.find(batch)
+            if not (line := int(batch.lines)):
+                return below
+            record = self._staging.describe(batch.lines)
+            state = self._cache.describe(line, record["updates"], self._window.last_completed)
+            return [{"tier": "device", **record, **state}, *below]
+
+    def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> Found:
+        with self._window.exclusive():
+            self._write_back()
+            found: Found = self._below.read(tables, keys, lines, touch)
+            return found
 
     def scan(self) -> Chunks:
         self.flush()
@@ -360,6 +362,10 @@ class DeviceCache(TopTier[Batch]):
         finally:
             self._below.close()
 
+    def _write_back(self) -> None:
+        """Write dirty rows to the tier below. They stay in the cache."""
+        raise NotImplementedError
+
     def _erase(self, tables: TableIds, keys: Keys) -> tuple[Batch, Tensor]:
         """Erase rows from the sets. A pinned row stays, with its initial value.
 
@@ -371,11 +377,6 @@ class DeviceCache(TopTier[Batch]):
         initialise_lines(batch, self._layout, kept)
         self._cache.erase(batch, kept)
         return batch, kept
-
-    def _locate(self, table: int, key: int, staging: Staging) -> list[dict[str, Any]]:
-        """`locate` of the cache and the tier below. staging: memory for the row's record."""
-        here = self._cache.locate(table, key, staging, self._faults.word, self._window.last_completed)
-        return [*here, *self._below.locate(table, key)]
 
     def _metrics(self) -> dict[str, float]:
         """Counters and sizes of the cache, with the hits and misses of the whole store."""

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...ops.cuda.batch import SLOT_HASH, Batch, Faults, keys_of
-from ...ops.cuda.counters import HitCounters
+from ...ops.cuda.batch import Batch, Faults, keys_of
 from ...ops.cuda.device import launch
 from ...ops.cuda.layout import Layout
 from ...ops.cuda.staging import Staging
-from ...ops.cuda.step import copy_present, count_new, place_lines
+from ...ops.cuda.step import copy_rows, count_written, new_lines
 from ...row_format import Keys, TableIds
-from ...store.contract import CapacityLimit, Found, HitCounts, Lines, Tier
+from ...store.contract import CapacityLimit, Found, HitCounts, Tier
 from ...store.cuda.changed_lines import WriteBackLog
 from ...store.cuda.full import SCAN_ROWS
 from ...store.full import check_capacity
@@ -27,20 +25,17 @@ class CudaCachedStore(DeviceCache):
     """A write-back cache in device memory above a tier of the host. Rows of announced batches are prefetched."""
 
     def __init__(self, layout: Layout, below: Tier, cache: Cache, faults: Faults) -> None:
-        super().__init__(layout, below, cache, faults)
+        super().__init__(layout, below, cache, faults, Staging(layout))  # of rows that are written back
         self._run = partial(launch, layout.device, layout.program("cache/cuda/cache.cu"))
-        self._write_back_staging, self._fetch_staging = Staging(layout), Staging(layout)
+        self._fetch_staging = Staging(layout)
         self._overflows: tuple[Tensor, int] | None = None  # rows without a slot: flags [size], and how many
-        self._reads = HitCounters(layout)  # of `peek`
+        self._reads: HitCounts = np.zeros((layout.tables, 2), np.int64)  # of `peek`
         self._peeked = (0, 0, 0)
         self._moved = {"bytes_in": 0, "bytes_out": 0}
         self._write_back_log: WriteBackLog | None = None
 
     def prefetch(self, batch: Batch) -> bool:
         return self._window.fetch(batch, lambda last_completed: self._fetch(batch, last_completed, None, ahead=True))
-
-    def cancel(self) -> None:
-        self._window.cancel()
 
     def pin(self, batch: Batch, capacity_limit: CapacityLimit | None) -> None:
         """`TopTier.pin`. If rows are missing it waits for the device once, and raises its faults."""
@@ -51,7 +46,8 @@ class CudaCachedStore(DeviceCache):
         self._faults.post(batch)
         try:
             if capacity_limit is not None:
-                check_capacity(int(count_new(self._layout, batch.lines, batch.count)), capacity_limit)
+                new = batch.count - count_written(self._layout, batch, batch.lines).sum()
+                check_capacity(int(new), capacity_limit)
         except BaseException:
             self._window.unpin(batch)
             raise
@@ -65,9 +61,9 @@ class CudaCachedStore(DeviceCache):
             (flags, count), self._overflows = self._overflows, None
             if dirty:
                 ranks = flags.cumsum(0, dtype=torch.int32)
-                self._write_back_staging.reserve(count)  # `pin` waited for its last use
-                self._write_back_staging.identify(batch, flags, ranks)
-                self._write_back_staging.copy_lines(batch.lines, flags, ranks)
+                self._staging.reserve(count)  # `pin` waited for its last use
+                self._staging.identify(batch.hashes, batch.tables, flags, ranks)
+                self._staging.copy_lines(batch.lines, flags, ranks)
                 ranks.cpu()  # waits
                 self._write_below(count)
 
@@ -76,7 +72,7 @@ class CudaCachedStore(DeviceCache):
             absent = self._cache.find(batch)
             ranks = absent.cumsum(0, dtype=torch.int32)
             while True:
-                self._fetch_staging.identify(batch, absent, ranks)
+                self._fetch_staging.identify(batch.hashes, batch.tables, absent, ranks)
                 numbers = [absent.sum(), batch.count[0], self._faults.word[0]]
                 missing, unique, fault = torch.stack([number.to(torch.int64) for number in numbers]).tolist()  # waits
                 if not self._fetch_staging.reserve(missing):
@@ -84,9 +80,8 @@ class CudaCachedStore(DeviceCache):
             if error := self._faults.take(fault):
                 raise error
             places = 2 * batch.tables[:unique].to(torch.int64) + absent[:unique]
-            self._reads.add(torch.bincount(places, minlength=2 * self._layout.tables).view(-1, 2))
-            copy_present(batch, self._layout)
-            place_lines(batch, self._layout, ranks, missing)
+            self._reads += torch.bincount(places, minlength=self._reads.size).view(-1, 2).cpu().numpy()
+            copy_rows(batch, self._layout)
             found = self._read_below(missing, touch=False)
             if not trains:
                 hits, misses, unknown = self._peeked
@@ -112,23 +107,13 @@ class CudaCachedStore(DeviceCache):
         self._write_back_log = WriteBackLog(self._write_back)
         return self._write_back_log
 
-    def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> Found:
-        with self._window.exclusive():
-            self._write_back()
-            return self._below.read(tables, keys, lines, touch)
-
-    def locate(self, table: int, key: int) -> list[dict[str, Any]]:
-        with self._window.exclusive():
-            return self._locate(table, key, self._write_back_staging)
-
     def metrics(self) -> dict[str, dict[str, float]]:
         with self._window.exclusive():
             return {"device": {**self._metrics(), **self._moved}, **self._below.metrics()}
 
     def hit_counts(self) -> HitCounts:
         with self._window.exclusive():
-            counts: HitCounts = (self._cache.hit_counters.total() + self._reads.total()).cpu().numpy()
-            return counts
+            return self._cache.hit_counters.total() + self._reads
 
     def _fetch(
         self, batch: Batch, last_completed: int, capacity_limit: CapacityLimit | None, ahead: bool
@@ -147,37 +132,33 @@ class CudaCachedStore(DeviceCache):
         self._run("sort_out", batch.size, 1, struct, batch.count, n, victims, absent, overflows)
         victim_ranks, ranks = victims.cumsum(0, dtype=torch.int32), absent.cumsum(0, dtype=torch.int32)
         batch.lines.copy_(admission.lines)
-        unwritten = count_new(self._layout, torch.where(admission.hit != 0, batch.lines, 0), batch.count)
+        written = count_written(self._layout, batch, torch.where(admission.hit != 0, batch.lines, 0))
         while True:
-            room_down = np.uint64(self._write_back_staging.room)
-            self._run(
-                "list_victims", batch.size, 1, struct, victims, victim_ranks, n, room_down,
-                self._write_back_staging.tables, self._write_back_staging.keys, SLOT_HASH,
-            )  # fmt: skip
-            self._write_back_staging.copy_lines(batch.lines, victims, victim_ranks)
-            self._fetch_staging.identify(batch, absent, ranks)
-            numbers = [victims.sum(), absent.sum(), overflows.sum(), unwritten[0], batch.faults[0]]
-            down, up, over_count, new, fault = torch.stack([number.to(torch.int64) for number in numbers]).tolist()
-            if not self._write_back_staging.reserve(down) | self._fetch_staging.reserve(up):
+            before = admission.before
+            self._staging.identify(before.view(torch.int64)[:, 0], before[:, 2], victims, victim_ranks)
+            self._staging.copy_lines(batch.lines, victims, victim_ranks)
+            self._fetch_staging.identify(batch.hashes, batch.tables, absent, ranks)
+            numbers = [victims.sum(), absent.sum(), overflows.sum(), batch.count[0], written.sum(), batch.faults[0]]
+            down, up, over_count, rows, old, fault = torch.stack([part.to(torch.int64) for part in numbers]).tolist()
+            if not self._staging.reserve(down) | self._fetch_staging.reserve(up):
                 break
+        if ahead and (over_count or fault):
+            self._cache.cancel(admission, restore=True)
+            return None
+        is_written = False  # whether the tier below has the victims
         try:
-            if ahead and (over_count or fault):
-                self._cache.cancel(admission, restore=True)
-                return None
             if error := self._faults.take(fault):
                 raise error
             self._write_below(down)
-        except BaseException:
-            self._cache.cancel(admission, restore=True)
-            raise
-        try:
-            place_lines(batch, self._layout, overflows.cumsum(0, dtype=torch.int32), over_count)
+            is_written = True
+            if over_count:
+                batch.lines.masked_scatter_(overflows != 0, new_lines(batch, self._layout, over_count))
             found = self._read_below(up, touch=True)
-            check_capacity(new - int(found.sum()), capacity_limit)
+            check_capacity(rows - old - int(found.sum()), capacity_limit)
             self._fetch_staging.fill(batch, absent, ranks, found)
             self._cache.fetched(admission)
         except BaseException:
-            self._cache.cancel(admission, restore=False)
+            self._cache.cancel(admission, restore=not is_written)
             raise
         self._overflows = (overflows, over_count) if over_count else None
         return admission
@@ -186,9 +167,9 @@ class CudaCachedStore(DeviceCache):
         with self._window.exclusive():
             for slots in self._cache.dirty().split(SCAN_ROWS):
                 hashes, tables, lines = self._cache.rows(slots)
-                self._write_back_staging.read(lines)
-                self._write_back_staging.tables[: len(lines)] = tables
-                self._write_back_staging.keys[: len(lines)] = keys_of(self._layout.device, hashes, tables)
+                self._staging.read(lines)
+                self._staging.tables[: len(lines)] = tables
+                self._staging.keys[: len(lines)] = keys_of(self._layout.device, hashes, tables)
                 self._write_below(len(lines))
                 self._cache.note_clean(slots)
 
@@ -198,7 +179,7 @@ class CudaCachedStore(DeviceCache):
         return found
 
     def _write_below(self, count: int) -> None:
-        tables, keys, lines = self._write_back_staging.rows(count)
+        tables, keys, lines = self._staging.rows(count)
         self._below.write(tables, keys, lines)
         if self._write_back_log is not None:
             self._write_back_log.add(tables, keys)

@@ -11,30 +11,21 @@ namespace {
 // counts [4]: hits and misses in the table below, rows written back, lookups that the cache served
 enum Count : u32 { FOUND, NEW, WRITTEN, SERVED };
 
-struct Counts {
-    u64 found[4] = {};
+using Counts = CountsOf<4>;
 
-    TIERBED_FN void add_to(u64* counts) const {
-        for (u32 k = 0; k < 4; ++k)
-            if (found[k]) atomicAdd(&counts[k], found[k]);
-    }
-};
-
-TIERBED_FN void write_row(Tile tile, Slot* slots, u32 mask, const LineSegments& memory, const Way& way, u64 line) {
-    const u32 row = find_row(tile, IndexView{slots, mask}, way.hash, way.table);
-    copy_line(tile, memory.address(row - 1), line, SHAPE);
+TIERBED_FN void write_row(Tile tile, const LineIndex& below, const Way& way, u64 line) {
+    copy_line(tile, below.find(tile, way.hash, way.table), line, SHAPE);
 }
 
 }  // namespace
 
 // Writes back the victims of the first `count` rows. It runs before any row is fetched, since the batch may need a
 // victim.
-extern "C" __global__ void write_back(Slot* slots, u32 mask, LineSegments memory, Admission all, const u32* count,
-                                      u64* counts) {
+extern "C" __global__ void write_back(LineIndex below, Admission all, const u32* count, u64* counts) {
     Counts counted;
     for_each_item<COPY_LANES>(*count, [&](Tile tile, u64 i) {
         if (all.gone[i] != DIRTY) return;
-        write_row(tile, slots, mask, memory, all.before[i], all.lines[i]);
+        write_row(tile, below, all.before[i], all.lines[i]);
         counted.found[WRITTEN] += tile.lane == 0;
     });
     counted.add_to(counts);
@@ -71,9 +62,8 @@ extern "C" __global__ void fetch(Cache cache, Admission all, const u64* hashes, 
 
 // lines [n]: where each of the first `count` rows can be read, 0 where it is nowhere; absent [n]: 1 for those, else 0;
 // asked [tables, 2]: hits and misses.
-extern "C" __global__ void locate_rows(Cache cache, Slot* slots, u32 mask, LineSegments memory, const u64* hashes,
-                                       const u32* tables, const u32* count, u64 n, u64* lines, i32* absent, u64* counts,
-                                       Counters asked) {
+extern "C" __global__ void locate_rows(Cache cache, LineIndex table, const u64* hashes, const u32* tables,
+                                       const u32* count, u64 n, u64* lines, i32* absent, u64* counts, Counters asked) {
     Counts counted;
     Tally rows(asked);
     for_each_item<GROUP>(n, [&](Tile tile, u64 i) {
@@ -81,8 +71,7 @@ extern "C" __global__ void locate_rows(Cache cache, Slot* slots, u32 mask, LineS
         if (i < *count) {
             const u32 slot = cache.find(tile, tables[i], hashes[i]);
             if (slot != NONE) line = cache.line(slot);
-            const u32 row = line ? 0 : find_row(tile, IndexView{slots, mask}, hashes[i], tables[i]);
-            const u64 below = row ? memory.address(row - 1) : 0;
+            const u64 below = line ? 0 : table.find(tile, hashes[i], tables[i]);
             const bool stored = below && record(below, SHAPE)->updates != 0;
             if (tile.lane == 0) ++counted.found[line ? SERVED : stored ? FOUND : NEW];
             if (tile.lane == 0) rows.add(place_of(tables[i], line == 0));
@@ -97,11 +86,11 @@ extern "C" __global__ void locate_rows(Cache cache, Slot* slots, u32 mask, LineS
 }
 
 // Brings every dirty row down; it stays up.
-extern "C" __global__ void flush_rows(Cache cache, Slot* slots, u32 mask, LineSegments memory, u64* counts) {
+extern "C" __global__ void flush_rows(Cache cache, LineIndex below, u64* counts) {
     Counts counted;
     for_each_item<COPY_LANES>(static_cast<u64>(cache.sets) * WAYS, [&](Tile tile, u64 slot) {
         if (!cache.dirty(slot)) return;
-        write_row(tile, slots, mask, memory, cache.ways[slot], cache.line(slot));
+        write_row(tile, below, cache.ways[slot], cache.line(slot));
         synchronise(tile);
         if (tile.lane == 0) cache.ways[slot].stored = cache.updates(slot);
         counted.found[WRITTEN] += tile.lane == 0;

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,9 +13,9 @@ from ...ops.cuda.batch import NO_ROOM, SLOT_HASH, Batch, Faults
 from ...ops.cuda.counters import HitCounters
 from ...ops.cuda.device import launch
 from ...ops.cuda.layout import Layout
-from ...ops.cuda.step import copy_present, initialise_lines, initialise_missing, lanes_for
+from ...ops.cuda.step import copy_rows, initialise_lines
 from ...row_format import Keys, TableIds
-from ...store.contract import CapacityLimit, Found, HitCounts, Lines
+from ...store.contract import CapacityLimit, HitCounts
 from ...store.cuda.changed_lines import ChangedLines
 from ...store.cuda.full import CudaFullStore
 from .cache import Admission, Cache, DeviceCache
@@ -30,10 +29,9 @@ class CachedTable(DeviceCache):
     """
 
     def __init__(self, layout: Layout, below: CudaFullStore, cache: Cache, faults: Faults) -> None:
-        super().__init__(layout, below, cache, faults)
+        super().__init__(layout, below, cache, faults, below.staging)
         below.table.exclusive = self._window.exclusive
         self._run = partial(launch, layout.device, layout.program("cache/cuda/cached_table.cu"))
-        self._lanes = lanes_for((layout.dim + 3) // 4)  # how many lanes copy a line
         # hits and misses in the table below, rows written back, lookups that the cache served
         self._counts = torch.zeros(4, dtype=torch.int64, device=layout.device.torch_device)
         self._peeked = torch.zeros_like(self._counts)  # of `peek`
@@ -44,7 +42,7 @@ class CachedTable(DeviceCache):
         return self._window.fetch(batch, lambda last_completed: self._fetch(batch, last_completed, ahead=True))
 
     def cancel(self) -> None:
-        self._window.cancel()
+        super().cancel()
         while self._new:
             batch, new = self._new.popitem()
             with self._window.exclusive():
@@ -63,13 +61,12 @@ class CachedTable(DeviceCache):
         with self._window.exclusive():
             absent = batch.empty(torch.int32)
             self._run(
-                "locate_rows", batch.size, GROUP, self._cache.by_value(), *self._below.table.index(), batch.hashes,
+                "locate_rows", batch.size, GROUP, self._cache.by_value(), self._below.table.index(), batch.hashes,
                 batch.tables, batch.count, np.uint64(batch.size), batch.lines, absent,
-                self._counts if trains else self._peeked,
-                self._hit_counters.struct,
+                self._counts if trains else self._peeked, self._hit_counters.struct,
             )  # fmt: skip
-            copy_present(batch, self._layout)
-            initialise_missing(batch, self._layout, absent.cumsum(0, dtype=torch.int32))
+            copy_rows(batch, self._layout)
+            initialise_lines(batch, self._layout, absent != 0)
             self._faults.post(batch)
 
     def peeked(self) -> tuple[int, int, int]:
@@ -81,33 +78,24 @@ class CachedTable(DeviceCache):
         with self._window.exclusive():
             batch, kept = self._erase(tables, keys)
             self._below.table.find(batch)
-            initialise_lines(
-                batch, self._layout, kept
-            )  # the line of a kept row in the table below has `updates` as well
+            initialise_lines(batch, self._layout, kept)  # the line of a kept row below has `updates` as well
             self._below.table.erase(batch, torch.where(kept, 0, batch.lines))
 
     def flush(self) -> None:
+        self._write_back()
+
+    def _write_back(self) -> None:
         with self._window.exclusive():
             cache, index = self._cache.by_value(), self._below.table.index()
-            self._run("flush_rows", self._cache.capacity, self._lanes, cache, *index, self._counts)
+            self._run("flush_rows", self._cache.capacity, self._layout.copy_lanes, cache, index, self._counts)
 
     def change_source(self) -> ChangedLines:
         source: ChangedLines = self._below.change_source()
         return source
 
-    def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> Found:
-        with self._window.exclusive():
-            self.flush()
-            found: Found = self._below.read(tables, keys, lines, touch)
-            return found
-
     def close(self) -> None:
         self._new.clear()
         super().close()
-
-    def locate(self, table: int, key: int) -> list[dict[str, Any]]:
-        with self._window.exclusive():
-            return self._locate(table, key, self._below.staging)
 
     def metrics(self) -> dict[str, dict[str, float]]:
         with self._window.exclusive():
@@ -121,8 +109,7 @@ class CachedTable(DeviceCache):
         with self._window.exclusive():
             counts = self._hit_counters.total()
             counts[:, 0] += self._cache.hit_counters.total()[:, 0]
-            on_host: HitCounts = counts.cpu().numpy()
-            return on_host
+            return counts
 
     def _fetch(self, batch: Batch, last_completed: int, ahead: bool) -> Admission | None:
         """Fetch the rows of a batch. last_completed: as in `Cache.admit`.
@@ -142,9 +129,9 @@ class CachedTable(DeviceCache):
             batch.faults &= ~NO_ROOM  # it may fit at its step
             return None
         cache, struct = self._cache.by_value(), admission.by_value()
-        self._run("write_back", batch.size, self._lanes, *table.index(), struct, batch.count, self._counts)
+        self._run("write_back", batch.size, self._layout.copy_lanes, table.index(), struct, batch.count, self._counts)
         self._run(
-            "fetch", batch.size, self._lanes, cache, struct, batch.hashes, batch.tables, batch.count, batch.lines,
-            table.nowhere, self._layout.initial, SLOT_HASH, self._counts, self._hit_counters.struct,
+            "fetch", batch.size, self._layout.copy_lanes, cache, struct, batch.hashes, batch.tables, batch.count,
+            batch.lines, table.nowhere, self._layout.initial, SLOT_HASH, self._counts, self._hit_counters.struct,
         )  # fmt: skip
         return admission

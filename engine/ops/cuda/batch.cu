@@ -127,8 +127,8 @@ extern "C" __global__ void group_rows(const i32* rows, const i64* order, const u
     });
 }
 
-// keys [count]
-extern "C" __global__ void recover_keys(const u64* hashes, const u32* tables, const u32* count, u64* keys,
+// keys [n]
+extern "C" __global__ void recover_keys(const u64* hashes, const u32* tables, u64 n, u64* keys,
                                         const __grid_constant__ SlotHash slot_hash) {
-    for_each(*count, [&](u64 row) { keys[row] = slot_hash.key(tables[row], hashes[row]); });
+    for_each(n, [&](u64 row) { keys[row] = slot_hash.key(tables[row], hashes[row]); });
 }

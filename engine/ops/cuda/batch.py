@@ -20,17 +20,14 @@ from torch import Tensor
 from ... import _core
 from ...errors import CapacityError, InputError, TierbedError
 from ..batch import features_of
-from .device import Argument, Device, launch, struct_of
+from .device import Argument, Device, launch, struct_of, struct_type
 from .program import Program
 
 NO_ROOM, BAD_TABLE, BAD_OFFSETS, BAD_ID = 1, 2, 4, 16  # as in items.h
 CHANGED = 8
 SLOT_HASH = _core.slot_hash()  # kernels/hash.h's SlotHash of this process, by value
 _PROGRAM = Program("ops/cuda/batch.cu")
-_IDS = np.dtype(
-    [("padding", "<u8"), ("last", "<u8"), ("drops", "<u8"), ("dropped", "<u8"), ("has_padding", "<u4"),
-     ("num_tables", "<u4")], align=True
-)  # fmt: skip
+_IDS = struct_type("uint64 padding last drops dropped", "uint32 has_padding num_tables")
 
 
 class Faults:
@@ -60,20 +57,17 @@ class Faults:
         self.word.zero_()
         self._seen.zero_()
         where, since = f"embedding {self._name!r}", "Its batch and the steps since changed nothing"
-        if found & BAD_TABLE:
-            return InputError(f"table_ids of {where}: one is not from 0 to {self._num_tables - 1}. {since}")
-        if found & BAD_OFFSETS:
-            return InputError(f"offsets of {where}: they do not ascend from 0 to the number of ids. {since}")
-        if found & BAD_ID:
-            return InputError(
-                f"ids of {where}: one is no id of its table, whose ids are 0 to ids - 1; correct the ids, or make the "
-                f"table with a larger ids, ids=None for any id, or bad_ids='drop' to leave such ids out. {since}"
-            )
-        if found & CHANGED:
-            return InputError(
-                f"ids of {where}: between being announced and their step they were changed by what torch does not see, "
-                f"such as .data, NumPy or DLPack; change them by torch's in-place ops, or give ahead=0. {since}"
-            )
+        mistakes = {
+            BAD_TABLE: f"table_ids of {where}: one is not from 0 to {self._num_tables - 1}",
+            BAD_OFFSETS: f"offsets of {where}: they do not ascend from 0 to the number of ids",
+            BAD_ID: f"ids of {where}: one is no id of its table, whose ids are 0 to ids - 1; correct the ids, or make "
+            "the table with a larger ids, ids=None for any id, or bad_ids='drop' to leave such ids out",
+            CHANGED: f"ids of {where}: between being announced and their step they were changed by what torch does not "
+            "see, such as .data, NumPy or DLPack; change them by torch's in-place ops, or give ahead=0",
+        }
+        for bit, mistake in mistakes.items():
+            if found & bit:
+                return InputError(f"{mistake}. {since}")
         return CapacityError(
             f"capacity of {where}: a batch brought more new rows than {self._capacity} leaves room for; raise "
             f"capacity, or leave unseen ids out. {since}"
@@ -81,8 +75,7 @@ class Faults:
 
     def check(self) -> None:
         """Wait for the device, and raise the error of a fault. InputError, CapacityError."""
-        error = self.take(self.seen(wait=True))
-        if error is not None:
+        if error := self.take(self.seen(wait=True)):
             raise error
 
 
@@ -173,8 +166,7 @@ def _lines_in(pinned: Batch, rows: Batch, faults: Tensor) -> Tensor:
 def keys_of(device: Device, hashes: Tensor, tables: Tensor) -> Tensor:
     """The keys [n] int64 of rows, from their hashes [n] and tables [n]."""
     keys = torch.empty_like(hashes)
-    count = torch.full((1,), len(hashes), dtype=torch.int32, device=hashes.device)
-    given = (hashes.contiguous(), tables.contiguous(), count)
+    given = (hashes.contiguous(), tables.contiguous(), np.uint64(len(hashes)))
     launch(device, _PROGRAM, "recover_keys", len(hashes), 1, *given, keys, SLOT_HASH)
     return keys
 
@@ -244,9 +236,8 @@ class Batch:
     @property
     def keys(self) -> Tensor:
         """[unique], int64; waits for the device."""
-        keys = self.empty(torch.int64)
-        self._run("recover_keys", self.size, self.hashes, self.tables, self.count, keys, SLOT_HASH)
-        return keys[: self.unique]
+        count = self.unique
+        return keys_of(self.device, self.hashes[:count], self.tables[:count])
 
     @property
     def groups(self) -> Groups:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
+from .device import struct_of, struct_type
 from .layout import Layout
 
 _COPIES = 64  # as in items.h
-_COUNTERS = np.dtype([("counts", "<u8"), ("size", "<u8")])
+_COUNTERS = struct_type("uint64 counts size")
 
 
 class HitCounters:
@@ -17,12 +18,8 @@ class HitCounters:
 
     def __init__(self, layout: Layout) -> None:
         self._copies = torch.zeros((_COPIES, layout.tables, 2), dtype=torch.int64, device=layout.device.torch_device)
-        self.struct = np.array((self._copies.data_ptr(), 2 * layout.tables), _COUNTERS)  # the Counters of items.h
+        self.struct = struct_of(_COUNTERS, counts=self._copies, size=2 * layout.tables)  # the Counters of items.h
 
-    def add(self, counts: Tensor) -> None:
-        """Add counts [tables, 2] to them."""
-        self._copies[0] += counts
-
-    def total(self) -> Tensor:
-        """[tables, 2] int64."""
-        return self._copies.sum(0)
+    def total(self) -> NDArray[np.int64]:
+        """[tables, 2]; waits for the device."""
+        return np.asarray(self._copies.sum(0).cpu())

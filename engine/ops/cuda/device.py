@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from struct import Struct
 from threading import Lock, local
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,49 +29,23 @@ R = TypeVar("R")
 _one_capture = Lock()  # a process captures one CUDA graph at a time
 
 
-class Device(Protocol):
-    """A place where kernels run. Kernels of one thread run in the order in which the thread launches them."""
-
-    torch_device: torch.device
-    blocks: int  # the maximum of a launch; kernels stride over more items
-
-    def free_memory(self) -> int:
-        """Bytes of the device's memory that torch can still give out."""
-
-    def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
-        """[size], page-locked host memory, which kernels access by its address. Raises MemoryError."""
-
-    def start(self, program: Program, kernel: str, blocks: int, arguments: Sequence[np.generic | np.ndarray]) -> None:
-        """Launch a kernel with THREADS threads a block."""
-
-    def side_stream(self) -> AbstractContextManager[object]:
-        """A context in which launches of this thread run concurrently with the steps of other threads."""
-
-    def record_event(self) -> Event:
-        """An event that is complete when all present launches of this thread are."""
-
-    def wait_event(self, event: Event) -> None:
-        """Let later launches of this thread begin when `event` is complete."""
-
-    def record_stream(self, memory: Tensor) -> None:
-        """Keep another thread's memory from the allocator until the present launches of this thread are complete."""
-
-    def wait(self) -> None:
-        """Wait until the present launches of all threads are complete."""
-
-    def capture(self, launches: Callable[[], R]) -> tuple[Callable[[], None], R]:
-        """Capture the kernels and torch ops that `launches` launches. Returns (replay, the result of `launches`).
-
-        Nothing runs now. Each call of `replay` runs all launches again, with the memory of the capture. Tensors of the
-        result have their values after a replay. Raises RuntimeError if `launches` waits for the device.
-        """
-
-
 def launch(device: Device, program: Program, kernel: str, items: int, lanes: int, *arguments: Argument) -> None:
     """Run a kernel over `items` that `lanes` threads share each. No items, no launch."""
     if items:
         blocks = min(-(-items * lanes // THREADS), device.blocks)
         device.start(program, kernel, blocks, [_value(argument) for argument in arguments])
+
+
+def struct_type(*fields: str | tuple[Any, ...]) -> np.dtype[Any]:
+    """The type of a C++ struct. Each argument is a type and names, as "uint32 count size", or a field of NumPy's."""
+    declared: list[tuple[Any, ...]] = []
+    for field in fields:
+        if isinstance(field, tuple):
+            declared.append(field)
+        else:
+            kind, *names = field.split()
+            declared += [(name, kind) for name in names]
+    return np.dtype(declared, align=True)
 
 
 def struct_of(dtype: np.dtype[Any], **fields: Any) -> np.ndarray:
@@ -112,14 +86,17 @@ class _CallsOfThread(local):
         self.by_kernel: dict[tuple[Program, str], _Call] = {}
 
 
-class CudaDevice:
-    """An NVIDIA GPU. Programs are compiled at their first use."""
+class Device:
+    """An NVIDIA GPU. Kernels of one thread run in the order in which the thread launches them.
+
+    Programs are compiled at their first use. Tests have a device that runs kernels on a CPU.
+    """
 
     def __init__(self, index: int) -> None:
         self.torch_device = torch.device("cuda", index)
         self._cupy = _cupy()
         properties = torch.cuda.get_device_properties(index)
-        self.blocks = properties.multi_processor_count * 16
+        self.blocks = properties.multi_processor_count * 16  # the maximum of a launch; kernels stride over more items
         self._architecture = f"sm_{properties.major}{properties.minor}"
         self._functions: dict[tuple[Program, str], Any] = {}
         self._calls = _CallsOfThread()
@@ -127,11 +104,13 @@ class CudaDevice:
         self._capture_stream = torch.cuda.Stream(self.torch_device, priority=-1)  # torch reuses others
 
     def free_memory(self) -> int:
+        """Bytes of the device's memory that torch can still give out."""
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         kept = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return free + kept  # kept by torch's allocator, for later tensors
 
     def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
+        """[size], page-locked host memory, which kernels access by its address. Raises MemoryError."""
         # not by torch's allocator, which rounds up to a power of two
         cuda, bytes_ = self._cupy.cuda, max(size, 1) * dtype.itemsize
         try:
@@ -142,6 +121,7 @@ class CudaDevice:
         return torch.frombuffer(memory, dtype=torch.uint8, count=bytes_).view(dtype)[:size]
 
     def start(self, program: Program, kernel: str, blocks: int, arguments: Sequence[np.generic | np.ndarray]) -> None:
+        """Launch a kernel with THREADS threads a block."""
         cuda, index = self._cupy.cuda, self.torch_device.index
         with cuda.Device(index):
             # taken out, since a finalizer or a signal handler may launch the same kernel in the midst
@@ -162,22 +142,32 @@ class CudaDevice:
         return self._functions[program, kernel]
 
     def side_stream(self) -> AbstractContextManager[object]:
+        """A context in which launches of this thread run concurrently with the steps of other threads."""
         return torch.cuda.stream(self._second_stream)
 
     def record_event(self) -> Event:
+        """An event that is complete when all present launches of this thread are."""
         return self._stream.record_event()
 
     def wait_event(self, event: Event) -> None:
+        """Let later launches of this thread begin when `event` is complete."""
         self._stream.wait_event(event)
 
     def record_stream(self, memory: Tensor) -> None:
+        """Keep another thread's memory from the allocator until the present launches of this thread are complete."""
         memory.record_stream(self._stream)
 
     def wait(self) -> None:
+        """Wait until the present launches of all threads are complete."""
         with _one_capture:  # waiting would break a capture
             torch.cuda.synchronize(self.torch_device)
 
     def capture(self, launches: Callable[[], R]) -> tuple[Callable[[], None], R]:
+        """Capture the kernels and torch ops that `launches` launches. Returns (replay, the result of `launches`).
+
+        Nothing runs now. Each call of `replay` runs all launches again, with the memory of the capture. Tensors of the
+        result have their values after a replay. Raises RuntimeError if `launches` waits for the device.
+        """
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         # the outer stream, since torch does not restore it if the capture fails
         with _one_capture, _without_garbage(), _without_warning(), torch.cuda.stream(self._stream):
@@ -229,9 +219,9 @@ def _without_warning() -> Iterator[None]:
 
 
 @cache
-def cuda_device(index: int) -> CudaDevice:
+def cuda_device(index: int) -> Device:
     """The GPU number `index`. Raises StoreError if CuPy is not installed."""
-    return CudaDevice(index)
+    return Device(index)
 
 
 def _cupy() -> Any:

@@ -45,6 +45,17 @@ struct Counters {
     u64 size;
 };
 
+// A thread's part of N counts.
+template <u32 N>
+struct CountsOf {
+    u64 found[N] = {};
+
+    TIERBED_FN void add_to(u64* counts) const {
+        for (u32 k = 0; k < N; ++k)
+            if (found[k]) atomicAdd(&counts[k], found[k]);
+    }
+};
+
 // A thread's part of counts: what it adds to one place in a row takes one addition there.
 class Tally {
 public:

@@ -6,8 +6,6 @@
 
 namespace tierbed {
 
-using Row = TIERBED_ROW;  // the type of the embeddings that are read
-
 constexpr LineShape SHAPE{TIERBED_DIM,           TIERBED_WIDTH,        TIERBED_LINE_BYTES,
                           TIERBED_EMBEDDING::TYPE, TIERBED_STATES::TYPE, TIERBED_NARROW_STATES};
 

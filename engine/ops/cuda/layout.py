@@ -9,24 +9,14 @@ from torch import Tensor
 
 from ...options.initializers import InitialValues
 from ...row_format import RECORD_BYTES, WORD, line_bytes_of, words_of
-from .device import Device, struct_of
+from .device import Device, struct_of, struct_type
 from .program import Program
 
-_VALUES = np.dtype([("kind", "<u4"), ("a", "<f4"), ("b", "<f4"), ("q0", "<f8"), ("q1", "<f8")], align=True)
-_ROW = np.dtype(
-    [
-        ("seed", "<u8"),
-        ("values", "<u8"),
-        ("group_ends", "<u8"),
-        ("groups", "<u4"),
-        ("states", "<u8"),
-        ("state_ends", "<u8"),
-        ("state_count", "<u4"),
-        ("has_zero_key", "<u4"),
-        ("zero_key", "<u8"),
-    ],
-    align=True,
-)
+_VALUES = struct_type("uint32 kind", "float32 a b", "float64 q0 q1")
+_ROW = struct_type(
+    "uint64 seed values group_ends", "uint32 groups", "uint64 states state_ends", "uint32 state_count has_zero_key",
+    "uint64 zero_key",
+)  # fmt: skip
 
 
 TYPES = {"float32": "Float32", "float16": "Float16", "bfloat16": "BFloat16"}  # the structs of kernels/half.h
@@ -37,19 +27,28 @@ class Layout:
 
     def __init__(self, device: Device, initial: InitialValues) -> None:
         self.device = device
-        self._programs: dict[tuple[str | None, ...], Program] = {}
+        self._programs: dict[tuple[str, ...], Program] = {}
         self.dim = int(sum(initial.columns))
         self.tables = len(initial.kinds) // len(initial.columns)
-        self.type, self.state_type, narrow = TYPES[initial.dtype], TYPES[initial.state_dtype], initial.narrow_states
+        self.type, narrow = TYPES[initial.dtype], initial.narrow_states
         widths = [words_of(initial.state_dtype, self.dim)] * narrow + list(initial.state_widths)[narrow:]
         ends = words_of(initial.dtype, self.dim) + np.cumsum([0, *widths], dtype=np.uint32)
-        self.width, self.narrow_states = int(ends[-1]), narrow
+        self.width = int(ends[-1])
         self.is_narrow = initial.dtype != "float32" or narrow > 0
         # of a line of the same numbers in float32
         self.wide_bytes = line_bytes_of(self.dim + sum(initial.state_widths))
         self.seed = np.uint64(initial.seed)
         self.stored_bytes = self.width * WORD + RECORD_BYTES  # of a line without its padding
         self.line_bytes = line_bytes_of(self.width)
+        self._shape = (
+            ("TIERBED_DIM", self.dim),
+            ("TIERBED_WIDTH", self.width),
+            ("TIERBED_LINE_BYTES", self.line_bytes),
+            ("TIERBED_EMBEDDING", self.type),
+            ("TIERBED_STATES", TYPES[initial.state_dtype]),
+            ("TIERBED_NARROW_STATES", narrow),
+        )
+        self.copy_lanes, self.column_lanes = _lanes((self.dim + 3) // 4), _lanes(self.dim)  # of an item, as in layout.h
         values = np.zeros(len(initial.kinds), _VALUES)
         values["kind"] = initial.kinds
         values["a"], values["b"] = np.asarray(initial.parameters).T
@@ -66,25 +65,17 @@ class Layout:
         )  # fmt: skip
         self._memory = list(memory.values())
 
-    def program(self, file: str, row: str | None = None, **macros: str) -> Program:
-        """A program for lines of this shape. row: the type of the embeddings that it reads, if that differs."""
-        key = (file, row, *macros.values())
+    def program(self, file: str, **macros: str) -> Program:
+        """A program for lines of this shape."""
+        key = (file, *macros.values())
         if key not in self._programs:
-            self._programs[key] = self._program(file, row, macros)
+            self._programs[key] = Program(file, (*self._shape, *macros.items()))
         return self._programs[key]
-
-    def _program(self, file: str, row: str | None, macros: dict[str, str]) -> Program:
-        shape = (
-            ("TIERBED_DIM", self.dim),
-            ("TIERBED_WIDTH", self.width),
-            ("TIERBED_LINE_BYTES", self.line_bytes),
-            ("TIERBED_EMBEDDING", self.type),
-            ("TIERBED_STATES", self.state_type),
-            ("TIERBED_NARROW_STATES", self.narrow_states),
-            ("TIERBED_ROW", self.type if row is None else row),
-        )
-        return Program(file, (*shape, *macros.items()))
 
     def _tensor(self, array: NDArray[np.generic]) -> Tensor:
         bytes_ = np.frombuffer(array.tobytes() or b"\0", np.uint8).copy()
         return torch.from_numpy(bytes_).to(self.device.torch_device)
+
+
+def _lanes(words: int) -> int:
+    return min(1 << max(words - 1, 0).bit_length(), 32)

@@ -26,9 +26,8 @@ struct Sources {
     u64 n;
 
     TIERBED_FN Gradients gradients() const { return Gradients{parts, count, SHAPE.dim}; }
-    TIERBED_FN Occurrences of(u64 row) const {
-        const u32 begin = offsets[row];
-        return Occurrences{sources + begin, scales ? scales + begin : nullptr, offsets[row + 1] - begin};
+    TIERBED_FN Occurrences of(u32 begin, u32 count) const {
+        return Occurrences{sources + begin, scales ? scales + begin : nullptr, count, nullptr};
     }
 };
 
@@ -101,8 +100,7 @@ public:
 
     // sum [VEC]: of columns from `begin` on, times `scale`
     TIERBED_FN void operator()(float* sum, u32 begin, float scale) const {
-        const Occurrences row{from_.sources + start_.begin, from_.scales ? from_.scales + start_.begin : nullptr,
-                              start_.count, nullptr};
+        const Occurrences row = from_.of(start_.begin, start_.count);
         const u32 first = start_.count < SUM_BLOCK ? start_.count : SUM_BLOCK;
         float total[VEC];
         sum_occurrences(total, from_.gradients(), row, 0, first, begin, start_.next);
@@ -132,9 +130,9 @@ extern "C" __global__ void sum_blocks(const __grid_constant__ Sources from, floa
         const u64 middle = slot * SUM_BLOCK;
         if (middle == 0 || middle >= from.n || from.rows[middle] < 0 || from.rows[middle - 1] != from.rows[middle])
             return;
-        const u64 row = static_cast<u64>(from.rows[middle]);
-        const Occurrences all = from.of(row);
-        const u64 first = middle + from.offsets[row] % SUM_BLOCK - from.offsets[row];
+        const u32* const offset = from.offsets + from.rows[middle];
+        const Occurrences all = from.of(offset[0], offset[1] - offset[0]);
+        const u64 first = middle + offset[0] % SUM_BLOCK - offset[0];
         if (first >= all.count) return;
         const u32 last = all.count - first < SUM_BLOCK ? all.count : static_cast<u32>(first) + SUM_BLOCK;
         for_blocks(tile, SHAPE.dim, [&](u32 begin, u32 n) {

@@ -6,15 +6,15 @@
 
 using namespace tierbed;
 
-// Identities of flagged rows to host memory for `room` of them, by ranks.
-extern "C" __global__ void list_flagged(const u64* hashes, const u32* row_tables, const i32* flags, const i32* ranks,
-                                        u64 n, u64 room, u32* tables, u64* keys,
+// Identities of flagged rows to host memory for `room` of them, by ranks. Steps: from a row's hash or table to the next.
+extern "C" __global__ void list_flagged(const u64* hashes, u64 hash_step, const u32* row_tables, u64 table_step,
+                                        const i32* flags, const i32* ranks, u64 n, u64 room, u32* tables, u64* keys,
                                         const __grid_constant__ SlotHash slot_hash) {
     for_each(n, [&](u64 i) {
         const u64 at = static_cast<u64>(ranks[i]) - 1;
         if (!flags[i] || at >= room) return;
-        tables[at] = row_tables[i];
-        keys[at] = slot_hash.key(row_tables[i], hashes[i]);
+        tables[at] = row_tables[i * table_step];
+        keys[at] = slot_hash.key(row_tables[i * table_step], hashes[i * hash_step]);
     });
 }
 

@@ -44,11 +44,11 @@ class Staging:
         tables, keys = self.tables[:count].numpy(), self.keys[:count].numpy()
         return tables.view(np.uint32), keys.view(np.uint64), addresses.astype(np.uint64)
 
-    def identify(self, batch: Batch, flags: Tensor, ranks: Tensor) -> None:
-        """Copy tables and keys of the flagged rows of a batch to the staging memory."""
-        n = np.uint64(batch.size)
+    def identify(self, hashes: Tensor, tables: Tensor, flags: Tensor, ranks: Tensor) -> None:
+        """Copy tables and keys of flagged rows [n] to the staging memory."""
+        n, steps = len(flags), [np.uint64(names.stride(0)) for names in (hashes, tables)]
         self._run(
-            "list_flagged", batch.size, 1, batch.hashes, batch.tables, flags, ranks, n, np.uint64(self.room),
+            "list_flagged", n, 1, hashes, steps[0], tables, steps[1], flags, ranks, np.uint64(n), np.uint64(self.room),
             self.tables, self.keys, SLOT_HASH,
         )  # fmt: skip
 
@@ -74,16 +74,14 @@ class Staging:
         packed[:] = self.read(lines)[:, : self._layout.stored_bytes]
         return packed
 
-    def updates(self, count: int) -> NDArray[np.uint32]:
-        """How often each of the first `count` rows was written."""
-        begin = self._layout.stored_bytes - 8
-        lines = self.lines.numpy().reshape(-1, self._layout.line_bytes)[:count]
-        return lines[:, begin : begin + 4].copy().view(np.uint32)[:, 0]
-
-    def describe(self, lines: Tensor) -> dict[str, int]:
-        """How often the row of a line [1] was written, and the step that wrote it last."""
+    def records(self, lines: Tensor) -> NDArray[np.uint32]:
+        """How often the row of each line was written, and the step that wrote it last, [n, 2]. Reads the lines."""
         end = self._layout.stored_bytes
-        updates, step = self.read(lines)[0, end - 8 : end].view(np.uint32).tolist()
+        return self.read(lines)[:, end - 8 : end].copy().view(np.uint32)
+
+    def describe(self, line: Tensor) -> dict[str, int]:
+        """The record of a line [1]."""
+        updates, step = self.records(line)[0].tolist()
         return {"updates": updates, "last_step": step}
 
     def fill(self, batch: Batch, flags: Tensor, ranks: Tensor, found: NDArray[np.bool_]) -> None:

@@ -9,124 +9,89 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...optim.kernel import struct_name
 from .batch import SLOT_HASH, Batch, LookupSpan
-from .device import THREADS, Argument, launch, struct_of
+from .device import THREADS, Argument, launch, struct_of, struct_type
 from .layout import Layout
 from .program import Program
 
-LINES = "ops/cuda/lines.cu"
+LINES, LOOKUPS = "ops/cuda/lines.cu", "ops/cuda/lookups.cu"
 WARP, SUM_BLOCK, MAX_SOURCES, MAX_HYPERS = 32, 256, 8, 504  # as in update.cu and sources.h
 # of each lookup: the gradient [rows of the lookup, dim], of one dtype, whether bags are means, its pooling weights
 Given = tuple[Sequence[Tensor], Sequence[bool], Sequence[Tensor | None]]
-_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _TYPES = {torch.float32: "Float32", torch.float16: "Float16", torch.bfloat16: "BFloat16"}
 
-_BAGS = np.dtype(
-    [("offsets", "<u8"), ("length", "<u8"), ("features", "<u8"), ("columns", "<u4"), ("batch", "<u4")], align=True
-)
-_POOLED_IDS = np.dtype(
-    [("inverse", "<u8"), ("weights", "<u8"), ("count", "<u8"), ("mean", "<u4"), ("bags", _BAGS)], align=True
-)
-_PART = np.dtype([("rows", "<u8"), ("begin", "<u4")], align=True)
-_SOURCES = np.dtype(
-    [
-        ("parts", _PART, (MAX_SOURCES,)),
-        ("count", "<u4"),
-        ("rows", "<u8"),
-        ("offsets", "<u8"),
-        ("sources", "<u8"),
-        ("scales", "<u8"),
-        ("n", "<u8"),
-    ],
-    align=True,
-)
-_NUMBERS = np.dtype([("hyper", "<f8", (MAX_HYPERS,)), ("scale", "<f4"), ("step", "<u4")])
+_BAGS = struct_type("uint64 offsets length features", "uint32 columns batch")
+_POOLED_IDS = struct_type("uint64 inverse weights count", "uint32 mean", ("bags", _BAGS))
+_PART = struct_type("uint64 rows", "uint32 begin")
+_SOURCES = struct_type(("parts", _PART, (MAX_SOURCES,)), "uint32 count", "uint64 rows offsets sources scales n")
+_NUMBERS = struct_type(("hyper", "<f8", (MAX_HYPERS,)), "float32 scale", "uint32 step")
 
 
 def gather(
     batch: Batch, layout: Layout, index: int, out: Tensor, mean: bool = False, weights: Tensor | None = None
 ) -> None:
     """out [rows of lookup `index`, dim], float32, float16 or bfloat16; pooled if the lookup has bags."""
-    lookup, name = batch.lookups[index], _NAMES[out.dtype]
-    program = _reading(batch, layout)
+    lookup = batch.lookups[index]
+    program = _lookups(layout, out.dtype, batch)
     if lookup.pooled:
         ids = _pooled(batch, lookup, mean, weights)
-        launch(layout.device, program, f"pool_{name}", lookup.bags, lanes_for(layout.dim), batch.views, ids, out)
-        return
-    inverse = batch.inverse[lookup.begin :]
-    lanes = lanes_for((layout.dim + 3) // 4)
-    launch(
-        layout.device, program, f"gather_{name}", lookup.size, lanes, batch.views, inverse, np.uint64(lookup.size), out
-    )
+        launch(layout.device, program, "pool", lookup.bags, layout.column_lanes, batch.views, ids, out)
+    else:
+        _gather(layout, program, batch, batch.inverse[lookup.begin :], lookup.size, out)
 
 
 def weights_grad(batch: Batch, layout: Layout, index: int, grads: Tensor, out: Tensor, mean: bool = False) -> None:
     """grads [bags, dim] as gathered -> out [n] float32, the gradient of each weight, 0 for padding."""
     lookup = batch.lookups[index]
-    kernel = f"weights_grad_{_NAMES[grads.dtype]}"
-    ids = _pooled(batch, lookup, mean, None)
-    launch(layout.device, _reading(batch, layout), kernel, lookup.bags, WARP, batch.views, ids, grads, out)
+    program, ids = _lookups(layout, grads.dtype, batch), _pooled(batch, lookup, mean, None)
+    launch(layout.device, program, "weights_grad", lookup.bags, WARP, batch.views, ids, grads, out)
 
 
-class RuleKernels:
-    """An optimizer's rule, compiled for a layout. `numbers` of its methods: what `write_numbers` wrote last."""
+def write_numbers(layout: Layout, rule: str, hyper: Sequence[float], step: int, scale: float, numbers: Tensor) -> None:
+    """Write the numbers of an update to `numbers`, memory of `new_numbers`, which the functions below take.
 
-    def __init__(self, layout: Layout, rule: str) -> None:
-        self._layout = layout
-        self._rule = rule
+    hyper: the rule's numbers, as from `RowOptimizer.hyper`. scale: multiplies the summed gradient of a row.
+    """
+    given = np.zeros((), _NUMBERS)
+    given["hyper"][: len(hyper)], given["scale"], given["step"] = hyper, scale, step
+    launch(layout.device, _program_of(layout, rule), "write_numbers", 1, WARP, given, numbers)
 
-    def write_numbers(self, hyper: Sequence[float], step: int, scale: float, numbers: Tensor) -> None:
-        """Write the numbers of an update to `numbers`, memory of `new_numbers`.
 
-        hyper: the rule's numbers, as from `RowOptimizer.hyper`. scale: multiplies the summed gradient of a row.
-        """
-        given = np.zeros((), _NUMBERS)
-        given["hyper"][: len(hyper)], given["scale"], given["step"] = hyper, scale, step
-        self._run("write_numbers", 1, given, numbers)
+def update(
+    layout: Layout, rule: str, batch: Batch, given: Given, numbers: Tensor, written: Tensor, faults: Tensor
+) -> None:
+    """Apply the rule to the rows of a batch. After a fault nothing is written.
 
-    def update(
-        self,
-        batch: Batch,
-        grads: Sequence[Tensor],
-        means: Sequence[bool],
-        weights: Sequence[Tensor | None],
-        numbers: Tensor,
-        written: Tensor,
-        faults: Tensor,
-    ) -> None:
-        """Apply the rule to the rows of a batch.
+    `written` [tables] int64 grows by the rows that are written for the first time.
+    """
+    program = _program_of(layout, rule, _dtype(given[0]))
+    sources, sums, _kept = _sum_blocks(program, layout, batch, given)
+    launch(
+        layout.device, program, "update_rows", batch.size, WARP, sources, batch.lines, batch.tables, batch.count,
+        numbers, sums, _whole(layout, batch), written, faults, _wide(layout, batch), batch.hashes, layout.seed,
+        SLOT_HASH,
+    )  # fmt: skip
 
-        grads: for each lookup, [rows of the lookup, dim], all of one dtype. `written` [tables] int64 grows by the rows
-        that are written for the first time. After a fault nothing is written.
-        """
-        program, layout = self._program(_dtype(grads)), self._layout
-        sources, sums, _kept = _sum_blocks(program, layout, batch, (grads, means, weights))
-        launch(
-            layout.device, program, "update_rows", batch.size, WARP, sources, batch.lines, batch.tables, batch.count,
-            numbers, sums, _whole(layout, batch), written, faults, _wide(layout, batch), batch.hashes, layout.seed,
-            SLOT_HASH,
-        )  # fmt: skip
 
-    def preview_catch_up(self, batch: Batch, numbers: Tensor) -> None:
-        """Let lookups read rows as of the beginning of the step, for a rule that catches up."""
-        memory = torch.empty(batch.size * self._layout.line_bytes, dtype=torch.uint8, device=batch.lines.device)
-        views = batch.empty(torch.int64)
-        address = np.uint64(batch.own(memory))
-        self._run(
-            "settle_rows", batch.size, batch.lines, batch.count, numbers, address, views, _wide(self._layout, batch)
-        )
-        batch.views = views
+def preview_catch_up(layout: Layout, rule: str, batch: Batch, numbers: Tensor) -> None:
+    """Let lookups read rows as of the beginning of the step, for a rule that catches up."""
+    memory = torch.empty(batch.size * layout.line_bytes, dtype=torch.uint8, device=batch.lines.device)
+    batch.own(memory)
+    views = batch.empty(torch.int64)
+    catch_up(layout, rule, batch, numbers, memory, views)
+    batch.views = views
 
-    def catch_up(self, batch: Batch, numbers: Tensor) -> None:
-        """Apply missed steps to the rows' embeddings and states, for a rule that catches up."""
-        self._run("catch_up_lines", batch.size, batch.lines, batch.count, numbers, _wide(self._layout, batch))
 
-    def _run(self, kernel: str, items: int, *arguments: Argument) -> None:
-        launch(self._layout.device, self._program(torch.float32), kernel, items, WARP, *arguments)
+def catch_up(
+    layout: Layout, rule: str, batch: Batch, numbers: Tensor, memory: Tensor | None = None, views: Tensor | None = None
+) -> None:
+    """Apply missed steps to the rows' embeddings and states, for a rule that catches up.
 
-    def _program(self, dtype: torch.dtype) -> Program:
-        macros = {"TIERBED_RULE": struct_name(self._rule), "TIERBED_GRADIENTS": _TYPES[dtype]}
-        return self._layout.program("ops/cuda/update.cu", **macros)
+    views [size]: the lines stay as they are; it gets the addresses of caught-up rows, in `memory` for as many lines.
+    """
+    arguments = (batch.lines, batch.count, numbers, memory, views, _wide(layout, batch))
+    launch(layout.device, _program_of(layout, rule), "catch_up_lines", batch.size, WARP, *arguments)
 
 
 def sum_rows(layout: Layout, batch: Batch, given: Given, positions: Tensor | None, out: Tensor) -> None:
@@ -149,7 +114,7 @@ def new_numbers(device: torch.device) -> Tensor:
 def assign(batch: Batch, layout: Layout, values: Tensor, step: int, written: Tensor, faults: Tensor) -> None:
     """Write values [size, dim] to the rows of unpooled lookups; the last write wins.
 
-    written, faults: as in `RuleKernels.update`.
+    written, faults: as in `update`.
     """
     groups = batch.groups
     launch(
@@ -158,37 +123,25 @@ def assign(batch: Batch, layout: Layout, values: Tensor, step: int, written: Ten
     )  # fmt: skip
 
 
-def count_new(layout: Layout, lines: Tensor, count: Tensor) -> Tensor:
-    """[1], how many of the first `count` [1] lines have `updates == 0`; an address of 0 counts as such a line."""
-    total = torch.zeros(1, dtype=torch.int64, device=lines.device)
-    launch(layout.device, layout.program(LINES), "count_new", len(lines), 1, lines, count, total)
-    return total
-
-
-def count_written(layout: Layout, batch: Batch) -> Tensor:
-    """[tables], how many rows of a batch whose lines are set were ever written."""
-    written = torch.zeros(layout.tables, dtype=torch.int64, device=batch.lines.device)
+def count_written(layout: Layout, batch: Batch, lines: Tensor) -> Tensor:
+    """[tables], how many rows of a batch were ever written, by their lines [size]; a row with a line of 0 was not."""
+    written = torch.zeros(layout.tables, dtype=torch.int64, device=lines.device)
     program = layout.program(LINES)
-    launch(layout.device, program, "count_written", batch.size, 1, batch.lines, batch.tables, batch.count, written)
+    launch(layout.device, program, "count_written", batch.size, 1, lines, batch.tables, batch.count, written)
     return written
 
 
-def initialise_missing(batch: Batch, layout: Layout, ranks: Tensor) -> None:
-    """Give each row whose line is zero initial values in memory of the batch; ranks: from `CudaFullTable.find`."""
-    if batch.size == 0:
-        return
+def initialise_missing(batch: Batch, layout: Layout) -> None:
+    """Give each row whose line is zero initial values in memory of the batch."""
     absent = batch.lines == 0
-    place_lines(batch, layout, ranks, batch.size)
+    batch.lines.copy_(torch.where(absent, new_lines(batch, layout, batch.size), batch.lines))
     initialise_lines(batch, layout, absent)
 
 
-def place_lines(batch: Batch, layout: Layout, ranks: Tensor, count: int) -> None:
-    """Give each of `count` rows without a line a line in memory of the batch. ranks: running sum of their flags."""
-    if not count:
-        return
+def new_lines(batch: Batch, layout: Layout, count: int) -> Tensor:
+    """The addresses of `count` lines in memory of the batch."""
     memory = torch.empty(count * layout.line_bytes, dtype=torch.uint8, device=batch.lines.device)
-    address, program = np.uint64(batch.own(memory)), layout.program(LINES)
-    launch(layout.device, program, "place_lines", batch.size, 1, ranks, batch.count, address, batch.lines)
+    return batch.own(memory) + layout.line_bytes * torch.arange(count, device=memory.device)
 
 
 def initialise_lines(batch: Batch, layout: Layout, only: Tensor) -> None:
@@ -201,9 +154,8 @@ def initialise_lines(batch: Batch, layout: Layout, only: Tensor) -> None:
 
 def copy_lines(layout: Layout, source: Tensor, to: Tensor) -> None:
     """Copy lines [n] by their addresses; an address of 0 on either side is skipped."""
-    lanes = lanes_for((layout.dim + 3) // 4)
-    n = np.uint64(len(source))
-    launch(layout.device, layout.program(LINES), "copy_lines", len(source), lanes, source, to, n)
+    n = len(source)
+    launch(layout.device, layout.program(LINES), "copy_lines", n, layout.copy_lanes, source, to, np.uint64(n))
 
 
 def wide_lines(batch: Batch, layout: Layout, positions: Tensor, owner: Batch) -> Tensor:
@@ -212,29 +164,15 @@ def wide_lines(batch: Batch, layout: Layout, positions: Tensor, owner: Batch) ->
     if not layout.is_narrow:
         return batch.views[inverse.to(torch.int64)]
     rows = torch.empty((len(inverse), layout.dim), dtype=torch.float32, device=batch.lines.device)
-    n = np.uint64(len(inverse))
-    lanes = lanes_for((layout.dim + 3) // 4)
-    launch(layout.device, layout.program(LINES), "gather_float32", len(inverse), lanes, batch.views, inverse, n, rows)
+    _gather(layout, _lookups(layout, torch.float32), batch, inverse, len(inverse), rows)
     return owner.own(rows) + 4 * layout.dim * torch.arange(len(inverse), device=rows.device)
 
 
-def copy_present(batch: Batch, layout: Layout) -> None:
-    """Replace the line of each row that has one by a copy, in memory of the batch."""
-    memory = torch.empty(batch.size * layout.line_bytes, dtype=torch.uint8, device=batch.lines.device)
-    copies = batch.own(memory) + layout.line_bytes * torch.arange(batch.size, device=batch.lines.device)
-    copies = torch.where(batch.lines != 0, copies, 0)
+def copy_rows(batch: Batch, layout: Layout) -> None:
+    """Give each row a line in memory of the batch, and if it had one a copy of that."""
+    copies = new_lines(batch, layout, batch.size)
     copy_lines(layout, batch.lines, copies)
     batch.lines.copy_(copies)
-
-
-def struct_name(rule: str) -> str:
-    """The name of a rule's struct in the header that engine/optim/kernel.py makes."""
-    return "".join(part.capitalize() for part in rule.split("_"))
-
-
-def lanes_for(words: int) -> int:
-    """The lanes that share an item of `words` words, as in layout.h."""
-    return min(1 << max(words - 1, 0).bit_length(), 32)
 
 
 def _pooled(batch: Batch, lookup: LookupSpan, mean: bool, weights: Tensor | None) -> np.ndarray:
@@ -245,6 +183,11 @@ def _pooled(batch: Batch, lookup: LookupSpan, mean: bool, weights: Tensor | None
     )  # fmt: skip
     inverse = batch.inverse.data_ptr() + 4 * lookup.begin
     return struct_of(_POOLED_IDS, inverse=inverse, weights=weights, count=lookup.bags, mean=mean, bags=bags)
+
+
+def _program_of(layout: Layout, rule: str, dtype: torch.dtype = torch.float32) -> Program:
+    macros = {"TIERBED_RULE": struct_name(rule), "TIERBED_GRADIENTS": _TYPES[dtype]}
+    return layout.program("ops/cuda/update.cu", **macros)
 
 
 def _dtype(grads: Sequence[Tensor]) -> torch.dtype:
@@ -260,7 +203,7 @@ def _reduce(kernel: str, layout: Layout, batch: Batch, given: Given, *arguments:
 def _sum_blocks(program: Program, layout: Layout, batch: Batch, given: Given) -> tuple[np.ndarray, Tensor, list[Any]]:
     """The sources of kernels, the sums of rows with many occurrences, and what keeps the sources' memory."""
     groups, (grads, means, weights) = batch.groups, given
-    scales = _scales(batch, layout, means, weights)
+    scales = _scales(_lookups(layout, _dtype(grads)), batch, means, weights)
     if len(grads) > MAX_SOURCES:
         grads = [torch.cat(list(grads))]
     grads = [grad if grad.data_ptr() % 16 == 0 else grad.clone() for grad in grads]  # lanes read up to 16 bytes
@@ -276,9 +219,14 @@ def _sum_blocks(program: Program, layout: Layout, batch: Batch, given: Given) ->
     return sources, sums, [grads, groups, scales]
 
 
-def _reading(batch: Batch, layout: Layout) -> Program:
-    """The program that reads the rows of a batch."""
-    return layout.program(LINES, "Float32" if batch.has_wide_lines else None)
+def _lookups(layout: Layout, dtype: torch.dtype, batch: Batch | None = None) -> Program:
+    """The program of lookups with outputs of `dtype`. batch: whose lines it reads, if those may be wide."""
+    row = "Float32" if batch is not None and batch.has_wide_lines else layout.type
+    return layout.program(LOOKUPS, TIERBED_GRADIENTS=_TYPES[dtype], TIERBED_ROW=row)
+
+
+def _gather(layout: Layout, program: Program, batch: Batch, inverse: Tensor, n: int, out: Tensor) -> None:
+    launch(layout.device, program, "gather", n, layout.copy_lanes, batch.views, inverse, np.uint64(n), out)
 
 
 def _whole(layout: Layout, batch: Batch) -> Tensor:
@@ -296,12 +244,12 @@ def _warps(layout: Layout, batch: Batch) -> int:
     return min(-(-batch.size * WARP // THREADS), layout.device.blocks) * THREADS // WARP
 
 
-def _scales(batch: Batch, layout: Layout, means: Sequence[bool], weights: Sequence[Tensor | None]) -> Tensor | None:
+def _scales(program: Program, batch: Batch, means: Sequence[bool], weights: Sequence[Tensor | None]) -> Tensor | None:
     """The factor of each occurrence's gradient, None if all factors are 1."""
     if not any(means) and all(given is None for given in weights):
         return None
     scales = batch.empty(torch.float32)
     for lookup, mean, given in zip(batch.lookups, means, weights, strict=True):
         ids, part = _pooled(batch, lookup, mean, given), scales[lookup.begin :]
-        launch(layout.device, layout.program(LINES), "scale_positions", lookup.bags, 1, ids, part)
+        launch(batch.device, program, "scale_positions", lookup.bags, 1, ids, part)
     return scales[batch.groups.order]

@@ -87,37 +87,23 @@ TIERBED_FN void catch_up_line(Tile tile, u64 line, const Rule& rule, Record was,
 }
 
 template <class Rule>
-TIERBED_FN void settle(const u64* lines, u64 count, const Rule& rule, u32 step, u64 memory, u64* views, u64 wide) {
+TIERBED_FN void catch_up_all(const u64* lines, u64 count, const Rule& rule, u32 step, u64 memory, u64* views, u64 wide) {
     if constexpr (Rule::CATCHES_UP)
         for_each_item<WARP>(count, [&](Tile tile, u64 row) {
-            const bool behind = is_behind(*record(lines[row], SHAPE), step, Rule::MISSES_UNWRITTEN);
-            const u64 view = behind ? memory + row * SHAPE.line_bytes : lines[row];
-            if (tile.lane == 0) views[row] = view;
+            const Record lifecycle = *record(lines[row], SHAPE);
+            const bool behind = is_behind(lifecycle, step, Rule::MISSES_UNWRITTEN);
+            const u64 line = behind && views ? memory + row * SHAPE.line_bytes : lines[row];
+            if (views && tile.lane == 0) views[row] = line;
             if (!behind) return;
-            copy_line(tile, view, lines[row], SHAPE);
+            if (views) copy_line(tile, line, lines[row], SHAPE);
             synchronise(tile);
-            catch_up_line(tile, view, rule, *record(lines[row], SHAPE), step, wide);
+            catch_up_line(tile, line, rule, lifecycle, step, wide);
         });
 }
 
-template <class Rule>
-TIERBED_FN void catch_up_all(const u64* lines, u64 count, const Rule& rule, u32 step, u64 wide) {
-    if constexpr (Rule::CATCHES_UP)
-        for_each_item<WARP>(count, [&](Tile tile, u64 i) {
-            const Record lifecycle = *record(lines[i], SHAPE);
-            if (is_behind(lifecycle, step, Rule::MISSES_UNWRITTEN))
-                catch_up_line(tile, lines[i], rule, lifecycle, step, wide);
-        });
-}
-
-// Lets lookups see rows at the beginning of the step: views [count] are the lines, or for rows that are behind caught-up
-// copies in `memory`, which has room for `count` lines.
-extern "C" __global__ void settle_rows(const u64* lines, const u32* count, const Numbers* numbers, u64 memory,
-                                       u64* views, u64 wide) {
-    settle(lines, *count, Rule(numbers->hyper), numbers->step, memory, views, wide);
-}
-
-// Brings embedding and state of the first `count` lines to the beginning of the step.
-extern "C" __global__ void catch_up_lines(const u64* lines, const u32* count, const Numbers* numbers, u64 wide) {
-    catch_up_all(lines, *count, Rule(numbers->hyper), numbers->step, wide);
+// Brings embedding and state of the first `count` lines to the beginning of the step. With views [count], lines stay as
+// they are: views become the lines, or for rows that are behind caught-up copies in `memory`, which has room for `count`.
+extern "C" __global__ void catch_up_lines(const u64* lines, const u32* count, const Numbers* numbers, u64 memory,
+                                          u64* views, u64 wide) {
+    catch_up_all(lines, *count, Rule(numbers->hyper), numbers->step, memory, views, wide);
 }

@@ -142,26 +142,10 @@ TIERBED_FN void prefetch_to_write(u64 address, u32 bytes) {
 TIERBED_FN u32 multiply_high(u32 a, u32 b) { return static_cast<u32>((static_cast<u64>(a) * b) >> 32); }
 TIERBED_FN u32 ballot(Tile, bool predicate) { return predicate ? 1u : 0u; }
 TIERBED_FN u32 lowest_bit(u32 mask) { return static_cast<u32>(__builtin_ctz(mask)); }
-TIERBED_FN u32 bits_of(float x) {
-    u32 bits;
-    __builtin_memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-TIERBED_FN float float_of(u32 bits) {
-    float x;
-    __builtin_memcpy(&x, &bits, sizeof x);
-    return x;
-}
-TIERBED_FN u64 bits_of(double x) {
-    u64 bits;
-    __builtin_memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-TIERBED_FN double double_of(u64 bits) {
-    double x;
-    __builtin_memcpy(&x, &bits, sizeof x);
-    return x;
-}
+TIERBED_FN u32 bits_of(float x) { return __builtin_bit_cast(u32, x); }
+TIERBED_FN float float_of(u32 bits) { return __builtin_bit_cast(float, bits); }
+TIERBED_FN u64 bits_of(double x) { return __builtin_bit_cast(u64, x); }
+TIERBED_FN double double_of(u64 bits) { return __builtin_bit_cast(double, bits); }
 TIERBED_FN float square_root(float x) { return __builtin_sqrtf(x); }
 TIERBED_FN double square_root(double x) { return __builtin_sqrt(x); }
 TIERBED_FN void synchronise(Tile) {}

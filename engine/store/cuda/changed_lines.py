@@ -30,24 +30,21 @@ class ChangedLines:
             larger[: len(self._changed)] = self._changed
             self._changed = larger
         with self._table.exclusive():
-            self._changed.index_fill_(0, self._table.numbers_of(self._table.lines_of(batch)) + 1, True)
+            self._changed.index_fill_(0, self._table.numbers_of(batch) + 1, True)
 
     def names(self) -> tuple[TableIds, Keys]:
         """The keys of the changed rows; waits for the device."""
         with self._table.exclusive():
-            return self._names()
+            if not self._changed[1:].any():
+                return np.empty(0, np.uint32), np.empty(0, np.uint64)
+            hashes, tables, lines, _ = self._table.rows()
+            flagged = (self._changed[1 : len(lines) + 1] & (lines[: len(self._changed) - 1] != 0)).nonzero()[:, 0]
+            hashes, tables = hashes[flagged], tables[flagged]
+            keys = keys_of(self._table.device, hashes, tables)
+            return tables.cpu().numpy().view(np.uint32), keys.cpu().numpy().view(np.uint64)
 
     def forget(self) -> None:
         self._changed.zero_()
-
-    def _names(self) -> tuple[TableIds, Keys]:
-        if not self._changed[1:].any():
-            return np.empty(0, np.uint32), np.empty(0, np.uint64)
-        hashes, tables, lines, _ = self._table.rows()
-        flagged = (self._changed[1 : len(lines) + 1] & (lines[: len(self._changed) - 1] != 0)).nonzero()[:, 0]
-        hashes, tables = hashes[flagged], tables[flagged]
-        keys = keys_of(self._table.device, hashes, tables)
-        return tables.cpu().numpy().view(np.uint32), keys.cpu().numpy().view(np.uint64)
 
 
 class WriteBackLog:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +63,25 @@ class CudaTableImage:
 
     def save_before_images(self, batch: Batch) -> None:
         with self._table.exclusive():
-            self._save(self._table.lines_of(batch))
+            numbers = self._table.numbers_of(batch) + 1
+            numbers = torch.where(numbers < len(self._positions), numbers, 0)
+            positions = self._positions[numbers]
+            unsaved = (positions >= 0).nonzero()[:, 0]
+            positions = positions[unsaved].sort().values
+            if len(positions) == 0:
+                return
+            before = self._staging.read(self._rows.lines[positions])[:, : self._layout.stored_bytes]
+            on_host = positions.cpu().numpy()
+            bounds = np.searchsorted(on_host, self._rows.bounds)
+            parts = [  # copies, so that buckets are freed singly
+                (bucket, (on_host[begin:end].copy(), before[begin:end].copy()))
+                for bucket, (begin, end) in enumerate(itertools.pairwise(bounds.tolist()))
+                if begin < end
+            ]
+            self._positions[numbers[unsaved]] = -1
+            for bucket, part in parts:
+                self._before_images[bucket].append(part)
+            self.before_image_bytes += on_host.nbytes + before.nbytes
 
     def save_before_images_of(self, tables: TableIds, keys: Keys) -> None:
         self.save_before_images(rows_of(self._layout.device, tables, keys, self._faults))
@@ -91,7 +108,7 @@ class CudaTableImage:
         packed = rows.view(row_dtype(self._layout.width))[: end - begin]
         source = self._rows
         # after what the training thread has launched, and before what it will launch
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream):
             lines = self._staging.pack(
                 source.tables[begin:end], source.keys[begin:end], source.lines[begin:end], packed
             )
@@ -101,27 +118,6 @@ class CudaTableImage:
             lines[positions[part] - begin] = before[part]
         self._at = end
         return end - begin
-
-    def _save(self, lines: Tensor) -> None:
-        numbers = self._table.numbers_of(lines) + 1
-        numbers = torch.where(numbers < len(self._positions), numbers, 0)
-        positions = self._positions[numbers]
-        unsaved = (positions >= 0).nonzero()[:, 0]
-        positions, order = positions[unsaved].sort()
-        if len(order) == 0:
-            return
-        before = self._staging.read(lines[unsaved[order]])[:, : self._layout.stored_bytes]
-        on_host = positions.cpu().numpy()
-        bounds = np.searchsorted(on_host, self._rows.bounds)
-        parts = [
-            (bucket, (on_host[begin:end].copy(), before[begin:end].copy()))  # copies, so that buckets are freed singly
-            for bucket, (begin, end) in enumerate(itertools.pairwise(bounds.tolist()))
-            if begin < end
-        ]
-        self._positions[numbers[unsaved]] = -1
-        for bucket, part in parts:
-            self._before_images[bucket].append(part)
-        self.before_image_bytes += on_host.nbytes + before.nbytes
 
 
 class CudaFullStore(TopTier[Batch]):
@@ -160,7 +156,7 @@ class CudaFullStore(TopTier[Batch]):
         self.table.count(batch, ranks)
         if batch.size and not trains:
             self._peeked += torch.stack([batch.count[0], ranks[-1]])
-        initialise_missing(batch, self.layout, ranks)
+        initialise_missing(batch, self.layout)
         self._faults.post(batch)
 
     def peeked(self) -> tuple[int, int, int]:
@@ -190,12 +186,28 @@ class CudaFullStore(TopTier[Batch]):
         source = self.sorted_rows()
         for bucket in range(BUCKETS):
             for begin in range(source.bounds[bucket], source.bounds[bucket + 1], SCAN_ROWS):
-                rows = slice(begin, min(begin + SCAN_ROWS, source.bounds[bucket + 1]))
-                yield bucket, self._packed(source.tables[rows], source.keys[rows], source.lines[rows])
+                part = slice(begin, min(begin + SCAN_ROWS, source.bounds[bucket + 1]))
+                tables, keys = source.tables[part], source.keys[part]
+                rows = np.empty(len(keys), row_dtype(self.layout.width))
+                with self.table.exclusive():
+                    self.staging.pack(tables, keys, source.lines[part], rows)
+                yield bucket, rows
 
     def sorted_rows(self) -> SortedRows:
         with self.table.exclusive():
-            return self._sorted_rows()
+            hashes, tables, lines, updates = self.table.rows()
+            numbers = updates.nonzero()[:, 0]
+            hashes, tables = hashes[numbers], tables[numbers]
+            keys = keys_of(self.layout.device, hashes, tables)
+            buckets = (hashes >> 58) & (BUCKETS - 1)
+            order = (keys ^ torch.iinfo(torch.int64).min).argsort()  # in the order of unsigned numbers
+            for names in (tables, buckets):
+                order = order[names[order].argsort(stable=True)]
+            bounds = torch.searchsorted(buckets[order], torch.arange(BUCKETS + 1, device=order.device))
+            owners, numbers = tables[order].cpu().numpy().view(np.uint32), numbers[order]
+            return SortedRows(
+                owners, keys[order].cpu().numpy().view(np.uint64), lines[numbers], numbers, bounds.cpu().numpy()
+            )
 
     def image(self, top: Any) -> CudaTableImage:
         return CudaTableImage(self.table, self.layout, self.sorted_rows, self._faults.word)
@@ -208,10 +220,10 @@ class CudaFullStore(TopTier[Batch]):
         batch = rows_of(self.layout.device, tables, keys, self._faults.word)
         self.table.find(batch)
         resident = (batch.lines != 0).nonzero()[:, 0]
-        self.staging.read(batch.lines[resident])
+        records = self.staging.records(batch.lines[resident])
         rows = resident.cpu().numpy()
         found = np.zeros(len(keys), np.bool_)
-        found[rows] = self.staging.updates(len(rows)) != 0
+        found[rows] = records[:, 0] != 0
         staged = self.staging.rows(len(rows))[2]
         _core.copy_lines(self._host_layout, staged[found[rows]], lines[found])
         return found
@@ -223,7 +235,7 @@ class CudaFullStore(TopTier[Batch]):
     def locate(self, table: int, key: int) -> list[dict[str, Any]]:
         batch = one_row(self.layout.device, table, key, self._faults.word)
         self.table.find(batch)
-        line = int(self.table.numbers_of(batch.lines))
+        line = int(self.table.numbers_of(batch))
         return [] if line < 0 else [{"tier": self._tier, **self.staging.describe(batch.lines), "line": line}]
 
     def metrics(self) -> dict[str, dict[str, float]]:
@@ -233,26 +245,4 @@ class CudaFullStore(TopTier[Batch]):
         return {self._tier: {**counts, **moved, **sizes, "index_bytes": self.table.index_bytes}}
 
     def hit_counts(self) -> HitCounts:
-        counts: HitCounts = self.table.hit_counters.total().cpu().numpy()
-        return counts
-
-    def _sorted_rows(self) -> SortedRows:
-        hashes, tables, lines, updates = self.table.rows()
-        numbers = updates.nonzero()[:, 0]
-        hashes, tables = hashes[numbers], tables[numbers]
-        keys = keys_of(self.layout.device, hashes, tables)
-        buckets = (hashes >> 58) & (BUCKETS - 1)
-        order = (keys ^ torch.iinfo(torch.int64).min).argsort()  # in the order of unsigned numbers
-        for names in (tables, buckets):
-            order = order[names[order].argsort(stable=True)]
-        bounds = torch.searchsorted(buckets[order], torch.arange(BUCKETS + 1, device=order.device))
-        owners, numbers = tables[order].cpu().numpy().view(np.uint32), numbers[order]
-        return SortedRows(
-            owners, keys[order].cpu().numpy().view(np.uint64), lines[numbers], numbers, bounds.cpu().numpy()
-        )
-
-    def _packed(self, tables: TableIds, keys: Keys, lines: Tensor) -> NDArray[np.void]:
-        rows = np.empty(len(keys), row_dtype(self.layout.width))
-        with self.table.exclusive():
-            self.staging.pack(tables, keys, lines, rows)
-        return rows
+        return self.table.hit_counters.total()

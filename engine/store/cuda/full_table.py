@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...ops.cuda.batch import SLOT_HASH, Batch
 from ...ops.cuda.counters import HitCounters
-from ...ops.cuda.device import launch, struct_of
+from ...ops.cuda.device import launch, struct_of, struct_type
 from ...ops.cuda.layout import Layout
 
 SLOT_BYTES = 16
@@ -20,9 +20,7 @@ MIN_BITS = 10  # lines of the first segment of a table that grows, as a power of
 MAX_ROWS = (1 << 32) * 3 // 4
 PROBE_LANES, WARP = 8, 32  # as in full_table.cu
 
-COUNTS = ("used", "erased", "insertions")
-
-_SEGMENTS = np.dtype([("begins", "<u8"), ("room", "<u8"), ("base_bits", "<u4")], align=True)
+_INDEX = struct_type("uint64 slots", "uint32 mask", "uint64 begins room", "uint32 base_bits")
 
 
 class CudaFullTable:
@@ -44,12 +42,11 @@ class CudaFullTable:
         self._base_bits = MIN_BITS if capacity is None else max(capacity - 1, 1).bit_length()
         self._segments: list[Tensor] = []
         self._addresses = self._zeros(32, torch.int64)
-        self._bounds = self._zeros((3, 0), torch.int64)  # begin, end and first row's number of each segment, by begin
-        self._room = 0  # how many rows there is memory for
+        self.room = 0  # how many rows there is memory for
         self._max_rows = 0  # an upper bound of its rows, known without waiting
         self.nowhere = self._zeros(layout.line_bytes, torch.uint8)  # the line of rows that do not fit
         self._slots = self._zeros(16 * SLOT_BYTES, torch.uint8)
-        self._counts = self._zeros(len(COUNTS), torch.int64)
+        self._counts = self._zeros(3, torch.int64)  # as in full_table.cu
         self.hit_counters = HitCounters(layout)
         # around reads of its rows outside of a store's calls, for a table that another thread changes as well
         self.exclusive: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -62,13 +59,13 @@ class CudaFullTable:
 
     def find(self, batch: Batch) -> Tensor:
         """Set `batch.lines`, zero for absent rows. Returns the running count of absent rows, [size]."""
-        return self._find(batch, batch.lines).cumsum(0, dtype=torch.int32)
+        return self._find(batch, batch.lines, None).cumsum(0, dtype=torch.int32)
 
-    def lines_of(self, batch: Batch) -> Tensor:
-        """The addresses [size] that `find` would set; `batch.lines` is unchanged."""
-        lines = torch.empty_like(batch.lines)
-        self._find(batch, lines)
-        return lines
+    def numbers_of(self, batch: Batch) -> Tensor:
+        """The number of each row's line, int64 [size]; -1 for absent rows. `batch.lines` is unchanged."""
+        numbers = torch.empty_like(batch.lines)
+        self._find(batch, torch.empty_like(batch.lines), numbers)
+        return numbers
 
     def insert_missing(self, batch: Batch, ranks: Tensor, record_only: bool = False) -> None:
         """Insert and initialise each row whose line is zero, given what `find` returned.
@@ -80,7 +77,7 @@ class CudaFullTable:
             self._reserve(batch.size, ranks)
         n = np.uint64(batch.size)
         self._run(
-            "insert_rows", batch.size, WARP, *self.index(), self._counts, self._erased_at, batch.hashes, batch.tables,
+            "insert_rows", batch.size, WARP, self.index(), self._counts, self._erased_at, batch.hashes, batch.tables,
             batch.count, ranks, n, batch.lines, self._layout.initial, SLOT_HASH, np.uint32(record_only),
             self.nowhere, batch.faults,
         )  # fmt: skip
@@ -91,11 +88,11 @@ class CudaFullTable:
         if batch.size == 0:
             return
         n, clusters = np.uint64(batch.size), batch.empty(torch.int64)
-        slots, mask, _ = self.index()
-        self._run("find_clusters", batch.size, 1, slots, mask, batch.hashes, lines, batch.count, n, clusters)
+        index = self.index()
+        self._run("find_clusters", batch.size, 1, index, batch.hashes, lines, batch.count, n, clusters)
         clusters, order = torch.sort(clusters, stable=True)
         erased = batch.empty(torch.int32)
-        self._run("erase_rows", batch.size, 1, slots, mask, batch.hashes, batch.tables, clusters, order, n, erased)
+        self._run("erase_rows", batch.size, 1, index, batch.hashes, batch.tables, clusters, order, n, erased)
         free = int(self._counts[1])
         self.device.record_stream(self._erased)
         self._erased = torch.cat([self._erased[:free], erased[erased != 0], self._zeros(1, torch.int32)])
@@ -111,21 +108,6 @@ class CudaFullTable:
         used, erased, insertions = self._counts.tolist()
         hits, misses = self.hit_counters.total().sum(0).tolist()
         return {"resident_rows": used - erased, "hits": hits, "misses": misses, "insertions": insertions}
-
-    def numbers_of(self, lines: Tensor) -> Tensor:
-        """The number of the line at each address [n], int64 [n]; -1 for an address outside this table."""
-        if not self._segments:
-            return torch.full_like(lines, -1)
-        begins, ends, firsts = self._bounds
-        segment = torch.searchsorted(begins, lines, right=True) - 1  # -1 for an address before all
-        inside = (segment >= 0) & (lines < ends[segment])
-        numbers = firsts[segment] + (lines - begins[segment]) // self._layout.line_bytes
-        return torch.where(inside, numbers, -1)
-
-    @property
-    def room(self) -> int:
-        """How many rows there is memory for."""
-        return self._room
 
     @property
     def index_bytes(self) -> int:
@@ -143,34 +125,32 @@ class CudaFullTable:
         used = int(self._counts[0])
         hashes, lines = self._zeros(used, torch.int64), self._zeros(used, torch.int64)
         tables, updates = self._zeros(used, torch.int32), self._zeros(used, torch.int32)
-        slots = self._slots.nbytes // SLOT_BYTES
-        memory = self.index()[2]
-        self._run("list_rows", slots, 1, self._slots, np.uint64(slots), memory, hashes, tables, lines, updates)
+        self._run("list_rows", self._slots.nbytes // SLOT_BYTES, 1, self.index(), hashes, tables, lines, updates)
         return hashes, tables, lines, updates
 
-    def index(self) -> tuple[Tensor, np.uint32, np.ndarray]:
-        """The arguments by which kernels find lines: slots, mask, and the LineSegments of segments.h."""
-        segments = struct_of(_SEGMENTS, begins=self._addresses, room=self._room, base_bits=self._base_bits)
-        return self._slots, np.uint32(self._slots.nbytes // SLOT_BYTES - 1), segments
+    def index(self) -> np.ndarray:
+        """The LineIndex of segments.h, a struct by value."""
+        mask, at = self._slots.nbytes // SLOT_BYTES - 1, self._addresses
+        return struct_of(_INDEX, slots=self._slots, mask=mask, begins=at, room=self.room, base_bits=self._base_bits)
 
-    def _find(self, batch: Batch, lines: Tensor) -> Tensor:
+    def _find(self, batch: Batch, lines: Tensor, numbers: Tensor | None) -> Tensor:
         """Set lines [size]. Returns which rows are absent, int32 [size]."""
         missing = batch.empty(torch.int32)
         self._run(
-            "find_rows", batch.size, PROBE_LANES, *self.index(), batch.hashes, batch.tables, batch.count,
-            np.uint64(batch.size), lines, missing,
+            "find_rows", batch.size, PROBE_LANES, self.index(), batch.hashes, batch.tables, batch.count,
+            np.uint64(batch.size), lines, missing, numbers,
         )  # fmt: skip
         return missing
 
     def _reserve(self, more: int, ranks: Tensor) -> None:
-        if self._max_rows + more > self._room and more:
+        if self._max_rows + more > self.room and more:
             used, erased, missing = torch.stack([*self._counts[:2], ranks[-1].to(torch.int64)]).tolist()  # waits
             self._max_rows, more = used, max(missing - erased, 0)
         self._max_rows += more
         if self._max_rows > MAX_ROWS:
             raise MemoryError(f"{self._max_rows} rows; a table holds up to {MAX_ROWS}")
         self._grow_index(self._max_rows)
-        while self._room < self._max_rows:
+        while self.room < self._max_rows:
             self._add_segment(1 << (self._base_bits + len(self._segments)))
 
     def _grow_index(self, rows: int) -> None:
@@ -193,12 +173,7 @@ class CudaFullTable:
             segment = torch.empty(size, dtype=torch.uint8, device=self.device.torch_device)
         self._addresses[len(self._segments)] = segment.data_ptr()
         self._segments.append(segment)
-        begin = segment.data_ptr()
-        place = torch.tensor([[begin], [begin + size], [self._room]], device=self._bounds.device)
-        places = torch.cat([self._bounds, place], 1)
-        self.device.record_stream(self._bounds)
-        self._bounds = places[:, places[0].argsort()]
-        self._room += lines
+        self.room += lines
 
-    def _zeros(self, size: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def _zeros(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(size, dtype=dtype, device=self.device.torch_device)

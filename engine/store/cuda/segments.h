@@ -19,4 +19,16 @@ struct LineSegments {
     }
 };
 
+// Where kernels find the lines of a full table.
+struct LineIndex {
+    IndexView view;
+    LineSegments memory;
+
+    // The address of a row's line, or 0.
+    TIERBED_FN u64 find(Tile tile, u64 hash, u32 table) const {
+        const u32 row = find_row(tile, view, hash, table);
+        return row ? memory.address(row - 1) : 0;
+    }
+};
+
 }  // namespace tierbed

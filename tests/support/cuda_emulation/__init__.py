@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from tierbed.engine.ops.cuda.device import THREADS
+from tierbed.engine.ops.cuda.device import THREADS, Device
 from tierbed.engine.ops.cuda.program import Program
 
 from .building import library
@@ -25,7 +25,7 @@ class _Recording(local):
     current: Recording | None = None  # of a thread, as CUDA has it of a stream
 
 
-class EmulatedDevice:
+class EmulatedDevice(Device):
     """`seed` other than 0 starts blocks and lets lanes run in a random order."""
 
     torch_device = torch.device("cpu")

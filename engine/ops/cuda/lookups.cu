@@ -1,0 +1,58 @@
+// Outputs of lookups and gradients of their weights, of one type (TIERBED_GRADIENTS), from embeddings of one type
+// (TIERBED_ROW).
+#include "ops/kernels/pool.h"
+#include "layout.h"
+#include "items.h"
+
+using namespace tierbed;
+
+using Type = TIERBED_GRADIENTS;
+using Row = TIERBED_ROW;
+
+// out [n, dim]: the embedding of each position, zeros for padding (-1)
+extern "C" __global__ void gather(const u64* lines, const i32* inverse, u64 n, Type::Stored* out) {
+    for_each_item<COPY_LANES>(n, [&](Tile tile, u64 i) {
+        gather_row<Row, Type>(tile, out + i * SHAPE.dim, inverse[i] < 0 ? 0 : lines[inverse[i]], SHAPE.dim);
+    });
+}
+
+// The ids of a lookup, in bags.
+struct PooledIds {
+    const i32* inverse;
+    const float* weights;
+    u64 count;
+    u32 mean;
+    Bags bags;
+
+    TIERBED_FN u64 begin(u64 bag) const { return bags.begin(bag); }
+    TIERBED_FN Bag at(u64 bag) const {
+        const u64 first = bags.begin(bag), last = bags.end(bag);
+        return Bag{inverse + first, weights ? weights + first : nullptr,
+                   last < first ? 0 : static_cast<u32>(last - first), mean != 0};
+    }
+};
+
+// out [bags, dim]
+extern "C" __global__ void pool(const u64* lines, PooledIds ids, Type::Stored* out) {
+    for_each_item<COLUMN_LANES>(ids.count, [&](Tile tile, u64 bag) {
+        pool_row<Row, Type>(tile, out + ids.bags.row(bag) * SHAPE.dim, lines, ids.at(bag), SHAPE.dim);
+    });
+}
+
+// grads [bags, dim] -> out [n]
+extern "C" __global__ void weights_grad(const u64* lines, PooledIds ids, const Type::Stored* grads, float* out) {
+    for_each_item<WARP>(ids.count, [&](Tile tile, u64 bag) {
+        pool_weights_grad<Row, Type>(tile, out + ids.begin(bag), lines, ids.at(bag),
+                                     grads + ids.bags.row(bag) * SHAPE.dim, SHAPE.dim);
+    });
+}
+
+// scales [n]: what the gradient of each position is multiplied by, its weight and for a mean its share of the bag
+extern "C" __global__ void scale_positions(PooledIds ids, float* scales) {
+    for_each(ids.count, [&](u64 number) {
+        const Bag bag = ids.at(number);
+        const float share = bag.mean ? 1.0f / static_cast<float>(rows_of(bag)) : 1.0f;
+        float* out = scales + ids.begin(number);
+        for (u32 i = 0; i < bag.count; ++i) out[i] = bag.weights ? bag.weights[i] * share : share;
+    });
+}
