@@ -14,7 +14,7 @@ class BatchRows {
 public:
     BatchRows(Batch& batch, bool own_lines) : batch_(batch) {
         const auto& [order, begin] = batch.buckets();
-        const u64* const own = own_lines && batch.own_lines.size() ? batch.own_lines.data() : nullptr;
+        const u64* const own = own_lines ? batch.own_lines.data() : nullptr;
         rows = {batch.tables.data(), batch.hashes.data(), batch.lines.data(), own, begin};
         if (order.size() == 0) return;
         tables_ = Buffer<u32>(batch.unique);

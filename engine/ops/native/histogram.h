@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
@@ -25,15 +26,9 @@ public:
         }
     }
 
-    std::uint64_t count() const {
-        std::uint64_t count = 0;
-        for (const std::atomic<std::uint64_t>& bucket : buckets_) count += bucket.load(std::memory_order_relaxed);
-        return count;
-    }
-
     // The q-quantile in seconds, q in [0, 1]: the middle of its bucket, at most `max`. 0 if nothing was added.
     double quantile(double q) const {
-        const std::uint64_t all = count();
+        const std::uint64_t all = std::accumulate(buckets_.begin(), buckets_.end(), std::uint64_t{0});
         if (all == 0) return 0;
         const double wanted = q * static_cast<double>(all);
         std::uint64_t below = 0;

@@ -3,7 +3,6 @@
 #include <cstring>
 #include <limits>
 #include <unistd.h>
-#include <utility>
 
 #include <rocksdb/db.h>
 #include <rocksdb/file_checksum.h>

@@ -125,9 +125,9 @@ rocksdb::Options own_options(const RocksOptions& options) {
     database.avoid_unnecessary_blocking_io = true;
     database.avoid_flush_during_shutdown = true;  // without an explicit flush() the live rows are not served again
     database.info_log = std::make_shared<NoLog>();
-    database.allow_mmap_reads = options.read_mode == ReadMode::MMAP;
-    database.use_direct_reads = options.read_mode == ReadMode::DIRECT;
-    database.use_direct_io_for_flush_and_compaction = options.read_mode == ReadMode::DIRECT;
+    database.allow_mmap_reads = options.read_mode == "mmap";
+    database.use_direct_reads = options.read_mode == "direct";
+    database.use_direct_io_for_flush_and_compaction = options.read_mode == "direct";
     database.file_checksum_gen_factory = rocksdb::GetFileChecksumGenCrc32cFactory();
     database.listeners.push_back(std::make_shared<Recoverable>());
     return database;
@@ -169,7 +169,7 @@ void align_blocks(rocksdb::Options& options, std::size_t row_bytes, const NamedO
 
 }  // namespace
 
-bool caches_blocks(const RocksOptions& options) { return options.read_mode == ReadMode::DIRECT && options.cache_bytes; }
+bool caches_blocks(const RocksOptions& options) { return options.read_mode == "direct" && options.cache_bytes; }
 
 rocksdb::Options shard_options(const RocksOptions& options, std::size_t row_bytes) {
     rocksdb::Options database = own_options(options);
@@ -182,7 +182,7 @@ rocksdb::Options shard_options(const RocksOptions& options, std::size_t row_byte
 }
 
 void check_options(const NamedOptions& more) {
-    shard_options({false, false, 1, 4096, 1 << 20, 1 << 20, ReadMode::BUFFERED, false, 1, more}, 64);
+    shard_options({false, false, 1, 4096, 1 << 20, 1 << 20, "buffered", false, 1, more}, 64);
 }
 
 std::string library_version() { return rocksdb::GetRocksVersionAsString(); }

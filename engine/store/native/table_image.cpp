@@ -30,7 +30,7 @@ void TableImage::save_before_image(u32 bucket, u64 hash, u32 table, const void* 
 }
 
 void TableImage::save_before_images(const Batch& batch) {
-    const u64* const own = batch.own_lines.size() ? batch.own_lines.data() : nullptr;
+    const u64* const own = batch.own_lines.data();
     const BucketOrder& order = batch.buckets();
     parallel_for(BUCKETS, batch.unique, [&](std::size_t b) {
         const u32 bucket = static_cast<u32>(b);
