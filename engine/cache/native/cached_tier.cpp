@@ -9,6 +9,9 @@
 namespace tierbed {
 namespace {
 
+constexpr std::size_t FLUSH_ROWS = 1 << 16;  // at once
+constexpr std::size_t GRAIN = 512, AHEAD = 4;
+
 // The rows of a batch by bucket: copies, if the batch has them in the order of their numbers.
 class BatchRows {
 public:
@@ -228,13 +231,6 @@ std::pair<std::size_t, std::size_t> CachedTier::peek(Batch& batch) {
     const std::vector<u32> updates = read_below(missing.rows(), false);
     return {updates.size(), static_cast<std::size_t>(std::count(updates.begin(), updates.end(), 0u))};
 }
-
-namespace {
-
-constexpr std::size_t FLUSH_ROWS = 1 << 16;  // at once
-constexpr std::size_t GRAIN = 512, AHEAD = 4;
-
-}  // namespace
 
 bool CachedTier::admit(const RequestedRows& requested, u32 number, Purpose purpose) {
     std::unique_lock lock(threads_->directory);

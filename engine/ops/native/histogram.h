@@ -71,7 +71,6 @@ public:
         histogram_.add(static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(took).count()));
     }
     Timer(const Timer&) = delete;
-    Timer& operator=(const Timer&) = delete;
 
 private:
     Histogram& histogram_;

@@ -33,29 +33,6 @@ const char TABLE[] = "block_based_table_factory";
     throw std::invalid_argument(name + "='" + value + "': " + reason);
 }
 
-}  // namespace
-
-NamedOptions parse_options(const std::string& text) {
-    std::unordered_map<std::string, std::string> map;
-    const rocksdb::Status status = rocksdb::StringToMap(text, &map);
-    if (!status.ok())
-        throw std::invalid_argument("'" + text + "': " + status.ToString() + "; give name=value;name={name=value;...}");
-    std::set<std::string> names;
-    for (std::size_t at = 0, end; (at = text.find_first_not_of(" \t\n{", at)) != std::string::npos; at = end + 1) {
-        const std::size_t equals = text.find('=', at);
-        std::string value, name = text.substr(at, equals - at);
-        name.erase(name.find_last_not_of(" \t\n") + 1);
-        if (map.count(name) && !names.insert(name).second) refuse(name, map[name], "it is given twice; give it once");
-        const rocksdb::Status rest = rocksdb::OptionTypeInfo::NextToken(text, ';', equals + 1, &end, &value);
-        if (!rest.ok() || end == std::string::npos) break;
-    }
-    NamedOptions named(map.begin(), map.end());
-    std::sort(named.begin(), named.end());
-    return named;
-}
-
-namespace {
-
 constexpr int MERGED = 8;    // memtables that one flush writes
 constexpr int BUFFERS = 12;  // memtables of a shard, at most: those of a flush, and others to write to meanwhile
 constexpr std::size_t SMALLEST_BUFFER = 64 << 10;  // RocksDB raises a smaller memtable to it
@@ -168,6 +145,25 @@ void align_blocks(rocksdb::Options& options, std::size_t row_bytes, const NamedO
 }
 
 }  // namespace
+
+NamedOptions parse_options(const std::string& text) {
+    std::unordered_map<std::string, std::string> map;
+    const rocksdb::Status status = rocksdb::StringToMap(text, &map);
+    if (!status.ok())
+        throw std::invalid_argument("'" + text + "': " + status.ToString() + "; give name=value;name={name=value;...}");
+    std::set<std::string> names;
+    for (std::size_t at = 0, end; (at = text.find_first_not_of(" \t\n{", at)) != std::string::npos; at = end + 1) {
+        const std::size_t equals = text.find('=', at);
+        std::string value, name = text.substr(at, equals - at);
+        name.erase(name.find_last_not_of(" \t\n") + 1);
+        if (map.count(name) && !names.insert(name).second) refuse(name, map[name], "it is given twice; give it once");
+        const rocksdb::Status rest = rocksdb::OptionTypeInfo::NextToken(text, ';', equals + 1, &end, &value);
+        if (!rest.ok() || end == std::string::npos) break;
+    }
+    NamedOptions named(map.begin(), map.end());
+    std::sort(named.begin(), named.end());
+    return named;
+}
 
 bool caches_blocks(const RocksOptions& options) { return options.read_mode == "direct" && options.cache_bytes; }
 
