@@ -115,8 +115,10 @@ public:
         if (size > std::size_t{1} << 31) throw std::length_error("a map of rows is full: 2^31 slots");
         RowMap larger;
         larger.slots_ = Pages(size * sizeof(Slot));
-        for_each([&](const Slot& slot) { insert_row(larger.view(), slot); });
+        larger.view_ = {reinterpret_cast<Slot*>(larger.slots_.start()), static_cast<u32>(size - 1)};
+        for_each([&](const Slot& slot) { insert_row(larger.view_, slot); });
         std::swap(slots_, larger.slots_);
+        std::swap(view_, larger.view_);
     }
     // Adds the row if the map lacks it.
     void insert(u64 hash, u32 table, u32 number) {
@@ -143,10 +145,7 @@ public:
     std::size_t size() const { return rows_; }
     std::size_t bytes() const { return slots_.size(); }
     // Valid until the map changes.
-    IndexView view() const {
-        return slots() ? IndexView{reinterpret_cast<Slot*>(slots_.start()), static_cast<u32>(slots() - 1)}
-                       : IndexView{&no_row_, 0};
-    }
+    const IndexView& view() const { return view_; }
 
 private:
     std::size_t slots() const { return slots_.size() / sizeof(Slot); }
@@ -163,6 +162,7 @@ private:
 
     static inline Slot no_row_{};  // the one slot of maps without memory, never written
     Pages slots_;                  // of zeros: a large map takes memory where it is written, and gives back all
+    IndexView view_{&no_row_, 0};  // of the same
     std::size_t rows_ = 0;
 };
 
