@@ -25,11 +25,12 @@ def check_capacity(new: int, capacity_limit: CapacityLimit | None) -> None:
 
 def full_table_bytes(rows: int, line_bytes: int) -> int:
     """The memory of a full table that grew to this number of rows, index included, as `FullTable` allocates it."""
-    fullest = rows / BUCKETS + 3 * math.sqrt(rows / BUCKETS)  # of its buckets, as rows fall on them at random
+    average = rows / BUCKETS
+    fullest = average + 3 * math.sqrt(average)  # of its buckets, as rows fall on them at random
     index, lines, total, left = 0, 0, 0, 0
     for bucket in range(BUCKETS):  # slots double at a load of 1/2 in the first bucket, up to 3/4 in the last
         slots = 16
-        while fullest * 4 * BUCKETS > slots * (2 * BUCKETS + bucket):
+        while average * 4 * BUCKETS > slots * (2 * BUCKETS + bucket):
             slots *= 2
         index += slots * 16  # bytes of a slot
     while lines < fullest:  # a segment of lines for each bucket, twice as large as the one before
