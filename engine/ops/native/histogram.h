@@ -26,9 +26,11 @@ public:
         }
     }
 
+    std::uint64_t count() const { return std::accumulate(buckets_.begin(), buckets_.end(), std::uint64_t{0}); }
+
     // The q-quantile in seconds, q in [0, 1]: the middle of its bucket, at most `max`. 0 if nothing was added.
     double quantile(double q) const {
-        const std::uint64_t all = std::accumulate(buckets_.begin(), buckets_.end(), std::uint64_t{0});
+        const std::uint64_t all = count();
         if (all == 0) return 0;
         const double wanted = q * static_cast<double>(all);
         std::uint64_t below = 0;
