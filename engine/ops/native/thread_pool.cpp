@@ -177,8 +177,8 @@ bool began_by_exec() {
     return fields >> flags && flags != 0 && !(flags & FORKED);
 }
 
-// The pool of steps' loops, and whether they may use torch's OpenMP threads. A forked child has none of these threads: it
-// abandons the parent's pool and mutex, and never touches them.
+// The pool of steps' loops, and whether they may use torch's OpenMP threads. A forked child has none of these threads:
+// it abandons the parent's pool and mutex, and never touches them.
 struct Process {
     bool has_openmp_threads = false;
     std::mutex turn{};

@@ -26,7 +26,7 @@ public:
     std::size_t bytes() const { return bytes_of(buckets_); }
 
 private:
-    // Adds rows by bucket, repeated ones included, except those whose entry in `skipped` is not 0. `skipped` may be null.
+    // Adds rows by bucket, repeated ones included, except those whose entry in `skipped`, which may be null, is not 0.
     void add(const u64* hashes, const u32* tables, const u64* skipped, const BucketOrder& order);
 
     std::array<RowMap, BUCKETS> buckets_;  // each number is 1
