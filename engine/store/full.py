@@ -24,14 +24,15 @@ def check_capacity(new: int, capacity_limit: CapacityLimit | None) -> None:
 
 
 def full_table_bytes(rows: int, line_bytes: int) -> int:
-    """The memory of a full table that grew to this number of rows, index included, as `FullTable` allocates it.
-
-    While it moves rows to a larger index it also has the former one, which is half as large.
-    """
-    fullest = rows / BUCKETS + 3 * math.sqrt(rows / BUCKETS)  # of its buckets, as rows fall on them at random
-    slots, lines, total, left = 16, 0, 0, 0
-    while fullest * 4 > slots * 3:
-        slots *= 2
+    """The memory of a full table that grew to this number of rows, index included, as `FullTable` allocates it."""
+    average = rows / BUCKETS
+    fullest = average + 3 * math.sqrt(average)  # of its buckets, as rows fall on them at random
+    index, lines, total, left = 0, 0, 0, 0
+    for bucket in range(BUCKETS):  # slots double at a load of 1/2 in the first bucket, up to 3/4 in the last
+        slots = 16
+        while average * 4 * BUCKETS > slots * (2 * BUCKETS + bucket):
+            slots *= 2
+        index += slots * 16  # bytes of a slot
     while lines < fullest:  # a segment of lines for each bucket, twice as large as the one before
         size = (lines + 16) * line_bytes
         for _ in range(BUCKETS):
@@ -40,7 +41,7 @@ def full_table_bytes(rows: int, line_bytes: int) -> int:
                 total += left
             left -= size
         lines = 2 * lines + 16
-    return total + BUCKETS * slots * 16  # bytes of a slot
+    return total + index
 
 
 class CpuFullStore(NativeTier, TopTier[_core.Batch]):

@@ -9,12 +9,15 @@
 namespace tierbed {
 namespace {
 
+constexpr std::size_t FLUSH_ROWS = 1 << 16;  // at once
+constexpr std::size_t GRAIN = 512, AHEAD = 4;
+
 // The rows of a batch by bucket: copies, if the batch has them in the order of their numbers.
 class BatchRows {
 public:
     BatchRows(Batch& batch, bool own_lines) : batch_(batch) {
         const auto& [order, begin] = batch.buckets();
-        const u64* const own = own_lines && batch.own_lines.size() ? batch.own_lines.data() : nullptr;
+        const u64* const own = own_lines ? batch.own_lines.data() : nullptr;
         rows = {batch.tables.data(), batch.hashes.data(), batch.lines.data(), own, begin};
         if (order.size() == 0) return;
         tables_ = Buffer<u32>(batch.unique);
@@ -228,13 +231,6 @@ std::pair<std::size_t, std::size_t> CachedTier::peek(Batch& batch) {
     const std::vector<u32> updates = read_below(missing.rows(), false);
     return {updates.size(), static_cast<std::size_t>(std::count(updates.begin(), updates.end(), 0u))};
 }
-
-namespace {
-
-constexpr std::size_t FLUSH_ROWS = 1 << 16;  // at once
-constexpr std::size_t GRAIN = 512, AHEAD = 4;
-
-}  // namespace
 
 bool CachedTier::admit(const RequestedRows& requested, u32 number, Purpose purpose) {
     std::unique_lock lock(threads_->directory);

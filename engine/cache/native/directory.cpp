@@ -97,7 +97,7 @@ void Directory::probe(const RequestedRows& batch, u32 number, bool pins) {
 
 void Directory::count_hits(const RequestedRows& batch, TableCounts& counts) const {
     parallel_for(BUCKETS, batch.size(), [&](std::size_t b) {
-        TableCounts::Share hits(counts, batch.begin[b] < batch.begin[b + 1]);
+        TableCounts::Part hits = counts.part(b);
         for (std::size_t i = batch.begin[b]; i < batch.begin[b + 1]; ++i)
             if (!batch.own_lines || !batch.own_lines[i]) hits.add(batch.tables[i], true);
         for (const Miss& miss : misses_[b])

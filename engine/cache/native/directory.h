@@ -1,6 +1,5 @@
 // Finds the rows of a cache and chooses victims: the sets, the overflow area and the look-ahead window.
 #pragma once
-#include <algorithm>
 #include <array>
 #include <vector>
 
@@ -40,7 +39,6 @@ public:
     void free(u32 slot) { tags()[slot] = 0; }
 
     bool is_free(u32 slot) const { return tags()[slot] == 0; }
-    bool is_dirty(u32 slot) const { return tierbed::is_dirty(updates(slot), way(slot).stored); }
     Way& way(u32 slot) const { return reinterpret_cast<Way*>(ways_.start())[slot]; }
     u32 updates(u32 slot) const { return record(line(slot), shape_)->updates; }
     u64 line(u32 slot) const { return lines_.start() + static_cast<u64>(slot) * shape_.line_bytes; }
@@ -126,11 +124,7 @@ public:
 
     TIERBED_INLINE void prefetch_slot(u32 bucket, u64 hash) const { maps_[bucket].prefetch_slot(hash); }
     void clear() { *this = Window(); }
-    std::size_t bytes() const {
-        std::size_t total = 0;
-        for (const RowMap& map : maps_) total += map.bytes();
-        return total;
-    }
+    std::size_t bytes() const { return bytes_of(maps_); }
 
 private:
     bool empty() const { return is_after(first_, last_); }

@@ -1,6 +1,5 @@
 // Lines outside of the sets: for rows that no set has room for, and for evicted dirty rows that wait for write-back.
 #pragma once
-#include <algorithm>
 #include <array>
 #include <atomic>
 #include <functional>

@@ -1,29 +1,13 @@
 #include "write_behind.h"
 
+#include <memory>
+
 #include "ops/native/thread_pool.h"
 
 namespace tierbed {
 namespace {
 
 constexpr std::size_t ROWS_AT_ONCE = 1 << 14;
-
-// Releases the lock and sets `flag` for as long as it lives.
-class Unlocked {
-public:
-    Unlocked(std::unique_lock<std::mutex>& lock, bool& flag) : lock_(lock), flag_(flag) {
-        flag_ = true;
-        lock_.unlock();
-    }
-    ~Unlocked() {
-        lock_.lock();
-        flag_ = false;
-    }
-    Unlocked(const Unlocked&) = delete;
-
-private:
-    std::unique_lock<std::mutex>& lock_;
-    bool& flag_;
-};
 
 }  // namespace
 
@@ -46,22 +30,24 @@ void WriteBehind::run(std::size_t threads) {
         work_.wait(lock, [&] { return stopping_ || (awake_ && !error_); });
         if (stopping_) return;
         try {
-            write_some(lock);
+            const auto write = [&](const RowSpan& dirty) {
+                writing_ = true;
+                lock.unlock();
+                const std::shared_ptr<void> at_end(nullptr, [&](void*) {  // also if the write fails
+                    lock.lock();
+                    writing_ = false;
+                });
+                const Timer timer(latency_);
+                below_.write(dirty);
+            };
+            const std::size_t written = overflow_.write_back(last_completed_, ROWS_AT_ONCE, limits_, write);
+            awake_ = awake_ && written > 0;
+            rows += written;
         } catch (...) {
             error_ = std::current_exception();
         }
         changed_.notify_all();
     }
-}
-
-void WriteBehind::write_some(std::unique_lock<std::mutex>& lock) {
-    const std::size_t written = overflow_.write_back(last_completed_, ROWS_AT_ONCE, limits_, [&](const RowSpan& dirty) {
-        const Unlocked unlocked(lock, writing_);
-        const Timer timer(latency_);
-        below_.write(dirty);
-    });
-    if (written == 0) awake_ = false;
-    rows += written;
 }
 
 void WriteBehind::wake(const Overflow::Limits& limits) {

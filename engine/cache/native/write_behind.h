@@ -38,9 +38,8 @@ public:
     u64 rows = 0;  // written back
 
 private:
+    // Writes some rows at a time, without the lock during the write, and sleeps if there are none.
     void run(std::size_t threads);
-    // Writes some rows back, without the lock during the write. The thread sleeps if there are none.
-    void write_some(std::unique_lock<std::mutex>& directory);
 
     Overflow& overflow_;
     std::mutex& directory_;

@@ -20,7 +20,6 @@ namespace tierbed {
 class FrequencySketch {
 public:
     void begin() { counts_.assign(std::size_t{BUCKETS} * DEPTH * COLUMNS, 0); }
-    bool empty() const { return counts_.empty(); }
 
     // Never less than the lookups since the last halving; at most 255.
     u32 count(u64 hash, u32 table) const {

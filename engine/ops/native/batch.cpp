@@ -275,12 +275,6 @@ void refuse_large(std::size_t n, const char* what) {
                                     " is too large; split it below 2^30");
 }
 
-u32 power_of_two_at_least(std::size_t n) {
-    u32 p = 1;
-    while (p < n) p *= 2;
-    return p;
-}
-
 // Allocates the arrays by row and by occurrence.
 void allocate(Deduplicated& out, std::size_t unique, std::size_t entries) {
     out.unique = unique;
@@ -301,7 +295,7 @@ void by_hash(Deduplicated& out, const Grouping& grouping, std::array<std::size_t
     std::size_t uniques[BUCKETS];
     parallel_for(BUCKETS, n, [&](std::size_t bucket) {
         const std::size_t begin = grouped.begin[bucket], count = grouped.begin[bucket + 1] - begin;
-        const u32 slots = power_of_two_at_least(2 * count + 1);
+        const u32 slots = 2u << (31 - __builtin_clz(static_cast<u32>(2 * count) | 1));  // a power of two
         Buffer<Mark> marks(slots);
         uniques[bucket] = unique_bucket(&grouped.entries[begin], static_cast<u32>(count), marks.data(), slots,
                                         &local[begin], &rows[begin]);

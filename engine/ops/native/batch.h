@@ -126,7 +126,7 @@ public:
     Buffer<u64> lines;      // [unique]
     Buffer<u64> views;      // [unique] the lines that lookups read; empty if those are `lines`
     bool has_wide_lines = false;  // embeddings in `lines` are float32, whatever the table has
-    Buffer<u64> own_lines;        // [unique] lines of rows that no tier may have, 0 for others; or empty
+    Buffer<u64> own_lines;        // [unique] lines of rows that no tier may have, 0 for others; or none
 
 private:
     Buffer<u64> keys_;

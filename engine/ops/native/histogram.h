@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
@@ -25,11 +26,7 @@ public:
         }
     }
 
-    std::uint64_t count() const {
-        std::uint64_t count = 0;
-        for (const std::atomic<std::uint64_t>& bucket : buckets_) count += bucket.load(std::memory_order_relaxed);
-        return count;
-    }
+    std::uint64_t count() const { return std::accumulate(buckets_.begin(), buckets_.end(), std::uint64_t{0}); }
 
     // The q-quantile in seconds, q in [0, 1]: the middle of its bucket, at most `max`. 0 if nothing was added.
     double quantile(double q) const {
@@ -76,7 +73,6 @@ public:
         histogram_.add(static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(took).count()));
     }
     Timer(const Timer&) = delete;
-    Timer& operator=(const Timer&) = delete;
 
 private:
     Histogram& histogram_;

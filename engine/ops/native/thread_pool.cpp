@@ -16,7 +16,7 @@
 #include <vector>
 
 #include <dlfcn.h>
-#include <unistd.h>
+#include <pthread.h>
 
 namespace tierbed {
 namespace {
@@ -177,8 +177,16 @@ bool began_by_exec() {
     return fields >> flags && flags != 0 && !(flags & FORKED);
 }
 
-// The process whose OpenMP threads may be used: the one that loaded this library, unless it was forked itself.
-const pid_t openmp_process = began_by_exec() ? getpid() : 0;
+// The pool of steps' loops, and whether they may use torch's OpenMP threads. A forked child has none of these threads:
+// it abandons the parent's pool and mutex, and never touches them.
+struct Process {
+    bool has_openmp_threads = false;
+    std::mutex turn{};
+    std::unique_ptr<Pool> pool{};
+};
+
+Process* process = new Process{began_by_exec()};
+[[maybe_unused]] const int on_fork = pthread_atfork(nullptr, nullptr, [] { process = new Process; });
 
 // Torch's OpenMP if its threads spin after their work, since other threads would wait for their cores. Null if they
 // sleep, for threads that run no steps, and in a forked child, which has none of torch's threads.
@@ -191,7 +199,7 @@ RunParallel torch_threads() {
         const bool sleep = policy && (*policy == 'p' || *policy == 'P');
         return sleep ? nullptr : reinterpret_cast<RunParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
     }();
-    return makes_steps && openmp_process == getpid() ? entry : nullptr;
+    return makes_steps && process->has_openmp_threads ? entry : nullptr;
 #endif
 }
 
@@ -202,27 +210,6 @@ void run_on(RunParallel parallel, std::size_t threads, Tasks& tasks) {
         static_cast<Tasks*>(given)->take(number ? static_cast<std::size_t>(number()) : 0);
     };
     parallel(run, &tasks, static_cast<unsigned>(threads), 0);
-}
-
-// The pool of this process. After a fork the parent's threads do not exist: its pool and mutex are abandoned, never
-// touched.
-struct Process {
-    pid_t pid = getpid();
-    std::mutex turn;
-    Pool* pool = nullptr;
-};
-
-Process& process() {
-    static std::atomic<Process*> current{new Process};
-    Process* mine = current.load();
-    if (mine->pid != getpid()) {
-        auto* fresh = new Process;
-        if (current.compare_exchange_strong(mine, fresh))
-            mine = fresh;
-        else
-            delete fresh;
-    }
-    return *mine;
 }
 
 }  // namespace
@@ -245,19 +232,16 @@ void parallel_for(std::size_t tasks, const std::function<void(std::size_t)>& tas
     const std::size_t workers = wanted_threads - 1;
     if (workers > 0 && tasks > 1) {
         Tasks all(tasks, workers + 1, task);
-        Process& here = process();
-        std::unique_lock turn(here.turn, std::try_to_lock);
+        std::unique_lock turn(process->turn, std::try_to_lock);
         if (turn.owns_lock()) {
             if (const RunParallel parallel = torch_threads()) {
                 run_on(parallel, workers + 1, all);
                 return all.rethrow();
             }
-            if (here.pool && here.pool->wanted() != workers) {
-                delete here.pool;
-                here.pool = nullptr;
-            }
-            if (!here.pool) here.pool = new Pool(workers);
-            here.pool->run(all);
+            std::unique_ptr<Pool>& pool = process->pool;
+            if (pool && pool->wanted() != workers) pool.reset();
+            if (!pool) pool = std::make_unique<Pool>(workers);
+            pool->run(all);
             return all.rethrow();
         }
     }

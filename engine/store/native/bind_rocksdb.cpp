@@ -14,11 +14,6 @@ namespace tierbed {
 #ifdef TIERBED_ROCKSDB
 namespace {
 
-ReadMode read_mode_of(const std::string& name) {
-    require(name == "buffered" || name == "mmap" || name == "direct", "read_mode: buffered, mmap or direct");
-    return name == "mmap" ? ReadMode::MMAP : name == "direct" ? ReadMode::DIRECT : ReadMode::BUFFERED;
-}
-
 nb::dict info_of(const RocksTier& tier) {
     const RocksInfo info = tier.info();
     nb::dict all;
@@ -67,9 +62,10 @@ void bind_rocksdb(nb::module_& m) {
             [](RocksTier* self, const std::string& folder, u32 width, bool create, bool read_only, u32 shards,
                std::size_t block_bytes, std::size_t cache_bytes, std::size_t buffer_bytes, const std::string& read_mode,
                bool async_io, std::size_t read_threads, const NamedOptions& options) {
-                const RocksOptions all{
-                    create,   read_only,    shards, block_bytes, cache_bytes, buffer_bytes, read_mode_of(read_mode),
-                    async_io, read_threads, options};
+                require(read_mode == "buffered" || read_mode == "mmap" || read_mode == "direct",
+                        "read_mode: buffered, mmap or direct");
+                const RocksOptions all{create,       read_only, shards,   block_bytes,  cache_bytes,
+                                       buffer_bytes, read_mode, async_io, read_threads, options};
                 nb::gil_scoped_release unlocked;
                 new (self) RocksTier(folder, width, all);
             },

@@ -11,14 +11,8 @@ constexpr std::size_t AHEAD = 16;  // rows whose slots are prefetched before the
 
 }  // namespace
 
-// Buckets fill evenly, and each grows at another load, from 1/2 in the first to 3/4 in the last: no step has to grow all
-// of them.
-void ChangedRows::reserve(u32 bucket, std::size_t rows) {
-    buckets_[bucket].reserve(rows * 3 * BUCKETS / (2 * BUCKETS + bucket));
-}
-
 ChangedRows::ChangedRows(std::size_t rows) {
-    for (u32 bucket = 0; bucket < BUCKETS; ++bucket) reserve(bucket, rows / BUCKETS);
+    for (u32 bucket = 0; bucket < BUCKETS; ++bucket) reserve_rows(buckets_[bucket], bucket, rows / BUCKETS);
 }
 
 void ChangedRows::add(const u64* hashes, const u32* tables, const u64* skipped, const BucketOrder& order) {
@@ -26,19 +20,18 @@ void ChangedRows::add(const u64* hashes, const u32* tables, const u64* skipped, 
         RowMap& bucket = buckets_[b];
         const std::size_t first = order.begin[b], end = order.begin[b + 1];
         if (first == end) return;
-        reserve(static_cast<u32>(b), bucket.size() + end - first);
+        reserve_rows(bucket, static_cast<u32>(b), bucket.size() + end - first);
         for (std::size_t k = first; k < std::min(first + AHEAD, end); ++k) bucket.prefetch_slot(hashes[order.row(k)]);
         for (std::size_t k = first; k < end; ++k) {
             if (k + AHEAD < end) bucket.prefetch_slot(hashes[order.row(k + AHEAD)]);
             const std::size_t i = order.row(k);
-            if (!skipped || !skipped[i]) bucket.add(hashes[i], tables[i], 1);
+            if (!skipped || !skipped[i]) bucket.insert(hashes[i], tables[i], 1);
         }
     });
 }
 
 void ChangedRows::note(const Batch& batch) {
-    add(batch.hashes.data(), batch.tables.data(), batch.own_lines.size() ? batch.own_lines.data() : nullptr,
-        batch.buckets());
+    add(batch.hashes.data(), batch.tables.data(), batch.own_lines.data(), batch.buckets());
 }
 
 void ChangedRows::note(const u32* tables, const u64* keys, std::size_t n) {
@@ -47,18 +40,12 @@ void ChangedRows::note(const u32* tables, const u64* keys, std::size_t n) {
 }
 
 void ChangedRows::merge(const ChangedRows& other) {
-    Buffer<u64> hashes(other.size());
-    Buffer<u32> tables(other.size());
-    BucketOrder order;
-    std::size_t at = 0;
-    for (u32 bucket = 0; bucket < BUCKETS; ++bucket) {
-        other.buckets_[bucket].for_each([&](const Slot& slot) {
-            hashes[at] = slot.hash;
-            tables[at++] = slot.table;
-        });
-        order.begin[bucket + 1] = at;
-    }
-    add(hashes.data(), tables.data(), nullptr, order);
+    parallel_for(BUCKETS, other.size(), [&](std::size_t b) {
+        RowMap& bucket = buckets_[b];
+        const RowMap& more = other.buckets_[b];
+        reserve_rows(bucket, static_cast<u32>(b), bucket.size() + more.size());
+        more.for_each([&](const Slot& slot) { bucket.insert(slot.hash, slot.table, 1); });
+    });
 }
 
 RowKeys ChangedRows::rows(u32 bucket) const {
@@ -77,12 +64,6 @@ RowKeys ChangedRows::rows(u32 bucket) const {
 std::size_t ChangedRows::size() const {
     std::size_t total = 0;
     for (const RowMap& bucket : buckets_) total += bucket.size();
-    return total;
-}
-
-std::size_t ChangedRows::bytes() const {
-    std::size_t total = 0;
-    for (const RowMap& bucket : buckets_) total += bucket.bytes();
     return total;
 }
 

@@ -23,11 +23,10 @@ public:
     // The rows of a bucket, sorted by (table, key).
     RowKeys rows(u32 bucket) const;
     std::size_t size() const;
-    std::size_t bytes() const;
+    std::size_t bytes() const { return bytes_of(buckets_); }
 
 private:
-    void reserve(u32 bucket, std::size_t rows);
-    // Adds rows by bucket, repeated ones included, except those whose entry in `skipped` is not 0.
+    // Adds rows by bucket, repeated ones included, except those whose entry in `skipped`, which may be null, is not 0.
     void add(const u64* hashes, const u32* tables, const u64* skipped, const BucketOrder& order);
 
     std::array<RowMap, BUCKETS> buckets_;  // each number is 1

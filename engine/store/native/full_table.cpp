@@ -23,70 +23,11 @@ std::size_t NumberIndex::bytes() const {
     return total;
 }
 
-std::size_t Index::fullest(const std::array<std::size_t, BUCKETS>& more) const {
-    std::size_t most = 0;
-    for (u32 bucket = 0; bucket < BUCKETS; ++bucket) most = std::max(most, hashed_[bucket] + more[bucket]);
-    return most;
-}
-
-void Index::reserve(const std::array<std::size_t, BUCKETS>& more) {
-    if (has_room(more)) return;
-    const std::size_t rows = fullest(more);
-    parallel_for(BUCKETS, [&](std::size_t bucket) { move(static_cast<u32>(bucket), old_.size); });
-    std::size_t size = current_.size;
-    while (rows * 4 > size * 3) size *= 2;
-    if (size > (std::size_t{1} << 31)) throw std::length_error("a bucket of the table is full: 2^31 slots");
-    Generation larger(static_cast<u32>(size));
-    old_ = std::move(current_);
-    current_ = std::move(larger);
-    moved_.fill(0);
-}
-
-void Index::insert(u32 bucket, const Slot& slot) {
-    if (u32* const place = numbered_.line_of(slot.hash, slot.table)) return numbered_.insert(bucket, place, slot.row);
-    ++hashed_[bucket];
-    insert_row(current_.view(bucket), slot);
-    move(bucket, MOVES);
-}
-
-u32 Index::erase(u32 bucket, u64 hash, u32 table) {
-    if (u32* const place = numbered_.line_of(hash, table)) return std::exchange(*place, 0u);
-    u32 row = erase_row(current_.view(bucket), hash, table);
-    if (moved_[bucket] == old_.size) {
-        hashed_[bucket] -= row != 0;
-        return row;
-    }
-    const IndexView old = old_.view(bucket);  // may have the row, too
-    for (u32 at = home_slot(old, hash); old.slots[at].row != 0; at = (at + 1) & old.mask) {
-        Slot& slot = old.slots[at];
-        if (slot.hash != hash || slot.table != table) continue;
-        if (row == 0 && slot.row != ERASED) row = slot.row;
-        slot.row = ERASED;
-        break;
-    }
-    hashed_[bucket] -= row != 0;
-    return row;
-}
-
-void Index::move(u32 bucket, u32 slots) {
-    const u32 end = std::min(old_.size, moved_[bucket] + std::min(slots, old_.size));
-    for (; moved_[bucket] < end; ++moved_[bucket])
-        if (const Slot& slot = old_.view(bucket).slots[moved_[bucket]]; slot.row && slot.row != ERASED)
-            insert_row(current_.view(bucket), slot);
-}
-
-void Index::drop_moved() {
-    if (std::any_of(moved_.begin(), moved_.end(), [&](u32 moved) { return moved != old_.size; })) return;
-    old_ = Generation();
-    moved_.fill(0);
-}
-
 namespace {
 
 constexpr std::size_t AHEAD = 16;  // rows whose slots are prefetched before they are probed
 constexpr std::size_t NUMBERS_AHEAD = 64;  // the same for numbered rows, whose place takes less work
 constexpr std::size_t ROWS = 1024;  // of a task
-constexpr u32 MOVES = 256;         // minimum of slots that a batch moves in each bucket while the index grows
 
 // Calls body(bucket, begin, end) for the rows of each bucket.
 template <class Body>
@@ -128,67 +69,59 @@ FullTable::FullTable(const Layout& layout)
 
 std::size_t FullTable::find(Batch& batch) {
     const std::lock_guard lock(mutex_);
-    const u64* const own = batch.own_lines.size() ? batch.own_lines.data() : nullptr;
+    const u64* const own = batch.own_lines.data();
     const u64* const hashes = batch.hashes.data();
     const u32 *const tables = batch.tables.data(), *const numbers = batch.numbers.data();
     u64* const found = batch.lines.data();
     std::atomic<std::size_t> missing{0};
     const NumberIndex& numbered = index_.numbered();
-    const auto find_numbers = [&](std::size_t begin, std::size_t end) {
-        TableCounts::Share counted(hit_counts_, begin < end);
-        u64 counts[2] = {0, 0};  // of the rows of one table, which come one after another
-        for (std::size_t i = begin; i < end; ++i) {
-            if (i + NUMBERS_AHEAD < end) prefetch(&numbered.line(numbers[i + NUMBERS_AHEAD]));
-            if (own && own[i]) {
-                found[i] = own[i];
-            } else {
-                const u32 line = numbered.line(numbers[i]);
-                found[i] = line ? line_of(bucket_of(hashes[i]), line) : 0;
-                ++counts[line != 0];
+    if (batch.numbers.size()) {
+        if (!(batch.shared()->numbering == numbered.numbering))
+            throw std::invalid_argument("the batch has other numbers of ids than the table");
+        const std::size_t grain = std::max(ROWS, (batch.unique + BUCKETS - 1) / BUCKETS);  // no more tasks than counts
+        parallel_ranges(batch.unique, grain, [&](std::size_t begin, std::size_t end) {
+            TableCounts::Part counted = hit_counts_.part(begin / grain);
+            u64 counts[2] = {0, 0};  // of the rows of one table, which come one after another
+            for (std::size_t i = begin; i < end; ++i) {
+                if (i + NUMBERS_AHEAD < end) prefetch(&numbered.line(numbers[i + NUMBERS_AHEAD]));
+                if (own && own[i]) {
+                    found[i] = own[i];
+                } else {
+                    const u32 line = numbered.line(numbers[i]);
+                    found[i] = line ? line_of(bucket_of(hashes[i]), line) : 0;
+                    ++counts[line != 0];
+                }
+                if (i + 1 < end && tables[i + 1] == tables[i]) continue;
+                for (const bool hit : {false, true}) {
+                    if (!hit) missing += counts[hit];
+                    counted.add(tables[i], hit, std::exchange(counts[hit], 0));
+                }
             }
-            if (i + 1 < end && tables[i + 1] == tables[i]) continue;
-            for (const bool hit : {false, true}) {
-                if (!hit) missing += counts[hit];
-                counted.add(tables[i], hit, std::exchange(counts[hit], 0));
-            }
-        }
-    };
-    // line_of(index, hash, table) -> line + 1, or 0; prefetch_place(index, hash, table) of where that is.
-    const auto find_hashes = [&](const auto& line_of, const auto& prefetch_place) {
+        });
+    } else {
         const auto& begins = batch.buckets().begin;
-        parallel_for(BUCKETS, batch.unique, [&, own, hashes, tables, found](std::size_t b) {
-            const Index::Reader index = index_.reader(static_cast<u32>(b));
+        const auto find_in = [&, own, hashes, tables, found](std::size_t b, const auto& index) {
             const Lines& lines = lines_[b];
             const std::size_t begin = begins[b], end = begins[b + 1];
-            TableCounts::Share counted(hit_counts_, begin < end);
+            TableCounts::Part counted = hit_counts_.part(b);
             std::size_t misses = 0;
             for (std::size_t i = begin; i < end; ++i) {
-                if (i + AHEAD < end) prefetch_place(index, hashes[i + AHEAD], tables[i + AHEAD]);
+                if (i + AHEAD < end) index.prefetch_row(hashes[i + AHEAD], tables[i + AHEAD]);
                 if (own && own[i]) {
                     found[i] = own[i];
                     continue;
                 }
-                const u32 line = line_of(index, hashes[i], tables[i]);
+                const u32 line = index.find(hashes[i], tables[i]);
                 found[i] = line ? lines.address(line - 1, shape_.line_bytes) : 0;
                 misses += line == 0;
                 counted.add(tables[i], line != 0);
             }
             missing += misses;
-            index_.move(static_cast<u32>(b), std::max(MOVES, static_cast<u32>(end - begin)));
+        };
+        parallel_for(BUCKETS, batch.unique, [&](std::size_t b) {
+            const Index::Reader index = index_.reader(static_cast<u32>(b));
+            numbered.numbering.size() ? find_in(b, index) : find_in(b, index.hashed);
         });
-        index_.drop_moved();
-    };
-    if (batch.numbers.size()) {
-        if (!(batch.shared()->numbering == numbered.numbering))
-            throw std::invalid_argument("the batch has other numbers of ids than the table");
-        const std::size_t grain = std::max(ROWS, (batch.unique + BUCKETS - 1) / BUCKETS);  // no more tasks than counts
-        parallel_ranges(batch.unique, grain, find_numbers);
-    } else if (numbered.numbering.size()) {
-        find_hashes([](const Index::Reader& index, u64 hash, u32 table) { return index.find(hash, table); },
-                    [](const Index::Reader& index, u64 hash, u32 table) { index.prefetch_row(hash, table); });
-    } else {
-        find_hashes([](const Index::Reader& index, u64 hash, u32 table) { return index.find_hashed(hash, table); },
-                    [](const Index::Reader& index, u64 hash, u32) { index.prefetch_slot(hash); });
     }
     return missing;
 }
@@ -213,13 +146,14 @@ std::size_t FullTable::gather_few(const u64* keys, std::size_t n, u64 last, floa
         first[slot] = static_cast<u16>(i + 1);
     }
     for (std::size_t i = 0; i < n; ++i) std::memcpy(out + i * shape_.dim, floats(lines[i]), shape_.dim * 4);
-    TableCounts::Share(hit_counts_, true).add(0, true, unique);
+    hit_counts_.part(0).add(0, true, unique);
     return unique;
 }
 
 u64 FullTable::insert(u32 bucket, u64 hash, u32 table) {
+    index_.reserve(bucket);
     const u32 row = lines_[bucket].take(arena_, shape_.line_bytes) + 1;
-    index_.insert(bucket, Slot{hash, table, row});
+    index_.insert(bucket, hash, table, row);
     return line_of(bucket, row);
 }
 
@@ -230,17 +164,7 @@ void FullTable::insert_missing(Batch& batch, const Layout& layout) {
         throw std::invalid_argument("the layout differs from the table's");
     const std::lock_guard lock(mutex_);
     const BucketOrder& order = batch.buckets();
-    std::array<std::size_t, BUCKETS> missing{};
-    const NumberIndex& numbered = index_.numbered();
-    std::size_t all = 0;
-    for (u32 bucket = 0; bucket < BUCKETS; ++bucket)
-        for (std::size_t k = order.begin[bucket]; k < order.begin[bucket + 1]; ++k) {
-            const std::size_t row = order.row(k);
-            if (batch.lines[row]) continue;
-            ++all;
-            missing[bucket] += batch.numbers.size() == 0 && !numbered.line_of(batch.hashes[row], batch.tables[row]);
-        }
-    index_.reserve(missing);  // those of the array need no slot
+    const std::size_t before = used();
     parallel_for(BUCKETS, batch.unique, [&](std::size_t b) {
         const u32 bucket = static_cast<u32>(b);
         for (std::size_t k = order.begin[b]; k < order.begin[b + 1]; ++k) {
@@ -250,7 +174,7 @@ void FullTable::insert_missing(Batch& batch, const Layout& layout) {
             layout.initialise(batch.lines[i], batch.tables[i], batch.key(i));
         }
     });
-    insertions_ += all;
+    insertions_ += used() - before;
 }
 
 void FullTable::read(const RowSpan& rows, bool* found, bool) {
@@ -258,7 +182,7 @@ void FullTable::read(const RowSpan& rows, bool* found, bool) {
     const std::lock_guard lock(mutex_);
     for_each_bucket(rows, [&](u32 bucket, std::size_t begin, std::size_t end) {
         const Index::Reader index = index_.reader(bucket);
-        TableCounts::Share counted(hit_counts_, begin < end);
+        TableCounts::Part counted = hit_counts_.part(bucket);
         for (std::size_t i = begin; i < end; ++i) {
             if (i + AHEAD < end) index.prefetch_row(rows.hashes[i + AHEAD], rows.tables[i + AHEAD]);
             const u32 row = index.find(rows.hashes[i], rows.tables[i]);
@@ -274,27 +198,15 @@ void FullTable::write(const RowSpan& rows) {
     const Timer timer(writes_);
     const std::lock_guard lock(mutex_);
     const std::size_t before = used();
-    std::array<std::size_t, BUCKETS> more;
-    for_each_bucket(rows, [&](u32 bucket, std::size_t begin, std::size_t end) { more[bucket] = end - begin; });
-    if (!index_.has_room(more)) {  // rows that the table or the array has need none
-        more.fill(0);
-        for_each_bucket(rows, [&](u32 bucket, std::size_t begin, std::size_t end) {
-            const Index::Reader index = index_.reader(bucket);
-            for (std::size_t i = begin; i < end; ++i) more[bucket] += index.needs_slot(rows.hashes[i], rows.tables[i]);
-        });
-    }
-    index_.reserve(more);
     for_each_bucket(rows, [&](u32 bucket, std::size_t begin, std::size_t end) {
-        const Index::Reader index = index_.reader(bucket);
         for (std::size_t i = begin; i < end; ++i) {
+            const Index::Reader index = index_.reader(bucket);  // of the map as it is now
             if (i + AHEAD < end) index.prefetch_row(rows.hashes[i + AHEAD], rows.tables[i + AHEAD]);
             const u32 row = index.find(rows.hashes[i], rows.tables[i]);
             copy_line(THREAD, row ? line_of(bucket, row) : insert(bucket, rows.hashes[i], rows.tables[i]),
                       rows.lines[i], shape_);
         }
-        index_.move(bucket, std::max(MOVES, static_cast<u32>(end - begin)));
     });
-    index_.drop_moved();
     insertions_ += used() - before;
     bytes_in_ += rows.n * stored_bytes_of(shape_.width);
 }

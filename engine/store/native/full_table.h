@@ -9,7 +9,7 @@
 #include "ops/native/histogram.h"
 #include "ops/native/layout.h"
 #include "ops/native/memory.h"
-#include "store/kernels/index.h"
+#include "rows.h"
 #include "tier.h"
 
 namespace tierbed {
@@ -54,103 +54,62 @@ private:
     std::array<std::vector<u32>, BUCKETS> numbers_;  // of each line of a bucket, that of its latest row
 };
 
-// The index of the full table: an array for ids that have numbers, and for others an open-addressing hash table per
-// bucket, all of one size and in one block of memory.
-//
-// The hash tables grow step by step: new rows go to larger ones, and every batch and insertion moves a few slots of the
-// old ones, which are searched until all slots are moved. So no step has to move the whole table, except one that
-// inserts more rows than the index had.
+// The index of the full table: an array for ids that have numbers, and for others a map per bucket. Several threads may
+// change different buckets.
 class Index {
 public:
-    explicit Index(const Numbering& numbering) : numbered_(numbering), current_(SMALLEST) {}
+    explicit Index(const Numbering& numbering) : numbered_(numbering) {}
 
     const NumberIndex& numbered() const { return numbered_; }
 
-    // The slots of a bucket, valid until it changes. Several threads may use it.
-    struct Reader {
-        IndexView current, old;
-        bool moving;
-        const NumberIndex& numbered;
+    // The rows of a bucket without numbers, valid until it changes.
+    struct HashedReader {
+        IndexView slots;
 
         // The row's number + 1, or 0.
+        u32 find(u64 hash, u32 table) const { return find_row(THREAD, slots, hash, table); }
+        TIERBED_INLINE void prefetch_row(u64 hash, u32) const { prefetch(&slots.slots[home_slot(slots, hash)]); }
+    };
+    // All rows of a bucket.
+    struct Reader {
+        HashedReader hashed;
+        const NumberIndex& numbered;
+
         u32 find(u64 hash, u32 table) const {
             const u32* const line = numbered.line_of(hash, table);
-            return line ? *line : find_hashed(hash, table);
-        }
-        // The same for an id without a number.
-        u32 find_hashed(u64 hash, u32 table) const {
-            u32 row = find_row(THREAD, current, hash, table);
-            if (row || !moving) return row;
-            row = find_row(THREAD, old, hash, table);
-            return row == ERASED ? 0 : row;
-        }
-        // Whether a hash table would take a slot for the row.
-        bool needs_slot(u64 hash, u32 table) const {
-            return !numbered.line_of(hash, table) && find_hashed(hash, table) == 0;
+            return line ? *line : hashed.find(hash, table);
         }
         TIERBED_INLINE void prefetch_row(u64 hash, u32 table) const {
-            if (const u32* const line = numbered.line_of(hash, table))
-                prefetch(line);
-            else
-                prefetch_slot(hash);
-        }
-        TIERBED_INLINE void prefetch_slot(u64 hash) const {
-            prefetch(&current.slots[home_slot(current, hash)]);
-            if (moving) prefetch(&old.slots[home_slot(old, hash)]);
+            const u32* const line = numbered.line_of(hash, table);
+            line ? prefetch(line) : hashed.prefetch_row(hash, table);
         }
     };
-    Reader reader(u32 bucket) const {
-        return {current_.view(bucket), old_.view(bucket), moved_[bucket] != old_.size, numbered_};
-    }
+    Reader reader(u32 bucket) const { return {{hashed_[bucket].view()}, numbered_}; }
 
-    // Whether there is room for more[b] rows in each bucket b.
-    bool has_room(const std::array<std::size_t, BUCKETS>& more) const { return fullest(more) * 4 <= room(); }
-    // Grows the hash tables for that many rows more.
-    void reserve(const std::array<std::size_t, BUCKETS>& more);
-    // The index must not have the row, and must have room. Several threads may change different buckets.
-    void insert(u32 bucket, const Slot& slot);
-    // Returns the row's number + 1, or 0 if the index lacks it. Several threads may change different buckets.
-    u32 erase(u32 bucket, u64 hash, u32 table);
-    // Moves that many slots of the bucket to the larger index.
-    void move(u32 bucket, u32 slots);
-    // Frees the old index once all slots are moved.
-    void drop_moved();
+    // Allocates memory for one more row.
+    void reserve(u32 bucket) { reserve_rows(hashed_[bucket], bucket, hashed_[bucket].size() + 1); }
+    // The index must not have the row, and must have room.
+    void insert(u32 bucket, u64 hash, u32 table, u32 row) {
+        u32* const place = numbered_.line_of(hash, table);
+        place ? numbered_.insert(bucket, place, row) : hashed_[bucket].insert(hash, table, row);
+    }
+    // Returns the row's number + 1, or 0 if the index lacks it.
+    u32 erase(u32 bucket, u64 hash, u32 table) {
+        u32* const place = numbered_.line_of(hash, table);
+        return place ? std::exchange(*place, 0u) : hashed_[bucket].erase(hash, table);
+    }
 
     // Calls body(table, key, line + 1) for every row of a bucket, in no order.
     template <class Body>
     void for_each(u32 bucket, const Body& body) const {
         numbered_.for_each(bucket, body);
-        const auto give = [&](const Slot& slot) {
-            if (slot.row && slot.row != ERASED) body(slot.table, key_of(slot.table, slot.hash), slot.row);
-        };
-        for (u32 i = 0; i < current_.size; ++i) give(current_.view(bucket).slots[i]);
-        for (u32 i = moved_[bucket]; i < old_.size; ++i) give(old_.view(bucket).slots[i]);
+        hashed_[bucket].for_each([&](const Slot& slot) { body(slot.table, key_of(slot.table, slot.hash), slot.row); });
     }
-    std::size_t bytes() const { return numbered_.bytes() + current_.pages.size() + old_.pages.size(); }
+    std::size_t bytes() const { return numbered_.bytes() + bytes_of(hashed_); }
 
 private:
-    std::size_t room() const { return std::size_t{current_.size} * 3; }  // load factor 0.75
-    // Rows of the fullest hash table once more[b] rows are added to each bucket b.
-    std::size_t fullest(const std::array<std::size_t, BUCKETS>& more) const;
-
-    static constexpr u32 SMALLEST = 16;         // slots
-    static constexpr u32 MOVES = 4;             // slots of the old index that an insertion moves; 4/3 is enough
-    static constexpr u32 ERASED = 0xFFFFFFFFu;  // in a slot of the old index, whose rows stay where they are
-
-    struct Generation {
-        Generation() = default;
-        explicit Generation(u32 slots) : pages(std::size_t{BUCKETS} * slots * sizeof(Slot)), size(slots) {}
-        IndexView view(u32 bucket) const {
-            return {reinterpret_cast<Slot*>(pages.start()) + std::size_t{bucket} * size, size - 1};
-        }
-        Pages pages;
-        u32 size = 0;  // slots a bucket
-    };
-
     NumberIndex numbered_;
-    std::array<std::size_t, BUCKETS> hashed_{};  // rows
-    Generation current_, old_;
-    std::array<u32, BUCKETS> moved_{};  // slots of the old index that were moved
+    std::array<RowMap, BUCKETS> hashed_;
 };
 
 // Lines, numbered from 0. Segment k has BASE << k of them, so growing moves no line and wastes no resident memory. Free

@@ -3,7 +3,6 @@
 #include <cstring>
 #include <limits>
 #include <unistd.h>
-#include <utility>
 
 #include <rocksdb/db.h>
 #include <rocksdb/file_checksum.h>
@@ -66,6 +65,13 @@ u32 checksum_number(const std::string& kept) {
     return __builtin_bswap32(big_endian);
 }
 
+// None for a file of a version without checksums.
+std::optional<u32> checksum_of(const rocksdb::LiveFileStorageInfo& file) {
+    const bool known = file.file_checksum_func_name == rocksdb::kStandardDbFileChecksumFuncName;
+    return known && file.file_checksum.size() == sizeof(u32) ? std::optional(checksum_number(file.file_checksum))
+                                                             : std::nullopt;
+}
+
 }  // namespace
 
 std::unique_ptr<rocksdb::FileChecksumGenerator> make_checksum() {
@@ -86,17 +92,6 @@ u32 Crc32c::finish() {
     generator_->Finalize();
     return checksum_number(generator_->GetChecksum());
 }
-
-namespace {
-
-// None for a file of a version without checksums.
-std::optional<u32> checksum_of(const rocksdb::LiveFileStorageInfo& file) {
-    const bool known = file.file_checksum_func_name == rocksdb::kStandardDbFileChecksumFuncName;
-    return known && file.file_checksum.size() == sizeof(u32) ? std::optional(checksum_number(file.file_checksum))
-                                                             : std::nullopt;
-}
-
-}  // namespace
 
 std::vector<LiveFile> RocksTier::hold_files() {
     make_writable();

@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <filesystem>
 #include <map>
 #include <mutex>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -102,11 +102,6 @@ private:
     const std::shared_ptr<Followed> all_;
 };
 
-bool is_of_rows(const std::string& path) {
-    constexpr std::string_view ENDING = ".sst";
-    return path.size() >= ENDING.size() && path.compare(path.size() - ENDING.size(), ENDING.size(), ENDING) == 0;
-}
-
 IOStatus shut_out() { return IOStatus::IOError("the database failed inside a call"); }
 
 }  // namespace
@@ -130,7 +125,7 @@ public:
                              Debug* debug) override {
         if (!open_) return shut_out();
         const IOStatus status = target()->NewWritableFile(path, options, file, debug);
-        if (status.ok() && is_of_rows(path) && !options.use_direct_writes)
+        if (status.ok() && std::filesystem::path(path).extension() == ".sst" && !options.use_direct_writes)
             *file = std::make_unique<FollowedFile>(std::move(*file), followed, path);
         return status;
     }

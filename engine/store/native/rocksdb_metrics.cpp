@@ -13,13 +13,10 @@ namespace tierbed {
 Metrics RocksTier::metrics() const {
     require_open();
     const std::shared_lock opened(opening_);
-    return call([&] { return read_metrics(); });
-}
-
-Metrics RocksTier::read_metrics() const {
     const auto sum_of = [&](const std::string& property) {  // over the shards
         u64 total = 0, value = 0;
-        for (const auto& shard : shards_) total += shard->db->GetIntProperty(property, &value) ? value : 0;
+        for (const auto& shard : shards_)
+            total += call([&] { return shard->db->GetIntProperty(property, &value); }) ? value : 0;
         return total;
     };
     const auto ticker = [&](u32 type) { return statistics_->getTickerCount(type); };

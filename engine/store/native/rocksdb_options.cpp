@@ -33,29 +33,6 @@ const char TABLE[] = "block_based_table_factory";
     throw std::invalid_argument(name + "='" + value + "': " + reason);
 }
 
-}  // namespace
-
-NamedOptions parse_options(const std::string& text) {
-    std::unordered_map<std::string, std::string> map;
-    const rocksdb::Status status = rocksdb::StringToMap(text, &map);
-    if (!status.ok())
-        throw std::invalid_argument("'" + text + "': " + status.ToString() + "; give name=value;name={name=value;...}");
-    std::set<std::string> names;
-    for (std::size_t at = 0, end; (at = text.find_first_not_of(" \t\n{", at)) != std::string::npos; at = end + 1) {
-        const std::size_t equals = text.find('=', at);
-        std::string value, name = text.substr(at, equals - at);
-        name.erase(name.find_last_not_of(" \t\n") + 1);
-        if (map.count(name) && !names.insert(name).second) refuse(name, map[name], "it is given twice; give it once");
-        const rocksdb::Status rest = rocksdb::OptionTypeInfo::NextToken(text, ';', equals + 1, &end, &value);
-        if (!rest.ok() || end == std::string::npos) break;
-    }
-    NamedOptions named(map.begin(), map.end());
-    std::sort(named.begin(), named.end());
-    return named;
-}
-
-namespace {
-
 constexpr int MERGED = 8;    // memtables that one flush writes
 constexpr int BUFFERS = 12;  // memtables of a shard, at most: those of a flush, and others to write to meanwhile
 constexpr std::size_t SMALLEST_BUFFER = 64 << 10;  // RocksDB raises a smaller memtable to it
@@ -125,9 +102,9 @@ rocksdb::Options own_options(const RocksOptions& options) {
     database.avoid_unnecessary_blocking_io = true;
     database.avoid_flush_during_shutdown = true;  // without an explicit flush() the live rows are not served again
     database.info_log = std::make_shared<NoLog>();
-    database.allow_mmap_reads = options.read_mode == ReadMode::MMAP;
-    database.use_direct_reads = options.read_mode == ReadMode::DIRECT;
-    database.use_direct_io_for_flush_and_compaction = options.read_mode == ReadMode::DIRECT;
+    database.allow_mmap_reads = options.read_mode == "mmap";
+    database.use_direct_reads = options.read_mode == "direct";
+    database.use_direct_io_for_flush_and_compaction = options.read_mode == "direct";
     database.file_checksum_gen_factory = rocksdb::GetFileChecksumGenCrc32cFactory();
     database.listeners.push_back(std::make_shared<Recoverable>());
     return database;
@@ -169,7 +146,26 @@ void align_blocks(rocksdb::Options& options, std::size_t row_bytes, const NamedO
 
 }  // namespace
 
-bool caches_blocks(const RocksOptions& options) { return options.read_mode == ReadMode::DIRECT && options.cache_bytes; }
+NamedOptions parse_options(const std::string& text) {
+    std::unordered_map<std::string, std::string> map;
+    const rocksdb::Status status = rocksdb::StringToMap(text, &map);
+    if (!status.ok())
+        throw std::invalid_argument("'" + text + "': " + status.ToString() + "; give name=value;name={name=value;...}");
+    std::set<std::string> names;
+    for (std::size_t at = 0, end; (at = text.find_first_not_of(" \t\n{", at)) != std::string::npos; at = end + 1) {
+        const std::size_t equals = text.find('=', at);
+        std::string value, name = text.substr(at, equals - at);
+        name.erase(name.find_last_not_of(" \t\n") + 1);
+        if (map.count(name) && !names.insert(name).second) refuse(name, map[name], "it is given twice; give it once");
+        const rocksdb::Status rest = rocksdb::OptionTypeInfo::NextToken(text, ';', equals + 1, &end, &value);
+        if (!rest.ok() || end == std::string::npos) break;
+    }
+    NamedOptions named(map.begin(), map.end());
+    std::sort(named.begin(), named.end());
+    return named;
+}
+
+bool caches_blocks(const RocksOptions& options) { return options.read_mode == "direct" && options.cache_bytes; }
 
 rocksdb::Options shard_options(const RocksOptions& options, std::size_t row_bytes) {
     rocksdb::Options database = own_options(options);
@@ -182,7 +178,7 @@ rocksdb::Options shard_options(const RocksOptions& options, std::size_t row_byte
 }
 
 void check_options(const NamedOptions& more) {
-    shard_options({false, false, 1, 4096, 1 << 20, 1 << 20, ReadMode::BUFFERED, false, 1, more}, 64);
+    shard_options({false, false, 1, 4096, 1 << 20, 1 << 20, "buffered", false, 1, more}, 64);
 }
 
 std::string library_version() { return rocksdb::GetRocksVersionAsString(); }

@@ -15,8 +15,6 @@ namespace tierbed {
 
 using NamedOptions = std::vector<std::pair<std::string, std::string>>;
 
-enum class ReadMode { BUFFERED, MMAP, DIRECT };
-
 struct RocksOptions {
     bool create;     // an existing shard that is missing is an error
     bool read_only;  // nothing is written to the folder
@@ -24,7 +22,7 @@ struct RocksOptions {
     std::size_t block_bytes;
     std::size_t cache_bytes;   // of RocksDB's block cache, for direct reads; other reads use the page cache
     std::size_t buffer_bytes;  // of the memtables of all shards, at most
-    ReadMode read_mode;
+    std::string read_mode;     // buffered, mmap or direct
     bool async_io;             // used if the library has it
     std::size_t read_threads;  // of a call, at most, the caller included
     NamedOptions more;

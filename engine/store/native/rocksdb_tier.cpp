@@ -9,6 +9,7 @@
 #include <pthread.h>
 #include <stdexcept>
 #include <thread>
+#include <tuple>
 #include <type_traits>
 #include <unistd.h>
 
@@ -154,7 +155,7 @@ void RocksTier::leave_alone() {
 }
 
 void RocksTier::fail() const noexcept {
-    if (failed_->exchange(true)) return;
+    if (failed_.exchange(true)) return;
     fence_->shut();
     end_early();
 }
@@ -199,84 +200,73 @@ u64 property_of(rocksdb::DB& db, const std::string& name) {
     return value;
 }
 
-// A row, in the order of RocksDB's keys.
-struct Place {
+}  // namespace
+
+struct RocksTier::Place {
     u64 key;
     u32 bucket, table;
     std::size_t row;
     Key name() const { return {bucket, table, key}; }
+    bool operator<(const Place& other) const {
+        return std::tie(bucket, table, key) < std::tie(other.bucket, other.table, other.key);
+    }
 };
 
-// Appends rows of one bucket, sorted.
-void append_sorted(std::vector<Place>& places, const RowSpan& rows, std::size_t begin, std::size_t end) {
-    const auto first = static_cast<std::ptrdiff_t>(places.size());
-    for (std::size_t row = begin; row < end; ++row) {
-        const u64 hash = rows.hashes[row];
-        places.push_back({key_of(rows.tables[row], hash), bucket_of(hash), rows.tables[row], row});
-    }
-    std::sort(places.begin() + first, places.end(),
-              [](const Place& a, const Place& b) { return a.table != b.table ? a.table < b.table : a.key < b.key; });
+std::vector<std::vector<RocksTier::Place>> RocksTier::places_of(const RowSpan& rows) const {
+    const auto begin = rows.begins();
+    std::vector<std::vector<Place>> all(shards_.size());
+    parallel_for(shards_.size(), rows.n, [&](std::size_t shard) {
+        std::vector<Place>& places = all[shard];
+        for (u32 bucket = static_cast<u32>(shard); bucket < BUCKETS; bucket += static_cast<u32>(shards_.size()))
+            for (std::size_t row = begin[bucket]; row < begin[bucket + 1]; ++row)
+                places.push_back({key_of(rows.tables[row], rows.hashes[row]), bucket, rows.tables[row], row});
+        std::sort(places.begin(), places.end());
+    });
+    return all;
 }
-
-}  // namespace
 
 void RocksTier::read(const RowSpan& rows, bool* found, bool) {
     require_open();
     const std::shared_lock opened(opening_);
     const Timer timer(counts_.fetch);
-    const std::vector<Range> ranges = ranges_of(rows);
+    struct Range {
+        std::size_t shard, begin, end;
+    };
+    std::vector<Range> ranges;
+    const std::vector<std::vector<Place>> places = places_of(rows);
+    // with more threads, ranges are smaller, so that all threads end at about the same time
+    const std::size_t most = std::clamp(rows.n / (4 * readers_->wanted()), MIN_READS, MAX_READS);
+    for (std::size_t shard = 0; shard < places.size(); ++shard)
+        for (std::size_t begin = 0; begin < places[shard].size(); begin += most)
+            ranges.push_back({shard, begin, std::min(begin + most, places[shard].size())});
     std::atomic<u64> hits{0};
-    readers_->run(ranges.size(), [&](std::size_t i) { hits += read_range(rows, ranges[i], found); });
+    readers_->run(ranges.size(), [&](std::size_t i) {
+        const auto& [shard, begin, end] = ranges[i];
+        hits += read_places(*shards_[shard]->db, rows, &places[shard][begin], end - begin, found);
+    });
     counts_.hits += hits;
     counts_.misses += rows.n - hits;
 }
 
-// With more threads, ranges are smaller, so that all threads end at about the same time.
-std::vector<RocksTier::Range> RocksTier::ranges_of(const RowSpan& rows) const {
-    const std::size_t most = std::clamp(rows.n / (4 * readers_->wanted()), MIN_READS, MAX_READS);
-    const auto begin = rows.begins();
-    std::vector<Range> ranges;
-    for (std::size_t shard = 0; shard < shards_.size(); ++shard) {
-        std::size_t room = 0;  // rows that the last range can still take
-        for (std::size_t bucket = shard; bucket < BUCKETS; bucket += shards_.size()) {
-            for (std::size_t first = begin[bucket], end; first < begin[bucket + 1]; first = end) {
-                if (room == 0) {
-                    ranges.push_back({shard, 0, {}});
-                    room = most;
-                }
-                end = std::min(first + room, begin[bucket + 1]);
-                room -= end - first;
-                ranges.back().count += end - first;
-                ranges.back().spans.emplace_back(first, end);
-            }
-        }
-    }
-    return ranges;
-}
-
-std::size_t RocksTier::read_range(const RowSpan& rows, const Range& range, bool* found) const {
-    rocksdb::DB& db = *shards_[range.shard]->db;
+std::size_t RocksTier::read_places(rocksdb::DB& db, const RowSpan& rows, const Place* places, std::size_t n,
+                                   bool* found) const {
     rocksdb::ReadOptions options;
     options.async_io = info_.async_io;
-    std::vector<Place> places;
-    places.reserve(range.count);
-    for (const auto& [begin, end] : range.spans) append_sorted(places, rows, begin, end);
     std::vector<Key> names;
     std::vector<rocksdb::Slice> slices;
-    names.reserve(places.size());
-    slices.reserve(places.size());
-    for (const Place& place : places) {
-        names.push_back(place.name());
+    names.reserve(n);
+    slices.reserve(n);
+    for (std::size_t i = 0; i < n; ++i) {
+        names.push_back(places[i].name());
         slices.push_back(names.back().slice());
     }
-    std::vector<rocksdb::PinnableSlice> values(places.size());
-    std::vector<rocksdb::Status> statuses(places.size());
+    std::vector<rocksdb::PinnableSlice> values(n);
+    std::vector<rocksdb::Status> statuses(n);
     call([&] {
-        db.MultiGet(options, db.DefaultColumnFamily(), places.size(), slices.data(), values.data(), statuses.data(),
-                    true);
+        db.MultiGet(options, db.DefaultColumnFamily(), n, slices.data(), values.data(), statuses.data(), true);
     });
     std::size_t hits = 0;
-    for (std::size_t i = 0; i < places.size(); ++i) {
+    for (std::size_t i = 0; i < n; ++i) {
         const std::size_t row = places[i].row;
         found[row] = !statuses[i].IsNotFound();
         if (!found[row]) continue;
@@ -320,28 +310,22 @@ void RocksTier::erase(const RowSpan& rows) {
 void RocksTier::change(const RowSpan& rows, bool erase) {
     require_open();
     const std::shared_lock opened(opening_);
-    const auto begin = rows.begins();
+    const std::vector<std::vector<Place>> all = places_of(rows);
     const std::size_t value_bytes = stored_bytes_of(shape_.width);
     const std::size_t most_bytes = value_bytes + KEY_BYTES + 16;  // of a row in a batch, and of the batch itself
     parallel_for(shards_.size(), [&](std::size_t number) {
         Shard& shard = *shards_[number];
-        std::size_t count = 0;
-        for (std::size_t bucket = number; bucket < BUCKETS; bucket += shards_.size())
-            count += begin[bucket + 1] - begin[bucket];
-        if (count == 0) return;
+        const std::vector<Place>& places = all[number];
+        if (places.empty()) return;
         // reserved at once: RocksDB may end the process if a batch cannot grow
-        rocksdb::WriteBatch batch(std::min(count * most_bytes, BATCH_BYTES) + most_bytes);
-        for (std::size_t bucket = number; bucket < BUCKETS; bucket += shards_.size()) {
-            std::vector<Place> places;
-            append_sorted(places, rows, begin[bucket], begin[bucket + 1]);
-            for (const Place& place : places) {
-                const Key name = place.name();
-                const u64 line = erase ? 0 : rows.lines[place.row];
-                check(erase ? batch.Delete(name.slice())
-                            : batch.Put(name.slice(), {reinterpret_cast<const char*>(line), value_bytes}),
-                      folder_, "write");
-                if (batch.GetDataSize() >= BATCH_BYTES) apply(shard, batch);
-            }
+        rocksdb::WriteBatch batch(std::min(places.size() * most_bytes, BATCH_BYTES) + most_bytes);
+        for (const Place& place : places) {
+            const Key name = place.name();
+            const u64 line = erase ? 0 : rows.lines[place.row];
+            check(erase ? batch.Delete(name.slice())
+                        : batch.Put(name.slice(), {reinterpret_cast<const char*>(line), value_bytes}),
+                  folder_, "write");
+            if (batch.GetDataSize() >= BATCH_BYTES) apply(shard, batch);
         }
         if (batch.Count()) apply(shard, batch);
     });
@@ -463,12 +447,7 @@ std::vector<std::pair<std::string, u64>> RocksTier::versions() const {
     return all;
 }
 
-RocksTier::Scan::Scan(const RocksTier& tier)
-    : views_(std::make_unique<std::vector<View>>()),
-      shape_(tier.shape_),
-      folder_(tier.folder_),
-      process_(tier.process_),
-      failed_(tier.failed_) {
+RocksTier::Scan::Scan(const RocksTier& tier) : tier_(tier), views_(std::make_unique<std::vector<View>>()) {
     tier.require_open();
     const std::shared_lock opened(tier.opening_);
     rocksdb::ReadOptions options;
@@ -486,32 +465,34 @@ RocksTier::Scan::Scan(const RocksTier& tier)
 RocksTier::Scan::~Scan() { close(); }
 
 void RocksTier::Scan::close() {
-    if (process_ != getpid() || *failed_) static_cast<void>(views_.release());
+    if (tier_.process_ != getpid() || tier_.failed()) static_cast<void>(views_.release());
     views_.reset();
 }
 
 std::size_t RocksTier::Scan::next(u8* out, std::size_t max_rows, u32& bucket) {
-    if (!views_) throw std::runtime_error("RocksDB in " + folder_ + " was closed during a scan");
+    const LineShape& shape = tier_.shape_;
+    const std::string& folder = tier_.folder_;
+    if (!views_) throw std::runtime_error("RocksDB in " + folder + " was closed during a scan");
     for (; bucket_ < BUCKETS; ++bucket_) {
         rocksdb::Iterator& it = *(*views_)[bucket_ % views_->size()].iterator;
         std::size_t rows = 0;
         for (; rows < max_rows && it.Valid() && (it.key().empty() || static_cast<u8>(it.key()[0]) == bucket_);
              it.Next(), ++rows) {
-            check_size("key", it.key().size(), KEY_BYTES, folder_);
-            check_size("row", it.value().size(), stored_bytes_of(shape_.width), folder_);
+            check_size("key", it.key().size(), KEY_BYTES, folder);
+            check_size("row", it.value().size(), stored_bytes_of(shape.width), folder);
             u32 table;
             u64 key;
             std::memcpy(&table, it.key().data() + 1, sizeof table);
             std::memcpy(&key, it.key().data() + 5, sizeof key);
-            out = pack_row(out, __builtin_bswap32(table), __builtin_bswap64(key), it.value().data(), shape_);
+            out = pack_row(out, __builtin_bswap32(table), __builtin_bswap64(key), it.value().data(), shape);
         }
-        check(it.status(), folder_, "scan");
+        check(it.status(), folder, "scan");
         bucket = bucket_;
         if (rows) return rows;
     }
     for (const auto& view : *views_)
         if (view.iterator->Valid())
-            throw std::runtime_error("RocksDB in " + folder_ + ": a shard has rows of another; " + RELOAD);
+            throw std::runtime_error("RocksDB in " + folder + ": a shard has rows of another; " + RELOAD);
     return 0;
 }
 

@@ -66,19 +66,19 @@ public:
     std::vector<LiveFile> hold_files();
     void release_files();
     void close();  // scans must be closed before; nothing may be called after
-    bool failed() const { return *failed_; }
+    bool failed() const { return failed_; }
     // For each shard, the identity of its database and the number of its last write. Compactions change neither.
     std::vector<std::pair<std::string, u64>> versions() const;
     Metrics metrics() const;
     RocksInfo info() const { return info_; }
 
-    // Iterates over a consistent view of all rows, by (bucket, table, key).
+    // Iterates over a consistent view of all rows, by (bucket, table, key). The tier must outlive it.
     class Scan {
     public:
         explicit Scan(const RocksTier& tier);
         ~Scan();
         Scan(const Scan&) = delete;
-        u32 width() const { return shape_.width; }
+        u32 width() const { return tier_.shape_.width; }
         // Packs up to max_rows rows of one bucket into out, and returns their number: 0 at the end.
         std::size_t next(u8* out, std::size_t max_rows, u32& bucket);
         // Releases the databases. `next` throws after that.
@@ -90,20 +90,13 @@ public:
             std::unique_ptr<rocksdb::Iterator> iterator;
         };
 
+        const RocksTier& tier_;
         std::unique_ptr<std::vector<View>> views_;  // null after `close`
-        LineShape shape_;
-        std::string folder_;
-        pid_t process_;
-        std::shared_ptr<const std::atomic<bool>> failed_;
         u32 bucket_ = 0;
     };
 
 private:
-    // Some rows of one shard in a call: index ranges [begin, end), one for each bucket, ascending.
-    struct Range {
-        std::size_t shard, count;
-        std::vector<std::pair<std::size_t, std::size_t>> spans;
-    };
+    struct Place;  // of a row of a call, in the order of RocksDB's keys
 
     struct Shard {
         std::string folder;
@@ -120,10 +113,11 @@ private:
         Histogram fetch, write;  // latencies of calls
     };
 
-    Metrics read_metrics() const;
-    std::vector<Range> ranges_of(const RowSpan& rows) const;
+    // The rows of each shard, sorted.
+    std::vector<std::vector<Place>> places_of(const RowSpan& rows) const;
     // Returns the number of rows found.
-    std::size_t read_range(const RowSpan& rows, const Range& range, bool* found) const;
+    std::size_t read_places(rocksdb::DB& db, const RowSpan& rows, const Place* places, std::size_t n,
+                            bool* found) const;
     void change(const RowSpan& rows, bool erase);
     void apply(Shard& shard, rocksdb::WriteBatch& batch) const;
     rocksdb::Status flush_shard(Shard& shard, bool wait) const;
@@ -150,7 +144,7 @@ private:
     LineShape shape_;
     std::string folder_;
     pid_t process_;
-    std::shared_ptr<std::atomic<bool>> failed_ = std::make_shared<std::atomic<bool>>(false);
+    mutable std::atomic<bool> failed_{false};
     std::unique_ptr<Fence> fence_ = std::make_unique<Fence>();
     std::unique_ptr<rocksdb::Options> database_;
     std::atomic<bool> lacks_room_{false};  // a shard is read-only because the disk is full

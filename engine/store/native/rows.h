@@ -2,7 +2,9 @@
 // float32 [width], updates u32, step u32, without padding, little-endian.
 #pragma once
 #include <algorithm>
+#include <array>
 #include <cstring>
+#include <numeric>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -96,17 +98,16 @@ public:
     static constexpr std::size_t MAX_BYTES = (8 * sizeof(Slot) + 2) / 3;  // of a row: slots double at a load of 3/4
 
     // The row's number, or 0.
-    u32 find(u64 hash, u32 table) const { return slots() ? find_row(THREAD, view(), hash, table) : 0; }
+    u32 find(u64 hash, u32 table) const { return find_row(THREAD, view(), hash, table); }
 
     // A pointer to the row's number, which may be changed to another than 0; null if the map lacks the row. Valid until
     // the map changes.
     u32* look_up(u64 hash, u32 table) {
-        if (!slots()) return nullptr;
         Slot& slot = slot_of(hash, table);
         return slot.row ? &slot.row : nullptr;
     }
 
-    // Allocates memory, so that `insert` and `add` cannot fail until there are that many rows.
+    // Allocates memory, so that `insert` cannot fail until there are that many rows.
     void reserve(std::size_t rows) {
         if (rows * 4 <= slots() * 3) return;
         std::size_t size = std::max<std::size_t>(slots(), 16);
@@ -114,33 +115,28 @@ public:
         if (size > std::size_t{1} << 31) throw std::length_error("a map of rows is full: 2^31 slots");
         RowMap larger;
         larger.slots_ = Pages(size * sizeof(Slot));
-        for_each([&](const Slot& slot) { insert_row(larger.view(), slot); });
+        larger.view_ = {reinterpret_cast<Slot*>(larger.slots_.start()), static_cast<u32>(size - 1)};
+        for_each([&](const Slot& slot) { insert_row(larger.view_, slot); });
         std::swap(slots_, larger.slots_);
+        std::swap(view_, larger.view_);
     }
-    // The map must not have the row.
+    // Adds the row if the map lacks it.
     void insert(u64 hash, u32 table, u32 number) {
         reserve(rows_ + 1);
-        insert_row(view(), Slot{hash, table, number});
-        ++rows_;
-    }
-
-    // Adds the row if the map lacks it. There must be room for it.
-    void add(u64 hash, u32 table, u32 number) {
         Slot& slot = slot_of(hash, table);
         if (slot.row) return;
         slot = {hash, table, number};
         ++rows_;
     }
 
-    // The map must have the row.
-    void erase(u64 hash, u32 table) {
-        erase_row(view(), hash, table);
-        --rows_;
+    // Returns the row's number, or 0 if the map lacks the row.
+    u32 erase(u64 hash, u32 table) {
+        const u32 number = erase_row(view(), hash, table);
+        rows_ -= number != 0;
+        return number;
     }
 
-    TIERBED_INLINE void prefetch_slot(u64 hash) const {
-        if (slots()) prefetch(&view().slots[home_slot(view(), hash)]);
-    }
+    TIERBED_INLINE void prefetch_slot(u64 hash) const { prefetch(&view().slots[home_slot(view(), hash)]); }
     template <class Body>
     void for_each(const Body& body) const {
         for (std::size_t i = 0; i < slots(); ++i)
@@ -148,10 +144,11 @@ public:
     }
     std::size_t size() const { return rows_; }
     std::size_t bytes() const { return slots_.size(); }
+    // Valid until the map changes.
+    const IndexView& view() const { return view_; }
 
 private:
     std::size_t slots() const { return slots_.size() / sizeof(Slot); }
-    IndexView view() const { return {reinterpret_cast<Slot*>(slots_.start()), static_cast<u32>(slots() - 1)}; }
 
     // The row's slot, or the free slot where its search ends.
     Slot& slot_of(u64 hash, u32 table) {
@@ -163,8 +160,21 @@ private:
         }
     }
 
-    Pages slots_;  // of zeros: a large map takes memory where it is written, and gives back all
+    static inline Slot no_row_{};  // the one slot of maps without memory, never written
+    Pages slots_;                  // of zeros: a large map takes memory where it is written, and gives back all
+    IndexView view_{&no_row_, 0};  // of the same
     std::size_t rows_ = 0;
 };
+
+// Reserves memory in the map of a bucket. Buckets fill evenly, and each grows at another load, from 1/2 in the first to
+// 3/4 in the last: no step has to grow all of them.
+inline void reserve_rows(RowMap& map, u32 bucket, std::size_t rows) {
+    map.reserve(rows * 3 * BUCKETS / (2 * BUCKETS + bucket));
+}
+
+inline std::size_t bytes_of(const std::array<RowMap, BUCKETS>& maps) {
+    return std::accumulate(maps.begin(), maps.end(), std::size_t{0},
+                           [](std::size_t total, const RowMap& map) { return total + map.bytes(); });
+}
 
 }  // namespace tierbed

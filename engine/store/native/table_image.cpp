@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "rows.h"
 #include "ops/native/thread_pool.h"
+#include "packed_rows.h"
 
 namespace tierbed {
 namespace {
@@ -30,7 +30,7 @@ void TableImage::save_before_image(u32 bucket, u64 hash, u32 table, const void* 
 }
 
 void TableImage::save_before_images(const Batch& batch) {
-    const u64* const own = batch.own_lines.size() ? batch.own_lines.data() : nullptr;
+    const u64* const own = batch.own_lines.data();
     const BucketOrder& order = batch.buckets();
     parallel_for(BUCKETS, batch.unique, [&](std::size_t b) {
         const u32 bucket = static_cast<u32>(b);
@@ -81,12 +81,12 @@ void TableImage::list(u32 bucket) {
     bucket_ = bucket;
     at_ = 0;
     rows_ = table_.rows_of(bucket);
-    const std::vector<u8>& saved = before_images_[bucket].rows;
-    for (std::size_t at = 0; at < saved.size(); at += packed_bytes_of(shape_.width)) {
-        TableRow row{};
-        std::memcpy(&row.table, &saved[at], sizeof row.table);
-        std::memcpy(&row.key, &saved[at + sizeof row.table], sizeof row.key);
-        rows_.push_back(row);
+    const std::size_t bytes = packed_bytes_of(shape_.width);
+    const std::vector<u8>& packed = before_images_[bucket].rows;
+    const PackedRows saved{packed.data(), bytes, packed.size() / bytes};
+    for (std::size_t i = 0; i < saved.count; ++i) {
+        const auto [table, key] = saved.row_key(i);
+        rows_.push_back({key, 0, table});
     }
     listed_ = true;
 }

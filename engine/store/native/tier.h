@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
-#include <mutex>
-#include <stdexcept>
 #include <vector>
 
 #include "ops/kernels/hash.h"
@@ -47,42 +45,36 @@ public:
     virtual bool on_disk() const = 0;
 };
 
-// Hits and misses of each table. Each thread adds to its own part, without a lock and without sharing cache lines.
+// Hits and misses of each table. Each task of a loop adds to its own part, without a lock and without sharing CPU cache
+// lines.
 class TableCounts {
-    struct Part {
-        std::mutex mutex;
-        std::vector<u64> counts;  // [tables, 2], misses and hits; empty until it is used
-    };
-
 public:
     explicit TableCounts(u32 tables) : tables_(tables) {}
 
-    // A part that belongs to one thread while this lives.
-    class Share {
-    public:
-        // any: whether there is a row to add; else no part is taken.
-        Share(TableCounts& all, bool any) : counts_(any ? all.take(lock_) : nullptr), tables_(all.tables_) {}
+    struct Part {
+        u64* counts;
+        u32 tables;
         void add(u32 table, bool hit, u64 rows = 1) {
-            if (table < tables_) counts_[2 * std::size_t{table} + hit] += rows;
+            if (table < tables) counts[2 * std::size_t{table} + hit] += rows;
         }
         // Turns a hit that was added into a miss.
         void missed(u32 table) {
-            if (table >= tables_) return;
-            --counts_[2 * std::size_t{table} + 1];
-            ++counts_[2 * std::size_t{table}];
+            if (table >= tables) return;
+            --counts[2 * std::size_t{table} + 1];
+            ++counts[2 * std::size_t{table}];
         }
-
-    private:
-        std::unique_lock<std::mutex> lock_;
-        u64* counts_;
-        u32 tables_;
     };
+    // The part of a task, one of BUCKETS.
+    Part part(std::size_t task) {
+        parts_[task].resize(2 * std::size_t{tables_} + APART);
+        return {parts_[task].data(), tables_};
+    }
 
     // [tables, 2], hits and misses. No thread may add meanwhile.
     std::vector<u64> sums() const {
         std::vector<u64> all(2 * std::size_t{tables_});
-        for (const Part& part : parts_)
-            for (std::size_t i = 0; i < all.size() && !part.counts.empty(); ++i) all[i ^ 1] += part.counts[i];
+        for (const std::vector<u64>& counts : parts_)
+            for (std::size_t i = 0; i < all.size() && !counts.empty(); ++i) all[i ^ 1] += counts[i];
         return all;
     }
     // The hits and misses of all tables together.
@@ -96,19 +88,8 @@ public:
 private:
     static constexpr std::size_t APART = 16;  // counts between two parts, which so share no CPU cache line
 
-    // The counts of a free part. There are as many parts as a loop over buckets has tasks.
-    u64* take(std::unique_lock<std::mutex>& lock) {
-        for (Part& part : parts_) {
-            lock = std::unique_lock(part.mutex, std::try_to_lock);
-            if (!lock) continue;
-            if (part.counts.empty()) part.counts.resize(2 * std::size_t{tables_} + APART);
-            return part.counts.data();
-        }
-        throw std::logic_error("two loops count rows at the same time");
-    }
-
     u32 tables_;
-    std::array<Part, BUCKETS> parts_;
+    std::array<std::vector<u64>, BUCKETS> parts_;  // [tables, 2], misses and hits; empty until they are used
 };
 
 }  // namespace tierbed
