@@ -13,7 +13,7 @@ from ...snapshots.files.format import check_name
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.folder_state import FolderState
 from ...snapshots.store.group_file import GroupFile
-from ...snapshots.store.recovery_record import EMPTY
+from ...snapshots.store.recovery_rule import EMPTY
 
 NO_ROWS = f"{EMPTY}:0"  # the version of rows that were never written
 

@@ -19,7 +19,7 @@ from ...snapshots.files.reader import Snapshot
 from ...snapshots.inspection.row import plain_row, read_row, row_key_of
 from ..tables.local_table import LocalTable
 from .rows_reference import check_not_awaiting
-from .together import save_together
+from .save_and_load import save_together
 
 Handle = Any  # a `TableHandle`, whose file imports this one
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from ...snapshots.store.folder_state import FolderState
 from ...snapshots.store.group import Capture, Member, loading
 from ...snapshots.store.group_file import GroupFile
 from ...snapshots.store.linked import OF_STATE, check_linked, link_snapshot, linked, remove_snapshot
-from ...snapshots.store.recovery_record import EMPTY, NO_RECORD
+from ...snapshots.store.recovery_rule import EMPTY, NO_RECORD
 from ...snapshots.store.retention import prune, remove_if_unreferenced, state_snapshot
 from ...snapshots.store.save import SaveSource, begin_save, check_kind, check_save
 from ...snapshots.store.selection import ALL, LoadReport, Selection
@@ -30,8 +30,8 @@ from ..tables.rank_recovery import check_row_count
 from ..tables.training_group import TrainingGroup, between_steps
 from .background_saving import BackgroundSaving
 from .rows_reference import RowsReference, is_at, reference_at, saved_as
+from .save_and_load import save_together
 from .table_save import TableSave, commit, write_and_commit
-from .together import save_together
 
 log = logging.getLogger("tierbed")
 

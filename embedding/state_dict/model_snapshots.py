@@ -15,7 +15,7 @@ from ...engine.errors import OptionError, SnapshotError
 from ...engine.table.background_save import SaveHandle
 from ...snapshots.store.selection import ALL, LoadReport, Selection
 from ..autograd.shadow import converter
-from ..saving.together import load_rows_together, load_together, save_together
+from ..saving.save_and_load import load_rows_together, load_together, save_together
 from .saved_rows import SavedRows, rows_stay
 
 

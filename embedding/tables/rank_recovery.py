@@ -18,7 +18,7 @@ from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.folder_state import FolderState, last_step, shard_versions
 from ...snapshots.store.group import Member, open_store
 from ...snapshots.store.group_file import GroupFile
-from ...snapshots.store.recovery_record import EMPTY
+from ...snapshots.store.recovery_rule import EMPTY
 from .recovery import (
     FolderContents,
     OpenPlan,

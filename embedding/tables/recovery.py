@@ -23,7 +23,7 @@ from ...snapshots.store.folder_state import (
 )
 from ...snapshots.store.group import Member
 from ...snapshots.store.mark import live_version
-from ...snapshots.store.recovery_record import EMPTY
+from ...snapshots.store.recovery_rule import EMPTY
 
 
 class FolderContents(NamedTuple):

@@ -18,7 +18,7 @@ from ..files.reader import list_snapshots, snapshot_by_id
 from ..store.closed_store import described
 from ..store.folder import StoreFolder
 from ..store.group_file import GroupFile
-from ..store.recovery_record import EMPTY
+from ..store.recovery_rule import EMPTY
 from ..store.selection import Selection
 
 

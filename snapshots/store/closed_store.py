@@ -19,7 +19,7 @@ from .folder import StoreFolder
 from .folder_state import RANKS, FolderState, clean_markers, shard_folder, shards_in, stores_recorded_for
 from .group import Member, loading, open_store, saved
 from .mark import live_version
-from .recovery_record import EMPTY
+from .recovery_rule import EMPTY
 from .retention import drop_replaced
 from .save import SaveSource, begin_save, check_save, write_part
 from .selection import ALL, LoadReport, Selection, types_of

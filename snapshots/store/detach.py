@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ...engine.errors import SnapshotError, StoreError
 from .folder import StoreFolder
 from .group_file import GroupFile, lock_of_group, put, remove
-from .recovery_record import NOTHING, union
+from .recovery_rule import NOTHING, union
 
 
 class Detached(NamedTuple):

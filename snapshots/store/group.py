@@ -27,7 +27,7 @@ from .group_file import GroupFile, Shards, lock_file, lock_of_group, put, remove
 from .lock import FileLock, InUseError
 from .mark import Link, RanksRecord
 from .old_stores import PREFIX
-from .recovery_record import EMPTY, FOREVER, NOTHING, Entry, Interval, Place, Record, newest_moment, next_record, union
+from .recovery_rule import EMPTY, FOREVER, NOTHING, Entry, Interval, Place, Record, newest_moment, next_record, union
 
 log = logging.getLogger("tierbed")
 OPEN_ATTEMPTS = 20  # while another process has the lock

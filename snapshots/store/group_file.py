@@ -24,7 +24,7 @@ from .folder_state import SNAPSHOTS, FolderState, shard_versions
 from .lock import FileLock, InUseError
 from .mark import Link, live_version
 from .old_stores import PREFIX, OldGroup, record_of_group, record_of_store
-from .recovery_record import EMPTY, NOTHING, Entry, Files, Record, choose, needed, usable
+from .recovery_rule import EMPTY, NOTHING, Entry, Files, Record, choose, needed, usable
 
 INVALID = (ValueError, TypeError, KeyError, AttributeError)  # what reading a damaged record raises
 Shards = Mapping[str, Mapping[int, str | None]]  # by the paths of stores, the versions of their shards on all hosts

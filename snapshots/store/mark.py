@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ...engine.durable import unseal
 from ..files.format import FOLDER_FIELDS, LIVE, OLD_CANDIDATES, OLD_GROUP, SHARE
-from .recovery_record import Record
+from .recovery_rule import Record
 
 LIVE_FOLDERS = ("live", "live-2")
 

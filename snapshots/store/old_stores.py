@@ -12,7 +12,7 @@ from ..files.format import OLD_CANDIDATES, OLD_GROUP, snapshot_id
 from ..files.reader import list_snapshots
 from .folder_state import FolderState
 from .mark import Mark
-from .recovery_record import EMPTY, Entry, Files, Place, Record
+from .recovery_rule import EMPTY, Entry, Files, Place, Record
 
 PREFIX = "GROUP-"
 _UNKNOWN = "unknown"  # a snapshot that no folder has

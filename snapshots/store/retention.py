@@ -16,7 +16,7 @@ from .folder import StoreFolder
 from .folder_state import FolderState
 from .group import file_of
 from .linked import OF_STATE, REPLACED, link_snapshot, remove_snapshot
-from .recovery_record import Record, needed
+from .recovery_rule import Record, needed
 
 log = logging.getLogger("tierbed")
 

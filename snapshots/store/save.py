@@ -28,7 +28,7 @@ from ..files.writer import (
 )
 from .folder import StoreFolder
 from .linked import remove_snapshot
-from .recovery_record import EMPTY, Record, needed
+from .recovery_rule import EMPTY, Record, needed
 from .retention import drop_replaced, is_of_state, keep_replaced, undone_names
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from .closed_store import merged_clean_marker
 from .folder_state import RANKS, SNAPSHOTS, FolderState, clean_markers, holder, last_step
 from .group_file import GroupFile
 from .mark import live_version
-from .recovery_record import EMPTY
+from .recovery_rule import EMPTY
 
 CHECKPOINT = "graph.msgpack"  # a file of checkpoints, which store folders lack
 

@@ -21,7 +21,7 @@ from support.stores import options
 from support.together import Model, killed, killed_at
 from tierbed.cli import main
 from tierbed.distributed import World
-from tierbed.embedding.saving.together import save_together
+from tierbed.embedding.saving.save_and_load import save_together
 from tierbed.embedding.tables.training_group import train_together
 from tierbed.engine.options.lookup import Lookup
 from tierbed.snapshots import list_snapshots

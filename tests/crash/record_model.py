@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python -m crash.record_model --histories 20000 --seed 1
 
-snapshots/store/recovery_record.py has the rule, `record_processes` the processes that follow it. `Checker` remembers
+snapshots/store/recovery_rule.py has the rule, `record_processes` the processes that follow it. `Checker` remembers
 every moment: the rows that all stores had side by side. A recovery has to find one of these, none older than the newest
 one with a begin of a save or an end of a load that returned saves cover, and exactly the last one after a clean end.
 """
@@ -16,7 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Collection
 
-from tierbed.snapshots.store.recovery_record import EMPTY, FOREVER, Record, Snapshots
+from tierbed.snapshots.store.recovery_rule import EMPTY, FOREVER, Record, Snapshots
 
 from .record_processes import Disk, Forward, Kill, Reader, Refused, Rows, Shards, Trainer
 

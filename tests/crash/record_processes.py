@@ -1,4 +1,4 @@
-"""Processes that follow the rule of snapshots/store/recovery_record.py, and their disk, for the model checker.
+"""Processes that follow the rule of snapshots/store/recovery_rule.py, and their disk, for the model checker.
 
 `Disk` has the folders and records. `Trainer` holds the group's lock, as snapshots/store/group.py does, `Reader` does
 not. Rows are the tuple of the writes that made them.
@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tierbed.snapshots.store.recovery_record import (
+from tierbed.snapshots.store.recovery_rule import (
     EMPTY,
     FOREVER,
     NOTHING,

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 
-from tierbed.snapshots.store.recovery_record import EMPTY, NOTHING, Entry, Interval, needed, usable
+from tierbed.snapshots.store.recovery_rule import EMPTY, NOTHING, Entry, Interval, needed, usable
 
 from .record_processes import Disk, Kill, Refused, Rows, Trainer
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tierbed.snapshots.store import recovery_record as rule
-from tierbed.snapshots.store.recovery_record import EMPTY, FOREVER, NOTHING, Entry, Record, next_record, union, usable
+from tierbed.snapshots.store import recovery_rule as rule
+from tierbed.snapshots.store.recovery_rule import EMPTY, FOREVER, NOTHING, Entry, Record, next_record, union, usable
 
 from . import record_processes as processes
 from .record_model import Checker, History, Violation

@@ -21,7 +21,7 @@ from tierbed.snapshots import Snapshot, list_snapshots
 from tierbed.snapshots.files.reader import name_of
 from tierbed.snapshots.store.folder_state import FolderState
 from tierbed.snapshots.store.group_file import GroupFile
-from tierbed.snapshots.store.recovery_record import EMPTY
+from tierbed.snapshots.store.recovery_rule import EMPTY
 from tierbed.snapshots.store.retention import is_replaced
 
 from .history import History, in_order

@@ -25,7 +25,7 @@ from tierbed.snapshots.files.reader import Snapshot
 from tierbed.snapshots.store.folder import StoreFolder
 from tierbed.snapshots.store.folder_state import FolderState
 from tierbed.snapshots.store.group_file import GroupFile
-from tierbed.snapshots.store.recovery_record import EMPTY, Entry
+from tierbed.snapshots.store.recovery_rule import EMPTY, Entry
 
 
 def test_ranks_without_snapshot_path_find_where_the_snapshots_are(tmp_path: Path) -> None:

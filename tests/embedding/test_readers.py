@@ -18,8 +18,8 @@ from support.embeddings import DIM, attach, make
 from support.stores import STORES, options
 from tierbed import MultiTableEmbedding, prometheus_text
 from tierbed.distributed.world import World
+from tierbed.embedding.saving.save_and_load import save_together
 from tierbed.embedding.saving.snapshots import Snapshots
-from tierbed.embedding.saving.together import save_together
 from tierbed.embedding.tables.training_group import train_together
 from tierbed.snapshots.store.selection import ALL
 

@@ -15,7 +15,7 @@ from support.embeddings import DIM, ask_to_leave, make, rows_by_key
 from support.stores import options
 from tierbed import MultiTableEmbedding
 from tierbed.distributed.world import World
-from tierbed.embedding.saving.together import save_together
+from tierbed.embedding.saving.save_and_load import save_together
 from tierbed.embedding.tables.training_group import train_together
 from tierbed.engine.options.lookup import Lookup
 from tierbed.engine.table.row_step import row_step

@@ -16,8 +16,8 @@ from support.optimizers import OPTIMIZERS
 from support.stores import options
 from tierbed import StoreError
 from tierbed.distributed.world import World
+from tierbed.embedding.saving.save_and_load import save_together
 from tierbed.embedding.saving.snapshots import Snapshots
-from tierbed.embedding.saving.together import save_together
 from tierbed.embedding.tables.local_table import LocalTable
 from tierbed.embedding.tables.recovery import FolderContents, OpenPlan, RankShard
 from tierbed.engine import _core

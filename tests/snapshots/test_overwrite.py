@@ -19,7 +19,7 @@ from support.together import Model
 from support.warm import SHIMMED
 from tierbed import MultiTableEmbedding, OptionError, SnapshotError, StoreError
 from tierbed.distributed.world import World
-from tierbed.embedding.saving.together import save_together
+from tierbed.embedding.saving.save_and_load import save_together
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.control.client import request_save
 from tierbed.snapshots.store.group import Group

@@ -8,7 +8,7 @@ from tierbed.snapshots.files.format import snapshot_id
 from tierbed.snapshots.store.folder import StoreFolder
 from tierbed.snapshots.store.folder_state import FolderState
 from tierbed.snapshots.store.group_file import GroupFile
-from tierbed.snapshots.store.recovery_record import Entry, Record
+from tierbed.snapshots.store.recovery_rule import Entry, Record
 
 
 def last_snapshot(store: Path) -> str | None:
