@@ -85,7 +85,7 @@ def load_together(world: World, tables: Tables, name: str) -> list[LoadReport]:
     """
     op = f"loading snapshot {name!r} of {len(tables)} embeddings"
     _finish_saving(world, op, tables)
-    with between_steps(tables):
+    with between_steps(tables, replaces=True):
         snapshots: list[Snapshot] = world.call_on_all_ranks(op, lambda: [table.snapshot(name) for table in tables])
         world.call_on_all_ranks(op, lambda: check_one_moment([table.name for table in tables], snapshots))
         for table, snapshot in zip(tables, snapshots, strict=True):
@@ -97,7 +97,7 @@ def load_rows_together(world: World, tables: Tables, places: Sequence[Path]) -> 
     """Load the snapshots `places`, which `check_rows` has checked, and which the store folders get too."""
     op = f"loading {len(tables)} embeddings"
     _finish_saving(world, op, tables)
-    with between_steps(tables), ExitStack() as linking:
+    with between_steps(tables, replaces=True), ExitStack() as linking:
         ours = [table.link_in(place, linking) for table, place in zip(tables, places, strict=True)]
         _load(world, op, tables, world.call_on_all_ranks(op, lambda: [Snapshot.open(place) for place in ours]))
 

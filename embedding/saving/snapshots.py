@@ -319,8 +319,9 @@ class Snapshots:
         A store folder gets the snapshot as well, as its recovery snapshot. Without state, or converted, it gets none,
         since recovery would load the state, or other numbers.
         """
+        self.world.call_on_all_ranks(self._loading(place.name), lambda: self.local_table)  # ClosedError
         self.finish_saving()
-        with between_steps([self]), ExitStack() as linking:
+        with between_steps([self], replaces=True), ExitStack() as linking:
             read = self.link_in(place, linking) if self.place is not None and selection.can_recover else place
             self.load(self.world.call_on_all_ranks(self._loading(place.name), lambda: open_snapshot(read)), selection)
 
@@ -496,8 +497,8 @@ class Snapshots:
         """`prune` in this process alone, on rank 0."""
         table, store = self.local_table, self.checked_store()
         with table.lock:  # a snapshot that is being saved is not listed yet, and is based on no other
-            saving = self._saving or table.observers.saving
-            if saving is None or saving.done:
+            saving = table.observers.saving
+            if self._saving is None and (saving is None or saving.done):  # of ranks, one may be getting its name
                 store.clear_snapshots()
             return [snapshot.name for snapshot in prune(store, keep_last, keep_every).removed]
 

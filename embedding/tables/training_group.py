@@ -108,10 +108,12 @@ def tear(members: Iterable[Member], why: str) -> None:
 
 
 @contextmanager
-def between_steps(handles: Iterable[Any], waits: bool = False) -> Iterator[None]:
+def between_steps(handles: Iterable[Any], waits: bool = False, replaces: bool = False) -> Iterator[None]:
     """A block in which no other thread writes to or saves these tables, nor any that is trained together with them.
 
     waits: for the end of a step of another thread, in which some of the stores may be a step ahead of the others.
+    replaces: whether the block replaces the rows: it begins once no save in the background goes on, which it could not
+    wait for while it has the locks that the save needs.
     """
     handles = list(handles)
     groups = {id(one.group): one.group for one in handles if one.group is not None}.values()
@@ -121,12 +123,16 @@ def between_steps(handles: Iterable[Any], waits: bool = False) -> Iterator[None]
         tables = sorted({one.own.table for one in everyone.values()}, key=id)
         for table in tables:
             table.observers.wait_for_foreground()
+            if replaces:
+                table.observers.finish_saving()
         with ExitStack() as stack:
             if gate is not None:
                 stack.enter_context(gate.between_steps(tables.copy, lambda: False))
             for table in tables:
                 stack.enter_context(table.lock)
             if any(table.is_replaced or table.observers.is_saved_by_another for table in tables):
+                continue
+            if replaces and any(table.observers.is_saving for table in tables):  # one has begun meanwhile
                 continue
             amid = [group for group in groups if waits and group.is_amid_step]
             gate = next((group.gate for group in amid if is_trained_elsewhere(group.embeddings)), None)

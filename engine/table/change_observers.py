@@ -201,6 +201,11 @@ class ChangeObservers:
         elif saving is not None and not saving.done:
             raise StoreError(still_saving(saving.what))
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a thread is saving rows in the background."""
+        return isinstance(self.saving, BackgroundSave) and not self.saving.done
+
     def finish_saving(self) -> BaseException | None:
         """Wait for the save in the background. Returns its error, if it was neither raised nor returned before."""
         return None if self.saving is None else self.saving.finish()

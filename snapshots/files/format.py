@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import math
 import re
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
@@ -240,7 +241,7 @@ class Manifest:
         """Read a manifest file that may be forged. Raises ValueError naming the error."""
         decode = Manifest._decode if len(data) < 1 << 16 else Manifest._decode.__wrapped__
         manifest: Manifest = decode(data)
-        return dataclasses.replace(manifest, description={**manifest.description})  # which users may change
+        return dataclasses.replace(manifest, description=deepcopy(manifest.description), files={**manifest.files})
 
     @staticmethod
     @lru_cache(maxsize=256)  # a save reads all manifests of a store several times

@@ -53,6 +53,7 @@ from .reader import ProgressCallback as ProgressCallback
 from .reader import Snapshot, list_snapshots
 
 Files = dict[str, RowFile]
+_OPEN_FILES = 8  # of a table that wait to be synced, since many tables may be saved at once
 _SMALL_BYTES = 1 << 18  # of a first chunk, which takes less time to write than to pass to a thread
 
 
@@ -114,6 +115,9 @@ def write_rows(
                     progress(len(rows))
             if file is not None:
                 do(partial(file.finish, then))
+            if len(syncs_of_small) == _OPEN_FILES:
+                do_all(syncs_of_small)
+                syncs_of_small.clear()
         do_all(syncs_of_small)
     return {name: file.entry for name, file in files.items()}
 

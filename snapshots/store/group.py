@@ -291,18 +291,19 @@ class Group:
         return self.mode in ("mixed", "fresh")
 
     def enter(self, member: Member, mode: str = "") -> None:
-        if not self.is_locked:
+        if not self.is_locked and self.mode != "mixed":
             self.mode = mode
         self.members[member.id] = self.rows[member.id] = member
         _groups.add(self)
 
     def leave(self, member: Member) -> None:
-        self.members.pop(member.id, None)
+        if self.members.get(member.id) is member:  # else it was left before, and is open again
+            del self.members[member.id]
         if not self.members:
             _groups.discard(self)
             self._release()
-        if not self.is_locked:
-            self.rows.pop(member.id, None)
+        if not self.is_locked and self.rows.get(member.id) is member:
+            del self.rows[member.id]
 
     def _release(self) -> None:
         lock, self._lock, self.is_locked = self._lock, None, False
@@ -358,7 +359,7 @@ class Group:
                 self._lock = lock_of_group(self.file)
                 store = next(iter(self.members.values())).store
                 file = GroupFile(store, self.file.shards, self.file.beside)
-                if file.path != self.file.path:  # another process let it join others, or took it out
+                if file.key != self.file.key:  # another process let it join others, or took it out
                     raise StoreError(_changed_text(store))
                 self.file = file
             self._recover()
@@ -539,15 +540,20 @@ def saved(snapshots: Mapping[Capture, str], is_parent: bool = True) -> None:
     """
     with _changing:
         present = {capture.member: id for capture, id in snapshots.items() if capture.last == FOREVER}
+        groups = _by_group({capture.member: id for capture, id in snapshots.items()})
+        before = [(group, {**vars(group.record), "now": group.at}) for group, _ in groups]
         try:
             for capture, snapshot in snapshots.items():
                 capture.name(snapshot)
-            for group, ids in _by_group({capture.member: id for capture, id in snapshots.items()}):
+            for group, ids in groups:
                 now = {one.id: Entry(id, one.now.live) for one, id in present.items() if one.group is group}
                 group.write(now, parents={**group.record.parents, **(ids if is_parent else {})})
         except BaseException:
             for capture in snapshots:
                 capture.name("")
+            for group, fields in before:
+                with suppress(StoreError):
+                    group.write(**fields)
             raise
         for member, snapshot in present.items():
             member.saved(snapshot)

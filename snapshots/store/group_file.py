@@ -60,8 +60,9 @@ class GroupFile:
         elif mark.link is not None:
             self.path, self.record = self._follow(mark.link)
         elif group is not None:
-            self.path, record = record_of_group(folder, group, self.files)
-            self.record = record or self._follow(Link.to(self.path, self.home.path))[1]
+            path, record = record_of_group(folder, group, self.files)
+            follow = self._follow(Link.to(path, self.home.path)) if record is None else (path, record)
+            self.path, self.record = follow
         elif mark.exists or not self._find_by_place():
             self.record = mark.record or self._record_alone()
         if self.path is not None:
