@@ -10,7 +10,6 @@
 #include <stdexcept>
 #include <thread>
 #include <tuple>
-#include <type_traits>
 #include <unistd.h>
 
 #include <rocksdb/cache.h>
@@ -22,6 +21,7 @@
 
 #include "ops/kernels/hash.h"
 #include "ops/native/thread_pool.h"
+#include "rocksdb_open.h"
 #include "rocksdb_status.h"
 #include "rows.h"
 
@@ -43,19 +43,6 @@ void end_early() {
 void end_forked_children_early() {
     static const int once = pthread_atfork(nullptr, nullptr, end_early);
     static_cast<void>(once);
-}
-
-// RocksDB gives a DB* before 9.11, a std::unique_ptr<DB> from 11.0 on, either in between. open(&database) takes one.
-template <class Open>
-rocksdb::Status open_into(std::unique_ptr<rocksdb::DB>& db, const Open& open) {
-    if constexpr (std::is_invocable_v<const Open&, std::unique_ptr<rocksdb::DB>*>) {
-        return open(&db);
-    } else {
-        rocksdb::DB* opened = nullptr;
-        const rocksdb::Status status = open(&opened);
-        db.reset(opened);
-        return status;
-    }
 }
 
 rocksdb::Status open_database(const rocksdb::Options& options, const std::string& folder, bool read_only,

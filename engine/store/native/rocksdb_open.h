@@ -1,0 +1,23 @@
+// Opens a database with any version of RocksDB.
+#pragma once
+#include <memory>
+#include <type_traits>
+
+#include <rocksdb/db.h>
+
+namespace tierbed {
+
+// RocksDB gives a DB* before 9.11, a std::unique_ptr<DB> from 11.0 on, either in between. open(&database) takes one.
+template <class Open>
+rocksdb::Status open_into(std::unique_ptr<rocksdb::DB>& db, const Open& open) {
+    if constexpr (std::is_invocable_v<const Open&, std::unique_ptr<rocksdb::DB>*>) {
+        return open(&db);
+    } else {
+        rocksdb::DB* opened = nullptr;
+        const rocksdb::Status status = open(&opened);
+        db.reset(opened);
+        return status;
+    }
+}
+
+}  // namespace tierbed
