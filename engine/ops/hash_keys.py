@@ -60,27 +60,15 @@ def _array(values: Any) -> NDArray[Any]:
 
 
 def _of_rows(values: NDArray[Any], seed: int) -> Ids:
-    """Of an array of `U` or `S`."""
-    if values.dtype.itemsize == 0:
-        values = values.astype(values.dtype.kind + "1")
     native = np.ascontiguousarray(values.astype(values.dtype.newbyteorder("="), copy=False))
+    ids = np.empty(len(native), np.int64)
+    if native.dtype.itemsize == 0:
+        native = native.astype(native.dtype.kind + "1")
     is_text = native.dtype.kind == "U"
-    unit = np.dtype(np.uint32 if is_text else np.uint8)
-    characters = native.view(unit).reshape(len(native), native.itemsize // unit.itemsize)
-    if is_text:
-        wrong = (characters > 0x10FFFF) | (characters >> 11 == 0xD800 >> 11)
-        if wrong.any():
-            row = int(wrong.any(axis=1).argmax())
-            raise InputError(f"values: element {row} has a character that is not Unicode, so it has no UTF-8")
-        if characters.max(initial=0) >= 0x80:
-            return _of_objects(native.tolist(), seed, None)
-    is_in = np.logical_or.accumulate((characters != 0)[:, ::-1], axis=1)[:, ::-1]  # zeros at the end are not
-    return _hashed(characters[is_in].astype(np.uint8), is_in.sum(axis=1), seed)
-
-
-def _hashed(data: NDArray[np.uint8], lengths: Any, seed: int) -> Ids:
-    """Of strings that follow one another in `data`."""
-    return _core.hash_parts(data, np.concatenate([[0], lengths]).cumsum(dtype=np.int64), seed)
+    wrong = _core.hash_rows(native.view(np.uint8), native.dtype.itemsize, is_text, seed, ids)
+    if wrong < len(ids):
+        raise InputError(f"values: element {wrong} has a character that is not Unicode, so it has no UTF-8")
+    return ids
 
 
 def _of_objects(values: list[Any], seed: int, null: int | None) -> Ids:
@@ -99,7 +87,10 @@ def _of_objects(values: list[Any], seed: int, null: int | None) -> Ids:
             parts.append(b"")
         else:
             raise InputError(f"values: element {position} is {value!r}; give {_KINDS}")
-    ids = _hashed(np.frombuffer(b"".join(parts), np.uint8), [*map(len, parts)], seed)
+    offsets = np.zeros(len(parts) + 1, np.int64)
+    np.cumsum([len(part) for part in parts], out=offsets[1:])
+    ids = np.empty(len(parts), np.int64)
+    _core.hash_parts(np.frombuffer(b"".join(parts), np.uint8), offsets, seed, ids)
     if nulls:
         ids[nulls] = _id_of(nulls[0], null)
     return ids
@@ -149,9 +140,11 @@ def _of_arrow(column: Any, seed: int, null: int | None) -> Ids:
 
 def _ids_of_text(column: Any, seed: int, null: int | None) -> Ids:
     column = column.cast("large_binary")
+    ids = np.empty(len(column), np.int64)
     _, ends, data = column.buffers()
     offsets = np.frombuffer(ends or bytes(8), np.int64)[column.offset :][: len(column) + 1]
-    return _core.hash_parts(np.frombuffer(data or b"", np.uint8), offsets, seed)
+    _core.hash_parts(np.frombuffer(data or b"", np.uint8), offsets, seed, ids)
+    return ids
 
 
 def _ids_of_dictionary(column: Any, seed: int, null: int | None) -> Ids:
