@@ -13,6 +13,7 @@ namespace tierbed {
 
 void bind_ops(nb::module_& m);
 void bind_keys(nb::module_& m);
+void bind_columns(nb::module_& m);
 void bind_stores(nb::module_& m);
 void bind_cache(nb::module_& m);
 void bind_rocksdb(nb::module_& m);
@@ -45,4 +46,5 @@ NB_MODULE(_core, m) {
     tierbed::bind_rocksdb(m);  // after bind_stores, which binds its base
     tierbed::bind_ledger(m);
     tierbed::bind_keys(m);
+    tierbed::bind_columns(m);
 }

@@ -190,7 +190,8 @@ class ShadowGrad(Tensor):
     """
 
     def __new__(cls, rows: RowGradients) -> ShadowGrad:
-        plain = torch.zeros_like(rows.embedding.shadow)
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = torch.zeros_like(rows.embedding.shadow)
         return torch.Tensor._make_subclass(cls, plain)  # no view, unlike as_subclass
 
     def __init__(self, rows: RowGradients) -> None:

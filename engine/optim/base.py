@@ -67,12 +67,16 @@ class CheckedOptimizer(torch.optim.Optimizer):
         """Add a group of parameters, and check its settings."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        if group.get("amsgrad"):
-            raise OptimizerError(f"{type(self).__name__}: amsgrad=True is not supported; use amsgrad=False")
-        for rule in all_rules():
-            if isinstance(self, rule.optimizer):
-                rule.hyper(group, 1)
-                rule.initial(group)
+        try:
+            if group.get("amsgrad"):
+                raise OptimizerError(f"{type(self).__name__}: amsgrad=True is not supported; use amsgrad=False")
+            for rule in all_rules():
+                if isinstance(self, rule.optimizer):
+                    rule.hyper(group, 1)
+                    rule.initial(group)
+        except BaseException:
+            self.param_groups.pop()
+            raise
 
 
 class OwnOptimizer(CheckedOptimizer):
@@ -151,5 +155,5 @@ def row_mean(squares: Tensor) -> Tensor:
 def hyper(group: Group, step: int) -> dict[str, float]:
     """The numbers of `adam.hyper` and the settings of a group, checked. Raises OptimizerError."""
     betas(group)
-    settings = {name: number(group, name) for name in ("lr", "eps", "weight_decay", "maximize")}
-    return {**settings, **adam.hyper(group, step)}
+    settings = {name: number(group, name) for name in ("lr", "eps", "weight_decay")}
+    return {**settings, "maximize": float(bool(group["maximize"])), **adam.hyper(group, step)}

@@ -70,7 +70,7 @@ class RowOptimizer:
             self._check(group, settings)
         if self.shift:
             step = max(step + self.shift, 1)
-        values = {**group, **self._rule.hyper(group, step)}
+        values = {**group, "maximize": bool(group.get("maximize")), **self._rule.hyper(group, step)}
         value, norm, row_norm = self._limits
         if clip_value is not None:
             value = min(clip_value, value or clip_value)

@@ -56,8 +56,8 @@ def unused_grads(tensors: list[Tensor]) -> Iterator[dict[int, Tensor]]:
 class _Settings(dict[str, Any]):
     """A param group during a trace, read-only."""
 
-    def __init__(self, group: dict[str, Any], params: list[Tensor], optimizer: Optimizer) -> None:
-        super().__init__(group, params=params)
+    def __init__(self, group: dict[str, Any], optimizer: Optimizer) -> None:
+        super().__init__(group)
         self._optimizer = optimizer
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -93,11 +93,13 @@ def swapped(
         if live is not None
     ]
     groups = [(optimizer, list(optimizer.param_groups)) for optimizer in optimizers]
+    params = [(group, group["params"]) for _, own in groups for group in own]
     hooks = [optimizer.register_step_pre_hook(_refuse_step) for optimizer in optimizers]
     _put((module, name, swaps[id(live)]) for module, name, live in slots)
+    for group, parameters in params:  # which build may have kept from before
+        group["params"] = [swaps[id(live)] for live in parameters]
     for optimizer, own in groups:
-        swapped_params = ([swaps[id(live)] for live in group["params"]] for group in own)
-        optimizer.param_groups[:] = map(_Settings, own, swapped_params, repeat(optimizer))
+        optimizer.param_groups[:] = map(_Settings, own, repeat(optimizer))
     rebound = leaked = None
     try:
         yield
@@ -107,6 +109,8 @@ def swapped(
             hook.remove()
         for optimizer, own in groups:
             optimizer.param_groups[:] = own
+        for group, parameters in params:
+            group["params"] = parameters
         _put(slots)
         leaked = next((where for where, value in _reachable(root) if isinstance(value, _TRACED)), None)
         if leaked is not None or rebound is not None:

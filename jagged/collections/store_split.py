@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ...engine._core import WAYS, parse_rocksdb_options
+from ...engine import _core
 from ...engine.cache.memory_split import LINE_OVERHEAD_BYTES
 from ...engine.errors import OptionError
 from ...engine.options.store_options import (
@@ -120,7 +120,7 @@ def _budgets(
             f"{budget}='auto' is for one embedding, and {len(requests)} share the store: {', '.join(requests)}; give a "
             "number of MiB, which is divided, or store_options for each by its name"
         )
-    rows = WAYS if budget in BUDGETS[:2] else 0  # a cache has at least one set
+    rows = _core.WAYS if budget in BUDGETS[:2] else 0  # a cache has at least one set
     minimum = [max(rows * row_bytes(request, MAX_STATES), 1) for request in requests.values()]
     shares = _shares(int(whole * MB), sizes, minimum)
     if shares is None:
@@ -134,7 +134,7 @@ def _budgets(
 def _write_buffers(options: CachedSsdOptions, sizes: Sequence[int]) -> list[str]:
     """The `rocksdb_options` of each embedding; none if they set the size of write buffers."""
     text = str(options.rocksdb_options or "")
-    if any(name in ("write_buffer_size", "db_write_buffer_size") for name, _ in parse_rocksdb_options(text)):
+    if any(name in ("write_buffer_size", "db_write_buffer_size") for name, _ in _core.parse_rocksdb_options(text)):
         return []
     memtables = MEMTABLES * (options.shards or SHARDS)
     minimum = [memtables * MIN_MEMTABLE] * len(sizes)

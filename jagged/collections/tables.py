@@ -297,6 +297,8 @@ class TableCollection(TableModule):
             self._make_embeddings(groups, stores, seed, key_type, **options)
         elif store_options is not None and configs:
             raise OptionError("store_options: share has every table, with its store; leave store_options out")
+        views = self.embeddings.tables
+        views |= {name: views.pop(name) for name in names}  # in the order of the configs, which state_dict has
         if device is not None:
             self._move_to(device)
 

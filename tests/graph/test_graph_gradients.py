@@ -211,6 +211,21 @@ def test_step_of_an_optimizer_in_build_is_refused_not_frozen() -> None:
     assert optimizer.param_groups[0]["params"][1] is net.weight
 
 
+def test_build_may_use_a_param_group_that_was_taken_before() -> None:
+    rows, net, optimizer = rows_and_net()
+    group = optimizer.param_groups[0]
+
+    def build(graph: Any, ids: Tensor) -> Tensor:
+        loss = graph.net(graph.rows(ids)).sum() + sum(one.square().sum() for one in group["params"][1:])
+        loss.backward()
+        return loss
+
+    before = net.weight.detach().clone()
+    graph_of(build, optimizer, rows=rows, net=net)(torch.tensor([1]))
+    assert not torch.equal(net.weight, before)
+    assert group["params"][1] is net.weight
+
+
 def test_a_dense_gradient_without_an_optimizer_is_refused_not_dropped() -> None:
     model = mlp()
     graph = Train(model, torch.optim.SGD(model[0].parameters(), lr=0.1))

@@ -100,6 +100,12 @@ def test_wrong_arguments_are_refused(refusal: Refusal) -> None:
     check_refusal(refusal)
 
 
+def test_tables_keep_the_order_of_their_configs_when_some_are_shared() -> None:
+    with EmbeddingBagCollection([BAG], STORE) as first:
+        own = EmbeddingBagConfig(9, 4, "own", feature_names=["own"])
+        assert [*EmbeddingBagCollection([own, BAG], STORE, name="two", share=first).embedding_bags] == ["own", BAG.name]
+
+
 def test_a_shared_table_is_described_as_where_it_is() -> None:
     with EmbeddingBagCollection([BAG], STORE) as first:
         same, threes = "give the same", tierbed.make_constant_initializer(3.0)

@@ -39,14 +39,14 @@ def test_columns_of_every_dtype_are_those_of_plain_cat(dtype: str, batch: int, i
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("is_read", [True, False])
+@pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("layout", ["contiguous", "columns", "turned", "expanded"])
 def test_gradients_of_every_order_are_those_of_plain_cat(
-    is_read: bool, layout: str, monkeypatch: pytest.MonkeyPatch
+    native: bool, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """is_read=False: by the gather of a trace and of a GPU."""
-    if not is_read:
-        monkeypatch.setattr(columns, "is_traced", lambda: True)
+    """native=False: as on a GPU, by torch's ops."""
+    if not native:
+        monkeypatch.setattr(columns, "_NATIVE", ())
     values = [one.double().requires_grad_() for one in tensors()]
     given = {
         "contiguous": lambda one: one,
@@ -83,8 +83,7 @@ def test_moves_on_a_device_need_no_look_at_them() -> None:
         one.shape for one in values
     ]
     moves = [[0, 0, 2, 2, 1], [0, 0, 0, 2, 0], [0, 0, 1, 0, 2], [0, 0, 0, 3, 0], [0, 0, 0, 0, 0]]
-    given = [3], torch.tensor([[*move, 0] for move in moves]), torch.tensor([3]), torch.tensor([3]), [3]
-    index = columns._column_index(*given)
+    index = columns._sources(torch.tensor(moves), torch.tensor([3]), torch.tensor([3]), 3)
     assert index.tolist() == [1, 2, 2]
 
 
@@ -121,7 +120,7 @@ def test_compiled_code_checks_the_batch_when_it_runs() -> None:
 
     values, every = tensors(), torch.ones(5, dtype=torch.bool)
     assert all(map(torch.equal, chosen(values, [every] * 3), plain(values)))
-    with pytest.raises(RuntimeError):  # of torch
+    with pytest.raises(InputError, match="values: give tensors of one batch"):
         chosen(values, [every, every, every.clone().fill_(False)])
 
 
@@ -143,9 +142,12 @@ def test_groups_of_wrong_arguments_are_refused(given: Any) -> None:
         multi_remap_to_groups(*given)
 
 
-def test_the_op_passes_torchs_checks() -> None:
-    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
-    torch.library.opcheck(columns._column_index, (IN.tolist(), PERMUTES, IN, OUT, WIDTHS), test_utils=checks)
+def test_the_ops_pass_torchs_checks() -> None:
+    values = tensors(requires_grad=True)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(columns.move_columns, (values, PERMUTES, IN, OUT, WIDTHS, False), test_utils=checks)
+    grads = [torch.randn(5, width) for width in WIDTHS]
+    torch.library.opcheck(columns.move_columns, (grads, PERMUTES, IN, OUT, IN.tolist(), True), test_utils=checks)
 
 
 class Regrouping(Graph):

@@ -243,6 +243,24 @@ def test_each_group_has_its_own_settings() -> None:
     assert [row_optimizer(optimizer, group).hyper(1)[0] for group in optimizer.param_groups] == [0.1, 7.0]
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, CatchUpAdam])
+def test_maximize_is_true_or_false_as_torch_reads_it(kind: type[torch.optim.Optimizer]) -> None:
+    optimizer = kind([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    rows = rows_of(optimizer)
+    for value, expected in ((None, False), (2, True)):
+        optimizer.param_groups[0]["maximize"] = value
+        numbers = rows.hyper(1)
+        optimizer.param_groups[0]["maximize"] = expected
+        assert numbers == rows.hyper(1)
+
+
+def test_a_group_that_is_refused_is_not_added() -> None:
+    optimizer = CatchUpAdam([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    with pytest.raises(OptimizerError):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "eps": 0.0})
+    assert len(optimizer.param_groups) == 1
+
+
 def test_momentum_that_appears_later_is_refused_because_rows_have_no_buffer() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     rows = rows_of(optimizer)

@@ -368,3 +368,28 @@ def _arguments(rule: Rule, rows: F32, dim: int, hyper: Sequence[float]) -> dict[
     values = dict(zip(kernel.all_hypers, hyper, strict=False))
     rounded = {name: np.float32(value) if name in kernel.hypers.split() else value for name, value in values.items()}
     return {"w": rows[:, :dim], **names, **rounded}
+
+
+def move_columns(sources: Sequence[NDArray[Any]], moves: Sequence[Sequence[int]], widths: Sequence[int]) -> list[Any]:
+    """Matrices of `widths` columns. A move: source, target, their first columns, number of columns."""
+    targets = [np.zeros((len(sources[0]), width), sources[0].dtype) for width in widths]
+    for source, target, first, to, count in moves:
+        targets[target][:, to : to + count] = sources[source][:, first : first + count]
+    return targets
+
+
+def add_columns(
+    grads: Sequence[NDArray[Any]], moves: Sequence[Sequence[int]], widths: Sequence[int], dtype: str
+) -> list[Any]:
+    """The gradients of the sources, from zeros in the order of the moves. Numbers of bfloat16 are given by their bits.
+
+    Each sum of 16-bit numbers is that of float32, rounded.
+    """
+    sums = [np.zeros((len(grads[0]), width), grads[0].dtype) for width in widths]
+    for source, target, first, to, count in moves:
+        part, grad = sums[source][:, first : first + count], grads[target][:, to : to + count]
+        if dtype in _PRECISION:
+            part[:] = narrowed(widened(part, dtype) + widened(grad, dtype), dtype)
+        else:
+            part += grad
+    return sums

@@ -158,6 +158,16 @@ void sum(const UpdateJob& job, std::size_t begin, std::size_t end, float* memory
     }
 }
 
+template <class Type>
+void columns(const ColumnsJob& given, std::size_t begin, std::size_t end) {
+    const ColumnsJob job = given;
+    for (std::size_t row = begin; row < end; ++row)
+        if (job.adds)
+            add_columns<Type>(job.sources, job.targets, job.target_count, job.moves, job.move_count, row);
+        else
+            move_columns<typename Type::Stored>(job.sources, job.targets, job.moves, job.move_count, row);
+}
+
 template <class Rule>
 void catch_up_lines(const CatchUpJob& job, std::size_t begin, std::size_t end) {
     const Rule rule(job.hyper);
@@ -201,6 +211,7 @@ const Loops TIERBED_LOOPS{TIERBED_ISA,
                           encode,
                           {square<Float32>, square<Float16>, square<BFloat16>},
                           {sum<Float32>, sum<Float16>, sum<BFloat16>},
+                          {columns<Float32>, columns<Float16>, columns<BFloat16>, columns<Float64>},
                           table_of(AllRules{}),
                           AllRules::COUNT};
 

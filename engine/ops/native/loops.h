@@ -3,6 +3,7 @@
 #pragma once
 #include <cstddef>
 
+#include "ops/kernels/columns.h"
 #include "ops/kernels/gradients.h"
 #include "ops/kernels/line.h"
 #include "ops/kernels/pool.h"
@@ -64,6 +65,15 @@ struct CodecJob {
     u32 step;
 };
 
+// Rows [begin, end) of targets, whose columns come from the sources; with `adds` they are gradients, and summed.
+struct ColumnsJob {
+    const Matrix *sources, *targets;
+    std::size_t target_count;
+    const Move* moves;
+    std::size_t move_count;
+    bool adds;
+};
+
 struct RuleLoops {
     const char* name;
     u32 element_states, row_states;
@@ -87,6 +97,8 @@ struct Loops {
     // scratch.
     void (*sum[FLOAT_TYPES])(const UpdateJob&, std::size_t begin, std::size_t end, float* memory, const i64* places,
                              float* out);
+    // The last is for float64.
+    void (*columns[FLOAT_TYPES + 1])(const ColumnsJob&, std::size_t begin, std::size_t end);
     const RuleLoops* rules;
     u32 rule_count;
 };

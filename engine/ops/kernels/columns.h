@@ -1,0 +1,59 @@
+// Columns of matrices moved to other matrices, and the gradients of such moves.
+//
+// `move_columns` copies numbers of any type; targets keep what no move
+// writes. `add_columns` begins with zeros and adds the moves in their order, each sum rounded to the type.
+#pragma once
+#include "half.h"
+#include "portable.h"
+
+namespace tierbed {
+
+struct Float64 {
+    using Stored = double;
+    TIERBED_FN static double load(Stored x) { return x; }
+    TIERBED_FN static Stored store(double x) { return x; }
+};
+
+struct Matrix {
+    u64 address, stride;  // of the first row; bytes from row to row
+    u64 columns;
+
+    template <class Stored>
+    TIERBED_FN Stored* row(u64 number) const {
+        return reinterpret_cast<Stored*>(address + number * stride);
+    }
+};
+
+struct Move {
+    u32 source, target;  // matrices
+    u32 from, to;        // their first columns
+    u32 count;
+};
+
+template <class Stored, class Body>
+TIERBED_FN void each_column(const Matrix* sources, const Matrix* targets, const Move& move, u64 row, const Body& body) {
+    const Stored* from = sources[move.source].row<const Stored>(row) + move.from;
+    Stored* to = targets[move.target].row<Stored>(row) + move.to;
+    TIERBED_NO_OVERLAP
+    for (u32 c = 0; c < move.count; ++c) body(to[c], from[c]);
+}
+
+template <class Stored>
+TIERBED_FN void move_columns(const Matrix* sources, const Matrix* targets, const Move* moves, u64 count, u64 row) {
+    for (u64 m = 0; m < count; ++m)
+        each_column<Stored>(sources, targets, moves[m], row, [](Stored& to, Stored from) TIERBED_INLINE { to = from; });
+}
+
+template <class Type>
+TIERBED_FN void add_columns(const Matrix* sources, const Matrix* targets, u64 matrices, const Move* moves, u64 count,
+                            u64 row) {
+    using Stored = typename Type::Stored;
+    for (u64 t = 0; t < matrices; ++t) {
+        Stored* to = targets[t].row<Stored>(row);
+        for (u64 c = 0; c < targets[t].columns; ++c) to[c] = Stored{};
+    }
+    const auto add = [](Stored& to, Stored from) TIERBED_INLINE { to = Type::store(Type::load(to) + Type::load(from)); };
+    for (u64 m = 0; m < count; ++m) each_column<Stored>(sources, targets, moves[m], row, add);
+}
+
+}  // namespace tierbed

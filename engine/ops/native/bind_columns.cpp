@@ -1,0 +1,74 @@
+// Python binding of the moves of columns.
+#include <algorithm>
+#include <numeric>
+
+#include "bind.h"
+#include "instruction_sets.h"
+#include "thread_pool.h"
+
+namespace tierbed {
+namespace {
+
+constexpr u64 BYTES = 1 << 18;  // of the rows of a task
+
+// Of [address, bytes from row to row, columns] for each.
+std::vector<Matrix> matrices(const std::vector<u64>& numbers) {
+    require(numbers.size() % 3 == 0, "an address, a stride and a number of columns for each matrix");
+    std::vector<Matrix> made;
+    for (std::size_t i = 0; i < numbers.size(); i += 3) made.push_back({numbers[i], numbers[i + 1], numbers[i + 2]});
+    return made;
+}
+
+// Whether moves are within the matrices, and with `whole` write each column of the targets once.
+bool fits(const std::vector<Move>& moves, const std::vector<Matrix>& sources, const std::vector<Matrix>& targets,
+          bool whole) {
+    const auto within = [](const std::vector<Matrix>& all, u32 matrix, u32 first, u32 count) {
+        return matrix < all.size() && u64{first} + count <= all[matrix].columns;
+    };
+    for (const Move& move : moves)
+        if (!within(sources, move.source, move.from, move.count) || !within(targets, move.target, move.to, move.count))
+            return false;
+    if (!whole) return true;
+    std::vector<Move> order = moves;
+    std::sort(order.begin(), order.end(), [](const Move& a, const Move& b) {
+        return std::tie(a.target, a.to, a.count) < std::tie(b.target, b.to, b.count);
+    });
+    std::vector<u64> filled(targets.size());
+    for (const Move& move : order) {
+        if (filled[move.target] != move.to) return false;
+        filled[move.target] += move.count;
+    }
+    for (std::size_t t = 0; t < targets.size(); ++t)
+        if (filled[t] != targets[t].columns) return false;
+    return true;
+}
+
+}  // namespace
+
+void bind_columns(nb::module_& m) {
+    m.def("move_columns", [](const std::vector<u64>& from, const std::vector<u64>& to, InVector<i64> permutes, u64 rows,
+                             const std::string& dtype, bool is_gradient) {
+        require(permutes.size() % 6 == 0, "permutes must be [moves, 6]");
+        const std::vector<Matrix> sources = matrices(from), targets = matrices(to);
+        std::vector<Move> moves;
+        for (const i64* move = permutes.data(); move != permutes.data() + permutes.size(); move += 6) {
+            if (std::any_of(move, move + 5, [](i64 number) { return number < 0 || number >> 32; })) return false;
+            u32 numbers[5];
+            std::copy_n(move, 5, numbers);
+            if (is_gradient) std::swap(numbers[0], numbers[1]), std::swap(numbers[2], numbers[3]);
+            moves.push_back({numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]});
+        }
+        if (!fits(moves, sources, targets, !is_gradient)) return false;
+        const ColumnsJob job{sources.data(), targets.data(), targets.size(), moves.data(), moves.size(), is_gradient};
+        const bool wide = dtype == "float64";
+        const auto run = loops().columns[wide ? FLOAT_TYPES : static_cast<u32>(type_named(dtype))];
+        u64 columns = 1;
+        for (const Matrix& matrix : targets) columns += matrix.columns;
+        nb::gil_scoped_release unlocked;
+        parallel_ranges(rows, std::max<u64>(1, BYTES / (columns * (wide ? 8 : 4))),
+                        [&](std::size_t begin, std::size_t end) { run(job, begin, end); });
+        return true;
+    });
+}
+
+}  // namespace tierbed
