@@ -378,7 +378,7 @@ class Group:
             except (StoreError, SnapshotError):
                 if not any(member.broken for member in self.members.values()):
                     raise
-                target = dict.fromkeys(self.record.now, NOTHING)  # each is loaded before it is used
+                target = self.record.unchanged  # the others are loaded before they are used
         for id, member in self.members.items():
             if not member.broken and not _is_same(member.entry, target[id]):
                 raise StoreError(_changed_text(member.store))

@@ -76,6 +76,11 @@ class Record:
     undone: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     joining: bool = False
 
+    @property
+    def unchanged(self) -> dict[str, Entry]:
+        """The snapshots of stores that nobody has begun to write since they were saved or loaded; NOTHING of others."""
+        return {store: NOTHING if store in self.trained else Entry(one.snapshot) for store, one in self.now.items()}
+
     def plain(self) -> dict[str, Any]:
         return {**vars(self), "trained": sorted(self.trained)}
 

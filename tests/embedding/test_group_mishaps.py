@@ -17,6 +17,7 @@ from support.forked import in_process
 from support.killed import step
 from support.limits import descriptors
 from support.ranks import run_ranks
+from support.shell import command
 from support.stores import options
 from support.together import Model, keep_open, killed
 from tierbed.distributed import World
@@ -81,6 +82,26 @@ def test_one_embedding_opened_mixed_and_another_fresh_are_trained(tmp_path: Path
     for place in (tmp_path / "b" / "snapshots").iterdir():
         place.rename(tmp_path / place.name)
     assert in_process(mixed_then_fresh, tmp_path) == [0, 0]
+
+
+def killed_without_a_common_step(path: Path) -> None:
+    model = Model(path, TWO)
+    for member, name in zip(model.members, ("first", "second"), strict=True):
+        model.steps(2)
+        member.save_snapshot(name)
+    model.steps(1)
+
+
+def opened(path: Path) -> list[int]:
+    return Model(path, TWO).at()
+
+
+def test_stores_without_a_common_step_are_loaded_one_by_one(tmp_path: Path) -> None:
+    killed(killed_without_a_common_step, tmp_path)
+    for name, snapshot in (("a", "first"), ("b", "second")):
+        assert "there is no step of which all have the rows" in killed(opened, tmp_path)
+        assert command("snapshot", "load", tmp_path / name, snapshot) == 0
+    assert killed(opened, tmp_path) == [2, 4]
 
 
 class Pair(ModelSnapshots, nn.Module):
