@@ -107,11 +107,6 @@ class ShardedTableHandle:
         return self.own.name
 
     @property
-    def group(self) -> TrainingGroup | None:
-        """The embeddings that it is trained together with."""
-        return self.own.group
-
-    @property
     def device(self) -> torch.device:
         return self.own.device
 

@@ -22,9 +22,8 @@ from torch import Tensor
 from ..._core import GROUP, WAY_BYTES, WAYS
 from ...errors import StoreError
 from ...ops.cuda.batch import Batch, Faults, lines_among, one_row, rows_of
-from ...ops.cuda.counters import HitCounters
 from ...ops.cuda.device import Device, Event, launch, struct_of, struct_type
-from ...ops.cuda.layout import Layout
+from ...ops.cuda.layout import HitCounters, Layout
 from ...ops.cuda.staging import Staging
 from ...ops.cuda.step import initialise_lines
 from ...row_format import BUCKETS, Chunks, Keys, TableIds

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ..._core import GROUP
 from ...ops.cuda.batch import NO_ROOM, SLOT_HASH, Batch, Faults
-from ...ops.cuda.counters import HitCounters
 from ...ops.cuda.device import launch
-from ...ops.cuda.layout import Layout
+from ...ops.cuda.layout import HitCounters, Layout
 from ...ops.cuda.step import copy_rows, initialise_lines
 from ...row_format import Keys, TableIds
 from ...store.contract import CapacityLimit, HitCounts

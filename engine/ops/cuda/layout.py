@@ -1,4 +1,4 @@
-"""The line's shape and initial values in device memory."""
+"""The line's shape and initial values in device memory, and counters of hits by table."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ _ROW = struct_type(
     "uint64 seed values group_ends", "uint32 groups", "uint64 states state_ends", "uint32 state_count has_zero_key",
     "uint64 zero_key",
 )  # fmt: skip
-
-
+_COUNTERS, _COPIES = struct_type("uint64 counts size"), 64  # as in items.h
 TYPES = {"float32": "Float32", "float16": "Float16", "bfloat16": "BFloat16"}  # the structs of kernels/half.h
 
 
@@ -79,3 +78,15 @@ class Layout:
 
 def _lanes(words: int) -> int:
     return min(1 << max(words - 1, 0).bit_length(), 32)
+
+
+class HitCounters:
+    """Counts [tables, 2]. On the device they are several arrays, whose sum they are."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._copies = torch.zeros((_COPIES, layout.tables, 2), dtype=torch.int64, device=layout.device.torch_device)
+        self.struct = struct_of(_COUNTERS, counts=self._copies, size=2 * layout.tables)  # the Counters of items.h
+
+    def total(self) -> NDArray[np.int64]:
+        """[tables, 2]; waits for the device."""
+        return np.asarray(self._copies.sum(0).cpu())

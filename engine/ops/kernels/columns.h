@@ -1,7 +1,6 @@
 // Columns of matrices moved to other matrices, and the gradients of such moves.
 //
-// `move_columns` copies numbers of any type; targets keep what no move
-// writes. `add_columns` begins with zeros and adds the moves in their order, each sum rounded to the type.
+// `add_columns` begins with zeros and adds the moves in their order, each sum rounded to the type.
 #pragma once
 #include "half.h"
 #include "portable.h"

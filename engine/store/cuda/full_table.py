@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from ...ops.cuda.batch import SLOT_HASH, Batch
-from ...ops.cuda.counters import HitCounters
 from ...ops.cuda.device import launch, struct_of, struct_type
-from ...ops.cuda.layout import Layout
+from ...ops.cuda.layout import HitCounters, Layout
 
 SLOT_BYTES = 16
 MIN_BITS = 10  # lines of the first segment of a table that grows, as a power of two
