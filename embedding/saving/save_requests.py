@@ -104,7 +104,7 @@ class RankRequests:
         request = self._request
         if request is None or any(one.own.table.in_step for one in request.tables):
             return False
-        return all(one.group is None or not one.group.is_amid_step for one in request.tables)
+        return all(one.own.group is None or not one.own.group.is_amid_step for one in request.tables)
 
     def serve(self) -> None:
         """Do what was requested of rank 0. Called by all ranks if `is_wanted` was true on one. GroupError."""

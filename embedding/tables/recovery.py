@@ -119,7 +119,7 @@ def log_entry_of(
         why = f"was not closed by rank {', '.join(unclosed)} of its {folder.ranks}"
     elif len({*shards.values()}) > 1:
         why = "was closed by its ranks at different steps"
-    elif shards or found.clean_marker is not None:
+    elif len(member.group.record.now) > 1 and (shards or found.clean_marker is not None):
         why = "is trained together with others that were not closed by their last run"
     return logging.WARNING, f"{where} {why}; {who}{restored}; {lost_steps_text(snapshot, reached)}"
 

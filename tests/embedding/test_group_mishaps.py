@@ -19,7 +19,7 @@ from support.limits import descriptors
 from support.ranks import run_ranks
 from support.shell import command
 from support.stores import options
-from support.together import Model, keep_open, killed
+from support.together import Model, keep_open, killed, killed_at
 from tierbed.distributed import World
 from tierbed.embedding.saving.snapshots import Snapshots
 from tierbed.embedding.state_dict.model_snapshots import ModelSnapshots
@@ -166,6 +166,24 @@ def test_a_load_waits_for_a_save_that_another_thread_begins_meanwhile(
     load.start()
     load.join(60)
     assert not load.is_alive()
+
+
+def closed_after_a_save(path: Path, begin: Callable[[], None]) -> None:
+    member = embedding("rows", path)
+    member.put(IDS, torch.ones(50, 4))
+    member.save_snapshot("first")
+    member.put(IDS, torch.zeros(50, 4))
+    begin()
+    member.close()
+
+
+@pytest.mark.parametrize("number", range(1, 5))
+def test_a_kill_in_a_close_says_that_the_store_was_not_closed(
+    tmp_path: Path, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert killed_at(tmp_path, "rename", number, closed_after_a_save, tmp_path) == "killed"
+    assert embedding("rows", tmp_path).get(IDS).eq(1).all()
+    assert "was not closed by its last run; restored its last snapshot 'first'" in caplog.text
 
 
 def pruned_while_saved(world: World, path: Path) -> int:
