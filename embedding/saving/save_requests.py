@@ -126,11 +126,10 @@ class RankRequests:
 
     def _do(self, op: str, call: list[Any], request: _SaveRequest | None) -> None:
         match call:
-            case ["save", name, kind, overwrite, []]:
-                progress = None if request is None else request.progress
-                save_together(self._world, [self._handle.snapshots], name, kind, overwrite, progress=progress)
             case ["save", name, kind, overwrite, stores]:
-                tables = self._world.call_on_all_ranks(op, lambda: [self._find(store).snapshots for store in stores])
+                tables = [self._handle.snapshots]
+                if stores:
+                    tables = self._world.call_on_all_ranks(op, lambda: [self._find(one).snapshots for one in stores])
                 progress = None if request is None else request.progress
                 save_together(self._world, tables, name, kind, overwrite, progress=progress)
             case ["get", table, key]:

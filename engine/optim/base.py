@@ -141,7 +141,7 @@ class OwnAdam(OwnOptimizer):
         count = state.setdefault("step", torch.tensor(0.0))  # a tensor, as in torch's optimizers
         count += 1
         x, m, v = hyper(group, int(count)), state["exp_avg"], state["exp_avg_sq"]
-        g = -g if x["maximize"] else g
+        g = -g if group["maximize"] else g
         m.lerp_(g, x["one_minus_beta1"])
         v.mul_(x["beta2"]).add_(x["one_minus_beta2"] * self.second_moment_input(g.square()))
         return x, m, v.sqrt() / x["sqrt_correction2"] + x["eps"]
@@ -156,4 +156,4 @@ def hyper(group: Group, step: int) -> dict[str, float]:
     """The numbers of `adam.hyper` and the settings of a group, checked. Raises OptimizerError."""
     betas(group)
     settings = {name: number(group, name) for name in ("lr", "eps", "weight_decay")}
-    return {**settings, "maximize": float(bool(group["maximize"])), **adam.hyper(group, step)}
+    return {**settings, **adam.hyper(group, step)}
