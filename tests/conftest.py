@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import logging
 import os
 import signal
 import sys
@@ -136,6 +137,16 @@ def poisoned_memory() -> Iterator[None]:
         gc.freeze()  # collections leave what was imported alone: a seventh of the time of tests
         yield
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def log_as_it_was() -> Iterator[None]:
+    """A test that listens to the log by a handler and a level of its own leaves neither to those after it."""
+    log = logging.getLogger("tierbed")
+    level, handlers = log.level, log.handlers[:]
+    yield
+    log.setLevel(level)
+    log.handlers[:] = handlers
 
 
 @pytest.fixture(autouse=True)
