@@ -57,7 +57,6 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python scripts/layers
-	$(BIN)/python scripts/words
 	$(BIN)/python scripts/mutations --check
 	$(BIN)/python scripts/walk
 
