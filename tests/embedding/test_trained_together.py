@@ -413,6 +413,21 @@ def test_snapshots_alone_are_enough_to_go_back_to_one_instant(tmp_path: Path) ->
     assert model.at() == [2, 2]
 
 
+def twice_saved(path: Path, stores: tuple[str, ...]) -> None:
+    model = Model(path, stores)
+    for name in ("one", "two"):
+        model.steps(1)
+        model.save_snapshot(name)
+    model.steps(1)
+
+
+def test_a_deleted_snapshot_takes_all_back_to_the_moment_before(tmp_path: Path) -> None:
+    stores = ("host", "ssd")
+    killed(twice_saved, tmp_path, stores)
+    shutil.rmtree(tmp_path / "b" / "snapshots" / "two")
+    assert Model(tmp_path, stores).at() == [1, 1]
+
+
 def with_a_third(path: Path) -> list[int]:
     model = Model(path, ("host", "host", "host"))
     found = model.at()
