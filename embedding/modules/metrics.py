@@ -30,98 +30,96 @@ _counter, _gauge = partial(Metric, "counter"), partial(Metric, "gauge")
 
 
 def _latencies(name: str, calls: str) -> dict[str, Metric]:
-    shares = {f"{name}_seconds_p{share}": _gauge(f"{share} % of {calls} took no longer") for share in (50, 90, 99)}
-    return {**shares, f"{name}_seconds_max": _gauge(f"the longest of the {calls}")}
+    percentiles = {f"{name}_seconds_p{n}": _gauge(f"{n}th percentile of {calls}") for n in (50, 90, 99)}
+    return {**percentiles, f"{name}_seconds_max": _gauge(f"the longest {name}")}
 
 
 METRICS: dict[str, Metric] = {
     # of the table
-    "rows": _gauge("written rows of all tables: `size()`"),
-    "step": _gauge("training steps that updated this embedding; stored in snapshots"),
-    "dropped": _counter("illegal ids of lookups and `get` that were dropped, if `bad_ids` is `drop`"),
+    "rows": _gauge("written rows of all tables, as `size()`"),
+    "step": _gauge("training steps of this embedding; stored in snapshots"),
+    "dropped": _counter("illegal ids dropped in lookups and `get`, with `bad_ids` `drop`"),
     "refused": _counter("new rows that `admission` refused, each time"),
     "evicted": _counter("rows deleted because of `capacity`"),
     "expired": _counter("rows deleted because of `ttl_steps`"),
     "deleted": _counter("rows deleted by `delete`"),
-    "ledger_bytes": _gauge("host memory of the ledger of `eviction`, `admission` and `ttl_steps`"),
-    "total_bytes": _gauge("memory of all tiers and the ledger, overflow areas included", "total_memory_bytes"),
+    "ledger_bytes": _gauge("host memory of `eviction`, `admission` and `ttl_steps`"),
+    "total_bytes": _gauge("memory of all tiers, overflow areas and the ledger", "total_memory_bytes"),
     **{
-        f"{purpose}_{name}": _counter(f"rows of {calls} {meaning}")
-        for purpose, calls in (("train", "training steps and `put`"), ("evaluate", "lookups that only read"))
+        f"{purpose}_{name}": _counter(f"{calls}: rows found {meaning}")
+        for purpose, calls in (("train", "training, `put`"), ("evaluate", "evaluation"))
         for name, meaning in (
-            ("hits", "that the top tier had"),
-            ("misses", "that a tier below it had"),
-            ("unknown", "that were never written, so no tier had them"),
+            ("hits", "in the top tier"),
+            ("misses", "in a lower tier"),
+            ("unknown", "in no tier: never written"),
         )
     },
-    "prefetch_hits": _counter("steps whose batch was announced by `prefetch`"),
-    "prefetch_misses": _counter("steps with another batch than the next announced one"),
-    "prefetch_dropped": _counter("announced batches that were dropped, since too many waited"),
+    "prefetch_hits": _counter("steps whose batch `prefetch` announced"),
+    "prefetch_misses": _counter("steps whose batch was not the next announced one"),
+    "prefetch_dropped": _counter("announced batches dropped because too many waited"),
     # of an embedding with a world, in addition to its tiers
-    "ids_sent": _counter("distinct ids of steps and lookups requested from other ranks"),
+    "ids_sent": _counter("distinct ids requested from other ranks"),
     "ids_received": _counter("distinct ids requested by other ranks"),
     "rows_sent": _counter("rows sent to other ranks"),
     "rows_received": _counter("rows received from other ranks"),
-    "bytes_sent": _counter("bytes of ids, rows and gradients sent to other ranks"),
-    "bytes_received": _counter("bytes of ids, rows and gradients received from other ranks"),
+    "bytes_sent": _counter("bytes of ids, rows and gradients sent"),
+    "bytes_received": _counter("bytes of ids, rows and gradients received"),
     # of every tier
-    "hits": _counter("rows requested from this tier that it had"),
-    "misses": _counter("rows requested from this tier that it did not have"),
-    "insertions": _counter("rows inserted here; of `ssd`, `rows_written`"),
+    "hits": _counter("rows requested from this tier and found"),
+    "misses": _counter("rows requested from this tier and not found"),
+    "insertions": _counter("rows inserted here; for `ssd`, `rows_written`"),
     "bytes_in": _counter("bytes of rows copied here: from below to a cache, from above to the last tier", "in_bytes"),
-    "bytes_out": _counter("bytes of rows copied from here, in the other direction", "out_bytes"),
-    "resident_rows": _gauge("rows that are here now; of `ssd` an estimate, high until compaction"),
+    "bytes_out": _counter("bytes of rows copied the other way", "out_bytes"),
+    "resident_rows": _gauge("rows here now; for `ssd` an estimate, too high until compaction"),
     "bytes": _gauge(
-        "memory and metadata, 4 bytes of each id of `ids=n` included; without `overflow_bytes`, `window_bytes`",
+        "memory with metadata and the array of `ids=n`, without `overflow_bytes` and `window_bytes`",
         "memory_bytes",
     ),
     **_latencies("fetch", "fetches"),
     **_latencies("write", "writes"),
     # of caches
-    "capacity": _gauge("rows that there is memory for", "capacity_rows"),
+    "capacity": _gauge("rows that fit", "capacity_rows"),
     "fill": _gauge("`resident_rows` / `capacity`", "fill_ratio"),
-    "index_bytes": _gauge("of `bytes`, those of the index"),
-    "evictions_clean": _counter("rows evicted clean (no write-back)"),
-    "evictions_dirty": _counter("rows evicted dirty (written back)"),
-    "too_small": _gauge("1 if the cache misses more than half of the rows, since it evicts rows that are needed again"),
-    "overflows": _counter("rows that did not fit their set, since batches need all rows there"),
+    "index_bytes": _gauge("the index's part of `bytes`"),
+    "evictions_clean": _counter("clean rows evicted, without write-back"),
+    "evictions_dirty": _counter("dirty rows evicted and written back"),
+    "too_small": _gauge("1 if the cache misses over half of the rows because it evicts rows that are needed again"),
+    "overflows": _counter("rows that did not fit their set, because batches need all its rows"),
     "overflow_rows": _gauge("rows in the overflow area now"),
-    "overflow_peak_rows": _gauge("the maximum of rows in the overflow area"),
-    "overflow_capacity": _gauge(
-        "rows in the overflow area beyond which prefetch and dirty rows wait", "overflow_capacity_rows"
-    ),
-    "overflow_evictions": _counter("rows evicted from the overflow area, not in the other counts"),
+    "overflow_peak_rows": _gauge("the peak of `overflow_rows`"),
+    "overflow_capacity": _gauge("rows above which prefetch and dirty rows wait", "overflow_capacity_rows"),
+    "overflow_evictions": _counter("rows evicted from the overflow area"),
     "overflow_bytes": _gauge("memory of the overflow area"),
-    "window_bytes": _gauge("memory that lists the rows of announced batches, until they are resident"),
-    "prefetch_waits": _counter("prefetched batches that waited for memory in the overflow area"),
+    "window_bytes": _gauge("memory that lists rows of announced batches until they are resident"),
+    "prefetch_waits": _counter("prefetched batches that waited for the overflow area"),
     # of RocksDB
     "rows_written": _counter("rows written"),
-    "rows_erased": _counter("rows erased, whether they existed or not"),
-    "read_threads": _gauge("threads of the next read: as many as the disk can serve, or the limit"),
-    "memtable_bytes": _gauge("written rows in memory that are not in files yet"),
-    "index_filter_bytes": _gauge("indexes and filters of files in memory, outside of the block cache"),
-    "block_cache_bytes": _gauge("blocks of files in RocksDB's own cache"),
-    "block_cache_hits": _counter("blocks found in RocksDB's own cache"),
+    "rows_erased": _counter("rows erased, existing or not"),
+    "read_threads": _gauge("threads of the next read, up to `io_threads`"),
+    "memtable_bytes": _gauge("written rows in memory, not yet in files"),
+    "index_filter_bytes": _gauge("indexes and filters in memory, outside the block cache"),
+    "block_cache_bytes": _gauge("blocks in RocksDB's cache"),
+    "block_cache_hits": _counter("blocks found in RocksDB's cache"),
     "block_cache_misses": _counter("blocks read from files"),
-    "bloom_useful": _counter("reads of a file that its filter avoided"),
+    "bloom_useful": _counter("file reads that a filter avoided"),
     "sst_bytes": _gauge("size of the files"),
-    "live_data_bytes": _gauge("size of the files without replaced versions of rows: an estimate"),
-    "flush_bytes": _counter("bytes written to files from memory"),
-    "compaction_bytes": _counter("bytes written to files by compactions"),
-    "compaction_read_bytes": _counter("bytes read from files by compactions"),
-    "pending_compaction_bytes": _gauge("bytes that compactions have yet to rewrite: an estimate"),
+    "live_data_bytes": _gauge("estimated size without replaced versions of rows"),
+    "flush_bytes": _counter("bytes written from memory to files"),
+    "compaction_bytes": _counter("bytes that compactions wrote"),
+    "compaction_read_bytes": _counter("bytes that compactions read"),
+    "pending_compaction_bytes": _gauge("estimated bytes that compactions must still rewrite"),
     "running_flushes": _gauge("running flushes"),
     "running_compactions": _gauge("running compactions"),
-    "background_errors": _counter("flushes and compactions that failed"),
-    "stall_seconds": _counter("how long writes waited for flushes and compactions"),
+    "background_errors": _counter("failed flushes and compactions"),
+    "stall_seconds": _counter("time that writes waited for flushes and compactions"),
     "write_amplification": _gauge("bytes written to files / bytes of rows written"),
 }
 
 TABLE_METRICS: dict[str, Metric] = {
     "rows": _gauge("written rows of this table", "table_rows"),
-    "hits": _counter("rows of this table requested from the top tier that it had", "table_hits"),
-    "misses": _counter("rows of this table requested from the top tier that it did not have", "table_misses"),
-    "dropped": _counter("illegal ids of lookups that this table dropped", "table_dropped"),
+    "hits": _counter("rows of this table found in the top tier", "table_hits"),
+    "misses": _counter("rows of this table not found in the top tier", "table_misses"),
+    "dropped": _counter("illegal ids dropped in lookups of this table", "table_dropped"),
 }
 
 _QUANTILES = {"p50": "0.5", "p90": "0.9", "p99": "0.99", "max": "1"}

@@ -49,7 +49,7 @@ def used(store: str, path: Path, name: str = "rows") -> MultiTableEmbedding:
 
 
 def documented(text: str) -> dict[str, tuple[str, str]]:
-    rows = re.findall(r"^\| `(\w+)` \| (counter|gauge) \| (.+) \|$", text, re.M)
+    rows = re.findall(r"^\| `(\w+)` (counter|gauge) \| (.+) \|$", text, re.M)
     return {name: (kind, meaning) for name, kind, meaning in rows}
 
 
