@@ -66,7 +66,8 @@ def contents_of(folder: FolderState) -> FolderContents:
 
 def plan_open(folder: StoreFolder, found: FolderContents, member: Member) -> OpenPlan:
     """How a table opens that has all its rows in this process, those of its entry. StoreError, SnapshotError."""
-    if member.entry.live is not None and live_version(found.clean_marker) == member.entry.live:
+    live, of_snapshot = live_version(found.clean_marker), f"{member.entry.snapshot}:0"  # a load that was killed left it
+    if live is not None and live in (member.entry.live, of_snapshot):
         return OpenPlan(found.clean_marker)
     ranks = folder.ranks
     shards, step = shard_versions(folder.path, ranks), last_step(folder.path, ranks) if ranks else found.noted_step
@@ -112,14 +113,17 @@ def log_entry_of(
         return logging.INFO, f"{where} is new; {restored}"
     if member.entry.live is not None:
         return logging.INFO, f"{where} has rows of {_whose(folder)}; {restored}"
-    run = (member.group.record.now[member.id].live or "").rpartition(":")[0]
+    record = member.group.record
+    if found.clean_marker and not shards and member.id not in record.trained and member.entry == record.now[member.id]:
+        return logging.WARNING, f"{where} was being loaded when the last run was killed; {restored}"
+    run = (record.now[member.id].live or "").rpartition(":")[0]
     unclosed = [str(rank) for rank, live in sorted(shards.items()) if live is None or not live.startswith(run)]
     why = "was not closed by its last run"
     if unclosed:
         why = f"was not closed by rank {', '.join(unclosed)} of its {folder.ranks}"
     elif len({*shards.values()}) > 1:
         why = "was closed by its ranks at different steps"
-    elif len(member.group.record.now) > 1 and (shards or found.clean_marker is not None):
+    elif len(record.now) > 1 and (shards or found.clean_marker is not None):
         why = "is trained together with others that were not closed by their last run"
     return logging.WARNING, f"{where} {why}; {who}{restored}; {lost_steps_text(snapshot, reached)}"
 

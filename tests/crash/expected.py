@@ -69,6 +69,7 @@ class Expected:
             else:
                 self.bases.discard(name)
         self.saved = {name: self.saved[name] for name in snapshots if name in self.saved}  # in the order of their saves
+        self.bases = {base for base in self.bases if base in self.saved or not base}  # no prune removes the real one
         self.begun, self.aside, self.going, self.loading = {}, set(), set(), None
 
     def note_open(self, step: int, recovered: bool) -> None:

@@ -268,8 +268,11 @@ class Replica:
             states = Counter(step for name, step in steps.items() if label(name) == MADE[0])
             if Counter(step for name, step in there.items() if label(name) == MADE[0]) - states:
                 return False
-            if not {len(self.disk.contents[id]) for id in self.required(x)} <= {*there.values()}:
-                return False
+            listed = {(label(name), step) for name, step in there.items()}
+            for id in self.required(x):
+                labels = {label(name) for name, one in self.disk.names[x].items() if one == id}
+                if not listed & {(name, len(self.disk.contents[id])) for name in labels}:
+                    return False
         return True
 
     def have(self, names: Names) -> None:

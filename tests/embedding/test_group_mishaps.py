@@ -186,6 +186,27 @@ def test_a_kill_in_a_close_says_that_the_store_was_not_closed(
     assert "was not closed by its last run; restored its last snapshot 'first'" in caplog.text
 
 
+def loaded_once_closed(path: Path, begin: Callable[[], None]) -> None:
+    with embedding("rows", path) as member:
+        member.put(IDS, torch.ones(50, 4))
+        member.save_snapshot("first")
+        member.put(IDS, torch.zeros(50, 4))
+    again = embedding("rows", path)
+    begin()
+    again.load_snapshot("first")
+
+
+@pytest.mark.parametrize("number", range(1, 5))
+def test_a_kill_in_a_load_does_not_say_that_the_store_was_not_closed(
+    tmp_path: Path, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    if killed_at(tmp_path, "rename", number, loaded_once_closed, tmp_path) == "killed":
+        rows = embedding("rows", tmp_path).get(IDS)
+        assert rows.eq(1).all() or (rows.eq(0).all() and number == 1)
+        assert "not closed" not in caplog.text
+        assert ("was being loaded when the last run was killed" in caplog.text) == (number == 2)
+
+
 def pruned_while_saved(world: World, path: Path) -> int:
     """Rank 0 prunes, as another process may request, while a background save gets its name."""
     member = make(options("host", path), "adagrad", name="rows", tables=1, seed=0, world=world)
