@@ -1,4 +1,4 @@
-"""RocksDB as the last tier. Rows become durable at `flush`. Without a clean marker, the folder is never read again."""
+"""RocksDB as the last tier. Rows become durable at `flush`. Without a clean marker, they are never served again."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def rocksdb_info() -> dict[str, Any]:
 class LiveFile(NamedTuple):
     """A database file at one moment. `name` is shard-N/<file>, relative to the tier's folder.
 
-    `size` is in bytes; the file may have grown since. `crc32c` is the checksum that RocksDB
-    computed while it wrote a file of rows; None for other files and for files of early tierbed versions. `content` is
-    what a copy must contain if the file itself may change; otherwise None.
+    `size` is in bytes; the file may have grown since. `crc32c` is the checksum that RocksDB computed as it wrote a file
+    of rows; None for other files, and for files of early tierbed versions. `content` is what a copy must contain if
+    RocksDB may replace the file; otherwise None.
     """
 
     name: str

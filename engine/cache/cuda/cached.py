@@ -138,8 +138,8 @@ class CudaCachedStore(DeviceCache):
             self._staging.identify(previous.view(torch.int64)[:, 0], previous[:, 2], victims, victim_ranks)
             self._staging.copy_lines(batch.lines, victims, victim_ranks)
             self._fetch_staging.identify(batch.hashes, batch.tables, absent, ranks)
-            counts = [victims.sum(), absent.sum(), overflows.sum(), batch.count[0], written.sum(), batch.faults[0]]
-            counts = torch.stack([count.to(torch.int64) for count in counts]).tolist()
+            sums = [victims.sum(), absent.sum(), overflows.sum(), batch.count[0], written.sum(), batch.faults[0]]
+            counts = torch.stack([total.to(torch.int64) for total in sums]).tolist()
             n_victims, n_absent, n_over, rows, n_written, fault = counts
             if not self._staging.reserve(n_victims) | self._fetch_staging.reserve(n_absent):
                 break

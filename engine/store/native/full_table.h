@@ -48,7 +48,7 @@ public:
     std::size_t bytes() const;
 
 private:
-    static constexpr std::size_t MAX_HUGE = std::size_t{64} << 20;  // with huge pages, few rows make all resident
+    static constexpr std::size_t MAX_HUGE = std::size_t{64} << 20;  // limit for huge pages: few rows would touch all
 
     Pages lines_;                                    // u32 [numbers]
     std::array<std::vector<u32>, BUCKETS> numbers_;  // per line of a bucket: the number of its latest row

@@ -74,8 +74,7 @@ RocksTier::RocksTier(const std::string& folder, u32 width, const RocksOptions& o
     info_ = {background_threads(database),
              database.write_buffer_size * static_cast<std::size_t>(database.max_write_buffer_number) * options.shards,
              options.async_io && has_async_io()};
-    // Shards fill evenly. Each one gets one early flush, at a different fill level, so that later flushes are spread
-    // out.
+    // Shards fill evenly. Each gets one early flush, at a different fill level, so that they never all flush at once.
     const u64 cycle = database.write_buffer_size * static_cast<u64>(database.min_write_buffer_number_to_merge);
     try {
         for (u32 i = 0; i < options.shards; ++i) {
@@ -330,8 +329,7 @@ bool RocksTier::resume(Shard& shard, const rocksdb::Status& failed) {
     return db.Resume().ok();
 }
 
-// After a failed compaction, RocksDB refuses writes that must wait for a compaction. Wait here until the next one
-// fails.
+// After a failed compaction, RocksDB refuses writes that must wait for one. They wait here until another one fails.
 rocksdb::Status RocksTier::write_batch(Shard& shard, rocksdb::WriteBatch& batch) const {
     rocksdb::DB& db = *shard.db;
     rocksdb::WriteOptions options;
@@ -361,7 +359,7 @@ void RocksTier::apply(Shard& shard, rocksdb::WriteBatch& batch) const {
     batch.Clear();
 }
 
-// After a failed flush, RocksDB 7.8 may return OK before rows are in files: Flush then waits for nothing. So wait here.
+// After a failed flush, RocksDB 7.8's Flush may return OK before the rows are in files. So this waits for them.
 rocksdb::Status RocksTier::flush_rows(rocksdb::DB& db, const rocksdb::FlushOptions& options) {
     const u64 failures = property_of(db, rocksdb::DB::Properties::kBackgroundErrors);
     rocksdb::Status status = db.Flush(options);
