@@ -46,9 +46,9 @@ class TierBase(Protocol):
         """Release memory and files. Does not flush."""
 
     def locate(self, table: int, key: int) -> list[dict[str, Any]]:
-        """Return one entry for each tier that has the row, top tier first. Changes nothing.
+        """Return one entry for each tier with the row, top tier first. Changes nothing.
 
-        An entry has the tier's name as in `metrics`, the row's position, `updates` and `last_step`. `key` is unsigned.
+        An entry: the tier's name as in `metrics`, the row's position, `updates`, `last_step`. `key` is unsigned.
         """
 
     def metrics(self) -> dict[str, dict[str, float]]:
@@ -143,7 +143,7 @@ class ChangeSource(Protocol[B]):
 
 
 class TopTier(TierBase, Protocol[B]):
-    """The top tier, which serves steps. By default it has no tier below, and announcements do nothing."""
+    """The top tier: it serves steps. By default, no tier is below it, and announcements do nothing."""
 
     def pin(self, batch: B, capacity_limit: CapacityLimit | None) -> None:
         """Make the batch's unique rows resident, initialise new ones, and write all line addresses to the batch.

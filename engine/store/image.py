@@ -1,4 +1,4 @@
-"""Images: a table's rows at one step, which a thread reads while training continues."""
+"""Images: a table's rows at one step. A thread reads them while training continues."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Image(Protocol):
 
 
 class DiskImage(Image):
-    """A RocksDB scan, which is a consistent view. `close` calls `on_close` with the table's lock held."""
+    """A RocksDB scan: a consistent view. `close` calls `on_close` with the table's lock held."""
 
     def __init__(self, rows: Chunks, dtype: np.dtype[np.void], lock: Any, on_close: Callable[[Image], None]) -> None:
         self._rows, self._dtype = rows, dtype

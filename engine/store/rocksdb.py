@@ -129,7 +129,7 @@ class RocksDB(NativeTier):
         self.native.flush()
 
     def compact(self) -> None:
-        """Merge each shard's files, which frees the space of replaced rows. Raises StoreError."""
+        """Merge each shard's files to free the space of replaced rows. Raises StoreError."""
         self.native.compact()
 
     def make_writable(self) -> None:

@@ -16,7 +16,7 @@ FIELD = "table_rows"  # field of the file MARK; early versions did not write it
 
 
 def counted(tables: TableIds, num_tables: int) -> Counts:
-    """Count the rows per table. `tables` has the table of each row."""
+    """Count the rows per table. `tables` lists each row's table."""
     return np.bincount(tables, minlength=num_tables)
 
 

@@ -41,7 +41,7 @@ _CACHE = struct_type("uint64 tags ways memory", "uint32 sets")
 
 @dataclass(eq=False)
 class _AnnouncedBatch:
-    """An announced batch. Its rows are resident once it has an admission."""
+    """An announced batch. Its rows are resident once `admission` is set."""
 
     batch: Batch
     event: Event = None
@@ -173,8 +173,8 @@ class Admission:
     """The decisions of `Cache.admit` for a batch. They tell the caller what to copy before it uses the lines."""
 
     batch: Batch
-    slots: Tensor  # [size], each row's slot; -1 if its set has no room
-    lines: Tensor  # [size], each row's line address; 0 if its set has no room
+    slots: Tensor  # [size], each row's slot; -1 if its set is full
+    lines: Tensor  # [size], each row's line address; 0 if its set is full
     hit: Tensor  # [size], 1 if the row was resident
     evicted: Tensor  # [size], what the slot held before: an enumerator of admission.h
     previous: Tensor  # [size, WAY_BYTES / 4] int32, the way of the row that the slot held before
@@ -220,7 +220,7 @@ class Cache:
     def admit(self, batch: Batch, last_completed: int) -> Admission:
         """Give slots to the batch's rows. last_completed: the number of the last completed batch.
 
-        If the batch has a fault, only its resident rows are pinned.
+        After a fault of the batch, only its resident rows are pinned.
         """
         self.now = (self.now + 1) % (1 << 32)
         n = np.uint64(batch.size)

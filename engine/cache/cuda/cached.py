@@ -98,7 +98,7 @@ class CudaCachedStore(DeviceCache):
             self._below.erase(tables, keys)
 
     def flush(self) -> None:
-        self._below.native.forget_errors()  # all rows are written below, which raises any new error
+        self._below.native.forget_errors()  # the writes below raise any new error
         self._write_back()
         self._below.flush()
 
@@ -120,8 +120,8 @@ class CudaCachedStore(DeviceCache):
     ) -> Admission | None:
         """Fetch a batch's rows. Waits for the device once. last_completed: as in `Cache.admit`.
 
-        ahead: True before the batch's step. Then returns None, and changes nothing, in three cases: a set has no room
-        for a row, the batch has a fault, or the pinned batch has rows without a slot. Such rows exist only in that
+        ahead: True before the batch's step. Then returns None, and changes nothing, in three cases: a set is full,
+        the batch has a fault, or the pinned batch has rows without a slot. Such rows exist only in that
         batch's memory; the tier below lacks them.
         """
         if ahead and self._overflows is not None:
@@ -146,7 +146,7 @@ class CudaCachedStore(DeviceCache):
         if ahead and (n_over or fault):
             self._cache.cancel(admission, restore=True)
             return None
-        is_written = False  # True once the tier below has the victims
+        is_written = False  # True once the victims are in the tier below
         try:
             if error := self._faults.take(fault):
                 raise error

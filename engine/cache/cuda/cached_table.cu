@@ -1,5 +1,5 @@
-// A cache in device memory above a full table whose lines are in page-locked host memory. Only kernels copy rows. Every
-// resident row has a line below, so it can always be written back.
+// A cache in device memory above a full table whose lines are in page-locked host memory. Only kernels copy rows. Each
+// resident row also owns a line below, so it can always be written back.
 #include "admission.h"
 #include "store/cuda/segments.h"
 #include "ops/cuda/items.h"
@@ -9,7 +9,7 @@ using namespace tierbed;
 namespace {
 
 // counts [4]: hits and misses in the table below, rows written back, lookups that the cache served
-enum Count : u32 { FOUND, NEW, WRITTEN, SERVED };
+enum Count : u32 { HIT_BELOW, MISS_BELOW, WRITTEN, SERVED };
 
 using Counts = CountsOf<4>;
 
@@ -31,7 +31,7 @@ extern "C" __global__ void write_back(LineIndex below, Admission admission, cons
 }
 
 // Fetches the first `count` rows. On entry, lines [n] has each row's line in the table below; on return, the line to
-// use: its slot's, or the line below if it has no slot. `zero_line` stays. Counts misses in lookups [tables, 2].
+// use: its slot's, or without a slot the line below. `zero_line` stays. Counts misses in lookups [tables, 2].
 extern "C" __global__ void fetch(Cache cache, Admission admission, const u64* hashes, const u32* tables,
                                  const u32* count, u64* lines, u64 zero_line, InitialRow initial,
                                  const __grid_constant__ SlotHash slot_hash, u64* counts, Counters lookups) {
@@ -44,9 +44,9 @@ extern "C" __global__ void fetch(Cache cache, Admission admission, const u64* ha
         if (tile.lane == 0) lines[i] = used_line;
         if (admission.hit[i] || line_below == zero_line) return;
         const u32 stored = record(line_below, SHAPE)->updates;
-        synchronise(tile);  // all lanes have read the record, which may be the record of `used_line`
+        synchronise(tile);  // all lanes have read the record; it may be in `used_line`
         if (tile.lane == 0) {
-            ++thread_counts.found[stored ? FOUND : NEW];
+            ++thread_counts.found[stored ? HIT_BELOW : MISS_BELOW];
             tally.add(place_of(tables[i], true));
             if (admission.slots[i] != NONE) cache.ways[admission.slots[i]].stored = stored;
         }
@@ -73,7 +73,7 @@ extern "C" __global__ void locate_rows(Cache cache, LineIndex table, const u64* 
             if (slot != NONE) line = cache.line(slot);
             const u64 below = line ? 0 : table.find(tile, hashes[i], tables[i]);
             const bool stored = below && record(below, SHAPE)->updates != 0;
-            if (tile.lane == 0) ++thread_counts.found[line ? SERVED : stored ? FOUND : NEW];
+            if (tile.lane == 0) ++thread_counts.found[line ? SERVED : stored ? HIT_BELOW : MISS_BELOW];
             if (tile.lane == 0) tally.add(place_of(tables[i], line == 0));
             if (stored) line = below;
         }

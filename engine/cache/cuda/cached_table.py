@@ -23,8 +23,8 @@ from .cache import Admission, Cache, DeviceCache
 class CachedTable(DeviceCache):
     """A write-back cache above a full table. The host copies nothing.
 
-    Pinning gives each row a line in the table below, so every row can be written back. If a row's set has no room, the
-    step uses the row at that line. A step waits for the device only if the table grows.
+    Pinning gives each row a line in the table below, so every row can be written back. If a row's set is full, the step
+    uses the row at that line. A step waits for the device only if the table grows.
     """
 
     def __init__(self, layout: Layout, below: CudaFullStore, cache: Cache, faults: Faults) -> None:
@@ -70,8 +70,8 @@ class CachedTable(DeviceCache):
 
     def peeked(self) -> tuple[int, int, int]:
         with self._window.exclusive():
-            found, new, _, served = self._peeked.tolist()
-            return served, found, new
+            hits_below, misses_below, _, served = self._peeked.tolist()
+            return served, hits_below, misses_below
 
     def erase(self, tables: TableIds, keys: Keys) -> None:
         with self._window.exclusive():
@@ -98,10 +98,10 @@ class CachedTable(DeviceCache):
 
     def metrics(self) -> dict[str, dict[str, float]]:
         with self._window.exclusive():
-            found, new, written, _ = (self._counts + self._peeked).tolist()
+            hits, misses, written, _ = (self._counts + self._peeked).tolist()
             line = self._layout.stored_bytes
-            device = {**self._metrics(), "bytes_in": found * line, "bytes_out": written * line}
-            traffic = {"hits": found, "misses": new, "bytes_in": written * line, "bytes_out": found * line}
+            device = {**self._metrics(), "bytes_in": hits * line, "bytes_out": written * line}
+            traffic = {"hits": hits, "misses": misses, "bytes_in": written * line, "bytes_out": hits * line}
             return {"device": device, "host": {**self._below.metrics()["host"], **traffic}}
 
     def hit_counts(self) -> HitCounts:

@@ -51,7 +51,7 @@ TIERBED_FN u32 set_of(u64 hash, u32 sets) {
 TIERBED_FN u32 home_of(u64 hash) { return static_cast<u32>(hash >> 32) % (WAYS / GROUP) * GROUP; }
 
 #ifndef TIERBED_GPU
-// A bit for each way of a group whose tag matches. Rarely, a way without a match has its bit set too.
+// A bit for each way of a group whose tag matches. Rarely, the bit of another way is set too.
 TIERBED_FN u32 tag_matches(const u8* tags, u8 tag) {
     u32 matches = 0;
     for (u32 half = 0; half < GROUP / 8; ++half) {

@@ -15,21 +15,21 @@ constexpr std::size_t GRAIN = 512, AHEAD = 4;
 // A batch's rows by bucket. Copies them if the batch stores them in number order.
 class BatchRows {
 public:
-    BatchRows(Batch& batch, bool own_lines) : batch_(batch) {
+    BatchRows(Batch& batch, bool with_own_lines) : batch_(batch) {
         const auto& [order, begin] = batch.buckets();
-        const u64* const own = own_lines ? batch.own_lines.data() : nullptr;
-        rows = {batch.tables.data(), batch.hashes.data(), batch.lines.data(), own, begin};
+        const u64* const own_lines = with_own_lines ? batch.own_lines.data() : nullptr;
+        rows = {batch.tables.data(), batch.hashes.data(), batch.lines.data(), own_lines, begin};
         if (order.size() == 0) return;
         tables_ = Buffer<u32>(batch.unique);
         hashes_ = Buffer<u64>(batch.unique);
         lines_ = Buffer<u64>(batch.unique);
-        if (own) own_ = Buffer<u64>(batch.unique);
+        if (own_lines) own_lines_ = Buffer<u64>(batch.unique);
         for (std::size_t k = 0; k < order.size(); ++k) {
             tables_[k] = batch.tables[order[k]];
             hashes_[k] = batch.hashes[order[k]];
-            if (own) own_[k] = own[order[k]];
+            if (own_lines) own_lines_[k] = own_lines[order[k]];
         }
-        rows = {tables_.data(), hashes_.data(), lines_.data(), own_.data(), begin};
+        rows = {tables_.data(), hashes_.data(), lines_.data(), own_lines_.data(), begin};
     }
 
     RequestedRows rows;
@@ -42,7 +42,7 @@ public:
 private:
     Batch& batch_;
     Buffer<u32> tables_;
-    Buffer<u64> hashes_, lines_, own_;
+    Buffer<u64> hashes_, lines_, own_lines_;
 };
 
 std::size_t overflow_rows_of(const CacheOptions& options, const LineShape& shape) {
@@ -458,7 +458,7 @@ u32 CachedTier::flush_some(u32 begin, u32 rows) {
 template <class ForEach>
 bool CachedTier::flush_rows(const ForEach& for_each, std::size_t max_rows) {
     const std::lock_guard admission(threads_->admission);
-    below_.forget_errors();  // all rows are written below, which throws any new error
+    below_.forget_errors();  // the writes below throw any new error
     std::unique_lock directory(threads_->directory);
     auto& writer = threads_->writer;
     if (writer) {

@@ -7,7 +7,7 @@
 // ended, so ending a batch touches no row.
 //
 // Above a tier on disk, evicted dirty rows move to the overflow area, and the write-behind thread writes them back.
-// Above a tier in memory, `admit` writes them back itself. The overflow area also has the rows without a slot.
+// Above a tier in memory, `admit` writes them back itself. Rows without a slot are in the overflow area too.
 //
 // Locks, in the order they are taken: `admission`, held to fetch or write back; `directory`, for sets, overflow area
 // and window; `queue`, for the batches. No lock guards the lines: a pinned row's line belongs to its step, a missing

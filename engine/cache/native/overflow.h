@@ -49,9 +49,9 @@ public:
     struct Limits {
         std::size_t rows, needed_rows;
     };
-    // Evicts rows until the limits hold: clean rows immediately, and up to `max_rows` dirty rows through `write`, which
-    // gets them sorted by hash and writes them to the tier below. Evictable rows go first, in order of arrival. Rows of
-    // batches after `last_completed` stay. Returns the number of rows written.
+    // Evicts rows until the limits hold: clean rows immediately, and up to `max_rows` dirty rows after `write` has
+    // written them to the tier below; it gets them sorted by hash. Evictable rows go first, in order of arrival. Rows
+    // of batches after `last_completed` stay. Returns the number of rows written.
     std::size_t write_back(const std::atomic<u32>& last_completed, std::size_t max_rows, const Limits& limits,
                            const std::function<void(const RowSpan&)>& write);
 

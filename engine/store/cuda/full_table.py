@@ -69,8 +69,8 @@ class CudaFullTable:
     def insert_missing(self, batch: Batch, ranks: Tensor, record_only: bool = False) -> None:
         """Insert and initialise each row whose line is 0. `ranks` is the result of `find`.
 
-        With `record_only`, only the line's record is written, which marks the row as never written. If the rows do not
-        fit, they all get a line of zeros, so that kernels can run until the fault is raised.
+        With `record_only`, writes only the line's record, to mark the row as never written. If the rows do not fit,
+        they all get a line of zeros, so that kernels can run until the fault is raised.
         """
         if not self._fixed:
             self._reserve(batch.size, ranks)

@@ -26,7 +26,7 @@ std::size_t NumberIndex::bytes() const {
 namespace {
 
 constexpr std::size_t AHEAD = 16;          // how many rows ahead slots are prefetched
-constexpr std::size_t NUMBERS_AHEAD = 64;  // the same for numbered rows, which are faster to locate
+constexpr std::size_t NUMBERS_AHEAD = 64;  // the same for numbered rows: they are faster to locate
 constexpr std::size_t ROWS = 1024;         // rows per task
 
 // Calls body(bucket, begin, end) for each bucket's rows.

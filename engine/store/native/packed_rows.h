@@ -27,7 +27,7 @@ struct PackedRows {
     }
 };
 
-// Validates a snapshot's bucket, which is passed in pieces of rows or row keys. `tables` is the number of tables,
+// Validates a snapshot's bucket, passed in pieces of rows or row keys. `tables` is the number of tables,
 // `int32` is true if keys are int32, and `part` is the rows' owner among `parts`.
 class RowCheck {
 public:

@@ -59,7 +59,7 @@ void ReadThreads::run(std::size_t tasks, const std::function<void(std::size_t)>&
     adapt(call);
 }
 
-// Call with the lock held. Starts fewer threads if the system has no more.
+// Call with the lock held. Starts fewer threads if the system cannot start more.
 void ReadThreads::wake(std::size_t threads) {
     for (std::size_t asleep = idle_; asleep < threads; ++asleep) {
         if (threads_.size() + 1 >= limit_) break;

@@ -2,7 +2,7 @@
 // database. RocksDB's key is (bucket u8, table u32, key u64), big-endian, so iterators return rows in scan order. The
 // value is the line: values and record.
 //
-// A read sorts its rows by key and splits them into MultiGets, which many threads run, since a disk needs many reads in
+// A read sorts its rows by key and splits them into MultiGets for many threads, since a disk needs many reads in
 // flight. A write puts each shard's rows into WriteBatches. Shards write in parallel, but each shard's writes run one
 // at a time. There is no write-ahead log: `flush` makes rows durable.
 //

@@ -11,8 +11,8 @@
 
 namespace tierbed {
 
-// Not thread-safe, except that `sort` may run while before-images are saved. Must not outlive the table or `top`, which
-// has the latest rows: the table itself or a cache above it.
+// Not thread-safe, except that `sort` may run while before-images are saved. Must not outlive the table or `top`.
+// `top` is where the latest rows are: the table itself or a cache above it.
 class TableImage {
 public:
     TableImage(const FullTable& table, const Layout& layout, Tier& top)
@@ -34,7 +34,7 @@ public:
     u32 width() const { return shape_.width; }
 
 private:
-    static constexpr u32 ABSENT = 0xFFFFFFFFu;  // an index entry: the table did not have the row
+    static constexpr u32 ABSENT = 0xFFFFFFFFu;  // an index entry: the row was not in the table
 
     struct BeforeImages {
         RowMap index;          // row position in `rows` + 1
@@ -42,7 +42,7 @@ private:
     };
 
     bool is_read(u32 bucket, u64 hash, u32 table) const;
-    // stored: the row's values and record; null if the table did not have the row.
+    // stored: the row's values and record; null if the row was not in the table.
     void save_before_image(u32 bucket, u64 hash, u32 table, const void* stored);
 
     const FullTable& table_;
