@@ -1,4 +1,4 @@
-"""A write-back cache of the CPU above a slower tier. It is a top tier and a tier, so caches stack."""
+"""A write-back CPU cache above a slower tier. It is both a top tier and a tier, so caches stack."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ..store.contract import CapacityLimit, NativeTier, Tier, TopTier
 from ..store.full import check_capacity
 
 MB = 1 << 20
-PIECE_ROWS = 1 << 13  # flushed at once while other threads read
+PIECE_ROWS = 1 << 13  # other threads wait while a piece is flushed
 
 log = logging.getLogger("tierbed")
 
 
 def wrong_budget(option: str, budget_mb: float, line_bytes: int, error: Exception) -> OptionError:
-    """The OptionError for a budget: too small if the cache raised ValueError, else too large for the memory."""
+    """Return an OptionError for a budget: too small if the cache raised ValueError, otherwise too large for memory."""
     problem = "too small for" if isinstance(error, ValueError) else "more than this machine has memory for, with"
     return OptionError(f"{option}={budget_mb} is {problem} rows of {line_bytes} bytes: {error}; give another budget")
 
 
 class CpuCachedStore(NativeTier, TopTier[_core.Batch]):
-    """A write-back cache with the `options`. `budget_mb` bounds its lines and their metadata.
+    """A write-back cache. `budget_mb` covers its lines and their metadata.
 
-    `option` names the budget in errors and warnings, `tier` the memory in metrics.
+    `option` is the budget's name in errors and warnings, `tier` the cache's name in metrics.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class CpuCachedStore(NativeTier, TopTier[_core.Batch]):
         except (ValueError, MemoryError) as error:
             raise wrong_budget(option, budget_mb, layout.line_bytes, error) from None
         self._budget = f"{option}={budget_mb}"
-        self._rows = int(self.native.metrics()["capacity"])  # of the sets; a larger batch causes a warning, once
+        self._rows = int(self.native.metrics()["capacity"])  # rows in the sets; the first larger batch logs a warning
         self._peeked = (0, 0, 0)
 
     def announce(self, batch: _core.Batch) -> None:
@@ -75,7 +75,7 @@ class CpuCachedStore(NativeTier, TopTier[_core.Batch]):
             self._warn_small_cache(batch.unique)
 
     def unpin(self, batch: _core.Batch, dirty: bool) -> None:
-        """End a pin. `dirty` changes nothing here: the record of a line shows whether it was written."""
+        """Release the pinned batch. Ignores `dirty`: each line's record shows whether it was written."""
         self.native.unpin(batch)
 
     def peek(self, batch: _core.Batch, trains: bool = False) -> None:
@@ -90,15 +90,15 @@ class CpuCachedStore(NativeTier, TopTier[_core.Batch]):
 
     def locate(self, table: int, key: int) -> list[dict[str, Any]]:
         location = self.native.locate(table, key)
-        here = [] if location is None else [{"tier": self._tier, **location}]
-        return [*here, *self._below.locate(table, key)]
+        entries = [] if location is None else [{"tier": self._tier, **location}]
+        return [*entries, *self._below.locate(table, key)]
 
     def scan(self) -> Chunks:
         self.flush()
         yield from self._below.scan()
 
     def write_back(self) -> None:
-        """Write dirty rows to the last tier, as `flush`, which is not made durable."""
+        """Write dirty rows to the last tier, but do not make them durable as `flush` does."""
         self.native.flush()
         if isinstance(self._below, CpuCachedStore):
             self._below.write_back()
@@ -108,9 +108,10 @@ class CpuCachedStore(NativeTier, TopTier[_core.Batch]):
         self._below.flush()
 
     def flush_pieces(self) -> Iterator[bool]:
-        """Flush most dirty rows, a piece for each `next`: the last tier is not made durable."""
-        begin, now = 0, self.native.metrics()
-        for _ in range(2 + int(now["capacity"] + now["overflow_rows"]) // PIECE_ROWS):  # steps may write more meanwhile
+        """Flush most dirty rows, one piece per `next`. Does not make the last tier durable."""
+        begin, metrics = 0, self.native.metrics()
+        pieces = 2 + int(metrics["capacity"] + metrics["overflow_rows"]) // PIECE_ROWS
+        for _ in range(pieces):  # not until all rows are clean: steps write more rows meanwhile
             begin = self.native.flush_some(begin, PIECE_ROWS)
             yield True
             if begin == 0:
@@ -126,12 +127,12 @@ class CpuCachedStore(NativeTier, TopTier[_core.Batch]):
         return {self._tier: self.native.metrics(), **self._below.metrics()}
 
     def _warn_small_cache(self, rows: int) -> None:
-        """Warn of a batch with more rows than the sets have room for."""
+        """Warn that a batch has more rows than the sets hold."""
         metrics = self.native.metrics()
         needed = math.ceil(rows * metrics["bytes"] / metrics["capacity"] / MB * 100) / 100
         capacity, self._rows = self._rows, 1 << 62
         log.warning(
-            "%s has room for %d rows, and a batch has %d different ones: %d are in the overflow area while it is used, "
-            "in addition to that budget; give at least %s, or smaller batches",
+            "%s has room for %d rows, but a batch has %d distinct rows. Now %d rows are in the overflow area, "
+            "which uses memory beyond that budget. Give at least %s, or use smaller batches",
             self._budget, capacity, rows, metrics["overflow_rows"], needed,
         )  # fmt: skip

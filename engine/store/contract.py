@@ -1,4 +1,4 @@
-"""The contract of tiers and of stacks of tiers. Lines are passed by address and never copied through Python."""
+"""The interfaces of tiers and of stacks of tiers. Python passes lines by address and never copies them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 from .. import _core
 from ..row_format import Chunks, Keys, TableIds
 
-Lines = NDArray[np.uint64]  # [n], the address of each line
-Found = NDArray[np.bool_]  # [n]
+Lines = NDArray[np.uint64]  # [n], line addresses
+HitMask = NDArray[np.bool_]  # [n], True for rows that the tier has
 HitCounts = NDArray[np.int64]  # [tables, 2], hits and misses
 
-B = TypeVar("B", contravariant=True)  # the batches of a processor
+B = TypeVar("B", contravariant=True)  # the batch type of the CPU or the GPU
 
 
 class CapacityLimit(NamedTuple):
-    """How many rows of an embedding may still be inserted."""
+    """How many more rows an embedding may insert."""
 
     embedding: str
     capacity: int
@@ -27,99 +27,96 @@ class CapacityLimit(NamedTuple):
 
 
 class TierBase(Protocol):
-    """What the tiers of a stack have in common. A tier counts only rows with `updates > 0` as its rows."""
+    """The methods that all tiers share. A tier does not count rows with `updates` = 0."""
 
     def scan(self) -> Chunks:
-        """Every row as (bucket, rows of `row_dtype`).
+        """Yield all rows as (bucket, rows of `row_dtype`), in chunks of bounded size.
 
-        Buckets ascend, and (table, key) ascends within a bucket. Chunks have a bounded size.
+        Buckets ascend, and rows ascend by (table, key) within a bucket.
         """
 
     def erase(self, tables: TableIds, keys: Keys) -> None:
-        """Erase rows, given once each, from this tier and the tiers below; missing rows are skipped.
-
-        A row that a batch has pinned at this time is reset to its initial value and stays resident.
-        """
+        """Erase distinct rows here and below, skipping missing rows. A pinned row stays with its initial value."""
 
     def flush(self) -> None:
-        """Write every dirty line back to the last tier. A last tier on a disk makes its rows durable."""
+        """Write all dirty lines back to the last tier. A last tier on disk also makes its rows durable."""
         return
 
     def close(self) -> None:
         """Release memory and files. Does not flush."""
 
     def locate(self, table: int, key: int) -> list[dict[str, Any]]:
-        """The tiers that have the row, from the top, with its position there, `updates`, `last_step`. Changes nothing.
+        """Return one entry for each tier with the row, top tier first. Changes nothing.
 
-        `tier` is a name of `metrics`. `key`: its 64 bits, unsigned.
+        An entry: the tier's name as in `metrics`, the row's position, `updates`, `last_step`. `key` is unsigned.
         """
 
     def metrics(self) -> dict[str, dict[str, float]]:
-        """Counters by the tier's name, from the top down."""
+        """Return the counters of each tier by its name, top tier first."""
 
 
 class WritableTier(TierBase, Protocol):
-    """The last tier of a stack. `tables` and `keys` hold no (table, key) twice; lines are in host memory."""
+    """A tier that rows can be written to. The rows of one call are distinct, and their lines are in host memory."""
 
     def write(self, tables: TableIds, keys: Keys, lines: Lines) -> None:
-        """Copy each line to its row, and insert rows that are new."""
+        """Copy each line to its row, and insert new rows."""
 
 
 class TableImage(Protocol):
-    """The rows of a full table as of the creation of the image, read bucket by bucket while they change.
+    """A full table's rows as they were when the image was made. It is read by bucket while the table changes.
 
-    No two calls run at the same time, except `sort` with `save_before_images` or `save_before_images_of`.
+    Calls must not overlap, except that `sort` may run during `save_before_images` and `save_before_images_by_key`.
     """
 
     def save_before_images(self, batch: Any) -> None:
-        """Save before-images of the lines of a pinned batch. Called before they are written."""
+        """Save before-images of a pinned batch's rows. Call it before their lines are written."""
 
-    def save_before_images_of(self, tables: TableIds, keys: Keys) -> None:
-        """Save before-images of rows, given once each. Called before they are erased."""
+    def save_before_images_by_key(self, tables: TableIds, keys: Keys) -> None:
+        """Save before-images of distinct rows. Call it before they are erased."""
 
     def list(self, bucket: int) -> None:
-        """Begin to read a bucket; buckets are read in ascending order."""
+        """Start to read a bucket. Buckets are read in ascending order."""
 
     def sort(self) -> None:
-        """Sort the rows of the bucket. Called between `list` and the first `next`."""
+        """Sort the bucket's rows. Call it between `list` and the first `next`."""
 
     def next(self, rows: NDArray[np.uint8]) -> int:
-        """Pack as many rows as `rows` has room for, by (table, key), as `row_dtype`. Returns how many, 0 at the end."""
+        """Fill `rows` with the next packed rows (`row_dtype`), by (table, key). Returns how many; 0 at the end."""
 
     @property
     def before_image_bytes(self) -> int:
-        """The memory of the before-images, in bytes."""
+        """Memory that the before-images use, in bytes."""
 
 
 class InMemoryTier(WritableTier, Protocol):
-    """The last tier of a stack without a disk. It has every row in memory."""
+    """A last tier that keeps all rows in memory."""
 
     def image(self, top: Any) -> TableImage:
-        """An image of the rows as they are now. `top`: the top of the stack, flushed."""
+        """Return an image of the current rows. `top` is the top tier of the stack; flush it first."""
 
 
 class Tier(WritableTier, Protocol):
-    """The tier below a cache, in host memory or on a disk: the full table, RocksDB, or another cache."""
+    """A tier that can be below a cache: the full table, RocksDB, or another cache."""
 
     @property
     def native(self) -> _core.Tier:
-        """The native tier, for a CPU cache above it."""
+        """The C++ tier, for a CPU cache above."""
 
-    def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> Found:
-        """Copy each row that the tier has to its line; lines of missing rows are unchanged.
+    def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> HitMask:
+        """Copy each row that the tier has to its line. Lines of missing rows do not change.
 
-        touch: whether the read counts as a use of the rows. Caches choose victims by uses.
+        touch: if True, the read counts as a use of the rows. Caches choose victims by use.
         """
 
 
 class NativeTier:
-    """What a tier of the CPU leaves to its native one."""
+    """Base of CPU tiers: forwards calls to the C++ tier `native`."""
 
-    native: Any  # for a CPU cache above it
+    native: Any
 
-    def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> Found:
-        found: Found = self.native.read(tables, keys, lines, touch)
-        return found
+    def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> HitMask:
+        is_hit: HitMask = self.native.read(tables, keys, lines, touch)
+        return is_hit
 
     def write(self, tables: TableIds, keys: Keys, lines: Lines) -> None:
         self.native.write(tables, keys, lines)
@@ -133,66 +130,60 @@ class NativeTier:
 
 
 class ChangeSource(Protocol[B]):
-    """The keys of rows that changed."""
+    """Collects the keys of rows that change."""
 
     def note(self, batch: B) -> None:
-        """Note the rows of a pinned batch. Called before their lines are written."""
+        """Record a pinned batch's rows. Call it before their lines are written."""
 
     def names(self) -> tuple[TableIds, Keys]:
-        """The keys of the rows that changed since the last `forget`, without some that were erased since; may wait."""
+        """Return the keys changed since the last `forget`. Keys erased later may be missing. May wait."""
 
     def forget(self) -> None:
-        """Forget the keys that `names` has just returned."""
+        """Forget the keys that the last call of `names` returned."""
 
 
 class TopTier(TierBase, Protocol[B]):
-    """The top of a stack, which serves steps. By default it has no tier below, and gains nothing from announcements."""
+    """The top tier: it serves steps. By default, no tier is below it, and announcements do nothing."""
 
     def pin(self, batch: B, capacity_limit: CapacityLimit | None) -> None:
-        """Fetch each unique row of the batch, initialise new rows, and write the addresses of all to the batch.
+        """Make the batch's unique rows resident, initialise new ones, and write all line addresses to the batch.
 
-        A row stays at its address until `unpin`. If the batch has more new rows than `capacity_limit` allows this
-        raises CapacityError and pins nothing. A store that would have to wait for its device to find this sets a fault,
-        and the batch changes nothing.
+        A row stays at its address until `unpin`. Raises CapacityError and pins nothing if the batch has more new rows
+        than `capacity_limit` allows. A GPU store that cannot know this without waiting sets a fault instead, and the
+        batch changes nothing.
         """
 
     def unpin(self, batch: B, dirty: bool) -> None:
-        """End a pin. dirty: whether the lines were written, so that they have to be written back."""
+        """Release the pinned batch. dirty: True if its lines were written and must be written back."""
 
     def announce(self, batch: B) -> None:
-        """Announce the batch of a future step. Steps pin announced batches in the order of the announcements."""
+        """Announce a future step's batch. Steps must pin announced batches in order of announcement."""
         return
 
     def prefetch(self, batch: B) -> bool:
-        """Fetch the rows of an announced batch and pin them. Returns False if the cache has no memory for them yet.
-
-        `prefetch` and `announce` may run in another thread than the other methods.
-        """
+        """Fetch and pin an announced batch. False if memory is short. May run in another thread, as `announce`."""
         return True
 
     def cancel(self) -> None:
-        """Forget every announced batch but the pinned one. Forgotten batches may be announced again."""
+        """Forget all announced batches except the pinned one. They may be announced again."""
         return
 
     def change_source(self) -> ChangeSource[B] | None:
-        """The rows that change from now on; None for a store that `_core.ChangedRows` can observe."""
+        """Start to collect changed rows. None if the caller can collect them from batches (`_core.ChangedRows`)."""
         return None
 
-    def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> Found:
-        """As `Tier.read`."""
+    def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> HitMask:
+        """Copy rows to lines, as in `Tier.read`."""
 
     def hit_counts(self) -> HitCounts:
-        """The hits and misses of each table, as in `metrics`; may wait for the device."""
+        """Return the hits and misses of each table, as in `metrics`. May wait for the device."""
 
     def peeked(self) -> tuple[int, int, int]:
-        """Rows of `peek` without `trains`: that this tier had, one below had, and none had; may wait for the device."""
+        """Return how many rows `peek(trains=False)` found here, below, and nowhere. May wait for the device."""
 
     def peek(self, batch: B, trains: bool = False) -> None:
-        """Write the address of each unique row to the batch, for reading only.
-
-        Unknown rows get initial values in memory of the batch; no tier changes.
-        """
+        """Write the row addresses to the batch, for reading only. Unknown rows get initial values in its own memory."""
 
 
 class FullStore(TopTier[B], InMemoryTier, Protocol[B]):
-    """A full table as the top of a stack: the stack is this one tier."""
+    """A full table that is the whole stack: top tier and last tier in one."""

@@ -1,4 +1,4 @@
-"""Images: the rows of a table as of one step, for a thread that reads them while training continues."""
+"""Images: a table's rows at one step. A thread reads them while training continues."""
 
 from __future__ import annotations
 
@@ -15,54 +15,51 @@ from ..threads import POLL_SECONDS
 from .contract import TableImage
 
 MAX_BEFORE_IMAGE_BYTES = 256 << 20
-CHUNK_BYTES = 1 << 20  # read at once, while steps wait
+CHUNK_BYTES = 1 << 20  # steps wait while a chunk is read
 
 
 class Image(Protocol):
-    """The rows of a table as of one step; by default one that needs no before-images.
+    """A table's rows at one step. The defaults suit an image that needs no before-images.
 
-    An image is made under the table's lock, and callers of `before_write` and `before_erase` hold that lock.
+    Make an image, and call `before_write` and `before_erase`, with the table's lock held.
     """
 
     def chunks(self) -> Chunks:
-        """Every row, as `Tier.scan`; called once, from one thread.
-
-        Raises StoreError, and ClosedError once the image or its table is closed.
-        """
+        """Yield all rows, once and in one thread. Raises StoreError, or ClosedError if image or table is closed."""
 
     def close(self) -> None:
-        """Stop saving before-images. May be called again."""
+        """Stop saving before-images. May be called more than once."""
 
     @property
     def is_urgent(self) -> bool:
-        """Whether steps may soon wait until more of the image is read."""
+        """True if steps may soon have to wait for the reader."""
         return False
 
     def wait_for_memory(self, is_unread: Callable[[], bool]) -> None:
-        """Wait while the before-images take too much memory. Called before rows change.
+        """Wait while the before-images use too much memory. Call it before rows change.
 
-        The image is closed if `is_unread` returns True: no thread reads it any more.
+        Closes the image if `is_unread()` is True, since then no thread reads it any more.
         """
         return
 
     def before_write(self, batch: Any) -> None:
-        """Save before-images of a pinned batch. Called before its lines are written."""
+        """Save before-images of a pinned batch's rows. Call it before its lines are written."""
         return
 
     def before_erase(self, tables: TableIds, keys: Keys) -> None:
-        """Save before-images of rows, given once each. Called before they are erased."""
+        """Save before-images of distinct rows. Call it before they are erased."""
         return
 
 
 class DiskImage(Image):
-    """A scan of RocksDB, which is a consistent view. `on_close` is called after `close`, with the table's lock."""
+    """A RocksDB scan: a consistent view. `close` calls `on_close` with the table's lock held."""
 
     def __init__(self, rows: Chunks, dtype: np.dtype[np.void], lock: Any, on_close: Callable[[Image], None]) -> None:
         self._rows, self._dtype = rows, dtype
         self._reading = RLock()
         self._lock, self._on_close = lock, on_close
         self._closed = False
-        self._first = next(rows, None)  # this opens the scan
+        self._first = next(rows, None)  # opens the scan
 
     def chunks(self) -> Chunks:
         chunk = self._first
@@ -77,16 +74,16 @@ class DiskImage(Image):
         with self._lock, self._reading:
             if not self._closed:
                 self._closed = True
-                with suppress(ValueError):  # garbage collection during a read: RocksDB closes its scans itself
+                with suppress(ValueError):  # garbage collection may close during a read; RocksDB then closes its scans
                     self._rows.close()  # type: ignore[attr-defined]
                 self._on_close(self)
 
 
 class MemoryImage(Image):
-    """The rows of a full table, as rows of `dtype`; there may be a cache above it.
+    """The rows of a full table, as `dtype`. A cache may be above the table.
 
-    A before-image is saved of each row that changes before it was read. `max_bytes` bounds their memory, which the rows
-    of one step may exceed. `on_close` is called after `close`, with the table's lock.
+    A row that changes before the reader gets to it is first saved as a before-image. `max_bytes` bounds the memory for
+    before-images; a single step may exceed it. `close` calls `on_close` with the table's lock held.
     """
 
     def __init__(
@@ -97,19 +94,19 @@ class MemoryImage(Image):
         self._max_bytes = max_bytes
         self._on_close = on_close
         self._changed = Condition(lock)
-        self.waits = 0  # how often steps waited for memory
+        self.waits = 0  # how many times a step waited for memory
 
     def chunks(self) -> Chunks:
-        most = max(1, CHUNK_BYTES // self._dtype.itemsize)
+        chunk_rows = max(1, CHUNK_BYTES // self._dtype.itemsize)
         for bucket in range(BUCKETS):
             with self._changed:
-                self._open().list(bucket)
+                self._require_table().list(bucket)
             if (table := self._table) is not None:
-                table.sort()  # this may take long, and needs no lock
+                table.sort()  # slow, and needs no lock
             while True:
-                rows = np.empty(most, self._dtype)
+                rows = np.empty(chunk_rows, self._dtype)
                 with self._changed:
-                    count = self._open().next(rows.view(np.uint8))
+                    count = self._require_table().next(rows.view(np.uint8))
                     self._changed.notify_all()
                 if count == 0:
                     break
@@ -138,15 +135,15 @@ class MemoryImage(Image):
                 self._changed.wait(POLL_SECONDS)
 
     def before_write(self, batch: Any) -> None:
-        self._open().save_before_images(batch)
+        self._require_table().save_before_images(batch)
 
     def before_erase(self, tables: TableIds, keys: Keys) -> None:
-        self._open().save_before_images_of(tables, keys)
+        self._require_table().save_before_images_by_key(tables, keys)
 
     def _has_memory(self) -> bool:
         return self._table is None or self._table.before_image_bytes < self._max_bytes
 
-    def _open(self) -> TableImage:
+    def _require_table(self) -> TableImage:
         if self._table is None:
             raise _closed_error()
         return self._table

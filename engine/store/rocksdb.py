@@ -1,4 +1,4 @@
-"""RocksDB as the last tier. Its folder is scratch until `flush`; without a clean marker none of it is read again."""
+"""RocksDB as the last tier. Rows become durable at `flush`. Without a clean marker, they are never served again."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from ..row_format import Chunks, row_dtype
 from .contract import NativeTier
 
 SHARDS = 4
-WRITE_BUFFER_BYTES = 64 << 20  # the maximum for the memtables of all shards
-READ_THREADS = 64  # more make no disk faster
-SCAN_BYTES = 1 << 20  # of a chunk
+WRITE_BUFFER_BYTES = 64 << 20  # limit for the memtables of all shards together
+READ_THREADS = 64  # more threads make no disk faster
+SCAN_BYTES = 1 << 20  # bytes per chunk
 MB = 1 << 20
 
 
 def rocksdb_info() -> dict[str, Any]:
-    """The RocksDB of this build: `version`, and `async_io`, whether it reads by io_uring. Raises StoreError."""
+    """Return this build's RocksDB `version`, and whether it reads by io_uring (`async_io`). Raises StoreError."""
     require_rocksdb()
     return {"version": _core.rocksdb_version, "async_io": _core.rocksdb_has_async_io()}
 
 
 class LiveFile(NamedTuple):
-    """A file of the databases at one moment. `name`: shard-N/<file>, in their folder.
+    """A database file at one moment. `name` is shard-N/<file>, relative to the tier's folder.
 
-    `size`: in bytes; a file that is still being written may be longer. `crc32c`: the checksum of a file of rows, which
-    RocksDB computed while writing it; None for other files, and for files of early versions of tierbed. `content`: what
-    a copy must hold instead of the present content; None if a copy is to hold the same.
+    `size` is in bytes; the file may have grown since. `crc32c` is the checksum that RocksDB computed as it wrote a file
+    of rows; None for other files, and for files of early tierbed versions. `content` is what a copy must contain if
+    RocksDB may replace the file; otherwise None.
     """
 
     name: str
@@ -44,13 +44,13 @@ class LiveFile(NamedTuple):
 
 
 class RocksDB(NativeTier):
-    """Rows of `width` 4-byte words in `folder`, with one database for each shard.
+    """Rows of `width` 4-byte words in `folder`. Each shard is one RocksDB database.
 
-    `shards`: how many shards the folder has, all of which must exist; None makes a new folder with `new_shards`.
-    `read_only`: nothing is written to the folder, and a write of rows raises StoreError. A folder on a full disk is
-    also opened like this, until `make_writable`.
-    `read_threads`: the maximum of threads that wait for the disk at once.
-    `options`: the string of `options_text`; its options override tierbed's own.
+    `shards` is the number of shards in an existing folder; all must exist. None creates a folder with `new_shards`.
+    If `read_only`, nothing is written to the folder, and writing rows raises StoreError. A folder on a full disk also
+    opens read-only, until `make_writable`.
+    `read_threads` limits how many threads wait for the disk at the same time.
+    `options` is an `options_text` string; its options override tierbed's defaults.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class RocksDB(NativeTier):
             if not read_only:
                 make_folder(folder)
             try:
-                self.native = _core.RocksTier(  # for a cache above
+                self.native = _core.RocksTier(
                     str(folder),
                     width,
                     create=shards is None,
@@ -97,7 +97,7 @@ class RocksDB(NativeTier):
                 reason = str(error).rpartition("; ")[0]
                 raise OptionError(f"read_mode={read_mode!r}: {reason}; give 'buffered'") from error
             if not read_only:
-                fsync_dir(folder)  # RocksDB makes the files in a shard durable, but not the shard's name
+                fsync_dir(folder)  # RocksDB syncs the files of a shard, but not the shard's folder entry
         except OSError as error:
             remedy = remedy_for(error, "check the disk and the folder's permissions")
             raise StoreError(f"RocksDB in {folder}: {error}; {remedy}") from error
@@ -111,13 +111,13 @@ class RocksDB(NativeTier):
 
     def scan(self) -> Chunks:
         dtype = row_dtype(self._width)
-        most = max(1, SCAN_BYTES // dtype.itemsize)
+        chunk_rows = max(1, SCAN_BYTES // dtype.itemsize)
         scan = self.native.scan()
         self._scans.append(scan)
         try:
             while True:
-                rows = np.empty(most, dtype)
-                bucket, n = scan.next(rows.view(np.uint8), most)
+                rows = np.empty(chunk_rows, dtype)
+                bucket, n = scan.next(rows.view(np.uint8), chunk_rows)
                 if n == 0:
                     return
                 yield bucket, rows[:n]
@@ -129,31 +129,28 @@ class RocksDB(NativeTier):
         self.native.flush()
 
     def compact(self) -> None:
-        """Merge the files of each shard, which frees the space of replaced rows. Raises StoreError."""
+        """Merge each shard's files to free the space of replaced rows. Raises StoreError."""
         self.native.compact()
 
     def make_writable(self) -> None:
-        """Open for writing what a full disk let be opened only for reading. Called before rows change. StoreError."""
+        """Reopen for writing if a full disk forced read-only. Call it before rows change. Raises StoreError."""
         self.native.make_writable()
 
     @property
     def failed(self) -> bool:
-        """Whether a call failed halfway, for example because memory ran out. Every later call raises then."""
+        """True if a call failed halfway, for example because memory ran out. All later calls raise."""
         return self.native.failed
 
     def versions(self) -> list[list[str | int]]:
-        """The identity of each shard's database, and the number of its last write. Raises StoreError.
+        """Return each shard's database identity and the number of its last write. Raises StoreError.
 
-        Files that were cut, or that are of another moment, have others: RocksDB opens both without an error.
+        They reveal truncated files or files copied at another moment; RocksDB opens both without an error.
         """
         return [[*version] for version in self.native.versions()]
 
     @contextlib.contextmanager
     def live_files(self) -> Iterator[list[LiveFile]]:
-        """The files that hold all rows written so far. While the block runs none of them is removed. StoreError.
-
-        Only one such block may run at a time.
-        """
+        """Yield the files with all rows, kept until the block ends. Blocks must not overlap. Raises StoreError."""
         files = [LiveFile(*file) for file in self.native.hold_files()]
         try:
             yield files
@@ -169,10 +166,10 @@ class RocksDB(NativeTier):
         return {"ssd": self.native.metrics()}
 
     def info(self) -> dict[str, Any]:
-        """How the databases run: `rocksdb_info` and
+        """Return `rocksdb_info`, and how the databases run:
 
-        - `flush_threads`, `compaction_threads`: of the process, shared by every database in it;
-        - `memtable_bytes_max`: the maximum of memory for written rows that are not in files yet;
-        - `async_io`: whether this tier reads by io_uring.
+        - `flush_threads`, `compaction_threads`: threads of the process, shared by all its databases;
+        - `memtable_bytes_max`: the memory limit for written rows that are not in files yet;
+        - `async_io`: True if this tier reads by io_uring.
         """
         return {**rocksdb_info(), **self.native.info()}

@@ -1,4 +1,4 @@
-"""How many rows each table of an embedding has."""
+"""Row counts per table."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..row_format import Chunks, TableIds
 
 Counts = NDArray[np.int64]  # [tables]
 
-FIELD = "table_rows"  # of the file MARK: how many rows each table has; files of earlier versions lack it
+FIELD = "table_rows"  # field of the file MARK; early versions did not write it
 
 
 def counted(tables: TableIds, num_tables: int) -> Counts:
-    """How many of the given rows belong to each table."""
+    """Count the rows per table. `tables` lists each row's table."""
     return np.bincount(tables, minlength=num_tables)
 
 
@@ -28,16 +28,16 @@ def counted_chunks(chunks: Chunks, num_tables: int) -> Counts:
 
 
 def counts_in(marker: Mapping[str, Any], num_tables: int) -> Counts | None:
-    """The row counts in a clean marker, with zeros for tables that it does not have; None if it has no counts."""
-    given = marker.get(FIELD)
-    if type(given) is not list or len(given) > num_tables or not all(type(n) is int and n >= 0 for n in given):
+    """Read the row counts in a clean marker, 0 for tables it does not list. None if the counts are invalid."""
+    counts = marker.get(FIELD)
+    if type(counts) is not list or len(counts) > num_tables or not all(type(n) is int and n >= 0 for n in counts):
         return None
-    if sum(given) != marker.get("rows"):
+    if sum(counts) != marker.get("rows"):
         return None
-    return np.array(given + [0] * (num_tables - len(given)), np.int64)
+    return np.array(counts + [0] * (num_tables - len(counts)), np.int64)
 
 
 def by_label(labels: Sequence[str], **counts: Sequence[int] | Counts) -> dict[str, dict[str, int]]:
-    """Counts, each [tables], by the label of the table."""
+    """Return the counts, each [tables], keyed by table label."""
     columns = [np.asarray(values).tolist() for values in counts.values()]
     return {label: dict(zip(counts, row, strict=True)) for label, *row in zip(labels, *columns, strict=True)}

@@ -29,7 +29,7 @@ def test_a_batch_of_more_rows_than_the_cache_is_told_once_with_numbers(
         room = int(embedding.metrics()["device"]["capacity"])
     said, *others = remarks(caplog)
     assert all("cache_budget_mb is too small" in other for other in others)  # as `metrics` looked
-    found = re.search(r"room for (\d+) rows, and a batch has (\d+) different ones: (\d+) are .* at least (\S+),", said)
+    found = re.search(r"room for (\d+) rows, but a batch has (\d+) distinct rows. Now (\d+) .* at least (\S+),", said)
     assert found is not None
     assert said.startswith(f"embedding 'rows': cache_budget_mb={ONE_SET_MB} has room for")
     assert (int(found[1]), found[2]) == (room, "1000")

@@ -137,13 +137,13 @@ class Both:
         own = batch.own(memory) + (ranks.long() - 1) * self.on_device.layout.line_bytes
         batch.lines = torch.where(lines == 0, own, lines)
         step.initialise_lines(batch, self.on_device.layout, admission.hit == 0)
-        self.cache.fetched(admission)
+        self.cache.mark_fetched(admission)
 
     def check_admission(
         self, admission: Admission, rows: list[Row], up: dict[Row, Way | None], gone: dict[Row, Way | None]
     ) -> None:
         hit, kinds, lines = (values.tolist() for values in (admission.hit, admission.evicted, admission.lines))
-        befores = admission.before.view(torch.int64)[:, 0].cpu().numpy().view(np.uint64).tolist()
+        befores = admission.previous.view(torch.int64)[:, 0].cpu().numpy().view(np.uint64).tolist()
         for row, is_hit, kind, line, before in zip(rows, hit, kinds, lines, befores, strict=False):
             way = gone.get(row)
             assert is_hit == (up[row] is not None and row not in gone)
@@ -157,7 +157,7 @@ class Both:
     def check(self) -> None:
         resident = [(at, way) for at, way in enumerate(way for ways in self.plain.sets for way in ways) if way]
         assert self.cache.metrics()["resident_rows"] == len(resident)
-        slots = self.cache.dirty()
+        slots = self.cache.dirty_slots()
         assert slots.tolist() == [at for at, way in resident if way.dirty]
         hashes, tables, lines = self.cache.rows(slots)
         dirty = [way.row for _, way in resident if way.dirty]
@@ -181,8 +181,8 @@ def test_random_batches(device: Device, sets: int, policy: str) -> None:
     resident = [both.plain.find(row) is not None for row in rows]
     assert [line != 0 for line in batch.lines.tolist()] == resident
     assert missing.tolist() == [not up for up in resident]
-    slots = both.cache.dirty()
-    both.cache.note_clean(slots[: len(slots) // 2])
+    slots = both.cache.dirty_slots()
+    both.cache.mark_clean(slots[: len(slots) // 2])
     for at in slots[: len(slots) // 2].tolist():
         way = both.plain.sets[at // WAYS][at % WAYS]
         assert way is not None

@@ -1,4 +1,4 @@
-// A set-associative cache in device memory, and its decisions for the rows of a batch.
+// A set-associative cache in device memory, and the decisions of an admission.
 #pragma once
 #include "cache/kernels/cache_set.h"
 #include "ops/cuda/layout.h"
@@ -13,7 +13,7 @@ struct Cache {
 
     TIERBED_FN SetView set(u64 number) const { return {tags + number * WAYS, ways + number * WAYS}; }
     TIERBED_FN u64 line(u64 slot) const { return memory + slot * SHAPE.line_bytes; }
-    // The slot that has the row, or NONE.
+    // Returns the row's slot, or NONE.
     TIERBED_FN u32 find(Tile tile, u32 table, u64 hash) const {
         const u32 number = set_of(hash, sets);
         const u32 way = probe_set(tile, set(number), hash, table);
@@ -23,15 +23,15 @@ struct Cache {
     TIERBED_FN bool dirty(u64 slot) const { return tags[slot] && updates(slot) != ways[slot].stored; }
 };
 
-enum Gone : u8 { NOTHING, CLEAN, DIRTY };
+enum Evicted : u8 { NOTHING, CLEAN, DIRTY };
 
-// By row of a batch: its slot or NONE, its line or 0, whether it was resident, and the row that its slot had before.
+// Arrays over a batch's rows: the slot or NONE, the line or 0, whether it was a hit, what the slot held before.
 struct Admission {
     u32* slots;
     u64* lines;
     u8* hit;
-    u8* gone;
-    Way* before;
+    u8* evicted;
+    Way* previous;
 };
 
 }  // namespace tierbed

@@ -1,7 +1,7 @@
 // A set-associative write-back cache in device memory.
 //
-// Rows of a call are distinct and come sorted (by the caller, stably) by set and, where a set has several buckets, by
-// bucket: one tile takes all rows of a set, in this order, so it decides as the CPU's cache does.
+// The rows of a call are distinct. The caller sorts them, stably, by set and (if a set has rows of several buckets) by
+// bucket. One tile handles all rows of a set in this order, so the GPU decides as the CPU cache does.
 #include "admission.h"
 #include "ops/cuda/items.h"
 
@@ -14,15 +14,15 @@ enum Count : u32 { EVICTIONS_CLEAN, EVICTIONS_DIRTY, OVERFLOWS };
 
 using Counts = CountsOf<3>;
 
-// How many numbers `places` has for a set: one, or one for each bucket where a set has rows of several.
+// Sort keys per set: one, or one per bucket if a set has rows of several buckets.
 TIERBED_FN u32 parts_of_set(u32 sets) { return sets < BUCKETS ? BUCKETS : 1; }
 
-TIERBED_FN bool note_hit(const Cache& cache, const Admission& all, u64 row, u32 slot, u32 now) {
+TIERBED_FN bool note_hit(const Cache& cache, const Admission& admission, u64 row, u32 slot, u32 now) {
     const bool hit = slot != NONE;
-    all.hit[row] = hit;
-    all.slots[row] = slot;
-    all.lines[row] = hit ? cache.line(slot) : 0;
-    all.gone[row] = NOTHING;
+    admission.hit[row] = hit;
+    admission.slots[row] = slot;
+    admission.lines[row] = hit ? cache.line(slot) : 0;
+    admission.evicted[row] = NOTHING;
     if (hit) {
         cache.ways[slot].last = now;
         ++cache.ways[slot].uses;
@@ -30,104 +30,106 @@ TIERBED_FN bool note_hit(const Cache& cache, const Admission& all, u64 row, u32 
     return hit;
 }
 
-TIERBED_FN void admit_miss(const Cache& cache, const Admission& all, u64 row, u32 set, Replacement replacement,
-                           u32 done, const Way& wanted, Counts& counted) {
-    const u32 way = victim_way(cache.set(set), home_of(wanted.hash), wanted.last, done, replacement);
+TIERBED_FN void admit_miss(const Cache& cache, const Admission& admission, u64 row, u32 set, Replacement replacement,
+                           u32 last_completed, const Way& new_way, Counts& thread_counts) {
+    const u32 way = victim_way(cache.set(set), home_of(new_way.hash), new_way.last, last_completed, replacement);
     if (way == NONE) {
-        ++counted.found[OVERFLOWS];
+        ++thread_counts.found[OVERFLOWS];
         return;
     }
     const u32 slot = set * WAYS + way;
-    all.slots[row] = slot;
-    all.lines[row] = cache.line(slot);
+    admission.slots[row] = slot;
+    admission.lines[row] = cache.line(slot);
     if (cache.tags[slot]) {
         const bool dirty = cache.dirty(slot);
-        all.gone[row] = dirty ? DIRTY : CLEAN;
-        all.before[row] = cache.ways[slot];
-        ++counted.found[dirty ? EVICTIONS_DIRTY : EVICTIONS_CLEAN];
+        admission.evicted[row] = dirty ? DIRTY : CLEAN;
+        admission.previous[row] = cache.ways[slot];
+        ++thread_counts.found[dirty ? EVICTIONS_DIRTY : EVICTIONS_CLEAN];
     }
-    cache.ways[slot] = wanted;
-    cache.tags[slot] = tag_of(wanted.hash);
+    cache.ways[slot] = new_way;
+    cache.tags[slot] = tag_of(new_way.hash);
 }
 
 }  // namespace
 
-// places [n]: what to sort the first `count` rows by, behind them more than any row's
-extern "C" __global__ void place_rows(const u64* hashes, const u32* count, u64 n, u32 sets, u32* places) {
+// Writes set_keys [n], the sort keys of the first `count` rows. The rest get a larger key than any row.
+extern "C" __global__ void compute_set_keys(const u64* hashes, const u32* count, u64 n, u32 sets, u32* set_keys) {
     const u32 parts = parts_of_set(sets);
     for_each(n, [&](u64 i) {
-        places[i] = i < *count ? set_of(hashes[i], sets) * parts + bucket_of(hashes[i]) % parts : sets * parts;
+        set_keys[i] = i < *count ? set_of(hashes[i], sets) * parts + bucket_of(hashes[i]) % parts : sets * parts;
     });
 }
 
-// places [n], sorted, and order [n], the rows in that order: batch number `now`, where `done` is over. After a fault no
-// row is fetched. asked [tables, 2]: hits and misses.
-extern "C" __global__ void admit_rows(Cache cache, u32 now, u32 done, u32 policy, const u64* hashes, const u32* tables,
-                                      const u32* places, const i64* order, u64 n, Admission all, u64* counts,
-                                      Counters asked, const u32* faults) {
+// Admits the rows of batch `now`. set_keys [n] is sorted, and order [n] lists the rows in that order. After a fault,
+// admits no missing row. Counts hits and misses in lookups [tables, 2].
+extern "C" __global__ void admit_rows(Cache cache, u32 now, u32 last_completed, u32 policy, const u64* hashes,
+                                      const u32* tables, const u32* set_keys, const i64* order, u64 n,
+                                      Admission admission, u64* counts, Counters lookups, const u32* faults) {
     const u32 parts = parts_of_set(cache.sets);
-    const bool open = *faults == 0;
-    Counts counted;
-    Tally rows(asked);
+    const Replacement replacement = static_cast<Replacement>(policy);
+    const bool is_valid = *faults == 0;
+    Counts thread_counts;
+    Tally tally(lookups);
     for_each_item<GROUP>(n, [&](Tile tile, u64 begin) {
-        const u32 set = places[begin] / parts;
-        if (set == cache.sets || (begin > 0 && places[begin - 1] / parts == set)) return;
+        const u32 set = set_keys[begin] / parts;
+        if (set == cache.sets || (begin > 0 && set_keys[begin - 1] / parts == set)) return;
         u64 end = begin;
-        // hits first, so that no miss takes the place of a row that is needed
-        for (; end < n && places[end] / parts == set; ++end) {
+        // Hits come first, so that no miss evicts a row that the batch needs.
+        for (; end < n && set_keys[end] / parts == set; ++end) {
             const u64 row = static_cast<u64>(order[end]);
             const u32 slot = cache.find(tile, tables[row], hashes[row]);
-            if (tile.lane == 0 && note_hit(cache, all, row, slot, now)) rows.add(place_of(tables[row], false));
+            if (tile.lane == 0 && note_hit(cache, admission, row, slot, now)) tally.add(place_of(tables[row], false));
         }
-        for (u64 i = begin; open && tile.lane == 0 && i < end; ++i) {
+        for (u64 i = begin; is_valid && tile.lane == 0 && i < end; ++i) {
             const u64 row = static_cast<u64>(order[i]);
-            const Way wanted{hashes[row], tables[row], now, 0, 1, 0, 0};
-            if (all.hit[row]) continue;
-            rows.add(place_of(tables[row], true));
-            admit_miss(cache, all, row, set, static_cast<Replacement>(policy), done, wanted, counted);
+            const Way new_way{hashes[row], tables[row], now, 0, 1, 0, 0};
+            if (admission.hit[row]) continue;
+            tally.add(place_of(tables[row], true));
+            admit_miss(cache, admission, row, set, replacement, last_completed, new_way, thread_counts);
         }
     });
-    rows.end();
-    counted.add_to(counts);
+    tally.end();
+    thread_counts.add_to(counts);
 }
 
-// Marks the rows that were just fetched as equal to those of the tier below.
-extern "C" __global__ void note_fetched(Cache cache, Admission all, const u32* count) {
+// Marks rows as clean after they were fetched from the tier below.
+extern "C" __global__ void mark_fetched(Cache cache, Admission admission, const u32* count) {
     for_each(*count, [&](u64 i) {
-        if (all.slots[i] != NONE && !all.hit[i]) cache.ways[all.slots[i]].stored = cache.updates(all.slots[i]);
+        const u32 slot = admission.slots[i];
+        if (slot != NONE && !admission.hit[i]) cache.ways[slot].stored = cache.updates(slot);
     });
 }
 
-// Notes that the tier below has the rows in slots [n] as they are now.
-extern "C" __global__ void note_written(Cache cache, const i64* slots, u64 n) {
+// Marks the rows in slots [n] as clean: the tier below has their current values.
+extern "C" __global__ void mark_clean(Cache cache, const i64* slots, u64 n) {
     for_each(n, [&](u64 i) { cache.ways[slots[i]].stored = cache.updates(static_cast<u64>(slots[i])); });
 }
 
-// Undoes an admission. With `restore` the victims come back; without it their slots become free.
-extern "C" __global__ void cancel_rows(Cache cache, Admission all, const u32* count, u32 restore) {
+// Undoes an admission. With `restore`, victims return to their slots; otherwise the slots become free.
+extern "C" __global__ void cancel_rows(Cache cache, Admission admission, const u32* count, u32 restore) {
     for_each(*count, [&](u64 i) {
-        const u32 slot = all.slots[i];
-        if (slot == NONE || all.hit[i]) return;
-        const bool back = restore && all.gone[i] != NOTHING;
-        if (back) cache.ways[slot] = all.before[i];
-        cache.tags[slot] = back ? tag_of(all.before[i].hash) : u8{0};
+        const u32 slot = admission.slots[i];
+        if (slot == NONE || admission.hit[i]) return;
+        const bool restored = restore && admission.evicted[i] != NOTHING;
+        if (restored) cache.ways[slot] = admission.previous[i];
+        cache.tags[slot] = restored ? tag_of(admission.previous[i].hash) : u8{0};
     });
 }
 
-// Takes rows out of the cache. Rows flagged in kept [n] stay, and count as absent from the tier below.
+// Erases rows from the cache. Rows flagged in keep [n] stay, but count as absent from the tier below.
 extern "C" __global__ void erase_cached(Cache cache, const u64* hashes, const u32* tables, const u32* count,
-                                        const u8* kept) {
+                                        const u8* keep) {
     for_each_item<GROUP>(*count, [&](Tile tile, u64 i) {
         const u32 slot = cache.find(tile, tables[i], hashes[i]);
         if (slot == NONE || tile.lane != 0) return;
-        if (kept[i])
+        if (keep[i])
             cache.ways[slot].stored = 0;
         else
             cache.tags[slot] = 0;
     });
 }
 
-// lines [n]: where each of the first `count` rows is, 0 where it is not up; missing [n]: 1 where it is not up, else 0
+// Looks up the first `count` rows: writes lines [n], 0 for a miss, and missing [n], 1 for a miss, otherwise 0.
 extern "C" __global__ void find_cached(Cache cache, const u64* hashes, const u32* tables, const u32* count, u64 n,
                                        u64* lines, i32* missing) {
     for_each_item<GROUP>(n, [&](Tile tile, u64 i) {
@@ -138,17 +140,18 @@ extern "C" __global__ void find_cached(Cache cache, const u64* hashes, const u32
     });
 }
 
-// flags [sets * WAYS]
+// Flags dirty slots [sets * WAYS].
 extern "C" __global__ void find_dirty(Cache cache, u8* flags) {
     for_each(static_cast<u64>(cache.sets) * WAYS, [&](u64 slot) { flags[slot] = cache.dirty(slot); });
 }
 
-// flags [n] of 0 and 1: victims (dirty rows that are evicted), absent (rows to fetch), overflows (those without a slot)
-extern "C" __global__ void sort_out(Admission all, const u32* count, u64 n, i32* victims, i32* absent, i32* overflows) {
+// Sets flags [n] to 0 or 1: victims (dirty rows to evict), absent (rows to fetch), overflows (rows without a slot).
+extern "C" __global__ void flag_rows(Admission admission, const u32* count, u64 n, i32* victims, i32* absent,
+                                     i32* overflows) {
     for_each(n, [&](u64 i) {
-        const bool missed = i < *count && !all.hit[i];
-        victims[i] = missed && all.gone[i] == DIRTY;
+        const bool missed = i < *count && !admission.hit[i];
+        victims[i] = missed && admission.evicted[i] == DIRTY;
         absent[i] = missed;
-        overflows[i] = missed && all.slots[i] == NONE;
+        overflows[i] = missed && admission.slots[i] == NONE;
     });
 }

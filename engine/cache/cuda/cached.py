@@ -1,4 +1,4 @@
-"""A cache in device memory above a tier of the host, such as RocksDB; lines are copied by page-locked memory."""
+"""A cache in device memory above a host tier such as RocksDB. Lines are copied through page-locked memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...ops.cuda.layout import Layout
 from ...ops.cuda.staging import Staging
 from ...ops.cuda.step import copy_rows, count_written, new_lines
 from ...row_format import Keys, TableIds
-from ...store.contract import CapacityLimit, Found, HitCounts, Tier
+from ...store.contract import CapacityLimit, HitCounts, HitMask, Tier
 from ...store.cuda.changed_lines import WriteBackLog
 from ...store.cuda.full import SCAN_ROWS
 from ...store.full import check_capacity
@@ -22,23 +22,23 @@ from .cache import Admission, Cache, DeviceCache
 
 
 class CudaCachedStore(DeviceCache):
-    """A write-back cache in device memory above a tier of the host. Rows of announced batches are prefetched."""
+    """A write-back cache in device memory above a host tier. Prefetches the rows of announced batches."""
 
     def __init__(self, layout: Layout, below: Tier, cache: Cache, faults: Faults) -> None:
-        super().__init__(layout, below, cache, faults, Staging(layout))  # of rows that are written back
+        super().__init__(layout, below, cache, faults, Staging(layout))  # staging for write-back
         self._run = partial(launch, layout.device, layout.program("cache/cuda/cache.cu"))
         self._fetch_staging = Staging(layout)
-        self._overflows: tuple[Tensor, int] | None = None  # rows without a slot: flags [size], and how many
-        self._reads: HitCounts = np.zeros((layout.tables, 2), np.int64)  # of `peek`
+        self._overflows: tuple[Tensor, int] | None = None  # the pinned batch's rows without a slot: flags [size], count
+        self._reads: HitCounts = np.zeros((layout.tables, 2), np.int64)  # counts rows of `peek`
         self._peeked = (0, 0, 0)
-        self._moved = {"bytes_in": 0, "bytes_out": 0}
+        self._traffic = {"bytes_in": 0, "bytes_out": 0}
         self._write_back_log: WriteBackLog | None = None
 
     def prefetch(self, batch: Batch) -> bool:
         return self._window.fetch(batch, lambda last_completed: self._fetch(batch, last_completed, None, ahead=True))
 
     def pin(self, batch: Batch, capacity_limit: CapacityLimit | None) -> None:
-        """`TopTier.pin`. If rows are missing it waits for the device once, and raises its faults."""
+        """Pin a batch, as in `TopTier.pin`. If rows are missing, waits for the device once and raises its faults."""
         if not self._window.pin(
             batch, lambda last_completed: self._fetch(batch, last_completed, capacity_limit, ahead=False)
         ):
@@ -61,7 +61,7 @@ class CudaCachedStore(DeviceCache):
             (flags, count), self._overflows = self._overflows, None
             if dirty:
                 ranks = flags.cumsum(0, dtype=torch.int32)
-                self._staging.reserve(count)  # `pin` waited for its last use
+                self._staging.reserve(count)  # free for reuse: `pin` waited
                 self._staging.identify(batch.hashes, batch.tables, flags, ranks)
                 self._staging.copy_lines(batch.lines, flags, ranks)
                 ranks.cpu()  # waits
@@ -73,21 +73,21 @@ class CudaCachedStore(DeviceCache):
             ranks = absent.cumsum(0, dtype=torch.int32)
             while True:
                 self._fetch_staging.identify(batch.hashes, batch.tables, absent, ranks)
-                numbers = [absent.sum(), batch.count[0], self._faults.word[0]]
-                missing, unique, fault = torch.stack([number.to(torch.int64) for number in numbers]).tolist()  # waits
+                counts = [absent.sum(), batch.count[0], self._faults.word[0]]
+                missing, unique, fault = torch.stack([count.to(torch.int64) for count in counts]).tolist()  # waits
                 if not self._fetch_staging.reserve(missing):
                     break
             if error := self._faults.take(fault):
                 raise error
-            places = 2 * batch.tables[:unique].to(torch.int64) + absent[:unique]
-            self._reads += torch.bincount(places, minlength=self._reads.size).view(-1, 2).cpu().numpy()
+            columns = 2 * batch.tables[:unique].to(torch.int64) + absent[:unique]
+            self._reads += torch.bincount(columns, minlength=self._reads.size).view(-1, 2).cpu().numpy()
             copy_rows(batch, self._layout)
-            found = self._read_below(missing, touch=False)
+            is_hit = self._read_below(missing, touch=False)
             if not trains:
                 hits, misses, unknown = self._peeked
-                below = int(found.sum())
+                below = int(is_hit.sum())
                 self._peeked = (hits + unique - missing, misses + below, unknown + missing - below)
-            self._fetch_staging.fill(batch, absent, ranks, found)
+            self._fetch_staging.fill(batch, absent, ranks, is_hit)
 
     def peeked(self) -> tuple[int, int, int]:
         return self._peeked
@@ -98,18 +98,18 @@ class CudaCachedStore(DeviceCache):
             self._below.erase(tables, keys)
 
     def flush(self) -> None:
-        self._below.native.forget_errors()  # everything is written here, which raises new errors
+        self._below.native.forget_errors()  # the writes below raise any new error
         self._write_back()
         self._below.flush()
 
     def change_source(self) -> WriteBackLog:
-        self._write_back()  # rows that changed until now
+        self._write_back()  # the log is for later changes only
         self._write_back_log = WriteBackLog(self._write_back)
         return self._write_back_log
 
     def metrics(self) -> dict[str, dict[str, float]]:
         with self._window.exclusive():
-            return {"device": {**self._metrics(), **self._moved}, **self._below.metrics()}
+            return {"device": {**self._metrics(), **self._traffic}, **self._below.metrics()}
 
     def hit_counts(self) -> HitCounts:
         with self._window.exclusive():
@@ -118,69 +118,70 @@ class CudaCachedStore(DeviceCache):
     def _fetch(
         self, batch: Batch, last_completed: int, capacity_limit: CapacityLimit | None, ahead: bool
     ) -> Admission | None:
-        """Fetch the rows of a batch. Waits for the device once. last_completed: as in `Cache.admit`.
+        """Fetch a batch's rows. Waits for the device once. last_completed: as in `Cache.admit`.
 
-        ahead: whether this is before the step of the batch. Then it returns None, and changes nothing, if a row does
-        not fit its set or the batch has a fault. It also returns None while the pinned batch has rows without a slot,
-        since these rows are in memory of that batch, and the tier below lacks them.
+        ahead: True before the batch's step. Then returns None, and changes nothing, in three cases: a set is full,
+        the batch has a fault, or the pinned batch has rows without a slot. Such rows exist only in that
+        batch's memory; the tier below lacks them.
         """
         if ahead and self._overflows is not None:
             return None
         admission = self._cache.admit(batch, last_completed)
         victims, absent, overflows = (batch.empty(torch.int32) for _ in range(3))
         struct, n = admission.by_value(), np.uint64(batch.size)
-        self._run("sort_out", batch.size, 1, struct, batch.count, n, victims, absent, overflows)
+        self._run("flag_rows", batch.size, 1, struct, batch.count, n, victims, absent, overflows)
         victim_ranks, ranks = victims.cumsum(0, dtype=torch.int32), absent.cumsum(0, dtype=torch.int32)
         batch.lines.copy_(admission.lines)
         written = count_written(self._layout, batch, torch.where(admission.hit != 0, batch.lines, 0))
         while True:
-            before = admission.before
-            self._staging.identify(before.view(torch.int64)[:, 0], before[:, 2], victims, victim_ranks)
+            previous = admission.previous
+            self._staging.identify(previous.view(torch.int64)[:, 0], previous[:, 2], victims, victim_ranks)
             self._staging.copy_lines(batch.lines, victims, victim_ranks)
             self._fetch_staging.identify(batch.hashes, batch.tables, absent, ranks)
-            numbers = [victims.sum(), absent.sum(), overflows.sum(), batch.count[0], written.sum(), batch.faults[0]]
-            down, up, over_count, rows, old, fault = torch.stack([part.to(torch.int64) for part in numbers]).tolist()
-            if not self._staging.reserve(down) | self._fetch_staging.reserve(up):
+            sums = [victims.sum(), absent.sum(), overflows.sum(), batch.count[0], written.sum(), batch.faults[0]]
+            counts = torch.stack([total.to(torch.int64) for total in sums]).tolist()
+            n_victims, n_absent, n_over, rows, n_written, fault = counts
+            if not self._staging.reserve(n_victims) | self._fetch_staging.reserve(n_absent):
                 break
-        if ahead and (over_count or fault):
+        if ahead and (n_over or fault):
             self._cache.cancel(admission, restore=True)
             return None
-        is_written = False  # whether the tier below has the victims
+        is_written = False  # True once the victims are in the tier below
         try:
             if error := self._faults.take(fault):
                 raise error
-            self._write_below(down)
+            self._write_below(n_victims)
             is_written = True
-            if over_count:
-                batch.lines.masked_scatter_(overflows != 0, new_lines(batch, self._layout, over_count))
-            found = self._read_below(up, touch=True)
-            check_capacity(rows - old - int(found.sum()), capacity_limit)
-            self._fetch_staging.fill(batch, absent, ranks, found)
-            self._cache.fetched(admission)
+            if n_over:
+                batch.lines.masked_scatter_(overflows != 0, new_lines(batch, self._layout, n_over))
+            is_hit = self._read_below(n_absent, touch=True)
+            check_capacity(rows - n_written - int(is_hit.sum()), capacity_limit)
+            self._fetch_staging.fill(batch, absent, ranks, is_hit)
+            self._cache.mark_fetched(admission)
         except BaseException:
             self._cache.cancel(admission, restore=not is_written)
             raise
-        self._overflows = (overflows, over_count) if over_count else None
+        self._overflows = (overflows, n_over) if n_over else None
         return admission
 
     def _write_back(self) -> None:
         with self._window.exclusive():
-            for slots in self._cache.dirty().split(SCAN_ROWS):
+            for slots in self._cache.dirty_slots().split(SCAN_ROWS):
                 hashes, tables, lines = self._cache.rows(slots)
                 self._staging.read(lines)
                 self._staging.tables[: len(lines)] = tables
                 self._staging.keys[: len(lines)] = keys_of(self._layout.device, hashes, tables)
                 self._write_below(len(lines))
-                self._cache.note_clean(slots)
+                self._cache.mark_clean(slots)
 
-    def _read_below(self, count: int, touch: bool) -> Found:
-        found = self._below.read(*self._fetch_staging.rows(count), touch)
-        self._moved["bytes_in"] += int(found.sum()) * self._layout.stored_bytes
-        return found
+    def _read_below(self, count: int, touch: bool) -> HitMask:
+        is_hit = self._below.read(*self._fetch_staging.rows(count), touch)
+        self._traffic["bytes_in"] += int(is_hit.sum()) * self._layout.stored_bytes
+        return is_hit
 
     def _write_below(self, count: int) -> None:
         tables, keys, lines = self._staging.rows(count)
         self._below.write(tables, keys, lines)
         if self._write_back_log is not None:
             self._write_back_log.add(tables, keys)
-        self._moved["bytes_out"] += count * self._layout.stored_bytes
+        self._traffic["bytes_out"] += count * self._layout.stored_bytes

@@ -1,5 +1,5 @@
-// A cache in device memory in front of a full table with its lines in page-locked memory of the host. Kernels alone
-// move rows. Every resident row has a line below, so it can always be written back.
+// A cache in device memory above a full table whose lines are in page-locked host memory. Only kernels copy rows. Each
+// resident row also owns a line below, so it can always be written back.
 #include "admission.h"
 #include "store/cuda/segments.h"
 #include "ops/cuda/items.h"
@@ -9,7 +9,7 @@ using namespace tierbed;
 namespace {
 
 // counts [4]: hits and misses in the table below, rows written back, lookups that the cache served
-enum Count : u32 { FOUND, NEW, WRITTEN, SERVED };
+enum Count : u32 { HIT_BELOW, MISS_BELOW, WRITTEN, SERVED };
 
 using Counts = CountsOf<4>;
 
@@ -19,53 +19,53 @@ TIERBED_FN void write_row(Tile tile, const LineIndex& below, const Way& way, u64
 
 }  // namespace
 
-// Writes back the victims of the first `count` rows. It runs before any row is fetched, since the batch may need a
-// victim.
-extern "C" __global__ void write_back(LineIndex below, Admission all, const u32* count, u64* counts) {
-    Counts counted;
+// Writes back the victims of the first `count` rows. Runs before rows are fetched, since the batch may need a victim.
+extern "C" __global__ void write_back(LineIndex below, Admission admission, const u32* count, u64* counts) {
+    Counts thread_counts;
     for_each_item<COPY_LANES>(*count, [&](Tile tile, u64 i) {
-        if (all.gone[i] != DIRTY) return;
-        write_row(tile, below, all.before[i], all.lines[i]);
-        counted.found[WRITTEN] += tile.lane == 0;
+        if (admission.evicted[i] != DIRTY) return;
+        write_row(tile, below, admission.previous[i], admission.lines[i]);
+        thread_counts.found[WRITTEN] += tile.lane == 0;
     });
-    counted.add_to(counts);
+    thread_counts.add_to(counts);
 }
 
-// lines [n]: where each of the first `count` rows is below -> where it is used, with the row there. A row without a
-// slot is used below; one without a place there, `nowhere`, stays so. asked [tables, 2]: misses.
-extern "C" __global__ void fetch(Cache cache, Admission all, const u64* hashes, const u32* tables, const u32* count,
-                                    u64* lines, u64 nowhere, InitialRow initial,
-                                    const __grid_constant__ SlotHash slot_hash, u64* counts, Counters asked) {
-    Counts counted;
-    Tally rows(asked);
+// Fetches the first `count` rows. On entry, lines [n] has each row's line in the table below; on return, the line to
+// use: its slot's, or without a slot the line below. `zero_line` stays. Counts misses in lookups [tables, 2].
+extern "C" __global__ void fetch(Cache cache, Admission admission, const u64* hashes, const u32* tables,
+                                 const u32* count, u64* lines, u64 zero_line, InitialRow initial,
+                                 const __grid_constant__ SlotHash slot_hash, u64* counts, Counters lookups) {
+    Counts thread_counts;
+    Tally tally(lookups);
     for_each_item<COPY_LANES>(*count, [&](Tile tile, u64 i) {
-        const u64 below = lines[i];
-        const u64 up = all.lines[i] ? all.lines[i] : below;
-        synchronise(tile);  // every lane has read `lines`
-        if (tile.lane == 0) lines[i] = up;
-        if (all.hit[i] || below == nowhere) return;
-        const u32 stored = record(below, SHAPE)->updates;
-        synchronise(tile);  // every lane has read the record, which may be that of `up`
+        const u64 line_below = lines[i];
+        const u64 used_line = admission.lines[i] ? admission.lines[i] : line_below;
+        synchronise(tile);  // all lanes have read `lines`
+        if (tile.lane == 0) lines[i] = used_line;
+        if (admission.hit[i] || line_below == zero_line) return;
+        const u32 stored = record(line_below, SHAPE)->updates;
+        synchronise(tile);  // all lanes have read the record; it may be in `used_line`
         if (tile.lane == 0) {
-            ++counted.found[stored ? FOUND : NEW];
-            rows.add(place_of(tables[i], true));
-            if (all.slots[i] != NONE) cache.ways[all.slots[i]].stored = stored;
+            ++thread_counts.found[stored ? HIT_BELOW : MISS_BELOW];
+            tally.add(place_of(tables[i], true));
+            if (admission.slots[i] != NONE) cache.ways[admission.slots[i]].stored = stored;
         }
         if (stored == 0)
-            initialise_line(tile, up, SHAPE, initial, tables[i], slot_hash.key(tables[i], hashes[i]));
-        else if (up != below)
-            copy_line(tile, up, below, SHAPE);
+            initialise_line(tile, used_line, SHAPE, initial, tables[i], slot_hash.key(tables[i], hashes[i]));
+        else if (used_line != line_below)
+            copy_line(tile, used_line, line_below, SHAPE);
     });
-    rows.end();
-    counted.add_to(counts);
+    tally.end();
+    thread_counts.add_to(counts);
 }
 
-// lines [n]: where each of the first `count` rows can be read, 0 where it is nowhere; absent [n]: 1 for those, else 0;
-// asked [tables, 2]: hits and misses.
+// Looks up the first `count` rows for reading: writes lines [n], 0 if no tier has the row, and absent [n], 1 if no
+// tier has it, otherwise 0. Counts hits and misses in lookups [tables, 2].
 extern "C" __global__ void locate_rows(Cache cache, LineIndex table, const u64* hashes, const u32* tables,
-                                       const u32* count, u64 n, u64* lines, i32* absent, u64* counts, Counters asked) {
-    Counts counted;
-    Tally rows(asked);
+                                       const u32* count, u64 n, u64* lines, i32* absent, u64* counts,
+                                       Counters lookups) {
+    Counts thread_counts;
+    Tally tally(lookups);
     for_each_item<GROUP>(n, [&](Tile tile, u64 i) {
         u64 line = 0;
         if (i < *count) {
@@ -73,27 +73,27 @@ extern "C" __global__ void locate_rows(Cache cache, LineIndex table, const u64* 
             if (slot != NONE) line = cache.line(slot);
             const u64 below = line ? 0 : table.find(tile, hashes[i], tables[i]);
             const bool stored = below && record(below, SHAPE)->updates != 0;
-            if (tile.lane == 0) ++counted.found[line ? SERVED : stored ? FOUND : NEW];
-            if (tile.lane == 0) rows.add(place_of(tables[i], line == 0));
+            if (tile.lane == 0) ++thread_counts.found[line ? SERVED : stored ? HIT_BELOW : MISS_BELOW];
+            if (tile.lane == 0) tally.add(place_of(tables[i], line == 0));
             if (stored) line = below;
         }
         if (tile.lane != 0) return;
         lines[i] = line;
         absent[i] = i < *count && line == 0;
     });
-    rows.end();
-    counted.add_to(counts);
+    tally.end();
+    thread_counts.add_to(counts);
 }
 
-// Brings every dirty row down; it stays up.
+// Writes dirty rows back to the table below. They stay in the cache.
 extern "C" __global__ void flush_rows(Cache cache, LineIndex below, u64* counts) {
-    Counts counted;
+    Counts thread_counts;
     for_each_item<COPY_LANES>(static_cast<u64>(cache.sets) * WAYS, [&](Tile tile, u64 slot) {
         if (!cache.dirty(slot)) return;
         write_row(tile, below, cache.ways[slot], cache.line(slot));
         synchronise(tile);
         if (tile.lane == 0) cache.ways[slot].stored = cache.updates(slot);
-        counted.found[WRITTEN] += tile.lane == 0;
+        thread_counts.found[WRITTEN] += tile.lane == 0;
     });
-    counted.add_to(counts);
+    thread_counts.add_to(counts);
 }

@@ -1,4 +1,4 @@
-"""A cache in device memory above a full table with lines in host memory. Only kernels copy rows."""
+"""A cache in device memory above a full table with its lines in host memory. Only kernels copy rows."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from .cache import Admission, Cache, DeviceCache
 class CachedTable(DeviceCache):
     """A write-back cache above a full table. The host copies nothing.
 
-    A step waits for the device only if the table below grows. Each row of a step has a line in the table below from its
-    first pin on. A row that does not fit its set is used at that line.
+    Pinning gives each row a line in the table below, so every row can be written back. If a row's set is full, the step
+    uses the row at that line. A step waits for the device only if the table grows.
     """
 
     def __init__(self, layout: Layout, below: CudaFullStore, cache: Cache, faults: Faults) -> None:
         super().__init__(layout, below, cache, faults, below.staging)
         below.table.exclusive = self._window.exclusive
         self._run = partial(launch, layout.device, layout.program("cache/cuda/cached_table.cu"))
-        # hits and misses in the table below, rows written back, lookups that the cache served
+        # Counts of cached_table.cu: hits and misses in the table below, rows written back, lookups the cache served.
         self._counts = torch.zeros(4, dtype=torch.int64, device=layout.device.torch_device)
-        self._peeked = torch.zeros_like(self._counts)  # of `peek`
-        self._hit_counters = HitCounters(layout)  # hits of lookups that only read, and all misses
-        self._new: dict[Batch, Tensor] = {}  # by announced batch: flags [size] of rows that prefetch inserted below
+        self._peeked = torch.zeros_like(self._counts)  # the same counts for `peek`
+        self._hit_counters = HitCounters(layout)  # hits of read-only lookups, and all misses
+        self._new: dict[Batch, Tensor] = {}  # announced batch: flags [size] of the rows inserted below
 
     def prefetch(self, batch: Batch) -> bool:
         return self._window.fetch(batch, lambda last_completed: self._fetch(batch, last_completed, ahead=True))
@@ -48,7 +48,7 @@ class CachedTable(DeviceCache):
                 self._below.table.erase(batch, torch.where(new, batch.lines, 0))
 
     def pin(self, batch: Batch, capacity_limit: CapacityLimit | None) -> None:
-        """`TopTier.pin`. Rows that do not fit into the table below set a fault, as in `CudaFullStore`."""
+        """Pin a batch, as in `TopTier.pin`. Rows that do not fit in the table below set a fault, as `CudaFullStore`."""
         self._window.pin(batch, lambda last_completed: self._fetch(batch, last_completed, ahead=False))
         self._new.pop(batch, None)
         self._faults.post(batch)
@@ -70,15 +70,15 @@ class CachedTable(DeviceCache):
 
     def peeked(self) -> tuple[int, int, int]:
         with self._window.exclusive():
-            found, new, _, served = self._peeked.tolist()
-            return served, found, new
+            hits_below, misses_below, _, served = self._peeked.tolist()
+            return served, hits_below, misses_below
 
     def erase(self, tables: TableIds, keys: Keys) -> None:
         with self._window.exclusive():
-            batch, kept = self._erase(tables, keys)
+            batch, keep = self._erase(tables, keys)
             self._below.table.find(batch)
-            initialise_lines(batch, self._layout, kept)  # the line of a kept row below has `updates` as well
-            self._below.table.erase(batch, torch.where(kept, 0, batch.lines))
+            initialise_lines(batch, self._layout, keep)  # resets `updates` in the table below too
+            self._below.table.erase(batch, torch.where(keep, 0, batch.lines))
 
     def flush(self) -> None:
         self._write_back()
@@ -98,11 +98,11 @@ class CachedTable(DeviceCache):
 
     def metrics(self) -> dict[str, dict[str, float]]:
         with self._window.exclusive():
-            found, new, written, _ = (self._counts + self._peeked).tolist()
+            hits, misses, written, _ = (self._counts + self._peeked).tolist()
             line = self._layout.stored_bytes
-            device = {**self._metrics(), "bytes_in": found * line, "bytes_out": written * line}
-            moved = {"hits": found, "misses": new, "bytes_in": written * line, "bytes_out": found * line}
-            return {"device": device, "host": {**self._below.metrics()["host"], **moved}}
+            device = {**self._metrics(), "bytes_in": hits * line, "bytes_out": written * line}
+            traffic = {"hits": hits, "misses": misses, "bytes_in": written * line, "bytes_out": hits * line}
+            return {"device": device, "host": {**self._below.metrics()["host"], **traffic}}
 
     def hit_counts(self) -> HitCounts:
         with self._window.exclusive():
@@ -111,10 +111,10 @@ class CachedTable(DeviceCache):
             return counts
 
     def _fetch(self, batch: Batch, last_completed: int, ahead: bool) -> Admission | None:
-        """Fetch the rows of a batch. last_completed: as in `Cache.admit`.
+        """Fetch a batch's rows. last_completed: as in `Cache.admit`.
 
-        ahead: whether this is before the step of the batch. Then it waits for the device, and returns None if a row
-        does not fit into the table below or its set.
+        ahead: True before the batch's step. Then waits for the device, and returns None if the table below or a set has
+        no room for a row.
         """
         table = self._below.table
         ranks = table.find(batch)
@@ -125,12 +125,12 @@ class CachedTable(DeviceCache):
         admission = self._cache.admit(batch, last_completed)
         if ahead and not admission.fits():
             self._cache.cancel(admission, restore=True)
-            batch.faults &= ~NO_ROOM  # it may fit at its step
+            batch.faults &= ~NO_ROOM  # the rows may fit at the batch's step
             return None
         cache, struct = self._cache.by_value(), admission.by_value()
         self._run("write_back", batch.size, self._layout.copy_lanes, table.index(), struct, batch.count, self._counts)
         self._run(
             "fetch", batch.size, self._layout.copy_lanes, cache, struct, batch.hashes, batch.tables, batch.count,
-            batch.lines, table.nowhere, self._layout.initial, SLOT_HASH, self._counts, self._hit_counters.struct,
+            batch.lines, table.zero_line, self._layout.initial, SLOT_HASH, self._counts, self._hit_counters.struct,
         )  # fmt: skip
         return admission

@@ -9,32 +9,32 @@
 namespace tierbed {
 namespace {
 
-constexpr std::size_t FLUSH_ROWS = 1 << 16;  // at once
+constexpr std::size_t FLUSH_ROWS = 1 << 16;  // rows per write to the tier below
 constexpr std::size_t GRAIN = 512, AHEAD = 4;
 
-// The rows of a batch by bucket: copies, if the batch has them in the order of their numbers.
+// A batch's rows by bucket. Copies them if the batch stores them in number order.
 class BatchRows {
 public:
-    BatchRows(Batch& batch, bool own_lines) : batch_(batch) {
+    BatchRows(Batch& batch, bool with_own_lines) : batch_(batch) {
         const auto& [order, begin] = batch.buckets();
-        const u64* const own = own_lines ? batch.own_lines.data() : nullptr;
-        rows = {batch.tables.data(), batch.hashes.data(), batch.lines.data(), own, begin};
+        const u64* const own_lines = with_own_lines ? batch.own_lines.data() : nullptr;
+        rows = {batch.tables.data(), batch.hashes.data(), batch.lines.data(), own_lines, begin};
         if (order.size() == 0) return;
         tables_ = Buffer<u32>(batch.unique);
         hashes_ = Buffer<u64>(batch.unique);
         lines_ = Buffer<u64>(batch.unique);
-        if (own) own_ = Buffer<u64>(batch.unique);
+        if (own_lines) own_lines_ = Buffer<u64>(batch.unique);
         for (std::size_t k = 0; k < order.size(); ++k) {
             tables_[k] = batch.tables[order[k]];
             hashes_[k] = batch.hashes[order[k]];
-            if (own) own_[k] = own[order[k]];
+            if (own_lines) own_lines_[k] = own_lines[order[k]];
         }
-        rows = {tables_.data(), hashes_.data(), lines_.data(), own_.data(), begin};
+        rows = {tables_.data(), hashes_.data(), lines_.data(), own_lines_.data(), begin};
     }
 
     RequestedRows rows;
 
-    // Gives the batch the lines that the rows got.
+    // Writes the copied rows' lines to the batch.
     void set_lines() {
         for (std::size_t k = 0; k < lines_.size(); ++k) batch_.lines[batch_.buckets().row(k)] = lines_[k];
     }
@@ -42,7 +42,7 @@ public:
 private:
     Batch& batch_;
     Buffer<u32> tables_;
-    Buffer<u64> hashes_, lines_, own_;
+    Buffer<u64> hashes_, lines_, own_lines_;
 };
 
 std::size_t overflow_rows_of(const CacheOptions& options, const LineShape& shape) {
@@ -78,9 +78,9 @@ void CachedTier::close() {
     cancel();
 }
 
-CachedTier::Announced* CachedTier::announced(u32 number) {
-    for (Announced& one : announced_)
-        if (one.number == number) return &one;
+CachedTier::Announced* CachedTier::find_announced(u32 number) {
+    for (Announced& entry : announced_)
+        if (entry.number == number) return &entry;
     return nullptr;
 }
 
@@ -109,26 +109,26 @@ bool CachedTier::prefetch(const Batch& batch) {
         std::unique_lock queue(threads_->queue);
         threads_->admitted.wait(queue, [&] {
             return std::none_of(announced_.begin(), announced_.end(),
-                                [](const Announced& one) { return one.state == Announced::admitting; });
+                                [](const Announced& entry) { return entry.state == Announced::admitting; });
         });
-        const auto is_waiting = [](const Announced& one) { return one.state != Announced::admitted; };
+        const auto is_waiting = [](const Announced& entry) { return entry.state != Announced::admitted; };
         const auto first = std::find_if(announced_.begin(), announced_.end(), is_waiting);
-        const auto mine = std::find_if(announced_.begin(), announced_.end(),
-                                       [&](const Announced& one) { return one.batch.get() == &batch; });
-        if (mine == announced_.end() || !is_waiting(*mine)) return true;
-        if (mine != first) return false;
-        mine->state = Announced::admitting;
-        owned = mine->batch;
-        number = mine->number;
+        const auto position = std::find_if(announced_.begin(), announced_.end(),
+                                           [&](const Announced& entry) { return entry.batch.get() == &batch; });
+        if (position == announced_.end() || !is_waiting(*position)) return true;
+        if (position != first) return false;
+        position->state = Announced::admitting;
+        owned = position->batch;
+        number = position->number;
     }
     const auto is_cancelled = [&] {
         const std::lock_guard queue(threads_->queue);
-        return announced(number) == nullptr;
+        return find_announced(number) == nullptr;
     };
     const auto end = [&](bool admitted) {
         const std::lock_guard queue(threads_->queue);
-        if (Announced* const mine = announced(number))
-            mine->state = admitted ? Announced::admitted : Announced::waiting;
+        if (Announced* const entry = find_announced(number))
+            entry->state = admitted ? Announced::admitted : Announced::waiting;
         threads_->admitted.notify_all();
         return admitted;
     };
@@ -163,10 +163,10 @@ void CachedTier::pin(std::shared_ptr<Batch> batch) {
         }
     }
     const auto end = [&](bool pinned) {
-        std::shared_ptr<Batch> last;  // destroyed without the lock
+        std::shared_ptr<Batch> ended;  // destroyed after the lock is released
         const std::lock_guard queue(threads_->queue);
         if (!announced_.empty() && announced_.front().number == number) {
-            last = std::move(announced_.front().batch);
+            ended = std::move(announced_.front().batch);
             announced_.pop_front();
         }
         if (pinned) {
@@ -193,25 +193,25 @@ void CachedTier::pin(std::shared_ptr<Batch> batch) {
 }
 
 void CachedTier::unpin(const Batch& batch) {
-    std::shared_ptr<Batch> last;
+    std::shared_ptr<Batch> ended;
     {
         const std::lock_guard queue(threads_->queue);
         if (pinned_.get() != &batch) throw std::runtime_error("unpin of a batch that is not pinned");
-        last.swap(pinned_);
+        ended.swap(pinned_);
         update_last_completed();
     }
     if (!threads_->writer) return;
-    // the next step may come late; an admission in progress wakes the writer itself
+    // Wake the writer now, since the next step may come late. An admission in progress wakes it anyway.
     const std::unique_lock directory(threads_->directory, std::try_to_lock);
     if (directory && directory_.overflow.rows() > overflow_rows_) threads_->writer->wake(overflow_limits());
 }
 
 void CachedTier::cancel() {
-    std::deque<Announced> last;
-    const std::lock_guard admission(threads_->admission);  // a batch must not end while its rows are fetched
+    std::deque<Announced> ended;
+    const std::lock_guard admission(threads_->admission);  // so that no batch ends while its rows are being fetched
     const std::lock_guard directory(threads_->directory);
     const std::lock_guard queue(threads_->queue);
-    last.swap(announced_);
+    ended.swap(announced_);
     directory_.window.clear();
     update_last_completed();
 }
@@ -223,7 +223,7 @@ std::pair<std::size_t, std::size_t> CachedTier::peek(Batch& batch) {
     RowList missing;
     {
         const std::lock_guard admission(threads_->admission);
-        for (const std::size_t row : copy_present(rows, lines.data(), false))
+        for (const std::size_t row : copy_resident(rows, lines.data(), false))
             missing.add(rows.tables[row], rows.hashes[row], lines[row]);
     }
     std::copy(lines.begin(), lines.end(), rows.lines);
@@ -236,7 +236,7 @@ bool CachedTier::admit(const RequestedRows& requested, u32 number, Purpose purpo
     std::unique_lock lock(threads_->directory);
     auto& writer = threads_->writer;
     Overflow& overflow = directory_.overflow;
-    if (writer) writer->raise();
+    if (writer) writer->rethrow_error();
     overflow.trim();
     if (follows_batch_ && overflow.grow(2 * requested.size())) overflow_rows_ = overflow.capacity();
     directory_.probe(requested, number, purpose != Purpose::prefetch);
@@ -251,7 +251,7 @@ bool CachedTier::admit(const RequestedRows& requested, u32 number, Purpose purpo
         directory_.pin(requested, number);
     } else if (writer && !fits()) {
         writer->wait(lock, overflow_limits(demand), fits);
-        writer->raise();
+        writer->rethrow_error();
     }
     if (!writer) write_back_overflow();
     directory_.choose_victims(requested, number, last_completed());
@@ -259,7 +259,7 @@ bool CachedTier::admit(const RequestedRows& requested, u32 number, Purpose purpo
     try {
         overflow.reserve(std::min<std::size_t>(counts.evictions_dirty + counts.overflows, demand + 1));
         if (!writer) write_back_victims();
-        if (purpose != Purpose::write) directory_.count_hits(requested, hit_counts_);  // reads count those of a tier
+        if (purpose != Purpose::write) directory_.count_hits(requested, hit_counts_);  // writes count no hits
     } catch (...) {
         directory_.undo_victims();
         throw;
@@ -293,16 +293,16 @@ void CachedTier::fetch(const RequestedRows& requested) {
 std::vector<u32> CachedTier::read_below(const RowSpan& rows, bool touch) {
     std::vector<u32> updates(rows.n);
     if (rows.n == 0) return updates;
-    const auto found = std::make_unique<bool[]>(rows.n);
+    const auto is_hit = std::make_unique<bool[]>(rows.n);
     {
         const Timer timer(fetch_latency_);
-        below_.read(rows, found.get(), touch);
+        below_.read(rows, is_hit.get(), touch);
     }
     std::atomic<std::size_t> rows_found{0};
     parallel_ranges(rows.n, GRAIN, [&](std::size_t begin, std::size_t end) {
         std::size_t count = 0;
         for (std::size_t i = begin; i < end; ++i) {
-            if (found[i]) {
+            if (is_hit[i]) {
                 updates[i] = record(rows.lines[i], layout_.shape)->updates;
                 ++count;
             } else {
@@ -337,15 +337,15 @@ void CachedTier::write_back_overflow() {
     overflow.write_back(last_completed_, NONE, {0, overflow_rows_ / 2}, [&](const RowSpan& dirty) { write_back(dirty); });
 }
 
-std::vector<std::size_t> CachedTier::copy_present(const RequestedRows& requested, const u64* to, bool touch) {
+std::vector<std::size_t> CachedTier::copy_resident(const RequestedRows& requested, const u64* to, bool touch) {
     const u32 number = touch ? begin_internal_batch() : 0;
     const std::lock_guard directory(threads_->directory);
-    std::vector<std::size_t> others;
+    std::vector<std::size_t> missing;
     directory_.probe(requested, number, false);
     if (touch) directory_.pin(requested, number);
     directory_.for_each_miss([&](const Miss& miss) {
         if (miss.from == NONE)
-            others.push_back(miss.row);
+            missing.push_back(miss.row);
         else
             requested.lines[miss.row] = directory_.overflow.line(miss.from);
     });
@@ -356,7 +356,7 @@ std::vector<std::size_t> CachedTier::copy_present(const RequestedRows& requested
         }
     });
     directory_.count_hits(requested, hit_counts_);
-    return others;
+    return missing;
 }
 
 u32 CachedTier::begin_internal_batch() {
@@ -371,25 +371,25 @@ void CachedTier::end_internal_batch() {
     update_last_completed();
 }
 
-void CachedTier::read(const RowSpan& rows, bool* found, bool touch) {
+void CachedTier::read(const RowSpan& rows, bool* is_hit, bool touch) {
     Buffer<u64> lines(rows.n);
     const RequestedRows requested{rows.tables, rows.hashes, lines.data(), nullptr, rows.begins()};
-    RowList missing;
-    std::vector<std::size_t> others;
+    RowList rows_below;
+    std::vector<std::size_t> missing;
     {
         const std::lock_guard admission(threads_->admission);
-        others = copy_present(requested, rows.lines, touch);
+        missing = copy_resident(requested, rows.lines, touch);
         if (touch) end_internal_batch();
     }
-    for (const std::size_t row : others) missing.add(rows.tables[row], rows.hashes[row], rows.lines[row]);
-    const auto found_below = std::make_unique<bool[]>(others.size());
-    if (!others.empty()) {
+    for (const std::size_t row : missing) rows_below.add(rows.tables[row], rows.hashes[row], rows.lines[row]);
+    const auto is_hit_below = std::make_unique<bool[]>(missing.size());
+    if (!missing.empty()) {
         const Timer timer(fetch_latency_);
-        below_.read(missing.rows(), found_below.get(), touch);
+        below_.read(rows_below.rows(), is_hit_below.get(), touch);
     }
     for (std::size_t i = 0; i < rows.n; ++i)
-        found[i] = lines[i] != 0 && record(rows.lines[i], layout_.shape)->updates > 0;
-    for (std::size_t i = 0; i < others.size(); ++i) found[others[i]] = found_below[i];
+        is_hit[i] = lines[i] != 0 && record(rows.lines[i], layout_.shape)->updates > 0;
+    for (std::size_t i = 0; i < missing.size(); ++i) is_hit[missing[i]] = is_hit_below[i];
 }
 
 void CachedTier::write(const RowSpan& rows) {
@@ -416,28 +416,28 @@ void CachedTier::erase(const RowSpan& rows) {
         auto& writer = threads_->writer;
         if (writer) writer->wait_for_write(directory);
         for (std::size_t i = 0; i < rows.n; ++i) {
-            const Directory::Location found = directory_.find(rows.hashes[i], rows.tables[i]);
-            if (!found.way) continue;
-            if (is_after(found.way->last, last_completed())) {
-                layout_.initialise(found.line, rows.tables[i], key_of(rows.tables[i], rows.hashes[i]));
-                found.way->stored = 0;
+            const Directory::Location location = directory_.find(rows.hashes[i], rows.tables[i]);
+            if (!location.way) continue;
+            if (is_after(location.way->last, last_completed())) {
+                layout_.initialise(location.line, rows.tables[i], key_of(rows.tables[i], rows.hashes[i]));
+                location.way->stored = 0;
             } else {
-                directory_.erase(found);
+                directory_.erase(location);
             }
         }
-        if (writer) writer->forget();
+        if (writer) writer->drop_error();
     }
     below_.erase(rows);
 }
 
 void CachedTier::forget_errors() {
     below_.forget_errors();
-    const std::lock_guard admission(threads_->admission);  // no thread waits for the writer
+    const std::lock_guard admission(threads_->admission);  // so that no thread waits for the writer
     std::unique_lock directory(threads_->directory);
     auto& writer = threads_->writer;
     if (!writer) return;
     writer->wait_for_write(directory);
-    writer->forget();
+    writer->drop_error();
 }
 
 void CachedTier::flush() {
@@ -447,41 +447,41 @@ void CachedTier::flush() {
 u32 CachedTier::flush_some(u32 begin, u32 rows) {
     const u32 slots = directory_.sets.slots();
     if (begin >= slots) {
-        const auto overflow = [&](const auto& body) { directory_.for_each_of_overflow(body); };
+        const auto overflow = [&](const auto& body) { directory_.for_each_in_overflow(body); };
         return flush_rows(overflow, rows) ? slots : 0;
     }
     const u32 end = begin + std::min(slots - begin, rows);
-    flush_rows([&](const auto& body) { directory_.for_each_of_slots(begin, end, body); });
+    flush_rows([&](const auto& body) { directory_.for_each_in_slots(begin, end, body); });
     return end;
 }
 
 template <class ForEach>
-bool CachedTier::flush_rows(const ForEach& for_each, std::size_t left) {
+bool CachedTier::flush_rows(const ForEach& for_each, std::size_t max_rows) {
     const std::lock_guard admission(threads_->admission);
-    below_.forget_errors();  // all rows are written here, which throws its own errors
+    below_.forget_errors();  // the writes below throw any new error
     std::unique_lock directory(threads_->directory);
     auto& writer = threads_->writer;
     if (writer) {
         writer->wait_for_write(directory);
-        writer->forget();
+        writer->drop_error();
     }
     bool more = false;
     RowList dirty;
-    std::vector<std::pair<Way*, u32>> written;  // with the updates of each
+    std::vector<std::pair<Way*, u32>> written_ways;  // each with the `updates` written
     const auto write = [&] {
         write_back(dirty.rows());
-        for (const auto& [way, updates] : written) way->stored = updates;
+        for (const auto& [way, updates] : written_ways) way->stored = updates;
         dirty.clear();
-        written.clear();
+        written_ways.clear();
     };
     for_each([&](Way& way, u64 line, i64) {
         const u32 updates = record(line, layout_.shape)->updates;
         if (!is_dirty(updates, way.stored)) return;
-        more = left == 0;
+        more = max_rows == 0;
         if (more) return;
-        --left;
+        --max_rows;
         dirty.add(way.table, way.hash, line);
-        written.push_back({&way, updates});
+        written_ways.push_back({&way, updates});
         if (dirty.size() == FLUSH_ROWS) write();
     });
     write();
@@ -528,12 +528,12 @@ std::vector<u64> CachedTier::hit_counts() const {
 std::optional<CachedTier::Resident> CachedTier::find(u32 table, u64 key) {
     const std::lock_guard admission(threads_->admission);
     const std::lock_guard directory(threads_->directory);
-    const Directory::Location found = directory_.find(slot_hash(table, key), table);
-    if (!found.way) return std::nullopt;
-    const Record now = *record(found.line, layout_.shape);
-    const bool dirty = is_dirty(now.updates, found.way->stored);
-    const i64 slot = found.slot == NONE ? -1 : static_cast<i64>(found.slot);
-    return Resident{slot, dirty, is_after(found.way->last, last_completed()), now};
+    const Directory::Location location = directory_.find(slot_hash(table, key), table);
+    if (!location.way) return std::nullopt;
+    const Record now = *record(location.line, layout_.shape);
+    const bool dirty = is_dirty(now.updates, location.way->stored);
+    const i64 slot = location.slot == NONE ? -1 : static_cast<i64>(location.slot);
+    return Resident{slot, dirty, is_after(location.way->last, last_completed()), now};
 }
 
 }  // namespace tierbed

@@ -1,12 +1,17 @@
-// A write-back cache over a slower tier. It serves steps, or is itself a tier, so that caches stack.
+// A write-back cache above a slower tier. It serves steps, or is a tier itself, so caches stack.
 //
-// A row is fetched once and stays pinned while a batch needs it. It is written back when it is evicted and dirty.
-// Batches are numbered in the order in which they are announced or pinned, and end in that order. A row is pinned until
-// the last batch that touched it has ended, so ending a batch touches no row.
+// Batches get numbers when they are announced or pinned, and they end in that order. To admit a batch, `admit` looks up
+// its rows, chooses victims for the missing rows and pins all of them; then `fetch` reads the missing rows from the
+// tier below. `prefetch` does this ahead of an announced batch's step, in another thread; otherwise `pin` does it. Rows
+// that announced batches need are not chosen as victims. A row is pinned until the last batch that touched it has
+// ended, so ending a batch touches no row.
 //
-// Locks, in the order in which they are taken: `admission` by a thread that fetches or writes back, `directory` for
-// sets, overflow area and window, `queue` for the batches. No lock guards the lines: the line of a pinned row belongs
-// to its step, the line of a missing row to the thread that admits it.
+// Above a tier on disk, evicted dirty rows move to the overflow area, and the write-behind thread writes them back.
+// Above a tier in memory, `admit` writes them back itself. Rows without a slot are in the overflow area too.
+//
+// Locks, in the order they are taken: `admission`, held to fetch or write back; `directory`, for sets, overflow area
+// and window; `queue`, for the batches. No lock guards the lines: a pinned row's line belongs to its step, a missing
+// row's line to the thread that admits it.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -26,50 +31,49 @@
 namespace tierbed {
 
 struct CacheOptions {
-    std::size_t budget_bytes;    // of the sets
-    std::size_t overflow_bytes;  // the most for prefetched rows and for rows that wait for write-back
+    std::size_t budget_bytes;    // size of the sets
+    std::size_t overflow_bytes;  // limit for prefetched rows and rows that wait for write-back
     Replacement replacement;
-    std::size_t io_threads;  // how many threads write to a disk
-    bool follows_batch = false;  // the overflow area has room for two batches at least
+    std::size_t io_threads;      // threads that write to a disk
+    bool follows_batch = false;  // grow the overflow area to hold at least two batches
 };
 
 class CachedTier : public Tier {
 public:
-    // The layout and the tier below must outlive it.
+    // The layout and the tier below must outlive the cache.
     CachedTier(const Layout& layout, Tier& below, const CacheOptions& options);
     ~CachedTier() override;
     CachedTier(const CachedTier&) = delete;
 
-    // As in engine/store/contract.py. `announce` and `prefetch` may be called by another thread than the rest. An error
-    // of the write-behind thread is thrown by the next call that fetches rows, or dropped by `flush`; no row is lost.
+    // As in engine/store/contract.py. `announce` and `prefetch` may run in another thread than the rest. An error of
+    // the write-behind thread is thrown by the next call that fetches rows, or dropped by `flush`. No row is lost.
     void announce(std::shared_ptr<Batch> batch);
     bool prefetch(const Batch& batch);
     void pin(std::shared_ptr<Batch> batch);
     void unpin(const Batch& batch);
     void cancel();
-    // Returns how many rows it did not have, and how many of these no tier has.
+    // Returns how many rows are not in the cache, and how many of those are in no tier.
     std::pair<std::size_t, std::size_t> peek(Batch& batch);
 
-    // Rows that are read are not fetched, rows that are written become resident. Throws while batches are announced or
-    // pinned.
-    void read(const RowSpan& rows, bool* found, bool touch) override;
+    // `read` makes no row resident, `write` does. With announced or pinned batches, `write` and `read(touch)` throw.
+    void read(const RowSpan& rows, bool* is_hit, bool touch) override;
     void write(const RowSpan& rows) override;
     void erase(const RowSpan& rows) override;
     void forget_errors() override;
     bool on_disk() const override { return false; }
-    // Writes every dirty row back.
+    // Writes all dirty rows back.
     void flush();
-    // Flushes at most `rows` rows: of the sets from slot `begin` on, then of the overflow area. Returns where the next
-    // call goes on, 0 at the end.
+    // Flushes at most `rows` dirty rows: first of the sets, from slot `begin` on, then of the overflow area. Returns
+    // the `begin` of the next call; 0 at the end.
     u32 flush_some(u32 begin, u32 rows);
-    // Ends the write-behind thread and drops all batches; does not flush.
+    // Ends the write-behind thread and drops all batches. Does not flush.
     void close();
 
     Metrics metrics() const;
-    // [tables, 2], hits and misses of each table
+    // Returns hits and misses of each table [tables, 2].
     std::vector<u64> hit_counts() const;
 
-    // A row of the cache.
+    // The state of a row in the cache.
     struct Resident {
         i64 slot;  // -1 in the overflow area
         bool dirty, pinned;
@@ -83,7 +87,7 @@ private:
         u32 number;
         enum { waiting, admitting, admitted } state;
     };
-    // On the heap, so that a forked child can leak it: destroying it there is undefined.
+    // On the heap so that a forked child can leak it: the child must not destroy it.
     struct Threads {
         std::mutex admission, directory, queue;
         std::condition_variable admitted;
@@ -91,31 +95,31 @@ private:
     };
     enum class Purpose { prefetch, step, write };
 
-    // With `queue` held:
-    Announced* announced(u32 number);  // null if the batch was cancelled
+    // Call these with `queue` held.
+    Announced* find_announced(u32 number);  // null if the batch was cancelled
     void update_last_completed();
-    // With `admission` held. A call of `read` or `write` is a batch between these two.
+    // Call these with `admission` held. Each `read` or `write` is a batch of its own, between the first two calls.
     u32 begin_internal_batch();
     void end_internal_batch();
-    // False if the overflow area might get too large for a batch that no step needs yet.
+    // Returns false if a prefetched batch might need too much of the overflow area now.
     bool admit(const RequestedRows& requested, u32 number, Purpose purpose);
     void fetch(const RequestedRows& requested);
-    // for_each: passes rows to its argument. At most `left` dirty ones are flushed; returns whether there are more.
+    // Takes the locks itself. Flushes up to `max_rows` dirty rows that `for_each` visits. True if there are more.
     template <class ForEach>
-    bool flush_rows(const ForEach& for_each, std::size_t left = SIZE_MAX);
-    // Copies resident rows to the lines `to` and returns the others. touch: resident rows count as used.
-    std::vector<std::size_t> copy_present(const RequestedRows& requested, const u64* to, bool touch);
-    // With `admission` and `directory` held.
+    bool flush_rows(const ForEach& for_each, std::size_t max_rows = SIZE_MAX);
+    // Copies resident rows to the lines `to`, and returns the missing rows. touch: the copy counts as a use.
+    std::vector<std::size_t> copy_resident(const RequestedRows& requested, const u64* to, bool touch);
+    // Call these with `directory` held too.
     void write_back_overflow();
     void write_back_victims();
     void write_back(const RowSpan& rows);
-    // With no lock. Fills lines from the tier below, or with initial values. Returns the `updates` of each row.
+    // Needs no lock. Fills lines from the tier below or with initial values. Returns each row's `updates`.
     std::vector<u32> read_below(const RowSpan& rows, bool touch);
-    // What may stay in the overflow area if `added` rows are added. Half of the area is for rows that a batch needs.
+    // How many rows may stay when `added` rows arrive. Write-back keeps half of the area free for the rows of a batch.
     Overflow::Limits overflow_limits(std::size_t added = 0) const {
         const std::size_t half = overflow_rows_ / 2;
-        const std::size_t others = overflow_rows_ - std::min(overflow_rows_, added);
-        return {std::min(half, others), added ? std::min(half, others) : half + half / 2};
+        const std::size_t rest = overflow_rows_ - std::min(overflow_rows_, added);
+        return {std::min(half, rest), added ? std::min(half, rest) : half + half / 2};
     }
     u32 last_completed() const { return last_completed_.load(std::memory_order_acquire); }
 
@@ -132,11 +136,11 @@ private:
     pid_t process_;
     std::unique_ptr<Threads> threads_;
 
-    // guarded by `queue`
+    // Guarded by `queue`.
     std::deque<Announced> announced_;
     std::shared_ptr<Batch> pinned_;
     u32 pinned_number_ = 0;
-    u32 number_ = 0;  // of the latest batch
+    u32 number_ = 0;  // the latest batch number
     std::atomic<u32> last_completed_{0};
 };
 

@@ -24,7 +24,7 @@ std::size_t Cache::used() const { return slots() - static_cast<std::size_t>(std:
 namespace {
 
 constexpr u32 OLDEST = 1u << 30;   // batches
-constexpr std::size_t AHEAD = 16;  // rows whose ways are prefetched before they are compared; tags twice as early
+constexpr std::size_t AHEAD = 16;  // how many rows ahead ways are prefetched; tags twice as far
 
 }  // namespace
 
@@ -47,7 +47,7 @@ void Directory::announce(const RequestedRows& batch, u32 number) {
                 if (!sets.prefetch_way(batch.hashes[i + AHEAD])) overflow.prefetch_slot(batch.hashes[i + AHEAD]);
                 window.prefetch_slot(bucket, batch.hashes[i + AHEAD]);
             }
-            if (!window.add_row(bucket, batch.hashes[i], batch.tables[i])) continue;  // an earlier batch needs it
+            if (!window.add_row(bucket, batch.hashes[i], batch.tables[i])) continue;  // an earlier batch needs it first
             const Location location = find(batch.hashes[i], batch.tables[i]);
             if (location.way) location.way->next = number;
         }
@@ -55,11 +55,11 @@ void Directory::announce(const RequestedRows& batch, u32 number) {
 }
 
 void Directory::begin(u32 number) {
-    if (number % OLDEST == 0)  // numbers wrap around: old ones must stay comparable
+    if (number % OLDEST == 0)  // numbers wrap around; keep old ones comparable
         for_each_row([&](Way& way, u64, i64) {
             if (is_after(number - OLDEST, way.last)) way.last = number - OLDEST;
         });
-    looks_ahead_ = window.looks_past(number);
+    looks_ahead_ = window.has_batch_after(number);
     window.remove(number);
 }
 
@@ -101,7 +101,7 @@ void Directory::count_hits(const RequestedRows& batch, TableCounts& counts) cons
         for (std::size_t i = batch.begin[b]; i < batch.begin[b + 1]; ++i)
             if (!batch.own_lines || !batch.own_lines[i]) hits.add(batch.tables[i], true);
         for (const Miss& miss : misses_[b])
-            if (miss.from == NONE) hits.missed(batch.tables[miss.row]);
+            if (miss.from == NONE) hits.turn_into_miss(batch.tables[miss.row]);
     });
 }
 
@@ -125,15 +125,15 @@ std::size_t Directory::overflow_demand() const {
 void Directory::choose_victims(const RequestedRows& batch, u32 number, u32 last_completed) {
     std::array<CacheCounts, BUCKETS> parts;
     const auto choose_in = [&](std::size_t b) {
-        std::vector<Miss>& all = misses_[b];
-        for (Miss& miss : all) miss.next = next_of(batch, static_cast<u32>(b), miss.row, number);
+        std::vector<Miss>& misses = misses_[b];
+        for (Miss& miss : misses) miss.next = next_of(batch, static_cast<u32>(b), miss.row, number);
         if (looks_ahead_)
-            std::stable_sort(all.begin(), all.end(), [&](const Miss& one, const Miss& other) {
+            std::stable_sort(misses.begin(), misses.end(), [&](const Miss& one, const Miss& other) {
                 return batches_until(one.next, number) < batches_until(other.next, number);
             });
-        for (std::size_t k = 0; k < all.size(); ++k) {
-            if (k + AHEAD < all.size()) sets.prefetch_ways(batch.hashes[all[k + AHEAD].row]);
-            Miss& miss = all[k];
+        for (std::size_t k = 0; k < misses.size(); ++k) {
+            if (k + AHEAD < misses.size()) sets.prefetch_ways(batch.hashes[misses[k + AHEAD].row]);
+            Miss& miss = misses[k];
             const u64 hash = batch.hashes[miss.row];
             const u32 table = batch.tables[miss.row], next = miss.next;
             Way way{hash, table, number, next, 1, 0, 0};
@@ -142,8 +142,8 @@ void Directory::choose_victims(const RequestedRows& batch, u32 number, u32 last_
                 way = overflow.at(miss.from).way;
             }
             miss.way = way;
-            const bool must_stay = miss.from != NONE && is_after(miss.before, last_completed);
-            miss.slot = must_stay ? NONE : sets.victim_slot(hash, number, last_completed);
+            const bool stays_in_overflow = miss.from != NONE && is_after(miss.last_batch, last_completed);
+            miss.slot = stays_in_overflow ? NONE : sets.victim_slot(hash, number, last_completed);
             if (miss.slot == NONE) {
                 ++parts[b].overflows;
                 continue;
@@ -152,15 +152,15 @@ void Directory::choose_victims(const RequestedRows& batch, u32 number, u32 last_
             miss.free = sets.is_free(miss.slot);
             if (!miss.free) miss.way = sets.way(miss.slot);
             sets.prefetch_record(miss.slot);
-            sets.take(miss.slot, way);
+            sets.fill(miss.slot, way);
         }
-        for (Miss& miss : all) {
+        for (Miss& miss : misses) {
             if (miss.slot == NONE || miss.free) continue;
             miss.dirty = is_dirty(sets.updates(miss.slot), miss.way.stored);
             ++(miss.dirty ? parts[b].evictions_dirty : parts[b].evictions_clean);
         }
     };
-    if (sets.splits())
+    if (sets.sets_have_one_bucket())
         parallel_for(BUCKETS, choose_in);
     else
         for (std::size_t b = 0; b < BUCKETS; ++b) choose_in(b);
@@ -174,7 +174,7 @@ void Directory::undo_victims() {
         if (miss.free)
             sets.free(miss.slot);
         else
-            sets.take(miss.slot, miss.way);
+            sets.fill(miss.slot, miss.way);
     });
 }
 
@@ -184,10 +184,10 @@ void Directory::prefetch_lines(const Miss& miss) const {
 }
 
 void Directory::place_misses(const RequestedRows& batch, bool keep_victims) {
-    for (std::vector<Miss>& of_bucket : misses_) {
-        for (std::size_t k = 0; k < of_bucket.size(); ++k) {
-            if (k + AHEAD < of_bucket.size()) prefetch_lines(of_bucket[k + AHEAD]);
-            Miss& miss = of_bucket[k];
+    for (std::vector<Miss>& bucket : misses_) {
+        for (std::size_t k = 0; k < bucket.size(); ++k) {
+            if (k + AHEAD < bucket.size()) prefetch_lines(bucket[k + AHEAD]);
+            Miss& miss = bucket[k];
             u64& line = batch.lines[miss.row];
             if (miss.slot != NONE) {
                 line = sets.line(miss.slot);
@@ -199,11 +199,11 @@ void Directory::place_misses(const RequestedRows& batch, bool keep_victims) {
             } else if (miss.from == NONE) {
                 miss.entry = overflow.add(miss.way, false);
                 line = overflow.line(miss.entry);
-            } else if (overflow.at(miss.from).writing) {  // the thread that writes it must not see changes
-                const u64 before = overflow.line(miss.from);
+            } else if (overflow.at(miss.from).writing) {  // copy: the writing thread must not see changes
+                const u64 old_line = overflow.line(miss.from);
                 overflow.remove(miss.from);
                 line = overflow.line(overflow.add(miss.way, false));
-                copy_line(THREAD, line, before, shape_);
+                copy_line(THREAD, line, old_line, shape_);
             } else {
                 line = overflow.line(miss.from);
             }

@@ -1,4 +1,11 @@
-// Finds the rows of a cache and chooses victims: the sets, the overflow area and the look-ahead window.
+// The directory of a cache: where its rows are, and which rows to replace.
+//
+// `Cache` is the sets, with most rows. `Overflow` (overflow.h) has evicted dirty rows and rows without a slot.
+// `Window` is the look-ahead: it records which announced batches need which rows. A resident row also stores the next
+// batch that needs it. Rows that announced batches need are never victims, and if a set has too few slots, the rows
+// needed soonest get them. As far as announcements reach, this is Belady's rule. `Directory` combines the three.
+//
+// Most calls run a task per bucket in parallel. A task uses its own bucket's sets and maps only, so it needs no locks.
 #pragma once
 #include <array>
 #include <vector>
@@ -12,27 +19,27 @@
 
 namespace tierbed {
 
-// The sets of a cache: tags, ways and lines, each in one block of memory. A slot is a way of a set; slots are numbered
-// over all sets. Several threads may use different sets at once.
+// The sets of a cache. Tags, ways and lines are each one block of memory. A slot is a way of a set; slots are numbered
+// across all sets. Threads may use different sets at the same time.
 class Cache {
 public:
-    // As many sets as the budget allows, metadata included. Throws std::invalid_argument if it does not allow one.
+    // Makes as many sets as fit the budget, metadata included. Throws std::invalid_argument if none fits.
     Cache(const LineShape& shape, std::size_t budget_bytes, Replacement replacement);
     Cache(const Cache&) = delete;
 
-    // The row's slot, or NONE.
+    // Returns the row's slot, or NONE.
     u32 find(u64 hash, u32 table) const {
         const u32 number = set_of(hash, sets_);
         const u32 way = probe_set(THREAD, set(number), hash, table);
         return way == NONE ? NONE : number * WAYS + way;
     }
-    // The slot that `victim_way` chooses for a row that no set has, or NONE.
+    // Returns the slot that `victim_way` chooses for a row without one, or NONE.
     u32 victim_slot(u64 hash, u32 batch, u32 last_completed) const {
         const u32 number = set_of(hash, sets_);
         const u32 way = victim_way(set(number), home_of(hash), batch, last_completed, replacement_);
         return way == NONE ? NONE : number * WAYS + way;
     }
-    void take(u32 slot, const Way& row) {
+    void fill(u32 slot, const Way& row) {
         tags()[slot] = tag_of(row.hash);
         way(slot) = row;
     }
@@ -45,10 +52,10 @@ public:
 
     u32 slot(u64 line) const { return static_cast<u32>((line - lines_.start()) / shape_.line_bytes); }
 
-    // These prefetch the memory that later calls for the row read, in the order of those calls. They are inlined, since
-    // GCC drops a call of a function that only prefetches.
+    // These prefetch memory for later calls with the same row, in this order. Inlined: GCC drops calls to functions
+    // that only prefetch.
     TIERBED_INLINE void prefetch_tags(u64 hash) const { prefetch(set(set_of(hash, sets_)).tags); }
-    // Returns whether the row seems to be in the set.
+    // Returns true if the row seems to be in the set.
     TIERBED_INLINE bool prefetch_way(u64 hash) const {
         const SetView view = set(set_of(hash, sets_));
         const u32 home = home_of(hash);
@@ -63,8 +70,8 @@ public:
     TIERBED_INLINE void prefetch_record(u32 slot) const { prefetch(record(line(slot), shape_)); }
 
     u32 slots() const { return sets_ * WAYS; }
-    // Whether every set belongs to one bucket.
-    bool splits() const { return sets_ >= BUCKETS; }
+    // True if each set belongs to one bucket.
+    bool sets_have_one_bucket() const { return sets_ >= BUCKETS; }
     std::size_t used() const;
     std::size_t bytes() const { return tags_.size() + ways_.size() + lines_.size(); }
 
@@ -78,23 +85,22 @@ private:
     Pages tags_, ways_, lines_;
 };
 
-// The look-ahead window: which announced batches need which rows. Batches are in it until they begin. There are at most
-// SPAN of them, with consecutive numbers. The maps have a bit per row and batch. Several threads may change different
-// buckets at once.
+// The look-ahead window: which announced batches need which rows. A batch leaves it when it begins. It has at most SPAN
+// batches, with consecutive numbers, and one bit per row and batch. Threads may change different buckets concurrently.
 class Window {
 public:
     static constexpr u32 SPAN = 32;
 
     bool full() const { return last_ + 1 - first_ == SPAN; }
-    // Whether any announced batch comes after batch `number`.
-    bool looks_past(u32 number) const { return is_after(last_, number); }
+    // True if a batch after `number` is announced.
+    bool has_batch_after(u32 number) const { return is_after(last_, number); }
 
     // Adds an announced batch.
     void add(u32 number) {
         if (empty()) first_ = number;
         last_ = number;
     }
-    // Records that the batch added last needs the row. Returns whether no earlier batch does.
+    // Records that the last added batch needs the row. Returns false if an earlier batch needs it too.
     bool add_row(u32 bucket, u64 hash, u32 table) {
         u32* const bits = maps_[bucket].look_up(hash, table);
         if (bits)
@@ -104,22 +110,22 @@ public:
         return !bits;
     }
 
-    // Removes the earliest batch, which begins.
+    // Removes the earliest batch, as it begins.
     void remove(u32 number) {
         if (empty()) return;
         first_ = number + 1;
         if (empty()) clear();
     }
-    // Records that batch `number` no longer needs the row. Returns the next batch that does, or 0.
+    // Records that batch `number` no longer needs the row. Returns the next batch that needs it, or 0.
     u32 remove_row(u32 bucket, u64 hash, u32 table, u32 number) {
         u32* const bits = maps_[bucket].look_up(hash, table);
-        const u32 others = bits ? *bits & ~bit_of(number) : 0;
-        if (!others) {
+        const u32 rest = bits ? *bits & ~bit_of(number) : 0;
+        if (!rest) {
             if (bits) maps_[bucket].erase(hash, table);
             return 0;
         }
-        *bits = others;
-        return next_of(others, number);
+        *bits = rest;
+        return next_of(rest, number);
     }
 
     TIERBED_INLINE void prefetch_slot(u32 bucket, u64 hash) const { maps_[bucket].prefetch_slot(hash); }
@@ -129,23 +135,23 @@ public:
 private:
     bool empty() const { return is_after(first_, last_); }
     static u32 bit_of(u32 number) { return 1u << number % SPAN; }
-    // The first batch after `now` whose bit is set.
+    // Returns the first batch after `now` whose bit is set.
     static u32 next_of(u32 bits, u32 now) {
-        const u32 turn = static_cast<u32>((now + 1) % SPAN);
-        const u32 turned = turn ? bits >> turn | bits << (SPAN - turn) : bits;
-        return now + 1 + lowest_bit(turned);
+        const u32 shift = static_cast<u32>((now + 1) % SPAN);
+        const u32 rotated = shift ? bits >> shift | bits << (SPAN - shift) : bits;
+        return now + 1 + lowest_bit(rotated);
     }
 
     std::array<RowMap, BUCKETS> maps_;
-    u32 first_ = 1, last_ = 0;  // numbers
+    u32 first_ = 1, last_ = 0;  // batch numbers
 };
 
-// The distinct rows of a batch by bucket, and the array that gets the addresses of their lines.
+// A batch's distinct rows by bucket, and the array that receives their line addresses.
 struct RequestedRows {
     const u32* tables;
     const u64* hashes;
-    u64* lines;            // [n], out
-    const u64* own_lines;  // [n], lines outside of the cache, 0 for rows that have none; or null
+    u64* lines;            // [n], output
+    const u64* own_lines;  // [n] lines outside the cache, 0 for rows without one; or null
     std::array<std::size_t, BUCKETS + 1> begin;
 
     std::size_t size() const { return begin[BUCKETS]; }
@@ -153,15 +159,15 @@ struct RequestedRows {
 
 // A row that a batch needs and no set has.
 struct Miss {
-    u32 row;             // of the batch
-    u32 from;            // its entry in the overflow area, NONE if it must be fetched
-    u32 before;          // the batch that touched the entry last: an unfinished one uses its line
-    u32 next = 0;        // the next batch that needs the row, 0 for none
-    u32 slot = NONE;     // the slot that the row gets
-    u32 entry = NONE;    // the entry of the overflow area that it gets instead
+    u32 row;             // index in the batch
+    u32 from;            // the row's entry in the overflow area; NONE if it must be fetched
+    u32 last_batch;      // the last batch that touched that entry; it uses the entry's line until it ends
+    u32 next = 0;        // the next batch that needs the row; 0 for none
+    u32 slot = NONE;     // the slot the row gets
+    u32 entry = NONE;    // or the overflow entry it gets
     bool free = false;   // the slot had no victim
-    bool dirty = false;  // the victim differs from the tier below
-    Way way{};           // of the victim; of the row itself if it gets no slot
+    bool dirty = false;  // the victim is dirty
+    Way way{};           // the victim's way; the row's own if it gets no slot
 };
 
 struct CacheCounts {
@@ -169,8 +175,8 @@ struct CacheCounts {
     CacheCounts& operator+=(const CacheCounts& more);
 };
 
-// A batch is admitted in three stages: `probe`, `choose_victims` and `place_misses`, and `pin` if `probe` did not pin.
-// `undo_victims` undoes `choose_victims`. `drop_unfetched` removes the rows whose fetch failed.
+// Admits a batch in stages: `probe` (then `pin`, unless `probe` pinned), `choose_victims`, `place_misses`. If a later
+// stage fails, `undo_victims` undoes `choose_victims`, and `drop_unfetched` removes rows that could not be fetched.
 class Directory {
 public:
     Directory(const LineShape& shape, std::size_t budget_bytes, Replacement replacement, std::size_t overflow_rows)
@@ -179,55 +185,54 @@ public:
     // Adds a batch to the look-ahead window.
     void announce(const RequestedRows& batch, u32 number);
 
-    // Writes the lines of resident rows, and lists the misses. With `pins`, pins the resident rows.
+    // Writes the lines of resident rows, and lists the misses. pins: also pin the resident rows.
     void probe(const RequestedRows& batch, u32 number, bool pins);
-    // Pins the resident rows of the batch that was probed.
+    // Pins the resident rows of the batch that was just probed.
     void pin(const RequestedRows& batch, u32 number);
-    // The number of entries of the overflow area that the batch may still need.
+    // Returns how many overflow entries the batch may still need.
     std::size_t overflow_demand() const;
 
-    // Takes a slot for each miss; rows that are needed soonest come first.
+    // Chooses a slot for each miss. Rows that are needed soonest choose first.
     void choose_victims(const RequestedRows& batch, u32 number, u32 last_completed);
     void undo_victims();
-    // Gives every miss its line; rows of the overflow area keep their values. keep_victims: dirty victims move to the
-    // overflow area.
+    // Gives each miss its line; rows of the overflow area keep their values. keep_victims: move dirty victims there.
     void place_misses(const RequestedRows& batch, bool keep_victims);
-    // Stores the `updates` that the tier below has of each fetched row.
+    // Stores each fetched row's `updates` in the tier below.
     void set_fetched(const u32* updates);
     void drop_unfetched();
-    // What `choose_victims` counted.
+    // The counts of the last `choose_victims`.
     const CacheCounts& counts() const { return counts_; }
-    // Adds the hits and misses of the batch, by table.
+    // Adds the batch's hits and misses by table.
     void count_hits(const RequestedRows& batch, TableCounts& counts) const;
 
     // Calls body(miss) for each miss, buckets ascending.
     template <class Body>
     void for_each_miss(const Body& body) const {
-        for (const std::vector<Miss>& of_bucket : misses_)
-            for (const Miss& miss : of_bucket) body(miss);
+        for (const std::vector<Miss>& bucket : misses_)
+            for (const Miss& miss : bucket) body(miss);
     }
-    // Calls body(way, line, slot) for each row of the sets, then with slot -1 for each row of the overflow area.
+    // Calls body(way, line, slot) for each row of the sets, then for each row of the overflow area with slot -1.
     template <class Body>
     void for_each_row(const Body& body) {
-        for_each_of_slots(0, sets.slots(), body);
-        for_each_of_overflow(body);
+        for_each_in_slots(0, sets.slots(), body);
+        for_each_in_overflow(body);
     }
 
     template <class Body>
-    void for_each_of_slots(u32 begin, u32 end, const Body& body) {
+    void for_each_in_slots(u32 begin, u32 end, const Body& body) {
         for (u32 slot = begin; slot < end; ++slot)
             if (!sets.is_free(slot)) body(sets.way(slot), sets.line(slot), i64{slot});
     }
 
     template <class Body>
-    void for_each_of_overflow(const Body& body) {
+    void for_each_in_overflow(const Body& body) {
         overflow.for_each([&](u32 entry) { body(overflow.at(entry).way, overflow.line(entry), i64{-1}); });
     }
 
     struct Location {
         Way* way;  // null if the row is not resident
         u64 line;
-        u32 slot, entry;  // one of them, the other NONE
+        u32 slot, entry;  // where the row is; the other is NONE
     };
     Location find(u64 hash, u32 table);
     void erase(const Location& location);
@@ -246,11 +251,11 @@ private:
         way.uses += way.uses != 0xFFFFFFFFu;
     }
     void begin(u32 number);
-    // Fetches what `place_misses` copies.
+    // Prefetches the memory that `place_misses` copies.
     void prefetch_lines(const Miss& miss) const;
 
     LineShape shape_;
-    bool looks_ahead_ = false;  // batches after the current one are announced
+    bool looks_ahead_ = false;  // a batch after the current one is announced
     std::array<std::vector<Miss>, BUCKETS> misses_;
     CacheCounts counts_;
 };

@@ -4,13 +4,13 @@ namespace tierbed {
 
 void Overflow::reserve(std::size_t rows) {
     index_.reserve(index_.size() + rows);
-    const std::size_t within = capacity_ + 1;  // a victim is added before the row that gets its slot is removed
+    const std::size_t base = capacity_ + 1;  // one more: a victim enters before the row that gets its slot leaves
     while (entries_ - rows_ < rows) {
-        const bool beyond = entries_ >= within;
-        const u32 size = beyond ? CHUNK : static_cast<u32>(std::min<std::size_t>(CHUNK, within - entries_));
+        const bool beyond = entries_ >= base;
+        const u32 size = beyond ? CHUNK : static_cast<u32>(std::min<std::size_t>(CHUNK, base - entries_));
         const u32 first = static_cast<u32>(chunks_.size()) * CHUNK;
         Chunk chunk{Pages(std::size_t{size} * shape_.line_bytes), std::vector<OverflowEntry>(size)};
-        for (u32 i = 0; i < size; ++i) chunk.entries[i].after = i + 1 < size ? first + i + 1 : free_[beyond];
+        for (u32 i = 0; i < size; ++i) chunk.entries[i].next = i + 1 < size ? first + i + 1 : free_[beyond];
         chunks_.push_back(std::move(chunk));
         free_[beyond] = first;
         entries_ += size;
@@ -19,7 +19,7 @@ void Overflow::reserve(std::size_t rows) {
 
 void Overflow::trim() {
     if (rows_beyond_ > 0 || entries_ <= capacity_ + 1) return;
-    RowMap index;  // a smaller one
+    RowMap index;
     index.reserve(rows_);
     for_each([&](u32 entry) { index.insert(at(entry).way.hash, at(entry).way.table, entry + 1); });
     index_ = std::move(index);
@@ -37,7 +37,7 @@ bool Overflow::grow(std::size_t rows) {
 u32 Overflow::add(const Way& row, bool evictable, bool evicted) {
     const bool beyond = free_[0] == NONE;
     const u32 entry = free_[beyond];
-    free_[beyond] = at(entry).after;
+    free_[beyond] = at(entry).next;
     index_.insert(row.hash, row.table, entry + 1);
     at(entry) = {row, false, false, evictable, evicted, NONE, NONE};
     link(entry);
@@ -56,23 +56,23 @@ void Overflow::remove(u32 entry) {
 
 void Overflow::link(u32 entry) {
     Chain& chain = chains_[at(entry).evictable];
-    at(entry).before = chain.last;
-    at(entry).after = NONE;
-    (chain.last == NONE ? chain.first : at(chain.last).after) = entry;
+    at(entry).previous = chain.last;
+    at(entry).next = NONE;
+    (chain.last == NONE ? chain.first : at(chain.last).next) = entry;
     chain.last = entry;
     ++chain.rows;
 }
 
 void Overflow::unlink(u32 entry) {
     Chain& chain = chains_[at(entry).evictable];
-    const u32 before = at(entry).before, after = at(entry).after;
-    (before == NONE ? chain.first : at(before).after) = after;
-    (after == NONE ? chain.last : at(after).before) = before;
+    const u32 previous = at(entry).previous, next = at(entry).next;
+    (previous == NONE ? chain.first : at(previous).next) = next;
+    (next == NONE ? chain.last : at(next).previous) = previous;
     --chain.rows;
-    if (resume_at_ == entry) resume_at_ = after;
+    if (resume_at_ == entry) resume_at_ = next;
 }
 
-void Overflow::keep(u32 entry) {
+void Overflow::mark_needed(u32 entry) {
     unlink(entry);
     at(entry).evictable = false;
     link(entry);
@@ -87,7 +87,7 @@ void Overflow::release(u32 entry) {
     unlink(entry);
     const bool beyond = entry > capacity_;
     at(entry) = {};
-    at(entry).after = free_[beyond];
+    at(entry).next = free_[beyond];
     free_[beyond] = entry;
     rows_beyond_ -= beyond;
     --rows_;
@@ -95,57 +95,57 @@ void Overflow::release(u32 entry) {
 
 std::size_t Overflow::write_back(const std::atomic<u32>& last_completed, std::size_t max_rows, const Limits& limits,
                                  const std::function<void(const RowSpan&)>& write) {
-    const std::vector<u32> entries = take_dirty(last_completed, max_rows, limits);
+    const std::vector<u32> entries = claim_dirty(last_completed, max_rows, limits);
     if (entries.empty()) return 0;
-    std::vector<u32> of_written;
+    std::vector<u32> written_updates;
     try {
         RowList dirty;
         for (const u32 entry : entries) {
             dirty.add(at(entry).way.table, at(entry).way.hash, line(entry));
-            of_written.push_back(updates(entry));
+            written_updates.push_back(updates(entry));
         }
         write(dirty.rows());
     } catch (...) {
-        written_back(entries, nullptr, last_completed);
+        finish_write(entries, nullptr, last_completed);
         throw;
     }
-    written_back(entries, &of_written, last_completed);
+    finish_write(entries, &written_updates, last_completed);
     return entries.size();
 }
 
-std::vector<u32> Overflow::take_dirty(u32 last_completed, std::size_t max_rows, const Limits& limits) {
-    std::vector<u32> taken;
-    const auto over_limit = [&] { return taken.size() < max_rows && rows_ > limits.rows + taken.size(); };
+std::vector<u32> Overflow::claim_dirty(u32 last_completed, std::size_t max_rows, const Limits& limits) {
+    std::vector<u32> claimed;
+    const auto over_limit = [&] { return claimed.size() < max_rows && rows_ > limits.rows + claimed.size(); };
     const auto must_stay = [&](u32 entry) {
         const bool needed = batches_until(at(entry).way.next, last_completed) != NEVER;
-        return !is_idle(entry, last_completed) || (needed && rows_ - taken.size() <= limits.needed_rows);
+        return !is_idle(entry, last_completed) || (needed && rows_ - claimed.size() <= limits.needed_rows);
     };
-    const auto evict_or_take = [&](u32 entry) {
+    const auto evict_or_claim = [&](u32 entry) {
         if (!is_dirty(entry)) return evict(entry);
         at(entry).writing = true;
-        taken.push_back(entry);
+        claimed.push_back(entry);
     };
-    if (rows_beyond_)  // their memory is to be freed
+    if (rows_beyond_)  // so that `trim` can free their memory
         for_each([&](u32 entry) {
-            if (entry > capacity_ && taken.size() < max_rows && is_idle(entry, last_completed)) evict_or_take(entry);
+            if (entry > capacity_ && claimed.size() < max_rows && is_idle(entry, last_completed)) evict_or_claim(entry);
         });
-    for (u32 entry = chains_[true].first, after; entry != NONE && over_limit(); entry = after) {
-        after = at(entry).after;
+    for (u32 entry = chains_[true].first, next; entry != NONE && over_limit(); entry = next) {
+        next = at(entry).next;
         if (at(entry).writing) continue;
-        must_stay(entry) ? keep(entry) : evict_or_take(entry);
+        must_stay(entry) ? mark_needed(entry) : evict_or_claim(entry);
     }
-    for (std::size_t rest = chains_[false].rows; rest > 0 && over_limit(); --rest) {
+    for (std::size_t remaining = chains_[false].rows; remaining > 0 && over_limit(); --remaining) {
         const u32 entry = resume_at_ == NONE ? chains_[false].first : resume_at_;
-        resume_at_ = at(entry).after;
-        if (!must_stay(entry)) evict_or_take(entry);
+        resume_at_ = at(entry).next;
+        if (!must_stay(entry)) evict_or_claim(entry);
     }
-    std::sort(taken.begin(), taken.end(), [&](u32 a, u32 b) {
+    std::sort(claimed.begin(), claimed.end(), [&](u32 a, u32 b) {
         return at(a).way.hash != at(b).way.hash ? at(a).way.hash < at(b).way.hash : at(a).way.table < at(b).way.table;
     });
-    return taken;
+    return claimed;
 }
 
-void Overflow::written_back(const std::vector<u32>& entries, const std::vector<u32>* updates, u32 last_completed) {
+void Overflow::finish_write(const std::vector<u32>& entries, const std::vector<u32>* updates, u32 last_completed) {
     for (std::size_t i = 0; i < entries.size(); ++i) {
         OverflowEntry& row = at(entries[i]);
         row.writing = false;

@@ -18,7 +18,7 @@ WriteBehind::WriteBehind(Overflow& overflow, std::mutex& directory, Tier& below,
 }
 
 void WriteBehind::run(std::size_t threads) {
-    std::exception_ptr error;  // of the pool
+    std::exception_ptr error;
     try {
         use_own_pool(threads);
     } catch (...) {
@@ -33,7 +33,7 @@ void WriteBehind::run(std::size_t threads) {
             const auto write = [&](const RowSpan& dirty) {
                 writing_ = true;
                 lock.unlock();
-                const std::shared_ptr<void> at_end(nullptr, [&](void*) {  // also if the write fails
+                const std::shared_ptr<void> relock(nullptr, [&](void*) {  // runs even if the write throws
                     lock.lock();
                     writing_ = false;
                 });
@@ -57,9 +57,9 @@ void WriteBehind::wake(const Overflow::Limits& limits) {
 }
 
 void WriteBehind::wait(std::unique_lock<std::mutex>& directory, const Overflow::Limits& limits,
-                       const std::function<bool()>& enough) {
+                       const std::function<bool()>& is_enough) {
     wake(limits);
-    changed_.wait(directory, [&] { return enough() || error_ || !awake_ || stopping_; });
+    changed_.wait(directory, [&] { return is_enough() || error_ || !awake_ || stopping_; });
 }
 
 void WriteBehind::wait_for_write(std::unique_lock<std::mutex>& directory) {
@@ -67,7 +67,7 @@ void WriteBehind::wait_for_write(std::unique_lock<std::mutex>& directory) {
     changed_.wait(directory, [&] { return !writing_; });
 }
 
-void WriteBehind::raise() {
+void WriteBehind::rethrow_error() {
     if (!error_) return;
     const std::exception_ptr error = error_;
     error_ = nullptr;
@@ -75,7 +75,7 @@ void WriteBehind::raise() {
     std::rethrow_exception(error);
 }
 
-void WriteBehind::forget() {
+void WriteBehind::drop_error() {
     error_ = nullptr;
     wake(limits_);
 }

@@ -13,32 +13,32 @@
 
 namespace tierbed {
 
-// One thread writes rows of completed batches (numbers up to `last_completed`), a bounded number at a time. After an
-// error it writes nothing until `raise` or `forget`. The mutex `directory` guards the overflow area; the caller of
-// every method except `stop` holds it.
+// A thread writes rows of completed batches (numbers up to `last_completed`), a bounded number at a time. After an
+// error it writes nothing until `rethrow_error` or `drop_error`. The mutex `directory` guards the overflow area;
+// callers hold it, except for `stop`.
 class WriteBehind {
 public:
     WriteBehind(Overflow& overflow, std::mutex& directory, Tier& below, const std::atomic<u32>& last_completed,
                 Histogram& latency, std::size_t threads);
 
-    // Starts the thread, which writes rows back until the limits hold.
+    // Makes the thread write rows back until the limits hold.
     void wake(const Overflow::Limits& limits);
-    // The same, and waits until `enough`, or until no row can be written back now.
+    // Does the same, and waits until `is_enough()` or until no more rows can be written back now.
     void wait(std::unique_lock<std::mutex>& directory, const Overflow::Limits& limits,
-              const std::function<bool()>& enough);
-    // Waits for the current write; no other starts until `wake`.
+              const std::function<bool()>& is_enough);
+    // Waits for the current write. No other write starts until `wake`.
     void wait_for_write(std::unique_lock<std::mutex>& directory);
-    // Throws the error of the thread, if there is one, and lets the thread try again.
-    void raise();
-    // Drops the error, and lets the thread try again.
-    void forget();
-    // Waits for the current write and ends the thread; the overflow area keeps its rows.
+    // Throws the thread's error, if there is one, and lets the thread try again.
+    void rethrow_error();
+    // Drops the thread's error and lets it try again.
+    void drop_error();
+    // Waits for the current write and ends the thread. Rows stay in the overflow area.
     void stop();
 
     u64 rows = 0;  // written back
 
 private:
-    // Writes some rows at a time, without the lock during the write, and sleeps if there are none.
+    // Writes a few rows at a time, without the lock during the write. Sleeps if there are none.
     void run(std::size_t threads);
 
     Overflow& overflow_;

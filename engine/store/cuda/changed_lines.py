@@ -1,4 +1,4 @@
-"""Which rows change on a device, noted without waiting for the device in a step."""
+"""Records which rows change on a GPU, without making a step wait for the device."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .full_table import CudaFullTable
 
 
 class ChangedLines:
-    """Flags the changed lines of a full table, for batches that have lines there.
+    """Flags the changed lines of a full table. The batches must have lines in that table.
 
-    The flag of an erased row passes to the next row in its line. At the time of `names` that row has changed, or was
-    never written.
+    An erased row's flag passes to the next row that gets its line. By the time `names` is called, that row has changed
+    too, or was never written.
     """
 
     def __init__(self, table: CudaFullTable) -> None:
         self._table = table
-        self._changed = torch.zeros(1, dtype=torch.bool, device=table.nowhere.device)  # by number + 1; 0: no line
+        self._changed = torch.zeros(1, dtype=torch.bool, device=table.zero_line.device)  # [line number + 1]; 0: no line
 
     def note(self, batch: Batch) -> None:
         if len(self._changed) <= self._table.room:
@@ -33,13 +33,13 @@ class ChangedLines:
             self._changed.index_fill_(0, self._table.numbers_of(batch) + 1, True)
 
     def names(self) -> tuple[TableIds, Keys]:
-        """The keys of the changed rows; waits for the device."""
+        """Return the keys of the changed rows. Waits for the device."""
         with self._table.exclusive():
             if not self._changed[1:].any():
                 return np.empty(0, np.uint32), np.empty(0, np.uint64)
             hashes, tables, lines, _ = self._table.rows()
-            flagged = (self._changed[1 : len(lines) + 1] & (lines[: len(self._changed) - 1] != 0)).nonzero()[:, 0]
-            hashes, tables = hashes[flagged], tables[flagged]
+            line_numbers = (self._changed[1 : len(lines) + 1] & (lines[: len(self._changed) - 1] != 0)).nonzero()[:, 0]
+            hashes, tables = hashes[line_numbers], tables[line_numbers]
             keys = keys_of(self._table.device, hashes, tables)
             return tables.cpu().numpy().view(np.uint32), keys.cpu().numpy().view(np.uint64)
 
@@ -48,14 +48,14 @@ class ChangedLines:
 
 
 class WriteBackLog:
-    """The keys of rows that a cache on a device wrote back to the tier below it; `flush` writes the others back."""
+    """Collects the keys of rows that a GPU cache writes back to the tier below. `flush` writes the dirty rest back."""
 
     def __init__(self, flush: Callable[[], None]) -> None:
         self._flush = flush
         self._rows = _core.ChangedRows()
 
     def note(self, batch: Batch) -> None:
-        """Does nothing: a row is noted when the cache writes it back."""
+        """Do nothing: `add` records a row when the cache writes it back."""
 
     def add(self, tables: TableIds, keys: Keys) -> None:
         self._rows.note_rows(tables, keys)

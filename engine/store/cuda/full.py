@@ -1,4 +1,4 @@
-"""The full table as a store, and its images: every row in device memory, or in host memory that kernels access."""
+"""The full table as a GPU store, and its images. Rows are in device memory, or in host memory that kernels access."""
 
 from __future__ import annotations
 
@@ -18,46 +18,46 @@ from ...ops.cuda.layout import Layout
 from ...ops.cuda.staging import Staging
 from ...ops.cuda.step import initialise_lines, initialise_missing
 from ...row_format import BUCKETS, Chunks, Keys, TableIds, row_dtype
-from ..contract import CapacityLimit, Found, HitCounts, Lines, TopTier
+from ..contract import CapacityLimit, HitCounts, HitMask, Lines, TopTier
 from .changed_lines import ChangedLines
 from .full_table import CudaFullTable
 
 BeforeImages = tuple[NDArray[np.int64], NDArray[np.uint8]]  # positions [n], ascending, and lines [n, stored_bytes]
-SCAN_ROWS = 1 << 16  # rows of a chunk
+SCAN_ROWS = 1 << 16  # rows per chunk
 
 
 @dataclass(frozen=True)
 class SortedRows:
-    """Written rows [n], by bucket and within it by (table, key). `bounds`: where each bucket begins, and the end."""
+    """Written rows [n], by bucket and then by (table, key). `bounds` holds where each bucket begins, and the end."""
 
     tables: TableIds
     keys: Keys
     lines: Tensor
-    numbers: Tensor  # the number of each line
+    numbers: Tensor  # line numbers
     bounds: NDArray[np.int64]  # [BUCKETS + 1]
 
 
 class CudaTableImage:
-    """`TableImage` of `engine/store/contract.py` on a GPU, with before-images in host memory.
+    """A `TableImage` on a GPU (engine/store/contract.py). Its before-images are in host memory.
 
-    A call that saves before-images waits for the device. The image may read a row from its line until another row gets
-    that line; before that the first row is erased, which saves its before-image. The caches above write back only rows
-    whose before-images were saved when they were written.
+    Saving before-images waits for the device. The image reads unchanged rows from their lines. A line may pass to
+    another row only after its first row was erased, and erasing saves the before-image. A cache above writes back only
+    rows whose before-images were saved when a step wrote them.
     """
 
     def __init__(self, table: CudaFullTable, layout: Layout, scan: Callable[[], SortedRows], faults: Tensor) -> None:
-        """scan: returns the rows of the table as of the call."""
+        """scan: returns the table's current rows."""
         self._table, self._layout, self._faults = table, layout, faults
         device = self._layout.device.torch_device
-        self._layout.device.wait()  # steps may run on another stream than this thread
+        self._layout.device.wait()  # steps may run on another stream
         self._rows = scan()
         self._staging = Staging(self._layout)
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        # by the number of a line + 1: the position in `_rows` of a row that was neither read nor saved so far, or -1
+        # [line number + 1]: the row's position in `_rows` until the row is read or its before-image saved, then -1
         self._positions = torch.full((self._table.room + 1,), -1, dtype=torch.int64, device=device)
         self._positions[self._rows.numbers + 1] = torch.arange(len(self._rows.keys), device=device)
         self._before_images: list[list[BeforeImages]] = [[] for _ in range(BUCKETS)]
-        self._bucket = self._at = 0
+        self._bucket = self._position = 0
         self.before_image_bytes = 0
         self._layout.device.wait()
 
@@ -71,34 +71,34 @@ class CudaTableImage:
             if len(positions) == 0:
                 return
             before = self._staging.read(self._rows.lines[positions])[:, : self._layout.stored_bytes]
-            on_host = positions.cpu().numpy()
-            bounds = np.searchsorted(on_host, self._rows.bounds)
-            parts = [  # copies, so that buckets are freed singly
-                (bucket, (on_host[begin:end].copy(), before[begin:end].copy()))
+            host_positions = positions.cpu().numpy()
+            bounds = np.searchsorted(host_positions, self._rows.bounds)
+            parts = [  # copied, to free each bucket's memory by itself
+                (bucket, (host_positions[begin:end].copy(), before[begin:end].copy()))
                 for bucket, (begin, end) in enumerate(itertools.pairwise(bounds.tolist()))
                 if begin < end
             ]
             self._positions[numbers[unsaved]] = -1
             for bucket, part in parts:
                 self._before_images[bucket].append(part)
-            self.before_image_bytes += on_host.nbytes + before.nbytes
+            self.before_image_bytes += host_positions.nbytes + before.nbytes
 
-    def save_before_images_of(self, tables: TableIds, keys: Keys) -> None:
+    def save_before_images_by_key(self, tables: TableIds, keys: Keys) -> None:
         self.save_before_images(rows_of(self._layout.device, tables, keys, self._faults))
 
     def list(self, bucket: int) -> None:
-        self._bucket, self._at = bucket, int(self._rows.bounds[bucket])
+        self._bucket, self._position = bucket, int(self._rows.bounds[bucket])
         if len(parts := self._before_images[bucket]) > 1:
             positions, lines = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
             order = np.argsort(positions)
             self._before_images[bucket] = [(positions[order], lines[order])]
 
     def sort(self) -> None:
-        """Does nothing: the rows of `scan` are sorted."""
+        """Do nothing: `scan` returns sorted rows."""
 
     def next(self, rows: NDArray[np.uint8]) -> int:
-        most = len(rows) // row_dtype(self._layout.width).itemsize
-        begin, end = self._at, min(self._at + most, int(self._rows.bounds[self._bucket + 1]))
+        max_rows = len(rows) // row_dtype(self._layout.width).itemsize
+        begin, end = self._position, min(self._position + max_rows, int(self._rows.bounds[self._bucket + 1]))
         if begin == end:
             self.before_image_bytes -= sum(
                 positions.nbytes + lines.nbytes for positions, lines in self._before_images[self._bucket]
@@ -107,7 +107,7 @@ class CudaTableImage:
             return 0
         packed = rows.view(row_dtype(self._layout.width))[: end - begin]
         source = self._rows
-        # after what the training thread has launched, and before what it will launch
+        # On the training thread's stream: after its earlier launches, before its later ones.
         with torch.cuda.stream(self._stream):
             lines = self._staging.pack(
                 source.tables[begin:end], source.keys[begin:end], source.lines[begin:end], packed
@@ -116,15 +116,12 @@ class CudaTableImage:
         for positions, before in self._before_images[self._bucket]:
             part = slice(*np.searchsorted(positions, (begin, end)))
             lines[positions[part] - begin] = before[part]
-        self._at = end
+        self._position = end
         return end - begin
 
 
 class CudaFullStore(TopTier[Batch]):
-    """`FullStore` of `engine/store/contract.py` on a GPU. `tier`: where lines are, "device" or "host".
-
-    The index is on the device.
-    """
+    """A `FullStore` on a GPU. `tier` says where the lines are: "device" or "host". The index is on the device."""
 
     def __init__(
         self, layout: Layout, host_layout: _core.Layout, capacity: int | None, faults: Faults, tier: str = "device"
@@ -134,12 +131,12 @@ class CudaFullStore(TopTier[Batch]):
         self.table = CudaFullTable(layout, capacity, on_host=tier == "host")
         self.staging = Staging(layout)
         self._pinned: Batch | None = None
-        self._peeked = torch.zeros(2, dtype=torch.int64, device=layout.device.torch_device)  # rows, unknown ones
+        self._peeked = torch.zeros(2, dtype=torch.int64, device=layout.device.torch_device)  # rows, unknown rows
 
     def pin(self, batch: Batch, capacity_limit: CapacityLimit | None) -> None:
-        """`TopTier.pin`. With a capacity, rows that do not fit set a fault and read as zeros.
+        """Pin a batch, as in `TopTier.pin`. With a capacity, rows that do not fit set a fault and read as zeros.
 
-        The limit is the table's memory and not `capacity_limit`. Rows of a failed step take memory as well.
+        The table's memory is the limit, not `capacity_limit`. Rows of a failed step use memory too.
         """
         ranks = self.table.find(batch)
         self.table.insert_missing(batch, ranks)
@@ -148,7 +145,7 @@ class CudaFullStore(TopTier[Batch]):
         self._pinned = batch
 
     def unpin(self, batch: Batch, dirty: bool) -> None:
-        """Does nothing to lines: lines of a full table never move."""
+        """Forget the pinned batch. A full table never moves its lines."""
         self._pinned = None
 
     def peek(self, batch: Batch, trains: bool = False) -> None:
@@ -164,16 +161,16 @@ class CudaFullStore(TopTier[Batch]):
         return rows - unknown, 0, unknown
 
     def write(self, tables: TableIds, keys: Keys, lines: Lines) -> None:
-        """Write rows of host memory, each given once. Raises CapacityError."""
+        """Write distinct rows from host memory. Raises CapacityError."""
         self.staging.reserve(len(keys))
         _core.copy_lines(self._host_layout, lines, self.staging.rows(len(keys))[2])
         batch = rows_of(self.layout.device, tables, keys, self._faults.word)
         self.table.insert_missing(batch, self.table.find(batch))
         self._faults.check()
-        all_of = torch.ones(batch.size, dtype=torch.int32, device=batch.lines.device)
-        ranks = all_of.cumsum(0, dtype=torch.int32)
-        self.staging.fill(batch, all_of, ranks, np.ones(batch.size, np.bool_))
-        ranks.cpu()  # waits, since the staging memory is used again
+        all_rows = torch.ones(batch.size, dtype=torch.int32, device=batch.lines.device)
+        ranks = all_rows.cumsum(0, dtype=torch.int32)
+        self.staging.fill(batch, all_rows, ranks, np.ones(batch.size, np.bool_))
+        ranks.cpu()  # waits: the staging memory will be reused
 
     def erase(self, tables: TableIds, keys: Keys) -> None:
         batch = rows_of(self.layout.device, tables, keys, self._faults.word)
@@ -200,13 +197,13 @@ class CudaFullStore(TopTier[Batch]):
             hashes, tables = hashes[numbers], tables[numbers]
             keys = keys_of(self.layout.device, hashes, tables)
             buckets = (hashes >> 58) & (BUCKETS - 1)
-            order = (keys ^ torch.iinfo(torch.int64).min).argsort()  # in the order of unsigned numbers
-            for names in (tables, buckets):
-                order = order[names[order].argsort(stable=True)]
+            order = (keys ^ torch.iinfo(torch.int64).min).argsort()  # orders int64 as unsigned
+            for sort_key in (tables, buckets):
+                order = order[sort_key[order].argsort(stable=True)]
             bounds = torch.searchsorted(buckets[order], torch.arange(BUCKETS + 1, device=order.device))
-            owners, numbers = tables[order].cpu().numpy().view(np.uint32), numbers[order]
+            host_tables, numbers = tables[order].cpu().numpy().view(np.uint32), numbers[order]
             return SortedRows(
-                owners, keys[order].cpu().numpy().view(np.uint64), lines[numbers], numbers, bounds.cpu().numpy()
+                host_tables, keys[order].cpu().numpy().view(np.uint64), lines[numbers], numbers, bounds.cpu().numpy()
             )
 
     def image(self, top: Any) -> CudaTableImage:
@@ -215,21 +212,21 @@ class CudaFullStore(TopTier[Batch]):
     def change_source(self) -> ChangedLines:
         return ChangedLines(self.table)
 
-    def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> Found:
+    def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> HitMask:
         """Copy each row that the table has to its line in host memory."""
         batch = rows_of(self.layout.device, tables, keys, self._faults.word)
         self.table.find(batch)
         resident = (batch.lines != 0).nonzero()[:, 0]
         records = self.staging.records(batch.lines[resident])
         rows = resident.cpu().numpy()
-        found = np.zeros(len(keys), np.bool_)
-        found[rows] = records[:, 0] != 0
-        staged = self.staging.rows(len(rows))[2]
-        _core.copy_lines(self._host_layout, staged[found[rows]], lines[found])
-        return found
+        is_hit = np.zeros(len(keys), np.bool_)
+        is_hit[rows] = records[:, 0] != 0
+        staged_lines = self.staging.rows(len(rows))[2]
+        _core.copy_lines(self._host_layout, staged_lines[is_hit[rows]], lines[is_hit])
+        return is_hit
 
     def close(self) -> None:
-        self._faults.seen(wait=True)  # waits: kernels may be accessing host memory
+        self._faults.seen(wait=True)  # waits until no kernel accesses host memory
         self.table = CudaFullTable(self.layout, None)
 
     def locate(self, table: int, key: int) -> list[dict[str, Any]]:
@@ -241,8 +238,8 @@ class CudaFullStore(TopTier[Batch]):
     def metrics(self) -> dict[str, dict[str, float]]:
         counts, room = self.table.counts(), self.table.room
         sizes = {"capacity": room, "fill": counts["resident_rows"] / max(room, 1), "bytes": self.table.bytes}
-        moved = {"bytes_in": 0, "bytes_out": 0}  # no tier is above
-        return {self._tier: {**counts, **moved, **sizes, "index_bytes": self.table.index_bytes}}
+        traffic = {"bytes_in": 0, "bytes_out": 0}  # no tier is above
+        return {self._tier: {**counts, **traffic, **sizes, "index_bytes": self.table.index_bytes}}
 
     def hit_counts(self) -> HitCounts:
         return self.table.hit_counters.total()

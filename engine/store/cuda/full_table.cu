@@ -1,8 +1,8 @@
-// The full table: one open-addressing index in device memory, lines in segments that double in size and never move, in
-// device memory or in page-locked memory of the host, which kernels read and write by its address.
+// The full table on a GPU. One open-addressing index is in device memory. Lines are in segments that double in size and
+// never move, in device memory or in page-locked host memory; kernels use both by address.
 //
-// Rows of one call are distinct, so inserting them races for slots alone, and a slot is claimed by its `row`. New rows
-// are numbered by their rank among the missing: neither numbers nor values depend on the order of threads.
+// The rows of a call are distinct, so inserts only race for slots; setting `row` claims a slot. New rows get line
+// numbers by their rank among the missing rows. So neither numbers nor values depend on the order of threads.
 #include "segments.h"
 #include "ops/cuda/items.h"
 
@@ -10,20 +10,20 @@ using namespace tierbed;
 
 namespace {
 
-// counts [3]: lines in use or erased, erased ones; what was inserted
+// counts [3]: lines ever used, erased lines, insertions
 enum Count : u32 { USED, ERASED, INSERTIONS };
 
 TIERBED_FN void claim_slot(const IndexView& index, const Slot& slot) {
-    u32 at = home_slot(index, slot.hash);
-    while (atomicCAS(&index.slots[at].row, 0u, slot.row) != 0) at = (at + 1) & index.mask;
-    index.slots[at].hash = slot.hash;
-    index.slots[at].table = slot.table;
+    u32 position = home_slot(index, slot.hash);
+    while (atomicCAS(&index.slots[position].row, 0u, slot.row) != 0) position = (position + 1) & index.mask;
+    index.slots[position].hash = slot.hash;
+    index.slots[position].table = slot.table;
 }
 
 }  // namespace
 
-// lines [n]: where each of the first `count` rows is, 0 where it is absent; missing [n]: 1 where it is absent, else 0;
-// numbers [n], unless null: its number, -1 where it is absent
+// Looks up the first `count` rows. Writes lines [n], 0 if absent; missing [n], 1 if absent, otherwise 0; and line
+// numbers [n] unless null, -1 if absent.
 extern "C" __global__ void find_rows(LineIndex index, const u64* hashes, const u32* tables, const u32* count,
                                      u64 n, u64* lines, i32* missing, i64* numbers) {
     const u64 rows = *count;
@@ -36,20 +36,19 @@ extern "C" __global__ void find_rows(LineIndex index, const u64* hashes, const u
     });
 }
 
-// ranks [n], the running sum of `missing`: gives each missing row the line of an erased row, the latest first, or one
-// behind all lines in use, and initialises it, or with `record_only` says there that it was never written. Where they
-// do not all fit, or after a fault, none comes and `nowhere` is the line of each. erased: where the number + 1
-// of each is.
+// Gives each missing row a line: the most recently erased lines first, then unused ones. ranks [n] is the running sum
+// of `missing`. Initialises the line, or with `record_only` only marks it as never written. After a fault, or if the
+// rows do not all fit, inserts none and sets all their lines to `zero_line`. *erased lists erased lines as number + 1.
 extern "C" __global__ void insert_rows(LineIndex index, const u64* counts, const u32* const* erased,
                                        const u64* hashes, const u32* tables, const u32* count, const i32* ranks, u64 n,
                                        u64* lines, InitialRow initial, const __grid_constant__ SlotHash slot_hash,
-                                       u32 record_only, u64 nowhere, u32* faults) {
+                                       u32 record_only, u64 zero_line, u32* faults) {
     const u64 used = counts[USED], free = counts[ERASED];
     const bool fits = used + static_cast<u32>(ranks[n - 1]) <= index.memory.room + free;
     if (*faults || !fits) {
         if (!fits && blockIdx.x == 0 && threadIdx.x == 0) atomicOr(faults, NO_ROOM);
         for_each(*count, [&](u64 i) {
-            if (lines[i] == 0) lines[i] = nowhere;
+            if (lines[i] == 0) lines[i] = zero_line;
         });
         return;
     }
@@ -70,37 +69,37 @@ extern "C" __global__ void insert_rows(LineIndex index, const u64* counts, const
     });
 }
 
-// After `insert_rows`.
+// Runs after `insert_rows`.
 extern "C" __global__ void count_inserted(const i32* ranks, u64 n, u64* counts, const u32* faults) {
     if (blockIdx.x != 0 || threadIdx.x != 0 || *faults) return;
     const u64 inserted = static_cast<u32>(ranks[n - 1]);
-    const u64 again = inserted < counts[ERASED] ? inserted : counts[ERASED];
-    counts[ERASED] -= again;
-    counts[USED] += inserted - again;
+    const u64 reused = inserted < counts[ERASED] ? inserted : counts[ERASED];
+    counts[ERASED] -= reused;
+    counts[USED] += inserted - reused;
     counts[INSERTIONS] += inserted;
 }
 
-// asked [tables, 2]: of the first `count` rows, those that were found are hits, where `ranks` grows is a miss.
-extern "C" __global__ void count_asked(const u32* tables, const u32* count, const i32* ranks, Counters asked) {
-    Tally counted(asked);
-    for_each(*count, [&](u64 i) { counted.add(place_of(tables[i], ranks[i] != (i ? ranks[i - 1] : 0))); });
-    counted.end();
+// Counts the first `count` rows in lookups [tables, 2]: a miss where `ranks` increases, otherwise a hit.
+extern "C" __global__ void count_lookups(const u32* tables, const u32* count, const i32* ranks, Counters lookups) {
+    Tally tally(lookups);
+    for_each(*count, [&](u64 i) { tally.add(place_of(tables[i], ranks[i] != (i ? ranks[i - 1] : 0))); });
+    tally.end();
 }
 
-// clusters [n]: the free slot before the run of slots that a row is in, for the first `count` whose line is not 0;
-// for the others more than any.
+// Writes clusters [n]: the free slot before the run of used slots with the row. Rows beyond `count` or with line 0 get
+// a value larger than any slot.
 extern "C" __global__ void find_clusters(LineIndex index, const u64* hashes, const u64* lines,
                                          const u32* count, u64 n, i64* clusters) {
     for_each(n, [&](u64 i) {
-        u32 at = home_slot(index.view, hashes[i]);
+        u32 position = home_slot(index.view, hashes[i]);
         const bool is_stored = i < *count && lines[i];
-        while (is_stored && index.view.slots[at].row) at = (at - 1) & index.view.mask;
-        clusters[i] = is_stored ? static_cast<i64>(at) : static_cast<i64>(index.view.mask) + 1;
+        while (is_stored && index.view.slots[position].row) position = (position - 1) & index.view.mask;
+        clusters[i] = is_stored ? static_cast<i64>(position) : static_cast<i64>(index.view.mask) + 1;
     });
 }
 
-// clusters [n], sorted, and order [n], the rows in that order: one thread takes all rows of a run out of the index.
-// erased [n]: number + 1 of each row, 0 for those that were not in it.
+// Erases rows. clusters [n] is sorted, and order [n] lists the rows in that order, so one thread can erase all rows of
+// a run. Writes erased [n]: line number + 1, or 0 if the row was absent.
 extern "C" __global__ void erase_rows(LineIndex index, const u64* hashes, const u32* tables, const i64* clusters,
                                       const i64* order, u64 n, u32* erased) {
     for_each(n, [&](u64 first) {
@@ -112,14 +111,14 @@ extern "C" __global__ void erase_rows(LineIndex index, const u64* hashes, const 
     });
 }
 
-// Puts the rows of an index into a larger one, empty before.
+// Inserts the rows of an index into a larger, empty one.
 extern "C" __global__ void move_rows(const Slot* slots, u64 n, Slot* larger, u32 mask) {
     for_each(n, [&](u64 i) {
         if (slots[i].row) claim_slot(IndexView{larger, mask}, slots[i]);
     });
 }
 
-// Every row by its number: hashes, tables and lines [used], and how often it was written; erased rows have no line
+// Lists rows by line number: hashes, tables, lines and update counts [used]. Erased lines are left out.
 extern "C" __global__ void list_rows(LineIndex index, u64* hashes, u32* tables, u64* lines, u32* updates) {
     for_each(u64{index.view.mask} + 1, [&](u64 i) {
         const Slot& slot = index.view.slots[i];

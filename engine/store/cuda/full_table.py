@@ -1,4 +1,4 @@
-"""The full table: its index in device memory, its lines there or in page-locked host memory."""
+"""The full table on a GPU: the index in device memory, the lines there or in page-locked host memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...ops.cuda.device import launch, struct_of, struct_type
 from ...ops.cuda.layout import HitCounters, Layout
 
 SLOT_BYTES = 16
-MIN_BITS = 10  # lines of the first segment of a table that grows, as a power of two
+MIN_BITS = 10  # log2 of the first segment's lines, if the table grows
 MAX_ROWS = (1 << 32) * 3 // 4
 PROBE_LANES, WARP = 8, 32  # as in full_table.cu
 
@@ -23,15 +23,15 @@ _INDEX = struct_type("uint64 slots", "uint32 mask", "uint64 begins room", "uint3
 
 
 class CudaFullTable:
-    """Every row in device memory, or its line in host memory that kernels access.
+    """All rows, with their lines in device memory or in host memory that kernels access.
 
-    With a capacity the table allocates all of its memory at once and never waits for the device: rows that do not fit
-    set a fault of their batch, and the step changes nothing. Without a capacity the table grows, and waits only if its
-    rows could exceed its memory.
+    With a capacity, the table allocates all its memory up front and never waits for the device. If rows do not fit, it
+    sets a fault of their batch, and the step changes nothing. Without a capacity, the table grows; it waits for the
+    device only if a batch might exceed the memory.
     """
 
     def __init__(self, layout: Layout, capacity: int | None, load: float = 0.75, on_host: bool = False) -> None:
-        """load: the maximum of rows for each slot of the index. on_host: whether lines are in host memory."""
+        """load: the maximum rows per slot of the index. on_host: True to keep lines in host memory."""
         self._layout = layout
         self.device = layout.device
         self._run = partial(launch, layout.device, layout.program("store/cuda/full_table.cu"))
@@ -41,49 +41,49 @@ class CudaFullTable:
         self._base_bits = MIN_BITS if capacity is None else max(capacity - 1, 1).bit_length()
         self._segments: list[Tensor] = []
         self._addresses = self._zeros(32, torch.int64)
-        self.room = 0  # how many rows there is memory for
-        self._max_rows = 0  # an upper bound of its rows, known without waiting
-        self.nowhere = self._zeros(layout.line_bytes, torch.uint8)  # the line of rows that do not fit
+        self.room = 0  # lines allocated
+        self._max_rows = 0  # upper bound of the row count, known without waiting
+        self.zero_line = self._zeros(layout.line_bytes, torch.uint8)  # the line of zeros for rows that do not fit
         self._slots = self._zeros(16 * SLOT_BYTES, torch.uint8)
         self._counts = self._zeros(3, torch.int64)  # as in full_table.cu
         self.hit_counters = HitCounters(layout)
-        # around reads of its rows outside of a store's calls, for a table that another thread changes as well
+        # A lock for readers outside the store's calls. A cache sets it if its prefetch thread changes the table.
         self.exclusive: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._erased = self._zeros(1, torch.int32)  # numbers + 1 of rows whose lines are free, or more
-        # its address: with a capacity nothing else moves, so captured launches keep valid addresses
-        self._erased_at = torch.full((1,), self._erased.data_ptr(), dtype=torch.int64, device=self.nowhere.device)
+        self._erased = self._zeros(1, torch.int32)  # at least the free lines, each as line number + 1
+        # Its address, read by kernels. Nothing else moves with a capacity, so captured launches stay valid.
+        self._erased_ptr = torch.full((1,), self._erased.data_ptr(), dtype=torch.int64, device=self.zero_line.device)
         if capacity is not None:
             self._grow_index(capacity)
             self._add_segment(capacity)
 
     def find(self, batch: Batch) -> Tensor:
-        """Set `batch.lines`, zero for absent rows. Returns the running count of absent rows, [size]."""
+        """Set `batch.lines`, 0 for absent rows. Returns the running count of absent rows, int32 [size]."""
         return self._find(batch, batch.lines, None).cumsum(0, dtype=torch.int32)
 
     def numbers_of(self, batch: Batch) -> Tensor:
-        """The number of each row's line, int64 [size]; -1 for absent rows. `batch.lines` is unchanged."""
+        """Return each row's line number, int64 [size]; -1 for absent rows. Does not change `batch.lines`."""
         numbers = torch.empty_like(batch.lines)
         self._find(batch, torch.empty_like(batch.lines), numbers)
         return numbers
 
     def insert_missing(self, batch: Batch, ranks: Tensor, record_only: bool = False) -> None:
-        """Insert and initialise each row whose line is zero, given what `find` returned.
+        """Insert and initialise each row whose line is 0. `ranks` is the result of `find`.
 
-        With `record_only` only the record of a line is written; it says that the row was never written. Rows without
-        room have a line of zeros, so that steps can go on until the fault is raised.
+        With `record_only`, writes only the line's record, to mark the row as never written. If the rows do not fit,
+        they all get a line of zeros, so that kernels can run until the fault is raised.
         """
         if not self._fixed:
             self._reserve(batch.size, ranks)
         n = np.uint64(batch.size)
         self._run(
-            "insert_rows", batch.size, WARP, self.index(), self._counts, self._erased_at, batch.hashes, batch.tables,
-            batch.count, ranks, n, batch.lines, self._layout.initial, SLOT_HASH, np.uint32(record_only),
-            self.nowhere, batch.faults,
+            "insert_rows", batch.size, WARP, self.index(), self._counts, self._erased_ptr, batch.hashes,
+            batch.tables, batch.count, ranks, n, batch.lines, self._layout.initial, SLOT_HASH, np.uint32(record_only),
+            self.zero_line, batch.faults,
         )  # fmt: skip
         self._run("count_inserted", min(batch.size, 1), 1, ranks, n, self._counts, batch.faults)
 
     def erase(self, batch: Batch, lines: Tensor) -> None:
-        """Drop the rows of a batch whose line is not 0 in lines [size], as `find` set it; waits for the device."""
+        """Erase the rows whose line in `lines` [size] is not 0; `find` sets `lines`. Waits for the device."""
         if batch.size == 0:
             return
         n, clusters = np.uint64(batch.size), batch.empty(torch.int64)
@@ -95,15 +95,15 @@ class CudaFullTable:
         free = int(self._counts[1])
         self.device.record_stream(self._erased)
         self._erased = torch.cat([self._erased[:free], erased[erased != 0], self._zeros(1, torch.int32)])
-        self._erased_at.fill_(self._erased.data_ptr())
+        self._erased_ptr.fill_(self._erased.data_ptr())
         self._counts[1] = len(self._erased) - 1
 
     def count(self, batch: Batch, ranks: Tensor) -> None:
-        """Count the rows that `find` found and missed as hits and misses."""
-        self._run("count_asked", batch.size, 1, batch.tables, batch.count, ranks, self.hit_counters.struct)
+        """Count the batch's hits and misses. `ranks` is the result of `find`."""
+        self._run("count_lookups", batch.size, 1, batch.tables, batch.count, ranks, self.hit_counters.struct)
 
     def counts(self) -> dict[str, int]:
-        """The counters of `metrics`; waits for the device."""
+        """Return the counters of `metrics`. Waits for the device."""
         used, erased, insertions = self._counts.tolist()
         hits, misses = self.hit_counters.total().sum(0).tolist()
         return {"resident_rows": used - erased, "hits": hits, "misses": misses, "insertions": insertions}
@@ -117,9 +117,9 @@ class CudaFullTable:
         return self.index_bytes + sum(segment.nbytes for segment in self._segments)
 
     def rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Every row: hashes, tables, lines, how often it was written; waits for the device.
+        """Return hashes, tables, lines and update counts of all rows. Waits for the device.
 
-        An erased row is listed until another row takes its line; it has a line of 0 and no writes.
+        An erased row is listed with line 0 and no updates until another row gets its line.
         """
         used = int(self._counts[0])
         hashes, lines = self._zeros(used, torch.int64), self._zeros(used, torch.int64)
@@ -128,12 +128,12 @@ class CudaFullTable:
         return hashes, tables, lines, updates
 
     def index(self) -> np.ndarray:
-        """The LineIndex of segments.h, a struct by value."""
-        mask, at = self._slots.nbytes // SLOT_BYTES - 1, self._addresses
-        return struct_of(_INDEX, slots=self._slots, mask=mask, begins=at, room=self.room, base_bits=self._base_bits)
+        """The LineIndex struct of segments.h, passed by value."""
+        mask, begins = self._slots.nbytes // SLOT_BYTES - 1, self._addresses
+        return struct_of(_INDEX, slots=self._slots, mask=mask, begins=begins, room=self.room, base_bits=self._base_bits)
 
     def _find(self, batch: Batch, lines: Tensor, numbers: Tensor | None) -> Tensor:
-        """Set lines [size]. Returns which rows are absent, int32 [size]."""
+        """Set `lines` [size]. Returns a flag for each row, int32 [size]: 1 if absent."""
         missing = batch.empty(torch.int32)
         self._run(
             "find_rows", batch.size, PROBE_LANES, self.index(), batch.hashes, batch.tables, batch.count,
@@ -141,19 +141,19 @@ class CudaFullTable:
         )  # fmt: skip
         return missing
 
-    def _reserve(self, more: int, ranks: Tensor) -> None:
-        if self._max_rows + more > self.room and more:
+    def _reserve(self, new_rows: int, ranks: Tensor) -> None:
+        if self._max_rows + new_rows > self.room and new_rows:
             used, erased, missing = torch.stack([*self._counts[:2], ranks[-1].to(torch.int64)]).tolist()  # waits
-            self._max_rows, more = used, max(missing - erased, 0)
-        self._max_rows += more
+            self._max_rows, new_rows = used, max(missing - erased, 0)
+        self._max_rows += new_rows
         if self._max_rows > MAX_ROWS:
-            raise MemoryError(f"{self._max_rows} rows; a table holds up to {MAX_ROWS}")
+            raise MemoryError(f"{self._max_rows} rows are too many: a table holds up to {MAX_ROWS}")
         self._grow_index(self._max_rows)
         while self.room < self._max_rows:
             self._add_segment(1 << (self._base_bits + len(self._segments)))
 
     def _grow_index(self, rows: int) -> None:
-        """Grow the index to a power of two of slots, which `rows` fill to `load` at most."""
+        """Grow the index by doubling, until `rows` fill it to at most `load`."""
         size = slots = self._slots.nbytes // SLOT_BYTES
         while rows > size * self._load:
             size *= 2

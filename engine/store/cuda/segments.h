@@ -1,4 +1,4 @@
-// The lines of a full table, in segments that double in size and never move.
+// The lines of a full table: segments that double in size and never move.
 #pragma once
 #include "ops/cuda/layout.h"
 #include "store/kernels/index.h"
@@ -9,7 +9,7 @@ constexpr u32 PROBE_LANES = 8;  // 8 slots are 128 bytes
 
 struct LineSegments {
     const u64* begins;  // segment k holds 1 << (base_bits + k) lines
-    u64 room;           // lines that there is memory for
+    u64 room;           // lines allocated
     u32 base_bits;
 
     TIERBED_FN u64 address(u64 row) const {
@@ -19,12 +19,12 @@ struct LineSegments {
     }
 };
 
-// Where kernels find the lines of a full table.
+// The index of a full table with its lines.
 struct LineIndex {
     IndexView view;
     LineSegments memory;
 
-    // The address of a row's line, or 0.
+    // Returns the address of the row's line, or 0 if it is absent.
     TIERBED_FN u64 find(Tile tile, u64 hash, u32 table) const {
         const u32 row = find_row(tile, view, hash, table);
         return row ? memory.address(row - 1) : 0;

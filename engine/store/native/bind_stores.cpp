@@ -14,24 +14,24 @@ namespace {
 
 Array<bool> read_tier(Tier& tier, InVector<u32> tables, InVector<u64> keys, InVector<u64> lines, bool touch) {
     require_one_length(tables, keys, lines);
-    Buffer<bool> found(keys.size());
+    Buffer<bool> is_hit(keys.size());
     without_gil([&] {
-        const RowsOf given(tables.data(), keys.data(), lines.data(), keys.size());
-        Buffer<bool> by_bucket(keys.size());
-        tier.read(given.rows(), by_bucket.data(), touch);
-        for (std::size_t i = 0; i < keys.size(); ++i) found[given.position(i)] = by_bucket[i];
+        const HashedRows hashed(tables.data(), keys.data(), lines.data(), keys.size());
+        Buffer<bool> hashed_hits(keys.size());
+        tier.read(hashed.rows(), hashed_hits.data(), touch);
+        for (std::size_t i = 0; i < keys.size(); ++i) is_hit[hashed.position(i)] = hashed_hits[i];
     });
-    return own(std::move(found));
+    return own(std::move(is_hit));
 }
 
 void write_tier(Tier& tier, InVector<u32> tables, InVector<u64> keys, InVector<u64> lines) {
     require_one_length(tables, keys, lines);
-    tier.write(RowsOf(tables.data(), keys.data(), lines.data(), keys.size()).rows());
+    tier.write(HashedRows(tables.data(), keys.data(), lines.data(), keys.size()).rows());
 }
 
 void erase_tier(Tier& tier, InVector<u32> tables, InVector<u64> keys) {
     require_one_length(tables, keys);
-    tier.erase(RowsOf(tables.data(), keys.data(), nullptr, keys.size()).rows());
+    tier.erase(HashedRows(tables.data(), keys.data(), nullptr, keys.size()).rows());
 }
 
 std::size_t gather_few(FullTable& table, InVector<u64> keys, std::optional<InVector<u64>> last_ids,
@@ -91,7 +91,7 @@ void bind_changes(nb::module_& m) {
         .def(nb::init<const FullTable&, const Layout&, Tier&>(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>())
         .def("save_before_images", nb::overload_cast<const Batch&>(&TableImage::save_before_images), Unlocked())
         .def(
-            "save_before_images_of",
+            "save_before_images_by_key",
             [](TableImage& image, InVector<u32> tables, InVector<u64> keys) {
                 require_one_length(tables, keys);
                 image.save_before_images(tables.data(), keys.data(), keys.size());
@@ -146,7 +146,7 @@ void bind_packed_rows(nb::module_& m) {
             std::vector<PackedRows> sides;
             for (const InVector<u8>& part : parts) sides.push_back(packed(part, row_bytes));
             Merged merged = without_gil([&] { return merge_parts(sides, more); });
-            return std::make_pair(own(std::move(merged.rows)), merged.taken);
+            return std::make_pair(own(std::move(merged.rows)), merged.rows_read);
         },
         "parts"_a, "more"_a, "row_bytes"_a);
     m.def(
@@ -155,8 +155,8 @@ void bind_packed_rows(nb::module_& m) {
             const PackedRows older = packed(before, row_bytes), newer = packed(after, row_bytes),
                              erased = packed(gone, KEY_BYTES);
             Merged merged = without_gil([&] { return merge_rows(older, newer, erased); });
-            const auto& taken = merged.taken;
-            return std::make_tuple(own(std::move(merged.rows)), taken[0], taken[1], taken[2], merged.both);
+            const auto& read = merged.rows_read;
+            return std::make_tuple(own(std::move(merged.rows)), read[0], read[1], read[2], merged.has_conflict);
         },
         "before"_a, "after"_a, "gone"_a, "row_bytes"_a);
 }

@@ -7,7 +7,7 @@
 namespace tierbed {
 namespace {
 
-constexpr std::size_t AHEAD = 16;  // rows whose slots are prefetched before they are probed
+constexpr std::size_t AHEAD = 16;  // how many rows ahead slots are prefetched
 
 }  // namespace
 
@@ -35,16 +35,16 @@ void ChangedRows::note(const Batch& batch) {
 }
 
 void ChangedRows::note(const u32* tables, const u64* keys, std::size_t n) {
-    const RowsOf given(tables, keys, nullptr, n);
-    add(given.rows().hashes, given.rows().tables, nullptr, {{}, given.rows().begins()});
+    const HashedRows hashed(tables, keys, nullptr, n);
+    add(hashed.rows().hashes, hashed.rows().tables, nullptr, {{}, hashed.rows().begins()});
 }
 
 void ChangedRows::merge(const ChangedRows& other) {
     parallel_for(BUCKETS, other.size(), [&](std::size_t b) {
         RowMap& bucket = buckets_[b];
-        const RowMap& more = other.buckets_[b];
-        reserve_rows(bucket, static_cast<u32>(b), bucket.size() + more.size());
-        more.for_each([&](const Slot& slot) { bucket.insert(slot.hash, slot.table, 1); });
+        const RowMap& added = other.buckets_[b];
+        reserve_rows(bucket, static_cast<u32>(b), bucket.size() + added.size());
+        added.for_each([&](const Slot& slot) { bucket.insert(slot.hash, slot.table, 1); });
     });
 }
 

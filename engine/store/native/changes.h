@@ -1,4 +1,4 @@
-// The row keys of rows that were written or erased since a snapshot.
+// The keys of rows that were written or erased since a snapshot.
 #pragma once
 #include <array>
 
@@ -7,29 +7,29 @@
 
 namespace tierbed {
 
-// A set of rows, not thread-safe.
+// A set of row keys. Not thread-safe.
 class ChangedRows {
 public:
-    // rows: how many rows it takes, about, before it grows.
+    // rows: about how many rows fit before the set grows.
     explicit ChangedRows(std::size_t rows);
     ChangedRows(const ChangedRows&) = delete;
 
-    // Adds the rows of a batch, except those with own lines.
+    // Adds a batch's rows, except rows with own lines.
     void note(const Batch& batch);
     void note(const u32* tables, const u64* keys, std::size_t n);
     // Adds the rows of another set.
     void merge(const ChangedRows& other);
 
-    // The rows of a bucket, sorted by (table, key).
+    // Returns the rows of a bucket, sorted by (table, key).
     RowKeys rows(u32 bucket) const;
     std::size_t size() const;
     std::size_t bytes() const { return bytes_of(buckets_); }
 
 private:
-    // Adds rows by bucket, repeated ones included, except those whose entry in `skipped`, which may be null, is not 0.
+    // Adds rows; they may repeat. Leaves out rows with a nonzero entry in `skipped`, unless that is null.
     void add(const u64* hashes, const u32* tables, const u64* skipped, const BucketOrder& order);
 
-    std::array<RowMap, BUCKETS> buckets_;  // each number is 1
+    std::array<RowMap, BUCKETS> buckets_;  // used as sets: all numbers are 1
 };
 
 }  // namespace tierbed

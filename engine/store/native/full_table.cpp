@@ -10,26 +10,26 @@
 
 namespace tierbed {
 
-void NumberIndex::insert(u32 bucket, u32* place, u32 line) {
+void NumberIndex::insert(u32 bucket, u32* entry, u32 line) {
     std::vector<u32>& numbers = numbers_[bucket];
     if (line > numbers.size()) numbers.resize(line, NONE);
-    numbers[line - 1] = static_cast<u32>(place - &this->line(0));
-    *place = line;
+    numbers[line - 1] = static_cast<u32>(entry - &this->line(0));
+    *entry = line;
 }
 
 std::size_t NumberIndex::bytes() const {
     std::size_t total = lines_.size();
-    for (const std::vector<u32>& of_bucket : numbers_) total += of_bucket.capacity() * sizeof(u32);
+    for (const std::vector<u32>& bucket : numbers_) total += bucket.capacity() * sizeof(u32);
     return total;
 }
 
 namespace {
 
-constexpr std::size_t AHEAD = 16;  // rows whose slots are prefetched before they are probed
-constexpr std::size_t NUMBERS_AHEAD = 64;  // the same for numbered rows, whose place takes less work
-constexpr std::size_t ROWS = 1024;  // of a task
+constexpr std::size_t AHEAD = 16;          // how many rows ahead slots are prefetched
+constexpr std::size_t NUMBERS_AHEAD = 64;  // the same for numbered rows: they are faster to locate
+constexpr std::size_t ROWS = 1024;         // rows per task
 
-// Calls body(bucket, begin, end) for the rows of each bucket.
+// Calls body(bucket, begin, end) for each bucket's rows.
 template <class Body>
 void for_each_bucket(const RowSpan& rows, const Body& body) {
     const auto begin = rows.begins();
@@ -39,7 +39,7 @@ void for_each_bucket(const RowSpan& rows, const Body& body) {
 
 }  // namespace
 
-u32 Lines::take(Arena& arena, u32 line_bytes) {
+u32 Lines::allocate(Arena& arena, u32 line_bytes) {
     if (free_) {
         const u32 row = first_free_ - 1;
         std::memcpy(&first_free_, floats(address(row, line_bytes)), sizeof first_free_);
@@ -49,14 +49,14 @@ u32 Lines::take(Arena& arena, u32 line_bytes) {
     const u64 r = static_cast<u64>(size_) + BASE;
     const u32 segment = 63 - static_cast<u32>(__builtin_clzll(r)) - BASE_BITS;
     if (segment == segments_.size()) throw std::length_error("a bucket of the table is full: 2^32 rows");
-    if (segment == count_) {
+    if (segment == segment_count_) {
         segments_[segment] = arena.allocate((static_cast<std::size_t>(BASE) << segment) * line_bytes);
-        ++count_;
+        ++segment_count_;
     }
     return size_++;
 }
 
-void Lines::give(u32 row, const LineShape& shape) {
+void Lines::release(u32 row, const LineShape& shape) {
     const u64 line = address(row, shape.line_bytes);
     record(line, shape)->updates = 0;
     std::memcpy(floats(line), &first_free_, sizeof first_free_);
@@ -69,58 +69,58 @@ FullTable::FullTable(const Layout& layout)
 
 std::size_t FullTable::find(Batch& batch) {
     const std::lock_guard lock(mutex_);
-    const u64* const own = batch.own_lines.data();
+    const u64* const own_lines = batch.own_lines.data();
     const u64* const hashes = batch.hashes.data();
     const u32 *const tables = batch.tables.data(), *const numbers = batch.numbers.data();
-    u64* const found = batch.lines.data();
+    u64* const lines = batch.lines.data();
     std::atomic<std::size_t> missing{0};
     const NumberIndex& numbered = index_.numbered();
     if (batch.numbers.size()) {
         if (!(batch.shared()->numbering == numbered.numbering))
-            throw std::invalid_argument("the batch has other numbers of ids than the table");
-        const std::size_t grain = std::max(ROWS, (batch.unique + BUCKETS - 1) / BUCKETS);  // no more tasks than counts
+            throw std::invalid_argument("the batch numbers its ids differently from the table");
+        const std::size_t grain = std::max(ROWS, (batch.unique + BUCKETS - 1) / BUCKETS);  // at most BUCKETS tasks
         parallel_ranges(batch.unique, grain, [&](std::size_t begin, std::size_t end) {
-            TableCounts::Part counted = hit_counts_.part(begin / grain);
-            u64 counts[2] = {0, 0};  // of the rows of one table, which come one after another
+            TableCounts::Part counter = hit_counts_.part(begin / grain);
+            u64 counts[2] = {0, 0};  // rows of the current table; rows of a table are contiguous
             for (std::size_t i = begin; i < end; ++i) {
                 if (i + NUMBERS_AHEAD < end) prefetch(&numbered.line(numbers[i + NUMBERS_AHEAD]));
-                if (own && own[i]) {
-                    found[i] = own[i];
+                if (own_lines && own_lines[i]) {
+                    lines[i] = own_lines[i];
                 } else {
                     const u32 line = numbered.line(numbers[i]);
-                    found[i] = line ? line_of(bucket_of(hashes[i]), line) : 0;
+                    lines[i] = line ? line_of(bucket_of(hashes[i]), line) : 0;
                     ++counts[line != 0];
                 }
                 if (i + 1 < end && tables[i + 1] == tables[i]) continue;
                 for (const bool hit : {false, true}) {
                     if (!hit) missing += counts[hit];
-                    counted.add(tables[i], hit, std::exchange(counts[hit], 0));
+                    counter.add(tables[i], hit, std::exchange(counts[hit], 0));
                 }
             }
         });
     } else {
         const auto& begins = batch.buckets().begin;
-        const auto find_in = [&, own, hashes, tables, found](std::size_t b, const auto& index) {
-            const Lines& lines = lines_[b];
+        const auto find_bucket = [&, own_lines, hashes, tables, lines](std::size_t b, const auto& index) {
+            const Lines& bucket_lines = lines_[b];
             const std::size_t begin = begins[b], end = begins[b + 1];
-            TableCounts::Part counted = hit_counts_.part(b);
+            TableCounts::Part counter = hit_counts_.part(b);
             std::size_t misses = 0;
             for (std::size_t i = begin; i < end; ++i) {
                 if (i + AHEAD < end) index.prefetch_row(hashes[i + AHEAD], tables[i + AHEAD]);
-                if (own && own[i]) {
-                    found[i] = own[i];
+                if (own_lines && own_lines[i]) {
+                    lines[i] = own_lines[i];
                     continue;
                 }
                 const u32 line = index.find(hashes[i], tables[i]);
-                found[i] = line ? lines.address(line - 1, shape_.line_bytes) : 0;
+                lines[i] = line ? bucket_lines.address(line - 1, shape_.line_bytes) : 0;
                 misses += line == 0;
-                counted.add(tables[i], line != 0);
+                counter.add(tables[i], line != 0);
             }
             missing += misses;
         };
         parallel_for(BUCKETS, batch.unique, [&](std::size_t b) {
             const Index::Reader index = index_.reader(static_cast<u32>(b));
-            numbered.numbering.size() ? find_in(b, index) : find_in(b, index.hashed);
+            numbered.numbering.size() ? find_bucket(b, index) : find_bucket(b, index.hashed);
         });
     }
     return missing;
@@ -133,7 +133,7 @@ std::size_t FullTable::gather_few(const u64* keys, std::size_t n, u64 last, floa
         hashes[i] = slot_hash(0, keys[i]);
         index_.reader(bucket_of(hashes[i])).prefetch_row(hashes[i], 0);
     }
-    u16 first[2 * FEW] = {};  // a hash table of the different ids: the index of each + 1
+    u16 first[2 * FEW] = {};  // a hash table of the distinct ids: index + 1
     std::size_t unique = 0;
     for (std::size_t i = 0; i < n; ++i) {
         const u32 bucket = bucket_of(hashes[i]), line = index_.reader(bucket).find(hashes[i], 0);
@@ -152,7 +152,7 @@ std::size_t FullTable::gather_few(const u64* keys, std::size_t n, u64 last, floa
 
 u64 FullTable::insert(u32 bucket, u64 hash, u32 table) {
     index_.reserve(bucket);
-    const u32 row = lines_[bucket].take(arena_, shape_.line_bytes) + 1;
+    const u32 row = lines_[bucket].allocate(arena_, shape_.line_bytes) + 1;
     index_.insert(bucket, hash, table, row);
     return line_of(bucket, row);
 }
@@ -177,21 +177,21 @@ void FullTable::insert_missing(Batch& batch, const Layout& layout) {
     insertions_ += used() - before;
 }
 
-void FullTable::read(const RowSpan& rows, bool* found, bool) {
+void FullTable::read(const RowSpan& rows, bool* is_hit, bool) {
     const Timer timer(reads_);
     const std::lock_guard lock(mutex_);
     for_each_bucket(rows, [&](u32 bucket, std::size_t begin, std::size_t end) {
         const Index::Reader index = index_.reader(bucket);
-        TableCounts::Part counted = hit_counts_.part(bucket);
+        TableCounts::Part counter = hit_counts_.part(bucket);
         for (std::size_t i = begin; i < end; ++i) {
             if (i + AHEAD < end) index.prefetch_row(rows.hashes[i + AHEAD], rows.tables[i + AHEAD]);
             const u32 row = index.find(rows.hashes[i], rows.tables[i]);
-            found[i] = row != 0 && record(line_of(bucket, row), shape_)->updates > 0;
-            counted.add(rows.tables[i], found[i]);
-            if (found[i]) copy_line(THREAD, rows.lines[i], line_of(bucket, row), shape_);
+            is_hit[i] = row != 0 && record(line_of(bucket, row), shape_)->updates > 0;
+            counter.add(rows.tables[i], is_hit[i]);
+            if (is_hit[i]) copy_line(THREAD, rows.lines[i], line_of(bucket, row), shape_);
         }
     });
-    bytes_out_ += static_cast<u64>(std::count(found, found + rows.n, true)) * stored_bytes_of(shape_.width);
+    bytes_out_ += static_cast<u64>(std::count(is_hit, is_hit + rows.n, true)) * stored_bytes_of(shape_.width);
 }
 
 void FullTable::write(const RowSpan& rows) {
@@ -200,7 +200,7 @@ void FullTable::write(const RowSpan& rows) {
     const std::size_t before = used();
     for_each_bucket(rows, [&](u32 bucket, std::size_t begin, std::size_t end) {
         for (std::size_t i = begin; i < end; ++i) {
-            const Index::Reader index = index_.reader(bucket);  // of the map as it is now
+            const Index::Reader index = index_.reader(bucket);  // inserts may replace the map
             if (i + AHEAD < end) index.prefetch_row(rows.hashes[i + AHEAD], rows.tables[i + AHEAD]);
             const u32 row = index.find(rows.hashes[i], rows.tables[i]);
             copy_line(THREAD, row ? line_of(bucket, row) : insert(bucket, rows.hashes[i], rows.tables[i]),
@@ -223,7 +223,7 @@ void FullTable::erase(const RowSpan& rows) {
             prefetch_to_write(line_of(bucket, row), shape_.line_bytes);
             erased.push_back(row);
         }
-        for (const u32 row : erased) lines_[bucket].give(row - 1, shape_);
+        for (const u32 row : erased) lines_[bucket].release(row - 1, shape_);
     });
 }
 

@@ -1,4 +1,4 @@
-// The full table: every row in memory, an index per bucket, lines in segments that double in size and never move.
+// The full table: all rows in memory, an index per bucket, and lines in segments that double in size and never move.
 #pragma once
 #include <array>
 #include <mutex>
@@ -14,8 +14,8 @@
 
 namespace tierbed {
 
-// The index of rows whose ids have numbers: an array of the row's line + 1, or 0. Several threads may change different
-// buckets.
+// The index of rows with numbered ids (tables of `num_embeddings` ids): an array that has each number's line + 1, or
+// 0 for an absent row. Threads may change different buckets at the same time.
 class NumberIndex {
 public:
     explicit NumberIndex(const Numbering& all) : numbering(all) {
@@ -26,16 +26,16 @@ public:
     const Numbering numbering;
 
     u32& line(u32 number) const { return reinterpret_cast<u32*>(lines_.start())[number]; }
-    // That of a row's number; null if the row's id has none.
+    // Returns the array entry of the row; null if its id has no number.
     u32* line_of(u64 hash, u32 table) const {
         if (numbering.size() == 0) return nullptr;
         const u64 key = key_of(table, hash);
         return numbering.has(table, key) ? &line(numbering.number(table, key)) : nullptr;
     }
-    // place: what `line_of` returned.
-    void insert(u32 bucket, u32* place, u32 line);
+    // entry: the result of `line_of`.
+    void insert(u32 bucket, u32* entry, u32 line);
 
-    // Calls body(table, key, line + 1) for every row of a bucket, in no order.
+    // Calls body(table, key, line + 1) for all rows in a bucket, in no order.
     template <class Body>
     void for_each(u32 bucket, const Body& body) const {
         const std::vector<u32>& numbers = numbers_[bucket];
@@ -48,29 +48,29 @@ public:
     std::size_t bytes() const;
 
 private:
-    static constexpr std::size_t MAX_HUGE = std::size_t{64} << 20;  // bytes that few rows may make resident
+    static constexpr std::size_t MAX_HUGE = std::size_t{64} << 20;  // limit for huge pages: few rows would touch all
 
-    Pages lines_;                                    // of u32 [numbers]
-    std::array<std::vector<u32>, BUCKETS> numbers_;  // of each line of a bucket, that of its latest row
+    Pages lines_;                                    // u32 [numbers]
+    std::array<std::vector<u32>, BUCKETS> numbers_;  // per line of a bucket: the number of its latest row
 };
 
-// The index of the full table: an array for ids that have numbers, and for others a map per bucket. Several threads may
-// change different buckets.
+// The index of the full table: an array for numbered ids, and a hash map per bucket for others. Threads may change
+// different buckets at the same time.
 class Index {
 public:
     explicit Index(const Numbering& numbering) : numbered_(numbering) {}
 
     const NumberIndex& numbered() const { return numbered_; }
 
-    // The rows of a bucket without numbers, valid until it changes.
+    // The hashed rows in a bucket. Valid until the bucket changes.
     struct HashedReader {
         IndexView slots;
 
-        // The row's number + 1, or 0.
+        // Returns row number + 1, or 0.
         u32 find(u64 hash, u32 table) const { return find_row(THREAD, slots, hash, table); }
         TIERBED_INLINE void prefetch_row(u64 hash, u32) const { prefetch(&slots.slots[home_slot(slots, hash)]); }
     };
-    // All rows of a bucket.
+    // All rows in a bucket.
     struct Reader {
         HashedReader hashed;
         const NumberIndex& numbered;
@@ -88,18 +88,18 @@ public:
 
     // Allocates memory for one more row.
     void reserve(u32 bucket) { reserve_rows(hashed_[bucket], bucket, hashed_[bucket].size() + 1); }
-    // The index must not have the row, and must have room.
+    // The row must be absent, and `reserve` must have made room.
     void insert(u32 bucket, u64 hash, u32 table, u32 row) {
-        u32* const place = numbered_.line_of(hash, table);
-        place ? numbered_.insert(bucket, place, row) : hashed_[bucket].insert(hash, table, row);
+        u32* const entry = numbered_.line_of(hash, table);
+        entry ? numbered_.insert(bucket, entry, row) : hashed_[bucket].insert(hash, table, row);
     }
-    // Returns the row's number + 1, or 0 if the index lacks it.
+    // Returns row number + 1, or 0 if the row is absent.
     u32 erase(u32 bucket, u64 hash, u32 table) {
-        u32* const place = numbered_.line_of(hash, table);
-        return place ? std::exchange(*place, 0u) : hashed_[bucket].erase(hash, table);
+        u32* const entry = numbered_.line_of(hash, table);
+        return entry ? std::exchange(*entry, 0u) : hashed_[bucket].erase(hash, table);
     }
 
-    // Calls body(table, key, line + 1) for every row of a bucket, in no order.
+    // Calls body(table, key, line + 1) for all rows of a bucket, in no order.
     template <class Body>
     void for_each(u32 bucket, const Body& body) const {
         numbered_.for_each(bucket, body);
@@ -112,8 +112,8 @@ private:
     std::array<RowMap, BUCKETS> hashed_;
 };
 
-// Lines, numbered from 0. Segment k has BASE << k of them, so growing moves no line and wastes no resident memory. Free
-// lines are reused first; they are linked by their first words.
+// Lines, numbered from 0. Segment k has BASE << k lines, so growing moves no line and wastes no resident memory. Free
+// lines are reused first. They form a linked list: a free line's first word is the next free line.
 class Lines {
 public:
     u64 address(u32 row, u32 line_bytes) const {
@@ -121,20 +121,20 @@ public:
         const u32 segment = 63 - static_cast<u32>(__builtin_clzll(r)) - BASE_BITS;
         return segments_[segment] + (r - (static_cast<u64>(BASE) << segment)) * line_bytes;
     }
-    u32 take(Arena& arena, u32 line_bytes);
-    // Its record becomes that of a row that was never updated.
-    void give(u32 row, const LineShape& shape);
-    u32 size() const { return size_; }  // free ones included
+    u32 allocate(Arena& arena, u32 line_bytes);
+    // Resets the line's record, so that the row counts as never updated.
+    void release(u32 row, const LineShape& shape);
+    u32 size() const { return size_; }  // includes free lines
     u32 used() const { return size_ - free_; }
 
 private:
     static constexpr u32 BASE_BITS = 4, BASE = 1u << BASE_BITS;
     std::array<u64, 32 - BASE_BITS> segments_;
-    u32 size_ = 0, count_ = 0;       // lines, segments
+    u32 size_ = 0, segment_count_ = 0;  // lines, segments
     u32 free_ = 0, first_free_ = 0;  // free lines; the number + 1 of the first
 };
 
-// A row and its line, which does not change until the row is erased.
+// A row and its line. The line does not change until the row is erased.
 struct TableRow {
     u64 key, line;
     u32 table;
@@ -146,32 +146,31 @@ public:
     explicit FullTable(const Layout& layout);
     FullTable(const FullTable&) = delete;
 
-    // Sets the lines of the batch, 0 for missing rows, and returns the number of missing rows. Rows with own lines are
-    // not looked up.
+    // Sets the batch's lines, 0 for missing rows. Returns how many are missing. Skips rows with own lines.
     std::size_t find(Batch& batch);
     static constexpr std::size_t FEW = 256;
-    // Copies the float32 embeddings of n <= FEW ids of table 0, none beyond `last`, to `out` [n, dim] without a batch.
-    // Counts as `find`. Returns how many different ids they are, or 0 if a row is missing: `out` is then undefined.
+    // Copies the float32 embeddings of n <= FEW ids in table 0 to `out` [n, dim]. Counts hits as `find`. Returns how
+    // many distinct ids they are; 0 if a row is missing or an id is above `last`, and then `out` is undefined.
     std::size_t gather_few(const u64* keys, std::size_t n, u64 last, float* out);
     void insert_missing(Batch& batch, const Layout& layout);
-    void read(const RowSpan& rows, bool* found, bool touch) override;
+    void read(const RowSpan& rows, bool* is_hit, bool touch) override;
     void write(const RowSpan& rows) override;
     void erase(const RowSpan& rows) override;
     bool on_disk() const override { return false; }
 
-    // The number of a row's line in its bucket, and its record. Counts no hit.
+    // A row's line number within its bucket, and its record. Does not count as a hit.
     struct Location {
         u32 line;
         Record record;
     };
     std::optional<Location> locate(u32 table, u64 key) const;
 
-    // The rows of a bucket, those with updates = 0 included, in no order.
+    // Returns all rows in a bucket, including rows with updates = 0. They are in no order.
     std::vector<TableRow> rows_of(u32 bucket) const;
-    // The rows of a bucket with updates > 0, packed (row_dtype) and sorted by (table, key).
+    // Returns a bucket's rows with updates > 0, packed (row_dtype) and sorted by (table, key).
     std::vector<u8> scan(u32 bucket) const;
     Metrics metrics() const;
-    // [tables, 2], hits and misses of each table
+    // Returns hits and misses of each table [tables, 2].
     std::vector<u64> hit_counts() const;
     const LineShape& shape() const { return shape_; }
 
@@ -179,17 +178,17 @@ private:
     u64 line_of(u32 bucket, u32 row) const { return lines_[bucket].address(row - 1, shape_.line_bytes); }
     u64 insert(u32 bucket, u64 hash, u32 table);
     std::vector<TableRow> list(u32 bucket) const;
-    std::size_t used() const;  // lines
+    std::size_t used() const;  // lines in use
 
     LineShape shape_;
     Arena arena_;
     Index index_;
     std::array<Lines, BUCKETS> lines_;
-    u64 insertions_ = 0;                // rows that got a line
-    u64 bytes_in_ = 0, bytes_out_ = 0;  // that a tier above wrote and read
-    Histogram reads_, writes_;          // latencies of its calls
+    u64 insertions_ = 0;                // rows that were given a line
+    u64 bytes_in_ = 0, bytes_out_ = 0;  // written and read by the tier above
+    Histogram reads_, writes_;          // call latencies
     TableCounts hit_counts_;
-    mutable std::mutex mutex_;  // several threads read and write the tier below a cache
+    mutable std::mutex mutex_;  // the cache above reads and writes from several threads
 };
 
 }  // namespace tierbed

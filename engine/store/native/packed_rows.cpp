@@ -52,8 +52,8 @@ Joined join_rows(const PackedRows& older, const PackedRows& newer) {
 Merged merge_rows(const PackedRows& before, const PackedRows& after, const PackedRows& gone) {
     const PackedRows sides[] = {before, after, gone};
     Merged merged{{}, std::vector<std::size_t>(3)};
-    std::vector<std::size_t>& read = merged.taken;
-    std::optional<RowKey> last;  // the least of the last keys: beyond it, some sides are not known yet
+    std::vector<std::size_t>& read = merged.rows_read;
+    std::optional<RowKey> last;  // the smallest last key; some sides are unknown beyond it
     for (const PackedRows& side : sides)
         if (side.count) last = std::min(last.value_or(side.row_key(side.count - 1)), side.row_key(side.count - 1));
     merged.rows.reserve((before.count + after.count) * before.row_bytes);
@@ -69,13 +69,13 @@ Merged merge_rows(const PackedRows& before, const PackedRows& after, const Packe
             const PackedRows& side = sides[replaced];
             merged.rows.insert(merged.rows.end(), side.row(read[replaced]), side.row(read[replaced] + 1));
         }
-        merged.both = merged.both || (replaced && erased);
+        merged.has_conflict = merged.has_conflict || (replaced && erased);
         for (int i = 0; i < 3; ++i) read[i] += keys[i] == least;
     }
 }
 
 Merged merge_parts(const std::vector<PackedRows>& parts, const std::vector<bool>& more) {
-    using Next = std::pair<RowKey, std::size_t>;  // the key of the next row of a part, and the part
+    using Next = std::pair<RowKey, std::size_t>;  // the key of a part's next row, and the part
     Merged merged{{}, std::vector<std::size_t>(parts.size())};
     std::priority_queue<Next, std::vector<Next>, std::greater<>> nexts;
     std::size_t bytes = 0;
@@ -87,12 +87,12 @@ Merged merge_parts(const std::vector<PackedRows>& parts, const std::vector<bool>
     while (!nexts.empty()) {
         const std::size_t i = nexts.top().second;
         nexts.pop();
-        std::size_t& taken = merged.taken[i];
-        merged.rows.insert(merged.rows.end(), parts[i].row(taken), parts[i].row(taken + 1));
-        if (++taken < parts[i].count) {
-            nexts.emplace(parts[i].row_key(taken), i);
+        std::size_t& read = merged.rows_read[i];
+        merged.rows.insert(merged.rows.end(), parts[i].row(read), parts[i].row(read + 1));
+        if (++read < parts[i].count) {
+            nexts.emplace(parts[i].row_key(read), i);
         } else if (more[i]) {
-            break;  // the next rows of this part are not known yet
+            break;  // this part's next rows are unknown
         }
     }
     return merged;

@@ -1,4 +1,4 @@
-// Checks, compares and merges packed rows of one bucket, which ascend strictly by (table, key).
+// Checks, compares and merges the packed rows of one bucket. They ascend strictly by (table, key).
 #pragma once
 #include <cstring>
 #include <optional>
@@ -11,9 +11,9 @@ namespace tierbed {
 
 constexpr std::size_t KEY_BYTES = sizeof(u32) + sizeof(u64);
 
-using RowKey = std::pair<u32, u64>;  // (table, key), in the order of rows
+using RowKey = std::pair<u32, u64>;  // (table, key); compares in row order
 
-// Packed rows of one length, or row keys alone.
+// Packed rows of equal size, or row keys alone.
 struct PackedRows {
     const u8* bytes;
     std::size_t row_bytes, count;
@@ -27,14 +27,14 @@ struct PackedRows {
     }
 };
 
-// Finds invalid rows of a bucket of a snapshot, whose rows or row keys are passed in pieces. tables: their number.
-// int32: whether keys are. part: the owner of the rows among `parts`.
+// Validates a snapshot's bucket, passed in pieces of rows or row keys. `tables` is the number of tables,
+// `int32` is true if keys are int32, and `part` is the rows' owner among `parts`.
 class RowCheck {
 public:
     RowCheck(u32 bucket, u32 tables, bool int32, u32 part, u32 parts)
         : bucket_(bucket), tables_(tables), part_(part), parts_(parts), int32_(int32) {}
 
-    // The error of the next rows, or null.
+    // Returns what is wrong with the next rows, or null.
     const char* problem(const PackedRows& rows);
 
 private:
@@ -46,22 +46,22 @@ private:
 enum State : u8 { SAME, CHANGED, NEW };
 
 struct Joined {
-    std::vector<u8> gone, state;  // for older rows: 1 if the newer ones lack it; for newer rows: their State
+    std::vector<u8> gone, state;  // per older row: 1 if the newer rows lack it; per newer row: its State
 };
 
-// Compares rows to the end of the shorter side.
+// Compares two sides up to the end of the shorter one.
 Joined join_rows(const PackedRows& older, const PackedRows& newer);
 
 struct Merged {
     std::vector<u8> rows;
-    std::vector<std::size_t> taken;  // how many rows of each side were read
-    bool both = false;               // a row key is both among the changed rows and among the erased ones
+    std::vector<std::size_t> rows_read;  // per side
+    bool has_conflict = false;           // a row key is both changed and erased
 };
 
-// Replaces or adds the rows of `after`, and removes the row keys `gone`, up to the least of the last keys.
+// Applies changed rows `after` and erased row keys `gone` to the rows `before`, up to the smallest last key.
 Merged merge_rows(const PackedRows& before, const PackedRows& after, const PackedRows& gone);
 
-// Merges parts that have no row in common, to the end of the first part of which `more` will come.
+// Merges parts without common rows, up to the end of the first part that has `more` rows to come.
 Merged merge_parts(const std::vector<PackedRows>& parts, const std::vector<bool>& more);
 
 }  // namespace tierbed

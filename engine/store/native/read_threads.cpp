@@ -15,8 +15,8 @@ std::uint64_t now(clockid_t clock) {
     return static_cast<std::uint64_t>(time.tv_sec) * 1'000'000'000 + static_cast<std::uint64_t>(time.tv_nsec);
 }
 
-// Blocks that this thread read from a disk. Only tasks with such blocks count as waiting, since threads also wait for
-// cores.
+// How many blocks this thread has read from disk. Only tasks that read blocks count as waiting for the disk; others may
+// have waited for a core.
 long blocks_read() {
     rusage usage;
     getrusage(RUSAGE_THREAD, &usage);
@@ -29,7 +29,7 @@ ReadThreads::ReadThreads(std::size_t limit)
     : cores_(std::max(1u, std::thread::hardware_concurrency())),
       limit_(limit),
       process_(getpid()),
-      wanted_(std::min(cores_, limit)) {}
+      thread_target_(std::min(cores_, limit)) {}
 
 ReadThreads::~ReadThreads() {
     {
@@ -41,30 +41,30 @@ ReadThreads::~ReadThreads() {
 }
 
 void ReadThreads::run(std::size_t tasks, const std::function<void(std::size_t)>& task) {
-    Call call{task, tasks, std::min<std::size_t>(wanted_, std::max<std::size_t>(tasks, 1)) - 1};
-    if (call.places == 0 || process_ != getpid()) {
-        take(call);
+    Call call{task, tasks, std::min<std::size_t>(thread_target_, std::max<std::size_t>(tasks, 1)) - 1};
+    if (call.joins_left == 0 || process_ != getpid()) {
+        run_tasks(call);
     } else {
         {
             const std::lock_guard lock(mutex_);
             calls_.push_back(&call);
-            ask_for(call.places);
+            wake(call.joins_left);
         }
-        take(call);
+        run_tasks(call);
         std::unique_lock lock(mutex_);
-        if (call.places) calls_.erase(std::find(calls_.begin(), calls_.end(), &call));
-        left_.wait(lock, [&] { return call.present == 0; });
+        if (call.joins_left) calls_.erase(std::find(calls_.begin(), calls_.end(), &call));
+        finished_.wait(lock, [&] { return call.present == 0; });
     }
     if (call.failure) std::rethrow_exception(call.failure);
-    learn(call);
+    adapt(call);
 }
 
-// With the lock held. Starts fewer threads if the system has no more.
-void ReadThreads::ask_for(std::size_t threads) {
+// Call with the lock held. Starts fewer threads if the system cannot start more.
+void ReadThreads::wake(std::size_t threads) {
     for (std::size_t asleep = idle_; asleep < threads; ++asleep) {
         if (threads_.size() + 1 >= limit_) break;
         try {
-            threads_.emplace_back([this] { work(); });
+            threads_.emplace_back([this] { loop(); });
         } catch (const std::exception&) {
             break;
         }
@@ -72,7 +72,7 @@ void ReadThreads::ask_for(std::size_t threads) {
     for (std::size_t i = 0; i < threads; ++i) called_.notify_one();
 }
 
-void ReadThreads::work() {
+void ReadThreads::loop() {
     std::unique_lock lock(mutex_);
     for (;;) {
         ++idle_;
@@ -80,20 +80,20 @@ void ReadThreads::work() {
         --idle_;
         if (stopping_) return;
         Call& call = *calls_.front();
-        if (--call.places == 0) calls_.pop_front();
+        if (--call.joins_left == 0) calls_.pop_front();
         ++call.present;
         lock.unlock();
-        take(call);
+        run_tasks(call);
         lock.lock();
-        if (--call.present == 0) left_.notify_all();
+        if (--call.present == 0) finished_.notify_all();
     }
 }
 
-void ReadThreads::take(Call& call) {
+void ReadThreads::run_tasks(Call& call) {
     std::uint64_t wait = 0, work = 0;
     for (std::size_t i; (i = call.next.fetch_add(1)) < call.tasks;) {
-        const std::uint64_t began = now(CLOCK_MONOTONIC), worked = now(CLOCK_THREAD_CPUTIME_ID);
-        const long before = blocks_read();
+        const std::uint64_t began = now(CLOCK_MONOTONIC), cpu_began = now(CLOCK_THREAD_CPUTIME_ID);
+        const long blocks_before = blocks_read();
         try {
             call.task(i);
         } catch (...) {
@@ -101,19 +101,19 @@ void ReadThreads::take(Call& call) {
             if (!call.failure) call.failure = std::current_exception();
             call.next = call.tasks;
         }
-        const std::uint64_t busy = now(CLOCK_THREAD_CPUTIME_ID) - worked;
+        const std::uint64_t busy = now(CLOCK_THREAD_CPUTIME_ID) - cpu_began;
         work += busy;
-        if (blocks_read() != before) wait += std::max(now(CLOCK_MONOTONIC) - began, busy) - busy;
+        if (blocks_read() != blocks_before) wait += std::max(now(CLOCK_MONOTONIC) - began, busy) - busy;
     }
     call.wait_ns += wait;
     call.work_ns += work;
 }
 
-void ReadThreads::learn(const Call& call) {
-    if (call.tasks < cores_) return;  // too few to measure
+void ReadThreads::adapt(const Call& call) {
+    if (call.tasks < cores_) return;  // too few tasks to measure
     const double ratio = static_cast<double>(call.wait_ns) / static_cast<double>(std::max<std::uint64_t>(call.work_ns, 1));
-    const double wanted = static_cast<double>(cores_) * (1 + std::min(ratio, static_cast<double>(limit_)));
-    wanted_ = std::clamp<std::size_t>((wanted_ + static_cast<std::size_t>(wanted) + 1) / 2, 1, limit_);
+    const double target = static_cast<double>(cores_) * (1 + std::min(ratio, static_cast<double>(limit_)));
+    thread_target_ = std::clamp<std::size_t>((thread_target_ + static_cast<std::size_t>(target) + 1) / 2, 1, limit_);
 }
 
 }  // namespace tierbed

@@ -20,7 +20,7 @@
 namespace tierbed {
 namespace {
 
-// In RocksDB 8.9 an argument says whether deletions are allowed however often they were forbidden; 9 has none.
+// RocksDB 8.9's argument allows deletions however often they were disabled before. RocksDB 9 has no argument.
 template <class Database>
 auto allow_deletions(Database& db, int) -> decltype(db.EnableFileDeletions(true)) {
     return db.EnableFileDeletions(true);
@@ -31,8 +31,8 @@ auto allow_deletions(Database& db, long) -> decltype(db.EnableFileDeletions()) {
 }
 
 #ifdef __SSE4_2__
-// RocksDB's checksum by the processor's instruction, which distributions build RocksDB without.
-class Generator : public rocksdb::FileChecksumGenerator {
+// RocksDB's checksum with the CPU's crc32 instruction. Linux distributions build RocksDB without it.
+class HardwareChecksum : public rocksdb::FileChecksumGenerator {
 public:
     void Update(const char* data, std::size_t n) override {
         u64 crc = crc_;
@@ -46,37 +46,37 @@ public:
     }
     void Finalize() override {
         const u32 big_endian = __builtin_bswap32(~crc_);
-        kept_.assign(reinterpret_cast<const char*>(&big_endian), sizeof big_endian);
+        checksum_.assign(reinterpret_cast<const char*>(&big_endian), sizeof big_endian);
     }
-    std::string GetChecksum() const override { return kept_; }
+    std::string GetChecksum() const override { return checksum_; }
     const char* Name() const override { return rocksdb::kStandardDbFileChecksumFuncName; }
 
 private:
     u32 crc_ = ~0u;
-    std::string kept_;
+    std::string checksum_;
 };
 
 #endif
 
-// The number of a crc32c as RocksDB keeps it in its manifest: four bytes, big-endian.
-u32 checksum_number(const std::string& kept) {
+// Decodes a crc32c from RocksDB's manifest: four bytes, big-endian.
+u32 checksum_number(const std::string& bytes) {
     u32 big_endian;
-    std::memcpy(&big_endian, kept.data(), sizeof big_endian);
+    std::memcpy(&big_endian, bytes.data(), sizeof big_endian);
     return __builtin_bswap32(big_endian);
 }
 
-// None for a file of a version without checksums.
+// Returns nothing for a file that was written by a version without checksums.
 std::optional<u32> checksum_of(const rocksdb::LiveFileStorageInfo& file) {
-    const bool known = file.file_checksum_func_name == rocksdb::kStandardDbFileChecksumFuncName;
-    return known && file.file_checksum.size() == sizeof(u32) ? std::optional(checksum_number(file.file_checksum))
-                                                             : std::nullopt;
+    const bool has_checksum = file.file_checksum_func_name == rocksdb::kStandardDbFileChecksumFuncName;
+    return has_checksum && file.file_checksum.size() == sizeof(u32) ? std::optional(checksum_number(file.file_checksum))
+                                                                    : std::nullopt;
 }
 
 }  // namespace
 
 std::unique_ptr<rocksdb::FileChecksumGenerator> make_checksum() {
 #ifdef __SSE4_2__
-    return std::make_unique<Generator>();
+    return std::make_unique<HardwareChecksum>();
 #else
     return rocksdb::GetFileChecksumGenCrc32cFactory()->CreateFileChecksumGenerator({});
 #endif
@@ -99,19 +99,19 @@ std::vector<LiveFile> RocksTier::hold_files() {
     std::vector<LiveFile> all;
     rocksdb::LiveFilesStorageInfoOptions options;
     options.include_checksum_info = true;
-    options.wal_size_for_flush = std::numeric_limits<u64>::max();  // the rows are flushed already
+    options.wal_size_for_flush = std::numeric_limits<u64>::max();  // no second flush
     {
         const std::unique_lock lock(opening_);
-        keeps_files_ = true;
+        files_held_ = true;
     }
     try {
         for (std::size_t i = 0; i < shards_.size(); ++i) {
             rocksdb::DB& db = *shards_[i]->db;
             check(call([&] { return db.DisableFileDeletions(); }), db.GetName(), "keep files");
-            std::vector<rocksdb::LiveFileStorageInfo> found;
-            check(call([&] { return db.GetLiveFilesStorageInfo(options, &found); }), db.GetName(), "list files");
-            for (const rocksdb::LiveFileStorageInfo& file : found) {
-                if (file.file_type == rocksdb::kWalFile) continue;  // it is empty
+            std::vector<rocksdb::LiveFileStorageInfo> files;
+            check(call([&] { return db.GetLiveFilesStorageInfo(options, &files); }), db.GetName(), "list files");
+            for (const rocksdb::LiveFileStorageInfo& file : files) {
+                if (file.file_type == rocksdb::kWalFile) continue;  // always empty
                 const bool replaced = !file.replacement_contents.empty();
                 all.push_back({"shard-" + std::to_string(i) + "/" + file.relative_filename, file.size,
                                checksum_of(file), replaced ? std::optional(file.replacement_contents) : std::nullopt});
@@ -128,7 +128,7 @@ void RocksTier::release_files() {
     if (process_ == getpid() && !failed())
         for (auto& shard : shards_) static_cast<void>(allow_deletions(*shard->db, 0));
     const std::unique_lock lock(opening_);
-    keeps_files_ = false;
+    files_held_ = false;
 }
 
 }  // namespace tierbed

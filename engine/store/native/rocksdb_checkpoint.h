@@ -1,4 +1,4 @@
-// The live files of a database, and checksums of files.
+// The live files of a database, and file checksums.
 #pragma once
 #include <cstddef>
 #include <memory>
@@ -13,17 +13,17 @@ class FileChecksumGenerator;
 
 namespace tierbed {
 
-// Computes the crc32c that RocksDB keeps of a file.
+// Returns a generator of RocksDB's file checksum, a crc32c.
 std::unique_ptr<rocksdb::FileChecksumGenerator> make_checksum();
 
-// The crc32c of bytes that are passed in pieces.
+// Computes the crc32c of bytes that are passed in pieces.
 class Crc32c {
 public:
     Crc32c();
     ~Crc32c();
     Crc32c(const Crc32c&) = delete;
     void update(const u8* bytes, std::size_t n);
-    u32 finish();  // called once, at the end
+    u32 finish();  // call once, at the end
 
 private:
     std::unique_ptr<rocksdb::FileChecksumGenerator> generator_;
@@ -31,9 +31,9 @@ private:
 
 struct LiveFile {
     std::string name;                    // shard-N/<file>
-    u64 bytes;                           // from its beginning; the live file may grow
-    std::optional<u32> crc32c;           // as RocksDB computed it while writing the file
-    std::optional<std::string> content;  // the bytes to copy if the live file may be replaced
+    u64 bytes;                           // the length to copy; the live file may grow
+    std::optional<u32> crc32c;           // computed by RocksDB while it wrote the file
+    std::optional<std::string> content;  // the bytes to copy instead, if RocksDB may replace the file
 };
 
 }  // namespace tierbed

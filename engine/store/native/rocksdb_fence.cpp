@@ -24,15 +24,15 @@ using WritableFile = std::unique_ptr<rocksdb::FSWritableFile>;
 
 namespace {
 
-// The checksums of files of rows that are being written, by path. RocksDB 7.8's own checksum leaves out the padding
-// between aligned blocks, so the file itself computes the checksum that RocksDB keeps.
-class Followed {
+// Checksums of the row files that RocksDB is writing, by path. RocksDB 7.8's own checksum leaves out the padding
+// between aligned blocks, so each file computes its checksum itself.
+class PendingChecksums {
 public:
     Checksum begin(const std::string& path) {
         const std::lock_guard lock(mutex_);
         return files_[path] = make_checksum();
     }
-    // Null for a file that is not followed.
+    // Returns null for a file without a pending checksum.
     Checksum end(const std::string& path) {
         const std::lock_guard lock(mutex_);
         const auto file = files_.extract(path);
@@ -41,18 +41,18 @@ public:
 
 private:
     std::mutex mutex_;
-    std::map<std::string, Checksum> files_;  // until RocksDB reads the checksum or closes the file
+    std::map<std::string, Checksum> files_;  // an entry stays until RocksDB reads the checksum or closes the file
 };
 
-// A file that RocksDB only appends to.
-class FollowedFile : public rocksdb::FSWritableFileOwnerWrapper {
+// Checksums a file as RocksDB writes it. RocksDB only appends to it.
+class ChecksummedFile : public rocksdb::FSWritableFileOwnerWrapper {
 public:
-    FollowedFile(WritableFile file, std::shared_ptr<Followed> all, const std::string& path)
+    ChecksummedFile(WritableFile file, std::shared_ptr<PendingChecksums> pending, const std::string& path)
         : FSWritableFileOwnerWrapper(std::move(file)),
-          all_(std::move(all)),
+          pending_(std::move(pending)),
           path_(path),
-          checksum_(all_->begin(path)) {}
-    ~FollowedFile() override { all_->end(path_); }
+          checksum_(pending_->begin(path)) {}
+    ~ChecksummedFile() override { pending_->end(path_); }
 
     IOStatus Append(const rocksdb::Slice& data, const IOOptions& io, Debug* debug) override {
         checksum_->Update(data.data(), data.size());
@@ -65,15 +65,15 @@ public:
     }
 
 private:
-    const std::shared_ptr<Followed> all_;
+    const std::shared_ptr<PendingChecksums> pending_;
     const std::string path_;
     const Checksum checksum_;
 };
 
-// The checksum of a followed file, which RocksDB closes before it reads the checksum.
-class OfFile : public rocksdb::FileChecksumGenerator {
+// Returns a checksum that its file has already computed. RocksDB closes the file before it asks.
+class WrittenChecksum : public rocksdb::FileChecksumGenerator {
 public:
-    explicit OfFile(Checksum checksum) : checksum_(std::move(checksum)) {}
+    explicit WrittenChecksum(Checksum checksum) : checksum_(std::move(checksum)) {}
     void Update(const char*, std::size_t) override {}
     void Finalize() override { checksum_->Finalize(); }
     std::string GetChecksum() const override { return checksum_->GetChecksum(); }
@@ -83,26 +83,26 @@ private:
     const Checksum checksum_;
 };
 
-class Checksums : public rocksdb::FileChecksumGenFactory {
+class ChecksumFactory : public rocksdb::FileChecksumGenFactory {
 public:
-    explicit Checksums(std::shared_ptr<Followed> all) : all_(std::move(all)) {}
+    explicit ChecksumFactory(std::shared_ptr<PendingChecksums> pending) : pending_(std::move(pending)) {}
 
     std::unique_ptr<rocksdb::FileChecksumGenerator> CreateFileChecksumGenerator(
         const rocksdb::FileChecksumGenContext& context) override {
-        const std::string& wanted = context.requested_checksum_func_name;
-        if (!wanted.empty() && wanted != rocksdb::kStandardDbFileChecksumFuncName) return nullptr;
-        Checksum followed = all_->end(context.file_name);
-        if (!followed) return make_checksum();
-        return std::make_unique<OfFile>(std::move(followed));
+        const std::string& name = context.requested_checksum_func_name;
+        if (!name.empty() && name != rocksdb::kStandardDbFileChecksumFuncName) return nullptr;
+        Checksum checksum = pending_->end(context.file_name);
+        if (!checksum) return make_checksum();
+        return std::make_unique<WrittenChecksum>(std::move(checksum));
     }
-    // RocksDB's own name, so that other programs can open the database with its options.
+    // RocksDB's own name for it, so that other programs can open the database with its options.
     const char* Name() const override { return "FileChecksumGenCrc32cFactory"; }
 
 private:
-    const std::shared_ptr<Followed> all_;
+    const std::shared_ptr<PendingChecksums> pending_;
 };
 
-IOStatus shut_out() { return IOStatus::IOError("the database failed inside a call"); }
+IOStatus closed_error() { return IOStatus::IOError("the database failed inside a call"); }
 
 }  // namespace
 
@@ -112,7 +112,7 @@ public:
 
     const char* Name() const override { return "tierbed"; }
 
-    const std::shared_ptr<Followed> followed = std::make_shared<Followed>();
+    const std::shared_ptr<PendingChecksums> pending = std::make_shared<PendingChecksums>();
 
     void shut() {
         const std::lock_guard guard(mutex_);
@@ -123,58 +123,58 @@ public:
 
     IOStatus NewWritableFile(const std::string& path, const FileOptions& options, WritableFile* file,
                              Debug* debug) override {
-        if (!open_) return shut_out();
+        if (!open_) return closed_error();
         const IOStatus status = target()->NewWritableFile(path, options, file, debug);
         if (status.ok() && std::filesystem::path(path).extension() == ".sst" && !options.use_direct_writes)
-            *file = std::make_unique<FollowedFile>(std::move(*file), followed, path);
+            *file = std::make_unique<ChecksummedFile>(std::move(*file), pending, path);
         return status;
     }
     IOStatus ReopenWritableFile(const std::string& path, const FileOptions& options, WritableFile* file,
                                 Debug* debug) override {
-        return open_ ? target()->ReopenWritableFile(path, options, file, debug) : shut_out();
+        return open_ ? target()->ReopenWritableFile(path, options, file, debug) : closed_error();
     }
     IOStatus ReuseWritableFile(const std::string& path, const std::string& old, const FileOptions& options,
                                WritableFile* file, Debug* debug) override {
-        return open_ ? target()->ReuseWritableFile(path, old, options, file, debug) : shut_out();
+        return open_ ? target()->ReuseWritableFile(path, old, options, file, debug) : closed_error();
     }
     IOStatus NewRandomRWFile(const std::string& path, const FileOptions& options,
                              std::unique_ptr<rocksdb::FSRandomRWFile>* file, Debug* debug) override {
-        return open_ ? target()->NewRandomRWFile(path, options, file, debug) : shut_out();
+        return open_ ? target()->NewRandomRWFile(path, options, file, debug) : closed_error();
     }
     IOStatus DeleteFile(const std::string& path, const IOOptions& io, Debug* debug) override {
-        return open_ ? target()->DeleteFile(path, io, debug) : shut_out();
+        return open_ ? target()->DeleteFile(path, io, debug) : closed_error();
     }
     IOStatus CreateDir(const std::string& path, const IOOptions& io, Debug* debug) override {
-        return open_ ? target()->CreateDir(path, io, debug) : shut_out();
+        return open_ ? target()->CreateDir(path, io, debug) : closed_error();
     }
     IOStatus CreateDirIfMissing(const std::string& path, const IOOptions& io, Debug* debug) override {
-        return open_ ? target()->CreateDirIfMissing(path, io, debug) : shut_out();
+        return open_ ? target()->CreateDirIfMissing(path, io, debug) : closed_error();
     }
     IOStatus DeleteDir(const std::string& path, const IOOptions& io, Debug* debug) override {
-        return open_ ? target()->DeleteDir(path, io, debug) : shut_out();
+        return open_ ? target()->DeleteDir(path, io, debug) : closed_error();
     }
     IOStatus RenameFile(const std::string& from, const std::string& to, const IOOptions& io, Debug* debug) override {
-        return open_ ? target()->RenameFile(from, to, io, debug) : shut_out();
+        return open_ ? target()->RenameFile(from, to, io, debug) : closed_error();
     }
     IOStatus LinkFile(const std::string& from, const std::string& to, const IOOptions& io, Debug* debug) override {
-        return open_ ? target()->LinkFile(from, to, io, debug) : shut_out();
+        return open_ ? target()->LinkFile(from, to, io, debug) : closed_error();
     }
     IOStatus Truncate(const std::string& path, std::size_t bytes, const IOOptions& io, Debug* debug) override {
-        return open_ ? target()->Truncate(path, bytes, io, debug) : shut_out();
+        return open_ ? target()->Truncate(path, bytes, io, debug) : closed_error();
     }
     IOStatus LockFile(const std::string& path, const IOOptions& io, rocksdb::FileLock** lock, Debug* debug) override {
         const std::lock_guard guard(mutex_);
-        if (!open_) return shut_out();
-        locks_.reserve(locks_.size() + 1);  // no allocation may fail once the lock is taken
+        if (!open_) return closed_error();
+        locks_.reserve(locks_.size() + 1);  // so that nothing can fail once the lock is taken
         const IOStatus status = target()->LockFile(path, io, lock, debug);
         if (status.ok()) locks_.push_back(*lock);
         return status;
     }
     IOStatus UnlockFile(rocksdb::FileLock* lock, const IOOptions& io, Debug* debug) override {
         const std::lock_guard guard(mutex_);
-        const auto found = std::find(locks_.begin(), locks_.end(), lock);
-        if (found == locks_.end()) return shut_out();
-        locks_.erase(found);
+        const auto position = std::find(locks_.begin(), locks_.end(), lock);
+        if (position == locks_.end()) return closed_error();
+        locks_.erase(position);
         return target()->UnlockFile(lock, io, debug);
     }
 
@@ -189,13 +189,13 @@ Fence::Fence() : files_(std::make_shared<Files>()), env_(rocksdb::NewCompositeEn
 Fence::~Fence() = default;
 
 std::shared_ptr<rocksdb::FileChecksumGenFactory> Fence::checksums() const {
-    return std::make_shared<Checksums>(files_->followed);
+    return std::make_shared<ChecksumFactory>(files_->pending);
 }
 
 void Fence::shut() noexcept {
     try {
         files_->shut();
-    } catch (...) {  // a lock that remains is reported by the next process that opens the folder
+    } catch (...) {  // the next process that opens the folder reports a lock that remains
     }
 }
 

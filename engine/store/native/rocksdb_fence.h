@@ -1,4 +1,4 @@
-// Keeps a failed database, which cannot be closed, away from its folder.
+// Keeps a failed database, still open, from changing its folder.
 #pragma once
 #include <memory>
 
@@ -10,19 +10,19 @@ class FileChecksumGenFactory;
 namespace tierbed {
 
 // If an exception leaves RocksDB in the middle of a call, RocksDB's locks and queues stay as they are, and closing the
-// database could hang. The database stays open instead, with its threads: after `shut` they create, remove and rename
-// no files, so another database may be opened in the same folder.
+// database could hang. So the database and its threads stay alive. After `shut`, they can no longer create, remove or
+// rename files, and another database may open the same folder.
 class Fence {
 public:
     Fence();
     ~Fence();
     Fence(const Fence&) = delete;
 
-    // The file system behind the fence.
+    // The file system to open the database with.
     rocksdb::Env* env() const { return env_.get(); }
-    // Gives RocksDB the checksums of files of rows that are written through the fence, and computes those of others.
+    // Gives RocksDB checksums that files computed while they were written through the fence, and computes all others.
     std::shared_ptr<rocksdb::FileChecksumGenFactory> checksums() const;
-    // Idempotent.
+    // May be called more than once.
     void shut() noexcept;
 
 private:

@@ -1,8 +1,8 @@
-// The metrics of a RocksTier: its own counts, and RocksDB's statistics.
+// The metrics of a RocksTier: its own counts and RocksDB's statistics.
 #include <rocksdb/cache.h>
 #include <rocksdb/db.h>
 #include <rocksdb/statistics.h>
-#if __has_include(<rocksdb/advanced_cache.h>)  // newer versions have the class there
+#if __has_include(<rocksdb/advanced_cache.h>)  // newer versions define the class here
 #include <rocksdb/advanced_cache.h>
 #endif
 
@@ -13,7 +13,7 @@ namespace tierbed {
 Metrics RocksTier::metrics() const {
     require_open();
     const std::shared_lock opened(opening_);
-    const auto sum_of = [&](const std::string& property) {  // over the shards
+    const auto sum_of = [&](const std::string& property) {  // sums over shards
         u64 total = 0, value = 0;
         for (const auto& shard : shards_)
             total += call([&] { return shard->db->GetIntProperty(property, &value); }) ? value : 0;
@@ -36,7 +36,7 @@ Metrics RocksTier::metrics() const {
         {"bytes_in", written},
         {"bytes_out", counts_.hits * row_bytes},
         {"bytes", memtables + readers + blocks},
-        {"read_threads", readers_->wanted()},
+        {"read_threads", readers_->thread_target()},
         {"memtable_bytes", memtables},
         {"index_filter_bytes", readers},
         {"block_cache_bytes", blocks},

@@ -21,7 +21,7 @@
 #include <rocksdb/version.h>
 #include <sys/resource.h>
 
-// RocksDB reads by io_uring only if the process defines this function.
+// RocksDB reads by io_uring only if the process exports this function.
 extern "C" __attribute__((visibility("default"))) bool RocksDbIOUringEnable() { return true; }
 
 namespace tierbed {
@@ -29,18 +29,18 @@ namespace {
 
 const char TABLE[] = "block_based_table_factory";
 
-[[noreturn]] void refuse(const std::string& name, const std::string& value, const std::string& reason) {
+[[noreturn]] void reject(const std::string& name, const std::string& value, const std::string& reason) {
     throw std::invalid_argument(name + "='" + value + "': " + reason);
 }
 
-constexpr int MERGED = 8;    // memtables that one flush writes
-constexpr int BUFFERS = 12;  // memtables of a shard, at most: those of a flush, and others to write to meanwhile
-constexpr std::size_t SMALLEST_BUFFER = 64 << 10;  // RocksDB raises a smaller memtable to it
-constexpr std::size_t ENTRY_BYTES = 20;            // about, of a row in a block, next to the row itself
-constexpr std::size_t BLOCK_BYTES = 64;            // about, of a block, next to its rows
-constexpr std::size_t MAX_UNUSED = 4;              // aligned blocks may waste block / MAX_UNUSED bytes
+constexpr int MERGED = 8;    // memtables that a flush merges
+constexpr int BUFFERS = 12;  // limit of memtables per shard: a flush's, and a few to write to during the flush
+constexpr std::size_t SMALLEST_BUFFER = 64 << 10;  // RocksDB's minimum for a memtable
+constexpr std::size_t ENTRY_BYTES = 20;            // approximate overhead of a row in a block
+constexpr std::size_t BLOCK_BYTES = 64;            // approximate overhead of a block
+constexpr std::size_t MAX_UNUSED = 4;              // align blocks if this wastes at most 1/4 of each
 
-// Errors are returned and thrown. A log would take disk space, and opening it would fail on a full disk.
+// RocksDB returns its errors anyway. A log would use disk space, and opening it would fail on a full disk.
 class NoLog : public rocksdb::Logger {
 public:
     NoLog() : Logger(rocksdb::FATAL_LEVEL) {}
@@ -48,21 +48,21 @@ public:
     void Logv(const char*, va_list) override {}
 };
 
-// A full disk must not make RocksDB refuse every later write, since space may be freed. The next call tries again.
-// RocksDB's own retries, which are seconds apart, would refuse it meanwhile. A failed compaction restarts by itself.
+// Lowers the severity of I/O errors, so that a call can retry once a full disk has space again. Turns off RocksDB's own
+// retries: they are seconds apart and would block that call. A failed compaction restarts by itself.
 class Recoverable : public rocksdb::EventListener {
 public:
     void OnBackgroundError(rocksdb::BackgroundErrorReason reason, rocksdb::Status* error) override {
-        const auto most = reason == rocksdb::BackgroundErrorReason::kCompaction ? rocksdb::Status::kSoftError
-                                                                                : rocksdb::Status::kHardError;
-        if (error->IsIOError() && error->severity() > most) *error = rocksdb::Status(*error, most);
+        const auto max_severity = reason == rocksdb::BackgroundErrorReason::kCompaction ? rocksdb::Status::kSoftError
+                                                                                        : rocksdb::Status::kHardError;
+        if (error->IsIOError() && error->severity() > max_severity) *error = rocksdb::Status(*error, max_severity);
     }
     void OnErrorRecoveryBegin(rocksdb::BackgroundErrorReason, rocksdb::Status, bool* automatic) override {
         *automatic = false;
     }
 };
 
-// Open files for each shard: half of the process's limit for all shards.
+// Returns the open file limit per shard. All shards together get half of the process's limit.
 int open_files(u32 shards) {
     rlimit limit{};
     if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return -1;
@@ -75,23 +75,23 @@ rocksdb::Options own_options(const RocksOptions& options) {
     table.no_block_cache = !caches_blocks(options);
     table.filter_policy.reset(rocksdb::NewBloomFilterPolicy(10));
     table.data_block_index_type = rocksdb::BlockBasedTableOptions::kDataBlockBinaryAndHash;
-    table.format_version = 5;  // read by 6.6 and later
+    table.format_version = 5;  // RocksDB 6.6 and later read it
     rocksdb::Options database;
     database.table_factory.reset(rocksdb::NewBlockBasedTableFactory(table));
     database.create_if_missing = options.create;
     database.max_open_files = open_files(options.shards);
     database.compression = rocksdb::kNoCompression;
-    // Memtables that fit in the CPU cache insert several times faster than large ones; a flush merges them.
+    // Small memtables fit in the CPU cache and insert several times faster than large ones. A flush merges them.
     database.write_buffer_size =
         std::max<std::size_t>(options.buffer_bytes / options.shards / BUFFERS, SMALLEST_BUFFER);
     database.max_write_buffer_number = BUFFERS;
     database.min_write_buffer_number_to_merge = MERGED;
     database.memtable_whole_key_filtering = true;
     database.memtable_prefix_bloom_size_ratio = 0.01;
-    // Keys of a batch ascend within a bucket, the first byte: each insertion starts at the end of the one before.
+    // A batch's keys ascend within a bucket (the first byte), so each insert starts where the last one ended.
     database.memtable_insert_with_hint_prefix_extractor.reset(rocksdb::NewFixedPrefixTransform(1));
     database.allow_concurrent_memtable_write = false;
-    // Rows are overwritten at random, and universal compaction rewrites each less often than level compaction.
+    // Rows are overwritten at random. Universal compaction rewrites a row less often than level compaction.
     database.compaction_style = rocksdb::kCompactionStyleUniversal;
     database.compaction_options_universal.min_merge_width = 4;
     database.compaction_options_universal.max_size_amplification_percent = 100;
@@ -100,7 +100,7 @@ rocksdb::Options own_options(const RocksOptions& options) {
         std::clamp(static_cast<int>(std::thread::hardware_concurrency()) / 2, 2, 8);  // shared by all databases
     database.compaction_readahead_size = 1 << 20;
     database.avoid_unnecessary_blocking_io = true;
-    database.avoid_flush_during_shutdown = true;  // without an explicit flush() the live rows are not served again
+    database.avoid_flush_during_shutdown = true;  // live rows are served again only after an explicit flush()
     database.info_log = std::make_shared<NoLog>();
     database.allow_mmap_reads = options.read_mode == "mmap";
     database.use_direct_reads = options.read_mode == "direct";
@@ -110,18 +110,19 @@ rocksdb::Options own_options(const RocksOptions& options) {
     return database;
 }
 
-void apply_all(rocksdb::Options& options, const NamedOptions& more) {
+void apply_all(rocksdb::Options& options, const NamedOptions& user_options) {
     rocksdb::ConfigOptions config;
     config.input_strings_escaped = false;
     config.invoke_prepare_options = false;
-    for (const auto& [name, value] : more) {
+    for (const auto& [name, value] : user_options) {
         const std::string option = name + "={" + value + "}";
         const rocksdb::Status status = rocksdb::GetOptionsFromString(config, options, option, &options);
-        if (!status.ok()) refuse(name, value, "RocksDB " + library_version() + ": " + status.ToString());
+        if (!status.ok()) reject(name, value, "RocksDB " + library_version() + ": " + status.ToString());
     }
-    const std::vector<rocksdb::CompressionType> known = rocksdb::GetSupportedCompressions();
+    const std::vector<rocksdb::CompressionType> supported = rocksdb::GetSupportedCompressions();
     for (const rocksdb::CompressionType type : {options.compression, options.bottommost_compression})
-        if (type != rocksdb::kDisableCompressionOption && std::find(known.begin(), known.end(), type) == known.end())
+        if (type != rocksdb::kDisableCompressionOption &&
+            std::find(supported.begin(), supported.end(), type) == supported.end())
             throw std::invalid_argument("compression: this build of RocksDB lacks it; give another");
 }
 
@@ -131,17 +132,17 @@ bool compresses(const rocksdb::Options& options) {
            (last != rocksdb::kDisableCompressionOption && last != rocksdb::kNoCompression);
 }
 
-// An aligned block is read as one page of the disk instead of two. RocksDB aligns neither compressed blocks nor sizes
-// other than powers of two. With large rows, aligned blocks would waste much space.
-void align_blocks(rocksdb::Options& options, std::size_t row_bytes, const NamedOptions& more) {
+// Reading an aligned block takes one disk page instead of two. RocksDB aligns only uncompressed blocks whose size is a
+// power of two. Large rows would leave too much of an aligned block unused.
+void align_blocks(rocksdb::Options& options, std::size_t row_bytes, const NamedOptions& user_options) {
     auto* table = options.table_factory->GetOptions<rocksdb::BlockBasedTableOptions>();
-    for (const auto& [name, value] : more)
+    for (const auto& [name, value] : user_options)
         if (name == TABLE && value.find("block_align") != std::string::npos) return;
     const std::size_t block = table->block_size, entry = row_bytes + ENTRY_BYTES;
     const std::size_t space = block - std::min(block, BLOCK_BYTES);
-    const bool is_power = (block & (block - 1)) == 0, fills = entry <= space && space % entry <= block / MAX_UNUSED;
-    const bool follows = !options.use_direct_io_for_flush_and_compaction;  // `Fence` does not see direct writes
-    table->block_align = is_power && fills && follows && !compresses(options);
+    const bool is_power = (block & (block - 1)) == 0, is_dense = entry <= space && space % entry <= block / MAX_UNUSED;
+    const bool is_checksummed = !options.use_direct_io_for_flush_and_compaction;  // `Fence` does not see direct writes
+    table->block_align = is_power && is_dense && is_checksummed && !compresses(options);
 }
 
 }  // namespace
@@ -156,7 +157,7 @@ NamedOptions parse_options(const std::string& text) {
         const std::size_t equals = text.find('=', at);
         std::string value, name = text.substr(at, equals - at);
         name.erase(name.find_last_not_of(" \t\n") + 1);
-        if (map.count(name) && !names.insert(name).second) refuse(name, map[name], "it is given twice; give it once");
+        if (map.count(name) && !names.insert(name).second) reject(name, map[name], "it is given twice; give it once");
         const rocksdb::Status rest = rocksdb::OptionTypeInfo::NextToken(text, ';', equals + 1, &end, &value);
         if (!rest.ok() || end == std::string::npos) break;
     }
@@ -169,16 +170,16 @@ bool caches_blocks(const RocksOptions& options) { return options.read_mode == "d
 
 rocksdb::Options shard_options(const RocksOptions& options, std::size_t row_bytes) {
     rocksdb::Options database = own_options(options);
-    apply_all(database, options.more);
-    align_blocks(database, row_bytes, options.more);
-    // One flush at a time: RocksDB 7 loses a flush that starts while another one of its database fails.
+    apply_all(database, options.user_options);
+    align_blocks(database, row_bytes, options.user_options);
+    // One flush at a time: RocksDB 7 loses a flush that starts while another flush of the same database fails.
     database.max_background_flushes = 1;
     database.max_background_compactions = background_threads(database).compactions;
     return database;
 }
 
-void check_options(const NamedOptions& more) {
-    shard_options({false, false, 1, 4096, 1 << 20, 1 << 20, "buffered", false, 1, more}, 64);
+void check_options(const NamedOptions& user_options) {
+    shard_options({false, false, 1, 4096, 1 << 20, 1 << 20, "buffered", false, 1, user_options}, 64);
 }
 
 std::string library_version() { return rocksdb::GetRocksVersionAsString(); }

@@ -1,4 +1,4 @@
-// The options of a RocksTier's databases: the tier's own settings, and the options that a user sets by name.
+// Options for a RocksTier's databases: the tier's own settings, and options that a user sets by name.
 #pragma once
 #include <cstddef>
 #include <string>
@@ -16,37 +16,37 @@ namespace tierbed {
 using NamedOptions = std::vector<std::pair<std::string, std::string>>;
 
 struct RocksOptions {
-    bool create;     // an existing shard that is missing is an error
-    bool read_only;  // nothing is written to the folder
+    bool create;     // false: a missing shard is an error
+    bool read_only;  // write nothing to the folder
     u32 shards;
     std::size_t block_bytes;
-    std::size_t cache_bytes;   // of RocksDB's block cache, for direct reads; other reads use the page cache
-    std::size_t buffer_bytes;  // of the memtables of all shards, at most
+    std::size_t cache_bytes;   // RocksDB's block cache, used for direct reads only; other reads use the page cache
+    std::size_t buffer_bytes;  // limit for the memtables of all shards together
     std::string read_mode;     // buffered, mmap or direct
-    bool async_io;             // used if the library has it
-    std::size_t read_threads;  // of a call, at most, the caller included
-    NamedOptions more;
+    bool async_io;             // ignored if the library cannot
+    std::size_t read_threads;  // limit per call, including the caller
+    NamedOptions user_options;
 };
 
 bool caches_blocks(const RocksOptions& options);
 
-// Options of one shard with rows of `row_bytes`, without what all shards share (cache, statistics). Throws as
-// `check_options` does.
+// Returns the options for a shard with rows of `row_bytes`, except the cache and statistics that all shards share.
+// Throws as `check_options` does.
 rocksdb::Options shard_options(const RocksOptions& options, std::size_t row_bytes);
 
-// Throws std::invalid_argument if this build of RocksDB lacks an option. engine/options/rocksdb_options.py lists those
-// that users may set.
-void check_options(const NamedOptions& more);
+// Throws std::invalid_argument if this build of RocksDB lacks an option. engine/options/rocksdb_options.py lists the
+// options that users may set.
+void check_options(const NamedOptions& user_options);
 
-// The names and values of RocksDB's options string. Throws std::invalid_argument.
+// Parses RocksDB's options string into names and values. Throws std::invalid_argument.
 NamedOptions parse_options(const std::string& text);
 
 std::string library_version();
 
-// Whether RocksDB can read by io_uring on this machine.
+// True if RocksDB can read by io_uring on this machine.
 bool has_async_io();
 
-// The threads of this process, which all databases share.
+// Threads of this process, shared by all databases.
 struct BackgroundThreads {
     int flushes, compactions;
 };

@@ -1,4 +1,4 @@
-// Throws RocksDB's errors, with the folder and a remedy.
+// Turns RocksDB's errors into exceptions that name the folder and a remedy.
 #pragma once
 #include <cerrno>
 #include <cstring>
@@ -10,7 +10,7 @@
 namespace tierbed {
 
 inline const char* remedy_of(const rocksdb::Status& status) {
-    // a write that waited for a failed compaction is incomplete, for the compaction's reason
+    // RocksDB reports a write as incomplete if it waited for a compaction that failed; its text names the reason.
     const bool waited = status.IsIncomplete() && status.ToString().find(std::strerror(ENOSPC)) != std::string::npos;
     if (status.IsNoSpace() || waited)
         return "free space on its disk and go on: unwritten rows are kept, the next call tries again";

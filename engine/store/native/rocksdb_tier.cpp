@@ -29,8 +29,8 @@ namespace tierbed {
 
 namespace {
 
-// RocksDB's destructors of globals wait for threads. If these may never end, the process exits before the destructors.
-void end_early() {
+// RocksDB's global destructors wait for its threads. If these may never end, exit before the destructors run.
+void exit_before_destructors() {
     on_exit(
         [](int status, void*) {
             std::fflush(nullptr);
@@ -39,9 +39,9 @@ void end_early() {
         nullptr);
 }
 
-// A forked child does not have the threads.
-void end_forked_children_early() {
-    static const int once = pthread_atfork(nullptr, nullptr, end_early);
+// A forked child does not have RocksDB's threads.
+void make_forked_children_exit_early() {
+    static const int once = pthread_atfork(nullptr, nullptr, exit_before_destructors);
     static_cast<void>(once);
 }
 
@@ -61,10 +61,10 @@ RocksTier::RocksTier(const std::string& folder, u32 width, const RocksOptions& o
       process_(getpid()),
       database_(std::make_unique<rocksdb::Options>(shard_options(options, stored_bytes_of(width)))),
       readers_(std::make_unique<ReadThreads>(options.read_threads)) {
-    end_forked_children_early();
+    make_forked_children_exit_early();
     rocksdb::Options& database = *database_;
     database.env = fence_->env();
-    if (database.file_checksum_gen_factory)  // with kept checksums, a checkpoint need not read the files
+    if (database.file_checksum_gen_factory)  // files carry checksums, so a checkpoint need not read them
         database.file_checksum_gen_factory = fence_->checksums();
     database.env->IncBackgroundThreadsIfNeeded(background_threads(database).flushes, rocksdb::Env::HIGH);
     auto* table = database.table_factory->GetOptions<rocksdb::BlockBasedTableOptions>();
@@ -74,7 +74,7 @@ RocksTier::RocksTier(const std::string& folder, u32 width, const RocksOptions& o
     info_ = {background_threads(database),
              database.write_buffer_size * static_cast<std::size_t>(database.max_write_buffer_number) * options.shards,
              options.async_io && has_async_io()};
-    // Shards fill evenly. Each gets one early flush, at a different fill, so that they do not all flush at once.
+    // Shards fill evenly. Each gets one early flush, at a different fill level, so that they never all flush at once.
     const u64 cycle = database.write_buffer_size * static_cast<u64>(database.min_write_buffer_number_to_merge);
     try {
         for (u32 i = 0; i < options.shards; ++i) {
@@ -85,7 +85,7 @@ RocksTier::RocksTier(const std::string& folder, u32 width, const RocksOptions& o
             shards_.push_back(std::move(shard));
         }
     } catch (...) {
-        if (failed()) leave_alone();
+        if (failed()) abandon();
         throw;
     }
 }
@@ -97,11 +97,11 @@ void RocksTier::open(Shard& shard, bool read_only, bool create) {
     shard.is_writable = !read_only;
     rocksdb::Status status = call([&] { return open_database(*database_, shard.folder, read_only, db); });
     if (status.IsNoSpace() && !read_only && !create) {
-        const rocksdb::Status of_read = call([&] { return open_database(*database_, shard.folder, true, db); });
-        if (of_read.ok()) {
-            status = of_read;
+        const rocksdb::Status read_status = call([&] { return open_database(*database_, shard.folder, true, db); });
+        if (read_status.ok()) {
+            status = read_status;
             shard.is_writable = false;
-            lacks_room_ = true;
+            is_disk_full_ = true;
         }
     }
     check(status, shard.folder, "open");
@@ -110,7 +110,7 @@ void RocksTier::open(Shard& shard, bool read_only, bool create) {
 
 void RocksTier::make_writable() {
     require_open();
-    if (!lacks_room_) return;
+    if (!is_disk_full_) return;
     for (auto& shard : shards_) {
         if (shard->is_writable) continue;
         std::unique_ptr<rocksdb::DB> opened;
@@ -120,31 +120,31 @@ void RocksTier::make_writable() {
         shard->db.swap(db);
         shard->is_writable = true;
     }
-    lacks_room_ = false;
+    is_disk_full_ = false;
 }
 
-// A forked child has the databases' memory but not their threads, which closing waits for.
+// Closing waits for the databases' threads, and a forked child does not have these threads.
 void RocksTier::close() {
-    if (process_ != getpid() || failed()) leave_alone();
+    if (process_ != getpid() || failed()) abandon();
     readers_.reset();
     try {
-        renew_lists();
-    } catch (...) {  // the rows are as durable as they were
+        rewrite_manifests();
+    } catch (...) {  // harmless: all rows are as durable as before
     }
     shards_.clear();
 }
 
-void RocksTier::leave_alone() {
+void RocksTier::abandon() {
     for (auto& shard : shards_) static_cast<void>(shard.release());
     shards_.clear();
-    static_cast<void>(fence_.release());    // the databases use its files
-    static_cast<void>(readers_.release());  // may be in a call, or belong to the parent process
+    static_cast<void>(fence_.release());    // the databases still use its file system
+    static_cast<void>(readers_.release());  // its threads may be in a call, or belong to the parent process
 }
 
 void RocksTier::fail() const noexcept {
     if (failed_.exchange(true)) return;
     fence_->shut();
-    end_early();
+    exit_before_destructors();
 }
 
 void RocksTier::require_open() const {
@@ -158,8 +158,8 @@ void RocksTier::require_open() const {
 namespace {
 
 constexpr std::size_t KEY_BYTES = 13;
-constexpr std::size_t MIN_READS = 8, MAX_READS = 256;  // keys of a MultiGet
-constexpr std::size_t BATCH_BYTES = 256u << 10;        // of a WriteBatch
+constexpr std::size_t MIN_READS = 8, MAX_READS = 256;  // keys per MultiGet
+constexpr std::size_t BATCH_BYTES = 256u << 10;        // bytes per WriteBatch
 constexpr std::chrono::milliseconds POLL(2);
 constexpr char RELOAD[] = "load the last snapshot";
 
@@ -189,30 +189,30 @@ u64 property_of(rocksdb::DB& db, const std::string& name) {
 
 }  // namespace
 
-struct RocksTier::Place {
+struct RocksTier::SortedRow {
     u64 key;
     u32 bucket, table;
-    std::size_t row;
-    Key name() const { return {bucket, table, key}; }
-    bool operator<(const Place& other) const {
+    std::size_t index;  // in the RowSpan of the call
+    Key encode() const { return {bucket, table, key}; }
+    bool operator<(const SortedRow& other) const {
         return std::tie(bucket, table, key) < std::tie(other.bucket, other.table, other.key);
     }
 };
 
-std::vector<std::vector<RocksTier::Place>> RocksTier::places_of(const RowSpan& rows) const {
+std::vector<std::vector<RocksTier::SortedRow>> RocksTier::sort_rows(const RowSpan& rows) const {
     const auto begin = rows.begins();
-    std::vector<std::vector<Place>> all(shards_.size());
+    std::vector<std::vector<SortedRow>> all(shards_.size());
     parallel_for(shards_.size(), rows.n, [&](std::size_t shard) {
-        std::vector<Place>& places = all[shard];
+        std::vector<SortedRow>& sorted = all[shard];
         for (u32 bucket = static_cast<u32>(shard); bucket < BUCKETS; bucket += static_cast<u32>(shards_.size()))
             for (std::size_t row = begin[bucket]; row < begin[bucket + 1]; ++row)
-                places.push_back({key_of(rows.tables[row], rows.hashes[row]), bucket, rows.tables[row], row});
-        std::sort(places.begin(), places.end());
+                sorted.push_back({key_of(rows.tables[row], rows.hashes[row]), bucket, rows.tables[row], row});
+        std::sort(sorted.begin(), sorted.end());
     });
     return all;
 }
 
-void RocksTier::read(const RowSpan& rows, bool* found, bool) {
+void RocksTier::read(const RowSpan& rows, bool* is_hit, bool) {
     require_open();
     const std::shared_lock opened(opening_);
     const Timer timer(counts_.fetch);
@@ -220,32 +220,32 @@ void RocksTier::read(const RowSpan& rows, bool* found, bool) {
         std::size_t shard, begin, end;
     };
     std::vector<Range> ranges;
-    const std::vector<std::vector<Place>> places = places_of(rows);
-    // with more threads, ranges are smaller, so that all threads end at about the same time
-    const std::size_t most = std::clamp(rows.n / (4 * readers_->wanted()), MIN_READS, MAX_READS);
-    for (std::size_t shard = 0; shard < places.size(); ++shard)
-        for (std::size_t begin = 0; begin < places[shard].size(); begin += most)
-            ranges.push_back({shard, begin, std::min(begin + most, places[shard].size())});
+    const std::vector<std::vector<SortedRow>> sorted = sort_rows(rows);
+    // With more threads, use smaller ranges, so that all threads end at about the same time.
+    const std::size_t range_rows = std::clamp(rows.n / (4 * readers_->thread_target()), MIN_READS, MAX_READS);
+    for (std::size_t shard = 0; shard < sorted.size(); ++shard)
+        for (std::size_t begin = 0; begin < sorted[shard].size(); begin += range_rows)
+            ranges.push_back({shard, begin, std::min(begin + range_rows, sorted[shard].size())});
     std::atomic<u64> hits{0};
     readers_->run(ranges.size(), [&](std::size_t i) {
         const auto& [shard, begin, end] = ranges[i];
-        hits += read_places(*shards_[shard]->db, rows, &places[shard][begin], end - begin, found);
+        hits += read_sorted(*shards_[shard]->db, rows, &sorted[shard][begin], end - begin, is_hit);
     });
     counts_.hits += hits;
     counts_.misses += rows.n - hits;
 }
 
-std::size_t RocksTier::read_places(rocksdb::DB& db, const RowSpan& rows, const Place* places, std::size_t n,
-                                   bool* found) const {
+std::size_t RocksTier::read_sorted(rocksdb::DB& db, const RowSpan& rows, const SortedRow* sorted, std::size_t n,
+                                   bool* is_hit) const {
     rocksdb::ReadOptions options;
     options.async_io = info_.async_io;
-    std::vector<Key> names;
+    std::vector<Key> keys;
     std::vector<rocksdb::Slice> slices;
-    names.reserve(n);
+    keys.reserve(n);
     slices.reserve(n);
     for (std::size_t i = 0; i < n; ++i) {
-        names.push_back(places[i].name());
-        slices.push_back(names.back().slice());
+        keys.push_back(sorted[i].encode());
+        slices.push_back(keys.back().slice());
     }
     std::vector<rocksdb::PinnableSlice> values(n);
     std::vector<rocksdb::Status> statuses(n);
@@ -254,9 +254,9 @@ std::size_t RocksTier::read_places(rocksdb::DB& db, const RowSpan& rows, const P
     });
     std::size_t hits = 0;
     for (std::size_t i = 0; i < n; ++i) {
-        const std::size_t row = places[i].row;
-        found[row] = !statuses[i].IsNotFound();
-        if (!found[row]) continue;
+        const std::size_t row = sorted[i].index;
+        is_hit[row] = !statuses[i].IsNotFound();
+        if (!is_hit[row]) continue;
         check(statuses[i], folder_, "read");
         check_size("row", values[i].size(), stored_bytes_of(shape_.width), folder_);
         std::memcpy(floats(rows.lines[row]), values[i].data(), values[i].size());
@@ -297,20 +297,20 @@ void RocksTier::erase(const RowSpan& rows) {
 void RocksTier::change(const RowSpan& rows, bool erase) {
     require_open();
     const std::shared_lock opened(opening_);
-    const std::vector<std::vector<Place>> all = places_of(rows);
+    const std::vector<std::vector<SortedRow>> all = sort_rows(rows);
     const std::size_t value_bytes = stored_bytes_of(shape_.width);
-    const std::size_t most_bytes = value_bytes + KEY_BYTES + 16;  // of a row in a batch, and of the batch itself
+    const std::size_t row_bytes = value_bytes + KEY_BYTES + 16;  // upper bound in a batch; covers the batch header too
     parallel_for(shards_.size(), [&](std::size_t number) {
         Shard& shard = *shards_[number];
-        const std::vector<Place>& places = all[number];
-        if (places.empty()) return;
-        // reserved at once: RocksDB may end the process if a batch cannot grow
-        rocksdb::WriteBatch batch(std::min(places.size() * most_bytes, BATCH_BYTES) + most_bytes);
-        for (const Place& place : places) {
-            const Key name = place.name();
-            const u64 line = erase ? 0 : rows.lines[place.row];
-            check(erase ? batch.Delete(name.slice())
-                        : batch.Put(name.slice(), {reinterpret_cast<const char*>(line), value_bytes}),
+        const std::vector<SortedRow>& sorted = all[number];
+        if (sorted.empty()) return;
+        // Reserve all memory first: RocksDB may end the process if a batch cannot grow.
+        rocksdb::WriteBatch batch(std::min(sorted.size() * row_bytes, BATCH_BYTES) + row_bytes);
+        for (const SortedRow& row : sorted) {
+            const Key key = row.encode();
+            const u64 line = erase ? 0 : rows.lines[row.index];
+            check(erase ? batch.Delete(key.slice())
+                        : batch.Put(key.slice(), {reinterpret_cast<const char*>(line), value_bytes}),
                   folder_, "write");
             if (batch.GetDataSize() >= BATCH_BYTES) apply(shard, batch);
         }
@@ -318,10 +318,10 @@ void RocksTier::change(const RowSpan& rows, bool erase) {
     });
 }
 
-// Retries a failed flush, which stops all writes until it succeeds. RocksDB 7 hangs in Resume if other work of the
-// database fails meanwhile, so that work is ended first, which takes a second after a failure.
+// Retries a failed flush; RocksDB stops all writes until a flush succeeds. RocksDB 7 hangs in Resume if other work of
+// the database fails at the same time. So this first waits for that work, which takes a second after a failure.
 bool RocksTier::resume(Shard& shard, const rocksdb::Status& failed) {
-    if (failed.severity() < rocksdb::Status::kHardError) return false;  // writes are not stopped
+    if (failed.severity() < rocksdb::Status::kHardError) return false;  // RocksDB has not stopped writes
     rocksdb::DB& db = *shard.db;
     while (property_of(db, rocksdb::DB::Properties::kNumRunningFlushes) ||
            property_of(db, rocksdb::DB::Properties::kNumRunningCompactions))
@@ -329,7 +329,7 @@ bool RocksTier::resume(Shard& shard, const rocksdb::Status& failed) {
     return db.Resume().ok();
 }
 
-// After a failed compaction RocksDB refuses writes that have to wait for one. They wait here until the next one fails.
+// After a failed compaction, RocksDB refuses writes that must wait for one. They wait here until another one fails.
 rocksdb::Status RocksTier::write_batch(Shard& shard, rocksdb::WriteBatch& batch) const {
     rocksdb::DB& db = *shard.db;
     rocksdb::WriteOptions options;
@@ -345,7 +345,7 @@ rocksdb::Status RocksTier::write_batch(Shard& shard, rocksdb::WriteBatch& batch)
     });
 }
 
-// Retries the write if the reason of the failure no longer exists.
+// Retries the write if the cause of its failure is gone.
 void RocksTier::apply(Shard& shard, rocksdb::WriteBatch& batch) const {
     rocksdb::Status status = write_batch(shard, batch);
     if (!status.ok()) {
@@ -354,12 +354,12 @@ void RocksTier::apply(Shard& shard, rocksdb::WriteBatch& batch) const {
     }
     check(status, folder_, "write");
     const i64 size = static_cast<i64>(batch.GetDataSize());
-    const i64 left = shard.until_flush.fetch_sub(size);
-    if (left > 0 && left <= size) static_cast<void>(flush_shard(shard, false));  // the next write reports a failure
+    const i64 remaining = shard.until_flush.fetch_sub(size);
+    if (remaining > 0 && remaining <= size) static_cast<void>(flush_shard(shard, false));  // the next write throws
     batch.Clear();
 }
 
-// Once a flush has failed, a later one may return OK before its rows are in files: RocksDB 7.8 then waits for none.
+// After a failed flush, RocksDB 7.8's Flush may return OK before the rows are in files. So this waits for them.
 rocksdb::Status RocksTier::flush_rows(rocksdb::DB& db, const rocksdb::FlushOptions& options) {
     const u64 failures = property_of(db, rocksdb::DB::Properties::kBackgroundErrors);
     rocksdb::Status status = db.Flush(options);
@@ -377,7 +377,7 @@ rocksdb::Status RocksTier::flush_shard(Shard& shard, bool wait) const {
     const std::lock_guard lock(shard.flushing);
     rocksdb::FlushOptions options;
     options.wait = wait;
-    options.allow_write_stall = true;  // else it waits for compactions, which fail while the disk is full
+    options.allow_write_stall = true;  // otherwise it waits for compactions, which fail while the disk is full
     return call([&] {
         if (!wait) return shard.db->Flush(options);
         const rocksdb::Status status = flush_rows(*shard.db, options);
@@ -397,19 +397,19 @@ void RocksTier::compact() {
     rocksdb::CompactRangeOptions options;
     options.bottommost_level_compaction = rocksdb::BottommostLevelCompaction::kForceOptimized;
     for (auto& shard : shards_) {
-        shard->lists_merged_files = true;
+        shard->manifest_is_stale = true;
         check(call([&] { return shard->db->CompactRange(options, nullptr, nullptr); }), folder_, "compact");
     }
-    renew_lists();
+    rewrite_manifests();
 }
 
-// The list of files, MANIFEST, has the first and last key of each file that was merged until RocksDB opens the database
-// again, which writes a new list. A database stays open while it is scanned or its files are held: then `close` renews
-// its list.
-void RocksTier::renew_lists() {
+// Reopens databases after a compaction: RocksDB's list of files (MANIFEST) keeps the first and last keys of merged
+// files until RocksDB opens the database again and writes a new list. Skips a database that is being scanned or whose
+// files are held; `close` handles it later.
+void RocksTier::rewrite_manifests() {
     const std::unique_lock lock(opening_);
     for (auto& shard : shards_) {
-        if (!shard->lists_merged_files || keeps_files_ || shard->db.use_count() > 1) continue;
+        if (!shard->manifest_is_stale || files_held_ || shard->db.use_count() > 1) continue;
         check(flush_shard(*shard, true), folder_, "flush");
         shard->db.reset();
         try {
@@ -418,7 +418,7 @@ void RocksTier::renew_lists() {
             fail();
             throw;
         }
-        shard->lists_merged_files = false;
+        shard->manifest_is_stale = false;
     }
 }
 

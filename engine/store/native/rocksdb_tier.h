@@ -1,10 +1,15 @@
-// The RocksDB tier: shards of buckets, one database for each, with keys (bucket u8, table u32, key u64) big-endian.
+// The RocksDB tier: the last tier of a stack, on disk. Buckets are dealt out to shards, and each shard is one RocksDB
+// database. RocksDB's key is (bucket u8, table u32, key u64), big-endian, so iterators return rows in scan order. The
+// value is the line: values and record.
 //
-// There is no write-ahead log: rows are durable after `flush`. Reads of a shard run in parallel, writes one at a time.
-// Failures throw std::runtime_error with the folder, RocksDB's status and the remedy.
+// A read sorts its rows by key and splits them into MultiGets for many threads, since a disk needs many reads in
+// flight. A write puts each shard's rows into WriteBatches. Shards write in parallel, but each shard's writes run one
+// at a time. There is no write-ahead log: `flush` makes rows durable.
 //
-// If the disk has no space to open a database for writing, it is opened read-only, until `make_writable`. After an
-// exception inside RocksDB, as when memory runs out, every call throws, and `close` does not close the databases.
+// Failures throw std::runtime_error with the folder, RocksDB's status and a remedy. Two of them have lasting effects.
+// If the disk is too full to open a database for writing, it opens read-only until `make_writable`. If an exception
+// leaves RocksDB in the middle of a call, for example because memory ran out, its locks may be held for good. Then the
+// tier has failed: all calls throw, and `close` leaves the databases open behind a `Fence`.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -39,8 +44,8 @@ struct Options;
 namespace tierbed {
 
 struct RocksInfo {
-    BackgroundThreads threads;   // of the process, which all databases share
-    std::size_t memtable_bytes;  // of all shards, at most
+    BackgroundThreads threads;   // of the process, shared by all databases
+    std::size_t memtable_bytes;  // limit for all shards together
     bool async_io;
 };
 
@@ -50,43 +55,43 @@ public:
     ~RocksTier() override;
     RocksTier(const RocksTier&) = delete;
 
-    void read(const RowSpan& rows, bool* found, bool touch) override;
+    void read(const RowSpan& rows, bool* is_hit, bool touch) override;
     void write(const RowSpan& rows) override;
     void erase(const RowSpan& rows) override;
     bool on_disk() const override { return true; }
-    // The record of a row. Counts no hit.
+    // Returns a row's record. Does not count as a hit.
     std::optional<Record> locate(u32 table, u64 key) const;
     void flush();
-    // To be called before rows are written or erased.
+    // Call before rows are written or erased.
     void make_writable();
-    // Merges all files of a shard, which drops every replaced version of a row, and its key from the list of files.
+    // Merges all files of each shard. Drops replaced row versions, and their keys from RocksDB's list of files.
     void compact();
-    // Flushes, and returns the files that have all rows written so far. RocksDB deletes none of them until
-    // `release_files`. One caller at a time.
+    // Flushes, and returns the files with all rows written so far. RocksDB deletes none of them until `release_files`.
+    // One caller at a time.
     std::vector<LiveFile> hold_files();
     void release_files();
-    void close();  // scans must be closed before; nothing may be called after
+    void close();  // close scans first; call nothing afterwards
     bool failed() const { return failed_; }
-    // For each shard, the identity of its database and the number of its last write. Compactions change neither.
+    // Returns each shard's database identity and the number of its last write. Compactions change neither.
     std::vector<std::pair<std::string, u64>> versions() const;
     Metrics metrics() const;
     RocksInfo info() const { return info_; }
 
-    // Iterates over a consistent view of all rows, by (bucket, table, key). The tier must outlive it.
+    // Iterates over a consistent view of all rows, by (bucket, table, key). Must not outlive the tier.
     class Scan {
     public:
         explicit Scan(const RocksTier& tier);
         ~Scan();
         Scan(const Scan&) = delete;
         u32 width() const { return tier_.shape_.width; }
-        // Packs up to max_rows rows of one bucket into out, and returns their number: 0 at the end.
+        // Packs up to max_rows rows of one bucket into `out`. Returns their number; 0 at the end.
         std::size_t next(u8* out, std::size_t max_rows, u32& bucket);
-        // Releases the databases. `next` throws after that.
+        // Releases the databases. Afterwards `next` throws.
         void close();
 
     private:
         struct View {
-            std::shared_ptr<rocksdb::DB> db;  // outlives the iterator
+            std::shared_ptr<rocksdb::DB> db;  // keeps the database open while the iterator exists
             std::unique_ptr<rocksdb::Iterator> iterator;
         };
 
@@ -96,28 +101,28 @@ public:
     };
 
 private:
-    struct Place;  // of a row of a call, in the order of RocksDB's keys
+    struct SortedRow;  // a row of a call; compares in RocksDB's key order
 
     struct Shard {
         std::string folder;
         std::shared_ptr<rocksdb::DB> db;
         bool is_writable;
-        bool lists_merged_files = false;
-        std::atomic<i64> until_flush{0};  // bytes until its one early flush
+        bool manifest_is_stale = false;
+        std::atomic<i64> until_flush{0};  // bytes until the shard's one early flush
         std::mutex flushing;              // held to flush, or to retry a failed flush
     };
 
-    // Since the tier was opened.
+    // Counted since the tier was opened.
     struct Counts {
         std::atomic<u64> hits{0}, misses{0}, rows_written{0}, rows_erased{0};
-        Histogram fetch, write;  // latencies of calls
+        Histogram fetch, write;  // call latencies
     };
 
-    // The rows of each shard, sorted.
-    std::vector<std::vector<Place>> places_of(const RowSpan& rows) const;
-    // Returns the number of rows found.
-    std::size_t read_places(rocksdb::DB& db, const RowSpan& rows, const Place* places, std::size_t n,
-                            bool* found) const;
+    // Returns the sorted rows of each shard.
+    std::vector<std::vector<SortedRow>> sort_rows(const RowSpan& rows) const;
+    // Reads rows with one MultiGet. Returns the number of hits.
+    std::size_t read_sorted(rocksdb::DB& db, const RowSpan& rows, const SortedRow* sorted, std::size_t n,
+                            bool* is_hit) const;
     void change(const RowSpan& rows, bool erase);
     void apply(Shard& shard, rocksdb::WriteBatch& batch) const;
     rocksdb::Status flush_shard(Shard& shard, bool wait) const;
@@ -125,10 +130,10 @@ private:
     static rocksdb::Status flush_rows(rocksdb::DB& db, const rocksdb::FlushOptions& options);
     static bool resume(Shard& shard, const rocksdb::Status& failed);
     void open(Shard& shard, bool read_only, bool create);
-    void renew_lists();
-    void leave_alone();
+    void rewrite_manifests();
+    void abandon();
     void fail() const noexcept;
-    // Calls RocksDB. If an exception leaves it, the tier fails for good.
+    // Calls RocksDB. If an exception leaves it, the tier has failed.
     template <class Call>
     auto call(const Call& body) const {
         try {
@@ -147,9 +152,9 @@ private:
     mutable std::atomic<bool> failed_{false};
     std::unique_ptr<Fence> fence_ = std::make_unique<Fence>();
     std::unique_ptr<rocksdb::Options> database_;
-    std::atomic<bool> lacks_room_{false};  // a shard is read-only because the disk is full
-    bool keeps_files_ = false;             // by `hold_files`, guarded by `opening_`
-    mutable std::shared_mutex opening_;    // shared by users of the databases, exclusive where one is opened again
+    std::atomic<bool> is_disk_full_{false};  // a shard is read-only because the disk was full
+    bool files_held_ = false;                // between `hold_files` and `release_files`; guarded by `opening_`
+    mutable std::shared_mutex opening_;      // shared to use a database, exclusive to reopen one
     RocksInfo info_{};
     std::shared_ptr<rocksdb::Cache> cache_;
     std::shared_ptr<rocksdb::Statistics> statistics_;

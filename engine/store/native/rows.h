@@ -1,5 +1,5 @@
-// Packed rows, and lists and maps of rows. A packed row is what NumPy and snapshots have: table u32, key u64, values
-// float32 [width], updates u32, step u32, without padding, little-endian.
+// Packed rows, and lists and maps of rows. NumPy and snapshots use packed rows: table u32, key u64, values float32
+// [width], updates u32, step u32, little-endian without padding.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -24,7 +24,7 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "rows are stored little
 
 inline std::size_t packed_bytes_of(u32 width) { return sizeof(u32) + sizeof(u64) + stored_bytes_of(width); }
 
-// stored: values and record as they are in a line. Returns the end of the packed row.
+// stored: values and record, as in a line. Returns the end of the packed row.
 inline u8* pack_row(u8* out, u32 table, u64 key, const void* stored, const LineShape& shape) {
     std::memcpy(out, &table, sizeof table);
     std::memcpy(out + sizeof table, &key, sizeof key);
@@ -32,16 +32,16 @@ inline u8* pack_row(u8* out, u32 table, u64 key, const void* stored, const LineS
     return out + packed_bytes_of(shape.width);
 }
 
-// Row keys of distinct rows, buckets ascending.
+// Keys of distinct rows, buckets ascending.
 struct RowKeys {
     std::vector<u32> tables;
     std::vector<u64> keys;
 };
 
-// Python's arrays of rows as a tier takes them: hashed and sorted by bucket. `lines` may be null.
-class RowsOf {
+// Rows from Python's arrays, hashed and sorted by bucket as tiers need them. `lines` may be null.
+class HashedRows {
 public:
-    RowsOf(const u32* tables, const u64* keys, const u64* lines, std::size_t n)
+    HashedRows(const u32* tables, const u64* keys, const u64* lines, std::size_t n)
         : grouped_(group_by_bucket(tables, keys, n)), tables_(n), hashes_(n), lines_(lines ? n : 0) {
         for (std::size_t i = 0; i < n; ++i) {
             const Entry& entry = grouped_.entries[i];
@@ -51,7 +51,7 @@ public:
         }
     }
     RowSpan rows() const { return {tables_.data(), hashes_.data(), lines_.data(), tables_.size()}; }
-    // The position of row i in Python's arrays.
+    // Returns the position of row i in Python's arrays.
     std::size_t position(std::size_t i) const { return grouped_.entries[i].position; }
 
 private:
@@ -60,14 +60,14 @@ private:
     Buffer<u64> hashes_, lines_;
 };
 
-// Collects rows one by one for a call of a tier.
+// Collects rows one at a time for a call to a tier.
 class RowList {
 public:
     void add(u32 table, u64 hash, u64 line) { all_.push_back({hash, line, table}); }
     void clear() { all_.clear(); }
     std::size_t size() const { return all_.size(); }
 
-    // Sorted by bucket, in the order of `add` within one. Valid until the list changes.
+    // Returns the rows by bucket, in the order of `add` within a bucket. Valid until the list changes.
     RowSpan rows() {
         const auto earlier = [](const Row& a, const Row& b) { return bucket_of(a.hash) < bucket_of(b.hash); };
         if (!std::is_sorted(all_.begin(), all_.end(), earlier)) std::stable_sort(all_.begin(), all_.end(), earlier);
@@ -91,23 +91,21 @@ private:
     std::vector<u64> hashes_, lines_;
 };
 
-// A map from rows to numbers other than 0: an open-addressing hash table that doubles as it fills. Several threads may
-// read it at once.
+// Maps rows to nonzero numbers: an open-addressing hash table that doubles as it fills. Concurrent reads are safe.
 class RowMap {
 public:
-    static constexpr std::size_t MAX_BYTES = (8 * sizeof(Slot) + 2) / 3;  // of a row: slots double at a load of 3/4
+    static constexpr std::size_t MAX_BYTES = (8 * sizeof(Slot) + 2) / 3;  // per row: slots double at a load of 3/4
 
-    // The row's number, or 0.
+    // Returns the row's number, or 0.
     u32 find(u64 hash, u32 table) const { return find_row(THREAD, view(), hash, table); }
 
-    // A pointer to the row's number, which may be changed to another than 0; null if the map lacks the row. Valid until
-    // the map changes.
+    // Points to the row's number, to change it to another except 0; null if absent. Valid until the map changes.
     u32* look_up(u64 hash, u32 table) {
         Slot& slot = slot_of(hash, table);
         return slot.row ? &slot.row : nullptr;
     }
 
-    // Allocates memory, so that `insert` cannot fail until there are that many rows.
+    // Allocates memory for `rows` rows in all, so that `insert` cannot fail.
     void reserve(std::size_t rows) {
         if (rows * 4 <= slots() * 3) return;
         std::size_t size = std::max<std::size_t>(slots(), 16);
@@ -120,7 +118,7 @@ public:
         std::swap(slots_, larger.slots_);
         std::swap(view_, larger.view_);
     }
-    // Adds the row if the map lacks it.
+    // Adds the row if it is absent.
     void insert(u64 hash, u32 table, u32 number) {
         reserve(rows_ + 1);
         Slot& slot = slot_of(hash, table);
@@ -129,7 +127,7 @@ public:
         ++rows_;
     }
 
-    // Returns the row's number, or 0 if the map lacks the row.
+    // Returns the row's number, or 0 if it was absent.
     u32 erase(u64 hash, u32 table) {
         const u32 number = erase_row(view(), hash, table);
         rows_ -= number != 0;
@@ -150,7 +148,7 @@ public:
 private:
     std::size_t slots() const { return slots_.size() / sizeof(Slot); }
 
-    // The row's slot, or the free slot where its search ends.
+    // Returns the row's slot, or the free slot at the end of its probe sequence.
     Slot& slot_of(u64 hash, u32 table) {
         const IndexView index = view();
         u32 at = home_slot(index, hash);
@@ -160,14 +158,14 @@ private:
         }
     }
 
-    static inline Slot no_row_{};  // the one slot of maps without memory, never written
-    Pages slots_;                  // of zeros: a large map takes memory where it is written, and gives back all
-    IndexView view_{&no_row_, 0};  // of the same
+    static inline Slot no_row_{};  // the only slot of a map without memory; never written
+    Pages slots_;                  // zeroed: pages become resident as they are written, and all are returned
+    IndexView view_{&no_row_, 0};  // a view of `slots_`
     std::size_t rows_ = 0;
 };
 
-// Reserves memory in the map of a bucket. Buckets fill evenly, and each grows at another load, from 1/2 in the first to
-// 3/4 in the last: no step has to grow all of them.
+// Reserves memory in a bucket's map. Buckets fill evenly, so each one grows at a different load, from 1/2 in the first
+// to 3/4 in the last. Otherwise all of them would grow in the same step.
 inline void reserve_rows(RowMap& map, u32 bucket, std::size_t rows) {
     map.reserve(rows * 3 * BUCKETS / (2 * BUCKETS + bucket));
 }

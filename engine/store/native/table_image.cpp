@@ -8,15 +8,15 @@
 namespace tierbed {
 namespace {
 
-constexpr std::size_t AHEAD = 8;  // rows whose memory is prefetched before it is used
+constexpr std::size_t AHEAD = 8;  // how many rows ahead memory is prefetched
 
 }  // namespace
 
 bool TableImage::is_read(u32 bucket, u64 hash, u32 table) const {
     if (bucket != bucket_ || !listed_) return bucket < bucket_;
-    if (at_ == rows_.size()) return true;
-    const TableRow& next = rows_[at_];
-    return at_ > 0 && (table != next.table ? table < next.table : key_of(table, hash) < next.key);
+    if (next_ == rows_.size()) return true;
+    const TableRow& next = rows_[next_];
+    return next_ > 0 && (table != next.table ? table < next.table : key_of(table, hash) < next.key);
 }
 
 void TableImage::save_before_image(u32 bucket, u64 hash, u32 table, const void* stored) {
@@ -30,7 +30,7 @@ void TableImage::save_before_image(u32 bucket, u64 hash, u32 table, const void* 
 }
 
 void TableImage::save_before_images(const Batch& batch) {
-    const u64* const own = batch.own_lines.data();
+    const u64* const own_lines = batch.own_lines.data();
     const BucketOrder& order = batch.buckets();
     parallel_for(BUCKETS, batch.unique, [&](std::size_t b) {
         const u32 bucket = static_cast<u32>(b);
@@ -44,7 +44,7 @@ void TableImage::save_before_images(const Batch& batch) {
             const std::size_t i = order.row(k);
             const u64 hash = batch.hashes[i];
             const u32 table = batch.tables[i];
-            if ((own && own[i]) || is_read(bucket, hash, table) || index.find(hash, table)) continue;
+            if ((own_lines && own_lines[i]) || is_read(bucket, hash, table) || index.find(hash, table)) continue;
             const bool is_written = record(batch.lines[i], shape_)->updates > 0;
             save_before_image(bucket, hash, table, is_written ? floats(batch.lines[i]) : nullptr);
         }
@@ -52,23 +52,23 @@ void TableImage::save_before_images(const Batch& batch) {
 }
 
 void TableImage::save_before_images(const u32* tables, const u64* keys, std::size_t n) {
-    const RowsOf given(tables, keys, nullptr, n);
+    const HashedRows hashed(tables, keys, nullptr, n);
     Buffer<u8> memory(n * shape_.line_bytes);
     u64 line = reinterpret_cast<u64>(memory.data());
     RowList unsaved;
     for (std::size_t i = 0; i < n; ++i) {
-        const u64 hash = given.rows().hashes[i];
-        const u32 table = given.rows().tables[i], bucket = bucket_of(hash);
+        const u64 hash = hashed.rows().hashes[i];
+        const u32 table = hashed.rows().tables[i], bucket = bucket_of(hash);
         if (is_read(bucket, hash, table) || before_images_[bucket].index.find(hash, table)) continue;
         unsaved.add(table, hash, line);
         line += shape_.line_bytes;
     }
     const RowSpan rows = unsaved.rows();
-    const auto found = std::make_unique<bool[]>(rows.n);
-    top_.read(rows, found.get(), false);
+    const auto is_hit = std::make_unique<bool[]>(rows.n);
+    top_.read(rows, is_hit.get(), false);
     for (std::size_t i = 0; i < rows.n; ++i)
         save_before_image(bucket_of(rows.hashes[i]), rows.hashes[i], rows.tables[i],
-                          found[i] ? floats(rows.lines[i]) : nullptr);
+                          is_hit[i] ? floats(rows.lines[i]) : nullptr);
 }
 
 std::size_t TableImage::before_image_bytes() const {
@@ -79,7 +79,7 @@ std::size_t TableImage::before_image_bytes() const {
 
 void TableImage::list(u32 bucket) {
     bucket_ = bucket;
-    at_ = 0;
+    next_ = 0;
     rows_ = table_.rows_of(bucket);
     const std::size_t bytes = packed_bytes_of(shape_.width);
     const std::vector<u8>& packed = before_images_[bucket].rows;
@@ -97,14 +97,14 @@ std::size_t TableImage::next(u8* out, std::size_t max_rows) {
     BeforeImages& saved = before_images_[bucket_];
     const std::size_t bytes = packed_bytes_of(shape_.width);
     std::size_t n = 0;
-    for (; at_ < rows_.size() && n < max_rows; ++at_) {
-        if (at_ + AHEAD < rows_.size()) {
-            const TableRow& ahead = rows_[at_ + AHEAD];
+    for (; next_ < rows_.size() && n < max_rows; ++next_) {
+        if (next_ + AHEAD < rows_.size()) {
+            const TableRow& ahead = rows_[next_ + AHEAD];
             saved.index.prefetch_slot(slot_hash(ahead.table, ahead.key));
             prefetch_bytes(ahead.line, shape_.line_bytes);
         }
-        const TableRow& row = rows_[at_];
-        if (at_ > 0 && rows_[at_ - 1].table == row.table && rows_[at_ - 1].key == row.key) continue;  // listed twice
+        const TableRow& row = rows_[next_];
+        if (next_ > 0 && rows_[next_ - 1].table == row.table && rows_[next_ - 1].key == row.key) continue;  // duplicate
         if (const u32 number = saved.index.find(slot_hash(row.table, row.key), row.table)) {
             if (number == ABSENT) continue;
             std::memcpy(out, &saved.rows[(number - 1) * bytes], bytes);
@@ -115,7 +115,7 @@ std::size_t TableImage::next(u8* out, std::size_t max_rows) {
         }
         ++n;
     }
-    if (at_ == rows_.size()) saved = {};
+    if (next_ == rows_.size()) saved = {};
     return n;
 }
 
