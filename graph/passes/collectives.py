@@ -1,6 +1,6 @@
 """The pass for steps over ranks: send rows and gradients as early as possible, and vote once.
 
-Every rank makes the collectives of a step in the same order, so that order is fixed here, at compile time.
+Every rank makes a step's collectives in the same order, so that order is fixed here, at compile time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _KINDS: dict[Any, str] = {
 
 
 class CollectiveCall(NamedTuple):
-    """One collective: `pin`, `rows` (wait for a pin's rows), `read` or `send` of an embedding, or the `vote`."""
+    """One collective: an embedding's `pin`, `rows` (wait for a pin's rows), `read` or `send`, or the `vote`."""
 
     kind: str
     embedding: EmbeddingBase | None
@@ -55,7 +55,7 @@ def sum_over_ranks(
 
 
 def common_world(embeddings: dict[str, EmbeddingBase]) -> Any:
-    """Return the world of a graph's embeddings, or None. GraphError if they differ."""
+    """Return the world that a graph's embeddings share, or None. GraphError if they differ."""
     by_world = {id(embedding.world): (path, embedding.world) for path, embedding in embeddings.items()}
     if len(by_world) > 1:
         (name, world), (other_name, other_world) = list(by_world.values())[:2]
@@ -71,9 +71,9 @@ def _world_text(world: Any) -> str:
 
 
 def pin_early(module: fx.GraphModule) -> None:
-    """Move a pin to the top of the step if pure torch ops make its ids from tensors that the step never writes.
+    """Move a pin to the top if pure torch ops make its ids from tensors that the step never writes.
 
-    A read of the same embedding stays before its pin, because the pin may evict rows.
+    A read from the same embedding stays before its pin, because the pin may evict rows.
     """
     graph = module.graph
     changed = set().union(*map(writes, graph.nodes))

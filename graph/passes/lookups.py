@@ -41,7 +41,7 @@ def share_rows(module: fx.GraphModule) -> None:
     """Make a pin reuse the unique rows of another embedding's earlier pin with the same lookups.
 
     Lookups are the same if the same torch ops make their tensors from the same tensors, and nothing in the step
-    writes to these tensors. The embeddings must agree in number of tables, key type, padding and legal ids.
+    writes to these tensors. The embeddings must have equal table counts, key types, padding and legal ids.
     """
     changed = set().union(*map(writes, module.graph.nodes))
     values: dict[Hashable, int] = {}
@@ -109,7 +109,7 @@ def prefetchable_lookups(module: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
 
 
 def sources_of(user: fx.Node, arguments: Any) -> set[fx.Node]:
-    """Return the nodes that make these arguments of `user`, including writers of their memory before `user`."""
+    """Return the nodes that make these arguments for `user`, and earlier writers to their memory."""
     used = (node for node in pytree.tree_leaves(arguments) if isinstance(node, fx.Node))
     return with_sources(used, takewhile(lambda node: node is not user, user.graph.nodes))
 
@@ -123,7 +123,7 @@ def is_repeatable(node: fx.Node, external: set[int]) -> bool:
 
 
 class SharedLookup(NamedTuple):
-    """A lookup of a batch; equal lookups of the step share it. Nodes compare by identity."""
+    """A lookup in a batch. Equal lookups in a step share it; nodes compare by identity."""
 
     lookup: Lookup
     weights: Any
@@ -196,7 +196,7 @@ def _expand_weights_grads(graph: fx.Graph, handle: int, batch: fx.Node, shared: 
 
 
 def _lookup(node: fx.Node) -> Lookup:
-    """Return the `Lookup` of a lookup node or of one of its gradient nodes. Only their first arguments differ."""
+    """Return the `Lookup` for a lookup node or its gradient nodes. Only their first arguments differ."""
     arguments: Any = node.args[1:6]
     return lookup_op.lookup_of(*arguments)
 
@@ -276,9 +276,9 @@ def _attribute(module: fx.GraphModule, handle: int, path_of: Callable[[int], str
 
 
 def _move_ids_up(graph: fx.Graph, lookups: list[fx.Node], embedding: fx.Node, name: str) -> None:
-    """Move the ops that make the ids of later lookups before the first lookup.
+    """Move the ops that make later lookups' ids before the first lookup.
 
-    If ids are made from rows of an earlier lookup, these rows are read first, because a batch is pinned as a whole.
+    If ids are made from an earlier lookup's rows, these rows are read first, because a batch is pinned as a whole.
     """
     from_first = dropwhile(lambda node: node is not lookups[0], graph.nodes)
     between = [*takewhile(lambda node: node is not lookups[-1], from_first)]

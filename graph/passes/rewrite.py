@@ -28,7 +28,7 @@ from .collectives import sum_over_ranks
 from .nodes import add_attribute, replace
 from .step_epilogue import DenseGrads, RowGrads, StepEpilogue, accumulate, apply_gradients, dense_step, schedule
 
-# targets of nodes that change rows or parameters: functions, and a method of a pinned batch
+# what nodes call to change rows or parameters: functions, and a pinned batch's method
 EFFECTS: set[Any] = {"update", sum_over_ranks, dense_step, apply_gradients, accumulate, schedule}
 _OP = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
 
@@ -65,7 +65,7 @@ def drop_double_transpose(graph: fx.Graph) -> None:
 
 
 def keep_outputs(graph: fx.Graph, count: int) -> list[fx.Node]:
-    """Cut the output to its first `count` values, detached from live tensors, and return the other values."""
+    """Cut the output to its first `count` values, detached from live tensors. Returns the other values."""
     output = graph.output_node()
     external = external_storages(graph)
     returned: Any = output.args[0]
@@ -134,7 +134,7 @@ def _replace_pin_by_reads(graph: fx.Graph, pin: fx.Node) -> None:
 
 
 def add_schedules(module: fx.GraphModule, schedulers: Iterable[LRScheduler], stepped: fx.Node | None) -> None:
-    """Add a step of each learning rate scheduler at the end. stepped: a node that is true if optimizers stepped."""
+    """Add a step for each learning rate scheduler at the end. stepped: a node that is true if optimizers stepped."""
     graph = module.graph
     with graph.inserting_before(graph.output_node()):
         for scheduler in schedulers:

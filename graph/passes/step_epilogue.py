@@ -28,7 +28,7 @@ from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.options.lookup import Lookup
 from ..trace.swap import set_grads, trace_lock
 
-# embedding, its lookups, their gradients and pooling weights; FX writes no nested named tuple
+# embedding, lookups, their gradients and pooling weights; FX cannot print a nested named tuple
 LookupGrads = tuple[Any, list[Lookup], list[Tensor], list[Tensor | None]]
 
 _NO_EFFECT_WITHOUT_GRADIENTS = ("torch.optim.", "tierbed.engine.optim.")  # for optimizers of these modules
@@ -75,7 +75,7 @@ def _does_nothing(optimizer: Optimizer) -> bool:
 
 
 def settings_of(optimizers: Sequence[Optimizer]) -> dict[str, dict[str, Any]]:
-    """Return the settings of optimizers by name and param group. Ranks compare them."""
+    """Return the optimizers' settings by name and param group. Ranks compare them."""
     return {
         f"{type(optimizer).__name__} {number}, group {index}": {
             name: _plain(value) for name, value in group.items() if name != "params"
@@ -94,7 +94,7 @@ def _plain(value: Any) -> Any:
 
 
 class DenseGrads(NamedTuple):
-    """Gradients of an optimizer's parameters, as far as backward() reached them."""
+    """An optimizer's gradients, for those parameters that backward() reached."""
 
     optimizer: Optimizer
     params: list[Tensor]
@@ -102,7 +102,7 @@ class DenseGrads(NamedTuple):
 
 
 class RowGrads(NamedTuple):
-    """The gradients of a pinned batch's lookups, and the weights that pooled them."""
+    """Gradients for a pinned batch's lookups, and the weights that pooled them."""
 
     batch: Any
     grads: list[Tensor]
@@ -119,7 +119,7 @@ class StepEpilogue:
         self.accumulate_steps = 1  # how many calls' gradients are summed
         self.mean = False  # divide the sums by `accumulate_steps`
         self.waiting_calls = 0  # calls whose gradients wait for their update
-        self.present = False  # over ranks: True if one of these calls had a batch here
+        self.present = False  # over ranks: True if this rank had a batch for one of these calls
         self._dense: dict[Optimizer, dict[Tensor, Tensor]] = {}
         self._rows: dict[EmbeddingBase, list[tuple[Lookup, Tensor]]] = {}  # unique rows and gradients, per call
 
@@ -129,7 +129,7 @@ class StepEpilogue:
         return self.max_norm is None and self.clip_value is None and self.scaler is None and self.accumulate_steps == 1
 
     def key(self) -> Hashable:
-        """Return a key of the settings that a compiled step depends on."""
+        """Return a key for the settings that a compiled step depends on."""
         return self.is_plain, self.accumulate_steps > 1, None if self.scaler is None else self.scaling()
 
     def clip_norm(self, max_norm: float | None) -> None:
@@ -155,7 +155,7 @@ class StepEpilogue:
         self.accumulate_steps, self.mean = count, mean
 
     def scaling(self) -> Hashable:
-        """Return a key for the scale tensor that a compiled step multiplies its loss by, and keeps alive."""
+        """Return a key for the scale tensor: a compiled step multiplies its loss by it and keeps it alive."""
         return None if self._scale is None else id(self._scale)
 
     @property
@@ -173,9 +173,9 @@ class StepEpilogue:
             )
 
     def add(self, looked_up: list[LookupGrads], dense: list[DenseGrads], present: bool) -> None:
-        """Add the gradients of one more call to the waiting ones, summed per row.
+        """Add one more call's gradients to the waiting ones, summed per row.
 
-        present: over ranks, True if the call is for a batch of this rank.
+        present: over ranks, True if this rank has a batch for the call.
         """
         self.present = self.present or present
         micro_batches = [
@@ -268,7 +268,7 @@ def step_dense(end: StepEpilogue, dense: list[DenseGrads], scale: float = 1.0) -
 def accumulate(
     end: StepEpilogue, rows: list[LookupGrads], dense: list[DenseGrads], collectives: Any = None, present: bool = True
 ) -> bool:
-    """Add the gradients of a call, and after the last of `accumulate_steps` calls apply their sums.
+    """Add a call's gradients, and after the last of `accumulate_steps` calls apply their sums.
 
     If that raises, say because the capacity is reached, the gradients are dropped and accumulation starts again.
 

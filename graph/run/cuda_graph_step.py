@@ -281,7 +281,7 @@ def _replayed(trained: Sequence[OpenTable], read_only: Sequence[OpenTable], clip
 
 
 def _replay_key(table: OpenTable) -> Hashable | None:
-    """Return a key of the table state that a captured graph depends on: a graph may be replayed while it is unchanged.
+    """Return a key for the table state that a captured graph depends on. A graph may be replayed while it is unchanged.
 
     None while a snapshot is saved in the background: a replay saves no before-images.
     """

@@ -82,10 +82,10 @@ class RankStepState:
 
 @dataclass(eq=False)
 class StepCollectives:
-    """The collectives of one compiled step, in order.
+    """One compiled step's collectives, in order.
 
-    trained, dense and schedulers say what the step trains, for a rank without a batch; the values of gradients in
-    dense are not used. parameters: the dense parameters by name, in the order of summation.
+    trained, dense and schedulers say what the step trains, for a rank without a batch; gradient values in dense are
+    not used. parameters: the dense parameters by name, in the order of summation.
     """
 
     _world: World
@@ -249,6 +249,6 @@ def raise_on_ranks(root: nn.Module, error: BaseException) -> None:
 
 
 def world_of(root: nn.Module) -> World | None:
-    """Return the world of the embeddings under `root`, or None."""
+    """Return the world that embeddings under `root` use, or None."""
     worlds = (module.world for module in root.modules() if isinstance(module, EmbeddingBase))
     return next((world for world in worlds if world is not None), None)

@@ -115,7 +115,7 @@ def _boxes(graph: fx.Graph, stage_of: dict[fx.Node, str], unboxed: dict[fx.Node,
 
 
 def _unboxed_names(module: fx.GraphModule) -> dict[fx.Node, str]:
-    """Return names of nodes without boxes: parameters and other kept tensors, their views, and optimizers."""
+    """Return names for nodes without boxes: parameters and other kept tensors, their views, and optimizers."""
     named: dict[fx.Node, str] = {}
     for node in module.graph.nodes:
         if LIVE in node.meta or (node.op == "get_attr" and row_source(module, node) is None):
@@ -136,7 +136,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _lines(module: fx.GraphModule, nodes: list[fx.Node], unboxed: dict[fx.Node, str]) -> Iterator[str]:
-    """Yield the lines of a box: its ops, the last op's result, and the parameters that it reads."""
+    """Yield a box's lines: its ops, the last op's result, and the parameters that it reads."""
     last = nodes[-1]
     if last.op.startswith("call"):
         names = [_op_name(node.target).removeprefix("aten.").split(".")[0] for node in nodes]
@@ -198,7 +198,7 @@ def describe(module: fx.GraphModule, node: fx.Node) -> str:
 
 
 def tensor_text(value: Tensor) -> str:
-    """Return dtype and shape of a tensor, such as `float32 [8, 12]`, and the device if it is not the CPU."""
+    """Return a tensor's dtype and shape, such as `float32 [8, 12]`, and its device unless that is the CPU."""
     dtype = str(value.dtype).removeprefix("torch.")
     return f"{dtype} {list(value.shape)}" + ("" if value.device.type == "cpu" else f" {value.device}")
 

@@ -24,11 +24,11 @@ from ..trace.names import as_path
 from .listing import STAGES, describe, stages
 from .why import RecompileLog
 
-_WAITING_SHARE = 0.1  # of the elapsed time; more gets advice
+_WAITING_SHARE = 0.1  # share in the elapsed time; more gets advice
 _CLOCK = "_clock"
 _PYTHON = "Python around"
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "convolution_backward"}
-_FUSED_SHARE = 0.25  # of a step, spent in fusible ops; more gets advice
+_FUSED_SHARE = 0.25  # share in a step spent in fusible ops; more gets advice
 
 
 def _waiting_advice(waited: float, elapsed: float) -> str:
@@ -55,7 +55,7 @@ def _core_wait_times() -> dict[str, int]:
 
 
 class Op(NamedTuple):
-    """A node of a compiled step: its name in `print(graph)`, its stage, and its result.
+    """A compiled step's node: its name in `print(graph)`, its stage, and its result.
 
     fuses: TorchInductor would fuse it with its neighbours.
     """
@@ -74,7 +74,7 @@ class Span(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One profiled step: its whole time, and the known parts of it."""
+    """One profiled step: its total time, and the known parts."""
 
     span: Span
     loader: list[Span]
@@ -117,10 +117,10 @@ class Profile:
     """Where the time of steps went. `print(profile)` shows it by stage, `print(profile.by_op())` by op.
 
     Attributes:
-        steps: the number of steps.
-        stages: the seconds of each stage, summed over all steps. `Python around` is the rest: checking the signature,
-            unpacking arguments, and the window of batches.
-        compile_seconds: the seconds spent on compiling and on adding clocks. They are not part of `stages`.
+        steps: how many steps ran.
+        stages: seconds per stage, summed over all steps. `Python around` is the rest: checking the signature,
+            unpacking arguments, and drawing batches ahead.
+        compile_seconds: seconds spent on compiling and on adding clocks, not included in `stages`.
     """
 
     def __init__(self, name: str, steps: list[Step], advice: str, may_compile: bool) -> None:
@@ -136,7 +136,7 @@ class Profile:
         self.stages = {stage: ns / 1e9 for stage, ns in spent.items() if ns}
 
     def __str__(self) -> str:
-        """Return a table with the total, the mean per step and the share of each stage.
+        """Return a table with each stage's total, mean per step and share.
 
         Lines below it suggest `compile_dense`, and report threads that waited for a core.
         """

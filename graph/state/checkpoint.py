@@ -1,6 +1,6 @@
 """Checkpoints: parameters, buffers, optimizers, schedulers, random states and rows in one folder.
 
-`graph.save` writes the checkpoint of a graph, `save_checkpoint` the checkpoint of a plain loop:
+`graph.save` writes a graph's checkpoint, `save_checkpoint` a plain loop's:
 
     checkpoint/
         graph.msgpack          plain values, sealed with a checksum; refers to tensors by name
@@ -8,7 +8,7 @@
         rows/<number>/<name>   a snapshot per embedding, in the order of the graph's modules
 
 Optimizer and scheduler states are stored as plain values and named tensors, so loading runs no code. The folder is
-written under a temporary name and renamed once all of it is on disk, so it is complete or absent. With `overwrite`,
+written under a temporary name and renamed once it is on disk, so it is complete or absent. With `overwrite`,
 the new folder is exchanged atomically with the old one, and then the old one is removed.
 
 Over ranks, each rank writes its shard of the rows. Rank 0 writes everything else, after the ranks have compared
@@ -181,7 +181,7 @@ def _atomic_folder(world: World, op: str, folder: Path, overwrite: bool) -> Iter
 
 
 def _check_same_on_ranks(world: World, op: str, plain: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Raise GraphError on all ranks if a value that training keeps equal differs between ranks."""
+    """Raise GraphError on all ranks if values that training keeps equal differ between ranks."""
     if world.size == 1:
         return
     checksums: list[dict[str, int]] = world.all_gather_object(
@@ -214,7 +214,7 @@ def select_random_state(world: World, first: Random, others: list[Random]) -> Ra
 
 
 def check_save(root: nn.Module, path: Any, overwrite: bool) -> Path:
-    """Check the path of a new checkpoint and return it. SnapshotError, InputError or GraphError."""
+    """Check a new checkpoint's path and return it. SnapshotError, InputError or GraphError."""
     world, op = shared_world(_saved_embeddings(root)), "checking a checkpoint"
     folder: Path = world.call_on_all_ranks(f"{op}: its path", lambda: _folder_of(path, overwrite))
     world.call_on_all_ranks(f"{op}: its name", lambda: None, {"name": folder.name, "overwrite": overwrite})
@@ -328,7 +328,7 @@ def _write(temporary: Path, record: dict[str, Any], tensors: dict[str, Tensor], 
 
 @contextlib.contextmanager
 def _snapshot_errors(folder: Path) -> Iterator[None]:
-    """Raise errors of the block as SnapshotError about the checkpoint `folder`."""
+    """Raise the block's errors as SnapshotError about the checkpoint `folder`."""
     try:
         yield
     except UnsyncedError as error:
@@ -394,7 +394,7 @@ def load(
 
 
 def copied(state: Mapping[str, Any]) -> Any:
-    """Return a copy of a state in host memory. Lazy parameters have no values yet and are kept as they are."""
+    """Copy a state to host memory. Lazy parameters, which have no values yet, are kept as they are."""
     copy = tree_map_only(Tensor, lambda t: t if is_lazy(t) else t.detach().to("cpu", copy=True), dict(state))
     return StateDict(copy, versions_of(state))
 

@@ -41,7 +41,7 @@ def check_nothing_accumulated(end: StepEpilogue) -> None:
 
 
 class Training(NamedTuple):
-    """The optimizers, schedulers and scaler of a model. owner and remedies are for error texts."""
+    """A model's optimizers, schedulers and scaler. owner and remedies are for error texts."""
 
     optimizers: Sequence[Optimizer]
     rows: Sequence[RowOptimizer]
@@ -192,8 +192,8 @@ def _kind(value: Any) -> str:
 def check_can_step(optimizer: Optimizer, where: str) -> None:
     """Raise GraphError or one of MALFORMED if an optimizer cannot step with its loaded state.
 
-    A torch optimizer accepts any state and raises only in the step. For an optimizer of torch.optim, this steps a
-    copy with a tiny parameter (two elements per dimension), whose state shows what the loaded states must look like.
+    A torch optimizer accepts any state and raises only in the step. For optimizers in torch.optim, this steps a copy
+    with a tiny parameter (two elements per dimension), whose state shows what the loaded states must look like.
     """
     optimizer = optimizer.optimizer if isinstance(optimizer, EagerOptimizer) else optimizer
     cls: Any = type(optimizer)
@@ -269,7 +269,7 @@ def drop_row_state(root: nn.Module, state: dict[str, Any], optimizers: bool) -> 
 
 
 def with_rank_states(root: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the extra state with the random states of all ranks. All ranks call this."""
+    """Return the extra state with all ranks' random states. All ranks call this."""
     other_ranks = gather_random_states(shared_world(embeddings_of(root)), "state_dict() of a graph", state["random"])
     return {**state, "ranks": other_ranks} if other_ranks else state
 

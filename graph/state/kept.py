@@ -20,15 +20,15 @@ STATE, TENSORS, ROWS = CHECKPOINT, "tensors.safetensors", "rows"
 FORMATS = {"graph": 2, "loop": 3}
 CALLS = {"graph": ("graph.save", "graph.load"), "loop": ("save_checkpoint", "load_checkpoint")}
 _CHUNK = 1 << 24
-# what reading or loading a value of the wrong type raises
+# raised when a value with a wrong type is read or loaded
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, AssertionError, RuntimeError, ArithmeticError)
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A checkpoint on disk. of: "graph" or "loop". rows: the snapshot of each embedding, by its path in the model.
+    """A checkpoint on disk. of: "graph" or "loop". rows: each embedding's snapshot, by its path in the model.
 
-    bytes: size of all files, including those shared with a store folder.
+    bytes: total file size, including files shared with a store folder.
     """
 
     path: Path
@@ -76,7 +76,7 @@ def kept(folder: Path) -> Kept:
 
 
 def read_format(folder: Path) -> dict[str, Any]:
-    """Read the record of a checkpoint, and check its format and the types of its fields. OSError, ValueError."""
+    """Read a checkpoint's record, and check its format and field types. OSError, ValueError."""
     record: Any = unseal(read_record(folder / STATE))
     if not isinstance(record, dict) or type(record.get("format")) is not int:
         raise ValueError(f"{STATE} was not written by tierbed")
@@ -109,7 +109,7 @@ def checksum(path: Path) -> int:
 
 
 def kept_at(path: Path) -> tuple[list[Kept], dict[str, SnapshotError]]:
-    """Return the checkpoints at or in a path, oldest first, and errors of damaged ones. SnapshotError if none."""
+    """Return checkpoints at or in a path, oldest first, and the damaged ones' errors. SnapshotError if none."""
     checkpoints, damaged, folders = [], {}, []
     if os.path.lexists(path / STATE):
         folders = [path.resolve()]

@@ -1,4 +1,4 @@
-"""The optimizers of a graph, their parameters, and the embeddings whose rows they train."""
+"""A graph's optimizers, their parameters, and the embeddings whose rows they train."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def embeddings_of(root: nn.Module) -> dict[str, EmbeddingBase]:
 
 
 def embeddings_by_shadow(root: nn.Module) -> dict[int, EmbeddingBase]:
-    """Return `embeddings_of`, by the ids of their shadow parameters."""
+    """Return `embeddings_of`, by the ids of shadow parameters."""
     return {id(embedding.shadow): embedding for embedding in embeddings_of(root).values()}
 
 
@@ -98,7 +98,7 @@ class OptimizerSet:
         self.optimizers.pop(optimizer, None)
 
     def schedulers(self) -> list[LRScheduler]:
-        """Return the schedulers, in the order of their optimizers."""
+        """Return the schedulers in the order of their optimizers."""
         return [scheduler for scheduler in self.optimizers.values() if scheduler is not None]
 
     def attach(self, root: HasBuild) -> None:
@@ -120,7 +120,7 @@ class OptimizerSet:
         note_lazy(rows.values())
 
     def move_state(self) -> None:
-        """Move optimizer state to the devices of its parameters; torch does not."""
+        """Move optimizer state to its parameters' devices; torch does not."""
         for optimizer, group, parameter in self._members():
             state = optimizer.state.get(parameter, {})
             for name, value in state.items():
@@ -138,7 +138,7 @@ class OptimizerSet:
                 embedding.when_open(partial(part.meet, embedding))
 
     def holders(self) -> dict[int, Optimizer]:
-        """Return the optimizer of each parameter, by the parameter's id."""
+        """Return each parameter's optimizer, by the parameter's id."""
         return {id(parameter): optimizer for optimizer, _, parameter in self._members()}
 
     def check_parameters_in_graph(self, root: HasBuild) -> None:

@@ -1,4 +1,4 @@
-"""Names of tensors for errors and files, and the base class with `build`."""
+"""Names for tensors in errors and files, and the base class with `build`."""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ def registration_hint(value: Any) -> str:
 
 
 def key_without_sizes(key: tuple[Hashable, ...], leaves: list[Any]) -> tuple[Hashable, ...]:
-    """Return a `call_key` without sizes: it is the same for tensors of other sizes and equal dimension count."""
+    """Return a `call_key` without sizes: tensors need only have equal numbers of dimensions."""
     sizeless = (
         (leaf.dim(), leaf.dtype, leaf.device, leaf.requires_grad, leaf.layout) if isinstance(leaf, Tensor) else entry
         for leaf, entry in zip(leaves, key, strict=True)

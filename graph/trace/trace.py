@@ -59,7 +59,7 @@ _OFFSET = re.compile(r"L\[\d+\]\.storage_offset\(\) == \d+")  # where a view beg
 _ORDINARY_SIZE = 64
 _SEED = 0x7165_7262_6564
 BACKWARD = "backward"  # in the meta of nodes added by autograd
-LIVE = "live"  # in the meta of placeholders of parameters and buffers
+LIVE = "live"  # in the meta of placeholders for parameters and buffers
 
 ShapeGuard = Callable[[Sequence[Tensor]], bool]  # True if a step accepts inputs of these sizes
 
@@ -174,7 +174,7 @@ def trace(
     open_dims = call.dynamic_dims if dynamic else Dims()
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
     grad_mode = torch.is_grad_enabled()  # inference_mode(False) turns gradients on
-    # torch must not assume that dynamic sizes of containers differ from 0 and 1, nor test it
+    # torch must neither assume nor test that containers' dynamic sizes differ from 0 and 1
     any_size = symbolic.patch(backed_size_oblivious=bool(open_dims))  # type: ignore[attr-defined]
     with torch.inference_mode(False), torch.set_grad_enabled(grad_mode), any_size:
         # detach: a tensor passed twice gets two fakes, because another call may pass two tensors
@@ -269,7 +269,7 @@ class _OpGuard(TorchDispatchMode):
     Such ops use trainable tensors that are not traced, reseed random numbers, or write to a learning rate. The guard
     also sets `BACKWARD` on nodes that autograd adds, including hooks.
 
-    names: by id, names of live tensors and of their gradients during the trace. settings: tensors in param groups.
+    names: by id, names for live tensors and for their gradients during the trace. settings: tensors in param groups.
     """
 
     supports_higher_order_operators = True
@@ -366,7 +366,7 @@ def _remedy(error: Exception) -> str:
 
 
 def _user_line(error: Exception) -> str:
-    """Return the line of user code that led to an error."""
+    """Return the user's line that led to an error."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = ([f for f in frames if not f.filename.startswith(_LIBRARY_FOLDERS)] or frames)[-1]
     return f'File "{frame.filename}", line {frame.lineno}, in {frame.name}: `{frame.line}`'
@@ -374,7 +374,7 @@ def _user_line(error: Exception) -> str:
 
 @contextmanager
 def _mute_log() -> Iterator[None]:
-    """Stop torch from logging an exception of this trace with its stack; the trace raises it anyway."""
+    """Stop torch from logging this trace's exception with its stack; the trace raises it anyway."""
     thread = get_ident()
 
     def is_other(record: logging.LogRecord) -> bool:

@@ -34,8 +34,8 @@ _DEFAULT = {*dir(object), "__getnewargs__"} - {"__eq__", "__ne__", "__lt__", "__
 class ValueGuards:
     """The values of all expressions that `build` was seen to read, now and at earlier traces.
 
-    number: identifies the current combination of values, and is part of each signature. holds: returns True while the
-    values are unchanged; otherwise call `renew`.
+    number: identifies the current combination of values; part of each signature. holds: returns True while the values
+    are unchanged; otherwise call `renew`.
     """
 
     def __init__(self) -> None:
