@@ -1,8 +1,7 @@
 """The handshake before an operation of ranks.
 
 It checks that all ranks are in the same call, can make it, and agree on its arguments. It is one all-to-all of
-headers with a fixed size, so it works even if ranks are in different calls. A transfer with mismatched sizes would
-end the process.
+headers with a fixed size, so it works even if ranks are in different calls. Other transfers would crash then.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from ..engine.threads import Thread
 SIOCGIFADDR = 0x8915  # netdevice(7)
 BACKLOG = 65535  # connections in the accept queue, unknown ones included; Linux lowers this to its own limit
 MAX_SILENT = 16  # connections that may wait without a greeting, beyond one per missing rank
-MAX_NAMES = 3  # hosts of unknown connections named in a message
+MAX_NAMES = 3  # a message names at most this many unknown hosts
 HELLO = struct.Struct("32si")  # the listener's token and the rank that connects
 CANNOT_ACCEPT = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM  # out of file descriptors or memory
 ANSWER_SECONDS = 3.0  # how long to wait for other ranks' answers

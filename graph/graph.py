@@ -228,8 +228,8 @@ class Graph(ModelSnapshots, HasBuild):
         """Compile the dense part of each step with TorchInductor.
 
         The first call of each shape takes seconds longer. Random draws, in-place ops, row lookups and optimizers are
-        not compiled. Results equal eager results up to rounding. Needs a C++ compiler; calls raise GraphError if it
-        fails.
+        not compiled. Results equal eager results up to rounding. Needs a C++ compiler. Calls raise GraphError on
+        failure.
 
         Args:
             **options: options of TorchInductor.
@@ -371,8 +371,7 @@ class Graph(ModelSnapshots, HasBuild):
         """Continue training from a checkpoint of `save`.
 
         The next steps are the same as if training had never stopped. Nothing is replaced before everything is
-        checked. With `optimizers=False` or `convert=True`, recovery after a kill still uses the snapshot from before
-        this load.
+        checked. With `optimizers=False` or `convert=True`, recovery after a kill still uses the snapshot from before.
 
         Args:
             path: the checkpoint's folder.

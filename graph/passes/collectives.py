@@ -102,9 +102,8 @@ def schedule_collectives(
 ) -> Any:
     """Send row gradients as soon as they are complete, and insert the vote before `node`, the end of the step.
 
-    node: `apply_gradients` or `accumulate`; None if the step trains nothing. make: makes the step's
-    `StepCollectives`, the result, from its calls and its trained parameters by name. GraphError for a sparse
-    gradient.
+    node: `apply_gradients` or `accumulate`; None if the step trains nothing. make: makes the step's `StepCollectives`
+    from its calls and its trained parameters by name. Returns these. GraphError for a sparse gradient.
     """
     graph = module.graph
     if node is None:

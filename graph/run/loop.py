@@ -164,8 +164,7 @@ class Run(Iterator[Any]):
     A step that raises uses up its batch; `failed` then holds it. There is one exception: if a step fails because of
     the store, a file or memory (a full disk, say) before it trained anything, its batch is kept. The next call
     retries the batch; `skip` drops it. An exception of the loader is raised after the steps of all batches drawn
-    before it. Ctrl-C is raised when the current step ends; that step's result is lost, and later batches remain for
-    the next call.
+    before it. Ctrl-C is raised when the current step ends; that step's result is lost; later batches remain.
 
     Over ranks, each rank runs its own loader, and all ranks call `next` together.
 

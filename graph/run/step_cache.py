@@ -36,7 +36,7 @@ class _ShapeFamily:
     """The steps of calls that differ only in the sizes of tensors."""
 
     static_shapes: list[Shapes] = field(default_factory=list)  # sizes with a static-shape step
-    dynamic_steps: list[CompiledStep] = field(default_factory=list)  # dynamic-shape steps
+    dynamic_steps: list[CompiledStep] = field(default_factory=list)
     num_failed_tries: int = 0  # dynamic-shape steps that accept no other sizes
     failed: bool = False  # torch could not run a dynamic-shape step
     has_warned: bool = False  # logged that each further size is compiled

@@ -60,7 +60,7 @@ class MISSING:
 class Reads:
     """Context manager around `build` that finds what this thread reads.
 
-    values: by expression, the user's name for a value and the value. names: the objects that expressions refer to.
+    values: expression -> (the user's name for the value, the value). names: the objects that expressions refer to.
 
     At its end, raises GraphError if `build` drew numbers from Python's or NumPy's generators.
     """
