@@ -209,7 +209,9 @@ def test_snapshots_that_only_one_rank_sees_are_refused_on_all(tmp_path: Path) ->
 def test_ranks_that_differ_are_told_what_differs(tmp_path: Path) -> None:
     for kind, said in run_ranks(2, fails, tmp_path, {}, {1: {"seed": 7, "capacity": 9}}):
         assert kind == "GroupError"
-        assert said.endswith("rank 0: seed=0, capacity=None; rank 1: seed=7, capacity=9; give all ranks the same")
+        assert said.endswith(
+            "rank 0: seed=0, capacity=None; rank 1: seed=7, capacity=9; pass the same values on all ranks"
+        )
     found = run_ranks(2, mixed_stores, tmp_path)
     assert all(rows for _, rows, _ in found)
 
