@@ -1,1 +1,1 @@
-"""Tables on an NVIDIA GPU: the operations of `_core` on tensors of a CUDA device, by the same kernel bodies."""
+"""The operations of `_core` for tables on an NVIDIA GPU. They compile the same kernel bodies as the CPU."""
