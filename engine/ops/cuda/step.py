@@ -49,7 +49,7 @@ def weights_grad(batch: Batch, layout: Layout, index: int, grads: Tensor, out: T
 
 
 def write_numbers(layout: Layout, rule: str, hyper: Sequence[float], step: int, scale: float, numbers: Tensor) -> None:
-    """Write an update's hyperparameters to `numbers`, memory from `new_numbers` that the functions below read.
+    """Write an update's hyper-parameters to `numbers`, memory from `new_numbers` that the functions below read.
 
     hyper: as returned by `RowOptimizer.hyper`. scale: multiplies each row's summed gradient.
     """
@@ -108,7 +108,7 @@ def square_rows(layout: Layout, batch: Batch, gradients: Grads) -> Tensor:
 
 
 def new_numbers(device: torch.device) -> Tensor:
-    """Allocate memory for an update's hyperparameters. They change from step to step, captured launches do not."""
+    """Allocate memory for an update's hyper-parameters. They change from step to step, captured launches do not."""
     return torch.zeros(_NUMBERS.itemsize, dtype=torch.uint8, device=device)
 
 
