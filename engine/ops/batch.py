@@ -20,11 +20,11 @@ from ..errors import InputError
 from ..options.lookup import Lookup, check_weights
 from ..options.table_spec import TableSpec
 
-LARGE = 1 << 20  # bytes; for new memory of this size the system must first clear every page
+LARGE = 1 << 20  # bytes; the system clears large new allocations page by page
 
-# (keys [n], table id of each bag or None, bags: None if unpooled, else their length or offsets [bags + 1])
+# (keys [n], each bag's table id or None, bags: None if unpooled, else their length or offsets [bags + 1])
 Segment = tuple[NDArray[np.uint64], NDArray[np.uint32] | None, int | NDArray[np.int64] | None]
-# the same, then the feature of each column [columns] and the batch size
+# the same, then each column's feature [columns] and the batch size
 FeatureSegment = tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.int64], NDArray[np.uint32], int]
 
 
@@ -65,10 +65,7 @@ def arrays_of(gradients: Gradients) -> tuple[list[Any], list[bool], list[Any]]:
 
 
 def segment(spec: TableSpec, lookup: Lookup) -> Segment | FeatureSegment:
-    """Convert a lookup to a segment of `_core.Batch`. Raises InputError for table ids out of range.
-
-    Does not check offsets: `_core.Batch` does.
-    """
+    """Convert a lookup for `_core.Batch`, which checks its offsets. Raises InputError for table ids out of range."""
     keys, feature_columns = keys_of(lookup.ids), lookup.feature_columns
     if feature_columns is None:
         return keys, None if lookup.table_ids is None else _tables(spec, lookup.table_ids), _bags(lookup)
@@ -84,7 +81,7 @@ def segment(spec: TableSpec, lookup: Lookup) -> Segment | FeatureSegment:
 
 @cache
 def features_of(feature_columns: tuple[int, ...]) -> NDArray[np.uint32]:
-    """Invert `Lookup.feature_columns`: return the feature of each result column, [columns]."""
+    """Invert `Lookup.feature_columns`: return each result column's feature, [columns]."""
     columns = {column: feature for feature, column in enumerate(feature_columns)}
     return np.array([columns[column] for column in range(len(feature_columns) - feature_columns.count(-1))], np.uint32)
 
@@ -102,7 +99,7 @@ def _table_array(num_tables: int, table_ids: tuple[int, ...]) -> NDArray[np.uint
 
 
 def batch_of(spec: TableSpec, lookups: Sequence[Lookup], strict: bool = False) -> _core.Batch:
-    """Deduplicate the rows of lookups on the CPU. Raises InputError for illegal table ids, offsets and ids.
+    """Deduplicate lookups on the CPU. Raises InputError for illegal table ids, offsets and ids.
 
     strict: raise also for ids that the option `bad_ids='drop'` would leave out.
     """
@@ -119,7 +116,7 @@ def batch_of(spec: TableSpec, lookups: Sequence[Lookup], strict: bool = False) -
 
 
 def illegal_id(spec: TableSpec, table: int, key: int) -> InputError:
-    """Return the error for an id beyond its table's last id. key: the 64 bits of the id."""
+    """Return the error for an id beyond its table's last id. key: the id's 64 bits."""
     assert spec.last_ids is not None
     last = int(spec.last_ids[table])
     id_ = key - 2**64 if key >= 2**63 and spec.key_type != torch.uint64 else key
@@ -137,7 +134,7 @@ def check_legal(spec: TableSpec, lookup: Lookup) -> None:
 
 
 def rows_of(spec: TableSpec, lookup: Lookup) -> tuple[NDArray[np.uint32], NDArray[np.uint64]]:
-    """Return the unique rows of an unpooled lookup on any device: tables [n] and keys [n]. Raises InputError."""
+    """Return an unpooled lookup's unique rows, tables [n] and keys [n], on any device. Raises InputError."""
     batch = batch_of(spec, [_on_host(lookup)])
     return batch.tables.copy(), batch.keys.copy()
 
@@ -158,7 +155,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def array_of(tensor: Tensor) -> NDArray[Any]:
-    """Convert a tensor of rows to the core's array [n, dim], 16-bit floats as uint16. Copies only if not contiguous."""
+    """Convert rows to the core's array [n, dim], 16-bit floats as uint16. Copies only if not contiguous."""
     if tensor.dtype == torch.float32 and tensor.is_contiguous() and not tensor.requires_grad:
         return tensor.numpy().reshape(-1, tensor.shape[-1])
     rows = tensor.detach().contiguous()
@@ -199,7 +196,7 @@ def _bags(lookup: Lookup) -> int | NDArray[np.int64] | None:
         return None
     if lookup.offsets is not None:
         return _offsets(lookup.offsets)
-    # with empty bags, a length of 0 does not tell the core how many there are
+    # offsets tell the core how many empty bags there are
     return lookup.ids.shape[-1] or np.zeros(lookup.ids.shape[:-1].numel() + 1, np.int64)
 
 
@@ -210,7 +207,7 @@ def _offsets(offsets: Tensor) -> NDArray[np.int64]:
 
 
 def check_offsets(spec: TableSpec, lookup: Lookup) -> None:
-    """Raise InputError unless the lookup's offsets ascend from 0 to the number of ids. For lookups on the CPU."""
+    """Raise InputError unless offsets ascend from 0 to the number of ids. For lookups on the CPU."""
     if lookup.offsets is None:
         return
     flat, ids = _offsets(lookup.offsets), lookup.ids.shape[0]

@@ -1,7 +1,7 @@
-"""Sum float32 numbers and squared gradients so that order, threads and processor do not change a bit.
+"""Sum float32 numbers and squared gradients with the same bits whatever the order, threads and processor.
 
-`partial` adds numbers as integer multiples of the smallest float32, which is exact, so ranks can sum their parts in any
-order; `total` rounds once. `sum_of_squares` fixes the order of additions instead.
+`partial` adds exactly, in integer multiples of the smallest float32, and `total` rounds once, so ranks may sum in any
+order. `sum_of_squares` adds in a fixed order instead.
 """
 
 from __future__ import annotations
@@ -13,17 +13,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_LIMBS, _BITS = 10, 32  # a partial sum has 10 limbs of 32 bits, lowest first: enough for 2^40 numbers
+_LIMBS, _BITS = 10, 32  # a partial sum: ten 32-bit limbs, lowest first, enough for 2^40 numbers
 _UNIT = 1 << 149  # 1.0 as a multiple of the smallest float32
 _CHUNK = 1 << 28  # so many 24-bit mantissas sum exactly in float64
 _LANES = 1 << 16  # parallel sums
 
 
 def partial(numbers: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Sum numbers [n] >= 0 exactly. Returns [12]: the sum's 10 limbs, then the counts of infinities and NaNs.
-
-    `total` adds the partial sums of all ranks.
-    """
+    """Sum numbers [n] >= 0 exactly. Returns [12]: the sum's 10 limbs, then the counts of infinities and NaNs."""
     bits = numbers.view(np.uint32) & 0x7FFFFFFF  # a NaN's sign bit may be set
     exponents = (bits >> 23).astype(np.int64)
     mantissas = (bits & 0x7FFFFF) + ((exponents > 0).astype(np.uint32) << 23)
@@ -38,7 +35,7 @@ def partial(numbers: NDArray[np.float32]) -> NDArray[np.int64]:
 
 
 def total(partials: Sequence[NDArray[np.int64]]) -> float:
-    """Add partial sums, rounding once."""
+    """Add all ranks' partial sums, rounding once."""
     *limbs, infinite, nan = (sum(column) for column in zip(*(part.tolist() for part in partials), strict=True))
     if infinite or nan:
         return float("nan" if nan else "inf")
@@ -47,10 +44,7 @@ def total(partials: Sequence[NDArray[np.int64]]) -> float:
 
 @torch.no_grad()
 def sum_of_squares(tensors: Sequence[Tensor]) -> float:
-    """Sum the squares of all elements in float64, without `torch.norm`, whose result depends on threads and processor.
-
-    Uses only elementwise ops, whose results IEEE fixes.
-    """
+    """Sum all elements' squares in float64 by elementwise ops, since `torch.norm` depends on threads and processor."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
@@ -59,7 +53,7 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> float:
 
 
 def _sum_on_device(flats: list[Tensor]) -> float:
-    """Sum the squares of 1-D tensors on one device. Waits for the device once."""
+    """Sum the squares in 1-D tensors on one device. Waits for the device once."""
     small = [flat for flat in flats if len(flat) < _LANES]  # joined, since for few elements the op's launch dominates
     flats = [torch.cat(small), *(flat for flat in flats if len(flat) >= _LANES)] if small else flats
     lanes = flats[0].new_zeros(min(max(map(len, flats)), _LANES), dtype=torch.float64)

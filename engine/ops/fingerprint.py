@@ -11,7 +11,7 @@ from ..options.lookup import Lookup
 
 
 def write_count(tensor: Tensor) -> int | None:
-    """Return torch's version counter of a tensor; None for inference tensors, which have none."""
+    """Return torch's count of writes to a tensor; None for inference tensors, whose writes are not counted."""
     return None if tensor.is_inference() else tensor._version
 
 

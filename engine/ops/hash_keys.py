@@ -25,7 +25,7 @@ def hash_keys(values: Any, seed: int = 0, null: int | None = None) -> Tensor:
     Args:
         values: A NumPy array of str (`U`, `StringDType`), bytes (`S`) or objects; nested lists of str and bytes; a
             pandas column; or an Arrow column of strings or binary in any layout, dictionary-encoded or chunked too.
-            Zeros at the end of NumPy's `U` and `S` strings are ignored: NumPy pads with them.
+            NumPy pads `U` and `S` strings with zeros, so their trailing zeros are ignored.
         seed: The hash's seed, 64 bits.
         null: The id of None, NaN, pandas' NA, Arrow nulls and masked elements.
 
@@ -48,7 +48,6 @@ def hash_keys(values: Any, seed: int = 0, null: int | None = None) -> Tensor:
 
 
 def _array(values: Any) -> NDArray[Any]:
-    """Convert values to an array of strings or objects."""
     if not isinstance(values, np.ndarray | list | tuple | Tensor) and hasattr(values, "to_numpy"):
         values = values.to_numpy()
     if isinstance(values, np.ma.MaskedArray):
@@ -161,6 +160,6 @@ def _hash_dictionary(column: Any, seed: int, null: int | None) -> Ids:
 
 
 def _element_type(column: Any) -> str:
-    """Return the name of a column's element type; for a dictionary column, of its values' type."""
+    """Return the type name of a column's elements; for a dictionary column, of its values."""
     name = str(column.type)
     return str(column.type.value_type) if name.startswith("dictionary<") else name

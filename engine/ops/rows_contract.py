@@ -54,21 +54,21 @@ class EmbeddingBase(NoTorchScript, nn.Module):
 
     @property
     def dim(self) -> int:
-        """The number of columns of a lookup's result."""
+        """How many columns a lookup's result has."""
         raise NotImplementedError
 
     def read(self, lookup: Lookup, weights: Tensor | None = None, trains: bool = False) -> Tensor:
-        """Return the result of a checked lookup, lookup.shape + (dim,). Inserts no rows."""
+        """Return a checked lookup's result, lookup.shape + (dim,). Inserts no rows."""
         raise NotImplementedError
 
     def read_weights_grad(self, lookup: Lookup, grad: Tensor) -> Tensor:
-        """Return the gradient of a lookup's weights, from its result's gradient and the rows' current values."""
+        """Return a lookup's weight gradients, computed from its result's gradient and the current rows."""
         raise NotImplementedError
 
     def pin(self, lookups: list[Lookup], dedup_from: Any = None, dtype: torch.dtype | None = None) -> Any:
-        """Pin the rows of all lookups of a training step. Returns a `PinnedBatch`, or with ranks a `ShardedBatch`.
+        """Pin all rows that a training step looks up. Returns a `PinnedBatch`, or with ranks a `ShardedBatch`.
 
-        dedup_from: another embedding's batch of the same lookups, to reuse its deduplication. dtype: of results and
+        dedup_from: another embedding's batch with the same lookups, to reuse its deduplication. dtype: for results and
         gradients, `output_dtype` by default. Raises OptimizerError, StoreError, CapacityError, InputError.
         """
         raise NotImplementedError
@@ -82,7 +82,7 @@ class EmbeddingBase(NoTorchScript, nn.Module):
         raise NotImplementedError
 
     def announce(self, lookups: list[Lookup]) -> None:
-        """Announce a future step's checked lookups, to prefetch its rows. Call it in the order of the steps."""
+        """Announce a future step's checked lookups, to prefetch its rows. Call it in step order."""
         raise NotImplementedError
 
     def forget_announced(self) -> None:
@@ -94,10 +94,7 @@ class EmbeddingBase(NoTorchScript, nn.Module):
         raise NotImplementedError
 
     def accumulate(self, lookup: Lookup, grad: Tensor, weights: Tensor | None, order: int) -> None:
-        """Keep the gradient of an eager lookup for the next step. Raises GraphError if there is no next step.
-
-        Threads may call it concurrently.
-        """
+        """Keep an eager lookup's gradient for the next step. Thread-safe. Raises GraphError if no step follows."""
         raise NotImplementedError
 
     def attach(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> RowOptimizer:

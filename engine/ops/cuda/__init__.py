@@ -1,1 +1,1 @@
-"""The operations of `_core` for tables on an NVIDIA GPU. They compile the same kernel bodies as the CPU."""
+"""`_core`'s operations for tables on an NVIDIA GPU, compiled from the same kernel bodies as the CPU's."""

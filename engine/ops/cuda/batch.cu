@@ -1,4 +1,4 @@
-// Finds a batch's unique rows, numbered by first occurrence independently of the order of threads.
+// Finds a batch's unique rows, numbered by first occurrence whatever the order in which threads run.
 //
 // `mark_rows` inserts every position into an open-addressing hash set of rows. A row's smallest position, its first
 // occurrence, wins. The caller numbers rows by prefix sums over first occurrences, and groups each row's positions by a
@@ -18,10 +18,10 @@ extern "C" __global__ void check_offsets(const i64* offsets, u64 bags, u64 n, i6
     });
 }
 
-// The legal ids of an embedding's tables.
+// An embedding's legal ids.
 struct Ids {
     u64 padding;
-    const u64* last;  // [num_tables], the last legal id of each table, or null
+    const u64* last;  // [num_tables], each table's last legal id, or null
     const u8* drops;  // [num_tables], whether ids beyond `last` become padding instead of faults; or null
     u64* dropped;     // [num_tables], counts dropped ids
     u32 has_padding, num_tables;
@@ -44,7 +44,7 @@ struct Ids {
 
 // Writes a lookup's hashes, tables and, unless null, sources (output rows) [n] to the batch's arrays, from `first` on.
 // Bags begin at begins [bags + 1], or have `length` ids each. table_ids [bags]; if null, bag b belongs to table
-// b % num_tables. feature_columns [features], or null: the column of each feature, -1 for none; then there are
+// b % num_tables. feature_columns [features], or null: each feature's column, -1 for none; then there are
 // features * batch bags, and table_ids are [columns].
 extern "C" __global__ void hash_ids(const u64* keys, const i64* table_ids, const i64* begins, u64 bags, u64 length,
                                     u64 n, const __grid_constant__ Ids ids, const i32* feature_columns, u64 columns,
@@ -60,7 +60,7 @@ extern "C" __global__ void hash_ids(const u64* keys, const i64* table_ids, const
                 else
                     end = middle;
             }
-        // without bags, offsets are bad
+        // ids without any bag: bad offsets
         const i32 column = bags == 0 ? -1 : feature_columns ? feature_columns[bag / batch] : 0;
         u32 table = NONE;
         if (column >= 0) {
@@ -74,8 +74,8 @@ extern "C" __global__ void hash_ids(const u64* keys, const i64* table_ids, const
     });
 }
 
-// Inserts positions into marks [mask + 1], all NONE before. A slot keeps its row's smallest position. Writes the slot
-// of each position's row to slots [n].
+// Inserts positions into marks [mask + 1], all NONE before. A slot keeps its row's smallest position. Writes each
+// position's slot to slots [n].
 extern "C" __global__ void mark_rows(const u64* hashes, const u32* tables, u64 n, u32* marks, u32 mask, u32* slots) {
     for_each(n, [&](u64 i) {
         const u32 position = static_cast<u32>(i), table = tables[i];

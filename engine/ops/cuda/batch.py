@@ -1,8 +1,8 @@
-"""Deduplicate the lookups of a step on the GPU.
+"""Deduplicate a step's lookups on the GPU.
 
 The host never waits for the number of unique rows: it launches kernels for as many rows as there are positions (ids),
-and they stop at `count`, which stays on the device. Input errors are also found on the device. Kernels set a bit of a
-fault word and then change no rows; the host raises the error at a later call.
+and they stop at `count`, which stays on the device. Kernels also check the input. For an error they set a bit in a
+fault word and then change no rows; a later call raises it on the host.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .program import Program
 
 NO_ROOM, BAD_TABLE, BAD_OFFSETS, BAD_ID = 1, 2, 4, 16  # as in items.h
 CHANGED = 8
-SLOT_HASH = _core.slot_hash()  # this process's SlotHash of kernels/hash.h, passed by value
+SLOT_HASH = _core.slot_hash()  # the SlotHash in kernels/hash.h, passed by value
 _PROGRAM = Program("ops/cuda/batch.cu")
 _IDS = struct_type("uint64 padding last drops dropped", "uint32 has_padding num_tables")
 
@@ -41,7 +41,7 @@ class Faults:
         self._name, self._num_tables, self._capacity = name, num_tables, capacity
 
     def post(self, batch: Batch) -> None:
-        """Add the faults of the step's batch to the word, and start copying it to the host without waiting."""
+        """Add the batch's faults to the word and start copying it to the host, without waiting."""
         if batch.faults is not self.word:
             self.word |= batch.faults | batch.wrong
         self._seen.copy_(self.word, non_blocking=True)
@@ -81,7 +81,7 @@ class Faults:
 
 
 class Segment(NamedTuple):
-    """The ids of one lookup."""
+    """One lookup's ids."""
 
     keys: Tensor  # [n] int64
     tables: Tensor | None = None  # [bags] int64, or [columns] with feature_columns
@@ -91,7 +91,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Ids:
-    """The legal ids of an embedding's tables. `last` and `drops`: [num_tables], as in `TableSpec`, or None."""
+    """An embedding's legal ids. `last` and `drops`: [num_tables], as in `TableSpec`, or None."""
 
     num_tables: int
     padding: int | None = None
@@ -99,7 +99,7 @@ class Ids:
     drops: Tensor | None = None  # bool
 
     def struct(self, dropped: Tensor | None) -> np.ndarray:
-        """Return the kernel argument. Kernels count dropped ids in `dropped` [num_tables], int64."""
+        """Return the kernels' argument `ids`. Kernels count dropped ids in `dropped` [num_tables], int64."""
         return struct_of(
             _IDS, padding=self.padding, has_padding=self.padding is not None, num_tables=self.num_tables,
             last=self.last, drops=self.drops, dropped=dropped,
@@ -115,37 +115,37 @@ class LookupSpan:
     size: int
     bags: int  # output rows
     length: int  # positions per bag if begins is None
-    begins: Tensor | None  # [bags + 1] int64, the first position of each bag
+    begins: Tensor | None  # [bags + 1] int64, each bag's first position
     pooled: bool
-    features: Tensor | None  # [columns] int32, the feature of each column; None without feature_columns
-    columns: Tensor | None  # [features] int32, the column of each feature or -1
+    features: Tensor | None  # [columns] int32, each column's feature; None without feature_columns
+    columns: Tensor | None  # [features] int32, each feature's column or -1
 
 
 @dataclass(frozen=True)
 class Groups:
     """All positions, sorted by row and ascending within a row. Padding comes first."""
 
-    rows: Tensor  # [size] int32, the row of each, -1 for padding
-    order: Tensor  # [size] int64, the positions as torch.sort returns them
-    positions: Tensor  # [size], the same as uint32 (in int32)
+    rows: Tensor  # [size] int32, each position's row, -1 for padding
+    order: Tensor  # [size] int64, positions
+    positions: Tensor  # [size] uint32 as int32, the same
     sources: Tensor  # [size], output rows; `positions` if nothing is pooled
     offsets: Tensor  # [unique + 1], where each row's positions begin; allocated with size + 1 elements
 
 
 def rows_of(device: Device, tables: NDArray[np.uint32], keys: NDArray[np.uint64], faults: Tensor) -> Batch:
-    """Make a batch of distinct rows [n] from host arrays, in their order."""
+    """Make a batch from host arrays with distinct rows [n], in their order."""
     owners = torch.from_numpy(tables.astype(np.int64)).to(device.torch_device)
     ids = torch.from_numpy(keys.view(np.int64)).to(device.torch_device)
     return Batch(device, [Segment(ids, owners)], Ids(int(tables.max(initial=0)) + 1), faults)
 
 
 def one_row(device: Device, table: int, key: int, faults: Tensor) -> Batch:
-    """Make a batch of one row. key: 64 bits, unsigned."""
+    """Make a one-row batch. key: 64 bits, unsigned."""
     return rows_of(device, np.array([table], np.uint32), np.array([key], np.uint64), faults)
 
 
 def lines_among(resident: Sequence[Batch], rows: Batch, faults: Tensor) -> Tensor:
-    """Look up the lines of `rows` in other batches, [rows.size] int64, 0 if in none. Waits for the device."""
+    """Find each row's line in other batches, [rows.size] int64, 0 if in none. Waits for the device."""
     lines = torch.zeros_like(rows.lines)
     for batch in resident:
         lines = torch.where(lines == 0, _lines_in(batch, rows, faults), lines)
@@ -153,20 +153,20 @@ def lines_among(resident: Sequence[Batch], rows: Batch, faults: Tensor) -> Tenso
 
 
 def _lines_in(pinned: Batch, rows: Batch, faults: Tensor) -> Tensor:
-    """Look up the lines of `rows` in `pinned` by deduplicating the rows of both together."""
+    """Find each row's line in `pinned` by deduplicating both batches together."""
     count = pinned.unique
     if count == 0:
         return torch.zeros_like(rows.lines)
     owners = [batch.tables[: batch.unique].to(torch.int64) for batch in (pinned, rows)]
     segments = [Segment(batch.keys, tables) for batch, tables in zip((pinned, rows), owners, strict=True)]
-    most = 1 + max(int(tables.max()) for tables in owners if len(tables))
-    index = Batch(rows.device, segments, Ids(most), faults).inverse[count:]
+    num_tables = 1 + max(int(tables.max()) for tables in owners if len(tables))
+    index = Batch(rows.device, segments, Ids(num_tables), faults).inverse[count:]
     lines = pinned.lines[index.clamp(max=count - 1).to(torch.int64)]
     return torch.where(index < count, lines, 0)
 
 
 def keys_of(device: Device, hashes: Tensor, tables: Tensor) -> Tensor:
-    """Recover the keys [n], int64, of rows from their hashes [n] and tables [n]."""
+    """Recover row keys [n], int64, from hashes [n] and tables [n]."""
     keys = torch.empty_like(hashes)
     inputs = (hashes.contiguous(), tables.contiguous(), np.uint64(len(hashes)))
     launch(device, _PROGRAM, "recover_keys", len(hashes), 1, *inputs, keys, SLOT_HASH)
@@ -182,17 +182,17 @@ def _on_device(feature_columns: tuple[int, ...], device: torch.device) -> tuple[
 
 
 class Batch:
-    """The unique rows of a step's lookups, in order of first occurrence.
+    """Unique rows in a step's lookups, by first occurrence.
 
-    `count` [1] is the number of unique rows. Arrays of rows have `size` elements, the number of positions, and only the
-    first `count` are used. Positions with a bad table id or bad offsets set a bit of `wrong` [1] and count as padding.
-    faults [1]: the table's fault word, or a separate word for a batch made ahead of its step.
+    Row arrays have `size` elements, one per position, but only the first `count` [1] (unique rows) are used. Bad table
+    ids and offsets set bits in `wrong` [1] and count as padding. faults [1]: the table's fault word, or a separate word
+    for a batch made ahead of its step.
     """
 
     def __init__(self, device: Device, segments: Sequence[Segment], ids: Ids, faults: Tensor) -> None:
         self.device = device
-        self.wrong = torch.zeros_like(faults)  # fault bits of the ids themselves
-        # [num_tables], the numbers of dropped ids; None if no table drops ids
+        self.wrong = torch.zeros_like(faults)  # fault bits for the ids themselves
+        # [num_tables], how many ids were dropped; None if no table drops ids
         self.dropped = None if ids.drops is None else torch.zeros_like(ids.drops, dtype=torch.int64)
         self.lookups: list[LookupSpan] = []
         self.size = self.sources = 0
@@ -216,13 +216,12 @@ class Batch:
         self._begin(faults)
 
     def sibling(self, faults: Tensor) -> Batch:
-        """Return a batch of the same ids for another table. Shares everything except lines and fault word."""
+        """Return a batch with the same ids for another table. Shares everything except lines and fault word."""
         other = copy(self)
         other._begin(faults)
         return other
 
     def _begin(self, faults: Tensor) -> None:
-        """Set the table's fault word, and no lines yet."""
         self.faults = faults
         faults |= self.wrong
         self.lines = torch.zeros_like(self.hashes)  # addresses
@@ -237,13 +236,13 @@ class Batch:
 
     @property
     def keys(self) -> Tensor:
-        """The keys of the unique rows, [unique] int64. Waits for the device."""
+        """The unique rows' keys, [unique] int64. Waits for the device."""
         count = self.unique
         return keys_of(self.device, self.hashes[:count], self.tables[:count])
 
     @property
     def groups(self) -> Groups:
-        """The positions of each row."""
+        """Positions grouped by row."""
         if not self._groups:
             self._groups.append(self._group())
         return self._groups[0]
@@ -264,7 +263,7 @@ class Batch:
         return memory.data_ptr()
 
     def record_stream(self) -> None:
-        """Allow this thread to use another thread's batch: torch keeps its memory until this thread's launches end."""
+        """Allow this thread to use another's batch: torch keeps its memory until this thread's launches end."""
         parts = [*vars(self).values(), *self._owned, *(lookup.begins for lookup in self.lookups)]
         for part in [*parts, *vars(self.groups).values()]:
             if isinstance(part, Tensor):
@@ -294,27 +293,17 @@ class Batch:
 
     def _find_unique(self, hashes: Tensor, tables: Tensor) -> None:
         n = np.uint64(self.size)
-        slots = 1 << max(2 * self.size - 1, 1).bit_length()
-        marks = torch.full((slots,), -1, dtype=torch.int32, device=hashes.device)
-        mark_slots, firsts = self.empty(torch.int32), self.empty(torch.int32)
-        self._run("mark_rows", self.size, hashes, tables, n, marks, np.uint32(slots - 1), mark_slots)
-        self._run("find_firsts", self.size, tables, marks, mark_slots, n, firsts)
+        num_slots = 1 << max(2 * self.size - 1, 1).bit_length()
+        marks = torch.full((num_slots,), -1, dtype=torch.int32, device=hashes.device)
+        slots, firsts = self.empty(torch.int32), self.empty(torch.int32)
+        self._run("mark_rows", self.size, hashes, tables, n, marks, np.uint32(num_slots - 1), slots)
+        self._run("find_firsts", self.size, tables, marks, slots, n, firsts)
         ranks = firsts.cumsum(0, dtype=torch.int32)
         self.count = ranks[-1:] if self.size else torch.zeros(1, dtype=torch.int32, device=hashes.device)
         self.hashes, self.tables = self.empty(torch.int64), self.empty(torch.int32)
-        self.inverse = self.empty(torch.int32)  # [size], the row of each position, -1 for padding
+        self.inverse = self.empty(torch.int32)  # [size], each position's row, -1 for padding
         self._run(
-            "number_rows",
-            self.size,
-            hashes,
-            tables,
-            marks,
-            mark_slots,
-            ranks,
-            n,
-            self.inverse,
-            self.hashes,
-            self.tables,
+            "number_rows", self.size, hashes, tables, marks, slots, ranks, n, self.inverse, self.hashes, self.tables
         )
 
     def _run(self, kernel: str, items: int, *arguments: Argument) -> None:

@@ -1,8 +1,4 @@
-"""The GPU on which kernels run, and how they are launched.
-
-CuPy compiles and launches kernels. Memory and streams are torch's: kernels use torch tensors without copies, on torch's
-current stream.
-"""
+"""Launch kernels with CuPy, on torch's tensors (without copies) and torch's current stream."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ from ...errors import StoreError
 from .program import Program, compiled
 
 THREADS = 256  # per block
-# a tensor (passed as address), a number of the parameter's type, a struct by value, or a null pointer
+# a tensor (passed as address), a number with the parameter's type, a struct by value, or a null pointer
 Argument = Tensor | np.generic | np.ndarray | None
 Event = Any  # a point in the order of a thread's launches
 R = TypeVar("R")
@@ -39,7 +35,7 @@ def launch(device: Device, program: Program, kernel: str, items: int, lanes: int
 
 
 def struct_type(*fields: str | tuple[Any, ...]) -> np.dtype[Any]:
-    """Return the NumPy dtype of a C++ struct. A field is a type and names ("uint32 count size") or a NumPy field."""
+    """Return the NumPy dtype for a C++ struct. A field is a type and names ("uint32 count size") or a NumPy field."""
     declared: list[tuple[Any, ...]] = []
     for field in fields:
         if isinstance(field, tuple):
@@ -77,7 +73,7 @@ class _Call:
         self._values = values.data
         begins = np.cumsum([0, *sizes[:-1]], dtype=np.uint64)
         self._addresses = begins + np.uint64(values.ctypes.data)
-        self.address = self._addresses.ctypes.data  # of the array of the arguments' addresses
+        self.address = self._addresses.ctypes.data  # points to the array of argument addresses
 
     def write(self, arguments: Sequence[np.generic | np.ndarray]) -> None:
         self._format.pack_into(self._values, 0, *[argument.tobytes() for argument in arguments])
@@ -89,7 +85,7 @@ class _CallsOfThread(local):
 
 
 class Device:
-    """An NVIDIA GPU. Runs each thread's kernels in the order of their launches, and compiles programs at first use.
+    """An NVIDIA GPU. Runs each thread's kernels in launch order, and compiles programs at first use.
 
     Tests replace it by a device that runs kernels on the CPU.
     """
@@ -103,7 +99,7 @@ class Device:
         self._functions: dict[tuple[Program, str], Any] = {}
         self._calls = _CallsOfThread()
         self._second_stream = torch.cuda.Stream(self.torch_device)
-        # torch may hand out streams of the default priority a second time
+        # with a priority, since torch reuses default-priority streams
         self._capture_stream = torch.cuda.Stream(self.torch_device, priority=-1)
 
     def free_memory(self) -> int:
@@ -149,7 +145,7 @@ class Device:
         return torch.cuda.stream(self._second_stream)
 
     def record_event(self) -> Event:
-        """Return an event that completes when all of this thread's launches so far have."""
+        """Return an event that completes when this thread's launches so far have."""
         return self._stream.record_event()
 
     def wait_event(self, event: Event) -> None:
@@ -161,7 +157,7 @@ class Device:
         memory.record_stream(self._stream)
 
     def wait(self) -> None:
-        """Wait until the launches of all threads so far are complete."""
+        """Wait until all threads' launches so far are complete."""
         with _one_capture:  # waiting would make a capture fail
             torch.cuda.synchronize(self.torch_device)
 
@@ -223,7 +219,7 @@ def _without_warning() -> Iterator[None]:
 
 @cache
 def cuda_device(index: int) -> Device:
-    """Return the device of GPU `index`. Raises StoreError if CuPy is not installed."""
+    """Return GPU `index`. Raises StoreError if CuPy is not installed."""
     return Device(index)
 
 

@@ -19,9 +19,8 @@ TIERBED_FN void for_each(u64 n, const Body& body) {
     for_each_item<1>(n, [&](Tile, u64 item) { body(item); });
 }
 
-// Calls body(warp, item, data) for items [0, n), each on all lanes of a warp. Each lane reads the Data of one item in
-// advance by read(item), and data.of_lane(warp, lane) passes it to the other lanes. A warp thus waits for memory once
-// per 32 items.
+// Calls body(warp, item, data) for items [0, n), each on a whole warp. Each lane reads one item's Data by read(item),
+// and data.of_lane(warp, lane) passes it to the other lanes, so that a warp waits for memory once per 32 items.
 template <class Data, class Read, class Body>
 TIERBED_FN void for_each_ahead(u64 n, const Read& read, const Body& body) {
     const Tile warp{threadIdx.x % 32, 32};
@@ -34,11 +33,11 @@ TIERBED_FN void for_each_ahead(u64 n, const Read& read, const Body& body) {
     }
 }
 
-// Bits of the fault word: errors that kernels find. The host raises them in the next call at the latest.
+// Fault bits: errors that kernels find. The host raises them in the next call at the latest.
 constexpr u32 NO_ROOM = 1, BAD_TABLE = 2, BAD_OFFSETS = 4, BAD_ID = 16;
 
-// Counters in device memory that many threads add to. A counter is the sum of COPIES elements. Blocks use the copies in
-// turn, since additions to the same element wait for each other.
+// Counters in device memory that many threads add to. A counter is a sum over COPIES elements, and blocks use
+// different copies, since additions to the same element wait for each other.
 constexpr u32 COPIES = 64;
 
 struct Counters {
@@ -46,7 +45,7 @@ struct Counters {
     u64 size;
 };
 
-// A thread's part of N counters.
+// A thread's additions to N counters.
 template <u32 N>
 struct CountsOf {
     u64 found[N] = {};

@@ -1,4 +1,4 @@
-"""The shape and initial values of lines in device memory, and hit counters per table."""
+"""Line shape and initial values in device memory, and hit counters per table."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _ROW = struct_type(
     "uint64 zero_key",
 )  # fmt: skip
 _COUNTERS, _COPIES = struct_type("uint64 counts size"), 64  # as in items.h
-TYPES = {"float32": "Float32", "float16": "Float16", "bfloat16": "BFloat16"}  # the structs of kernels/half.h
+TYPES = {"float32": "Float32", "float16": "Float16", "bfloat16": "BFloat16"}  # structs in kernels/half.h
 
 
 class Layout:
-    """A line's format and initial values. `initial` is the InitialRow of kernels/initialise.h, passed by value."""
+    """A line's format and initial values. `initial` is kernels/initialise.h's InitialRow, passed by value."""
 
     def __init__(self, device: Device, initial: InitialValues) -> None:
         self.device = device
@@ -34,7 +34,7 @@ class Layout:
         ends = words_of(initial.dtype, self.dim) + np.cumsum([0, *widths], dtype=np.uint32)
         self.width = int(ends[-1])
         self.is_narrow = initial.dtype != "float32" or narrow > 0
-        self.wide_bytes = line_bytes_of(self.dim + sum(initial.state_widths))  # of the line decoded to float32
+        self.wide_bytes = line_bytes_of(self.dim + sum(initial.state_widths))  # the line decoded to float32
         self.seed = np.uint64(initial.seed)
         self.stored_bytes = self.width * WORD + RECORD_BYTES  # a line without padding
         self.line_bytes = line_bytes_of(self.width)
@@ -64,7 +64,7 @@ class Layout:
         self._memory = list(memory.values())
 
     def program(self, file: str, **macros: str) -> Program:
-        """Return the program of `file`, specialised for this line shape."""
+        """Return a program specialised for this line shape."""
         key = (file, *macros.values())
         if key not in self._programs:
             self._programs[key] = Program(file, (*self._shape, *macros.items()))
@@ -80,11 +80,11 @@ def _lanes(words: int) -> int:
 
 
 class HitCounters:
-    """Hits and misses [tables, 2]. Blocks add to one of several copies on the device, to avoid contention."""
+    """Hits and misses [tables, 2], in several copies on the device to avoid contention."""
 
     def __init__(self, layout: Layout) -> None:
         self._copies = torch.zeros((_COPIES, layout.tables, 2), dtype=torch.int64, device=layout.device.torch_device)
-        self.struct = struct_of(_COUNTERS, counts=self._copies, size=2 * layout.tables)  # the Counters of items.h
+        self.struct = struct_of(_COUNTERS, counts=self._copies, size=2 * layout.tables)  # items.h's Counters
 
     def total(self) -> NDArray[np.int64]:
         """Return hits and misses [tables, 2]. Waits for the device."""

@@ -21,7 +21,7 @@ extern "C" __global__ void initialise_lines(const u64* hashes, const u32* tables
     });
 }
 
-// Adds how many of the first `count` lines were ever written to written [tables].
+// Counts lines among the first `count` that were ever written, and adds the counts to written [tables].
 extern "C" __global__ void count_written(const u64* lines, const u32* tables, const u32* count, u64* written) {
     Tally tally(written);
     for_each(*count, [&](u64 i) {

@@ -1,5 +1,5 @@
-// Lookup outputs and weight gradients. Compiled for one type of outputs and gradients (TIERBED_GRADIENTS) and one type
-// of embeddings (TIERBED_ROW).
+// Lookup outputs and weight gradients. Compiled for one output type (TIERBED_GRADIENTS) and one embedding type
+// (TIERBED_ROW).
 #include "ops/kernels/pool.h"
 #include "layout.h"
 #include "items.h"
@@ -16,7 +16,6 @@ extern "C" __global__ void gather(const u64* lines, const i32* inverse, u64 n, T
     });
 }
 
-// A lookup's ids in bags.
 struct PooledIds {
     const i32* inverse;
     const float* weights;
@@ -32,7 +31,7 @@ struct PooledIds {
     }
 };
 
-// Pools each bag to a row of out [bags, dim].
+// Pools bags to out [bags, dim].
 extern "C" __global__ void pool(const u64* lines, PooledIds ids, Type::Stored* out) {
     for_each_item<COLUMN_LANES>(ids.count, [&](Tile tile, u64 bag) {
         pool_row<Row, Type>(tile, out + ids.bags.row(bag) * SHAPE.dim, lines, ids.at(bag), SHAPE.dim);
@@ -47,7 +46,7 @@ extern "C" __global__ void weights_grad(const u64* lines, PooledIds ids, const T
     });
 }
 
-// Writes the factor of each position's gradient to scales [n]: its weight, for a mean divided by the bag's row count.
+// Writes the factor for each position's gradient to scales [n]: its weight, for a mean divided by the bag's row count.
 extern "C" __global__ void scale_positions(PooledIds ids, float* scales) {
     for_each(ids.count, [&](u64 number) {
         const Bag bag = ids.at(number);

@@ -20,7 +20,7 @@ from ...optim.kernel import header
 
 ENGINE = Path(__file__).parents[2]
 # for NVRTC: floating-point results equal the CPU's bits; generic lambdas are device code also before CUDA 13.2; no
-# warnings for unused constants of headers (177) and for loops over a rule's states or norms if it has none (186)
+# warnings for unused constants in headers (177) and for loops over a rule's states or norms if it has none (186)
 OPTIONS = (
     "--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true",
     "--device-as-default-execution-space", "--diag-suppress=177", "--diag-suppress=186",
@@ -30,7 +30,7 @@ _INCLUDE = re.compile(r'#include "([\w./]+)"\n')
 
 @dataclass(frozen=True)
 class Program:
-    """The kernels of one file."""
+    """A .cu file's kernels."""
 
     file: str  # path relative to engine/
     macros: tuple[tuple[str, str | int], ...] = ()
@@ -63,14 +63,14 @@ def _text(file: str) -> str:
         # rules.h is generated from the rules' Python files: for the CPU by the build, here at run time
         text = header() if path.name == "rules.h" else path.read_text(encoding="utf-8")
         text = text.replace("#pragma once\n", "")
-        # includes name a header of the same folder, or give a path relative to engine/
+        # includes name a header in the same folder, or give a path relative to engine/
         return _INCLUDE.sub(lambda match: expand((ENGINE if "/" in match[1] else path.parent) / match[1]), text)
 
     return expand(ENGINE / file)
 
 
 def compiled(nvrtc: Any, program: Program, architecture: str) -> Path:
-    """Compile a program for `architecture`, such as "sm_90", unless its file exists. Returns the path of the cubin.
+    """Compile a program for `architecture`, such as "sm_90", unless its cubin exists. Returns the cubin's path.
 
     nvrtc: the module `cupy.cuda.nvrtc`. Raises StoreError if the program does not compile.
     """

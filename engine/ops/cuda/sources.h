@@ -1,9 +1,9 @@
-// Sums the gradients of a batch's rows, of one type (TIERBED_GRADIENTS).
+// Sums the gradients of a batch's rows. Compiled for one gradient type (TIERBED_GRADIENTS).
 //
 // One warp works on one row. If a row has more than SUM_BLOCK occurrences, another kernel, `sum_blocks`, has already
 // summed each block after the first with a separate warp; these sums are then added in order, so the result equals a
-// single thread's. Block b of a row whose occurrences begin at `offset` has slot offset / SUM_BLOCK + b. No two blocks
-// after a row's first have the same slot.
+// single thread's. Block b of a row whose occurrences begin at `offset` has slot offset / SUM_BLOCK + b. Except for
+// rows' first blocks, no two blocks have the same slot.
 #pragma once
 #include "items.h"
 #include "layout.h"
@@ -15,11 +15,10 @@ using Type = TIERBED_GRADIENTS;
 
 constexpr u32 MAX_PARTS = 8;
 
-// The gradients of all lookups, and the occurrences of all rows.
 struct Sources {
     GradientPart parts[MAX_PARTS];
     u32 count;
-    const i32* rows;      // [n], the row of each occurrence; padding (-1) comes first
+    const i32* rows;      // [n], each occurrence's row; padding (-1) comes first
     const u32* offsets;   // [unique + 1]
     const u32* sources;   // [n]
     const float* scales;  // [n] or null
@@ -34,7 +33,7 @@ struct Sources {
 // How many gradients a lane loads before it adds the first, for rows and in `sum_blocks`.
 constexpr u32 AHEAD = 4, BLOCK_AHEAD = 16;
 
-// The output rows of the next N occurrences.
+// The next N occurrences' output rows.
 template <u32 N>
 struct Next {
     u32 sources[N];
@@ -44,7 +43,7 @@ struct Next {
     }
 };
 
-// Sums columns [begin, begin + VEC) of occurrences [first, last), in order, to sum [VEC]. next: read from `first` on.
+// Sums columns [begin, begin + VEC) over occurrences [first, last), in order, to sum [VEC]. next: read from `first` on.
 template <u32 N>
 TIERBED_FN void sum_occurrences(float* sum, const Gradients& gradients, const Occurrences& row, u32 first, u32 last,
                                 u32 begin, Next<N> next) {
@@ -65,9 +64,9 @@ TIERBED_FN void sum_occurrences(float* sum, const Gradients& gradients, const Oc
     }
 }
 
-// A row's line and occurrences. Each lane reads them for another row; then all lanes of the warp work on row after row.
+// A row's line and occurrences. Each lane reads them for another row; then the whole warp works on row after row.
 struct RowStart {
-    u32 begin, count;  // of the occurrences
+    u32 begin, count;  // occurrences
     Next<AHEAD> next;
     u64 line;
 
@@ -90,7 +89,7 @@ TIERBED_FN void for_each_row(const Sources& from, u64 count, const u64* lines, c
     for_each_ahead<RowStart>(count, [&](u64 row) { return RowStart::read(from, lines, row); }, body);
 }
 
-// Sums a row's gradients. sums: the sums of blocks after the first, by slot.
+// Sums a row's gradients. sums: `sum_blocks`' results, by slot.
 class RowGradient {
 public:
     TIERBED_FN RowGradient(const Sources& from, const RowStart& start, const float* sums)

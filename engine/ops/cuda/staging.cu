@@ -1,4 +1,4 @@
-// Copies lines between device memory and page-locked host memory, which the tiers below read and write.
+// Copies lines between device memory and page-locked host memory, where the tiers below read and write them.
 //
 // Copies the rows with flags [n] 1 (0: skipped). ranks [n], the running sum of `flags`, are their positions plus 1.
 #include "layout.h"
@@ -27,7 +27,7 @@ extern "C" __global__ void lines_to_host(const u64* lines, const i32* flags, con
     });
 }
 
-// Fills flagged lines from host memory if the tier below found them, else with initial values.
+// Fills flagged lines from host memory, or with initial values if the tier below did not find them.
 extern "C" __global__ void lines_from_host(const u64* lines, const i32* flags, const i32* ranks, u64 n, const u8* found,
                                            u64 memory, const u64* hashes, const u32* tables, InitialRow initial,
                                            const __grid_constant__ SlotHash slot_hash) {

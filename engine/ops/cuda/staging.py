@@ -13,13 +13,13 @@ from .batch import SLOT_HASH, Batch
 from .device import launch
 from .layout import Layout
 
-Rows = tuple[NDArray[np.uint32], NDArray[np.uint64], NDArray[np.uint64]]  # tables, keys, addresses of lines
+Rows = tuple[NDArray[np.uint32], NDArray[np.uint64], NDArray[np.uint64]]  # tables, keys, line addresses
 
 WARP, MIN_ROWS = 32, 1024
 
 
 class Staging:
-    """Page-locked arrays for tables, keys and lines of up to `room` rows. They grow on demand."""
+    """Page-locked arrays for the tables, keys and lines of `room` rows. They grow on demand."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -35,7 +35,7 @@ class Staging:
         self.room = max(rows, 2 * self.room)
         self.tables, self.keys = memory(self.room, torch.int32), memory(self.room, torch.int64)
         self.lines = memory(self.room * self._layout.line_bytes, torch.uint8)
-        self.was_found = memory(self.room, torch.uint8)
+        self.found_flags = memory(self.room, torch.uint8)
         return True
 
     def rows(self, count: int) -> Rows:
@@ -45,7 +45,7 @@ class Staging:
         return tables.view(np.uint32), keys.view(np.uint64), addresses.astype(np.uint64)
 
     def identify(self, hashes: Tensor, tables: Tensor, flags: Tensor, ranks: Tensor) -> None:
-        """Copy tables and keys of flagged rows [n] to the staging memory. ranks: the running sum of `flags`."""
+        """Copy the flagged rows' tables and keys to the staging memory. ranks [n]: the running sum of flags [n]."""
         n, strides = len(flags), [np.uint64(tensor.stride(0)) for tensor in (hashes, tables)]
         self._run(
             "list_flagged", n, 1, hashes, strides[0], tables, strides[1], flags, ranks, np.uint64(n),
@@ -58,10 +58,7 @@ class Staging:
         self._run("lines_to_host", len(lines), WARP, lines, flags, ranks, n, room, self.lines)
 
     def read(self, lines: Tensor) -> NDArray[np.uint8]:
-        """Return the bytes of lines [n], [n, line_bytes]. Waits for the device.
-
-        The result is valid until the next `read` or `copy_lines`.
-        """
+        """Wait for lines [n] and return their bytes [n, line_bytes], valid until the next `read` or `copy_lines`."""
         self.reserve(len(lines))
         flags = torch.ones_like(lines, dtype=torch.int32)
         self.copy_lines(lines, flags, flags.cumsum(0, dtype=torch.int32))
@@ -78,19 +75,19 @@ class Staging:
         return packed
 
     def records(self, lines: Tensor) -> NDArray[np.uint32]:
-        """Return the numbers of updates and the last steps of lines [n], [n, 2]. Overwrites the staging memory."""
+        """Return the update counts and last steps of lines [n], [n, 2]. Overwrites the staging memory."""
         end = self._layout.stored_bytes
         return self.read(lines)[:, end - 8 : end].copy().view(np.uint32)
 
     def describe(self, line: Tensor) -> dict[str, int]:
-        """Return a line's number of updates and last step."""
+        """Return a line's update count and last step."""
         updates, step = self.records(line)[0].tolist()
         return {"updates": updates, "last_step": step}
 
     def fill(self, batch: Batch, flags: Tensor, ranks: Tensor, found: NDArray[np.bool_]) -> None:
-        """Fill a batch's flagged lines: from the staging memory if `found` there, else with initial values."""
-        self.was_found[: len(found)].numpy()[:] = found
+        """Fill a batch's flagged lines from the staging memory, or with initial values if not `found` there."""
+        self.found_flags[: len(found)].numpy()[:] = found
         self._run(
-            "lines_from_host", batch.size, WARP, batch.lines, flags, ranks, np.uint64(batch.size), self.was_found,
+            "lines_from_host", batch.size, WARP, batch.lines, flags, ranks, np.uint64(batch.size), self.found_flags,
             self.lines, batch.hashes, batch.tables, self._layout.initial, SLOT_HASH,
         )  # fmt: skip

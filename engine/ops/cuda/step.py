@@ -17,7 +17,7 @@ from .program import Program
 
 LINES, LOOKUPS = "ops/cuda/lines.cu", "ops/cuda/lookups.cu"
 WARP, SUM_BLOCK, MAX_SOURCES, MAX_HYPERS = 32, 256, 8, 504  # as in update.cu and sources.h
-# per lookup: the gradient [output rows, dim], all of one dtype; whether bags are averaged; pooling weights
+# per lookup: the gradient [output rows, dim], in one dtype; whether bags are averaged; pooling weights
 Grads = tuple[Sequence[Tensor], Sequence[bool], Sequence[Tensor | None]]
 _TYPES = {torch.float32: "Float32", torch.float16: "Float16", torch.bfloat16: "BFloat16"}
 
@@ -42,7 +42,7 @@ def gather(
 
 
 def weights_grad(batch: Batch, layout: Layout, index: int, grads: Tensor, out: Tensor, mean: bool = False) -> None:
-    """Write each pooling weight's gradient to `out` [n], float32, 0 for padding. grads [bags, dim]: of the result."""
+    """Write each pooling weight's gradient to `out` [n], float32, 0 for padding. grads [bags, dim]: the result's."""
     lookup = batch.lookups[index]
     program, ids = _lookup_program(layout, grads.dtype, batch), _pooled(batch, lookup, mean, None)
     launch(layout.device, program, "weights_grad", lookup.bags, WARP, batch.views, ids, grads, out)
@@ -66,7 +66,7 @@ def update(
     Adds the number of rows written for the first time to `written` [tables], int64.
     """
     program = _update_program(layout, rule, _dtype(gradients[0]))
-    sources, sums, _kept = _sum_blocks(program, layout, batch, gradients)
+    sources, sums, _owners = _sum_blocks(program, layout, batch, gradients)
     launch(
         layout.device, program, "update_rows", batch.size, WARP, sources, batch.lines, batch.tables, batch.count,
         numbers, sums, _row_memory(layout, batch), written, faults, _line_memory(layout, batch), batch.hashes,
@@ -96,12 +96,12 @@ def catch_up(
 
 
 def sum_rows(layout: Layout, batch: Batch, gradients: Grads, positions: Tensor | None, out: Tensor) -> None:
-    """Write the gradient of the batch's row u to out[positions[u]], or to out[u] without positions. out: [*, dim]."""
+    """Write row u's gradient to out[positions[u]], or to out[u] without positions. out: [*, dim]."""
     _reduce("sum_rows", layout, batch, gradients, positions, out)
 
 
 def square_rows(layout: Layout, batch: Batch, gradients: Grads) -> Tensor:
-    """Return the sum of squares of each row's gradient, [size] float32; 0 after the unique rows."""
+    """Return each row's squared gradient norm, [size] float32; 0 after the unique rows."""
     squares = torch.zeros(batch.size, dtype=torch.float32, device=batch.lines.device)
     _reduce("square_rows", layout, batch, gradients, _row_memory(layout, batch), squares)
     return squares
@@ -113,10 +113,7 @@ def new_numbers(device: torch.device) -> Tensor:
 
 
 def assign(batch: Batch, layout: Layout, values: Tensor, step: int, written: Tensor, faults: Tensor) -> None:
-    """Write values [size, dim], one per position, to the rows of unpooled lookups. A row's last value wins.
-
-    written, faults: as in `update`.
-    """
+    """Write values [size, dim], one per position, to rows. A row's last value wins. written, faults: see `update`."""
     groups = batch.groups
     launch(
         layout.device, layout.program(LINES), "assign_rows", batch.size, WARP, batch.lines, batch.tables,
@@ -146,7 +143,7 @@ def new_lines(batch: Batch, layout: Layout, count: int) -> Tensor:
 
 
 def initialise_lines(batch: Batch, layout: Layout, only: Tensor) -> None:
-    """Write initial values to the lines of rows flagged in `only` [size], bool. Skips rows without a line."""
+    """Write initial values to lines flagged in `only` [size], bool. Skips rows without a line."""
     launch(
         layout.device, layout.program(LINES), "initialise_lines", batch.size, WARP, batch.hashes, batch.tables,
         batch.count, batch.lines, only, layout.initial, SLOT_HASH,
@@ -160,7 +157,7 @@ def copy_lines(layout: Layout, source: Tensor, to: Tensor) -> None:
 
 
 def wide_lines(batch: Batch, layout: Layout, positions: Tensor, owner: Batch) -> Tensor:
-    """Return the lines of a batch's positions [n]. Narrow ones are copied to float32, in memory owned by `owner`."""
+    """Return the lines at positions [n]. Narrow lines are copied to float32, in memory owned by `owner`."""
     inverse = batch.inverse[positions]
     if not layout.is_narrow:
         return batch.views[inverse.to(torch.int64)]
@@ -197,7 +194,7 @@ def _dtype(grads: Sequence[Tensor]) -> torch.dtype:
 
 def _reduce(kernel: str, layout: Layout, batch: Batch, gradients: Grads, *arguments: Argument) -> None:
     program = layout.program("ops/cuda/sums.cu", TIERBED_GRADIENTS=_TYPES[_dtype(gradients[0])])
-    sources, sums, _kept = _sum_blocks(program, layout, batch, gradients)
+    sources, sums, _owners = _sum_blocks(program, layout, batch, gradients)
     launch(layout.device, program, kernel, batch.size, WARP, sources, batch.count, sums, *arguments)
 
 
@@ -223,7 +220,7 @@ def _sum_blocks(
 
 
 def _lookup_program(layout: Layout, dtype: torch.dtype, batch: Batch | None = None) -> Program:
-    """Return the lookups' program for outputs of `dtype`. batch: pass it if its lines may be wide."""
+    """Return the program for lookups with this output dtype. batch: pass it if its lines may be wide."""
     row = "Float32" if batch is not None and batch.has_wide_lines else layout.type
     return layout.program(LOOKUPS, TIERBED_GRADIENTS=_TYPES[dtype], TIERBED_ROW=row)
 
@@ -248,7 +245,7 @@ def _warps(layout: Layout, batch: Batch) -> int:
 
 
 def _scales(program: Program, batch: Batch, means: Sequence[bool], weights: Sequence[Tensor | None]) -> Tensor | None:
-    """Return the factor of each occurrence's gradient, or None if all are 1."""
+    """Return the factors by which occurrences' gradients are multiplied, or None if all are 1."""
     if not any(means) and all(tensor is None for tensor in weights):
         return None
     scales = batch.empty(torch.float32)

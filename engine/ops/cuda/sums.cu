@@ -1,10 +1,10 @@
-// Sums the gradients of a batch's rows, independently of an optimizer rule. One warp works on one row.
+// Sums the gradients of a batch's rows. One warp works on one row.
 #include "sources.h"
 #include "ops/kernels/update.h"
 
 using namespace tierbed;
 
-// Writes the gradient of row u to row positions[u] of out [*, dim], or to row u if `positions` is null.
+// Writes row u's gradient to row positions[u] of out [*, dim], or to row u if `positions` is null.
 extern "C" __global__ void sum_rows(const __grid_constant__ Sources from, const u32* count, const float* sums,
                                     const i64* positions, float* out) {
     for_each_row(from, *count, nullptr, [&](Tile tile, u64 row, const RowStart& start) {
@@ -14,7 +14,7 @@ extern "C" __global__ void sum_rows(const __grid_constant__ Sources from, const 
     });
 }
 
-// Writes the sum of squares of each row's gradient to squares [count]. memory [warps of the grid, dim]: scratch.
+// Writes each row's squared gradient norm to squares [count]. memory [warps of the grid, dim]: scratch.
 extern "C" __global__ void square_rows(const __grid_constant__ Sources from, const u32* count,
                                        const float* sums, float* memory, float* squares) {
     for_each_row(from, *count, nullptr, [&](Tile tile, u64 row, const RowStart& start) {

@@ -1,5 +1,5 @@
-// Sums the gradients of a batch's rows and applies an optimizer rule. Compiled for one rule (TIERBED_RULE) and one type
-// of gradients (TIERBED_GRADIENTS). One warp works on one row.
+// Sums the gradients of a batch's rows and applies an optimizer rule. Compiled for one rule (TIERBED_RULE) and one
+// gradient type (TIERBED_GRADIENTS). One warp works on one row.
 #include "sources.h"
 #include "items.h"
 #include "ops/kernels/hash.h"
@@ -25,7 +25,7 @@ struct Numbers {
 
 }  // namespace
 
-// Kernels read the numbers from memory, since the arguments of a captured launch cannot change.
+// Kernels read the numbers from memory, since a captured launch's arguments cannot change.
 extern "C" __global__ void write_numbers(const __grid_constant__ Numbers values, Numbers* numbers) {
     if (blockIdx.x == 0 && threadIdx.x == 0) *numbers = values;
 }
@@ -52,7 +52,7 @@ TIERBED_FN void change_line(Tile tile, u64 line, u64 wide, const Body& body, con
 }
 
 // Updates all rows. Adds first writes to written [tables]. memory [warps of the grid, dim]: scratch. hashes, seed: for
-// the noise of stochastic rounding.
+// stochastic rounding.
 extern "C" __global__ void update_rows(const __grid_constant__ Sources from, const u64* lines, const u32* tables,
                                        const u32* count, const Numbers* numbers, const float* sums, float* memory,
                                        u64* written, const u32* faults, u64 wide, const u64* hashes, u64 seed,
@@ -101,9 +101,9 @@ TIERBED_FN void catch_up_all(const u64* lines, u64 count, const Rule& rule, u32 
         });
 }
 
-// Brings embeddings and states of the first `count` lines to the beginning of the step. With views [count], lines do
-// not change: rows that are behind are copied to `memory`, with room for `count` lines, and caught up there. views[i]
-// becomes the address of the copy, or of the line if the row is not behind.
+// Catches up the first `count` lines to the beginning of the step. With views [count], lines do not change: rows that
+// are behind are copied to `memory`, with room for `count` lines, and caught up there. views[i] becomes the copy's
+// address, or the line's if the row is not behind.
 extern "C" __global__ void catch_up_lines(const u64* lines, const u32* count, const Numbers* numbers, u64 memory,
                                           u64* views, u64 wide) {
     catch_up_all(lines, *count, Rule(numbers->hyper), numbers->step, memory, views, wide);

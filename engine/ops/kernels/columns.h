@@ -24,7 +24,7 @@ struct Matrix {
 };
 
 struct Move {
-    u32 source, target;  // indexes of matrices
+    u32 source, target;  // matrix indexes
     u32 from, to;        // first columns
     u32 count;
 };

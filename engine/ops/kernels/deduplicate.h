@@ -1,6 +1,6 @@
 // Deduplicates one bucket's rows. One tile works on one bucket.
 //
-// Entries are ordered by position, so unique rows are numbered by first occurrence, whatever the number of threads.
+// Entries are ordered by position, so unique rows are numbered by first occurrence, with any number of threads.
 #pragma once
 #include "hash.h"
 
@@ -17,7 +17,7 @@ struct Entry {
 struct UniqueRow {
     u64 hash;
     u32 table;
-    u32 count;  // number of entries
+    u32 count;  // entries
 };
 
 // A slot of the hash set. Comparing the tag, hash bits that do not choose the slot, settles most probes.

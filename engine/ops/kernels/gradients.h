@@ -1,8 +1,8 @@
 // Sums a row's gradient over its occurrences in a batch.
 //
 // An occurrence is a row of an output's gradient, times a scale if its bag was weighted or averaged. Occurrences are
-// added in float32, in the order of their positions, in blocks of 256; then the blocks' sums are added in order. On a
-// GPU, several warps can thus sum a row with many occurrences.
+// added in float32, ordered by position, in blocks of 256; then the blocks' sums are added in order. On a GPU, several
+// warps can thus sum a row with many occurrences.
 #pragma once
 #include "half.h"
 #include "portable.h"
@@ -48,7 +48,7 @@ TIERBED_FN float sum_columns(Tile tile, u32 n, const Value& value) {
 
 constexpr u32 SUM_BLOCK = 256;
 
-// The gradient of one lookup's output.
+// One lookup's output gradient.
 struct GradientPart {
     const void* rows;  // [output rows, dim]
     u32 begin;         // the first row's number among all lookups' output rows
@@ -72,7 +72,7 @@ struct Occurrences {
     const u32* sources;   // [count] output rows, ascending by position
     const float* scales;  // [count], or null if all are 1
     u32 count;
-    const u32* end;  // end of the sources that may be prefetched: this row's and later rows'
+    const u32* end;  // end of the sources that may be prefetched, this row's and later ones
 };
 
 constexpr u32 SOURCES_AHEAD = 16;
@@ -85,7 +85,7 @@ TIERBED_FN void prefetch_source(const Gradients& gradients, const Occurrences& r
                        gradients.dim * static_cast<u32>(sizeof(typename Type::Stored)));
 }
 
-// Sums columns [begin, begin + n) of occurrences [first, last) to sum [n].
+// Sums columns [begin, begin + n) over occurrences [first, last) to sum [n].
 template <class Type>
 TIERBED_FN void sum_occurrences(float* sum, const Gradients& gradients, const Occurrences& row, u32 first, u32 last,
                                 u32 begin, u32 n) {

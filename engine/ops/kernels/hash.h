@@ -19,7 +19,7 @@ constexpr u32 MAX_RANKS = 1024;
 TIERBED_FN u64 table_offset(u32 table) { return (static_cast<u64>(table) + 1) * 0x9E3779B97F4A7C15ull; }
 
 // splitmix64's finaliser over table and key, without its last shift
-TIERBED_FN u64 mixed_key(u32 table, u64 key) {
+TIERBED_FN u64 mix_key(u32 table, u64 key) {
     u64 x = key ^ table_offset(table);
     x ^= x >> 30;
     x *= 0xBF58476D1CE4E5B9ull;
@@ -27,22 +27,22 @@ TIERBED_FN u64 mixed_key(u32 table, u64 key) {
     return x * 0x94D049BB133111EBull;
 }
 
-TIERBED_FN u64 shifted(u64 mixed) { return mixed ^ mixed >> 31; }
+TIERBED_FN u64 last_shift(u64 mixed) { return mixed ^ mixed >> 31; }
 
-TIERBED_FN u64 hash_row(u32 table, u64 key) { return shifted(mixed_key(table, key)); }
+TIERBED_FN u64 hash_row(u32 table, u64 key) { return last_shift(mix_key(table, key)); }
 
 TIERBED_FN u32 bucket_of(u64 hash) { return static_cast<u32>(hash >> 58); }
 
 // The rank that owns a row, by an interval of 16 bits of its `hash_row`. ranks <= MAX_RANKS.
 TIERBED_FN u32 owner_of(u64 hash, u32 ranks) { return static_cast<u32>((hash >> 34 & 0xFFFF) * ranks >> 16); }
 
-TIERBED_FN u64 reversed_bytes(u64 x) {  // compilers recognise this pattern
+TIERBED_FN u64 reverse_bytes(u64 x) {  // compilers recognise this pattern
     x = (x & 0x00FF00FF00FF00FFull) << 8 | (x >> 8 & 0x00FF00FF00FF00FFull);
     x = (x & 0x0000FFFF0000FFFFull) << 16 | (x >> 16 & 0x0000FFFF0000FFFFull);
     return x << 32 | x >> 32;
 }
 
-// Multiplies `mixed_key` by a random factor, folds it and multiplies by a second one. To keep the bucket, the top byte
+// Multiplies `mix_key` by a random factor, folds it and multiplies by a second one. To keep the bucket, the top byte
 // is rotated to the bottom meanwhile, where factors that are 1 modulo 256 do not change it.
 //
 // With a random odd factor, two keys agree in their m leading bits with probability at most 2 / 2^m (Dietzfelbinger,
@@ -55,15 +55,15 @@ struct SlotHash {
     u64 factor[2], inverse[2];  // modulo 2^64
 
     TIERBED_FN u64 operator()(u32 table, u64 key) const {
-        u64 x = mixed_key(table, key);
+        u64 x = mix_key(table, key);
         x = (x << 8 | x >> 56) * factor[0] + table * table_factor + addend;
-        return reversed_bytes(folded(x) * factor[1]);
+        return reverse_bytes(fold(x) * factor[1]);
     }
     // The row's `hash_row`.
-    TIERBED_FN u64 row_hash(u32 table, u64 hash) const { return shifted(mixed(table, hash)); }
+    TIERBED_FN u64 row_hash(u32 table, u64 hash) const { return last_shift(unmix(table, hash)); }
     // Recovers the key by undoing each step, multiplying by the factors' inverses.
     TIERBED_FN u64 key(u32 table, u64 hash) const {
-        u64 x = mixed(table, hash) * 0x319642B2D24D8EC3ull;
+        u64 x = unmix(table, hash) * 0x319642B2D24D8EC3ull;
         x ^= x >> 27 ^ x >> 54;
         x *= 0x96DE1B173F119089ull;
         x ^= x >> 30 ^ x >> 60;
@@ -71,9 +71,10 @@ struct SlotHash {
     }
 
 private:
-    TIERBED_FN static u64 folded(u64 x) { return x ^ (x >> 32 & ~u64{255}); }  // its own inverse
-    TIERBED_FN u64 mixed(u32 table, u64 hash) const {
-        const u64 x = (folded(reversed_bytes(hash) * inverse[1]) - table * table_factor - addend) * inverse[0];
+    TIERBED_FN static u64 fold(u64 x) { return x ^ (x >> 32 & ~u64{255}); }  // its own inverse
+    // Returns the row's `mix_key`.
+    TIERBED_FN u64 unmix(u32 table, u64 hash) const {
+        const u64 x = (fold(reverse_bytes(hash) * inverse[1]) - table * table_factor - addend) * inverse[0];
         return x >> 8 | x << 56;
     }
 };

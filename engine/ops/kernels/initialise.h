@@ -1,5 +1,5 @@
-// Initial values of a row. They are a pure function of (seed, table, key, column), so rows that were never updated need
-// not be stored. The row of `zero_key`, if set, starts as zeros.
+// Initial values of a row. They depend only on (seed, table, key, column), so rows that were never updated need not be
+// stored. The row of `zero_key`, if set, starts as zeros.
 //
 // One tile writes one whole line: embedding, optimizer state, record, padding. Column c uses word c % 4 of Philox with
 // counter (c / 4, table, key low, key high) and the seed as Philox key, so every column gets its own 32 bits.
@@ -30,7 +30,7 @@ TIERBED_FN Words philox(Words counter, u64 key) {
 
 enum class Initial : u32 { constant = 0, uniform = 1, normal = 2 };
 
-// The initial values of a column group of one table: constant a | uniform a + u (b - a) |
+// One table's initial values for a column group: constant a | uniform a + u (b - a) |
 // normal a + b quantile(q0 + u (q1 - q0)), with u random in [0, 1).
 struct InitialValues {
     Initial kind;
@@ -41,10 +41,10 @@ struct InitialValues {
 struct InitialRow {
     u64 seed;
     const InitialValues* values;  // [tables * groups]
-    const u32* group_ends;        // [groups], the end column of each column group
+    const u32* group_ends;        // [groups], each column group's end column
     u32 groups;
-    const float* states;    // [state_count], the initial value of each optimizer state
-    const u32* state_ends;  // [state_count], the end of each state, in words of the line
+    const float* states;    // [state_count], each optimizer state's initial value
+    const u32* state_ends;  // [state_count], each state's end, in words from the line's start
     u32 state_count;
     u32 has_zero_key;
     u64 zero_key;  // in every table, this key's embedding starts as zeros
@@ -82,7 +82,7 @@ TIERBED_FN void initialise_embedding(Tile tile, u64 line, const LineShape& shape
 }
 
 // Packs x twice, as a 16-bit type, into a word.
-TIERBED_FN u32 pair_of(FloatType type, float x) {
+TIERBED_FN u32 pack_pair(FloatType type, float x) {
     return (type == FloatType::bfloat16 ? BFloat16::store(x) : Float16::store(x)) * 0x10001u;
 }
 
@@ -95,7 +95,7 @@ TIERBED_FN void initialise_line(Tile tile, u64 line, const LineShape& shape, con
     u32* const out = reinterpret_cast<u32*>(line);
     for (u32 k = 0; k < row.state_count; ++k) {
         const bool is_narrow = k < shape.narrow_states;
-        const u32 word = is_narrow ? pair_of(shape.states, row.states[k]) : bits_of(row.states[k]);
+        const u32 word = is_narrow ? pack_pair(shape.states, row.states[k]) : bits_of(row.states[k]);
         const u32 begin = k == 0 ? words_of(shape.embedding, shape.dim) : row.state_ends[k - 1], end = row.state_ends[k];
         for (u32 i = begin + tile.lane; i < end; i += tile.size)
             out[i] = is_narrow && shape.dim % 2 == 1 && i + 1 == end ? word & 0xFFFFu : word;  // padding is zeros

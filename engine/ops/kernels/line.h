@@ -8,9 +8,9 @@
 namespace tierbed {
 
 struct LineShape {
-    u32 dim;         // numbers of the embedding
-    u32 width;       // words of embedding and state
-    u32 line_bytes;  // record and padding included, a multiple of 16
+    u32 dim;         // embedding columns
+    u32 width;       // words in embedding and states
+    u32 line_bytes;  // including record and padding, a multiple of 16
     // The embedding and each of the first `narrow_states` states have `dim` numbers of these types, padded to a word.
     // All other states are float32.
     FloatType embedding = FloatType::float32, states = FloatType::float32;
@@ -20,8 +20,8 @@ struct LineShape {
 };
 
 struct Record {
-    u32 updates;  // number of writes, 0 for a row that was never written
-    u32 step;     // last write's step
+    u32 updates;  // how often the row was written
+    u32 step;     // the last write's step
 };
 
 TIERBED_FN constexpr u32 line_bytes_of(u32 width) {
@@ -37,7 +37,7 @@ TIERBED_FN Record* record(u64 line, const LineShape& shape) {
     return reinterpret_cast<Record*>(floats(line) + shape.width);
 }
 
-// The shape of the line decoded to float32.
+// The line's shape when decoded to float32.
 TIERBED_FN constexpr LineShape widened(const LineShape& shape) {
     const u32 narrow = words_of(shape.embedding, shape.dim) + shape.narrow_states * words_of(shape.states, shape.dim);
     const u32 width = shape.width - narrow + shape.dim * (1 + shape.narrow_states);

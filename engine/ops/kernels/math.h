@@ -1,11 +1,11 @@
-// Logarithm, powers and the inverse normal distribution function, as fixed sequences of IEEE operations. Unlike libm's,
-// their results have the same bits on every machine.
+// Logarithm, powers and the inverse normal distribution function, as fixed sequences of IEEE operations. Unlike with
+// libm, results are bit-identical on every machine.
 #pragma once
 #include "portable.h"
 
 namespace tierbed {
 
-// ln x for a normal number x > 0, by the series of 2 artanh((m - 1) / (m + 1)) around m = 1.
+// ln x for a normal number x > 0, by the series for 2 artanh((m - 1) / (m + 1)) around m = 1.
 TIERBED_FN double natural_log(double x) {
     const u64 bits = bits_of(x);
     int exponent = static_cast<int>((bits >> 52) & 0x7FF) - 1022;
@@ -105,8 +105,8 @@ TIERBED_FN double exponential_near_zero(double x) {
     return series;
 }
 
-// x^exponent for x >= 0, else NaN. Computed as 2^k e^r with ln(x^exponent) = k ln 2 + r, and rounded once from a double
-// with a relative error below 2^-40.
+// x^exponent for x >= 0, NaN otherwise. Computed as 2^k e^r with ln(x^exponent) = k ln 2 + r, and rounded once from a
+// double with a relative error below 2^-40.
 TIERBED_FN float power(float x, float exponent) {
     const float zero = 0.0f, infinity = float_of(0x7F800000u), not_a_number = float_of(0x7FC00000u);
     if (!(x >= 0.0f)) return not_a_number;

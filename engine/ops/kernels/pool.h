@@ -1,7 +1,7 @@
 // Computes one row of a lookup's output: the sum or mean over a bag's rows, or without pooling a copy of the id's row.
 //
-// One tile works on one bag. Rows are multiplied by their weights, if any, and added in float32, in the order of their
-// positions, starting from 0. A mean divides the sum by the number of rows. The result is rounded to the output type.
+// One tile works on one bag. Rows are multiplied by their weights, if any, and added in float32, ordered by
+// position, starting from 0. A mean divides the sum by the row count. The result is rounded to the output type.
 // Padding does not count as a row; an empty bag yields zeros. `Row` is the embeddings' float type, `Type` the output's.
 #pragma once
 #include "gradients.h"
@@ -18,7 +18,7 @@ namespace tierbed {
 struct Bags {
     const i64* offsets = nullptr;   // [parts + 1] ascending; null if all bags have `length` ids
     u64 length = 1;
-    const u32* features = nullptr;  // [columns], the feature of each column; null without features
+    const u32* features = nullptr;  // [columns], each column's feature; null without features
     u32 columns = 0, batch = 0;     // with features: offsets are [features * batch + 1]
 
     // The bag's index in `offsets`.
@@ -36,11 +36,11 @@ private:
 };
 
 struct Bag {
-    const i32* inverse;    // [count], the unique row of each position or -1
+    const i32* inverse;    // [count], each position's unique row or -1
     const float* weights;  // [count] or null
     u32 count;
     bool mean;
-    const i32* end;  // end of the positions whose rows may be prefetched, this bag's and later ones; null for none
+    const i32* end;  // end of the positions that may be prefetched, this bag's and later ones; null for none
 };
 
 constexpr u32 ROWS_AHEAD = 16;
@@ -53,7 +53,7 @@ TIERBED_FN void prefetch_row(const u64* lines, const i32* position, const i32* e
 }
 
 template <class Row>
-TIERBED_FN const typename Row::Stored* embedding_of(u64 line) {
+TIERBED_FN const typename Row::Stored* embedding(u64 line) {
     return reinterpret_cast<const typename Row::Stored*>(line);
 }
 
@@ -78,7 +78,7 @@ TIERBED_FN void pool_block(typename Type::Stored* out, const u64* lines, const B
     for (u32 i = 0; i < bag.count; ++i) {
         if (begin == 0) prefetch_row<Row>(lines, bag.inverse + i, bag.end, dim);
         if (bag.inverse[i] < 0) continue;
-        const auto* row = embedding_of<Row>(lines[bag.inverse[i]]) + begin;
+        const auto* row = embedding<Row>(lines[bag.inverse[i]]) + begin;
         if (bag.weights) {
             const float weight = bag.weights[i];
             for (u32 j = 0; j < n; ++j) sum[j] += weight * Row::load(row[j]);
@@ -120,11 +120,11 @@ TIERBED_FN void gather_row(Tile tile, typename Type::Stored* out, u64 line, u32 
     else if (sizeof(*out) == 4 && sizeof(typename Row::Stored) == 4)
         copy_bytes(tile, out, floats(line), dim * 4);
     else
-        for (u32 c = tile.lane; c < dim; c += tile.size) out[c] = Type::store(Row::load(embedding_of<Row>(line)[c]));
+        for (u32 c = tile.lane; c < dim; c += tile.size) out[c] = Type::store(Row::load(embedding<Row>(line)[c]));
 }
 
-// Writes the gradient of each of a bag's weights to out [count]: the dot product of grad and row, divided by the number
-// of rows for a mean; 0 for padding.
+// Writes a bag's weight gradients to out [count]: dot products of grad and row, divided by the row count for a mean; 0
+// for padding.
 template <class Row, class Type>
 TIERBED_FN void pool_weights_grad(Tile tile, float* out, const u64* lines, const Bag& bag,
                                   const typename Type::Stored* grad, u32 dim) {
@@ -132,7 +132,7 @@ TIERBED_FN void pool_weights_grad(Tile tile, float* out, const u64* lines, const
     for (u32 i = 0; i < bag.count; ++i) {
         float product = 0.0f;
         if (bag.inverse[i] >= 0) {
-            const auto* row = embedding_of<Row>(lines[bag.inverse[i]]);
+            const auto* row = embedding<Row>(lines[bag.inverse[i]]);
             product = sum_columns(
                 tile, dim, [&](i32 c) TIERBED_INLINE { return Type::load(grad[c]) * Row::load(row[c]); });
             if (bag.mean) product = product / rows;

@@ -1,5 +1,5 @@
-// The base of the optimizer rules in engine/optim: functions that a rule's body may call, the limits that every rule
-// has, and a type that lists all rules. engine/optim/kernel.py generates a struct for each rule.
+// The base of the optimizer rules in engine/optim: functions that a rule's body may call, limits that every rule has,
+// and a type that lists all rules. engine/optim/kernel.py generates a struct for each rule.
 #pragma once
 #include "math.h"
 
@@ -17,7 +17,7 @@ TIERBED_FN float quotient(float a, float b) { return a / (b == 0.0f ? 0x1p127f :
 TIERBED_FN float square(float x) { return x * x; }
 TIERBED_FN float absolute(float x) { return x < 0.0f ? -x : x; }
 
-// Limits of a row. Before weight decay, each element of the summed gradient is clipped to [-clip_value, clip_value],
+// A row's limits. Before weight decay, each element of the summed gradient is clipped to [-clip_value, clip_value],
 // then its L2 norm to clip_norm. After the rule, the row's L2 norm is limited to row_norm. 0: no limit. NaN stays NaN.
 struct Limits {
     static constexpr u32 LIMITS = 3;
@@ -30,7 +30,7 @@ struct Limits {
     TIERBED_FN float clipped(float g) const { return g > clip_value ? clip_value : g < -clip_value ? -clip_value : g; }
 };
 
-// Learning rates of past steps, linear between knots. past: the number of knots, then each knot's step and rate
+// Past steps' learning rates, linear between knots. past: how many knots, then each knot's step and rate
 // (engine/optim/past_rates.py). now: the rate after the last knot.
 class Rates {
 public:
@@ -54,7 +54,7 @@ private:
     double now_;
 };
 
-// Returns the factor that limits a row's L2 norm to `limit`. squares: the sum of its squares.
+// Returns the factor that limits a row's L2 norm to `limit`. squares: the squared norm.
 TIERBED_FN float norm_scale(float squares, float limit) {
     const float norm = square_root(squares);
     return norm > limit ? limit / norm : 1.0f;

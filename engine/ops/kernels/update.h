@@ -1,4 +1,4 @@
-// The update of one row: sum its occurrences' gradients, scale and clip the sum, apply the optimizer rule, write line
+// Updates a row: sum its occurrences' gradients, scale and clip the sum, apply the optimizer rule, write line
 // and record. A rule that catches up (lazy Adam and similar) first applies the steps that the row missed.
 //
 // One tile works on one row, and nothing else accesses its line meanwhile. Sums and reductions have a fixed order
@@ -13,8 +13,8 @@
 
 namespace tierbed {
 
-// Catching up applies a row's missed steps with a gradient of zero (CatchUp in engine/optim/kernel.py). The result is a
-// pure function of the line, its last step and the current step.
+// Catching up applies a row's missed steps with a zero gradient (CatchUp in engine/optim/kernel.py). The result depends
+// only on the line, its last step and the current step.
 
 // True if the row missed steps before `step`. A row that was never written has last step 0; only some rules count
 // that as missed steps (misses_unwritten: the rule's MISSES_UNWRITTEN).
@@ -22,8 +22,8 @@ TIERBED_FN bool is_behind(const Record& record, u32 step, bool misses_unwritten)
     return (misses_unwritten || record.updates != 0) && record.step + 1 < step;
 }
 
-// Catches up columns [begin, begin + n) of the line; n <= VEC. The first `limit` steps are applied one by one, the rest
-// together for each line segment of the learning rate. before: the row's record.
+// Catches up columns [begin, begin + n) in the line; n <= VEC. The first `limit` steps are applied one by one, the
+// rest together for each line segment of the learning rate. before: the row's record.
 template <class Rule>
 TIERBED_FN void catch_up_block(float* line, u32 dim, u32 begin, u32 n, const Rule& rule, const Record& before,
                                u32 missed) {
@@ -42,19 +42,19 @@ TIERBED_FN void catch_up_block(float* line, u32 dim, u32 begin, u32 n, const Rul
     values.last = before.step;
     rule.begin_missed(values);
     Rates rates = rule.rates();
-    const bool rests = Rule::RESTS_UNWRITTEN && before.updates == 0;
-    const u32 limit = static_cast<u32>(rule.limit()), singly = missed < limit ? missed : limit;
+    const bool skips_single = Rule::RESTS_UNWRITTEN && before.updates == 0;
+    const u32 limit = static_cast<u32>(rule.limit()), single_steps = missed < limit ? missed : limit;
     u32 done = 0;
-    for (; done < singly && !rests; ++done) {
+    for (; done < single_steps && !skips_single; ++done) {
         values.rate = rates.at(before.step + 1 + done);
         rule.missed_step(values);
         for_elements([&](float& weight, float* state) TIERBED_INLINE { rule.missed_element(weight, state, values); });
     }
     while (done < missed) {
-        const u32 from = before.step + 1 + done, left = missed - done;
+        const u32 from = before.step + 1 + done, remaining = missed - done;
         const double first = rates.at(from);
-        const u32 on_line = rates.last() - from + 1;
-        values.rest = done < singly ? 1 : on_line < left ? on_line : left;
+        const u32 on_segment = rates.last() - from + 1;
+        values.rest = done < single_steps ? 1 : on_segment < remaining ? on_segment : remaining;
         const double last = rates.at(from + values.rest - 1);
         values.rate = 0.5 * (first + last);
         values.is_constant = first == last;
@@ -66,7 +66,7 @@ TIERBED_FN void catch_up_block(float* line, u32 dim, u32 begin, u32 n, const Rul
     for (u32 k = 0; k < Rule::ELEMENT_STATES; ++k) store_floats(line + dim * (k + 1) + begin, states[k], n);
 }
 
-// Brings embedding and states of a row that is behind to the beginning of `step`. Does not change the record.
+// Brings the embedding and states of a row that is behind to the beginning of `step`. Does not change the record.
 template <class Rule>
 TIERBED_FN void catch_up(Tile tile, float* line, u32 dim, const Rule& rule, Record before, u32 step) {
     const u32 missed = step - 1 - before.step;
@@ -124,7 +124,7 @@ private:
 };
 #endif
 
-// The passes of a rule with norms. gradient [dim]: the row's gradient; `element` changes it to the step.
+// A rule's passes if it has norms. gradient [dim]: the row's gradient; `element` changes it to the step.
 template <class Rule>
 TIERBED_FN void update_by_norms(Tile tile, float* line, u32 dim, float* gradient, const Rule& rule,
                                 typename Rule::Row& row) {
@@ -202,7 +202,7 @@ TIERBED_FN bool apply_rule(Tile tile, u64 address, const LineShape& shape, const
             float block[VEC];
             const float* g = block;
             if (reduces_rows(rule))
-                g = loaded(block, gradient + begin, n);
+                g = load_block(block, gradient + begin, n);
             else
                 sum_block(block, begin, n);
             elements.change(n, [&](float& w, float* state, u32 j) TIERBED_INLINE {
@@ -228,7 +228,7 @@ TIERBED_FN void limit_row(Tile tile, u64 address, u32 dim, float limit) {
     });
 }
 
-// Returns the sum of squares of a row's gradient. sum, gradient: as for `apply_rule`.
+// Returns a row's squared gradient norm. sum, gradient: as for `apply_rule`.
 template <class Sum>
 TIERBED_FN float square_row(Tile tile, u32 dim, const Sum& sum, float* gradient) {
     for_blocks(tile, dim, [&](u32 begin, u32 n) TIERBED_INLINE { sum(gradient + begin, begin, n); });

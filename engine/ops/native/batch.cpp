@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::size_t CHUNK = 4096;  // positions per task; fixed, so that the order does not depend on threads
 
-// Positions [begin, end) of a segment; with features, all of one column's feature.
+// Positions [begin, end) in a segment; with features, all of one column's feature.
 struct Chunk {
     const Segment* segment;
     std::size_t first;   // the segment's first position in the batch
@@ -61,13 +61,13 @@ void for_each_bag(const Chunk& chunk, u32 num_tables, const Body& body) {
 class Grouping {
 public:
     // Sets `inverse` to -1 for padding. pooled: whether to keep each entry's output row. Calls beyond(table, key,
-    // position) for illegal ids, which become padding.
+    // position) for illegal ids; they become padding.
     template <class Beyond>
     Grouping(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tables, std::optional<u64> padding, i32* inverse,
              bool pooled, const LegalIds& legal, const Beyond& beyond);
 
     Grouped grouped;
-    Buffer<u32> sources;  // output rows of the entries, if pooled
+    Buffer<u32> sources;  // the entries' output rows, if pooled
 
     // Sets inverse[position] = first[bucket] + local[entry] for all entries.
     void invert(const std::size_t* first, const u32* local, i32* inverse) const;
@@ -76,9 +76,9 @@ private:
     const Entry* entries(std::size_t c) const { return &hashed_[chunks_[c].first + chunks_[c].begin]; }
 
     const std::vector<Chunk>& chunks_;
-    Buffer<Entry> hashed_;                   // a chunk's entries begin at the index of its first position
-    std::vector<std::size_t> entry_counts_;  // number of entries of each chunk
-    Buffer<std::size_t> ends_;  // for each chunk and bucket, the end of the chunk's entries in the bucket
+    Buffer<Entry> hashed_;                   // a chunk's entries begin at its first position
+    std::vector<std::size_t> entry_counts_;  // entries per chunk
+    Buffer<std::size_t> ends_;  // for each chunk and bucket, where the chunk's entries in the bucket end
 };
 
 template <class Beyond>
@@ -168,7 +168,7 @@ void append_chunks(std::vector<Chunk>& chunks, const Segment& segment, std::size
         chunks.push_back({&segment, first, source, begin, std::min(end, begin + CHUNK), column});
 }
 
-// Appends the positions of the features that are looked up, in memory order. Sets `inverse` to -1 for other positions.
+// Appends the looked-up features' positions, in memory order. Sets `inverse` to -1 for other positions.
 void append_features(std::vector<Chunk>& chunks, const Segment& segment, std::size_t first, std::size_t source,
                      i32* inverse) {
     const Bags& bags = segment.bags;
@@ -201,10 +201,10 @@ std::vector<std::vector<Chunk>> group_by_table(const std::vector<Chunk>& chunks,
     return table_chunks;
 }
 
-// Sorts n 64-bit entries by their high words, which are below 2^bits. Stable. The entries must be followed by n entries
-// of scratch memory; returns the half that holds the result.
+// Sorts n 64-bit entries by their high words, all below 2^bits. Stable. Scratch memory for n entries must follow them.
+// Returns the half that holds the result.
 //
-// A radix sort. Digits are as long as about as many counters as entries allow, so that it takes few passes.
+// A radix sort in few passes: digits are so long that there are about as many counters as entries.
 u64* sort_numbers(u64* numbers, u32 n, u32 bits) {
     constexpr u32 MIN_DIGIT = 4, MAX_DIGIT = 11;  // bits per digit
     const u32 most = std::clamp<u32>(31 - static_cast<u32>(__builtin_clz(n | 1)), MIN_DIGIT, MAX_DIGIT);
@@ -229,7 +229,7 @@ u64* sort_numbers(u64* numbers, u32 n, u32 bits) {
 struct Part {
     u32 table;
     u64 first, last;
-    std::size_t positions;  // of the whole table
+    std::size_t positions;  // in the whole table
     Buffer<u64> memory;
     const u64* sorted = nullptr;  // ids in the high words, their positions in the low words
     u32 entries = 0, rows = 0;
@@ -275,7 +275,6 @@ void check_size(std::size_t n, const char* unit) {
                                     " is too large; split it below 2^30");
 }
 
-// Allocates the arrays of rows and occurrences.
 void allocate(Deduplicated& out, std::size_t unique, std::size_t entries) {
     out.unique = unique;
     out.hashes = Buffer<u64>(unique);
@@ -286,7 +285,7 @@ void allocate(Deduplicated& out, std::size_t unique, std::size_t entries) {
     if (out.pooled) out.occurrence_sources = Buffer<u32>(entries);
 }
 
-// Finds the unique rows of each bucket, ordered by first occurrence.
+// Finds each bucket's unique rows, ordered by first occurrence.
 void deduplicate_by_hash(Deduplicated& out, const Grouping& grouping,
                          std::array<std::size_t, BUCKETS + 1>& bucket_begin) {
     const Grouped& grouped = grouping.grouped;
@@ -325,13 +324,13 @@ void deduplicate_by_hash(Deduplicated& out, const Grouping& grouping,
     grouping.invert(bucket_begin.data(), local.data(), out.inverse.data());
 }
 
-// Finds the unique rows of each part by sorting its ids. One thread does all work on a part, whose entries thus stay in
-// its core's cache.
+// Finds each part's unique rows by sorting its ids. One thread does all work on a part, so that its core's cache keeps
+// the entries.
 template <class Beyond>
 void deduplicate_by_number(Deduplicated& out, const std::vector<std::vector<Chunk>>& chunks, std::optional<u64> padding,
                const LegalIds& legal, const Beyond& beyond) {
     std::vector<Part> parts = make_parts(chunks, out.size, out.numbering);
-    Buffer<u32> sources(out.pooled ? out.size : 0);  // the output row of each position
+    Buffer<u32> sources(out.pooled ? out.size : 0);  // each position's output row
     parallel_for(parts.size(), out.size, [&](std::size_t p) {
         Part& part = parts[p];
         part.memory = Buffer<u64>(2 * part.positions);
@@ -377,7 +376,7 @@ void deduplicate_by_number(Deduplicated& out, const std::vector<std::vector<Chun
         const Part& part = parts[p];
         u32 row = part.first_row - 1, index = part.first_occurrence;
         u64 previous = ~u64{0};
-        for (u32 k = 0; k < part.entries; ++k, ++index) {  // without branches, which would often be mispredicted
+        for (u32 k = 0; k < part.entries; ++k, ++index) {  // branches would often be mispredicted
             const u64 key = part.sorted[k] >> 32;
             const u32 position = static_cast<u32>(part.sorted[k]);
             const bool is_first = key != previous;

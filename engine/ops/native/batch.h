@@ -1,4 +1,4 @@
-// Deduplicates the lookups of a step into a batch of unique rows, in an order that depends only on the ids.
+// Deduplicates a step's lookups to unique rows, in an order that depends only on the ids.
 //
 // Any ids are deduplicated by hash, in 64 buckets that threads process independently. If all tables have a known number
 // of ids and consecutive bags share a table, each table's ids are radix-sorted instead. Either way, positions are
@@ -22,10 +22,10 @@ namespace tierbed {
 struct Segment {
     const u64* keys;          // [n]
     const u32* tables;        // [bags], or [columns] with features; null if bag b belongs to table b % num_tables
-    std::size_t n;            // number of positions, including features that are not looked up
-    std::size_t count;        // number of bags, which is the number of output rows
+    std::size_t n;            // positions, including features that are not looked up
+    std::size_t count;        // bags, each with one output row
     Bags bags;                // offsets ascend from 0 to n
-    std::size_t parts;        // number of bags in the offsets, including features that are not looked up
+    std::size_t parts;        // bags in the offsets, including features that are not looked up
     bool pooled;
 };
 
@@ -44,7 +44,7 @@ struct Grouped {
 // Groups row keys. A row's position is its index.
 Grouped group_by_bucket(const u32* tables, const u64* keys, std::size_t n);
 
-// The unique rows of a batch by bucket.
+// A batch's unique rows by bucket.
 struct BucketOrder {
     Buffer<u32> rows;                       // [unique], buckets ascending; empty if rows are already in this order
     std::array<std::size_t, BUCKETS + 1> begin{};
@@ -52,8 +52,8 @@ struct BucketOrder {
     std::size_t row(std::size_t k) const { return rows.size() ? rows[k] : k; }
 };
 
-// The part of a batch that depends only on the ids. Immutable, and shared by the batches of several embeddings. Sorted
-// rows are ordered by number, rows deduplicated by hash are ordered by bucket and then by first occurrence.
+// The part of a batch that depends only on the ids. Immutable, and shared by several embeddings' batches. Rows are
+// ordered by number if sorted; if deduplicated by hash, by bucket and then by first occurrence.
 struct Deduplicated {
     // Keys equal to `padding` are padding. Throws std::out_of_range for a table id >= num_tables.
     Deduplicated(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding,
@@ -62,25 +62,25 @@ struct Deduplicated {
     // A segment without its ids and table ids.
     struct LookupSpan {
         std::size_t begin;   // its first position
-        std::size_t source;  // its first row among the output rows of all segments
+        std::size_t source;  // its first row among all segments' output rows
         Segment segment;     // `keys` and `tables` null
         Buffer<i64> offsets;
         Buffer<u32> features;
     };
 
     std::vector<LookupSpan> lookups;
-    std::size_t size = 0;     // number of positions
-    std::size_t sources = 0;  // number of output rows
-    std::size_t unique = 0;   // number of unique rows
+    std::size_t size = 0;     // positions
+    std::size_t sources = 0;  // output rows
+    std::size_t unique = 0;   // unique rows
     bool pooled = false;                    // whether any segment is pooled
     Buffer<u64> hashes;                     // [unique]
     Buffer<u32> tables;                     // [unique]
     Buffer<u32> numbers;                    // [unique], as in Numbering; empty if rows are ordered by bucket
-    Buffer<i32> inverse;                    // [size], the row of each position, -1 for padding
+    Buffer<i32> inverse;                    // [size], each position's row, -1 for padding
     Buffer<u32> occurrences;                // [size - padding], positions grouped by row
     Buffer<u32> occurrence_sources;         // [size - padding], their output rows; empty if equal to the positions
     Buffer<u32> offsets;                    // [unique + 1], where each row's occurrences begin
-    std::vector<u64> dropped;               // [tables], numbers of dropped ids; empty if all ids are legal
+    std::vector<u64> dropped;               // [tables], how many ids were dropped; empty if all ids are legal
     std::optional<std::pair<u32, u64>> illegal;  // the first illegal (table, key); illegal ids count as padding
     const Numbering numbering;
 

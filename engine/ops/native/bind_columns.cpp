@@ -1,4 +1,4 @@
-// Python binding of `move_columns`, which copies columns between matrices.
+// Python binding of `move_columns`.
 #include <algorithm>
 #include <numeric>
 
@@ -14,10 +14,9 @@ constexpr u64 BYTES = 1 << 18;  // size of a task's rows
 // Parses (address, bytes from row to row, columns) for each matrix.
 std::vector<Matrix> parse_matrices(const std::vector<u64>& numbers) {
     require(numbers.size() % 3 == 0, "matrices must be [n, 3]: address, row stride in bytes, columns");
-    std::vector<Matrix> matrices;
-    for (std::size_t i = 0; i < numbers.size(); i += 3)
-        matrices.push_back({numbers[i], numbers[i + 1], numbers[i + 2]});
-    return matrices;
+    std::vector<Matrix> all;
+    for (std::size_t i = 0; i < numbers.size(); i += 3) all.push_back({numbers[i], numbers[i + 1], numbers[i + 2]});
+    return all;
 }
 
 // True if all moves lie within the matrices. With `complete`, they must also write each target column exactly once.

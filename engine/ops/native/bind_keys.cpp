@@ -77,7 +77,7 @@ void hash_parts(InVector<u8> bytes, InVector<i64> offsets, u64 seed, OutVector<i
     });
 }
 
-// Returns the index of the first string that is not valid Unicode, or `n` if all are.
+// Returns the position of the first string that is not valid Unicode, or `n`.
 std::size_t hash_rows(InVector<u8> bytes, std::size_t width, bool is_text, u64 seed, OutVector<i64> out) {
     const std::size_t n = out.size();
     require(bytes.size() == n * width, "bytes must be [n * width]");

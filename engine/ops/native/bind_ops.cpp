@@ -1,4 +1,4 @@
-// Python bindings of layouts, batches, hashes and the ops of a step.
+// Python bindings of layouts, batches, hashes and a step's ops.
 #include <algorithm>
 
 #include "batch.h"
@@ -12,7 +12,7 @@ namespace tierbed {
 namespace {
 
 // Parses one lookup, (keys [n], table ids, bags) or (keys, table ids, bags, features, batch). Appends its arrays to
-// `owners`, which keeps them alive.
+// `owners`, to keep them alive.
 //
 // bags: None if unpooled, each bag's length, or offsets [bags + 1] that ascend from 0 to n. table ids: [bags], or None
 // if bag i belongs to table i % num_tables. features [columns]: the features to look up, each at most once. With
@@ -131,7 +131,7 @@ Pooling pooling_of(const Batch& batch, std::size_t lookup, bool mean, const std:
     return {mean, weights ? weights->data() : nullptr, type_named(dtype)};
 }
 
-// Checks that rows are [output rows of the lookup, dim], of float32, or of uint16 for 16-bit floats.
+// Checks that rows are [the lookup's output rows, dim], float32, or uint16 for 16-bit floats.
 template <class RowSpan>
 void require_outputs(const Batch& batch, const Layout& layout, std::size_t lookup, const RowSpan& rows,
                      const Pooling& pooling) {
@@ -141,7 +141,7 @@ void require_outputs(const Batch& batch, const Layout& layout, std::size_t looku
             "rows must be [output rows, dim]");
 }
 
-// Parses the gradients of a batch's lookups, and keeps their arrays alive.
+// Parses each lookup's gradient, and keeps the arrays alive.
 struct Upstreams {
     std::vector<nb::object> owners;
     std::vector<Upstream> upstream;

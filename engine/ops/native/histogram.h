@@ -1,4 +1,4 @@
-// Histograms of latencies, and the metrics of a tier.
+// Latency histograms, and a tier's metrics.
 #pragma once
 
 #include <algorithm>
@@ -55,7 +55,7 @@ private:
         return std::min(bucket, kBuckets - 1);
     }
 
-    // Returns the smallest value of a bucket.
+    // Returns a bucket's smallest value.
     static double lower_bound(std::size_t bucket) {
         return std::ldexp(8.0 + static_cast<double>(bucket % 8), static_cast<int>(bucket / 8) - 3) - 1;
     }

@@ -1,4 +1,3 @@
-// Chooses which build of the loops runs.
 #pragma once
 #include <string>
 #include <vector>

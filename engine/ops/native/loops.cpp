@@ -12,7 +12,7 @@ namespace tierbed {
 namespace {
 
 constexpr Tile ONE_THREAD{0, 1};
-constexpr std::size_t ROW_BYTES_AHEAD = 8192;  // how many bytes of rows to prefetch ahead
+constexpr std::size_t ROW_BYTES_AHEAD = 8192;  // how many bytes to prefetch ahead
 
 u64 line_at(const GatherJob& job, std::size_t position) {
     const i32 row = job.inverse[position];
@@ -105,7 +105,7 @@ TIERBED_FN Occurrences occurrences_of(const UpdateJob& job, std::size_t row) {
 
 template <class Rule>
 std::size_t update(const UpdateJob& shared, std::size_t begin, std::size_t end, float* memory) {
-    const UpdateJob job = shared;  // a local copy, which writes to lines cannot alias
+    const UpdateJob job = shared;  // a local copy, since writes to lines could alias `shared`
     const Gradients gradients = shared.gradients;
     const Rule rule(job.hyper);
     const SumRow sum_row = SUM_ROW[static_cast<u32>(job.type)];

@@ -12,15 +12,15 @@ namespace tierbed {
 
 constexpr std::size_t ROWS = 1024;  // rows or bags per task
 
-// Gathers bags [begin, end) of one lookup.
+// Gathers a lookup's bags [begin, end).
 struct GatherJob {
     const u64* lines;      // [unique]
-    const i32* inverse;    // [n], the row of each of the lookup's positions
+    const i32* inverse;    // [n], each position's row
     std::size_t n;
     Bags bags;
     const float* weights;  // [n] or null
     u32 dim;
-    FloatType row_type;  // the type of embeddings in `lines`
+    FloatType row_type;  // embedding type in `lines`
     bool pooled, mean;
     void* out;
 };
@@ -32,7 +32,7 @@ struct WeightsGradJob {
     float* out;
 };
 
-// Updates rows [begin, end) of a batch by an optimizer rule.
+// Updates a batch's rows [begin, end) by an optimizer rule.
 struct UpdateJob {
     const u64* lines;     // [unique]
     const u32* offsets;   // [unique + 1], where each row's occurrences begin
@@ -40,7 +40,7 @@ struct UpdateJob {
     const u32* sources_end;
     const float* scales;  // [occurrences] or null
     Gradients gradients;
-    FloatType type;  // the type of `gradients`
+    FloatType type;  // gradient type
     float scale;  // multiplies each row's sum
     LineShape shape;
     const double* hyper;
@@ -59,14 +59,14 @@ struct CodecJob {
     const u64* lines;
     LineShape shape;
     u64 wide;
-    // for stochastic rounding: the row of each line, the seed and the step; null to round to nearest
+    // for stochastic rounding: each line's row, the seed and the step; null to round to nearest
     const u32* tables;
     const u64* hashes;
     u64 seed;
     u32 step;
 };
 
-// Copies columns of rows [begin, end) from sources to targets; with `adds`, adds them (for gradients).
+// Copies columns from sources to targets in rows [begin, end); with `adds`, adds them (for gradients).
 struct ColumnsJob {
     const Matrix *sources, *targets;
     std::size_t target_count;
@@ -78,7 +78,7 @@ struct ColumnsJob {
 struct RuleLoops {
     const char* name;
     u32 element_states, row_states;
-    u32 hypers;  // number of hyper-parameters, including limits
+    u32 hypers;  // how many hyper-parameters, including limits
     bool misses_unwritten;  // whether rows that were never written miss steps
     // Returns how many rows were written for the first time. memory [3 * dim]: scratch.
     std::size_t (*update)(const UpdateJob&, std::size_t begin, std::size_t end, float* memory);
@@ -92,9 +92,9 @@ struct Loops {
     void (*weights_grad[FLOAT_TYPES])(const WeightsGradJob&, std::size_t begin, std::size_t end);
     void (*decode)(const CodecJob&, std::size_t begin, std::size_t end);
     void (*encode)(const CodecJob&, std::size_t begin, std::size_t end);
-    // Writes the sum of squares of each row's gradient to out [unique]. Reads only the job's gradients.
+    // Writes each row's squared gradient norm to out [unique]. Reads only the job's gradients.
     void (*square[FLOAT_TYPES])(const UpdateJob&, std::size_t begin, std::size_t end, float* memory, float* out);
-    // Writes the gradient of row u to row positions[u] of out [*, dim], or to row u if `positions` is null.
+    // Writes row u's gradient to row positions[u] of out [*, dim], or to row u if `positions` is null.
     // memory [dim]: scratch.
     void (*sum[FLOAT_TYPES])(const UpdateJob&, std::size_t begin, std::size_t end, float* memory, const i64* positions,
                              float* out);

@@ -49,8 +49,8 @@ private:
     std::size_t size_ = 0;
 };
 
-// Zeroed pages; huge pages for large sizes. may_be_huge: pass false for sparse data, which would leave most of a huge
-// page unused.
+// Zeroed pages; huge pages for large sizes. may_be_huge: pass false for sparse data: it would leave huge pages mostly
+// unused.
 class Pages {
 public:
     Pages() = default;
@@ -94,7 +94,7 @@ private:
     u64 start_ = 0;
 };
 
-// Allocates from chunks of growing size, which are freed together. Thread-safe.
+// Allocates from growing chunks that are freed together. Thread-safe.
 class Arena {
 public:
     u64 allocate(std::size_t bytes) {

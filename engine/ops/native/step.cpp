@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::size_t AHEAD = 4;  // rows to prefetch
 
-// Calls body(row) -> bool for every unique row, and add(begin, end, number of true results) for ranges of rows.
+// Calls body(row) -> bool for every unique row, and add(begin, end, how many were true) for row ranges.
 template <class Body, class Add>
 void count_rows(const Batch& batch, const Body& body, const Add& add) {
     parallel_ranges(batch.unique, ROWS, [&](std::size_t begin, std::size_t end) {
@@ -159,7 +159,7 @@ const RuleLoops& rule_named(const std::string& name) {
     throw std::invalid_argument("rule '" + name + "' does not exist");
 }
 
-// Returns the factor of each occurrence's gradient, or nothing if all are 1.
+// Returns the factors for occurrences' gradients, or nothing if all are 1.
 Buffer<float> occurrence_scales(const Batch& batch, const std::vector<Upstream>& grads) {
     bool any = false;
     for (const Upstream& grad : grads) any = any || grad.pooling.mean || grad.pooling.weights;
@@ -222,7 +222,7 @@ public:
     LineShape shape() const { return widened(job_.shape); }
 
     // Decodes lines [begin, end) block by block to `wide`, calls body(first, n) for each block [first, first + n), and
-    // writes it back. Rounds to nearest, or with a batch stochastically, by its rows' noise of `step`.
+    // writes it back. Rounds to nearest, or with a batch stochastically, by its rows' noise at `step`.
     template <class Body>
     void change(std::size_t begin, std::size_t end, const Batch* batch, u32 step, const Body& body) {
         job_.tables = batch ? batch->tables.data() : nullptr;

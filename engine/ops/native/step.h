@@ -1,4 +1,4 @@
-// The ops of a step, for a batch whose lines are set.
+// A step's ops, for a batch whose lines are set.
 #pragma once
 #include <string>
 #include <vector>
@@ -8,7 +8,6 @@
 
 namespace tierbed {
 
-// How the rows of a lookup are pooled.
 struct Pooling {
     bool mean;
     const float* weights;  // [positions] or null
@@ -18,7 +17,7 @@ struct Pooling {
 // Writes the sum or mean of each bag's weighted rows to out [bags, dim]; zeros for padding and empty bags.
 void gather(const Batch& batch, const Layout& layout, std::size_t lookup, const Pooling& pooling, void* out);
 // Writes each weight's gradient to out [positions]: the dot product of its row and its bag's gradient in grads
-// [bags, dim], divided by the bag's number of rows for a mean.
+// [bags, dim], divided by the bag's row count for a mean.
 void weights_grad(const Batch& batch, const Layout& layout, std::size_t lookup, const Pooling& pooling,
                   const void* grads, float* out);
 
@@ -27,14 +26,14 @@ void weights_grad(const Batch& batch, const Layout& layout, std::size_t lookup, 
 std::size_t assign(Batch& batch, const Layout& layout, const float* values, u32 step, u64* by_table);
 // Returns how many rows were never written. A row without a line counts as new.
 std::size_t count_new(const Batch& batch, const Layout& layout);
-// Adds the numbers of rows with updates > 0 to by_table [layout.tables].
+// Counts rows with updates > 0 per table, and adds the counts to by_table [layout.tables].
 void count_written(const Batch& batch, const Layout& layout, u64* by_table);
 // Replaces the lines of `rows` by float32 copies owned by the batch. All other lines must already be float32.
 void use_wide_lines(Batch& batch, const Layout& layout, const std::vector<std::size_t>& rows);
 // Gives each row without a line a new one with initial values, owned by the batch.
 void initialise_missing(Batch& batch, const Layout& layout);
 
-// The gradient of one lookup's output: rows [output rows, dim] of `pooling.type`.
+// One lookup's output gradient: rows [output rows, dim] of type `pooling.type`.
 struct Upstream {
     const void* rows;
     Pooling pooling;
@@ -55,9 +54,9 @@ struct BoundRule {
 // and counts first writes like `assign`.
 std::size_t update(Batch& batch, const Layout& layout, const std::vector<Upstream>& grads, const BoundRule& rule,
                    u32 step, float scale, u64* by_table);
-// Writes the sum of squares of each row's gradient to out [unique].
+// Writes each row's squared gradient norm to out [unique].
 void square_gradients(const Batch& batch, u32 dim, const std::vector<Upstream>& grads, float* out);
-// Writes the gradient of row u to row positions[u] of out [*, dim], or to row u if `positions` is null.
+// Writes row u's gradient to row positions[u] of out [*, dim], or to row u if `positions` is null.
 void sum_gradients(const Batch& batch, u32 dim, const std::vector<Upstream>& grads, const i64* positions, float* out);
 // Brings lines to the beginning of `step`. Does nothing for a rule that does not catch up.
 void catch_up(const Layout& layout, const u64* lines, std::size_t n, const BoundRule& rule, u32 step);

@@ -21,7 +21,7 @@
 namespace tierbed {
 namespace {
 
-// Resets rounding mode and denormal flushing, which are settings of a thread: rows must not depend on the thread.
+// Resets the thread's rounding mode and denormal flushing, since rows must not depend on the thread.
 class DefaultArithmetic {
 public:
     DefaultArithmetic() {
@@ -81,7 +81,7 @@ private:
 
 class Pool {
 public:
-    // Starts fewer workers if the system runs out of threads or memory.
+    // Starts fewer workers if the system lacks threads or memory.
     explicit Pool(std::size_t workers) : requested_(workers) {
         threads_.reserve(workers);
         try {
@@ -177,7 +177,7 @@ bool was_started_by_exec() {
     return fields >> flags && flags != 0 && !(flags & FORKED);
 }
 
-// The pool of steps' loops. A forked child has none of the parent's threads, so it leaks the parent's Process (pool and
+// The pool for steps' loops. A forked child lacks the parent's threads, so it leaks the parent's Process (pool and
 // mutex) and starts with a new one.
 struct Process {
     bool may_use_openmp = false;  // torch's OpenMP threads, as workers

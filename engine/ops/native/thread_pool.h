@@ -1,4 +1,4 @@
-// The thread pool of native loops. The caller and `threads - 1` workers run numbered tasks.
+// The native loops' thread pool. The caller and `threads - 1` workers run numbered tasks.
 //
 // Any thread may run any task, so no two tasks may write the same memory. The first exception that a task throws is
 // rethrown to the caller. While one caller uses the pool, others run their tasks alone. A forked child starts a new
@@ -9,17 +9,17 @@
 
 namespace tierbed {
 
-// Sets the number of threads for steps' loops, and marks the calling thread as one that runs steps.
+// Sets how many threads run steps' loops, and marks the calling thread as one that runs steps.
 void set_threads(std::size_t threads);
 
-// Gives the calling thread its own pool, so that its loops do not compete for the pool of steps.
+// Gives the calling thread its own pool, so that its loops do not compete for the steps' pool.
 void use_own_pool(std::size_t threads);
 
 // Calls task(i) for i in [0, tasks).
 void parallel_for(std::size_t tasks, const std::function<void(std::size_t)>& task);
 
-// The same for tasks with `items` items in total. The calling thread runs few items alone, which is faster than waking
-// a worker.
+// The same for tasks with `items` items in total. The calling thread runs few items alone: that is faster than waking a
+// worker.
 void parallel_for(std::size_t tasks, std::size_t items, const std::function<void(std::size_t)>& task);
 
 // Calls body(begin, end) for ranges of at most `grain` items that cover [0, n).
