@@ -48,7 +48,6 @@ class Program:
         return defines + _text(self.file)
 
     def kernels(self) -> list[str]:
-        """Return the kernels' names."""
         return re.findall(r'extern "C" __global__ void (\w+)\(', _text(self.file))
 
 

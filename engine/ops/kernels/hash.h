@@ -72,8 +72,7 @@ struct SlotHash {
 
 private:
     TIERBED_FN static u64 fold(u64 x) { return x ^ (x >> 32 & ~u64{255}); }  // its own inverse
-    // Returns the row's `mix_key`.
-    TIERBED_FN u64 unmix(u32 table, u64 hash) const {
+    TIERBED_FN u64 unmix(u32 table, u64 hash) const {  // the row's `mix_key`
         const u64 x = (fold(reverse_bytes(hash) * inverse[1]) - table * table_factor - addend) * inverse[0];
         return x >> 8 | x << 56;
     }
