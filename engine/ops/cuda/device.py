@@ -63,7 +63,7 @@ def _value(argument: Argument) -> np.generic | np.ndarray:
 
 
 class _Call:
-    """A kernel with one thread's memory for its arguments, from which a launch copies them."""
+    """A kernel with one thread's memory for its arguments. A launch copies them."""
 
     def __init__(self, function: Any, arguments: Sequence[np.generic | np.ndarray]) -> None:
         self.function = function
