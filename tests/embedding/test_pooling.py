@@ -175,7 +175,7 @@ def ints(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             {"ids": ints(5, 4), "table_ids": ints(4), "pooling": "sum"},
             r"table_ids.*\(4,\).* bags, \(5,\); give one",
         ),
-        ({"offsets": torch.tensor([1, 4]), "pooling": "sum"}, r"offsets.*from 1 to 4; give one offset more than bags"),
+        ({"offsets": torch.tensor([1, 4]), "pooling": "sum"}, r"offsets.*from 1 to 4; give bags"),
         ({"offsets": torch.tensor([0, 3]), "pooling": "sum"}, r"offsets.*from 0 to 3; .*number of ids, 4"),
         ({"offsets": torch.tensor([0, 5]), "pooling": "sum"}, r"offsets.*from 0 to 5"),
         ({"offsets": torch.tensor([0, 3, 2, 4]), "pooling": "sum"}, r"offsets.*3 at position 1 is followed by 2"),
