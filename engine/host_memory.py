@@ -1,4 +1,4 @@
-"""How much host memory a process may still use, by the machine and by the limits of its cgroups."""
+"""Computes how much host memory a process may still use, given the machine and its cgroup limits."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ ROOT = Path("/")
 
 
 class FreeMemory(NamedTuple):
-    """How many bytes are free. `where`: a text for messages."""
+    """The number of free bytes, and `where` they are, as text for messages."""
 
     bytes: int
     where: str
 
 
 def free_host_memory(root: Path = ROOT) -> FreeMemory | None:
-    """The minimum of free memory of the machine and of each memory cgroup of this process. None without /proc/meminfo.
+    """Returns the free memory of the machine or of this process's memory cgroups, whichever is least.
 
-    The machine's is MemAvailable. That of a cgroup, and of each parent, is its limit (`memory.max` and `memory.high` in
-    version 2, `memory.limit_in_bytes` in version 1) less the memory in use; pages of files do not count, since the
-    system can free them. root: the folder of proc and sys.
+    The machine's free memory is MemAvailable. A cgroup's free memory is its limit (`memory.max` and `memory.high` in
+    version 2, `memory.limit_in_bytes` in version 1) minus the memory in use; its parents count likewise. File pages do
+    not count as in use, since the system can free them. `root` is the folder that contains proc and sys. Returns None
+    without /proc/meminfo.
     """
     available = _numbers(root / "proc/meminfo").get("MemAvailable:")
     if available is None:
@@ -44,7 +45,7 @@ def _free_in_cgroups(root: Path) -> Iterator[FreeMemory]:
 
 
 def _free_in(top: Path, own: str, limits: tuple[str, ...], usage: str, prefix: str) -> Iterator[FreeMemory]:
-    """The free memory of the group `own` and of its parents. Groups that a container does not show are skipped."""
+    """Yield the free memory of the cgroup `own` and of its parents. Skips cgroups that a container does not show."""
     path = PurePosixPath("/", own)
     groups = [PurePosixPath("/")] if ".." in path.parts else [path, *path.parents]
     for group in groups:
@@ -58,7 +59,7 @@ def _free_in(top: Path, own: str, limits: tuple[str, ...], usage: str, prefix: s
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """The numbers of a file that has a name and a number on each line."""
+    """Read a file with a name and a number on each line."""
     words = [line.split() for line in _text(path).splitlines()]
     return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[1].isdecimal()}
 

@@ -138,8 +138,8 @@ def test_rows_are_summed_by_disk_and_those_beyond_what_is_free_are_wrong(
 def test_a_value_or_a_name_that_is_no_embedding_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found, _ = checked(capsys, tmp_path, 'title = "x"\n["a/b"]\nstore = "host_mem"\n', code=1)
     assert found["wrong"].keys() == {"title", "a/b"}
-    assert "that can name a folder" in found["wrong"]["a/b"]
-    assert found["wrong"]["title"].endswith("title is outside a table; put it under [name], the name of its embedding")
+    assert "it names a folder" in found["wrong"]["a/b"]
+    assert found["wrong"]["title"].endswith("title is outside a table; put it under [name], the embedding's name")
     (tmp_path / "empty.toml").write_text("")
     assert command("store", "options", tmp_path / "empty.toml") == 1
     assert "empty.toml' is empty; give each embedding a table [name]" in capsys.readouterr().err

@@ -213,7 +213,7 @@ def test_ids_of_another_device_than_the_module_are_refused() -> None:
     embedding.to_empty(device="cpu")
     ids = torch.zeros(2, 3, dtype=torch.int64)
     with pytest.raises(
-        InputError, match=r"weights of .* are on meta and the ids on cpu; give weights\.to\(ids\.device\)"
+        InputError, match=r"weights of .* are on meta but the ids are on cpu; give weights\.to\(ids\.device\)"
     ):
         embedding(ids, pooling="sum", weights=torch.ones(2, 3, device="meta"))
 

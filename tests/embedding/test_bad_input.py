@@ -120,7 +120,7 @@ def test_columns_that_are_no_widths_are_named(columns: Any) -> None:
         ([1, 2, 3], r"got list; give a torch\.Tensor of torch\.int64"),
         (np.zeros(3, np.int64), r"got ndarray"),
         (None, r"got NoneType"),
-        (ints(4), r"shape \(4,\) is not \(\.\.\., 3\), one column for each table; give that, or table_ids"),
+        (ints(4), r"shape \(4,\) is not \(\.\.\., 3\), one column for each table; give that shape, or table_ids"),
         (ints(3, 2), r"shape \(3, 2\) is not \(\.\.\., 3\)"),
         (ints(3), r"shape \(3,\) is not \(\.\.\., 3\)"),
         (ints(), r"shape \(\) is not \(\.\.\., 3\)"),
@@ -141,7 +141,7 @@ def test_ids_of_a_wrong_kind_or_shape_are_refused(embedding: MultiTableEmbedding
         (torch.zeros(4, dtype=torch.complex64), r"got torch\.complex64"),
         ("0", r"table_ids of embedding 'rows': give whole numbers"),
         (0.5, r"give whole numbers"),
-        (ints(3), r"shape \(3,\) does not broadcast to that of ids, \(2, 4\); give one table id"),
+        (ints(3), r"shape \(3,\) does not broadcast to the shape of ids, \(2, 4\); give one table id"),
         (ints(2), r"shape \(2,\) does not broadcast"),
         (ints(2, 2, 4), r"shape \(2, 2, 4\) does not broadcast"),
         (ints(4, device="meta"), r"table_ids of embedding 'rows'.* meta"),
@@ -356,7 +356,7 @@ def test_a_snapshot_without_a_place_is_refused() -> None:
     [
         (torch.int64, torch.uint64, r"ids\.view\(torch\.int64\)"),
         (torch.uint64, torch.int64, r"ids\.view\(torch\.uint64\)"),
-        (torch.int32, torch.int64, r"key_type=torch\.int64; ids\.to\(torch\.int32\) keeps the low bits"),
+        (torch.int32, torch.int64, r"key_type=torch\.int64; ids\.to\(torch\.int32\) would drop the high bits"),
     ],
 )
 def test_the_remedy_for_ids_of_another_dtype_keeps_their_values(

@@ -157,7 +157,7 @@ def ints(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         ({"pooling": "max"}, r"pooling of embedding 'rows': got 'max'; give 'sum' or 'mean', or None"),
         ({"pooling": torch.ones(2)}, r"pooling of embedding 'rows': got tensor"),
         ({"offsets": ints(3)}, r"offsets of embedding 'rows': .* pooling=None .*give pooling='sum'"),
-        ({"ids": ints(), "pooling": "sum"}, r"ids of embedding 'rows': pooling='sum' pools over their last dimension"),
+        ({"ids": ints(), "pooling": "sum"}, r"ids of embedding 'rows': pooling='sum' pools over the last dimension"),
         ({"offsets": [0, 4], "pooling": "sum"}, r"offsets.*: got list; give a 1-D torch\.Tensor of int64 or int32"),
         ({"offsets": torch.zeros(3), "pooling": "sum"}, r"offsets.*: got torch\.float32 \(3,\)"),
         ({"offsets": ints(2, 2), "pooling": "sum"}, r"offsets.*: got torch\.int64 \(2, 2\); give a 1-D"),
