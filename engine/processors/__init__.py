@@ -1,1 +1,1 @@
-"""What a table asks of a processor, and the processors."""
+"""Processors, which run a table's operations on a CPU or GPU, and their interface."""

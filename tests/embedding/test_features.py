@@ -185,7 +185,7 @@ def test_an_announced_batch_of_other_features_is_not_taken() -> None:
         ({"num_features": 5, "features": [0, 1]}, r"offsets of embedding 'rows': shape \(25,\) is not"),
         ({"offsets": None, "pooling": None}, r"features of embedding 'rows': a feature is a range of offsets"),
         ({"table_ids": [0, 1]}, r"shape \(2,\) does not broadcast to the shape of the features, \(3,\)"),
-        ({"table_ids": None, "features": [0, 1]}, r"give table_ids, one for each of the features"),
+        ({"table_ids": None, "features": [0, 1]}, r"give table_ids, one for each feature"),
         (
             {"table_ids": [0, 1, 2], "features": [0, 1]},
             r"shape \(3,\) does not broadcast to the shape of the features, \(2,\)",

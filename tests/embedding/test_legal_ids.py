@@ -148,5 +148,5 @@ def test_table_options_print_and_take_ids() -> None:
             tierbed.make_table_options(START, ids=wrong)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match=r"bad_ids='skip': give 'raise' or 'drop'"):
         tierbed.make_table_options(START, ids=5, bad_ids="skip")
-    with pytest.raises(OptionError, match=r"bad_ids='drop': without ids every id is legal"):
+    with pytest.raises(OptionError, match=r"bad_ids='drop': without `ids`, every id is legal"):
         tierbed.make_table_options(START, bad_ids="drop")
