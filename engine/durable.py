@@ -121,7 +121,7 @@ def atomic_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what `atomic_folder` left in a folder, which may be missing, when a process was killed. Raises OSError."""
+    """Remove what killed processes left of `atomic_folder` in a folder, if the folder exists. Raises OSError."""
     remove_temporary(list(folder.glob(f"{TEMPORARY}*/")))
 
 
@@ -134,7 +134,7 @@ class NoExchangeError(OSError):
 
 
 def put_in_place(temporary: Path, path: Path, overwrite: bool = False) -> None:
-    """Durably rename a durable file or folder to `path`. Raises OSError, UnsyncedError.
+    """Durably rename a file or folder, whose content is already durable, to `path`. Raises OSError, UnsyncedError.
 
     With `overwrite`, `path` may exist: an old file is replaced; an old folder gets the name `temporary`, or
     NoExchangeError is raised if the file system cannot do this.
@@ -149,18 +149,18 @@ def put_in_place(temporary: Path, path: Path, overwrite: bool = False) -> None:
         raise UnsyncedError(f"it is complete, but may not survive a power loss: {error}") from error
 
 
-def swap_folders(one: Path, other: Path) -> None:
+def swap_folders(first: Path, second: Path) -> None:
     """Swap two names on one file system atomically. Raises OSError, NoExchangeError."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         number = errno.ENOSYS
-    elif renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+    elif renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
         return
     else:
         number = ctypes.get_errno()
     if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-        raise NoExchangeError(number, "this file system cannot exchange two folders", str(other))
-    raise OSError(number, os.strerror(number), str(one), None, str(other))
+        raise NoExchangeError(number, "this file system cannot exchange two folders", str(second))
+    raise OSError(number, os.strerror(number), str(first), None, str(second))
 
 
 def check_exchange(folder: Path) -> None:

@@ -34,28 +34,28 @@ def free_host_memory(root: Path = ROOT) -> FreeMemory | None:
 def _free_in_cgroups(root: Path) -> Iterator[FreeMemory]:
     hierarchies = root / "sys/fs/cgroup"
     for line in _text(root / "proc/self/cgroup").splitlines():
-        _, _, group = line.partition(":")
-        controllers, _, own = group.partition(":")
+        _, _, rest = line.partition(":")
+        controllers, _, cgroup = rest.partition(":")
         if not controllers:
-            yield from _free_in(hierarchies, own, ("memory.max", "memory.high"), "memory.current", "")
+            yield from _free_in(hierarchies, cgroup, ("memory.max", "memory.high"), "memory.current", "")
         elif "memory" in controllers.split(","):
             yield from _free_in(
-                hierarchies / "memory", own, ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_"
+                hierarchies / "memory", cgroup, ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_"
             )
 
 
-def _free_in(top: Path, own: str, limits: tuple[str, ...], usage: str, prefix: str) -> Iterator[FreeMemory]:
-    """Yield the free memory of the cgroup `own` and of its parents. Skips cgroups that a container does not show."""
-    path = PurePosixPath("/", own)
-    groups = [PurePosixPath("/")] if ".." in path.parts else [path, *path.parents]
-    for group in groups:
-        folder = top / group.relative_to("/")
-        known = [int(text) for file in limits if (text := _text(folder / file).strip()).isdecimal()]
+def _free_in(top: Path, cgroup: str, limit_files: tuple[str, ...], usage: str, prefix: str) -> Iterator[FreeMemory]:
+    """Yield the free memory of a cgroup and of its parents. Skips cgroups that a container does not show."""
+    path = PurePosixPath("/", cgroup)
+    cgroups = [PurePosixPath("/")] if ".." in path.parts else [path, *path.parents]
+    for path in cgroups:
+        folder = top / path.relative_to("/")
+        limits = [int(text) for file in limit_files if (text := _text(folder / file).strip()).isdecimal()]
         used = _text(folder / usage).strip()
-        if known and used.isdecimal():
+        if limits and used.isdecimal():
             stat = _numbers(folder / "memory.stat")
             files = sum(stat.get(f"{prefix}{part}_file", 0) for part in ("active", "inactive"))
-            yield FreeMemory(max(min(known) - max(int(used) - files, 0), 0), f"in the memory cgroup {str(group)!r}")
+            yield FreeMemory(max(min(limits) - max(int(used) - files, 0), 0), f"in the memory cgroup {str(path)!r}")
 
 
 def _numbers(path: Path) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The format of a row in scans and snapshots: its fields, its bucket and its key.
+"""The row format in scans and snapshots: fields, bucket and key.
 
 Tiers move rows as 4-byte words (`row_dtype`); `RowForm` interprets the words.
 """
@@ -46,7 +46,7 @@ def words_of(type: str, count: int) -> int:
 
 
 def line_bytes_of(width: int) -> int:
-    """Returns the size in bytes of a line with `width` words in memory, including record and padding."""
+    """Returns how many bytes a line with `width` words takes in memory, including record and padding."""
     return -(-(width * WORD + RECORD_BYTES) // 16) * 16
 
 
@@ -55,8 +55,8 @@ class Field:
     """One field in a row's line, padded to whole words."""
 
     name: str
-    count: int  # of numbers
-    type: str  # a key of NUMBERS
+    count: int  # how many numbers it holds
+    type: str  # a key in NUMBERS
     begin: int  # byte offset in the line
 
     @property
@@ -87,7 +87,7 @@ class RowForm:
         state_widths: Sequence[int] = (),
         state_types: Sequence[str] | None = None,
     ) -> None:
-        """`type` is the embedding's type, a key of NUMBERS. By default all states are float32."""
+        """`type` is the embedding's type, a key in NUMBERS. By default all states are float32."""
         self.dim, fields = dim, [Field(EMBEDDING, dim, type, 0)]
         types = ["float32"] * len(states) if state_types is None else state_types
         for name, count, state_type in zip(states, state_widths, types, strict=True):
@@ -103,7 +103,7 @@ class RowForm:
         named: list[tuple[Any, ...]] = [("table", "<u4"), ("key", "<u8")]
         for field in fields:
             named.append((field.name, NUMBERS[field.type], (field.count,)))
-            if field.is_padded:  # a field of its own, because NumPy does not copy bytes between fields
+            if field.is_padded:  # padding needs its own field, because NumPy does not copy bytes between fields
                 named.append((f"{field.name}_padding", NUMBERS[field.type]))
         self.dtype = np.dtype([*named, ("updates", "<u4"), ("step", "<u4")])
 
@@ -124,7 +124,7 @@ class RowForm:
             yield bucket, rows.view(self.dtype)
 
     def numbers(self, rows: RowArray, name: str) -> NDArray[np.float32]:
-        """Returns a field of rows [n] as float32 [n, count], exactly. It may share memory with the rows."""
+        """Returns a field's values in rows [n] as float32 [n, count], exactly. They may share memory with the rows."""
         field = self._by_name[name]
         if not self.is_narrow:
             values: NDArray[np.float32] = rows["values"][:, field.begin // WORD : field.end // WORD]
@@ -132,7 +132,7 @@ class RowForm:
         return widened(rows[name], field.type)
 
     def set_numbers(self, rows: RowArray, name: str, values: NDArray[np.float32]) -> None:
-        """Set a field of rows [n] to values [n, count], rounded to nearest even."""
+        """Set a field in rows [n] to values [n, count], rounded to nearest even."""
         field = self._by_name[name]
         if not self.is_narrow:
             rows["values"][:, field.begin // WORD : field.end // WORD] = values
@@ -161,13 +161,13 @@ def widened(numbers: NDArray[Any], type: str) -> NDArray[np.float32]:
 
 
 def overflows(values: NDArray[np.float32], type: str) -> NDArray[np.bool_]:
-    """Returns a mask of the finite numbers that become infinite in `narrowed`."""
+    """Returns a mask that is True where `narrowed` makes a finite number infinite."""
     flags: NDArray[np.bool_] = np.isfinite(values) & ~np.isfinite(widened(narrowed(values, type), type))
     return flags
 
 
 def keys_of(rows: RowArray) -> RowArray:
-    """Returns the keys [n], with dtype KEY, of rows [n]."""
+    """Returns the rows' keys [n], with dtype KEY."""
     keys = np.empty(len(rows), KEY)
     keys["table"], keys["key"] = rows["table"], rows["key"]
     return keys

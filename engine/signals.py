@@ -23,7 +23,7 @@ Handler = Callable[[int, FrameType | None], object]
 class uninterrupted:  # a class, because a generator is slower and each step enters several blocks
     """A context manager that defers Python signal handlers until the outermost such block ends.
 
-    It has no effect outside the main thread, because handlers run only there.
+    In other threads than the main one it does nothing, because handlers run only there.
     """
 
     __slots__ = ("_handlers", "_signals")

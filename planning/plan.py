@@ -37,10 +37,10 @@ WIRE = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}  # bytes per elem
 
 
 class Curve(NamedTuple):
-    """A miss-ratio curve, as arrays [n] in order of ascending cache size.
+    """A miss-ratio curve: arrays [n], sorted by cache size.
 
     Attributes:
-        rows: The number of lines in the cache.
+        rows: The cache size in lines.
         budget_mb: The cache size in MiB, as for the option `cache_budget_mb`.
         miss_ratio: Rows missed divided by rows needed, where each batch counts a row once.
     """
@@ -56,12 +56,12 @@ class Plan:
     Hits are counted as in an embedding's metrics: each distinct row of a batch once.
 
     Attributes:
-        dim: The number of elements in a row.
-        state: The number of elements in a row's optimizer state.
-        line_bytes: The size of a row's line in bytes, including counters. A cache needs `LINE_OVERHEAD_BYTES` more.
-        batches: The number of batches in the trace, without the warmup.
-        seen: The number of distinct rows in the trace, for each table (int64).
-        uses: The number of rows that the batches needed, for each table (int64).
+        dim: Elements per row.
+        state: Optimizer state elements per row.
+        line_bytes: Bytes per line, which holds a row and its counters. A cache needs `LINE_OVERHEAD_BYTES` more.
+        batches: Batches in the trace, without the warmup.
+        seen: int64 [tables], the distinct rows in the trace, warmup included.
+        uses: int64 [tables], the rows needed by the batches after the warmup; each batch counts a row once.
         rate: The fraction of rows that was sampled. At 1, `seen` and `uses` are exact, otherwise estimates.
         memory_mb: The MiB that `division` divides; None if the system does not report its free memory.
         ranks: What ranks would exchange, or None without `world_size`.
@@ -78,7 +78,7 @@ class Plan:
         ranks: RankPlan | None,
         words: int,
     ) -> None:
-        """`words` is the size of a row with its state, in words of 4 bytes."""
+        """`words` is the size of a row with its state, in 4-byte words."""
         self.dim, self.state, self.memory_mb, self.ranks = dim, state, memory_mb, ranks
         self.line_bytes = line_bytes_of(words)
         self.rate = sample.rate
@@ -104,7 +104,7 @@ class Plan:
         return int(budget * MB) // self.bytes(WAYS) * WAYS
 
     def bytes(self, rows: int) -> int:
-        """Returns the size in bytes of a cache with lines for `rows` rows, including metadata."""
+        """Returns how many bytes a cache with `rows` lines needs, including metadata."""
         return rows * (self.line_bytes + LINE_OVERHEAD_BYTES)
 
     def overflow_mb(self, budget_mb: float) -> float:
@@ -230,7 +230,7 @@ class Plan:
         return "\n".join(lines)
 
     def _table_mask(self, table: int | None) -> NDArray[np.bool_]:
-        """Returns a mask of the counted uses, of one table or all."""
+        """Returns a mask that selects the counted uses, all or one table's."""
         if table is None:
             return self._counted
         if as_int(table, 0, len(self.seen) - 1) is None:
@@ -264,20 +264,20 @@ def plan(
         trace: The ids of each training step, or tuples (ids, table_ids): integer tensors or arrays, as for a lookup.
             `table_ids` broadcast to the shape of ids. With several tables and no `table_ids`, the last dimension of
             ids is the table.
-        dim: The number of elements in a row.
-        state: The number of elements in a row's optimizer state: 0 for SGD; `dim` for SGD with momentum and Adagrad;
-            `2 * dim` for Adam, AdamW and CatchUpAdam; 1 for RowWiseAdagrad (docs/optimizers.md lists all).
-        tables: The number of tables.
+        dim: Elements per row.
+        state: Optimizer state elements per row: 0 for SGD; `dim` for SGD with momentum and Adagrad; `2 * dim` for Adam,
+            AdamW and CatchUpAdam; 1 for RowWiseAdagrad (docs/optimizers.md lists all).
+        tables: How many tables the embedding has.
         padding_idx: The padding id, as for an embedding. It is not counted.
-        warmup: The number of batches at the start that fill the cache and are not counted.
-        samples: The maximum number of row uses to keep in memory. If the trace has more, only a fraction of the rows is
-            followed.
+        warmup: How many batches at the start only fill the cache and are not counted.
+        samples: How many row uses to keep in memory. If the trace has more, only a fraction of its rows is followed.
         memory_mb: The MiB to divide as `cache_budget_mb="auto"` would. Default: the memory that is free here, given
             the machine and its cgroups.
-        world_size: A number of ranks. Rows are divided among the ranks, and so is each batch, into equal consecutive
-            parts. `Plan.ranks` then holds what ranks would exchange, and a cache size means all ranks' caches together.
-        dtype: The dtype of rows, as for an embedding.
-        state_dtype: The dtype of optimizer state, as for an embedding.
+        world_size: Predict for this many ranks. Rows are divided among the ranks, and each batch is divided into equal
+            consecutive parts. `Plan.ranks` then holds what ranks would exchange, and a cache size means the caches of
+            all ranks together.
+        dtype: The dtype in which rows are stored, as for an embedding.
+        state_dtype: The optimizer state's dtype, as for an embedding.
 
     Returns:
         A `Plan`. Print it, or call its methods.
@@ -366,8 +366,8 @@ class RankPlan:
     All counts are exact sums over the counted batches.
 
     Attributes:
-        size: The number of ranks.
-        batches: The number of counted batches.
+        size: How many ranks there are.
+        batches: How many batches were counted.
         lookups: int64 [size], the ids that each rank looks up, without padding.
         ids: int64 [size, size]. Rank i requests `ids[i, j]` rows from owner j, each distinct row once per step.
         rows: int64 [size], the rows that each owner pins. A row requested by several ranks counts once per step.
@@ -409,12 +409,12 @@ class RankPlan:
 
     @property
     def dedup(self) -> float:
-        """The number of ids looked up per row requested."""
+        """Ids looked up per row requested."""
         return float(self.lookups.sum() / max(self.ids.sum(), 1))
 
     @property
     def skew(self) -> float:
-        """The load of the most loaded owner divided by the mean load. Load is the number of rows requested."""
+        """The largest load of an owner divided by the mean load. An owner's load is how many rows ranks request."""
         requests = self.ids.sum(0)
         return float(requests.max() / max(requests.mean(), 1e-9))
 

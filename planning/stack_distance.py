@@ -119,10 +119,10 @@ def depths(uses: Uses) -> Depths:
 class Model:
     """Probabilities that uses hit a cache in which a new row replaces a row of its group of GROUP ways.
 
-    Rows fall into groups at random. So the number of rows above a given row within its group is Poisson distributed,
-    with a mean of all rows above it divided by the number of groups (Smith, "A comparative study of set associative
-    memory mapping algorithms", 1978). Tied rows are in random order. If a batch has more rows in a group than ways, the
-    group keeps the batch's hits and the first of its misses.
+    Rows fall into groups at random. So the rows of a group that are above a given row in the stack have a Poisson
+    distributed count. Its mean is the row's depth divided by the number of groups (Smith, "A comparative study of set
+    associative memory mapping algorithms", 1978). Tied rows are in random order. If a batch has more rows in a group
+    than there are ways, the group keeps the batch's hits and the first of its misses.
     """
 
     def __init__(self, uses: Uses, sample: Sample) -> None:

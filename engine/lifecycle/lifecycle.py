@@ -117,7 +117,7 @@ class Lifecycle:
     def _capacity_text(self, fresh: int, lacking: int) -> str:
         assert self.capacity is not None
         split = "raise capacity, or split the batch, whose own rows are never evicted"
-        earlier = f"raise capacity, or give a smaller ttl_steps than {self._ttl}"
+        earlier = f"raise capacity, or lower ttl_steps={self._ttl}"
         remedy = {
             "none": "raise capacity, choose an eviction, or leave new ids out",
             "ttl": split if fresh > self.capacity else earlier,

@@ -243,7 +243,7 @@ def _check_tensor(spec: TableSpec, name: str, values: Any, ids: Tensor) -> None:
 
 
 def _conversion(ids: Tensor, spec: TableSpec) -> str:
-    """Returns advice for ids of another dtype: how to convert them, or what to do if conversion would change them."""
+    """Returns advice for ids in another dtype: how to convert them, or what to do if conversion would change them."""
     if {ids.dtype, spec.key_type} == {torch.int64, torch.uint64}:
         return f"give the same 64 bits as ids.view({spec.key_type})"  # from 2**63, .to() depends on the processor
     if ids.dtype in KEY_TYPES and ids.dtype.itemsize > spec.key_type.itemsize:

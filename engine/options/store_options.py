@@ -305,7 +305,8 @@ class CachedSsdOptions(CachedHostMemOptions, _HostCached):
         read_mode: "buffered" reads files through the page cache. "mmap" maps files, which is faster if they are in
             memory, but a disk read error kills the process. "direct" bypasses the page cache.
         io_threads: The maximum number of threads that read rows at the same time, that prefetch rows, and that write
-            rows back. Default: as many readers as the disk can serve, up to 64, and half of the cores for the others.
+            rows back. By default, as many threads read as the disk can serve, up to 64, and half of the cores do the
+            rest.
         async_io: Read with io_uring, if this build's RocksDB supports it.
         rocksdb_cache_mb: The size in MiB of RocksDB's block cache, only for `read_mode="direct"`; the other modes use
             the page cache. Default: 32.

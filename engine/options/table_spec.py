@@ -1,6 +1,6 @@
-"""The definition of an embedding, independent of where its rows are stored: names, widths, tables, seed.
+"""`TableSpec` defines an embedding, independent of where its rows are stored: names, widths, tables, seed.
 
-A `TableSpec` makes the native layout and the stored description.
+From it the native layout and the stored description are made.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KEY_TYPES = {torch.int32: "int32", torch.int64: "int64", torch.uint64: "uint64"}
 
 @dataclass(frozen=True)
 class TableSpec:
-    """The definition of an embedding."""
+    """An embedding's definition."""
 
     name: str
     columns: tuple[int, ...]  # the widths of the column groups
@@ -40,8 +40,8 @@ class TableSpec:
     tables: tuple[AnyTableOptions, ...]
     padding_idx: int | None  # the id that has no row
     seed: int
-    dtype: str = "float32"  # of stored embeddings, a value of DTYPES
-    state_dtype: str = "float32"  # of element states (row states are float32)
+    dtype: str = "float32"  # in which embeddings are stored
+    state_dtype: str = "float32"  # in which element states are stored; row states are float32
     has_own_seed: bool = True  # the user gave a seed; otherwise it comes from the name or from stored rows
     zero_key: int | None = None  # the id, as 64 bits, whose row starts as zeros
     dim: int = field(init=False)  # elements of a row, without optimizer state
@@ -74,7 +74,7 @@ class TableSpec:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The name of each table, or its number if it is unnamed, for messages and metrics."""
+        """Each table's name, or its number if it is unnamed, for messages and metrics."""
         return labels_of(self.table_names)
 
     def reach(self, stored: Mapping[str, Any] | None) -> list[int | None]:
@@ -96,7 +96,7 @@ class TableSpec:
         return InitialValues(state.initial, state.widths, seed, self.columns, *arrays, *narrow, self.zero_key)
 
     def form(self, state: RowState) -> RowForm:
-        """Returns the byte format of a row with this optimizer state."""
+        """Returns the row format for this optimizer state."""
         return state.form(self.dim, self.dtype)
 
     def state_of(self, optimizer: RowOptimizer) -> RowState:
@@ -110,7 +110,7 @@ class TableSpec:
         ]
 
     def with_stored_seed(self, stored: dict[str, Any]) -> TableSpec:
-        """Returns the spec with the seed of stored rows, unless the user gave a seed."""
+        """Returns the spec with the stored rows' seed, unless the user gave one."""
         return self if self.has_own_seed or stored["seed"] == self.seed else replace(self, seed=stored["seed"])
 
     def describe(self, state: RowState, hyper: Sequence[float], step: int) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def table_spec(
 ) -> TableSpec:
     """Check a user's arguments and make the spec. Raises OptionError.
 
-    Without a seed, the CRC-32 of the name is used, so embeddings with different names get different initial rows.
+    Without a seed, the name's CRC-32 is used, so embeddings with different names get different initial rows.
     """
     key_type = check_key_type(key_type)
     dtype, state_dtype = check_dtype(dtype), check_state_dtype(state_dtype)
@@ -181,7 +181,7 @@ def check_name(name: Any) -> str:
 
 
 def check_columns(embedding_dim: Any) -> tuple[int, ...]:
-    """Returns the widths of the column groups from `embedding_dim`, an int or a list of ints. Raises OptionError."""
+    """Returns the column groups' widths from `embedding_dim`, an int or a list of ints. Raises OptionError."""
     dims = embedding_dim if isinstance(embedding_dim, (list, tuple)) else [embedding_dim]
     columns = tuple(width for dim in dims if (width := as_int(dim, minimum=1)) is not None)
     if not columns or len(columns) != len(dims) or sum(columns) > 1 << 16:
@@ -200,7 +200,7 @@ def check_key_type(key_type: Any) -> torch.dtype:
 
 
 def check_dtype(dtype: Any) -> str:
-    """Returns the name of an embedding's dtype. Raises OptionError if rows cannot be stored in it."""
+    """Returns the dtype's name. Raises OptionError if rows cannot be stored in it."""
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise OptionError(
             f"dtype={dtype!r}: give the dtype that rows are stored in, torch.float32, torch.bfloat16 or "
@@ -210,7 +210,7 @@ def check_dtype(dtype: Any) -> str:
 
 
 def check_state_dtype(dtype: Any) -> str:
-    """Returns the name of the dtype of element states. Raises OptionError if it is not supported."""
+    """Returns the dtype's name. Raises OptionError if it is not supported for element states."""
     if dtype is torch.float16:
         raise OptionError(
             "state_dtype=torch.float16: it rounds sums of squares below 6e-8 to 0, and then updates are infinite; give "

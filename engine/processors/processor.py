@@ -29,7 +29,7 @@ class DeferredError(NamedTuple):
     """An error that was found after its call had returned. Nothing has changed since that call."""
 
     error: TierbedError
-    updates: int  # number of launched updates that were applied
+    updates: int  # how many launched updates were applied
 
 
 class ByOwner(NamedTuple):
@@ -65,16 +65,16 @@ class Processor(Protocol[B]):
 
     device: torch.device
     layout: _core.Layout  # of lines in host memory
-    defers_errors: bool = False  # True if a later call raises an error in the input
+    defers_errors: bool = False  # True if an error in the input may be raised by a later call
     capturer: Any = None  # the Device that captures launches and replays them
 
     @property
     def written(self) -> Counts:
-        """For each table, the number of rows written for the first time. May wait for the device."""
+        """For each table, how many rows were written for the first time. May wait for the device."""
 
     @property
     def dropped(self) -> Counts:
-        """For each table, the number of ids dropped because of its option `bad_ids`. May wait for the device."""
+        """For each table, how many ids its option `bad_ids` dropped. May wait for the device."""
 
     def deferred_error(self, wait: bool) -> DeferredError | None:
         """Returns a deferred error once. With `wait`, waits for all launched work first."""
@@ -122,7 +122,7 @@ class Processor(Protocol[B]):
         return
 
     def count_written(self, batch: B) -> Counts:
-        """Returns for each table how many rows of a batch, whose lines are set, were ever written. May wait."""
+        """Returns for each table how many rows in a batch, whose lines are set, were ever written. May wait."""
 
     def gather_few(self, top: TopTier[B], lookup: Lookup, dtype: torch.dtype, trains: bool) -> Tensor | None:
         """Returns the result of a small lookup without making a batch, or None if it needs a batch.

@@ -45,13 +45,13 @@ class AutoBudgets:
         with _lock:
             _instances.add(self)
         row_bytes = processor.layout.line_bytes + LINE_OVERHEAD_BYTES
-        own = processor.free_memory()
-        if own is not None and options.cache_budget_mb == "auto":
-            split = self._split(TOP, str(processor.device), own, row_bytes, "device")
+        device_memory = processor.free_memory()
+        if device_memory is not None and options.cache_budget_mb == "auto":
+            split = self._split(TOP, str(processor.device), device_memory, row_bytes, "device")
             options = replace(options, cache_budget_mb=split.cache_mb)
         if "auto" not in (options.cache_budget_mb, options.get(BELOW)):
             return options
-        return self._host_numbers(options, row_bytes, top_is_here=own is None)
+        return self._host_numbers(options, row_bytes, has_top_cache=device_memory is None)
 
     def release(self) -> None:
         """Release the memory promised to this embedding, whose caches are now closed."""
@@ -59,11 +59,11 @@ class AutoBudgets:
             with _lock:
                 self._promised.clear()
 
-    def _host_numbers(self, options: CachedHostMemOptions, row_bytes: int, top_is_here: bool) -> StoreOptions:
-        """Returns the options with numbers for caches in host memory, where the top cache is if `top_is_here`."""
+    def _host_numbers(self, options: CachedHostMemOptions, row_bytes: int, has_top_cache: bool) -> StoreOptions:
+        """Returns the options with numbers for caches in host memory. `has_top_cache` says if the top cache is there."""
         name = TOP if options.cache_budget_mb == "auto" else BELOW
-        others = [options.get(BELOW, 0), options.cache_budget_mb if top_is_here else 0]
-        fixed_mb = sum(mib(other) + options.overflow_for(mib(other)) for other in others if other and other != "auto")
+        budgets = [options.get(BELOW, 0), options.cache_budget_mb if has_top_cache else 0]
+        fixed_mb = sum(mib(mb) + options.overflow_for(mib(mb)) for mb in budgets if mb and mb != "auto")
         fixed_mb += options.get("rocksdb_cache_mb") or 0
         shared_with: SharedWith = "rocksdb" if isinstance(options, CachedSsdOptions) else "table"
         free = free_host_memory(self._root)

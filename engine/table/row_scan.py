@@ -28,9 +28,9 @@ def checked_rows(chunks: Chunks, tables: int) -> Chunks:
     """Yield stored rows unchanged. Raises SnapshotError for a table id >= `tables`, or a row never written."""
     for bucket, rows in chunks:
         if (rows["table"] >= tables).any():
-            raise SnapshotError(f"a row belongs to table {rows['table'].max()}, but the embedding has {tables} tables")
+            raise SnapshotError(f"there are rows of table {rows['table'].max()}, but the embedding has {tables} tables")
         if (rows["updates"] == 0).any():
-            raise SnapshotError("a row has updates=0, although snapshots hold only rows that were written")
+            raise SnapshotError("there are rows with updates=0, although snapshots hold only rows that were written")
         yield bucket, rows
 
 

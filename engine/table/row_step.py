@@ -32,16 +32,16 @@ def row_step(
     rows are unpinned. `owner` names the step's owner in errors. Raises GraphError if another thread is training one of
     the embeddings.
     """
-    mine = current_thread(), owner
+    current = current_thread(), owner
     locked: list[int] = []
     with uninterrupted():
         try:
             for embedding, _ in trained:
-                first = _training.setdefault(embedding.handle, mine)
-                if first is mine:
+                holder = _training.setdefault(embedding.handle, current)
+                if holder is current:
                     locked.append(embedding.handle)
-                elif first[0] is not mine[0]:
-                    raise _is_trained_twice(embedding, mine, first)
+                elif holder[0] is not current[0]:
+                    raise _trained_twice_error(embedding, current, holder)
             try:
                 for embedding, rows in trained:
                     if embedding.row_optimizer is not rows:
@@ -68,8 +68,10 @@ def is_trained_elsewhere(embeddings: Iterable[EmbeddingBase]) -> bool:
     return any(thread is not current_thread() for thread in threads)
 
 
-def _is_trained_twice(embedding: EmbeddingBase, mine: tuple[Thread, str], other: tuple[Thread, str]) -> GraphError:
-    (thread, owner), (other_thread, other_owner) = mine, other
+def _trained_twice_error(
+    embedding: EmbeddingBase, current: tuple[Thread, str], other: tuple[Thread, str]
+) -> GraphError:
+    (thread, owner), (other_thread, other_owner) = current, other
     return GraphError(
         f"a step of {owner} in thread {thread.name!r} trains embedding {embedding.name!r} while a step of "
         f"{other_owner} in thread {other_thread.name!r} does; run all training steps of an embedding in one thread, or "

@@ -20,7 +20,7 @@ LOCK_SECONDS = 0.01  # how long reading metrics waits for another thread's call
 
 
 def metrics(table: OpenTable, seconds: float = LOCK_SECONDS) -> dict[str, dict[str, Any]]:
-    """Returns metrics, all from the same step: under "table", for each tier (top first), and under "tables".
+    """Returns metrics of all rows ("table"), each tier (top first), and each table ("tables"), all from the same step.
 
     If another thread uses the table for longer than `seconds`, for example to load a snapshot, only `step` and the row
     counts are current; the other metrics are from the last read.

@@ -249,5 +249,5 @@ def test_a_batch_above_the_capacity_is_not_told_to_evict_earlier() -> None:
     with pytest.raises(CapacityError, match=r"capacity=100 of embedding 'rows', eviction='ttl'.*or split the batch"):
         train(embedding, range(101))
     train(embedding, range(100))
-    with pytest.raises(CapacityError, match="or give a smaller ttl_steps than 10"):
+    with pytest.raises(CapacityError, match="or lower ttl_steps=10"):
         train(embedding, range(100, 101))

@@ -23,15 +23,15 @@ public:
 
     // At least the number of lookups since the last halving, but at most 255.
     u32 count(u64 hash, u32 table) const {
-        u32 least = MAX_COUNT;
-        for (const std::size_t at : cells(hash, table)) least = std::min<u32>(least, counts_[at]);
-        return least;
+        u32 lowest = MAX_COUNT;
+        for (const std::size_t at : cells(hash, table)) lowest = std::min<u32>(lowest, counts_[at]);
+        return lowest;
     }
     // Threads may call this in parallel for different buckets.
     void add(u64 hash, u32 table) {
-        const u32 least = count(hash, table);
+        const u32 lowest = count(hash, table);
         for (const std::size_t at : cells(hash, table))
-            if (counts_[at] == least && least < MAX_COUNT) ++counts_[at];
+            if (counts_[at] == lowest && lowest < MAX_COUNT) ++counts_[at];
         const u32 bucket = bucket_of(hash);
         if (++lookups_[bucket] < COLUMNS / 2) return;
         lookups_[bucket] = 0;
@@ -60,17 +60,17 @@ enum class Eviction : u32 { none, lru, lfu, ttl, distance_lfu };
 
 struct Policy {
     Eviction eviction;
-    std::size_t capacity;  // maximum number of rows; SIZE_MAX for no limit
+    std::size_t capacity;  // maximum row count; SIZE_MAX for no limit
     u64 ttl_steps;         // 0 if rows do not expire
-    u32 min_lookups;       // number of training steps that must look up a new row before it is admitted
+    u32 min_lookups;       // how many training steps must look up a new row before it is admitted
     double chance;         // probability that a step admits a new row; used if < 1
     u64 seed;
 };
 
 struct Admitted {
-    std::size_t fresh = 0;    // number of new rows that are admitted; 0 if nothing had to be decided
-    std::size_t refused = 0;  // number of new rows that are not admitted
-    std::size_t lacking = 0;  // number of rows that exceed the capacity; if > 0, no row of the batch may be written
+    std::size_t fresh = 0;    // how many new rows are admitted; 0 if nothing had to be decided
+    std::size_t refused = 0;  // how many new rows are not admitted
+    std::size_t lacking = 0;  // how many rows exceed the capacity; if > 0, no row in the batch may be written
     RowKeys victims;          // the rows to erase before the batch is written
 };
 
@@ -79,8 +79,8 @@ public:
     explicit Ledger(const Policy& policy);
     Ledger(const Ledger&) = delete;
 
-    // Decides which new rows are admitted of a batch that is to be written at step `now`. Only `training` refuses rows.
-    // A refused row gets its initial values in a line of the batch. Counts and ages do not change.
+    // Decides which new rows in a batch to admit, before it is written at step `now`. Only `training` refuses rows.
+    // A refused row gets a line in the batch with its initial values. Counts and ages do not change.
     Admitted admit(Batch& batch, const Layout& layout, u32 now, bool training);
     // Counts a write of each admitted row in the batch, and a lookup of each refused row.
     void commit(const Batch& batch, u32 now);
