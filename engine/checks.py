@@ -69,7 +69,6 @@ def check_flags(error: type[TierbedError], **flags: object) -> None:
 
 
 def choice_option(name: str, value: Any, choices: Sequence[str]) -> None:
-    """Raise OptionError unless the value is one of `choices`."""
     if not isinstance(value, str) or value not in choices:
         raise OptionError(f"{name}={value!r}: give one of {', '.join(map(repr, choices))}")
 

@@ -39,7 +39,7 @@ LIMITS = ("clip_grad_value", "clip_grad_row_norm", "max_row_norm")
 
 @dataclass(frozen=True)
 class CatchUp:
-    """How a row that is looked up or updated first catches up on the steps that it missed.
+    """How a row catches up on the steps that it missed, before it is looked up or updated.
 
     The bodies run in this order:
 
@@ -150,7 +150,6 @@ using AllRules = Rules<{names}>;
 
 
 def struct_name(rule: str) -> str:
-    """Returns the name of a rule's struct in the header."""
     return "".join(part.capitalize() for part in rule.split("_"))
 
 

@@ -133,7 +133,7 @@ class RowOptimizer:
         if old and (changed := [name for name in ("betas", "eps", "weight_decay") if settings[name] != old[name]]):
             self._warns_of_changes = False
             log.warning(
-                "%s of %s changed: unlike in a dense table, steps that a row has missed use the new value. Keep it "
+                "%s of %s changed: steps that a row has missed use the new value, unlike in a dense table. Keep it "
                 "constant, and give OneCycleLR and CyclicLR cycle_momentum=False",
                 " and ".join(changed),
                 type(self._optimizer).__name__,

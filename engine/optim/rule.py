@@ -32,7 +32,6 @@ class Rule:
 
 @cache
 def all_rules() -> tuple[Rule, ...]:
-    """Returns the RULES of all files in this folder."""
     package = importlib.import_module(__package__)
     modules = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
     by_module = (getattr(importlib.import_module(f"{__package__}.{name}"), "RULES", ()) for name in modules)

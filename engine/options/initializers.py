@@ -52,7 +52,6 @@ class Initializer(PlainDict):
 
     @property
     def max_magnitude(self) -> float:
-        """The largest possible absolute value."""
         _, parameters, _ = self.entry()
         return max(map(abs, parameters))
 

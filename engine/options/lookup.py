@@ -35,7 +35,6 @@ class Lookup(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Ids, table ids and offsets."""
         return self[:3]
 
     @property

@@ -55,7 +55,6 @@ def label_of(table: int, names: Names) -> str:
 
 
 def names_in(description: Mapping[str, Any]) -> tuple[str | None, ...]:
-    """Returns the table names in a valid description."""
     return tuple(description.get(FIELD) or [None] * len(description["tables"]))
 
 
@@ -85,7 +84,7 @@ def mismatched_tables(stored: Names, names: Names) -> list[int]:
 
 
 def merged_names(left: Names, right: Names) -> tuple[str | None, ...] | None:
-    """Returns the names of each table in either description; None if names conflict or two tables share one."""
+    """Returns each table's name from whichever description has one; None if names conflict or tables share one."""
     names = tuple(a or b for a, b in zip_longest(left, right))
     present = [name for name in names if name is not None]
     return None if mismatched_tables(right, names) or len(set(present)) < len(present) else names

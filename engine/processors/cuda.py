@@ -230,7 +230,6 @@ def _segment(lookup: Lookup) -> Segment:
 
 
 def _ids(spec: TableSpec, device: torch.device) -> Ids:
-    """Returns the legal ids of the spec's tables, on the device."""
     if spec.last_ids is None:
         return Ids(spec.num_tables, spec.padding_key)
     last = torch.from_numpy(spec.last_ids.view(np.int64)).to(device)

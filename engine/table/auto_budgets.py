@@ -60,7 +60,7 @@ class AutoBudgets:
                 self._promised.clear()
 
     def _host_numbers(self, options: CachedHostMemOptions, row_bytes: int, has_top_cache: bool) -> StoreOptions:
-        """Returns the options with numbers for caches in host memory. `has_top_cache` says if the top cache is there."""
+        """Returns the options with numbers for the caches in host memory; the top cache is there if `has_top_cache`."""
         name = TOP if options.cache_budget_mb == "auto" else BELOW
         budgets = [options.get(BELOW, 0), options.cache_budget_mb if has_top_cache else 0]
         fixed_mb = sum(mib(mb) + options.overflow_for(mib(mb)) for mb in budgets if mb and mb != "auto")

@@ -120,7 +120,6 @@ class BackgroundSave:
         return done
 
     def hurry(self) -> None:
-        """Make the save continue without pauses."""
         self._hurry.set()
 
     def finish(self) -> BaseException | None:

@@ -46,11 +46,9 @@ class ChangeTracker:
         self._later = _core.ChangedRows()
 
     def note(self, batch: Any) -> None:
-        """Record the rows of a batch that is about to be written."""
         (self._source or self._later).note(batch)
 
     def note_rows(self, tables: TableIds, keys: Keys) -> None:
-        """Record rows that are about to be erased."""
         self._later.note_rows(tables, keys)
 
     def start_delta(self) -> None:
@@ -187,7 +185,6 @@ class ChangeObservers:
         return isinstance(self.saving, ForegroundSave) and self.saving.is_by_another
 
     def wait_for_foreground(self) -> None:
-        """Wait while another thread saves the rows in the foreground."""
         if isinstance(self.saving, ForegroundSave):
             self.saving.finish()
 
@@ -211,7 +208,6 @@ class ChangeObservers:
 
     @property
     def is_saving(self) -> bool:
-        """True while a thread saves rows in the background."""
         return isinstance(self.saving, BackgroundSave) and not self.saving.done
 
     def finish_saving(self) -> BaseException | None:

@@ -91,7 +91,6 @@ class Stack(NamedTuple):
     bottom: RocksDB | InMemoryTier
 
     def compact(self) -> None:
-        """Compact RocksDB, if it is the bottom tier."""
         if isinstance(self.bottom, RocksDB):
             self.bottom.compact()
 

@@ -228,7 +228,6 @@ class OpenTable:
         return self.prefetcher is not None and self.prefetcher.has_thread
 
     def stop_prefetch(self) -> None:
-        """Forget announced batches and end the prefetch thread."""
         with self.lock, uninterrupted():
             if self.prefetcher is not None:
                 self.prefetcher.close()
@@ -248,7 +247,6 @@ class OpenTable:
             raise error
 
     def size(self) -> int:
-        """Returns the number of rows. Raises deferred errors of earlier steps."""
         with self.lock:
             self.check()
             return self.counts.rows
@@ -387,7 +385,6 @@ class OpenTable:
             self.prefetcher.announce(lookups)
 
     def update(self, pinned: PinnedBatch, gradients: Gradients, scale: float, clip_value: float | None) -> None:
-        """Apply the optimizer to a batch's rows, and unpin them."""
         optimizer, step = self.check_optimizer(), self.next_step()
         rule, hyper = optimizer.rule, optimizer.hyper(step, clip_value, self.hyper)
 
@@ -560,7 +557,6 @@ class OpenTable:
             raise
 
     def note_refused(self) -> None:
-        """Record that an update of the pinned rows raised."""
         self.refused = True
 
     def note_failure(self, error: BaseException) -> None:

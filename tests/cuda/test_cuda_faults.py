@@ -208,7 +208,7 @@ def test_ids_of_another_device_than_the_module_are_refused() -> None:
     embedding = make(options("device"), tables=1).to("meta")
     with pytest.raises(InputError, match=r"are on cpu and the embedding on meta; give ids\.to\('meta'\), or move"):
         embedding(torch.tensor([1]))
-    with pytest.raises(InputError, match=r"moved to meta; tables are on the CPU or on CUDA devices"):
+    with pytest.raises(InputError, match=r"moved to meta, but tables are on the CPU or a CUDA device"):
         embedding.size()
     embedding.to_empty(device="cpu")
     ids = torch.zeros(2, 3, dtype=torch.int64)
