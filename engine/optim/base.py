@@ -18,7 +18,7 @@ from .rule import Group, all_rules
 SMALLEST, LARGEST = 2.0**-126, 2.0**127  # range of positive numbers that float32 holds with full precision
 
 
-def number(group: Group, name: str, low: float = 0.0, high: float = LARGEST) -> float:
+def checked_number(group: Group, name: str, low: float = 0.0, high: float = LARGEST) -> float:
     """Returns a param group's setting, at least `low` and below `high`. Raises OptimizerError for any other."""
     value: Any = group[name]
     try:
@@ -40,7 +40,7 @@ def positive(name: str, value: float | None) -> float | None:
     return float(number)
 
 
-def betas(group: Group) -> tuple[float, float]:
+def checked_betas(group: Group) -> tuple[float, float]:
     """Returns the setting `betas`. Raises OptimizerError unless both numbers are at least 0 and below 1."""
     value: Any = group["betas"]
     try:
@@ -52,7 +52,7 @@ def betas(group: Group) -> tuple[float, float]:
     return first, second
 
 
-def choice(group: Group, name: str, choices: tuple[str, ...]) -> str:
+def checked_choice(group: Group, name: str, choices: tuple[str, ...]) -> str:
     """Returns a param group's setting. Raises OptimizerError unless it is one of `choices`."""
     value: Any = group[name]
     if value not in choices:
@@ -79,7 +79,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
             raise
 
 
-class OwnOptimizer(CheckedOptimizer):
+class DenseOptimizer(CheckedOptimizer):
     """Implements `step()` for dense parameters. A subclass updates one parameter in `update_parameter`."""
 
     def update_parameter(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
@@ -115,7 +115,7 @@ class OwnOptimizer(CheckedOptimizer):
         return loss
 
 
-class OwnAdam(OwnOptimizer):
+class DenseAdam(DenseOptimizer):
     """Base class for variants of Adam: the settings and the moments."""
 
     def __init__(
@@ -158,6 +158,6 @@ def row_mean(squares: Tensor) -> Tensor:
 
 def hyper(group: Group, step: int) -> dict[str, float]:
     """Returns `adam.hyper` and the group's checked settings. Raises OptimizerError."""
-    betas(group)
-    settings = {name: number(group, name) for name in ("lr", "eps", "weight_decay")}
+    checked_betas(group)
+    settings = {name: checked_number(group, name) for name in ("lr", "eps", "weight_decay")}
     return {**settings, **adam.hyper(group, step)}

@@ -31,7 +31,7 @@ import torch
 
 from .adam import hyper as adam_hyper
 from .adam import is_decoupled
-from .base import SMALLEST, CheckedOptimizer, number
+from .base import SMALLEST, CheckedOptimizer, checked_number
 from .kernel import CatchUp, Kernel
 from .rule import Group, Rule
 
@@ -159,8 +159,8 @@ def terms(beta1: float, beta2: float) -> int:
 
 def _hyper(group: Group, step: int) -> dict[str, float]:
     beta1, beta2 = map(float, group["betas"])
-    settings = {name: number(group, name) for name in ("lr", "weight_decay")}
-    settings["eps"] = number(group, "eps", low=SMALLEST)
+    settings = {name: checked_number(group, name) for name in ("lr", "weight_decay")}
+    settings["eps"] = checked_number(group, "eps", low=SMALLEST)
     return {
         **settings,
         **adam_hyper(group, step),

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import SMALLEST, OwnOptimizer, choice, number
+from .base import SMALLEST, DenseOptimizer, checked_choice, checked_number
 from .kernel import Kernel
 from .rule import Group, Rule
 
@@ -42,7 +42,7 @@ FTRL = Kernel(
 )
 
 
-class Ftrl(OwnOptimizer):
+class Ftrl(DenseOptimizer):
     """FTRL-Proximal (McMahan et al., KDD 2013) for rows and dense parameters; docs/optimizers.md has the formula.
 
     Args:
@@ -106,15 +106,15 @@ class Ftrl(OwnOptimizer):
 
 
 def _hyper(group: Group, step: int) -> dict[str, float]:
-    power = number(group, "lr_power", low=-8.0, high=8.0)
-    is_negated = choice(group, "power_sign", ("-lr_power", "lr_power")) == "-lr_power"
-    others = {name: number(group, name) for name in ("weight_decay", "lambda1", "lambda2", "beta")}
-    return {**others, "lr": number(group, "lr", low=SMALLEST), "power_of_sum": -power if is_negated else power}
+    power = checked_number(group, "lr_power", low=-8.0, high=8.0)
+    is_negated = checked_choice(group, "power_sign", ("-lr_power", "lr_power")) == "-lr_power"
+    others = {name: checked_number(group, name) for name in ("weight_decay", "lambda1", "lambda2", "beta")}
+    return {**others, "lr": checked_number(group, "lr", low=SMALLEST), "power_of_sum": -power if is_negated else power}
 
 
 def _initial(group: Group) -> dict[str, float]:
     low = SMALLEST if _hyper(group, 1)["power_of_sum"] < 0 else 0.0
-    return {"sum": number(group, "initial_accumulator_value", low=low)}
+    return {"sum": checked_number(group, "initial_accumulator_value", low=low)}
 
 
 RULES = (Rule(FTRL, Ftrl, _hyper, _initial),)

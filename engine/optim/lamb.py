@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import OwnAdam, hyper, row_mean
+from .base import DenseAdam, hyper, row_mean
 from .kernel import Kernel
 from .rule import Group, Rule
 
@@ -63,7 +63,7 @@ PARTIAL_ROWWISE_LAMB_KERNEL = replace(
 )
 
 
-class LAMB(OwnAdam):
+class LAMB(DenseAdam):
     """LAMB with a trust ratio for each row (the last dimension) of a parameter; docs/optimizers.md has the formula.
 
     You et al., "Large batch optimization for deep learning", ICLR 2020; FBGEMM's LAMB.

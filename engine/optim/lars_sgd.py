@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import OwnOptimizer, number
+from .base import DenseOptimizer, checked_number
 from .kernel import Kernel
 from .rule import Group, Rule
 
@@ -40,7 +40,7 @@ LARS_SGD = Kernel(
 )
 
 
-class LarsSGD(OwnOptimizer):
+class LarsSGD(DenseOptimizer):
     """SGD with momentum that scales the rate for each row (the last dimension) of a parameter.
 
     You et al., "Large batch training of convolutional networks", 2017; FBGEMM's LARS_SGD. docs/optimizers.md has the
@@ -86,7 +86,7 @@ class LarsSGD(OwnOptimizer):
 
 
 def _hyper(group: Group, step: int) -> dict[str, float]:
-    return {name: number(group, name) for name in ("lr", "eta", "momentum", "weight_decay")}
+    return {name: checked_number(group, name) for name in ("lr", "eta", "momentum", "weight_decay")}
 
 
 RULES = (Rule(LARS_SGD, LarsSGD, _hyper),)

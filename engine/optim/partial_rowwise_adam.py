@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import OwnAdam, hyper, row_mean
+from .base import DenseAdam, hyper, row_mean
 from .kernel import Kernel
 from .rule import Group, Rule
 
@@ -39,7 +39,7 @@ PARTIAL_ROWWISE_ADAM = Kernel(
 )
 
 
-class PartialRowWiseAdam(OwnAdam):
+class PartialRowWiseAdam(DenseAdam):
     """Adam with one second moment per row (the last dimension) of a parameter, and decoupled weight decay.
 
     The formula is FBGEMM's PARTIAL_ROWWISE_ADAM; see docs/optimizers.md.

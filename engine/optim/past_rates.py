@@ -59,7 +59,7 @@ def _end(kernel: Kernel) -> int:
     return len(kernel.all_hypers) + len(LIMITS)
 
 
-def between(a: Knot, b: Knot, step: float) -> float:
+def interpolate(a: Knot, b: Knot, step: float) -> float:
     """Returns the rate of a step, interpolated between two knots."""
     return a[1] + (b[1] - a[1]) * ((step - a[0]) / (b[0] - a[0]))
 
@@ -72,7 +72,7 @@ def _drop(knots: list[Knot]) -> float:
 
     def change(index: int) -> float:
         a, knot, b = knots[index - 1 : index + 2]
-        return abs(knot[1] - between(a, b, knot[0])) * (b[0] - a[0])
+        return abs(knot[1] - interpolate(a, b, knot[0])) * (b[0] - a[0])
 
     largest = 0.0
     for last in range(MAX_KNOTS // 2, MAX_KNOTS // 2 - DROPPED, -1):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import OptimizerError
-from .base import number
+from .base import checked_number
 from .kernel import Kernel
 from .rule import Group, Rule
 
@@ -34,7 +34,7 @@ def _hyper(group: Group, step: int) -> dict[str, float]:
         raise OptimizerError(
             f"param group: momentum={group['momentum']!r}; RMSprop trains rows without momentum: use momentum=0"
         )
-    return {"one_minus_alpha": 1.0 - number(group, "alpha", high=1.0)}
+    return {"one_minus_alpha": 1.0 - checked_number(group, "alpha", high=1.0)}
 
 
 RULES = (Rule(RMSPROP, torch.optim.RMSprop, _hyper),)

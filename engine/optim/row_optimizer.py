@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import OptimizerError
-from .base import betas, number, positive
+from .base import checked_betas, checked_number, positive
 from .kernel import LIMITS
 from .past_rates import MAX_KNOTS, with_past
 from .row_state import RowState
@@ -140,9 +140,9 @@ class RowOptimizer:
             )
         for name in _NUMBERS:
             if name in group:
-                number(group, name)
+                checked_number(group, name)
         if "betas" in group:
-            betas(group)
+            checked_betas(group)
         known = (*self._optimizer.defaults, *LIMITS, *_LABELS)
         unknown = next((name for name in group if name not in known), None)
         if unknown is not None:  # torch does not check this
@@ -175,7 +175,7 @@ def row_optimizer(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimize
         OptimizerError: The optimizer has another type; `amsgrad`, `centered` or `differentiable` is set; a limit is not
             a positive float32 number; or the group has a key that the optimizer does not know.
     """
-    return RowOptimizer(_holder(optimizer, group), group)
+    return RowOptimizer(_inner_optimizer(optimizer, group), group)
 
 
 def note_lazy(rows: Iterable[RowOptimizer]) -> None:
@@ -190,7 +190,7 @@ def note_lazy(rows: Iterable[RowOptimizer]) -> None:
         )
 
 
-def _holder(optimizer: Any, group: Group) -> torch.optim.Optimizer:
+def _inner_optimizer(optimizer: Any, group: Group) -> torch.optim.Optimizer:
     """Returns the optimizer that a group belongs to. TorchRec's KeyedOptimizer and similar wrap other optimizers."""
     kind = type(optimizer)
     clips = any(base.__module__ == "torchrec.optim.clipping" for base in kind.__mro__)
@@ -205,7 +205,7 @@ def _holder(optimizer: Any, group: Group) -> torch.optim.Optimizer:
     inner = [getattr(optimizer, "_optimizer", None), *(wrapped for _, wrapped in getattr(optimizer, "_optims", ()))]
     for wrapped in inner:
         if wrapped is not None and any(group is other for other in wrapped.param_groups):
-            return _holder(wrapped, group)
+            return _inner_optimizer(wrapped, group)
     return optimizer
 
 

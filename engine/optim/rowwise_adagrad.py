@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ..errors import OptimizerError
-from .base import OwnOptimizer, choice, number
+from .base import DenseOptimizer, checked_choice, checked_number
 from .kernel import Kernel
 from .rule import Group, Rule
 
@@ -40,7 +40,7 @@ ROWWISE_ADAGRAD = Kernel(
 )
 
 
-class RowWiseAdagrad(OwnOptimizer):
+class RowWiseAdagrad(DenseOptimizer):
     """Adagrad with one accumulator per row (the last dimension) of a parameter.
 
     The formula is FBGEMM's EXACT_ROWWISE_ADAGRAD; see docs/optimizers.md.
@@ -88,23 +88,23 @@ class RowWiseAdagrad(OwnOptimizer):
 
 
 def _hyper(group: Group, step: int) -> dict[str, float]:
-    lr, weight_decay = number(group, "lr"), number(group, "weight_decay")
+    lr, weight_decay = checked_number(group, "lr"), checked_number(group, "weight_decay")
     if "weight_decay_mode" in group:
-        decoupled = choice(group, "weight_decay_mode", ("l2", "decoupled")) == "decoupled"
+        decoupled = checked_choice(group, "weight_decay_mode", ("l2", "decoupled")) == "decoupled"
     else:  # TorchRec's class
-        decoupled, lr = False, lr / (1.0 + (step - 1) * number(group, "lr_decay"))
+        decoupled, lr = False, lr / (1.0 + (step - 1) * checked_number(group, "lr_decay"))
         if group["maximize"]:
             raise OptimizerError("optimizer RowWiseAdagrad: maximize=True is not supported; minimize the negated loss")
     return {
         "lr": lr,
         "weight_decay": 0.0 if decoupled else weight_decay,
         "decay": 1.0 - lr * weight_decay if decoupled else 1.0,
-        "eps": number(group, "eps"),
+        "eps": checked_number(group, "eps"),
     }
 
 
 def _initial(group: Group) -> dict[str, float]:
-    return {"sum": number(group, "initial_accumulator_value")}
+    return {"sum": checked_number(group, "initial_accumulator_value")}
 
 
 TORCHREC_NAME = "torchrec.optim.rowwise_adagrad.RowWiseAdagrad"

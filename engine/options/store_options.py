@@ -154,12 +154,12 @@ class StoreOptions(_Stored):
             from different steps if they have no step in common. "pretrained" is like "resume", but expects a new dense
             part to train with these rows. "fresh" starts empty in any case, and keeps the snapshots.
         snapshot_path: The folder in which each embedding gets a folder for its snapshots. Default: `persistent_path`.
-        eviction: Which rows to delete when a table at `capacity` gets new rows: "lru", "lfu", "ttl" or "distance_lfu";
-            "none" raises `CapacityError` instead.
+        eviction: Which rows to delete when new rows exceed `capacity`: "lru", "lfu", "ttl" or "distance_lfu"; "none"
+            raises `CapacityError` instead.
         admission: Which new rows training keeps: None, all rows; a whole number n, rows that n training steps looked
             up; a probability p, each row with probability p at each step.
-        ttl_steps: Delete rows that no step has written for more than this many steps; with `eviction="ttl"`, only when
-            the table is at `capacity`. None deletes no rows.
+        ttl_steps: Delete rows that were not written for more than this many steps; with `eviction="ttl"`, only when new
+            rows exceed `capacity`. None deletes no rows.
         state_dict_snapshots: True if `state_dict()` saves a snapshot for `load_state_dict()` to load. A number keeps
             that many of the latest snapshots, in addition to the one of the current rows. Without a `persistent_path`,
             `state_dict()` holds the rows themselves.

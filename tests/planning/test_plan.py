@@ -200,13 +200,13 @@ def test_wrong_questions() -> None:
         made.hit_rate()
     with pytest.raises(OptionError, match="give exactly one"):
         made.hit_rate(rows=4096, budget_mb=1)
-    with pytest.raises(OptionError, match=r"budget_mb=0\.01: give a number of MiB from 0\.2"):
+    with pytest.raises(OptionError, match=r"budget_mb=0\.01: give a number of MiB >= 0\.2"):
         made.hit_rate(budget_mb=0.01)
     with pytest.raises(OptionError, match="rows=1000"):
         made.hit_rate(rows=1000)
     with pytest.raises(OptionError, match="table=2: tables run from 0 to 1"):
         made.curve(2)
-    with pytest.raises(OptionError, match="no ids of it"):
+    with pytest.raises(OptionError, match="no ids for it"):
         made.hit_rate(rows=4096, table=1)
     with pytest.raises(OptionError, match="points=1"):
         made.curve(points=1)
