@@ -43,7 +43,7 @@ NB_MODULE(_core, m) {
     tierbed::bind_ops(m);
     tierbed::bind_stores(m);
     tierbed::bind_cache(m);
-    tierbed::bind_rocksdb(m);  // after bind_stores, which binds its base
+    tierbed::bind_rocksdb(m);  // its base class is bound by bind_stores
     tierbed::bind_ledger(m);
     tierbed::bind_keys(m);
     tierbed::bind_columns(m);

@@ -145,7 +145,7 @@ def checked_arguments(*typed: str) -> Callable[[Callable[_Arguments, _Result]], 
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """True if a value may have the annotated type `kind`. Items are only checked for sequences."""
+    """True if a value fits the annotated type `kind`. Items are only checked for sequences."""
     origin = get_origin(kind) or kind
     if origin in (Union, UnionType):
         return any(fits(value, member) for member in get_args(kind))

@@ -23,7 +23,7 @@ MORE_FILES = "let this process open more files (ulimit -n)"
 MAX_SEALED = 1 << 24  # bytes; limits the memory that reading a foreign file can allocate
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # from <fcntl.h> and <linux/fs.h>
-_exchange_lock = Lock()  # for `check_exchange`, which a background save also calls
+_exchange_lock = Lock()  # `check_exchange` may run in several threads, since background saves call it
 
 
 def remedy_for(error: OSError, otherwise: str) -> str:
@@ -236,7 +236,7 @@ def unseal(data: bytes) -> Any:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading. Raises OSError, also for a pipe or device, which could block forever."""
+    """Open a file for reading. Raises OSError, also for a pipe or device, because reading it could block forever."""
     check_regular(path)
     return path.open("rb")
 

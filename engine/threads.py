@@ -28,7 +28,7 @@ class Thread(threading.Thread):
 
 
 def wait_for(condition: threading.Condition, predicate: Callable[[], Any], thread: threading.Thread | None) -> Any:
-    """Wait like `condition.wait_for(predicate)`, but return if `thread`, which is to make the predicate true, dies."""
+    """Wait like `condition.wait_for(predicate)`, but return if `thread` dies, as only it makes the predicate true."""
     while not (value := predicate()):
         if thread is None or not thread.is_alive():
             return predicate()  # the thread may have made it true just before it ended

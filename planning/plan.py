@@ -58,7 +58,7 @@ class Plan:
     Attributes:
         dim: Elements per row.
         state: Optimizer state elements per row.
-        line_bytes: Bytes per line, which holds a row and its counters. A cache needs `LINE_OVERHEAD_BYTES` more.
+        line_bytes: Bytes per line: a row and its counters. A cache needs `LINE_OVERHEAD_BYTES` more.
         batches: Batches in the trace, without the warmup.
         seen: int64 [tables], the distinct rows in the trace, warmup included.
         uses: int64 [tables], the rows needed by the batches after the warmup; each batch counts a row once.
@@ -130,7 +130,7 @@ class Plan:
             rows: The cache size in lines; give either this or `budget_mb`.
             table: Count only the hits on this table's rows. The cache is still shared by all tables.
             overflow_mb: For a cache above RocksDB on the CPU, the MiB of its overflow area. Half of this area holds
-                rows that wait for write-back, which also count as hits.
+                rows that wait for write-back; they count as hits.
 
         Raises:
             OptionError: An argument is wrong.
@@ -276,7 +276,7 @@ def plan(
         world_size: Predict for this many ranks. Rows are divided among the ranks, and each batch is divided into equal
             consecutive parts. `Plan.ranks` then holds what ranks would exchange, and a cache size means the caches of
             all ranks together.
-        dtype: The dtype in which rows are stored, as for an embedding.
+        dtype: The dtype of stored rows, as for an embedding.
         state_dtype: The optimizer state's dtype, as for an embedding.
 
     Returns:

@@ -87,7 +87,7 @@ class Sample:
 
 
 class Depths(NamedTuple):
-    """The stack depth at which each use finds its row, counted in sampled rows. Arrays are [n]."""
+    """Where each use finds its row in the stack, counted in sampled rows. Arrays are [n]."""
 
     before: I64  # the index of the same row's previous use, or -1
     newer: I64  # distinct rows used by batches between the previous use and this one
@@ -95,7 +95,7 @@ class Depths(NamedTuple):
 
 
 def depths(uses: Uses) -> Depths:
-    """Compute the depths, which are exact for these uses."""
+    """Compute the depths. They are exact for these uses."""
     count, batches = len(uses.batch), int(uses.batch[-1]) + 1 if len(uses.batch) else 0
     before = np.full(count, -1)
     order = np.argsort(uses.row, kind="stable")
@@ -117,7 +117,7 @@ def depths(uses: Uses) -> Depths:
 
 
 class Model:
-    """Probabilities that uses hit a cache in which a new row replaces a row of its group of GROUP ways.
+    """Probabilities that uses hit a cache where a new row replaces another row of its group (GROUP ways).
 
     Rows fall into groups at random. So the rows of a group that are above a given row in the stack have a Poisson
     distributed count. Its mean is the row's depth divided by the number of groups (Smith, "A comparative study of set

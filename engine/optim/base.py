@@ -152,7 +152,7 @@ class DenseAdam(DenseOptimizer):
 
 
 def row_mean(squares: Tensor) -> Tensor:
-    """Returns the mean over the last dimension, which stays with size 1."""
+    """Returns the mean over the last dimension, and keeps that dimension with size 1."""
     return squares.mean(-1, keepdim=True)
 
 

@@ -71,7 +71,7 @@ class Kernel:
     """The kernel of one rule.
 
     `hypers` and `doubles` are names separated by spaces; `norms` are (name, term) pairs. A kernel without `term` and
-    `row` has no pass over the row before `element`; one without `norms`, `after` and `finish` has none after it.
+    `row` makes no pass over the row before `element`; one without `norms`, `after` and `finish` makes none after it.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Kernel:
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The names of the states, in the order in which a line stores them."""
+        """The names of the states, in a line's order."""
         return self.element_states + self.row_states
 
     def state_widths(self, dim: int) -> tuple[int, ...]:

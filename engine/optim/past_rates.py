@@ -1,7 +1,7 @@
-"""The learning rates of past steps, with which rows catch up on the steps that they missed.
+"""The learning rates of past steps, needed by rows that catch up on missed steps.
 
 The rates are stored as knots (step, rate), sorted by step. A rate between two knots is interpolated linearly; steps
-before the first knot have its rate, and steps after the last knot have the current rate. So a constant rate needs no
+before the first knot use its rate, and steps after the last knot use the current rate. So a constant rate needs no
 knot. Up to `MAX_KNOTS` knots describe the past exactly. Beyond that, the older half loses knots, first those closest to
 the line through their neighbors.
 

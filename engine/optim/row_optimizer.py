@@ -91,7 +91,7 @@ class RowOptimizer:
         return with_past(self._rule.kernel, numbers, before, step, self._note_rates)
 
     def count_from(self, shift: int) -> None:
-        """Set `shift`, which is added to the embedding's step number."""
+        """Set the `shift` that is added to the embedding's step number."""
         self.shift = shift
 
     def _note_rates(self, change: float) -> None:
@@ -239,7 +239,7 @@ def _rule_of(optimizer: torch.optim.Optimizer, group: Group) -> Rule:
 
 
 def _name(kind: type) -> str:
-    """Returns the name by which users import a class: from the outermost package that exports it."""
+    """Returns a class's name as users import it, from the outermost package that exports it."""
     parts = kind.__module__.split(".")
     if parts[:-1] == __name__.split(".")[:-1]:
         return f"{parts[0]}.optim.{kind.__qualname__}"

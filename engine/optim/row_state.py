@@ -13,7 +13,7 @@ from ..row_format import EMBEDDING, STATE_TYPES, Chunks, RowForm
 
 @dataclass(frozen=True)
 class RowState:
-    """The states that rows have, in the order in which a line stores them."""
+    """The optimizer states in a row, in a line's order."""
 
     rule: str | None = None  # None if the rows were put without an optimizer
     names: tuple[str, ...] = ()

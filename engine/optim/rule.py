@@ -1,4 +1,4 @@
-"""Rules, which connect an optimizer class to the kernel that updates rows, and the registry of all rules."""
+"""A rule connects an optimizer class to the kernel that updates rows. `all_rules` lists all rules."""
 
 from __future__ import annotations
 

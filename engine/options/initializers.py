@@ -1,4 +1,4 @@
-"""Initial values of new rows: initializers, table options, and the arrays from which kernels draw rows."""
+"""Initial values of new rows: initializers, table options, and the arrays that kernels draw rows from."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ _Class = TypeVar("_Class", bound=type)
 def options_class(cls: _Class) -> _Class:
     """Turn a subclass of `PlainDict` into a frozen dataclass whose constructor is a public `make_*` function.
 
-    An unknown or missing argument raises OptionError, which names `cls.maker` and suggests the closest argument.
+    For an unknown or missing argument, the OptionError names `cls.maker` and suggests the closest argument.
     """
     made: Any = dataclass(frozen=True, repr=False, eq=False)(cls)
     initialise, signature = made.__init__, inspect.signature(made.__init__)
@@ -142,7 +142,7 @@ class StoreOptions(_Stored):
     """The options that all stores share. docs/lifecycle.md explains `eviction`, `admission` and `ttl_steps`.
 
     Args:
-        persistent_path: The folder in which each embedding gets a folder with its name. None keeps nothing on disk.
+        persistent_path: The folder that holds a folder for each embedding, named after it. None keeps nothing on disk.
             A leading `~` and `${NAME}` are replaced; an unset variable is an error.
         capacity: The maximum number of written rows in all tables together. None is no limit.
         size_factor: The row size, including optimizer state, as a multiple of the embedding's dimension. The engine
@@ -151,9 +151,9 @@ class StoreOptions(_Stored):
         physical_block_size: The disk's block size in bytes.
         open: How to open a folder after an unclean shutdown. "resume" loads the recovery snapshot, or starts empty if
             there is none; "error" raises. "mixed" is like "resume", but lets embeddings that are trained together start
-            from different steps if they have no step in common. "pretrained" is like "resume", but expects a new dense
+            from different steps if they share no step. "pretrained" is like "resume", but expects a new dense
             part to train with these rows. "fresh" starts empty in any case, and keeps the snapshots.
-        snapshot_path: The folder in which each embedding gets a folder for its snapshots. Default: `persistent_path`.
+        snapshot_path: The folder that holds a folder of snapshots for each embedding. Default: `persistent_path`.
         eviction: Which rows to delete when new rows exceed `capacity`: "lru", "lfu", "ttl" or "distance_lfu"; "none"
             raises `CapacityError` instead.
         admission: Which new rows training keeps: None, all rows; a whole number n, rows that n training steps looked

@@ -1,4 +1,4 @@
-"""Table names: which are legal, which table a name refers to, and how stored names are matched."""
+"""Table names: checks, the table that a name refers to, and matching against stored names."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def labels_of(names: Names) -> tuple[str, ...]:
 
 
 def label_of(table: int, names: Names) -> str:
-    """Returns the label of one table, which may be missing in `names`: imported files may have more tables."""
+    """Returns one table's label. The table may be missing in `names`, because imported files may hold more tables."""
     return with_table_name(table, names).get("table_name", str(table))
 
 

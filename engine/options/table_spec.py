@@ -40,8 +40,8 @@ class TableSpec:
     tables: tuple[AnyTableOptions, ...]
     padding_idx: int | None  # the id that has no row
     seed: int
-    dtype: str = "float32"  # in which embeddings are stored
-    state_dtype: str = "float32"  # in which element states are stored; row states are float32
+    dtype: str = "float32"  # how embeddings are stored
+    state_dtype: str = "float32"  # how element states are stored; row states are float32
     has_own_seed: bool = True  # the user gave a seed; otherwise it comes from the name or from stored rows
     zero_key: int | None = None  # the id, as 64 bits, whose row starts as zeros
     dim: int = field(init=False)  # elements of a row, without optimizer state

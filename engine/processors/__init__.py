@@ -1,1 +1,1 @@
-"""Processors, which run a table's operations on a CPU or GPU, and their interface."""
+"""Processors run a table's operations on a CPU or GPU."""

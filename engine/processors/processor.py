@@ -97,12 +97,12 @@ class Processor(Protocol[B]):
         """Deduplicate lookups into a batch. Raises InputError, maybe deferred, for illegal ids, table ids and offsets.
 
         If `dedup_from` is given, its deduplication is reused. It must be a batch of the same lookups for an embedding
-        with the same number of tables and the same padding. With `ahead`, the batch is for a later step, which raises
-        its errors.
+        with the same number of tables and the same padding. With `ahead`, the batch is for a later step, and
+        that step raises its errors.
         """
 
     def side_stream(self) -> AbstractContextManager[object]:
-        """Returns a context in which this thread's work runs concurrently with another thread's steps."""
+        """Returns a context that lets this thread's work run concurrently with another thread's steps."""
         return nullcontext()
 
     def record_event(self) -> Any:

@@ -1,1 +1,1 @@
-"""An embedding's open table, which passes batches through the tiers."""
+"""An embedding's open table and its parts."""

@@ -38,7 +38,7 @@ class SaveHandle(Protocol):
 class ForegroundSave:
     """A save by the calling thread. It reads an image of the rows, so other threads can use the table meanwhile.
 
-    `lock` is the table's lock, which the caller holds now.
+    `lock` is the table's lock; the caller holds it now.
     """
 
     def __init__(self, what: str, image: Image, lock: Any) -> None:
@@ -75,7 +75,7 @@ class ForegroundSave:
 
 
 class BackgroundSave:
-    """A save by a background thread, which passes an image's rows to `write` and then closes the image.
+    """A save by a background thread. It passes an image's rows to `write`, then closes the image.
 
     `what` names the snapshot in messages. `lock` is the table's lock; a call that waits releases it meanwhile. Raises
     RuntimeError if the system cannot start a thread.

@@ -3,7 +3,7 @@
 A snapshot shows all rows as they were at one step, but saving it takes longer than a step. So a save reads an *image*:
 the rows as of the save's step. Before a later step changes a row in memory, the table notifies its `ChangeObservers`,
 and the image keeps a copy of the row (a before-image) until the save has read it. With RocksDB as the bottom tier, the
-image is a RocksDB read view, which needs no copies.
+image is a RocksDB read view and needs no copies.
 
 An incremental snapshot holds only the rows that changed since its parent. `ChangeTracker` records their keys.
 """
@@ -52,7 +52,7 @@ class ChangeTracker:
         self._later.note_rows(tables, keys)
 
     def start_delta(self) -> None:
-        """Separate the changes so far, which are now being saved, from later ones. A failed save leaves them here."""
+        """Separate the changes so far, now being saved, from later ones. A failed save leaves them here."""
         if self._source is not None:
             self._later.note_rows(*self._source.names())
             self._source.forget()
@@ -90,7 +90,7 @@ class ChangeObservers:
 
     def __init__(self, table: Table) -> None:
         self._table: Table = weakref.proxy(table)
-        self.saving: BackgroundSave | ForegroundSave | None = None  # the latest save, which may have ended
+        self.saving: BackgroundSave | ForegroundSave | None = None  # the latest save; it may have ended
         self.changes: ChangeTracker | None = None
         self._image: Image | None = None
         self.is_active = False  # if False, calls of `before_update` and `wait_for_memory` are unnecessary
@@ -143,7 +143,7 @@ class ChangeObservers:
             if self._image is not None:
                 raise StoreError(f"embedding {self._table.spec.name!r} has an image already; close it first")
             if isinstance(top, CpuCachedStore):
-                top.write_back()  # no flush, which takes long: the snapshot itself will be durable
+                top.write_back()  # not a slow flush: the snapshot itself will be durable
             else:
                 top.flush()
             if self.changes is not None:
@@ -159,7 +159,7 @@ class ChangeObservers:
     def save_in_background(
         self, what: str, write: Callable[[Chunks], object], max_bytes: int = MAX_BEFORE_IMAGE_BYTES
     ) -> BackgroundSave:
-        """Start a thread that passes all current rows to `write`, which must not wait for a lock that steps hold.
+        """Start a thread that passes all current rows to `write`; this must not wait for a lock that steps hold.
 
         `what` names the snapshot in messages; `max_bytes` is as in `image`. Raises the errors of `image`, and
         StoreError while another snapshot is being saved.
@@ -174,7 +174,7 @@ class ChangeObservers:
             return self.saving
 
     def save_here(self, what: str) -> ForegroundSave:
-        """Begin a save of all current rows by the calling thread, which reads them without the lock."""
+        """Begin a save of all current rows by the calling thread. It reads them without holding the lock."""
         with self._table.lock:
             self.saving = save = ForegroundSave(what, self.image(), self._table.lock)
             return save

@@ -68,7 +68,7 @@ def _lookups(step: Sequence[_AnnouncedLookups]) -> list[Lookup]:
 
 
 def _copy(part: Tensor) -> Tensor:
-    """Copy a CPU tensor with NumPy: torch would copy large ones with its threads, which compete with row fetches."""
+    """Copy a CPU tensor with NumPy: torch would use its threads for large ones, and slow down row fetches."""
     return torch.from_numpy(part.numpy().copy())
 
 
@@ -189,7 +189,7 @@ class Prefetcher:
         return None
 
     def _take(self, lookups: Sequence[Lookup]) -> Any:
-        """Remove and return the oldest announced batch, which has the step's lookups."""
+        """Remove and return the oldest announced batch, known to match the step."""
         with self._changed:
             first = self._announced[0]
             if not wait_for(self._changed, lambda: first.is_known or first.error, self._thread):

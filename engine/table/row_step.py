@@ -26,7 +26,7 @@ os.register_at_fork(after_in_child=_training.clear)
 def row_step(
     trained: Sequence[tuple[EmbeddingBase, RowOptimizer]], owner: str, step: Callable[..., T], *arguments: Any
 ) -> T:
-    """Call `step(*arguments)`, which pins and updates rows of the `trained` embeddings, and return its result.
+    """Run `step(*arguments)`, a function that pins and updates rows of the `trained` embeddings. Returns its result.
 
     Each embedding first gets the optimizer paired with it. Ctrl-C waits until the step ends. If the step raises, its
     rows are unpinned. `owner` names the step's owner in errors. Raises GraphError if another thread is training one of

@@ -1,4 +1,4 @@
-"""`StepGate`, which lets another thread read rows between two steps."""
+"""`StepGate` lets another thread read rows between two steps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class StepGate:
         """Run the reader's block between two steps, with the tables' locks held.
 
         Yields False if `give_up` returned True while the reader waited; the block must then not use the tables. Raises
-        the deferred error of an earlier step, which the training thread will raise as well.
+        the deferred error of an earlier step; the training thread will raise it as well.
         """
         while not self._reader_lock.acquire(timeout=POLL_SECONDS):
             if give_up():

@@ -1,4 +1,4 @@
-"""An embedding's open table, which passes batches through its tiers.
+"""An embedding's open table. It passes batches through its tiers.
 
 A training step makes three calls. `pin` deduplicates the ids, fetches their rows into the top tier and pins them there,
 unless the prefetcher has already prepared the batch. `PinnedBatch.gather` copies rows or pooled bags into tensors.
@@ -109,7 +109,7 @@ class PinnedBatch:
         self.table.release()
 
     def gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None) -> Gradients:
-        """Check a step's gradients and weights, which are as in `update`. Raises InputError."""
+        """Check a step's gradients and weights, given as in `update`. Raises InputError."""
         weights = weights or [None] * len(self.lookups)
         return checked_gradients(self.table.spec, self.lookups, grads, weights, self.dtype)
 
@@ -133,7 +133,7 @@ class OpenTable:
         self.hyper: list[float] = []  # the rule's numbers at its last update; empty before the first
         self.optimizer: RowOptimizer | None = None  # None if the table is open only for reading and `put`
         self.step = 0  # counts the table's updates
-        self.run = ""  # the id of the run in which the rows started empty
+        self.run = ""  # id of the run, drawn when the rows started empty
         self.reach = spec.reach(None)
         self.updates = 0  # the number of updates launched on the processor
         self.failure: BaseException | None = None  # the error that left the rows inconsistent
@@ -221,7 +221,7 @@ class OpenTable:
             top = self.ready()
             if isinstance(top, CpuCachedStore):
                 for _ in locked(top.flush_pieces(), self.lock, self.ready):
-                    sleep(_PAUSE_SECONDS)  # lets other threads get the lock, which is not fair
+                    sleep(_PAUSE_SECONDS)  # the lock is not fair: without a pause, other threads would not get it
 
     @property
     def has_thread(self) -> bool:
@@ -538,7 +538,7 @@ class OpenTable:
             self.processor.set_numbers(rule, self.hyper_now(), self.step + 1)
 
     def _write(self, pinned: PinnedBatch, step: int, write: Callable[[], None]) -> None:
-        """Call `write`, which writes a pinned batch's lines at `step`, and unpin the batch. Signals are deferred."""
+        """Write a pinned batch's lines at `step` by calling `write`, and unpin the batch. Signals are deferred."""
         self.check_pinned(pinned)
         if self.observers.is_active:
             self.observers.before_update(pinned.core)

@@ -2,7 +2,7 @@
 // which rows expire or are evicted from their table.
 //
 // The ledger is always in host memory, and is used in the order of steps. Its decisions do not depend on tiers or
-// threads, so a table has the same rows on every stack of tiers.
+// threads, so every stack of tiers keeps the same rows.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -16,7 +16,7 @@ namespace tierbed {
 
 // Estimates how many training steps looked up each refused row. Each bucket has a count-min sketch (Cormode and
 // Muthukrishnan, 2005) of one-byte counts with conservative update, and halves its counts after COLUMNS / 2 lookups.
-// The hash is `hash_row`, which is the same in every process, because the counts decide which rows exist.
+// The hash is `hash_row`, equal in every process, because the counts decide which rows exist.
 class FrequencySketch {
 public:
     void begin() { counts_.assign(std::size_t{BUCKETS} * DEPTH * COLUMNS, 0); }
