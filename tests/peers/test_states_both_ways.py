@@ -208,7 +208,7 @@ def test_a_clipping_optimizer_of_torchrec_is_refused_by_its_name() -> None:
 
     with EmbeddingBagCollection(tables=TABLES) as ours:
         keyed = KeyedOptimizerWrapper(dict(ours.named_parameters()), lambda given: torch.optim.SGD(given, lr=0.2))
-        with pytest.raises(OptimizerError, match="GradientClippingOptimizer clips gradients that tensors hold"):
+        with pytest.raises(OptimizerError, match="GradientClippingOptimizer clips gradients"):
             EagerOptimizer(GradientClippingOptimizer(keyed, GradientClipping.NORM), ours)
         assert [name for name, _ in in_backward_optimizer_filter(ours.named_parameters())]
 

@@ -248,7 +248,5 @@ def test_a_description_with_bad_arguments() -> None:
 
 
 def test_a_dtype_that_is_no_torch_dtype_is_refused_without_options_that_an_import_lacks(tmp_path: Path) -> None:
-    with pytest.raises(
-        OptionError, match=r"dtype='bfloat16'.*give one of them \(an embedding's output_dtype is that of"
-    ):
+    with pytest.raises(OptionError, match=r"dtype='bfloat16'"):
         import_snapshot(tmp_path / "store", "s", VALUES, dtype="bfloat16")  # type: ignore[arg-type]
