@@ -148,7 +148,7 @@ def test_a_dense_load_begins_the_optimizer_anew_as_a_new_model_would(caplog: pyt
             model.load_state_dict({**model.out.state_dict(prefix="out."), "items.weight": weights})
         else:
             model.items.load_dense(weights)
-        assert ("drops optimizer state, that of 50 steps" in caplog.text) == (kind != "new")
+        assert ("drops the optimizer state of 50 steps" in caplog.text) == (kind != "new")
         step(model, optimizer)
         moved.append(model.items.weight.detach().abs().max())
     assert moved == pytest.approx([0.01] * 3)
@@ -367,7 +367,7 @@ def test_what_the_constructor_refuses_cannot_be_set_later(kind: Any, name: str, 
 @pytest.mark.parametrize("name", ["state", "param_groups"])
 def test_what_rows_do_not_follow_cannot_be_assigned_to_an_optimizer(name: str) -> None:
     optimizer = eager(Model())
-    with pytest.raises(tb.OptimizerError, match=f"{name} = of an EagerOptimizer: no row would follow it"):
+    with pytest.raises(tb.OptimizerError, match=f"{name} of an EagerOptimizer cannot be set: no row would follow it"):
         setattr(optimizer, name, copy.copy(getattr(optimizer, name)))
 
 
