@@ -433,13 +433,13 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                     self._refused = error  # open it without the optimizer: the rows can still be read
                     self._handle = self._hold(None, device, for_load)
                 weakref.finalize(self, self._handle.finish)
-                if self._handle.own.unsettled:
-                    self._awaited[:] = self._awaited or [UNKNOWN]
+                if self._handle.own.unusable_reason:
+                    self._pending[:] = self._pending or [UNKNOWN]
             elif self._handle.device != device:
                 self._handle.own.move(device)
             handle = self._handle
-        if self._awaited and not for_load:
-            self._await_rows()
+        if self._pending and not for_load:
+            self._load_pending()
         if self._calls_when_open and not for_load:
             calls, self._calls_when_open = self._calls_when_open, []
             for call in calls:
@@ -457,7 +457,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                 )
 
     def _hold(self, optimizer: RowOptimizer | None, device: torch.device, for_load: bool) -> Handle:
-        arguments = self.spec, self.store_options, optimizer, device, self.group, for_load, self._awaited
+        arguments = self.spec, self.store_options, optimizer, device, self.group, for_load, self._pending
         if self.world is not None:
             return ShardedTableHandle(self.world, *arguments)
         warn_alone(self.name)

@@ -159,7 +159,7 @@ class KeyedRows(SavedRows):
     @on_present_rows
     def metrics_within(self, seconds: float) -> dict[str, dict[str, Any]]:
         """Return `metrics`, waiting at most `seconds` for another thread's lock, and never for it to move the store."""
-        handle = self._handle if self._handle is not None and not self._awaited else self.table_handle()
+        handle = self._handle if self._handle is not None and not self._pending else self.table_handle()
         traffic = {} if self.world is None else {"ranks": asdict(handle.table.traffic)}
         return {**metrics(handle.local_table, seconds), **traffic}
 

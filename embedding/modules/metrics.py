@@ -244,7 +244,7 @@ def _check(embeddings: Sequence[Any]) -> None:
 def _read(embedding: MultiTableMultiColumnEmbedding, seconds: float = LOCK_SECONDS) -> dict[str, dict[str, Any]]:
     """Return an embedding's metrics, or {} if it is unused, closed or, with a warning, failed. Never opens a store."""
     try:
-        return embedding.metrics_within(seconds) if embedding.is_open and not embedding.is_awaiting else {}
+        return embedding.metrics_within(seconds) if embedding.is_open and not embedding.has_pending_rows else {}
     except ClosedError:  # closed meanwhile
         return {}
     except TierbedError as error:

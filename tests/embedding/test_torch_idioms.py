@@ -283,11 +283,11 @@ READS: dict[str, Callable[[Any], Any]] = {
 def test_a_read_of_the_parameter_says_once_that_it_finds_no_row(
     read: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(shadow, "_noted", set())
+    monkeypatch.setattr(shadow, "_warned", set())
     model = Model()
     for _ in range(3):
         read(next(model.parameters()))
-    assert caplog.text.count("reads a zero in place of its rows") == len(shadow._noted) > 0
+    assert caplog.text.count("reads a zero in place of its rows") == len(shadow._warned) > 0
 
 
 CHECKS: dict[str, Callable[[Any, Any], Any]] = {
@@ -314,7 +314,7 @@ def test_a_check_of_the_parameter_does_not_answer_for_the_rows(check: Callable[[
 def test_training_and_comparing_states_read_no_parameter(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(shadow, "_noted", set())
+    monkeypatch.setattr(shadow, "_warned", set())
     model = Model()
     optimizer = eager(model)
     step(model, optimizer)
@@ -323,7 +323,7 @@ def test_training_and_comparing_states_read_no_parameter(
     assert all(torch.equal(again[key], state[key]) and state[key].isfinite().all() for key in state)
     optimizer.load_state_dict(optimizer.state_dict())
     print(model, *model.parameters(), optimizer, [torch.zeros_like(p) for p in model.parameters()])
-    assert not shadow._noted
+    assert not shadow._warned
 
 
 class Initialised(tb.Embedding):
