@@ -1,1 +1,1 @@
-"""Lookups in autograd: the ops, the shadow parameter that stands for the rows, and gradients of rows."""
+"""Lookups in autograd: the ops, the shadow parameter that stands for the rows, and the rows' gradients."""

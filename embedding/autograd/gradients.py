@@ -1,7 +1,7 @@
 """The gradients of an embedding's lookups, kept from backward() until one step applies them to its rows.
 
-No tensor holds the gradient of the rows. `RowGradients` collects the gradients of lookup results, and the step passes
-all of them to the store, which sums them by row. The shadow parameter's `.grad` is a `ShadowGrad` that refers to the
+No tensor holds the rows' gradient. `RowGradients` collects the gradients of lookup results, and the step passes them to
+the store to be summed by row. The shadow parameter's `.grad` is a `ShadowGrad` that refers to the
 `RowGradients`, so zero_grad(), torch's clips and a GradScaler find it, and their operations are done on the rows.
 """
 
@@ -44,7 +44,7 @@ os.register_at_fork(after_in_child=holders.clear)  # or a child would silently t
 class _LookupGradient:
     """The gradient of a lookup's result.
 
-    lookup, weights: copies. originals: the caller's tensors, kept alive since their identity is part of the key.
+    lookup, weights: copies. originals: the caller's tensors, kept alive since the key contains their identity.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class RowGradients:
         self._kept: dict[Hashable, _LookupGradient] = {}
         with torch._C.DisableTorchFunctionSubclass():
             self._first_version = embedding.shadow._version
-        self._scale = 1.0  # multiplies the sum of each row's gradients
-        self._clip_value: float | None = None  # then limits each element of the sum
+        self._scale = 1.0  # multiplies each row's summed gradient
+        self._clip_value: float | None = None  # then limits each element of it
         self._dtype = embedding.output_dtype  # of gradients in a step
 
     @property
@@ -100,18 +100,19 @@ class RowGradients:
     def add(self, lookup: Lookup, grad: Tensor, weights: Tensor | None = None, order: int = 0) -> None:
         """Keep the gradient of a lookup's result.
 
-        grad: lookup.shape + (dim,), of the output dtype. It is not copied, and the step raises InputError if it was
-        changed in place; the lookup and the weights are copied. weights: those used in pooling, float32 of the shape of
-        ids. order: the step takes lookups in ascending order, ties in the order of their `add`. Sums over the
-        occurrences of an id follow this order. Gradients of lookups of the very same tensors are summed here, as a
-        graph sums them.
+        The lookup and the weights are copied. `grad` is not: the step raises InputError if it was changed in place. Two
+        lookups with the very same tensors get one summed gradient, as in a graph.
+
+        grad: lookup.shape + (dim,), in the output dtype. weights: used in pooling, float32 like ids. order: the step
+        takes lookups in ascending order, and equal numbers in the order of `add`. An id's gradients are summed in this
+        order.
         """
         self._check_unclipped("backward()")
         self._apply_scale()
         originals = (*lookup.tensors, weights)
         key = (lookup.pooling, lookup.feature_columns, *map(fingerprint, originals))
         kept = self._kept.get(key)
-        if kept is not None and not kept.has_values(originals):  # NumPy wrote to them, which changes no version
+        if kept is not None and not kept.has_values(originals):  # NumPy wrote to them, without changing the version
             key, kept = (key, len(self._kept)), None
         if kept is not None:
             kept.add(grad, order, self.embedding.name)
@@ -120,7 +121,7 @@ class RowGradients:
             self._kept[key] = _LookupGradient(copied(lookup), weights, originals, grad, order)
 
     def pin(self) -> Any:
-        """Pin the rows of all lookups with `embedding.pin`, each row once. Call `check` before."""
+        """Pin all lookups' rows with `embedding.pin`, each row once. Call `check` before."""
         return self.embedding.pin([one.lookup for one in self._in_order()], dtype=self._dtype)
 
     def check(self) -> list[_LookupGradient]:
@@ -137,7 +138,7 @@ class RowGradients:
 
     @property
     def is_waiting(self) -> bool:
-        """True if there are gradients, and no step has updated the rows since the first of them."""
+        """True if there are gradients, and no step has updated the rows since the first one."""
         return bool(self._kept) and self.embedding.shadow._version == self._first_version
 
     def grads(self) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -146,15 +147,15 @@ class RowGradients:
         return [one.grad.to(self._dtype) for one in kept], [one.weights for one in kept]
 
     def update(self, batch: Any) -> None:
-        """Apply the embedding's optimizer once, with the sum of all gradients. batch: from `pin`; its pin ends."""
+        """Apply the embedding's optimizer once, with the summed gradients. batch: from `pin`; its pin ends."""
         clip = () if self._scale == 1.0 and self._clip_value is None else (self._scale, self._clip_value)
-        batch.update(*self.grads(), *clip)  # over ranks without a clip, which takes the mean
+        batch.update(*self.grads(), *clip)  # over ranks there is no clip, and gradients are averaged
         increment_version(self.embedding.shadow)  # from here on, a backward() that needs the old rows raises
 
     def square_gradients(self) -> float:
-        """Return the sum of squares over all rows' gradients, each summed over its occurrences. Raises InputError."""
+        """Return the squared norm of all rows' summed gradients. Raises InputError."""
         self._check_unclipped("a norm")
-        self._apply_scale()  # before squaring: squares of a GradScaler's scaled gradients might overflow
+        self._apply_scale()  # first: the squares might overflow if a GradScaler has scaled the gradients
         lookups = [one.lookup for one in self.check()]
         embedding: Any = self.embedding
         return embedding.table_handle().local_table.square_gradients(lookups, *self.grads()) if lookups else 0.0
@@ -190,9 +191,9 @@ class RowGradients:
 
 
 class ShadowGrad(Tensor):
-    """The `.grad` of a shadow parameter, in place of the gradients of rows. Setting `.grad` to None drops them.
+    """A shadow parameter's `.grad`, in place of the rows' gradients. Setting `.grad` to None drops them.
 
-    The operations of torch's clip_grad_norm_ and clip_grad_value_ and of a GradScaler are done on the rows' gradients.
+    What torch's clip_grad_norm_, clip_grad_value_ and GradScaler do with it is done with the rows' gradients.
     Other operations raise GraphError, since they would leave the rows out.
     """
 
@@ -260,7 +261,7 @@ def _unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> Any:
     return grads
 
 
-# by name, the functions that torch's clips and scalers call. For rows without a world. A result of None raises.
+# by name, the functions that torch's clips and scalers call, for rows without a world; if one returns None, it raises
 _ON_ROWS: dict[str, Callable[..., Any]] = {
     "linalg_vector_norm": _norm,
     "mul_": _multiply,
@@ -280,9 +281,9 @@ def check_not_traced(embedding: EmbeddingBase) -> None:
 
 
 def is_reached(leaf: Tensor, refusal: str) -> bool:
-    """True if the running backward pass computes the gradient of a leaf, unlike torch.autograd.grad of other tensors.
+    """True if the running backward pass computes a leaf's gradient; torch.autograd.grad may be for other tensors.
 
-    refusal: the message of the GraphError for torch.autograd.grad of the leaf itself.
+    refusal: the GraphError's message for torch.autograd.grad of the leaf itself.
     """
     try:
         with torch._C.DisableTorchFunctionSubclass():
@@ -314,7 +315,7 @@ def are_rows_reached(embedding: EmbeddingBase) -> bool:
 def accumulate(embedding: EmbeddingBase, lookup: Lookup, grad: Tensor, weights: Tensor | None, order: int) -> None:
     """Add a lookup's gradient to the gradients kept in the parameter's `.grad`. Raises GraphError."""
     node = torch._C._current_autograd_node()
-    # a compiled function computes the gradients of all its inputs, also of those that the pass does not reach
+    # a compiled function computes all its inputs' gradients, even if the pass does not reach them
     if node is not None and node.name().startswith("CompiledFunction"):
         with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), _NO_KEYS):
             if not are_rows_reached(embedding):
@@ -339,14 +340,14 @@ def accumulate(embedding: EmbeddingBase, lookup: Lookup, grad: Tensor, weights: 
 
 
 def set_grad(embedding: EmbeddingBase, grad: Tensor | None) -> Tensor | None:
-    """Set the gradient of the embedding's parameter, and return the old one."""
+    """Set the parameter's gradient, and return the old one."""
     with torch._C.DisableTorchFunctionSubclass():
         old, embedding.shadow.grad = embedding.shadow.grad, grad
     return old
 
 
 def kept_gradients(embedding: EmbeddingBase) -> RowGradients | None:
-    """Return the row gradients in the parameter's `.grad`. Raises OptimizerError if it has a gradient of its own."""
+    """Return the row gradients in the parameter's `.grad`. Raises OptimizerError for any other gradient."""
     with torch._C.DisableTorchFunctionSubclass():
         grad = embedding.shadow.grad
         if grad is None:

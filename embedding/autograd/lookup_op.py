@@ -1,7 +1,7 @@
 """The custom ops that traces record: a lookup, and its gradients for rows and for weights.
 
-A compiled graph replaces the ops by calls of the embedding and its pinned batch. Called eagerly, a lookup reads rows,
-and backward() keeps its gradient for the step of an `EagerOptimizer`. Op arguments can only be tensors and numbers, so
+A compiled graph replaces the ops by calls to the embedding and its pinned batch. Called eagerly, a lookup reads rows,
+and backward() keeps its gradient for an `EagerOptimizer`'s step. Op arguments can only be tensors and numbers, so
 an op gets the embedding's handle, a random number. It also gets the embedding's one-element parameter, the `shadow`,
 through which autograd sees that the result depends on rows.
 """
@@ -30,7 +30,7 @@ _embeddings: dict[int, weakref.ref[EmbeddingBase]] = {}  # a WeakValueDictionary
 
 
 def register(embedding: EmbeddingBase) -> int:
-    """Return a handle by which the ops find the embedding.
+    """Return a handle with which the ops find the embedding.
 
     It is random, so that a program recorded in another process, or for a deleted embedding, finds no wrong one.
     """
@@ -44,9 +44,9 @@ def _living() -> list[EmbeddingBase]:
 
 
 def _forget_optimizers() -> None:
-    """Make a forked child's next step ask for its optimizer again, which raises.
+    """Make a forked child's next step ask for its optimizer again, and so raise.
 
-    Only for embeddings open at the fork: the child may train those that it opens itself.
+    This concerns embeddings that are open at the fork. The child may train others, which it opens itself.
     """
     for embedding in _living():
         if getattr(embedding, "is_open", False):
@@ -97,7 +97,7 @@ _refuse_export._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _op(name: str, arguments: str) -> Any:
-    """Decorate the implementation of an op. arguments: its schema, in which `rows` stands for a `Lookup`'s fields."""
+    """Decorate an op's implementation. arguments: its schema; `rows` stands for a `Lookup`'s fields."""
     rows = "Tensor ids, Tensor? table_ids, Tensor? offsets, str? pooling, SymInt[]? places"
     schema = f"({arguments.replace('rows', rows)}) -> Tensor"
     return torch.library.custom_op(f"tierbed::{name}", mutates_args=(), schema=schema)
@@ -105,7 +105,7 @@ def _op(name: str, arguments: str) -> Any:
 
 @_op("lookup", "Tensor shadow, rows, Tensor? weights, SymInt handle")
 def lookup(shadow: Tensor, *rest: Any) -> Tensor:
-    """Read the rows of a `Lookup`, or its pooled bags, without inserting: lookup.shape + (dim,)."""
+    """Read a `Lookup`'s rows or pooled bags, without inserting: lookup.shape + (dim,)."""
     *rows, weights, handle = rest
     return embedding_of(handle).read(lookup_of(*rows), weights, trains=shadow.requires_grad)
 
@@ -121,7 +121,7 @@ def _(shadow: Tensor, ids: Tensor, *rest: Any) -> Tensor:
 
 @_op("lookup_grad", "Tensor grad, rows, Tensor? weights, SymInt order, SymInt handle")
 def lookup_grad(grad: Tensor, *rest: Any) -> Tensor:
-    """Keep the gradient of a lookup's result for the update of rows. order: counts the lookups of this process.
+    """Keep the gradient of a lookup's result to update rows with. order: the lookup's number in this process.
 
     Returns the shadow's gradient, a zero that nothing reads.
     """
@@ -137,7 +137,7 @@ def _(grad: Tensor, *rest: Any) -> Tensor:
 
 @_op("lookup_weights_grad", "Tensor grad, rows, Tensor shadow, SymInt handle")
 def lookup_weights_grad(grad: Tensor, *rest: Any) -> Tensor:
-    """Compute the gradient of a lookup's weights, float32 of the shape of ids. Recorded only if they require grad.
+    """Compute the gradient of a lookup's weights, float32 like ids. Recorded only if they require grad.
 
     shadow: shows autograd that this gradient depends on rows.
     """
@@ -155,8 +155,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     if ctx.needs_input_grad[0]:
         embedding_of(handle).check_trained_lookup()
     ctx.constants = pooling, feature_columns, handle, next(_orders)
-    # The gradient of weights needs the present rows. Saving the shadow, whose version changes with the rows, makes
-    # autograd raise if they have changed before backward().
+    # The weights' gradient needs the rows as they are now. The shadow's version changes with the rows, so autograd
+    # raises if they have changed before backward().
     saved_shadow = shadow if ctx.needs_input_grad[6] else None
     ctx.save_for_backward(saved_shadow, ids, table_ids, offsets, weights)
 
@@ -184,7 +184,7 @@ def _refuse_second_derivative(ctx: Any, grad: Tensor) -> None:
 
 
 class EagerLookup(_SingleLevelFunction):
-    """The op `lookup` without torch's dispatcher, which takes longer than a small lookup.
+    """The op `lookup` without torch's dispatcher, since that takes longer than a small lookup.
 
     It derives from autograd.Function's base class, whose `apply` skips the support for torch.func; there, the op runs.
     """

@@ -1,7 +1,7 @@
 """The shadow parameter of an embedding.
 
 Rows are in a store, not in a parameter. Optimizers, autograd and state_dicts work with parameters, so each embedding
-has a *shadow*: a parameter of shape [1, 1] that stands for all rows. Its value is always zero. Code that uses it as if
+gets a *shadow*: a parameter [1, 1] that stands for all rows. Its value is always zero. Code that uses it as if
 it held the rows, such as a weight average, a penalty or an initialization, would silently do nothing. So operations on
 the shadow, or on a copy of it, raise an error with a remedy if they only make sense for a tensor with rows. An
 operation that merely reads the zero logs a warning, once.
@@ -29,7 +29,7 @@ _READ_BY_I = {"__index__", "__init__", "__init_subclass__", "__int__", "__invert
 _COPIES = {"clone", "to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "pin_memory"}
 # operations that average weights; norms, powers and sums stay allowed, since loggers compute them under no_grad
 _MIXES = {"add", "sub", "mul", "div", "lerp", "truediv", "true_divide", "subtract", "multiply", "divide"}
-# comparisons and checks of weights, whose answer would be about a zero; isfinite stays allowed, since loggers call it
+# comparisons and checks of weights would only see a zero; isfinite stays allowed, since loggers call it
 _CHECKS = {"equal", "allclose", "isclose", "eq", "ne", "isnan", "isinf", "__eq__", "__ne__"}
 _NUMBERS = {"item", "tolist", "__float__", "__bool__", "is_nonzero"}  # these return numbers, not tensors
 _WRITE = (
@@ -38,11 +38,11 @@ _WRITE = (
 )
 _READ = "read emb.weight, or the rows of some ids by emb.get, or those of all embeddings by tierbed.to_dense_state_dict"
 IN_PART = "A model around it may be converted in part by now: make or load it again"
-_warned: set[str] = set()  # names of operations that have caused the warning
+_warned: set[str] = set()  # names of operations that have been warned of
 
 
 def name_of(function: Any) -> str:
-    """Return the name of a torch operation without its overload."""
+    """Return a torch operation's name without its overload."""
     return str(function.__name__.partition(".")[0])
 
 
@@ -65,7 +65,7 @@ class _Guarded(Tensor):
     """A tensor in place of rows. Operations that only make sense on rows raise."""
 
     owner: ref[EmbeddingBase]
-    is_own = False  # True for a copy, which may be written to
+    is_own = False  # True for a copy that may be written to
     is_in_state = False  # True for a copy in a state_dict(); it may be read, since the state names or has the rows
 
     @classmethod
@@ -83,7 +83,7 @@ class _Guarded(Tensor):
             elif func.__name__ in _CHECKS and not _is_of_state(args, kwargs):
                 if func is not torch.equal or not all(type(one) is Shadow for one in _guarded(args, kwargs)):
                     raise _misuse(func, args, kwargs)
-                _warn_of_read(func, args, kwargs)  # Lightning checks in this way if an optimizer has a parameter
+                _warn_of_read(func, args, kwargs)  # Lightning compares parameters to find one in an optimizer
                 return args[0] is args[-1]
             plain_args = args
             module = getattr(func, "__module__", None) or ""  # methods have none
@@ -117,7 +117,7 @@ class _Guarded(Tensor):
 
 
 class Shadow(_Guarded, nn.Parameter):
-    """The parameter of an embedding, zeros of shape [1, 1], through which optimizers and autograd reach its rows."""
+    """An embedding's parameter, zeros [1, 1], through which optimizers and autograd reach its rows."""
 
     def belong_to(self, embedding: EmbeddingBase) -> None:
         self.owner = ref(embedding)
@@ -138,7 +138,7 @@ class ShadowCopy(_Guarded):
 
 
 def adopt(embedding: EmbeddingBase, name: str, parameter: nn.Parameter | None) -> nn.Parameter:
-    """Make a parameter the `Shadow` of an embedding. Raises InputError for any other parameter."""
+    """Make a parameter an embedding's `Shadow`. Raises InputError if it is unfit."""
     if name not in ("shadow", embedding.parameter_name) or parameter is None or parameter.shape != (1, 1):
         raise InputError(
             f"{name} = of embedding {embedding.name!r}: no parameter holds its rows, so no row would change; {_WRITE}"
@@ -153,7 +153,7 @@ def adopt(embedding: EmbeddingBase, name: str, parameter: nn.Parameter | None) -
 def converter(
     embedding: EmbeddingBase, function: Callable[[Tensor], Tensor], by_now: str = IN_PART
 ) -> Callable[[Tensor], Tensor]:
-    """Wrap `function`, which moves or converts a module, so that an embedding's parameter is moved but stays float32.
+    """Wrap a `function` that moves or converts modules, so that it moves an embedding's parameter but keeps it float32.
 
     Raises OptionError for a dtype other than `output_dtype`, and for a device that torch does not have here. by_now:
     tells in the error what is converted by then.

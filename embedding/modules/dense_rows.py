@@ -30,7 +30,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def dense_rows(embedding: KeyedRows, number: int, rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the first `rows` rows of table `number`, [rows, dim]. Rows never written have their initial values."""
+    """Return the first `rows` rows of table `number`, [rows, dim]; initial values for rows that were never written."""
     with torch.inference_mode(False):
         weights = torch.empty(rows, embedding.dim, dtype=dtype, device=embedding.device)
     for first in range(0, rows, CHUNK):
@@ -42,7 +42,7 @@ def dense_rows(embedding: KeyedRows, number: int, rows: int, dtype: torch.dtype 
 def dense_states(embedding: KeyedRows, counts: Mapping[int, int]) -> dict[int, dict[str, Tensor]]:
     """Return the optimizer states by table and name: [rows, dim], or [rows] for a state with one number a row.
 
-    counts: the number of rows of each table. Raises StoreError if ranks share the rows.
+    counts: how many rows to return for each table. Raises StoreError if ranks share the rows.
     """
     if embedding.world is not None:
         raise StoreError(
@@ -53,7 +53,7 @@ def dense_states(embedding: KeyedRows, counts: Mapping[int, int]) -> dict[int, d
     table = embedding.table_handle().local_table
     state, is_scalar = table.state, _scalar_states(table)
     columns = [() if is_scalar[name] else (width,) for name, width in zip(state.names, state.widths, strict=True)]
-    # not in inference mode, whose tensors have no version by which a read-only copy detects writes
+    # not in inference mode: its tensors count no versions, and a read-only copy detects writes by them
     with torch.inference_mode(False):
         states = {
             number: {
@@ -125,7 +125,7 @@ def dense_tensors(
 def put_in_state(
     embedding: KeyedRows, weights: Mapping[Any, Tensor], state: dict[str, Any], prefix: str, errors: list[str]
 ) -> None:
-    """Replace dense weights of tables in a state_dict by the embedding's rows, at `prefix`.
+    """Replace tables' dense weights in a state_dict by the embedding's rows, at `prefix`.
 
     What is wrong with the weights is appended to `errors`.
     """
@@ -145,7 +145,7 @@ def put_in_state(
 
 
 def _step(value: Any) -> int:
-    """Return a number of steps, which torch keeps as a float tensor. Raises InputError."""
+    """Return a step count as an int; torch keeps it as a float tensor. Raises InputError."""
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     step = as_int(int(number) if isinstance(number, float) and number.is_integer() else number, 0, LAST_STEP)
     if step is None:
@@ -154,7 +154,7 @@ def _step(value: Any) -> int:
 
 
 def _check_step_known(table: OpenTable) -> None:
-    """Check a load of states without the step that the optimizer counts.
+    """Check a load of states that come without a step, in case the optimizer counts steps.
 
     The table's own step is used, with a warning. Raises InputError if that is 0.
     """
@@ -236,7 +236,7 @@ def _scalar_states(table: OpenTable) -> dict[str, bool]:
 
 
 def _rows_of_other_tables(table: OpenTable, replaced: Collection[int]) -> list[RowArray]:
-    """Return copies of the rows of all tables but `replaced`, caught up to the last step."""
+    """Return copies of the other tables' rows, caught up to the last step."""
     chunks = (rows[~np.isin(rows["table"], list(replaced))] for _, rows in scan_caught_up(table))
     retained = [rows for rows in chunks if len(rows)]
     for rows in retained if table.catch_up_rule else ():

@@ -45,32 +45,10 @@ log = logging.getLogger("tierbed")
 
 
 class MultiTableMultiColumnEmbedding(KeyedRows):
-    """Hashed embedding tables that share one row layout: columns of different widths, side by side in each row.
+    """Hashed embedding tables whose rows consist of several columns with different widths, side by side.
 
-    A table has no fixed size: training inserts the rows of new ids. The same id in two tables is two rows. The store
-    opens at the first use, on the device of the module, and moves with the module.
-
-    Args:
-        name: name of the store's folder under `persistent_path`. With None, the embedding is named after its path in
-            the model when an EagerOptimizer, Graph, DistributedModelParallel or checkpoint first gets the model.
-        embedding_dim: width of a row, or a list with the width of each column.
-        dtype: of stored rows: torch.float32, bfloat16 or float16. Arithmetic is float32. To 16 bits, training rounds
-            stochastically; everything else rounds to nearest even.
-        key_type: dtype of ids: torch.int32, int64 or uint64. Every value is a legal id.
-        tables: a `make_table_options(...)` for each table. Lookups select tables by index, or by name if named. None
-            for one table with `default_initializer`.
-        store_options: from a `make_*_store_options` function, or the dict that it prints.
-        default_initializer: initial rows of the only table, if `tables` is None. Default: normal(0, 0.05).
-        padding_idx: id that has no row. It is looked up as zeros and gets no gradient.
-        seed: of the initial rows, which depend only on (seed, table, id, column). Default: the seed of stored rows, or
-            the CRC-32 of the name. Embeddings without a name get different seeds, in the order of their first use
-            (those with a `world` are counted apart, so that ranks agree).
-        output_dtype: of lookup results and their gradients: torch.float32, float16 or bfloat16.
-        world: the `World` of ranks that share the rows. Default: this process has all rows.
-        state_dtype: of the optimizer states with a value for each element: torch.float32 or bfloat16.
-
-    Raises:
-        OptionError: an argument is invalid.
+    The arguments are the same as for `MultiTableEmbedding`, except that `embedding_dim` may be a list with each
+    column's width.
     """
 
     _has_columns = True  # False if embedding_dim must be one width
@@ -129,12 +107,12 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             self._handle.rename(name)
 
     def set_spec(self, **facts: Any) -> None:
-        """Change fields of the spec before the store opens. The name may change later as well."""
+        """Change the spec's fields before the store opens. The name may change later as well."""
         self.spec = replace(self.spec, **facts)
 
     @property
     def dim(self) -> int:
-        """Number of elements in a row of a lookup's result, all columns together."""
+        """Number of elements in a row, all columns together."""
         return self.spec.dim
 
     def forward(
@@ -147,27 +125,26 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         features: Sequence[int] | None = None,
         num_features: int | None = None,
     ) -> Tensor:
-        """Look up the rows of ids, or pool the rows of bags of ids.
+        """Look up rows by id, or pool the rows of bags.
 
-        An unknown id has its initial row; only training inserts it. Outside a `Graph`, an `EagerOptimizer` trains the
+        An unknown id gets its initial row; only training inserts it. Outside a `Graph`, an `EagerOptimizer` trains the
         rows that a lookup read.
 
         Args:
             ids: integers of any shape, of `key_type` or a dtype that fits into it.
-            table_ids: tables of the ids: integers, or a list of names. They broadcast to ids.shape, or to the shape of
-                the bags. With several tables and no table_ids, the last dimension of that shape has one entry for each
-                table, in order.
+            table_ids: the ids' tables: integers, or names in a list. Broadcast to ids.shape, or to the bags' shape.
+                With several tables and no table_ids, the last dimension of that shape is the tables, in order.
             offsets: int64 or int32 [bags + 1], ascending from 0 to n: bag b is ids[offsets[b]:offsets[b + 1]] of ids
                 [n]. Without offsets, the last dimension of ids [..., L] is a bag.
-            pooling: "sum" or "mean" of each bag's rows, without padding_idx. None to return all rows.
-            weights: float32 of ids.shape, to multiply rows before pooling. A weighted mean is divided by the number of
-                ids that are not padding.
+            pooling: "sum" or "mean", over each bag's rows without padding_idx. None to return all rows.
+            weights: float32, ids.shape, to multiply rows before pooling. A weighted mean is divided by how many ids are
+                not padding.
             features: indices of the features to look up, without repeats. Offsets are then [num_features * batch + 1],
-                feature by feature, and table_ids has one entry for each listed feature.
-            num_features: number of features in offsets. Default: len(features).
+                feature by feature, and table_ids are one for each listed feature.
+            num_features: how many features offsets cover. Default: len(features).
 
         Returns:
-            A tensor of `output_dtype`: ids.shape + (dim,) without pooling; with it, the shape of the bags + (dim,),
+            An `output_dtype` tensor: ids.shape + (dim,) without pooling; with it, the bags' shape + (dim,),
             with zeros for an empty bag; or (batch, len(features), dim), in the order of `features`.
 
         Raises:
@@ -200,7 +177,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         """Look up rows for checked arguments, recorded by autograd."""
         shadow: Tensor = self.shadow
         traced = getattr(shadow, TRACED, None)
-        # Another thread traces the shadow. Autograd of its fake tensor could deadlock here: one thread would hold
+        # Another thread traces the shadow. Autograd on its fake tensor could deadlock here: one thread would hold
         # autograd's lock and wait for Python's, the other the reverse.
         if traced is not None and traced[0] != get_ident():
             shadow = traced[1]
@@ -217,7 +194,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
     ) -> None:
         """Announce the lookup of a later training step. A thread prefetches its rows while earlier steps run.
 
-        Announce steps in the order in which they will run, any number of steps ahead. Announcements never change
+        Announce steps in the order they will run, any number of steps ahead. Announcements never change
         results: a step that was not announced, or looks up other ids, runs without prefetch. A cache over a slower
         tier keeps the rows that the announced steps need soonest. On CUDA the thread uses a second stream.
 
@@ -240,22 +217,22 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         states: Mapping[Any, Mapping[str, Tensor]] | None = None,
         step: int | None = None,
     ) -> None:
-        """Replace the rows of tables by dense tensors whose row i belongs to id i, as in nn.Embedding's checkpoints.
+        """Replace tables' rows by dense tensors whose row i belongs to id i, as in nn.Embedding's checkpoints.
 
         Other tables keep their rows. If this raises, nothing has changed.
 
         Args:
-            weights: by table index or name, floats [rows, dim].
-            states: by table, the optimizer states by name: [rows, dim], or [rows] for a state with one number a row.
-                Without them the optimizer starts with new state.
-            step: number of steps the rows were trained, used in Adam's bias correction. If some tables keep their rows,
-                it must be the embedding's own step. Default: the largest `step` or `iter` in `states`, where torch and
-                FBGEMM keep it. If there is none: 0 for weights of all tables without states, or else the embedding's
-                own step, with a warning if the optimizer counts steps.
+            weights: floats [rows, dim], by table index or name.
+            states: optimizer states, by table and then by name: [rows, dim], or [rows] for a state with one number a
+                row. Without them the optimizer starts with new state.
+            step: how many steps the rows were trained, for Adam's bias correction. If some tables keep their rows, it
+                must be the embedding's own step. Default: the largest `step` or `iter` in `states`, where torch and
+                FBGEMM keep it. Without one: 0 if weights for all tables are given and no states; otherwise the
+                embedding's own step, with a warning if the optimizer counts steps.
 
         Raises:
             InputError: a tensor does not fit, or `step` is needed.
-            OptimizerError: `states` is given and the embedding has no optimizer with state.
+            OptimizerError: `states` is given, but the embedding's optimizer has no state.
             StoreError, SnapshotError: the rows cannot be stored.
         """
         with self.raise_on_all_ranks():
@@ -270,7 +247,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             shadow, weight = weight, None  # an Embedding's shadow is named "weight"
         if shadow is not None:
             state_dict[prefix + self.parameter_name] = shadow
-        elif weight is not None:  # of nn.Embedding or nn.EmbeddingBag
+        elif weight is not None:  # from nn.Embedding or nn.EmbeddingBag
             if self.spec.num_tables == 1:
                 is_double = isinstance(weight, Tensor) and weight.dtype == torch.float64  # rounded, as torch does
                 put_in_state(self, {0: weight.float() if is_double else weight}, state_dict, prefix, errors)
@@ -317,7 +294,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         return f"{spec.name!r}, columns={columns}, tables={tables}, store={self.store_options.store}"
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Freeze or unfreeze all tables of the embedding, as torch does for a module."""
+        """Freeze or unfreeze all tables, as torch does for a module."""
         if not requires_grad and self.spec.num_tables > 1:
             log.warning(
                 "embedding %r: requires_grad_(False) freezes all of its tables, %s; to freeze one of them, give that "
@@ -423,7 +400,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         with self._opening:
             if self._handle is None:
                 if self.is_closed:
-                    with self.raise_on_all_ranks():  # other ranks may be opening it, which needs this one
+                    with self.raise_on_all_ranks():  # other ranks may be opening it, and would wait for this one
                         raise ClosedError(f"embedding {self.name!r} was closed; create it again")
                 self._check_has_name()
                 self.fix_seed()
@@ -465,9 +442,32 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
 
 class MultiTableEmbedding(MultiTableMultiColumnEmbedding):
-    """Hashed embedding tables whose rows have one width.
+    """Hashed embedding tables in one store, looked up by (table, id).
 
-    The arguments are the same as for `MultiTableMultiColumnEmbedding`, except that `embedding_dim` is an int.
+    Tables grow: training inserts rows for new ids. The same id in two tables is two rows. The store opens at the first
+    use, on the module's device, and moves with the module.
+
+    Args:
+        name: also names the store's folder under `persistent_path`. With None, the embedding is named after its path
+            in the model when an EagerOptimizer, Graph, DistributedModelParallel or checkpoint first gets the model.
+        embedding_dim: a row's width.
+        dtype: stored rows are torch.float32, bfloat16 or float16. Arithmetic is float32. To 16 bits, training rounds
+            stochastically; everything else rounds to nearest even.
+        key_type: ids are torch.int32, int64 or uint64. Every value is a legal id.
+        tables: a `make_table_options(...)` for each table. Lookups select tables by index, or by name if named. None
+            for one table with `default_initializer`.
+        store_options: from a `make_*_store_options` function, or the dict that it prints.
+        default_initializer: initial rows if `tables` is None. Default: normal(0, 0.05).
+        padding_idx: id without a row. It is looked up as zeros and gets no gradient.
+        seed: initial rows depend only on (seed, table, id, column). Default: the stored rows' seed, or the name's
+            CRC-32. Embeddings without a name get different seeds in the order of first use; those with a `world` are
+            counted apart, so that ranks agree.
+        output_dtype: lookup results and their gradients are torch.float32, float16 or bfloat16.
+        world: a `World` whose ranks share the rows. Default: all rows are in this process.
+        state_dtype: optimizer states with a number for each element are torch.float32 or bfloat16.
+
+    Raises:
+        OptionError: an argument is invalid.
 
     Example::
 

@@ -45,23 +45,23 @@ class KeyedRows(SavedRows):
     """An embedding with access to its rows by key."""
 
     def size(self) -> int:
-        """Return the number of rows that training, `put` or a load has written and nothing has removed since.
+        """Count the rows that training, `put` or a load wrote and that were not removed since.
 
         Raises:
-            InputError, CapacityError: deferred errors of earlier steps.
+            InputError, CapacityError: an earlier step's deferred error.
         """
         return self.table_handle().table.size()
 
     @on_present_rows
     def get(self, keys: Any, table_ids: Any = None) -> Tensor:
-        """Read rows without inserting new ones. An unknown key has its initial row.
+        """Read rows without inserting new ones. An unknown key gets its initial row.
 
         Args:
             keys: a tensor of `key_type`, an array or a list.
             table_ids: the table of each key, as in a lookup.
 
         Returns:
-            Rows of shape keys.shape + (dim,).
+            Rows, keys.shape + (dim,).
         """
         return self.table_handle().table.get(self._collective_lookup(keys, table_ids))
 
@@ -96,7 +96,7 @@ class KeyedRows(SavedRows):
     def delete(self, ids: Any, table_ids: Any = None) -> int:
         """Delete rows with their optimizer state from every tier.
 
-        A deleted id is like one never seen: it has its initial row until it is trained or put again. Snapshots,
+        A deleted id is like one never seen: it gets its initial row until it is trained or put again. Snapshots,
         checkpoints and exports keep the row, and a load or a recovery after a kill brings it back. RocksDB's files
         keep its bytes until `compact`. "Delete" in docs/lifecycle.md lists the steps that remove a row from all files.
 
@@ -104,7 +104,7 @@ class KeyedRows(SavedRows):
             ids, table_ids: as in `get`.
 
         Returns:
-            How many of the rows had been written.
+            How many rows were deleted.
         """
         self._copied = ()
         return self.table_handle().table.delete(self._collective_lookup(ids, table_ids))
@@ -149,7 +149,7 @@ class KeyedRows(SavedRows):
             table.stack.compact()
 
     def metrics(self) -> dict[str, dict[str, Any]]:
-        """Return metrics of the embedding (`table`), of each tier from the top, and of each table.
+        """Return metrics for the embedding (`table`), for each tier from the top, and for each table.
 
         docs/metrics.md explains them. With a world they cover this rank's rows, and `ranks` counts what it exchanged
         with other ranks. While another thread loads, closes or compacts the rows, the last metrics are returned.
@@ -174,11 +174,11 @@ class KeyedRows(SavedRows):
         Returns:
             A dict with the row's table and key, and:
 
-            - `stored`: True if the row was written. Otherwise it has its initial value.
+            - `stored`: True if the row was written. Otherwise it is at its initial value.
             - `why`: why it is not stored, as far as is known, or None.
             - `updates`, `last_step`: how often the row was written, and the last step that wrote it.
-            - `tiers`: the tiers that have the row, from the top, with the row's position in each. In a cache, `dirty`
-              says that the tier below has an older row, and `pinned` that a step or a prefetch holds it.
+            - `tiers`: the tiers where the row is, from the top, with its position. In a cache, `dirty` means that the
+              tier below holds an older row, and `pinned` that a step or a prefetch holds it.
 
         Raises:
             InputError: the key or the table is invalid.
@@ -190,7 +190,7 @@ class KeyedRows(SavedRows):
         return {**row, "updates": newest["updates"], "last_step": newest["last_step"], "tiers": tiers}
 
     def _collective_lookup(self, keys: Any, table_ids: Any) -> Lookup:
-        """Return the checked lookup for a call that all ranks make; an error is raised on all of them."""
+        """Return the checked lookup for a collective; an error is raised on all ranks."""
         with self.raise_on_all_ranks():
             return self._lookup(keys, table_ids)
 

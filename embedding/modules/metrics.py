@@ -1,4 +1,4 @@
-"""What each metric means, and the export of metrics to Prometheus and TensorBoard."""
+"""Defines what each metric means, and exports metrics to Prometheus and TensorBoard."""
 
 from __future__ import annotations
 
@@ -127,14 +127,14 @@ _QUANTILES = {"p50": "0.5", "p90": "0.9", "p99": "0.99", "max": "1"}
 
 
 class MetricsCollector:
-    """Collects the metrics of embeddings for a `prometheus_client` registry, whenever they are requested.
+    """Collects embeddings' metrics for a `prometheus_client` registry, whenever they are requested.
 
     Args:
         embeddings: the embeddings, each as a separate argument.
 
     Raises:
         OptionError: `prometheus_client` is not installed.
-        InputError: an argument is not an embedding, or two embeddings have the same name.
+        InputError: an argument is not an embedding, or two embeddings share a name.
 
     Example::
 
@@ -154,9 +154,8 @@ class MetricsCollector:
     def collect(self) -> Iterator[Any]:
         """Yield a family for each metric, with the labels `embedding` and `tier`.
 
-        Latencies also have the label `quantile`, with 1 for the longest. A table's metrics have the labels `embedding`
-        and `table`. `tierbed_up` is 1 for an embedding with metrics, and 0 for one that is unused, closed or, with a
-        warning, failed.
+        Latencies also get the label `quantile`, with 1 for the longest. A table's metrics get `embedding` and `table`.
+        `tierbed_up` is 1 for an embedding with metrics, and 0 if it is unused, closed or, with a warning, failed.
         """
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
@@ -189,7 +188,7 @@ class MetricsCollector:
 
 
 def prometheus_text(*embeddings: MultiTableMultiColumnEmbedding) -> str:
-    """Return the metrics of open embeddings in Prometheus' text format, for a textfile collector or your own server.
+    """Return open embeddings' metrics in Prometheus' text format, for a textfile collector or your own server.
 
     `tierbed_up` shows which embeddings have metrics. Raises the same errors as `MetricsCollector`.
     """
@@ -200,7 +199,7 @@ def prometheus_text(*embeddings: MultiTableMultiColumnEmbedding) -> str:
 
 
 def write_tensorboard(writer: Any, *embeddings: MultiTableMultiColumnEmbedding, step: int | None = None) -> None:
-    """Add the metrics of open embeddings to a TensorBoard writer, as scalars.
+    """Add open embeddings' metrics to a TensorBoard writer, as scalars.
 
     Tags are `<embedding>/<tier>/<metric>`, and for a table `<embedding>/tables/<table>/<metric>`. An embedding that was
     not used yet adds nothing; one that fails logs a warning.
@@ -212,7 +211,7 @@ def write_tensorboard(writer: Any, *embeddings: MultiTableMultiColumnEmbedding, 
 
     Raises:
         ClosedError: an embedding was closed.
-        InputError: `writer` is not a writer, an argument is not an embedding, or two have the same name.
+        InputError: `writer` is not a writer, an argument is not an embedding, or two embeddings share a name.
     """
     if not hasattr(writer, "add_scalar"):
         raise InputError(f"writer={writer!r}: give a torch.utils.tensorboard.SummaryWriter")

@@ -31,7 +31,7 @@ from .dense_rows import dense_rows
 from .embedding import MultiTableEmbedding
 
 Store = Mapping[str, Any] | str | os.PathLike[str] | None
-# these configure a parameter; on a `weight` they would only affect the result of one lookup
+# these configure a parameter; on a `weight` they would only affect one lookup's result
 _PARAMETER_ONLY = ("__set__", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 MAX_WEIGHT = 1 << 26  # elements of a `weight`: 256 MiB of float32
 
@@ -39,8 +39,8 @@ MAX_WEIGHT = 1 << 26  # elements of a `weight`: 256 MiB of float32
 class Weight(ReadOnlyCopy):
     """The rows of a table as a tensor that autograd follows. Writing to it raises InputError.
 
-    Torch's weight is a parameter and stays current. This is the result of one lookup: after a training step or a load,
-    computing with it or with a view of it raises as well.
+    Torch's weight is a parameter and stays current. This is one lookup's result: after a training step or a load,
+    computing with it or with a view raises as well.
     """
 
     def __init__(self, tensor: Tensor, remedy: str, table: OpenTable, step: int) -> None:
@@ -65,10 +65,10 @@ class Weight(ReadOnlyCopy):
 class TorchTable(MultiTableEmbedding):
     """One table, with torch.nn.Embedding's constructor arguments plus store, name, initializer, seed and world."""
 
-    parameter_name = "weight"  # torch's name, which code that selects parameters by name expects
+    parameter_name = "weight"  # as in torch, for code that selects parameters by name
     num_embeddings: int | None
     embedding_dim: int
-    _is_made = False  # until the constructor ends, reset_parameters keeps the rows of an earlier run
+    _is_made = False  # until the constructor ends, reset_parameters keeps an earlier run's rows
 
     def __init__(
         self, num_embeddings: int | None, embedding_dim: int, padding_idx: int | None = None,
@@ -115,7 +115,7 @@ class TorchTable(MultiTableEmbedding):
 
     @property
     def weight(self) -> Tensor:
-        """All rows, [num_embeddings, embedding_dim], as the result of a lookup that autograd follows.
+        """All rows, [num_embeddings, embedding_dim]: a lookup's result, which autograd follows.
 
         Each read of this attribute looks up all rows; call `emb(ids)` for a few. Writing to the tensor or assigning
         the attribute raises InputError; in torch.compile such writes are dropped.
@@ -154,13 +154,13 @@ class TorchTable(MultiTableEmbedding):
         Args:
             weights: the tensor [num_embeddings, embedding_dim], or a dict with it for table 0.
             states: optimizer states by name, or a dict with them for table 0.
-            step: number of steps the rows were trained.
+            step: how many steps the rows were trained.
         """
         by_table = {0: weights} if isinstance(weights, Tensor) else weights
         super().load_dense(by_table, {0: states} if states and 0 not in states else states, step)
 
     def reset_parameters(self) -> None:
-        """Delete all rows and their optimizer state. Ids have their initial rows again."""
+        """Delete all rows and their optimizer state. Each id starts again from its initial row."""
         if self._handle is not None or (self._is_made and self.store_options.persistent_path is not None):
             self.load_tensors(RowTensors.none(self.spec).tensors)
 
@@ -200,22 +200,22 @@ class Embedding(TorchTable, nn.Embedding):  # type: ignore[misc, override]
     """A drop-in torch.nn.Embedding over a tierbed store. Train it with an `EagerOptimizer` or in a `Graph`.
 
     Args:
-        num_embeddings: number of ids, which start at 0. None for a table that takes any id and grows.
-        embedding_dim: number of elements in a row.
+        num_embeddings: how many ids there are, from 0. None for a table that takes any id and grows.
+        embedding_dim: how many elements a row has.
         padding_idx: id whose row gets no gradient from lookups. The row starts as zeros; as in torch, you may load
             other values into it.
-        sparse: has no effect; gradients cover only the rows that were looked up.
+        sparse: ignored; gradients always cover only the rows that were looked up.
         device: where lookups run: "cpu", "cuda" or "meta".
-        dtype: of rows and results: torch.float32, float16 or bfloat16. Default: torch's default dtype.
+        dtype: rows and results are torch.float32, float16 or bfloat16. Default: torch's default dtype.
         store: store options from a `make_*_store_options` function, or the dict that they print; or the path of a TOML
             file with a table [name] or a single table. Default: host memory.
-        name: name of the folder in the store. Default: the module's path in the model.
+        name: names the store's folder. Default: the module's path in the model.
         initializer: initial rows, from a `make_*_initializer` function. Default: normal(0, 1), as in torch.
-        seed: of the initial rows, as in `MultiTableEmbedding`. torch.manual_seed does not change them.
-        world: the `World` of ranks that share the rows. Default: this process has all rows.
+        seed: for initial rows, as in `MultiTableEmbedding`. torch.manual_seed does not change them.
+        world: a `World` whose ranks share the rows. Default: all rows are in this process.
 
     Raises:
-        OptionError: an argument is invalid; also for `max_norm` and `scale_grad_by_freq`, which are not supported.
+        OptionError: an argument is invalid, or `max_norm` or `scale_grad_by_freq` is given; they are not supported.
 
     Example::
 
@@ -225,13 +225,13 @@ class Embedding(TorchTable, nn.Embedding):  # type: ignore[misc, override]
     """
 
     def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
-        """Return the rows of ids.
+        """Look up rows.
 
         Args:
-            input: integers of any shape.
+            input: integer ids of any shape.
 
         Returns:
-            Rows of shape input.shape + (embedding_dim,).
+            Rows, input.shape + (embedding_dim,).
 
         Raises:
             InputError: `input` has another dtype, or an id is out of range.
@@ -248,13 +248,13 @@ class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
 
     Args:
         mode: how to pool a bag: "sum" or "mean".
-        include_last_offset: if True, offsets have one more element, the end of the last bag.
+        include_last_offset: if True, offsets contain one more element, the end of the last bag.
         padding_idx: id to leave out of bags. Its row starts as zeros.
 
     The other arguments are the same as for `Embedding`.
 
     Raises:
-        OptionError: an argument is invalid; also for mode="max", `max_norm` and `scale_grad_by_freq`, which are not
+        OptionError: an argument is invalid, or mode="max", `max_norm` or `scale_grad_by_freq` is given; they are not
             supported.
     """
 
@@ -276,12 +276,12 @@ class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
     def forward(  # type: ignore[override]
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
-        """Look up bags of ids and return the sum or mean of each bag's rows.
+        """Look up bags of ids, and sum or average each bag's rows.
 
         Args:
             input: integer ids: [n], all bags one after another, with `offsets`; or [bags, L], a bag in each row.
             offsets: int64 or int32 [bags], where each bag starts; [bags + 1] with `include_last_offset`.
-            per_sample_weights: floats of the shape of `input` to multiply the rows with, for mode="sum" only.
+            per_sample_weights: floats, input.shape, to multiply rows with. For mode="sum" only.
 
         Returns:
             Pooled rows [bags, embedding_dim]; zeros for an empty bag.
@@ -381,7 +381,7 @@ def _padding(padding_idx: Any, num_embeddings: int | None) -> int | None:
 
 
 def _counts(is_row: Tensor, offsets: Tensor | None) -> Tensor:
-    """Count the ids of each bag that are not padding: [bags, 1], at least 1."""
+    """Count each bag's ids that are not padding: [bags, 1], at least 1."""
     if offsets is None:
         return is_row.sum(-1, keepdim=True).clamp(min=1)
     ends = torch.cat([is_row.new_zeros(1, dtype=torch.int64), is_row.to(torch.int64).cumsum(0)])

@@ -17,15 +17,15 @@ from ...engine.ops.rows_contract import EmbeddingBase
 
 log = logging.getLogger("tierbed")
 
-# by name: a program imports most of these modules only if it uses them
+# by name, so that this module imports none of them
 _TORCHREC = "torchrec.distributed.model_parallel"
 _WRAPPERS = ("torch.nn.parallel.distributed", "torch.distributed.fsdp", "torch.distributed._composable", _TORCHREC)
 _TENSORS = "torch.distributed.tensor"
-LEAVES_ROWS = "tierbed_leaves_rows"  # the attribute of a DistributedDataParallel that ignores embeddings with a world
+LEAVES_ROWS = "tierbed_leaves_rows"  # marks a DistributedDataParallel that ignores embeddings with a world
 
 
 def check_world(world: World | None, name: str) -> World | None:
-    """Return the world of embedding `name`, or None if it has one rank. Raises OptionError if it is not a World."""
+    """Return embedding `name`'s world, or None if that is one rank. Raises OptionError if it is not a World."""
     if world is None:
         return None
     if not isinstance(world, World):
@@ -34,7 +34,7 @@ def check_world(world: World | None, name: str) -> World | None:
 
 
 def warn_alone(name: str) -> None:
-    """Warn if embedding `name` has no world in a job of several processes: each has its own rows."""
+    """Warn if embedding `name` has no world in a job with several processes, so that each trains its own rows."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         log.warning(
             "embedding %r has no world, and torch's process group has %d processes: each has rows of its own; give "
@@ -51,7 +51,7 @@ def refuse_ranks(root: nn.Module) -> None:
 
 
 def refuse_eager_ranks(root: nn.Module, embeddings: Sequence[EmbeddingBase]) -> World | None:
-    """Return the world of an EagerOptimizer's embeddings, or None. Raises OptimizerError where rows would diverge.
+    """Return the common world of an EagerOptimizer's embeddings, or None. Raises OptimizerError if rows would diverge.
 
     Rows diverge if the embeddings have different worlds, and if they have none in a module that is sharded or kept
     equal over ranks. With a world, no such module may contain an embedding.

@@ -1,9 +1,9 @@
-"""Warns if freshly initialized dense parameters are about to train with the rows of an earlier run.
+"""Warns if freshly initialized dense parameters are about to train with an earlier run's rows.
 
 Every store draws a random run id when it starts empty. Snapshots, checkpoints and clean markers carry the id, so rows
-keep it wherever they go. For each dense parameter, this module remembers the run ids of the rows it was trained with in
-this process. A parameter is fresh if it has no run id, and since its graph or optimizer was made nobody has written to
-it or loaded optimizer state for it. Rows saved by an earlier version get an id when they are opened.
+keep it wherever they go. For each dense parameter, this module remembers the run ids of rows that it was trained with
+in this process. A parameter is fresh if there is no such run id, and since its graph or optimizer was made nobody has
+written to it or loaded optimizer state for it. Rows saved by an earlier version get an id when they are opened.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _own_runs: set[str] = set()  # the ids of runs that this process trained
 
 
 def note_versions(parameters: Iterable[Tensor]) -> None:
-    """Remember the parameters' versions, by which a later load is detected."""
+    """Remember the parameters' versions, to detect a later load."""
     for parameter in parameters:
         if parameter.requires_grad and not is_lazy(parameter):
             _versions.setdefault(parameter, parameter._version)

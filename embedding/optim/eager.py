@@ -1,7 +1,7 @@
 """`EagerOptimizer`: trains rows in a plain PyTorch loop.
 
-backward() through a lookup keeps the gradient, and `step()` applies the gradients of each embedding in one update of
-its rows. The optimizer holds the embedding's shadow parameter, whose param group gives the learning rate and other
+backward() through a lookup keeps the gradient, and `step()` applies each embedding's gradients in one update of its
+rows. The optimizer holds the embedding's shadow parameter, whose param group gives the learning rate and other
 settings; the row optimizer inside the store follows them. Over ranks, `step()` first checks on all ranks that the step
 can be made, and sends each gradient to the rank that owns its row.
 """
@@ -41,9 +41,9 @@ from .dense_part import DensePart, note_versions, warn_of_state
 
 log = logging.getLogger("tierbed")
 
-MAX_SHARED = 62  # embeddings over ranks: each has a bit in a handshake's note
+MAX_SHARED = 62  # embeddings over ranks: each needs a bit in a handshake's note
 STEP = "step() of an EagerOptimizer"
-IN_BACKWARD = "_in_backward_optimizers"  # torch's attribute of a parameter: the optimizers to step in backward()
+IN_BACKWARD = "_in_backward_optimizers"  # torch's attribute with the optimizers to step in backward()
 
 
 def _wrapped_attribute(name: str) -> Any:
@@ -60,25 +60,24 @@ def _wrapped_attribute(name: str) -> Any:
 
 
 class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
-    """Wraps a torch optimizer so that `step()` also updates the rows of embeddings, outside a `Graph`.
+    """Wraps a torch optimizer so that `step()` also updates embeddings' rows, outside a `Graph`.
 
-    Rows follow the param groups of the wrapped optimizer; docs/optimizers.md lists the supported optimizers. Learning
-    rate schedulers take this object or the wrapped optimizer, which is `optimizer.optimizer`.
+    Rows follow the wrapped optimizer's param groups; docs/optimizers.md lists the supported optimizers. Learning rate
+    schedulers take this object or the wrapped optimizer, `optimizer.optimizer`.
 
     While this object exists, backward() through a lookup keeps the gradient for `step()`. If a newer EagerOptimizer
     takes an embedding over, `step()` of the older one raises OptimizerError.
 
-    If embeddings have a world, all its ranks call `step()`, and rows train with the mean over the ranks. Dense
+    If embeddings have a world, all its ranks call `step()`, and rows train with the ranks' mean gradient. Dense
     parameters are not exchanged: wrap them in a DistributedDataParallel.
 
     Args:
-        optimizer: a torch.optim optimizer that holds the parameters of all trained embeddings under `module`.
+        optimizer: a torch.optim optimizer that holds the parameters of all embeddings to train under `module`.
         module: the model. If None, snapshots and recovery cover only the embeddings whose parameters `optimizer` holds.
 
     Raises:
         OptimizerError: rows cannot follow `optimizer`; it does not hold an embedding of `module`; an older
-            EagerOptimizer has gradients that it did not apply; or ranks share the module, and an embedding has no
-            world.
+            EagerOptimizer has gradients that it did not apply; or ranks share the module, but not the rows.
 
     Example::
 
@@ -108,7 +107,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         modules = [one for one in candidates if isinstance(one, EmbeddingBase)]
         embeddings = [one for one in modules if one.shadow.requires_grad]
         self._world = refuse_eager_ranks(root, embeddings) or World.of_one()
-        self._partial_update = ""  # an error of this rank's row updates, when other ranks made theirs
+        self._partial_update = ""  # an error in this rank's row updates, when other ranks made theirs
         if self._world.size > 1 and len(embeddings) > MAX_SHARED:
             raise OptimizerError(
                 f"{len(embeddings)} embeddings over ranks; give each EagerOptimizer {MAX_SHARED} or fewer"
@@ -129,7 +128,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         train_together(modules)
         self._module = None if module is None else ref(module)
         self._lost_embedding = ""  # the name of an embedding that a newer EagerOptimizer has taken over
-        self._has_met = False  # True after the first step, which checks that the dense part fits the rows
+        self._has_met = False  # True after the first step has checked that the dense part fits the rows
         # True until state is loaded; the state that Adagrad makes in its constructor has step 0
         self._begins = not any(state.get("step", True) for state in optimizer.state.values())
         self._taken_over = [one for one in embeddings if one.row_optimizer is not None]
@@ -171,7 +170,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         return [rows for _, rows in self._rows]
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the wrapped optimizer that this object lacks."""
+        """Return the wrapped optimizer's attribute, if this object lacks it."""
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
@@ -183,7 +182,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group of dense parameters to the wrapped optimizer. Embeddings cannot be added later."""
+        """Add a param group with dense parameters to the wrapped optimizer. Embeddings cannot be added later."""
         self.optimizer.add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -201,7 +200,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             StoreError, CapacityError, InputError: rows cannot be fetched; no row has changed.
             GraphError: the call is in `build` of a graph, or another thread trains the rows.
             OptimizerError: a newer EagerOptimizer has taken an embedding over; or, over ranks, an earlier step raised
-                during the updates of one rank. Then load rows and state, the latter by `load_state_dict()`.
+                during one rank's updates; then load rows, and state by `load_state_dict()`.
 
         Over ranks, what the closure raises on one rank is raised on all.
         """
@@ -241,8 +240,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         """Drop all gradients.
 
         Args:
-            set_to_none: for dense parameters, as in torch. Gradients of rows are always dropped; if this is False, a
-                warning says so.
+            set_to_none: as in torch, for dense parameters. Rows' gradients are always dropped, with a warning if False.
         """
         if not set_to_none and self._warns_of_zeros:
             self._warns_of_zeros = False
@@ -257,10 +255,10 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float | Tensor) -> Tensor:
-        """Clip the L2 norm of the gradients of `parameters` together, as torch.nn.utils.clip_grad_norm_ does.
+        """Clip the total L2 norm of all gradients of `parameters`, as torch.nn.utils.clip_grad_norm_ does.
 
-        Call it between backward() and `step()`. An embedding's parameter stands for its rows. A row counts once, with
-        the sum of the gradients of its occurrences, as in `Graph.clip_grad_norm`.
+        Call it between backward() and `step()`. An embedding's parameter stands for its rows. A row that occurs several
+        times counts once, with its summed gradient, as in `Graph.clip_grad_norm`.
 
         Args:
             parameters: dense parameters, and parameters of this optimizer's embeddings.
@@ -307,7 +305,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         return torch.tensor(norm, dtype=torch.float32)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state_dict. The optimizer state of rows is saved with the rows."""
+        """Return the wrapped optimizer's state_dict. Rows' optimizer state is saved with the rows."""
         state = self.optimizer.state_dict()
         # `state` is empty before the first step and for optimizers without state, and has names in TorchRec's
         if all(isinstance(number, int) for number in state["state"] or [""]):
@@ -319,7 +317,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         """Load a copy of a state_dict into the wrapped optimizer. The tensors in `state_dict` stay as they are.
 
         Raises:
-            OptimizerError: the state_dict has the state of dense rows; give it to `load_dense` of their embedding.
+            OptimizerError: the state_dict contains state for dense rows; give it to the embedding's `load_dense`.
         """
         for number, embedding in self._row_numbers().items():
             for name, value in state_dict.get("state", {}).get(number, {}).items():
@@ -355,7 +353,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         ]
 
     def _checked_gradients(self, trained: list[tuple[EmbeddingBase, RowOptimizer]]) -> list[RowGradients | None]:
-        """Return the gradients of each embedding on this rank, None without any. Raises OptimizerError, InputError."""
+        """Return each embedding's gradients on this rank, or None. Raises OptimizerError, InputError."""
         if self._partial_update:
             raise OptimizerError(
                 f"a step of an EagerOptimizer raised {self._partial_update} during its updates, and other ranks "

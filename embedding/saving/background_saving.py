@@ -24,7 +24,7 @@ class BackgroundSaving:
     """Writes snapshots in threads while steps go on. Implements `SaveHandle`.
 
     In one process, the last thread to finish writing gives all snapshots their names. Over ranks, this happens in the
-    first `at_step` or `wait` that all ranks call after all of them have written. label: names the save in messages.
+    first `at_step` or `wait` that all ranks call after they have all written. label: names the save in messages.
     """
 
     def __init__(self, world: World, op: str, label: str, saves: Sequence[TableSave], new: NewSnapshots) -> None:
@@ -55,7 +55,7 @@ class BackgroundSaving:
         self._arrive(None)
 
     def _write(self, save: TableSave, at: int, chunks: Chunks) -> None:
-        """Write the rows of one table. Runs in its thread, and waits for the threads of the other tables."""
+        """Write the rows of one table. Runs in the table's thread, and waits for the other threads."""
         _, error = catch(lambda: save.write(chunks=self._unless_dropped(chunks)))
         if self._world.size == 1:
             self._arrive(at, error)
@@ -107,7 +107,7 @@ class BackgroundSaving:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait at most `timeout` seconds until all snapshots are complete. Returns False if the save continues.
 
-        Ctrl-C ends only the wait. Raises the error of the save on all ranks; then there is no snapshot, unless the
+        Ctrl-C ends only the wait. Raises the save's error on all ranks; then there is no snapshot, unless the
         error says otherwise. All ranks call it.
         """
         end = None if timeout is None else monotonic() + timeout
@@ -120,7 +120,7 @@ class BackgroundSaving:
                 error = error or failed
                 if self._world.size == 1 and not isinstance(error, Exception | None):
                     raise error
-        self.at_step()  # raises the error of the save on all ranks
+        self.at_step()  # raises the save's error on all ranks
         if error is not None and (self._world.size == 1 or not isinstance(error, Exception)):
             raise error
         if self._error is not None:

@@ -1,8 +1,8 @@
-"""References by which a state_dict names the rows that belong to it, without holding them.
+"""References in a state_dict to the rows that belong to it.
 
-A reference has a step and a version, and the name and digest of a snapshot if there is one. Two references name the
-same rows if their versions are equal, or the digests of their snapshots. The digest recognizes copies of a snapshot, as
-in another store folder. References of early versions of tierbed have only a step and a snapshot's name.
+A reference contains a step and a version, and a snapshot's name and digest if there is a snapshot. Two references are
+to the same rows if their versions are equal, or their snapshots' digests. The digest recognizes a copied snapshot, for
+example in another store folder. Early versions of tierbed wrote only a step and a snapshot's name.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ NO_ROWS = f"{EMPTY}:0"  # the version of rows that were never written
 
 
 class RowsReference(NamedTuple):
-    """Names rows of an embedding.
+    """Names an embedding's rows.
 
-    `step` is None for rows that were not used yet, `version` without a store folder and in state_dicts of early
-    versions, `digest` (of the snapshot's rows) without a snapshot and in state_dicts of early versions.
+    `step` is None for rows that were not used yet, `version` without a store folder, `digest` (a hash of the snapshot's
+    rows) without a snapshot. Early versions of tierbed wrote neither `version` nor `digest`.
     """
 
     step: int | None
@@ -60,17 +60,17 @@ class RowsReference(NamedTuple):
         return self.snapshot == other.snapshot
 
 
-UNKNOWN = RowsReference(-1)  # of a state_dict whose rows cannot be loaded
+UNKNOWN = RowsReference(-1)  # the rows of the state_dict cannot be loaded
 _STOPPED = -2
 
 
 def stopped_at(culprit: str) -> RowsReference:
-    """Return the reference of a load that stopped at `culprit`. It matches no rows: they may be old or new."""
+    """Return a reference that matches no rows, after a load stopped at `culprit`: rows may be old or new."""
     return RowsReference(_STOPPED, culprit)
 
 
 def reference_of_snapshot(snapshots: Path | None, name: str | None) -> RowsReference | None:
-    """Return the reference of a snapshot in a folder; None if there is no such snapshot or it cannot be read."""
+    """Return a reference to a snapshot in a folder; None if it does not exist or cannot be read."""
     try:
         if snapshots is None or name is None:
             return None
@@ -86,13 +86,13 @@ def reference_of_snapshot(snapshots: Path | None, name: str | None) -> RowsRefer
 
 
 def reference_at(step: int | None, snapshots: Path | None, base: str | None, version: str | None) -> RowsReference:
-    """Return the reference of rows of a step and a version. It names the snapshot `base` if that has these rows."""
+    """Return a reference to rows with a step and a version, naming the snapshot `base` if it holds them."""
     saved = reference_of_snapshot(snapshots, base)
     return RowsReference(step, version=version) if saved is None or saved.version != version else saved
 
 
 def reference_of_unopened(store: Path, fresh: bool) -> RowsReference:
-    """Return the reference of the rows that a closed store folder would open with. Raises StoreError."""
+    """Return a reference to the rows that a closed store folder would open with. Raises StoreError."""
     entry = None if fresh else GroupFile(FolderState(store)).own_entry()
     if entry is None:
         return RowsReference(None, version=NO_ROWS)
@@ -110,7 +110,7 @@ def matches(pending: RowsReference, present: RowsReference, saved: RowsReference
 
 
 def check_not_pending(name: str, pending: Sequence[RowsReference]) -> None:
-    """Raise StoreError if an embedding does not have the rows of the state_dict that was loaded last."""
+    """Raise StoreError if an embedding lacks the rows that the last loaded state_dict names."""
     if pending:
         raise StoreError(
             f"embedding {name!r} has other rows than the state_dict that was loaded last, and is not saved: in its "
@@ -121,7 +121,7 @@ def check_not_pending(name: str, pending: Sequence[RowsReference]) -> None:
 def mismatch_text(
     name: str, present: RowsReference, pending: RowsReference, snapshots: bool, in_memory: bool = False
 ) -> str:
-    """Return the error for embedding `name`, which does not have the rows of a loaded state_dict.
+    """Return the error for embedding `name`, whose rows are not those that a loaded state_dict names.
 
     snapshots: True if its own state_dicts name snapshots. in_memory: True if they hold the rows.
     """

@@ -1,4 +1,4 @@
-"""Saves and loads snapshots of one or several embeddings together, between two steps."""
+"""Saves and loads one or several embeddings together, between two steps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def save_together(
 
     If it raises, none of the snapshots exists, unless the error says otherwise. If several tables are saved as
     incremental, one without a parent is saved full. background: return immediately, while threads save the rows as they
-    are now. progress: called with the number of rows in each chunk that this process writes. Raises SnapshotError,
+    are now. progress: called with the row count of each chunk that this process writes. Raises SnapshotError,
     StoreError, OptionError.
     """
     op, *others = [table.op(f"saving snapshot {name!r}") for table in tables]
@@ -73,7 +73,7 @@ def save_together(
 
 
 def _kind_of(table: Any) -> str:
-    """Return "incremental", or "full" for a table that has no snapshot to be its parent."""
+    """Return "incremental", or "full" for a table without a snapshot that could be the parent."""
     if table.last:
         return "incremental"
     log.info("embedding %r has no parent for an incremental snapshot, so it is saved full", table.name)
@@ -98,7 +98,7 @@ def load_together(world: World, tables: Tables, name: str) -> list[LoadReport]:
 
 
 def load_rows_together(world: World, tables: Tables, paths: Sequence[Path]) -> None:
-    """Load the snapshots `paths`, which `check_rows` has checked, and link them into the store folders."""
+    """Load the snapshots `paths`, after `check_rows`, and link them into the store folders."""
     op = f"loading {len(tables)} embeddings"
     _finish_saving(world, op, tables)
     with between_steps(tables, replaces=True), ExitStack() as linking:
@@ -107,7 +107,7 @@ def load_rows_together(world: World, tables: Tables, paths: Sequence[Path]) -> N
 
 
 def _finish_saving(world: World, op: str, tables: Tables) -> None:
-    """Wait for saves in the background before the locks are taken; one of their snapshots may be the one to load."""
+    """Wait for saves in the background before taking the locks; one may be saving the snapshot to load."""
     world.call_on_all_ranks(op, lambda: [table.local_table for table in tables])  # raises ClosedError
     for table in tables:
         table.finish_saving()

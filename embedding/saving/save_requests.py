@@ -1,4 +1,4 @@
-"""Serves requests of other processes for open rows: to save or prune snapshots, or to read a row.
+"""Serves requests from other processes: to save or prune snapshots of open rows, or to read a row.
 
 A request is served between two steps. Over ranks, rank 0 receives it, and all ranks serve it at their next step.
 """
@@ -28,7 +28,7 @@ _POLL_SECONDS = 0.05  # between two checks that the client still waits
 
 
 def row_of(own: LocalTable, label: int | str, key: int) -> dict[str, Any]:
-    """Return a row of this process as plain values, {} if there is none. label: the index or name of its table."""
+    """Return a row of this process as plain values, {} if there is none. label: its table's index or name."""
     table = own.table
     with table.lock:
         table.check()
@@ -40,7 +40,7 @@ def row_of(own: LocalTable, label: int | str, key: int) -> dict[str, Any]:
 class LocalRequests:
     """Serves requests for rows that only this process has, in the server's thread.
 
-    find: returns the handle of a store by its real path.
+    find: returns a store's handle by its real path.
     """
 
     def __init__(self, handle: Handle, find: Callable[[str], Handle]) -> None:
@@ -72,7 +72,7 @@ class LocalRequests:
         return {"name": self._handle.name, "step": table.step, "rows": table.counts.rows}
 
     def _visit(self, call: Callable[[], T], give_up: Callable[[], bool], others: Sequence[Handle] = ()) -> T | None:
-        """Return the result of a call between two steps of all tables trained with this one and `others`.
+        """Call `call` between two steps of all tables trained with this one and `others`, and return its result.
 
         None if the client gave up first.
         """
@@ -92,10 +92,10 @@ class LocalRequests:
 
 
 class RankRequests:
-    """Serves the requests that rank 0 receives for all ranks. The other ranks have an object that stays empty.
+    """Serves requests over ranks. Rank 0 receives them; on the other ranks this object stays empty.
 
-    A thread of the server leaves a request here. Rank 0 sets a flag in the header of the next collective, and all ranks
-    serve the request in the thread of their steps. find: returns the handle of a store by its real path.
+    The server's thread leaves a request here. Rank 0 sets a flag in the header of the next collective, and all ranks
+    then serve the request in the thread that trains. find: returns a store's handle by its real path.
     """
 
     def __init__(self, world: World, handle: Handle, find: Callable[[str], Handle]) -> None:
@@ -104,7 +104,7 @@ class RankRequests:
         self._take_lock, self._request_lock = Lock(), Lock()
 
     def is_wanted(self) -> bool:
-        """True if rank 0 has a request and no table of it is in a step."""
+        """True if rank 0 holds a request and none of its tables is in a step."""
         request = self._request
         if request is None or any(one.own.table.in_step for one in request.tables):
             return False
@@ -161,7 +161,7 @@ class RankRequests:
         return None if request is None else request.row
 
     def status(self) -> dict[str, Any]:
-        """Return the name, the step and the number of rows of rank 0."""
+        """Return rank 0's name, step and number of rows."""
         table = self._handle.own.table
         return {"name": self._handle.name, "step": table.step, "rows": table.counts.rows, "ranks": self._world.size}
 
@@ -211,7 +211,7 @@ class _SaveRequest:
         self.row: dict[str, Any] = {}
 
     def begin(self, is_served: bool) -> bool:
-        """Begin to serve it, unless the client has given up, in which case it is done. Returns True if it begins."""
+        """Begin to serve the request and return True. If the client has given up, it is done instead."""
         self.is_begun = is_served and not self.give_up()
         if not self.is_begun:
             self.done.set()

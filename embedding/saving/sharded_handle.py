@@ -36,9 +36,9 @@ from .table_handle import claimed_folder, open_handle, register
 class ShardedTableHandle:
     """The open rows of an embedding that ranks share.
 
-    own: the rows of this rank, with their own tiers and folder. home: the store folder of all ranks; None for rows in
-    memory. Every rank makes each call, except for calls about the rows of this rank. Raises the errors of `LocalTable`
-    on every rank, and GroupError.
+    own: this rank's rows, with their own tiers and folder. home: the common store folder; None for rows in memory.
+    Every rank makes each call, except for calls about its own rows. Raises `LocalTable`'s errors on every rank, and
+    GroupError.
     """
 
     def __init__(
@@ -113,12 +113,12 @@ class ShardedTableHandle:
 
     @property
     def table(self) -> ShardedTable:
-        """The table over all ranks, which reads and trains their rows."""
+        """The table that reads and trains the rows of all ranks."""
         return self._table
 
     @property
     def local_table(self) -> OpenTable:
-        """The open table with the rows of this rank. Raises ClosedError."""
+        """The open table with this rank's rows. Raises ClosedError."""
         return self.own.table
 
     def rename(self, name: str) -> None:
@@ -185,7 +185,7 @@ class ShardedTableHandle:
         self._table.release()
 
     def close(self) -> None:
-        """Close the rows of this rank, without waiting for other ranks."""
+        """Close this rank's rows, without waiting for other ranks."""
         self.snapshots.drop_saving()
         try:
             self.own.close()
@@ -194,7 +194,7 @@ class ShardedTableHandle:
                 self._release_folder()
 
     def finish(self) -> None:
-        """Close at the end of the embedding or the process, without waiting for other ranks. Errors are logged."""
+        """Close when the embedding or the process ends, without waiting for other ranks. Errors are logged."""
         self.snapshots.drop_saving()
         self.own.finish()
         self._release_folder()

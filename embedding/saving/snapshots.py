@@ -1,6 +1,6 @@
-"""Saves and loads snapshots of one table: by name in its store folder, and in the folder of a checkpoint.
+"""Saves and loads one table's snapshots: by name in its store folder, and in a checkpoint's folder.
 
-A save has three parts, so that saves of several embeddings can be made together (`save_together`): `check_save` checks
+A save consists of three calls, so that several embeddings can be saved together (`save_together`): `check_save` checks
 the arguments, `begin_save` prepares a temporary folder and captures which rows are saved, and the `TableSave` that it
 returns writes them. Over ranks, all ranks make each call, and each of them writes and reads its own shard. Methods
 marked "Local" are the exceptions: they involve no other rank.
@@ -43,11 +43,11 @@ log = logging.getLogger("tierbed")
 
 
 class Snapshots:
-    """Saves the rows of a table as snapshots, and loads them.
+    """Saves and loads a table's snapshots.
 
-    own: the rows of this process. folder: of the snapshots, seen by all ranks. store: the store folder that has them,
-    on rank 0. Both are None for rows without a folder. shard: which of all rows this process has; None for all. close:
-    closes the embedding.
+    own: this process's rows. folder: the snapshots' folder, seen by all ranks. store: the store folder around it, on
+    rank 0. Both are None for rows without a folder. shard: this process's part of the rows; None for all. close: closes
+    the embedding.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Snapshots:
 
     @property
     def local_table(self) -> OpenTable:
-        """The open table with the rows of this process. Raises ClosedError."""
+        """The open table with this process's rows. Raises ClosedError."""
         return self.own.table
 
     @property
@@ -84,14 +84,14 @@ class Snapshots:
 
     @property
     def folder(self) -> Path:
-        """The folder of the snapshots. Raises SnapshotError if there is none. Local."""
+        """The snapshots' folder. Raises SnapshotError if there is none. Local."""
         if self._folder is None:
             raise no_folder_error(self.name)
         return self._folder
 
     @property
     def last(self) -> str | None:
-        """The name of the snapshot that was saved or loaded last, or restored by recovery, if any. Local."""
+        """The snapshot that was saved or loaded last, or restored by recovery, if any. Local."""
         if self._folder is None:
             return None
         restored = self.own.restored_snapshot
@@ -121,7 +121,7 @@ class Snapshots:
         return self.store
 
     def op(self, what: str) -> str:
-        """Return the name of a call of all ranks, with their step. Raises on all ranks if one has closed its rows."""
+        """Name a collective, with the step, for messages. Raises on all ranks if one has closed its rows."""
         table, error = catch(lambda: self.local_table)
         if table is None:
             self.world.handshake(f"{what} of embedding {self.name!r}", error)
@@ -130,11 +130,11 @@ class Snapshots:
     # saves
 
     def save(self, name: str, kind: str, overwrite: bool, background: bool) -> SaveHandle | None:
-        """Save the rows of this embedding alone. The arguments are the same as for `save_together`."""
+        """Save this embedding alone. The arguments are the same as for `save_together`."""
         return save_together(self.world, [self], name, kind, overwrite, background)
 
     def check_save(self, name: str, kind: str, overwrite: bool, background: bool = False) -> None:
-        """Check the arguments of a save. Raises SnapshotError, StoreError, OptionError."""
+        """Check a save's arguments. Raises SnapshotError, StoreError, OptionError."""
         op = self.op("saving a snapshot")
         _, error = catch(lambda: self._check_arguments(name, kind, background))
         same = {"snapshot": name, "kind": kind, "overwrite": overwrite, "background": background}
@@ -142,7 +142,7 @@ class Snapshots:
 
         def check(store: StoreFolder) -> None:
             if self.member is not None:
-                self.member.lock()  # which frees the names of snapshots that a recovery did not use
+                self.member.lock()  # frees the names of snapshots that a recovery did not use
             check_save(store, name, kind, self._source(), overwrite)
 
         with self.local_table.lock:
@@ -237,8 +237,8 @@ class Snapshots:
     def save_for_state(self, keep: int | None) -> RowsReference:
         """Save a snapshot for a state_dict, unless one has these rows, and return its reference.
 
-        Such a snapshot never becomes the parent of a user's incremental one. keep: how many of the latest of them to
-        keep besides the new one; None for all.
+        Users' incremental snapshots never build on it. keep: how many older snapshots of this kind to keep; None for
+        all.
         """
         op = self.op("saving rows for a state_dict")
         self.world.handshake(op, same={"state_dict_snapshots": keep})
@@ -248,7 +248,7 @@ class Snapshots:
             source = self._source(new.new_id())
 
             def find() -> tuple[str, bool]:
-                """Return the name of the snapshot of these rows, "" for no rows, and True if it has to be saved."""
+                """Return the snapshot's name, "" for no rows, and True if it has to be saved."""
                 assert self.member is not None
                 if self.member.now.snapshot == EMPTY:  # no rows need no snapshot
                     return "", False
@@ -322,7 +322,7 @@ class Snapshots:
         return self.load(snapshot, selection, strict)
 
     def load_rows(self, path: Path, selection: Selection = ALL) -> None:
-        """Replace the rows by the snapshot `path`, which `check_rows` has checked.
+        """Replace the rows by the snapshot `path`, after `check_rows`.
 
         A store folder gets a link to the snapshot, for recovery. It gets none if the rows are loaded without state or
         converted: recovery would load the state, or the numbers before conversion.
@@ -334,7 +334,7 @@ class Snapshots:
             self.load(self.world.call_on_all_ranks(self._loading(path.name), lambda: open_snapshot(path)), selection)
 
     def _loading(self, name: str) -> str:
-        """Return the name of a load by all ranks, without the step, in which they may differ."""
+        """Name a collective load for messages, without the step, since ranks may be at different steps."""
         return f"loading snapshot {name!r} of embedding {self.name!r}"
 
     def load(self, snapshot: Snapshot, selection: Selection = ALL, strict: bool = True) -> LoadReport:
@@ -380,7 +380,7 @@ class Snapshots:
             counts = world.all_gather_object(f"{op}: done", loaded)
         except BaseException:
             problem = self._lose(snapshot.name)
-            if world.failure is None:  # after a failure of the world, each rank closes by itself
+            if world.failure is None:  # after a failed collective, each rank closes by itself
                 self._close_all(problem)
             raise
         assert report is not None
@@ -446,15 +446,15 @@ class Snapshots:
         check_row_count(self.world, f"checking snapshot {snapshot.name!r} of embedding {self.name!r}", shard, check)
 
     def _shard_of(self, snapshot: Snapshot) -> Snapshot:
-        """Return the snapshot restricted to the rows of this process. Local."""
+        """Return the snapshot restricted to this process's rows. Local."""
         return snapshot if self._shard is None else snapshot.of_shard(self._shard)
 
-    # names of rows
+    # references in state_dicts
 
     def rows_reference(self) -> RowsReference:
-        """Return the reference of the present rows, or of the rows at the close. It names `last` if that has them.
+        """Return a reference to the present rows, or to those at the close. It names `last` if that holds them.
 
-        Raises deferred errors of earlier steps. Local.
+        Raises earlier steps' deferred errors. Local.
         """
         step = self.own.step
         return reference_at(step, self._folder, self.last, None if self._folder is None else self.own.version)
@@ -462,7 +462,7 @@ class Snapshots:
     def restore(self, pending: RowsReference) -> bool:
         """Load the snapshot that a state_dict names, unless the embedding has these rows already.
 
-        Returns False if the rows cannot be found. Raises the errors of a load.
+        Returns False if the rows cannot be found. Raises the same errors as `load_snapshot`.
         """
         op = f"loading the state of embedding {self.name!r}"
         self.world.handshake(op, same={"state_dict": pending._asdict()})
@@ -506,7 +506,7 @@ class Snapshots:
 
     def prune(self, keep_last: int, keep_every: int | None) -> list[str]:
         """Remove old snapshots and return their names. Raises OptionError, SnapshotError."""
-        op = f"pruning snapshots of embedding {self.name!r}"  # without the step, in which ranks may differ
+        op = f"pruning snapshots of embedding {self.name!r}"  # without the step, since ranks may be at different steps
         _, error = catch(lambda: (self.local_table, self.folder))
         self.world.handshake(op, error, {"keep_last": keep_last, "keep_every": keep_every} if error is None else None)
         return list(self.world.call_on_rank_0(op, lambda: self.prune_here(keep_last, keep_every)))
@@ -521,7 +521,7 @@ class Snapshots:
             return [snapshot.name for snapshot in prune(store, keep_last, keep_every).removed]
 
     def names(self) -> list[str]:
-        """Return the names of the snapshots in the store folder. Local."""
+        """Return the snapshots' names. Local."""
         return [one.name for one in list_snapshots(self.folder).snapshots]
 
     def _on_rank_0(self, op: str, call: Callable[[StoreFolder], object]) -> None:

@@ -1,4 +1,4 @@
-"""The handle of an embedding to its open rows, if one process has all of them."""
+"""The handle through which an embedding uses its open rows, if this process has all rows."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _by_folder: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary(
 
 
 class TableHandle(LocalTable):
-    """The open rows of an embedding that has all of them in this process. There is one handle for a folder.
+    """The open rows of an embedding, all in this process. There is one handle for a folder.
 
-    pending: the embedding's list of references to rows of a loaded state_dict that it does not have yet.
+    pending: the embedding's references to rows that a loaded state_dict names and it does not have yet.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class TableHandle(LocalTable):
 
     @property
     def local_table(self) -> OpenTable:
-        """The open table with the rows of this process. Raises ClosedError."""
+        """The open table with this process's rows. Raises ClosedError."""
         return self.table
 
     def load_state(self, tensors: Mapping[str, Any]) -> None:
@@ -68,9 +68,9 @@ def register(folder: str | None, handle: Any) -> None:
 
 
 def claimed_folder(spec: TableSpec, options: StoreOptions) -> str | None:
-    """Return the real path of an embedding's folder, or None without one.
+    """Return the embedding folder's real path, or None without one.
 
-    Raises StoreError if another embedding of this process has it open.
+    Raises StoreError if another embedding in this process has it open.
     """
     if options.persistent_path is None:
         return None
@@ -87,7 +87,7 @@ def claimed_folder(spec: TableSpec, options: StoreOptions) -> str | None:
 
 
 def open_handle(store: str) -> Any:
-    """Return this process's handle of a store, by its folder's real path. Raises StoreError if it is not open."""
+    """Return this process's handle to a store, by the folder's real path. Raises StoreError if it is not open."""
     handle = _find_open(store)
     if handle is None:
         raise StoreError(f"process {os.getpid()} does not have {store!r} open; save that store by itself")

@@ -1,7 +1,7 @@
-"""Writes the snapshots of one or several tables, in one process or over ranks.
+"""Writes snapshots of one or several tables, in one process or over ranks.
 
-Each rank writes its rows into temporary folders. Once all of these are durable, rank 0 renames them to the snapshots'
-names, and one write of the record makes all the snapshots count. If a rank fails, all of them are removed.
+Each rank writes its rows into temporary folders. Once these are durable, rank 0 renames them to the snapshots' names,
+and writes the record once, so that all the snapshots count or none. If a rank fails, all are removed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ...snapshots.store.save import Part, SaveSource, write_part
 
 
 class TableSave:
-    """A snapshot of one table that has begun on all ranks. Each rank writes its rows as they were then.
+    """One table's snapshot, begun on all ranks. Each rank writes its rows as they were then.
 
-    capture: these rows in the record, on rank 0 of a store. folder: the snapshot's final path. parent: this rank's
+    capture: these rows in the record, on rank 0. folder: the snapshot's final path. parent: this rank's
     shard of the parent, if it is incremental. shard: None for all rows. is_of_state: True if it is saved for a
     `state_dict()`, so that it never becomes a parent. on_saved: called with the snapshot's id.
     """
@@ -66,7 +66,7 @@ class TableSave:
         return self.table.observers.save_in_background(f"snapshot {self._folder.name!r}", write, max_bytes)
 
     def write(self, progress: ProgressCallback | None = None, chunks: Chunks | None = None) -> None:
-        """Write the rows of this rank. chunks: the rows, if they come from an image."""
+        """Write this rank's rows. chunks: the rows, if they come from an image."""
         if self._image is not None and chunks is None:
             self._image.read(lambda rows: self.write(progress, rows))
             return
@@ -75,7 +75,7 @@ class TableSave:
         self._part = write_part(self._folder, self._kind, self._source, self._parent, progress, self._shard, chunks)
 
     def written(self) -> list[Any]:
-        """Return the number of rows and the files that this rank has written, for `finish` on rank 0."""
+        """Return how many rows and which files this rank has written, for `finish` on rank 0."""
         files = {name: [file.rows, file.bytes, file.crc32] for name, file in self._part.files.items()}
         return [self._part.rows, files]
 
@@ -141,7 +141,7 @@ def commit(
 ) -> list[str]:
     """Give all snapshots their names, once every rank has written its rows. Returns their ids.
 
-    error: of this rank, if it failed. It is raised on all ranks.
+    error: this rank's error, if it failed. It is raised on all ranks.
     """
 
     def written() -> list[Any]:

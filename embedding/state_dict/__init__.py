@@ -1,1 +1,1 @@
-"""Rows in state_dicts, and snapshots of all embeddings of a model."""
+"""Rows in state_dicts, and snapshots of whole models."""

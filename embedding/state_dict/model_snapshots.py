@@ -1,4 +1,4 @@
-"""Saves and loads all embeddings of a model together: one snapshot name in every store folder, from the same step."""
+"""Saves and loads all embeddings in a model together, under one snapshot name and from the same step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .saved_rows import SavedRows, rows_stay
 
 
 class ModelSnapshots:
-    """Mixin for modules and optimizers: saves and loads the rows of all their embeddings together."""
+    """Mixin for modules and optimizers: saves and loads all their embeddings together."""
 
     def _snapshot_embeddings(self) -> list[SavedRows]:
         """Return the embeddings to save and load."""
@@ -31,13 +31,13 @@ class ModelSnapshots:
     def save_snapshot(
         self, snapshot_name: str, kind: str = "full", background: bool = False, *, overwrite: bool = False
     ) -> SaveHandle | None:
-        """Save the rows of all embeddings under one name, each in its store folder, between two steps.
+        """Save all embeddings under one name, each in its store folder, between two steps.
 
-        If this raises, none of the snapshots exists, unless the error says otherwise.
+        If this raises, no snapshot was saved, unless the error says otherwise.
 
         Args:
             snapshot_name, kind, background, overwrite: as in `MultiTableEmbedding.save_snapshot`. With
-                kind="incremental", an embedding that has no parent snapshot is saved full.
+                kind="incremental", an embedding without a parent snapshot is saved full.
 
         Returns:
             A `SaveHandle` for a save in the background, otherwise None.
@@ -51,12 +51,12 @@ class ModelSnapshots:
         return save_together(world, tables, snapshot_name, kind, overwrite, background)
 
     def load_snapshot(self, snapshot_name: str) -> list[LoadReport]:
-        """Replace the rows of all embeddings by their snapshots of one name, which were saved together.
+        """Load the snapshots that `save_snapshot` saved under one name, replacing all rows.
 
         All snapshots are verified before a row is replaced.
 
         Args:
-            snapshot_name: name of the snapshots.
+            snapshot_name: the snapshots' name.
 
         Returns:
             A `LoadReport` for each embedding.
@@ -64,7 +64,7 @@ class ModelSnapshots:
         Raises:
             SnapshotError: a snapshot is missing or damaged, or does not fit, or they were saved at different steps.
             StoreError: a store cannot be read or written.
-            OptimizerError: a snapshot has the state of another optimizer.
+            OptimizerError: a snapshot contains another optimizer's state.
         """
         tables, world = self._snapshots(for_load=True), _world_of(self._stored())
         reports = load_together(world, tables, snapshot_name)
@@ -72,7 +72,7 @@ class ModelSnapshots:
         return reports
 
     def keep_rows(self) -> None:
-        """Accept the present rows of all embeddings, although a loaded state_dict names others."""
+        """Accept all present rows, although a loaded state_dict names others."""
         for embedding in self._snapshot_embeddings():
             embedding.keep_rows()
 
@@ -81,7 +81,7 @@ class ModelSnapshots:
 
         Args:
             state_dict, assign: as in torch.
-            strict: if False, also keep the present rows, with a warning, if those of the state_dict cannot be loaded.
+            strict: if False, also keep the present rows, with a warning, if the state_dict's rows cannot be loaded.
         """
         with rows_stay(strict is False):
             return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
@@ -114,7 +114,7 @@ class ModelSnapshots:
 
 
 def save_rows(embeddings: Sequence[SavedRows], paths: Sequence[Path]) -> None:
-    """Save the rows of each embedding as a snapshot at one of `paths`, all from the same step."""
+    """Save each embedding as the snapshot at the same position in `paths`, all from the same step."""
     world = _world_of(embeddings)
     tables = [embedding.table_handle().snapshots for embedding in embeddings]
     stored = [embedding.store_options.persistent_path is not None for embedding in embeddings]
@@ -125,7 +125,7 @@ def save_rows(embeddings: Sequence[SavedRows], paths: Sequence[Path]) -> None:
 
 
 def load_rows(embeddings: Sequence[SavedRows], paths: Sequence[Path], selection: Selection = ALL) -> None:
-    """Load the rows of each embedding, or a selection, from the snapshots at `paths`."""
+    """Load each embedding's rows, or a selection, from the snapshots at `paths`."""
     world = _world_of(embeddings)
     tables = [embedding.table_handle(for_load=True).snapshots for embedding in embeddings]
     stored = [selection.can_recover and embedding.store_options.persistent_path is not None for embedding in embeddings]

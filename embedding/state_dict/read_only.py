@@ -31,7 +31,7 @@ class ReadOnlyCopy(Tensor):
     """
 
     def __new__(cls, tensor: Tensor, *_: Any) -> Self:
-        if tensor.is_inference():  # it has no versions
+        if tensor.is_inference():  # such tensors count no versions
             with torch.inference_mode(False):
                 tensor = tensor.clone()
         with torch._C.DisableTorchFunctionSubclass():
@@ -78,7 +78,7 @@ class ReadOnlyCopy(Tensor):
 
 
 def _read_only_view(result: Any, copies: Sequence[ReadOnlyCopy]) -> Any:
-    """Return the result of an operation, read-only if it is a view of one of the copies."""
+    """Return an operation's result, read-only if it is a view of a copy."""
     if type(result) is not Tensor or result.layout != torch.strided:
         return result
     with torch._C.DisableTorchFunctionSubclass():
@@ -91,7 +91,7 @@ def _read_only_view(result: Any, copies: Sequence[ReadOnlyCopy]) -> Any:
 
 
 class StateTensor(ReadOnlyCopy):
-    """A tensor of rows in a state_dict(). Writing to it or a view of it raises, and so does averaging with it.
+    """A state_dict()'s tensor of rows. Writing to it or a view raises, and so does averaging with it.
 
     torch.distributed.checkpoint saves it as an object, not as a tensor, so that it can be loaded at any size.
     """

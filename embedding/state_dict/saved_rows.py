@@ -3,9 +3,9 @@
 Without a store folder, the state_dict holds the rows themselves, as tensors `rows.*`. Rows in a store folder are not in
 the state_dict. Its extra state names them instead, by step and version (`RowsReference`), and with
 `state_dict_snapshots` also by a snapshot that is saved then. When such a state is loaded, the reference is *pending*
-until the embedding has these rows: an open embedding in a training group loads the snapshot immediately, any other at
-its first use. If no snapshot has the rows, every use raises SnapshotError, until another load succeeds or `keep_rows()`
-accepts the present rows.
+until the embedding has these rows: one that is open or in a training group loads the snapshot immediately, any other at
+its first use. If no snapshot holds the rows, every use raises SnapshotError, until another load succeeds or
+`keep_rows()` accepts the present rows.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ EXTRA = "_extra_state"  # torch's name for extra state in a state_dict
 ROWS = "rows."  # prefix of the rows' tensors in a state_dict
 APART, STAY = "apart", "stay"
 ALONE = nullcontext()  # for calls that no other rank makes
-_EXTRA_BYTES = 1024  # enough for a snapshot's name of 200 bytes and a digest
+_EXTRA_BYTES = 1024  # enough for a snapshot's name, up to 200 bytes, and a digest
 _mode: ContextVar[str] = ContextVar("what states do with rows", default="")
 
 
 class SavedRows(EmbeddingBase):
     """An embedding whose rows are saved and loaded by name, and with `state_dict()`."""
 
-    _version = 3  # of the state_dict: version 1 had no extra state, version 2 had a shadow of shape [1]
+    _version = 3  # of the state_dict: version 1 lacked the extra state, and version 2 had a shadow [1]
     table_handle: Callable[..., Any]  # opens the table at the first use
     rows = SimpleNamespace(**dict.fromkeys(FIELDS))  # torch's get_state_dict expects an attribute for each key
 
@@ -69,13 +69,13 @@ class SavedRows(EmbeddingBase):
         self.is_closed = self._has_seed = False
         self._has_warned = False  # True after the first state_dict without rows
         self._calls_when_open: list[Callable[[], None]] = []
-        self._loading = RLock()  # held while the rows of a loaded state_dict are loaded
+        self._loading = RLock()  # held while a loaded state_dict's rows are loaded
         self.rows_are_chosen = False  # True if a load brought the rows, or the user called keep_rows
-        self._pending: list[RowsReference] = []  # the rows of a loaded state_dict, until the embedding has them
+        self._pending: list[RowsReference] = []  # a loaded state_dict's rows, until the embedding has them
         # These are empty tuples, not None: graphs guard on a value that is None, and would trace again.
         # the copy in the latest state_dict: its prefix, one of its tensors, and its moment (`_moment`)
         self._copied: tuple[str, weakref.ref[Tensor], Any] | tuple[()] = ()
-        # the latest load_state_dict: its list of errors, which identifies the call, and the loaded tensors
+        # the latest load_state_dict: its list of errors, to identify the call, and the loaded tensors
         self._loaded: tuple[Any, list[weakref.ref[Tensor]]] | tuple[()] = ()
 
     @property
@@ -103,7 +103,7 @@ class SavedRows(EmbeddingBase):
 
     @property
     def open_handle(self) -> Any:
-        """The handle of the table if it is open in this process, or None."""
+        """The table's handle if it is open in this process, or None."""
         handle = self._handle
         return None if handle is None or self.is_closed or handle.own.table_if_open is None else handle
 
@@ -127,16 +127,16 @@ class SavedRows(EmbeddingBase):
         """Save all rows with their optimizer state in the store folder. The snapshot is durable on return.
 
         Args:
-            snapshot_name: name of the snapshot's folder.
+            snapshot_name: the snapshot's name, used for its folder.
             kind: "full"; "incremental" for what changed since the snapshot that was saved or loaded last; or
                 "checkpoint" for links to the RocksDB files of a cached_ssd store. See docs/snapshots.md.
             background: if True, return immediately. A thread saves the rows as they are now.
-            overwrite: if True, replace a snapshot of that name atomically, once the new one is durable. The parent of
-                another snapshot cannot be replaced.
+            overwrite: if True, replace a snapshot with that name atomically, once the new one is durable. A snapshot
+                that is another one's parent cannot be replaced.
 
         Returns:
             A `SaveHandle` for a save in the background: its `wait()` returns once the snapshot is durable, or raises
-            the error of the save. Otherwise None.
+            the save's error. Otherwise None.
 
         Raises:
             SnapshotError: the name is invalid or taken, or the embedding has no persistent_path.
@@ -157,18 +157,18 @@ class SavedRows(EmbeddingBase):
         weights_only: bool = False,
         convert: bool = False,
     ) -> LoadReport:
-        """Replace all rows by the rows of a snapshot, or by a selection of them.
+        """Replace all rows by a snapshot's rows, or by a selection.
 
         The snapshot is checked first. If this raises, the rows stay as they are.
 
         Args:
-            snapshot_name: name of the snapshot's folder.
+            snapshot_name: the snapshot's name.
             tables: indices or names of the tables to load. Default: all.
             where: a function of NumPy arrays (table_ids [n], keys [n]) that returns bool [n], True for rows to load.
             strict: if True, all of the snapshot must fit. If False, tables that the embedding lacks or has under
-                another name are left out, and so is the state of another optimizer; the report's `remarks` list them.
+                another name are left out, and so is another optimizer's state; the report's `remarks` list them.
             weights_only: if True, leave out the optimizer state. The optimizer may differ, and starts with new state.
-            convert: if True, convert numbers of another dtype. Widening is exact; narrowing rounds to nearest even.
+            convert: if True, convert numbers from another dtype. Widening is exact; narrowing rounds to nearest even.
 
         Returns:
             A `LoadReport` with the number of loaded rows, and remarks.
@@ -176,7 +176,7 @@ class SavedRows(EmbeddingBase):
         Raises:
             SnapshotError: the snapshot is missing or damaged, or does not fit the tables.
             StoreError: the snapshot's tables have other names.
-            OptimizerError: the snapshot has the state of another optimizer.
+            OptimizerError: the snapshot contains another optimizer's state.
             InputError: the selection is invalid, or a number is too large for a narrower dtype.
         """
         with self.raise_on_all_ranks():
@@ -207,13 +207,13 @@ class SavedRows(EmbeddingBase):
         """Remove old snapshots from the store folder.
 
         Args:
-            keep_last: number of the latest snapshots to keep.
-            keep_every: also keep the first snapshot that reached each multiple of this number of steps.
+            keep_last: how many snapshots to keep, counted from the latest.
+            keep_every: also keep the first snapshot at or after each multiple of this number of steps.
 
         `last_snapshot`, snapshots that recovery needs, and the parents of kept snapshots are always kept.
 
         Returns:
-            The names of the removed snapshots.
+            The removed snapshots' names.
 
         Raises:
             OptionError: an argument is invalid.
@@ -225,7 +225,7 @@ class SavedRows(EmbeddingBase):
 
     @property
     def last_snapshot(self) -> str | None:
-        """The name of the snapshot that was saved or loaded last, or that recovery restored after a kill; or None."""
+        """The snapshot that was saved or loaded last, or that recovery restored after a kill; None without one."""
         return None if self._handle is None else self._handle.snapshots.last
 
     def keep_rows(self) -> None:
@@ -238,13 +238,13 @@ class SavedRows(EmbeddingBase):
     def get_extra_state(self) -> Tensor:
         """Return the extra state of `state_dict()`: JSON as uint8 [1024], padded with blanks.
 
-        Its fields are the `step` and `version` of the rows, and a `snapshot` of them with its `digest`. A field is None
-        if it does not apply, for example for an unused embedding. With state_dict_snapshots the snapshot is saved now.
+        Its fields are the rows' `step` and `version`, and a `snapshot` with its `digest`. A field that does not apply
+        is None, for example for an unused embedding. With state_dict_snapshots the snapshot is saved now.
         """
         return extra_state_of(self._rows_reference())
 
     def _rows_reference(self) -> RowsReference:
-        """Return the reference of the rows for a state_dict."""
+        """Return a reference to the rows for a state_dict."""
         if self._pending:
             return self._pending[0]  # a framework may be about to load again; or the rows cannot be trained
         options = self.store_options
@@ -266,7 +266,7 @@ class SavedRows(EmbeddingBase):
         return reference_of_unopened(Path(path) / self.name, options.open == "fresh")
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Load the rows that the extra state of a state_dict names.
+        """Load the rows that a state_dict's extra state names.
 
         Raises SnapshotError if no snapshot has them: here, or at the first use if the embedding is not open yet. From
         then on every use raises it, until a load succeeds or `keep_rows()` is called.
@@ -346,7 +346,7 @@ class SavedRows(EmbeddingBase):
             destination.update({f"{prefix}{ROWS}{name}": tensor for name, tensor in rows.items()})
 
     def _rows_for(self, destination: Mapping[str, Any], prefix: str) -> Mapping[str, Tensor]:
-        """Return a copy of all rows, the same one if the state_dict has this embedding under another name as well."""
+        """Return a copy of all rows, the same one if this embedding is in the state_dict under two names."""
         if self._copied and self._copied[0] != prefix:
             earlier = {name: destination.get(f"{self._copied[0]}{ROWS}{name}") for name in FIELDS}
             if self._has_copied(earlier):
@@ -404,7 +404,7 @@ class SavedRows(EmbeddingBase):
         elif prefix + EXTRA not in state_dict and not _mode.get():
             self._pending[:] = [UNKNOWN]
         shadow = state_dict.get(f"{prefix}{self.parameter_name}")
-        if isinstance(shadow, Tensor) and shadow.numel() == 1:  # [1] before version 3; its value has no meaning
+        if isinstance(shadow, Tensor) and shadow.numel() == 1:  # [1] before version 3; its value does not matter
             moves = local_metadata.get("assign_to_params_buffers") and shadow.device != self.device
             new = nn.Parameter(torch.zeros(1, 1, device=shadow.device)) if moves else self.shadow
             state_dict[f"{prefix}{self.parameter_name}"] = new
@@ -431,7 +431,7 @@ class SavedRows(EmbeddingBase):
 
         Args:
             state_dict, assign: as in torch.
-            strict: if False, also keep the present rows, with a warning, if those of the state_dict cannot be loaded.
+            strict: if False, also keep the present rows, with a warning, if the state_dict's rows cannot be loaded.
         """
         with rows_stay(strict is False):
             return super().load_state_dict(state_dict, strict, assign)
@@ -461,7 +461,7 @@ def _in_mode(mode: str) -> Iterator[None]:
 
 
 def rows_apart() -> AbstractContextManager[None]:
-    """Return a context in which state_dicts neither hold nor name rows, for checkpoints that store rows apart."""
+    """Return a context where state_dicts neither hold nor name rows, for checkpoints that store rows apart."""
     return _in_mode(APART)
 
 
@@ -471,5 +471,5 @@ def are_apart() -> bool:
 
 
 def rows_stay(lenient: bool) -> AbstractContextManager[None]:
-    """Return a context in which, if `lenient`, `load_state_dict` keeps rows that the state_dict does not match."""
+    """Return a context where `load_state_dict`, if `lenient`, keeps rows that the state_dict does not match."""
     return _in_mode(STAY) if lenient and not are_apart() else nullcontext()

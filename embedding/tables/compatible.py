@@ -34,9 +34,9 @@ def check_stored(
 ) -> None:
     """Raise if stored rows, or only those of `tables`, do not fit the embedding.
 
-    Raises `error` if columns, keys, dtypes or the number of tables differ, StoreError if names or the order of tables
-    differ, OptimizerError if the rows lack the state of `optimizer`. label: names the stored rows in messages.
-    can_load: the rows are of a snapshot that a load can convert (implied by SnapshotError). for_load: the rows are
+    Raises `error` if columns, keys, dtypes or the table count differ, StoreError if table names or their order
+    differ, OptimizerError if the rows lack `optimizer`'s state. label: names the stored rows in messages.
+    can_load: the rows are in a snapshot that a load can convert (implied by SnapshotError). for_load: the rows are
     about to be replaced.
     """
     for field, argument, mine in (
@@ -113,7 +113,7 @@ def _dtype_error(
 def _mismatched(spec: TableSpec, stored: dict[str, Any]) -> Collection[int]:
     """Return the stored tables whose name differs from the embedding's table.
 
-    None differ if the names come from imported tensors and the embedding's tables have no names.
+    None differ if the names come from imported tensors and the embedding's tables are unnamed.
     """
     if stored.get(table_names.OF_TENSORS) and not any(spec.table_names):
         return ()
@@ -140,10 +140,10 @@ def fitting(
     strict: bool,
     label: str,
 ) -> tuple[Selection, list[str]]:
-    """Return the part of a snapshot that fits the table, and remarks on what is left out.
+    """Restrict a snapshot's selection to what fits the table. Also returns remarks on what is left out.
 
     strict: leave out only padding, and raise for other parts. Raises InputError if the selection is invalid, and the
-    errors of `check_stored`.
+    `check_stored`'s errors.
     """
     remarks: list[str] = []
     names, selected = table_names.names_in(stored), selection.tables
@@ -194,9 +194,9 @@ def _stored_table(spec: TableSpec, names: table_names.Names, table: Any, where: 
 
 
 class LoadedIds:
-    """Counts the ids in loaded rows of tables with a fixed number of ids, and remarks on what does not fit.
+    """Counts ids while rows are loaded into tables with a fixed number of ids, and remarks on what does not fit.
 
-    counts: False for rows that are about to be replaced, which get no remarks.
+    counts: False for rows that are about to be replaced; there are no remarks on them.
     """
 
     def __init__(self, spec: TableSpec, counts: bool = True) -> None:
@@ -206,14 +206,14 @@ class LoadedIds:
         self._with_padding: set[int] = set()
 
     def stored(self, chunks: Chunks) -> Chunks:
-        """Yield chunks of all stored rows, noting which tables have a padding row. Loads skip such rows."""
+        """Pass on chunks of all stored rows, noting which tables contain a padding row. Loads skip such rows."""
         for bucket, rows in chunks:
             if self._last is not None and self._spec.padding_key is not None:
                 self._with_padding.update(rows["table"][rows["key"] == np.uint64(self._spec.padding_key)].tolist())
             yield bucket, rows
 
     def counted(self, chunks: Chunks) -> Chunks:
-        """Yield chunks of loaded rows, counting them as they pass."""
+        """Pass on chunks of loaded rows, and count them."""
         for bucket, rows in chunks:
             if self._last is not None:
                 tables, keys = rows["table"], rows["key"]
@@ -225,8 +225,8 @@ class LoadedIds:
     def remarks(self, what: str, of_dense: bool, stored_padding: int | None) -> list[str]:
         """Return remarks on ids that do not fit. what: names the stored rows.
 
-        of_dense: True if the rows may come from a dense table, which has all ids from 0 on. stored_padding: the stored
-        padding_idx; a dense table had a row for it, which an import left out.
+        of_dense: True if the rows may come from a dense table, with all ids from 0 on. stored_padding: the stored
+        padding_idx, whose row an import left out.
         """
         remarks = []
         for number, (label, options) in enumerate(zip(self._spec.labels, self._spec.tables, strict=True)):
@@ -243,7 +243,7 @@ class LoadedIds:
             padding = self._spec.padding_idx
             left_out = padding is not None and padding == stored_padding and 0 <= padding <= ids
             if padding is not None and (left_out or number in self._with_padding):
-                rows, ids = rows + 1, max(ids, padding + 1)  # count the padding row, which was not loaded
+                rows, ids = rows + 1, max(ids, padding + 1)  # count the padding row, too: it was not loaded
             if of_dense and rows == ids < takes:
                 remarks.append(
                     f"{what} has ids 0 to {ids - 1} of table {label}, which takes {takes}, so the others begin as new "

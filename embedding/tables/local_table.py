@@ -1,4 +1,4 @@
-"""The rows of an embedding that this process has, in an open table from the first use to `close`."""
+"""This process's rows of an embedding, in an open table from the first use to `close`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LocalTable:
     The table is replaced by another one when rows are loaded, moved to another device, or need room for an optimizer's
     state. shard: the rows that this process has; None for all. decide: chooses the rows to open with; by default
     `plan_open` does. group: the embeddings that it is trained with. for_load: its rows are about to be replaced. Raises
-    StoreError, OptionError, OptimizerError, and the errors of `decide`.
+    StoreError, OptionError, OptimizerError, and `decide`'s errors.
     """
 
     def __init__(
@@ -109,17 +109,17 @@ class LocalTable:
 
     @property
     def version(self) -> str | None:
-        """The version of the rows, by which the next run recognizes them; None without a folder."""
+        """The rows' version, so that the next run recognizes them; None without a folder."""
         return self._persistence.version
 
     @property
     def restored_snapshot(self) -> str | None:
-        """The id of the snapshot that the table opened with, if it did."""
+        """The id of the snapshot that the table opened with, if any."""
         return self._persistence.restored_snapshot
 
     @property
     def step(self) -> int:
-        """The step of the rows, now or when they were closed. Raises deferred errors of earlier steps."""
+        """The step of the rows, now or when they were closed. Raises earlier steps' deferred errors."""
         if self._table is None:
             return self._closed_step
         with self._table.lock:
@@ -149,7 +149,7 @@ class LocalTable:
             self._table.rename(name)
 
     def join(self, group: TrainingGroup) -> None:
-        """Join a group of embeddings that are trained together. Raises StoreError."""
+        """Join a training group. Raises StoreError."""
         self.group = group
         self._share_gate()
         self._persistence.expect_change()  # the next change joins their records
@@ -162,11 +162,11 @@ class LocalTable:
             self._table.share_gate(self.group.gate)
 
     def share(self, member: Member) -> None:
-        """Note changes of all ranks' rows in the record of the store's group. On rank 0."""
+        """Note changes of all ranks' rows in the group's record. On rank 0."""
         self._persistence.share(member)
 
     def serve(self, target: SaveTarget, folder: StoreFolder | None) -> None:
-        """Serve requests of other processes for a folder, until `close`. folder: None on ranks without it."""
+        """Serve other processes' requests for a folder, until `close`. folder: None on ranks without it."""
         self._served = target, folder
         if folder is not None:
             self._service.start(folder.path, target)
@@ -200,7 +200,7 @@ class LocalTable:
     def use_optimizer(self, optimizer: RowOptimizer) -> None:
         """Train the rows with `optimizer`. Opens the table again if rows need room for its state.
 
-        Raises the errors of `check_optimizer`, and StoreError in a forked process.
+        Raises `check_optimizer`'s errors, and StoreError in a forked process.
         """
         if self._process != os.getpid():
             raise StoreError(
@@ -271,7 +271,7 @@ class LocalTable:
         return selection
 
     def begin_load(self, notes: bool) -> int:
-        """Clear a shard's clean marker for a load of all ranks. Returns its number of writes. Raises StoreError.
+        """Clear a shard's clean marker for a collective load. Returns its number of writes. Raises StoreError.
 
         notes: as in `TablePersistence.begin_change`.
         """
@@ -280,23 +280,23 @@ class LocalTable:
             return self.epoch.writes
 
     def count_write(self) -> None:
-        """Count a collective write that is about to begin, even if no row of this shard is in it."""
+        """Count a collective write that is about to begin, even if it changes no row here."""
         self._persistence.count_write()
 
     def note_load(self, writes: int, snapshot: str | None) -> None:
-        """Count a load of all ranks after `writes` writes. snapshot: its id, if a whole snapshot is loaded."""
+        """Count a collective load after `writes` writes. snapshot: its id, if a whole snapshot is loaded."""
         self._persistence.count_write(writes)
         if snapshot is not None:
             self.epoch.set_snapshot(snapshot, self.epoch.writes)
 
     @property
     def epoch(self) -> WriteEpoch:
-        """The write counter of a shard."""
+        """The shard's write counter."""
         assert self._persistence.epoch is not None
         return self._persistence.epoch
 
     def save_callback(self) -> Callable[[str], None]:
-        """Return a function to call with the id of a snapshot of the present rows, once it has its name."""
+        """Return a function to call with a snapshot's id, once the present rows are saved in it."""
         epoch = self._persistence.epoch
         return (lambda id: None) if epoch is None else partial(epoch.set_snapshot, writes=epoch.writes)
 
@@ -310,7 +310,7 @@ class LocalTable:
 
         If this fails, everything stays open and can be closed again. Two exceptions: if the folder was removed or
         replaced, or an earlier write failed midway for lack of memory, nothing is written and everything is released.
-        Once all is closed, raises the deferred error of an earlier call, if there is one.
+        Once all is closed, raises an earlier call's deferred error, if there is one.
         """
         try:
             self._close()
@@ -344,11 +344,11 @@ class LocalTable:
                 raise deferred
 
     def finish(self) -> None:
-        """Close at the end of the embedding or the process. Logs errors, since nobody could catch them."""
+        """Close when the embedding or the process ends. Logs errors, since nobody could catch them."""
         try:
             self.close()
         except Exception as error:
-            if self._table is None:  # it is closed; this is the deferred error of an earlier call
+            if self._table is None:  # it is closed; this is an earlier call's deferred error
                 log.error("embedding %r: %s", self.name, error)
                 return
             self._service.stop()
@@ -356,7 +356,7 @@ class LocalTable:
             log.error("embedding %r could not be closed: %s; %s", self.name, error, consequence)
 
     def _replace(self, build: Callable[[OpenTable], OpenTable], joins: bool = False) -> None:
-        """Replace the table by `build(table)`. joins: True if it opens the store again, which joins its group."""
+        """Replace the table by `build(table)`. joins: True if that opens the store again and joins its group."""
         self.table.observers.finish_saving()
         with between_steps([self] if joins else []):
             while True:
@@ -381,7 +381,7 @@ class LocalTable:
 
     @property
     def own(self) -> LocalTable:
-        """The rows of this process: this object itself, since it has all rows."""
+        """This process's rows: this object itself, since all rows are here."""
         return self
 
     def _release(self) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from ...engine.errors import OptionError, TierbedError
 from ...engine.ops.rows_contract import EmbeddingBase
 
-# by class of module that wraps one other module: the name of the attribute with the wrapped module
+# by name of a wrapper class: the attribute that holds the wrapped module
 WRAPPERS = {
     "DistributedModelParallel": "_wrapped", "DistributedDataParallel": "module", "DataParallel": "module",
     "OptimizedModule": "_orig_mod", "_FabricModule": "_forward_module",
@@ -41,7 +41,7 @@ def name_embeddings(root: nn.Module, error: type[TierbedError] = OptionError, mo
     """Name each unnamed embedding under `root` after its path. Raises `error` if two embeddings have one name.
 
     A collection made without a name gives its embeddings default names; these stay unless two are equal. model: the
-    path of the model under `root`, relative to which embeddings are named.
+    model's path under `root`; names are relative to it.
     """
     embeddings = {path: one for path, one in root.named_modules() if isinstance(one, EmbeddingBase)}
     bare = {path: bare_name(path.removeprefix(f"{model}.")) for path in embeddings}

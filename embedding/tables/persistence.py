@@ -1,4 +1,4 @@
-"""Keeps the rows of a table between runs: opens and closes one store folder, and recovers it from its snapshots.
+"""Keeps a table's rows between runs: opens and closes one store folder, and recovers it from its snapshots.
 
 Live rows are RocksDB's files or, for rows in memory, the row files of the last close. A clean marker says that they are
 complete and durable. It is cleared before the first write, and written again by a clean shutdown. Live rows without it
@@ -69,7 +69,7 @@ log = logging.getLogger("tierbed")
 
 
 class LiveRows(Enum):
-    """How the live rows of an open table relate to the record of its group."""
+    """How an open table's live rows relate to its group's record."""
 
     RECORDED = auto()  # the record names them, so the next change must be noted first
     CHANGED = auto()  # the record says that they have changed
@@ -109,7 +109,7 @@ class TablePersistence:
         self._unusable_reason = ""  # used if there is no member
         self._live = LiveRows.RECORDED
         self._partners, self._beside = partners, beside
-        self._run = ""  # the id of the run in which the rows began
+        self._run = ""  # the id of the run that began these rows
         self.source = (logging.INFO, "new, in memory")  # level and text to log about where the rows come from
         self.resumed_step = 0  # the step of an earlier run's rows; 0 for new rows and rows that a user loaded
         self.restored_snapshot: str | None = None  # the id of the snapshot that the table opened with
@@ -117,8 +117,8 @@ class TablePersistence:
     def open(self, optimizer: RowOptimizer | None, decide: Decide | None = None, for_load: bool = False) -> OpenTable:
         """Open the table with the rows that `decide` chooses, by default those that the record names.
 
-        for_load: the rows are about to be replaced, so they need not fit the other embeddings of the group. Raises
-        StoreError, OptionError, OptimizerError, and the errors of `decide`.
+        for_load: the rows are about to be replaced, so they need not fit the group's other embeddings. Raises
+        StoreError, OptionError, OptimizerError, and `decide`'s errors.
         """
         if self.folder is None:
             return self._build(optimizer, None, None)
@@ -145,7 +145,7 @@ class TablePersistence:
             raise StoreError(no_space_to_open(self.folder, error)) from error
 
     def _open_member(self, folder: StoreFolder, contents: FolderContents, for_load: bool) -> OpenPlan:
-        """Join the record of the group, and plan the open of a store whose rows are all in this process."""
+        """Read the group's record, and plan how to open a store whose rows are all in this process."""
         check_shards_unlocked(folder.path, folder.ranks)
         if self._mode == "fresh" and contents.clean_marker is None:
             folder.discard_live()  # frees space for the record: no run uses these rows again
@@ -153,7 +153,7 @@ class TablePersistence:
         self.share(member)
         plan = OpenPlan() if self._mode == "fresh" else plan_open(folder, contents, member)
         if member.home is not folder:
-            member.copy_to(folder)  # before there is a clean marker, which counts only with a record
+            member.copy_to(folder)  # before the clean marker, since that counts only with a record
         return plan
 
     @property
@@ -168,13 +168,13 @@ class TablePersistence:
 
     @property
     def version(self) -> str | None:
-        """The version of the rows, by which the next run recognizes them; None without a folder."""
+        """The rows' version, so that the next run recognizes them; None without a folder."""
         if self.epoch is not None:
             return None if self.folder is None else self.epoch.version
         return None if self.member is None else self.member.version
 
     def share(self, member: Member) -> None:
-        """Note changes of the rows in the record of the store's group from here on."""
+        """From here on, note changes of the rows in the group's record."""
         self.member = member
         member.attach(self.expect_change, self._partners)
 
@@ -249,7 +249,7 @@ class TablePersistence:
             self.member.leave()
 
     def _has_rows_to_keep(self, table: OpenTable) -> bool:
-        """True if a close must write live rows, or an entry of the record that names them."""
+        """True if a close must write live rows, or name them in the record."""
         if self.folder is None or table.is_inconsistent or (self.member is not None and self.member.broken):
             return False
         live = live_version(self.folder.clean_marker)
@@ -291,7 +291,7 @@ class TablePersistence:
         self.options.check_row(self.spec.dim, self.spec.dim + self.spec.state_of(optimizer).width)
 
     def reopen(self, table: OpenTable, optimizer: RowOptimizer | None) -> OpenTable:
-        """Open a table of the same rows, with room for the optimizer's state, on the present device."""
+        """Open a table with the same rows, with room for the optimizer's state, on the present device."""
         table.check()
         if self.folder is not None:
             resumed_step = self.resumed_step
@@ -305,7 +305,7 @@ class TablePersistence:
         return wider
 
     def move(self, table: OpenTable, device: torch.device) -> OpenTable:
-        """Open a table of the same rows on another device. Raises InputError, OptionError, StoreError."""
+        """Open a table with the same rows on another device. Raises InputError, OptionError, StoreError."""
         old_processor, self._processor = self._processor, processor_of(device, self.options)
         try:
             return self.reopen(table, table.optimizer)
@@ -356,7 +356,7 @@ class TablePersistence:
     def _live_table(
         self, optimizer: RowOptimizer | None, marker: dict[str, Any], folder: StoreFolder, where: str
     ) -> OpenTable:
-        """Open a table of the live rows that a clean marker describes."""
+        """Open a table with the live rows that a clean marker describes."""
         fields = None if optimizer is None else self.spec.form(self.spec.state_of(optimizer)).fields
         fits = fields in (None, RowForm.described(marker).fields)
         try:
@@ -441,7 +441,7 @@ class TablePersistence:
 
     @contextlib.contextmanager
     def _with_seed_of(self, description: dict[str, Any]) -> Iterator[None]:
-        """Take over the seed of loaded rows; if the block raises, go back to the old one."""
+        """Adopt the seed of loaded rows; if the block raises, go back to the old seed."""
         old_spec, self.spec = self.spec, self.spec.with_stored_seed(description)
         try:
             yield
@@ -458,9 +458,9 @@ class TablePersistence:
         whole: str | None = None,
         verified: Callable[[], None] | None = None,
     ) -> OpenTable:
-        """Build a table with the rows of `source` next to the live rows; closes `running` once all are read.
+        """Build a table from `source` next to the live rows; closes `running` once all rows are read.
 
-        whole: the id of the snapshot that has exactly these rows, or None.
+        whole: the id of the snapshot with exactly these rows, or None.
         """
         folder = self.folder
         path = folder.incoming if folder is not None and self._on_disk else None
@@ -494,7 +494,7 @@ class TablePersistence:
             return self._build(optimizer, marker, folder.live)
 
     def _replace(self, running: OpenTable, whole: str | None) -> None:
-        """Close a table whose rows are replaced. whole: the id of the snapshot that has the new rows, or None."""
+        """Close a table whose rows are replaced. whole: the id of the snapshot with the new rows, or None."""
         member = self.member if self.epoch is None else None  # ranks note it in the record together
         with loading({member: whole}) if whole and member is not None else contextlib.nullcontext():
             self.begin_change(notes=whole is None and self.epoch is None, replaces=True)
@@ -515,7 +515,7 @@ class TablePersistence:
         return int(counts.sum())
 
     def _build(self, optimizer: RowOptimizer | None, stored: dict[str, Any] | None, path: Path | None) -> OpenTable:
-        """Build a table over an empty stack, or over RocksDB at `path`, with the step and row count of `stored`."""
+        """Build a table over an empty stack, or over RocksDB at `path`, with `stored`'s step and row count."""
         state = RowState() if stored is None else RowState.described(stored)
         if optimizer is not None:
             self.check_row(optimizer)
@@ -566,7 +566,7 @@ class TablePersistence:
     def begin_change(self, notes: bool = True, replaces: bool = False) -> None:
         """Note in the record that the rows change, then clear the clean marker.
 
-        notes: False if the record says so already, as in a load of a whole snapshot (`loading`). replaces: as in
+        notes: False if the record says so already, as when a whole snapshot is loaded (`loading`). replaces: as in
         `Member.begin_change`.
         """
         if self.folder is None:

@@ -1,11 +1,11 @@
-"""Decides which rows an embedding over ranks opens with, so that all ranks have rows of the same moment.
+"""Decides which rows an embedding over ranks opens with, so that all ranks have rows from the same moment.
 
-Each rank has its shard on its own disk, with a clean marker if it was closed cleanly. Only rank 0 reads the record. The
-ranks decide together:
+Each rank's shard is on the rank's own disk, with a clean marker if it was closed cleanly. Only rank 0 reads the record.
+The ranks decide together:
 
-1. Rank 0 tells all ranks which stores of the group have shards, and leaves a token file next to the snapshots.
-2. Each rank finds the token, which proves that all see the same folder, and reports the versions of its shards.
-3. Rank 0 compares them with the record. If all shards have the live rows that it names, each rank opens its own.
+1. Rank 0 tells all ranks which of the group's stores are sharded, and leaves a token file next to the snapshots.
+2. Each rank looks for the token, to check that all see the same folder, and reports its shards' versions.
+3. Rank 0 compares them with the record. If it names the live rows of all shards, each rank opens its own shard.
    Otherwise all ranks load their shards of one snapshot, or start empty.
 4. If they load a snapshot, they count their rows together: the sum must be the number of rows in the snapshot.
 """
@@ -40,8 +40,8 @@ from .shared_folder import SharedFolder
 class _Decision(NamedTuple):
     """What rank 0 decides.
 
-    live: the version of the live rows, if they are used. id, name: the snapshot that has the rows; the id is EMPTY for
-    no rows, and None if only live rows have them. unusable_reason: why they may not be used before a load; "" if they
+    live: the version of the live rows, if they are used. id, name: the snapshot with the rows; the id is EMPTY for no
+    rows, and None if they are only in live rows. unusable_reason: why they may not be used before a load; "" if they
     may. level, text: of the log.
     """
 
@@ -54,7 +54,7 @@ class _Decision(NamedTuple):
 
 
 class RecoveryDecision:
-    """One rank's side of the decision which rows to open with.
+    """One rank's side of deciding which rows to open with.
 
     Every rank creates one, opens its shard with `decide`, and then calls `finish`. home: this rank's view of the store
     folder. mode, for_load: as in `open_store`. group: the `TrainingGroup`. The constructor raises StoreError on all
@@ -65,9 +65,9 @@ class RecoveryDecision:
         self._beside = () if group is None else group.folders()
         self._world, self._home, self._mode, self._for_load = world, home, mode, for_load
         self._op = f"{op}: its rows"
-        self._has_reported = False  # True once this rank has joined the exchange of reports
+        self._has_reported = False  # True once this rank has sent its report
         self._agreed = False  # True once the ranks have decided
-        self._has_read = False  # True once this rank has joined the exchange of row counts
+        self._has_read = False  # True once this rank has sent its row count
         self._counted = False  # True once these have been compared
         self.member: Member | None = None
         self.base: str | None = None  # the id of the snapshot to open with, EMPTY for no rows; None for live rows
@@ -112,7 +112,7 @@ class RecoveryDecision:
         return plan._replace(snapshot=snapshot, verified=lambda: self._count(snapshot))
 
     def _report(self, contents: FolderContents) -> tuple[list[dict[int, str | None]], int | None]:
-        """Return what this host has: by store, the versions of its shards by rank; and the last step of this store."""
+        """Return each store's shard versions on this host, by rank, and this store's last step."""
         self._home.find_token(self._token)
         versions, reached = [], contents.noted_step
         for relative, ranks in self._stores:
@@ -152,7 +152,7 @@ class RecoveryDecision:
         return _Decision(None, id, name, member.broken, *(log_entry or (0, "")))
 
     def finish(self, error: BaseException | None) -> None:
-        """Join the remaining collectives, in which other ranks may wait. Raises on all ranks if one of them failed.
+        """Join the remaining collectives, since other ranks may wait there. Raises on all ranks if one failed.
 
         error: why this rank could not open its shard, if it could not.
         """
@@ -184,9 +184,9 @@ class RecoveryDecision:
 
 
 def _merged(reports: Iterable[dict[int, str | None]], recorded: str | None) -> dict[int, str | None]:
-    """Merge the versions of a store's shards on all hosts.
+    """Merge all hosts' reports on a store's shards. Earlier runs may have left one shard on several hosts.
 
-    Several hosts may have one shard, left from earlier runs. The version in the record is preferred.
+    The version in the record is preferred.
     """
     merged: dict[int, str | None] = {}
     for report in reports:
@@ -197,15 +197,14 @@ def _merged(reports: Iterable[dict[int, str | None]], recorded: str | None) -> d
 
 
 def row_count_op(op: str) -> str:
-    """Return the name of the collective that compares row counts."""
+    """Name the collective that compares row counts."""
     return f"{op}: its rows"
 
 
 def check_row_count(world: World, op: str, snapshot: Snapshot, read: Callable[[], dict[str, int]]) -> None:
     """Raise SnapshotError on all ranks if together they did not read all rows of each snapshot in the chain.
 
-    Collective. read: returns how many rows of each snapshot, by name, this rank has read. Its error is raised on all
-    ranks.
+    Collective. read: returns this rank's row counts, by snapshot. Its error is raised on all ranks.
     """
     counts_by_rank = world.all_gather_object(row_count_op(op), read)
     if snapshot.shard is None:

@@ -1,10 +1,10 @@
 """Decides which rows a table opens with.
 
-The record of the store's training group has an entry for each store. The entry names the rows to open with: the live
-rows of a clean shutdown, or a snapshot, or none. `plan_open` turns this entry into an `OpenPlan`: the clean marker of
-the live rows, if these are still the ones that the entry names, or the snapshot to load. A store that was not closed
-cleanly always opens with a snapshot, and a warning says which one, what is lost, and whether a later snapshot of this
-store is not used because other stores of the group have none of that moment.
+The record of the store's training group contains an entry for each store, to name the rows to open with: the live rows
+from a clean shutdown, or a snapshot, or none. `plan_open` turns this entry into an `OpenPlan`: the live rows' clean
+marker, if it is the one that the entry names, or the snapshot to load. A store that was not closed
+cleanly always opens with a snapshot, or empty. A warning then says which snapshot, what is lost, and which later
+snapshot of this store is not used, because the group's other stores have none from that moment.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ...snapshots.store.recovery_rule import EMPTY
 
 
 class FolderContents(NamedTuple):
-    """What a store folder holds before it is opened; the fields have the meaning of `FolderState`'s."""
+    """What a store folder holds before it is opened. `FolderState` explains the fields."""
 
     clean_marker: dict[str, Any] | None
     noted_step: int | None
@@ -43,11 +43,11 @@ class FolderContents(NamedTuple):
 
 
 class OpenPlan(NamedTuple):
-    """The rows that a table opens with: the live rows of `clean_marker`, or the rows of `snapshot`, or none.
+    """The rows that a table opens with: the live rows with `clean_marker`, or `snapshot`, or none.
 
     run, writes, version: for a shard's `WriteEpoch`. unusable_reason: why ranks may not use the rows before a load; ""
-    if they may. log_entry: the level and text to log once the table is open. verified: called once the rows of
-    `snapshot` are verified, see `TablePersistence.load`.
+    if they may. log_entry: the level and text to log once the table is open. verified: called once `snapshot`'s
+    rows are verified, see `TablePersistence.load`.
     """
 
     clean_marker: dict[str, Any] | None = None
@@ -69,7 +69,7 @@ def contents_of(folder: FolderState) -> FolderContents:
 
 
 def plan_open(folder: StoreFolder, contents: FolderContents, member: Member) -> OpenPlan:
-    """Plan the open of a table whose rows are all in this process. Raises StoreError, SnapshotError."""
+    """Plan how to open a table whose rows are all in this process. Raises StoreError, SnapshotError."""
     if member.entry.live is not None and live_version(contents.clean_marker) == member.entry.live:
         return OpenPlan(contents.clean_marker)
     ranks = folder.ranks
@@ -81,8 +81,7 @@ def plan_open(folder: StoreFolder, contents: FolderContents, member: Member) -> 
 def snapshot_to_open(folder: FolderState, member: Member, step: int | None) -> Snapshot | None:
     """Return the snapshot that a store's entry names, or None for no rows.
 
-    Raises StoreError if the entry names only live rows, which another number of ranks cannot use. step: of the live
-    rows.
+    Raises StoreError if the entry names only live rows: another number of ranks cannot use them. step: their step.
     """
     if member.entry.snapshot is None:
         record, saved = member.group.record, list_snapshots(folder.snapshots).snapshots
@@ -108,8 +107,8 @@ def log_entry_of(
 ) -> tuple[int, str] | None:
     """Return the level and text to log for a store that opens with a snapshot, or empty, instead of its live rows.
 
-    None if the store is new. shards: the versions of the live rows by rank, if ranks have them. reached: the last step
-    of the live rows, if it is known. who: prefix that names the ranks.
+    None if the store is new. shards: the live rows' versions by rank, if ranks have them. reached: the live rows' last
+    step, if it is known. who: prefix that names the ranks.
     """
     where, restored = f"store folder {folder.path}", recovery_text(snapshot)
     if not contents.begun:
@@ -132,7 +131,7 @@ def log_entry_of(
 
 
 def _unused_snapshot_text(folder: FolderState, member: Member, base: Snapshot | None) -> str:
-    """Name the last snapshot of the store, if it is later than `base`, which all stores of the group have."""
+    """Name the store's last snapshot if it is later than `base`, to which recovery takes the whole group back."""
     record = member.group.record
     saved = list_snapshots(folder.snapshots).snapshots if len(record.now) > 1 else ()
     last = next((one for one in saved if one.manifest.id == record.parents.get(member.id)), None)
@@ -212,7 +211,7 @@ def check_shards_unlocked(path: Path, ranks: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class RankShard:
-    """A rank's shard of a table's rows. on_host: the number of ranks that share this host's memory."""
+    """A rank's part of a table's rows. on_host: how many ranks share this host's memory."""
 
     rank: int
     ranks: int
@@ -223,7 +222,7 @@ class RankShard:
         return shard_folder(store, self.rank, self.ranks)
 
     def options(self, options: StoreOptions) -> StoreOptions:
-        """Return the options of the shard's table. With eviction, `capacity` is divided by the ranks and rounded up."""
+        """Return the shard's store options. With eviction, `capacity` is divided by the ranks and rounded up."""
         if options.capacity is None or options.eviction == "none":
             return options
         return dataclasses.replace(options, capacity=-(-options.capacity // self.ranks))
@@ -245,7 +244,7 @@ class WriteEpoch:
         self._named_at = writes, version
 
     def count(self, before: int | None = None) -> None:
-        """Count a write. before: the number of writes before it, if this shard may have missed some."""
+        """Count a write. before: how many there were before, if this shard may have missed some."""
         self.writes = 1 + (self.writes if before is None else before)
 
     def set_snapshot(self, snapshot: str, writes: int) -> None:
@@ -259,5 +258,5 @@ class WriteEpoch:
         return version if self.writes == writes else f"{self.run}:{self.writes}"
 
     def described(self) -> dict[str, Any]:
-        """Return the field `share` of the clean marker of the shard's live rows."""
+        """Return the field `share` of the shard's clean marker."""
         return {"rank": self._shard.rank, "ranks": self._shard.ranks, "run": self.run, "writes": self.writes}

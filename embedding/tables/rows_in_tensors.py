@@ -1,4 +1,4 @@
-"""All rows of an embedding as tensors, for the `state_dict()` of an embedding without a store folder."""
+"""All rows of an embedding as tensors, for its `state_dict()` if it has no store folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _INTEGERS = ("table", "key", "updates", "step")
 
 @dataclass(frozen=True)
 class RowTensors:
-    """Rows as they are stored, in the order of a scan.
+    """Rows as they are stored, in a scan's order.
 
     tensors: `table`, `key` (its 64 bits), `updates` and `step`, int64 [n]; `embedding` [n, dim], of the rows' dtype;
     `state`, float32 [n, numbers of all states]; `description`, JSON as uint8.
@@ -72,7 +72,7 @@ class RowTensors:
         return len(self.tensors["table"])
 
     def stored(self) -> dict[str, Any]:
-        """Return the description in a snapshot's form, with the number of rows."""
+        """Return the description as in a snapshot, with the row count."""
         return {**self.description, "rows": len(self)}
 
     def chunks(self) -> Chunks:
@@ -143,7 +143,7 @@ def _state_columns(form: RowForm) -> Iterator[tuple[str, slice]]:
 
 
 def _numbers(tensor: Tensor) -> NDArray[Any]:
-    """Return a tensor's numbers as stored in rows; bfloat16, which NumPy lacks, as uint16."""
+    """Return a tensor's numbers as stored in rows. NumPy lacks bfloat16, so this is uint16."""
     bits: NDArray[Any] = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
     return bits
 

@@ -1,4 +1,4 @@
-"""The store folder of an embedding over ranks. Rank 0 has it open, and all ranks see its snapshots."""
+"""The common store folder of an embedding over ranks. Rank 0 has it open, and all ranks see its snapshots."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _TOKEN = ".token-"
 
 
 class SharedFolder:
-    """The store folder of all ranks.
+    """The common store folder.
 
-    folder: the open folder on rank 0, None on other ranks. snapshots: the folder of the snapshots. The constructor
+    folder: the open folder on rank 0, None on other ranks. snapshots: the snapshots' folder. The constructor
     raises StoreError if rank 0 cannot lock the store folder.
     """
 
@@ -32,7 +32,7 @@ class SharedFolder:
 
     @property
     def snapshot_store(self) -> StoreFolder:
-        """The store folder that has the snapshots, on rank 0."""
+        """The store folder with the snapshots, on rank 0."""
         assert self.folder is not None
         return self.folder.snapshot_store
 
@@ -65,9 +65,9 @@ class SharedFolder:
                 token.unlink()
 
     def begin(self, ranks: int, member: Member | None) -> None:
-        """Replace live rows of one process by shards of ranks. Raises StoreError.
+        """Replace one process's live rows by ranks' shards. Raises StoreError.
 
-        member: the store, on rank 0; None on other ranks, which do nothing.
+        member: the store on rank 0; None on other ranks, where nothing happens.
         """
         if self.folder is None or member is None:
             return

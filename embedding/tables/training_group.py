@@ -1,8 +1,8 @@
-"""The embeddings that one process trains together, which recovery takes back to one moment between two steps.
+"""The embeddings that one process trains together. Recovery takes them all back to one moment between two steps.
 
-A `Graph`, an `EagerOptimizer` or a collection calls `train_together` with its embeddings. Their tables share a gate, by
-which a save waits for the end of a step. If a step or a backward pass raises after it updated some of the tables, their
-rows are of different steps; then `mark_inconsistent` forbids saving and training until each store is loaded.
+A `Graph`, an `EagerOptimizer` or a collection calls `train_together` with its embeddings. Their tables share a gate, so
+that a save can wait until a step has ended. If a step or a backward pass raises after it updated only some tables,
+their rows are at different steps; then `mark_inconsistent` forbids saving and training until each store is loaded.
 """
 
 from __future__ import annotations
@@ -58,25 +58,25 @@ class TrainingGroup:
             mark_inconsistent(self.members(), "a backward pass raised during its updates")
 
     def handles(self) -> list[Any]:
-        """Return the handles of the open embeddings, ordered by name, so that all ranks have the same order."""
+        """Return the open embeddings' handles, ordered by name, so that all ranks use the same order."""
         handles = (one.open_handle for one in sorted(self.embeddings, key=lambda one: one.name))
         return [handle for handle in handles if handle is not None]
 
     def members(self) -> list[Member]:
-        """Return the stores of the open embeddings."""
+        """Return the open embeddings' stores."""
         return [handle.own.member for handle in self.handles() if handle.own.member is not None]
 
     def folders(self) -> list[Path]:
-        """Return the store folders of all embeddings."""
+        """Return all embeddings' store folders."""
         return [Path(one.store_options.persistent_path).absolute() / one.name for one in self.embeddings]
 
     @property
     def is_amid_step(self) -> bool:
-        """True if a table is in a step, so that rows of different tables may be of different steps."""
+        """True if a table is in a step, so that tables may be at different steps."""
         return self.gate.closed or any(handle.own.table.in_step for handle in self.handles())
 
     def note_failed_step(self, embeddings: Iterable[Any], error: BaseException) -> None:
-        """Called after a step raised. If it updated only some of the tables, the group is marked inconsistent."""
+        """Called after a step raised. If it updated only some tables, the group is marked inconsistent."""
         open_handles = [one.open_handle for one in embeddings if one.group is self and one.world is None]
         handles = [handle for handle in open_handles if handle is not None and handle.member is not None]
         behind = [table for one in handles if (table := one.own.table).in_step or table.failure is not None]
@@ -98,7 +98,7 @@ def train_together(modules: Iterable[Any]) -> None:
 
 
 def mark_inconsistent(members: Iterable[Member], why: str) -> None:
-    """Forbid writing, saving and clean closing of stores until each is loaded.
+    """Forbid to write, save or cleanly close stores until each is loaded.
 
     why: what left their rows at different steps.
     """
@@ -111,7 +111,7 @@ def mark_inconsistent(members: Iterable[Member], why: str) -> None:
 
 @contextmanager
 def between_steps(handles: Iterable[Any], waits: bool = False, replaces: bool = False) -> Iterator[None]:
-    """Hold the locks of these tables and of all that are trained with them, so that no thread writes or saves them.
+    """Lock these tables and all that are trained with them, so that no other thread writes or saves them.
 
     waits: if True, first wait for the end of another thread's step, in which some stores may be ahead of others.
     replaces: True if the block replaces rows. Then saves in the background are finished first: they need the locks, so

@@ -40,9 +40,7 @@ def test_a_killed_run_resumes_from_its_last_snapshot_and_says_which(
     with embedding_at(tmp_path, store) as embedding:
         holds(embedding, 6)
         (said,) = remarks(caplog)
-        assert re.search(
-            r"'rows'.*rows was not closed by its last run; restored snapshot 's6', of step 6", said
-        )
+        assert re.search(r"'rows'.*rows was not closed by its last run; restored snapshot 's6', of step 6", said)
         assert said.endswith("what was written since, steps 7 to 10, is lost")
         steps(embedding, 3)
         holds(embedding, 9)
