@@ -225,8 +225,8 @@ class ShadowGrad(Tensor):
             f"{caller} of the gradient of embedding {embeddings[0].name!r}: no tensor holds the "
             "gradients of its rows; step and call zero_grad() by the EagerOptimizer, measure or clip the L2 norm by "
             "its clip_grad_norm_(parameters, max_norm), leave foreach=True out of torch's clips, clip rows alone by "
-            "clip_grad_row_norm in their param group, and leave the embedding's parameters out of what else reads "
-            "gradients"
+            "clip_grad_row_norm in their param group, and leave the embedding's parameters out of other code that "
+            "reads gradients"
         )
 
 
@@ -358,6 +358,6 @@ def kept_gradients(embedding: EmbeddingBase) -> RowGradients | None:
         ) or not grad.item():  # zero comes from lookups, or code that makes state
             return rows
     raise OptimizerError(
-        f"embedding {embedding.name!r}: its parameter has a gradient that is of no lookup, and no row would follow it; "
+        f"embedding {embedding.name!r}: its parameter has a gradient that no lookup made, and no row would follow it; "
         "call zero_grad(), and leave the embedding's parameters out of code that sets gradients"
     )

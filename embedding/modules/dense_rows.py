@@ -99,7 +99,7 @@ def dense_tensors(
     for number, rows in weights.items():
         _check_rows(spec, number, rows)
     if embedding.world is not None and len(weights) < spec.num_tables:
-        raise InputError(f"weights of embedding {spec.name!r}: ranks share its rows; give those of all tables at once")
+        raise InputError(f"weights of embedding {spec.name!r}: ranks share its rows; give the weights of all tables")
     if not has_states and table.state.names and table.step:
         log.warning(
             "embedding %r: this load of rows drops the optimizer state of %d steps, which optimizer.state_dict() does "

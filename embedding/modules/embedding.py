@@ -459,9 +459,9 @@ class MultiTableEmbedding(MultiTableMultiColumnEmbedding):
         store_options: from a `make_*_store_options` function, or the dict that it prints.
         default_initializer: initial rows if `tables` is None. Default: normal(0, 0.05).
         padding_idx: id without a row. It is looked up as zeros and gets no gradient.
-        seed: initial rows depend only on (seed, table, id, column). Default: the stored rows' seed, or the name's
-            CRC-32. Embeddings without a name get different seeds in the order of first use; those with a `world` are
-            counted apart, so that ranks agree.
+        seed: initial rows depend only on (seed, table, id, column), so embeddings with one seed start with equal rows.
+            Default: the stored rows' seed, or the name's CRC-32. Embeddings without a name get different seeds in the
+            order of first use; those with a `world` are counted apart, so that ranks agree.
         output_dtype: lookup results and their gradients are torch.float32, float16 or bfloat16.
         world: a `World` whose ranks share the rows. Default: all rows are in this process.
         state_dtype: optimizer states with a number for each element are torch.float32 or bfloat16.

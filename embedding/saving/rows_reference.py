@@ -1,8 +1,9 @@
 """References in a state_dict to the rows that belong to it.
 
 A reference contains a step and a version, and a snapshot's name and digest if there is a snapshot. Two references are
-to the same rows if their versions are equal, or their snapshots' digests. The digest recognizes a copied snapshot, for
-example in another store folder. Early versions of tierbed wrote only a step and a snapshot's name.
+to the same rows if their versions are equal, or their snapshots' digests. The digest recognizes the same rows in a
+snapshot with another name, or in another store folder. Early versions of tierbed wrote only a step and the snapshot's
+name.
 """
 
 from __future__ import annotations

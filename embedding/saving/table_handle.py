@@ -30,7 +30,7 @@ _by_folder: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary(
 class TableHandle(LocalTable):
     """The open rows of an embedding, all in this process. There is one handle for a folder.
 
-    pending: the embedding's references to rows that a loaded state_dict names and it does not have yet.
+    pending: the embedding's references to rows that a loaded state_dict names but the embedding does not have yet.
     """
 
     def __init__(

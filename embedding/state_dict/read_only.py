@@ -17,7 +17,7 @@ from ...engine.errors import InputError
 from ..autograd.shadow import is_mix, is_write, name_of, shares_memory
 
 _A_COPY = (
-    "they are a copy, so no row of the embedding would change, and the next state may have other rows in their places; "
+    "they are a copy, so no row of the embedding would change, and the next state_dict may order rows differently; "
     "give a state to load_state_dict, call put or load_dense, average what tierbed.to_dense_state_dict(model) returns, "
     "or clone() the tensor"
 )

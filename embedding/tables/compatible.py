@@ -101,8 +101,8 @@ def _dtype_error(
         remedy = f"load it by {convert}"
     else:
         remedy = (
-            f'save them by `tierbed snapshot save`, open with open="fresh", which drops them, and {convert}, or of a '
-            "checkpoint graph.load(path, convert=True)"
+            f'save them by `tierbed snapshot save`, open with open="fresh", which drops them, and call {convert}; for '
+            "a checkpoint, call graph.load(path, convert=True)"
         )
     return error(
         f"{label} holds rows of {argument} {stored_dtype}, not {dtype}; give {argument}=torch.{stored_dtype}; or "
@@ -247,6 +247,6 @@ class LoadedIds:
             if of_dense and rows == ids < takes:
                 remarks.append(
                     f"{what} has ids 0 to {ids - 1} of table {label}, which takes {takes}, so the others begin as new "
-                    f"rows: if it has all of them, give the table num_embeddings (or ids) of {ids}"
+                    f"rows: if there are no more ids, give the table num_embeddings (or ids) of {ids}"
                 )
         return remarks

@@ -247,7 +247,10 @@ class LocalTable:
         strict: bool,
         verified: Callable[[], None] | None = None,
     ) -> LoadReport:
-        """Load this process's rows of a snapshot. verified: as in `TablePersistence.load`."""
+        """Load this process's rows of a snapshot. verified: as in `TablePersistence.load`.
+
+        From then on recovery uses this snapshot. A selection is durable only from the next save or close on.
+        """
         reports: list[LoadReport] = []
 
         def build(before: OpenTable) -> OpenTable:

@@ -138,8 +138,8 @@ def _unused_snapshot_text(folder: FolderState, member: Member, base: Snapshot | 
     if last is None or (base is not None and last.manifest.sequence <= base.manifest.sequence):
         return ""
     return (
-        f"; its later snapshot {last.name!r}, of step {_step_of(last)}, is not used, since what is trained together "
-        "with it has no snapshot of that moment"
+        f"; its later snapshot {last.name!r}, of step {_step_of(last)}, is not used, since embeddings that are trained "
+        "together with it have no snapshot of that moment"
     )
 
 

@@ -76,7 +76,7 @@ class TrainingGroup:
         return self.gate.closed or any(handle.own.table.in_step for handle in self.handles())
 
     def note_failed_step(self, embeddings: Iterable[Any], error: BaseException) -> None:
-        """Called after a step raised. If it updated only some tables, the group is marked inconsistent."""
+        """Called after a step raised. Marks the group inconsistent if only some tables were updated."""
         open_handles = [one.open_handle for one in embeddings if one.group is self and one.world is None]
         handles = [handle for handle in open_handles if handle is not None and handle.member is not None]
         behind = [table for one in handles if (table := one.own.table).in_step or table.failure is not None]
@@ -105,7 +105,7 @@ def mark_inconsistent(members: Iterable[Member], why: str) -> None:
     for member in members:
         member.tear(
             f"embeddings that are trained together have rows of different steps: {why}. Load a snapshot in each, or "
-            "make them again: with a persistent_path they go back to the last step of which all have rows"
+            "make them again: with a persistent_path they go back to the last step for which all have rows"
         )
 
 
