@@ -183,7 +183,7 @@ def test_a_kill_in_a_close_says_that_the_store_was_not_closed(
 ) -> None:
     assert killed_at(tmp_path, "rename", number, closed_after_a_save, tmp_path) == "killed"
     assert embedding("rows", tmp_path).get(IDS).eq(1).all()
-    assert "was not closed by its last run; restored its last snapshot 'first'" in caplog.text
+    assert "was not closed by its last run; restored snapshot 'first'" in caplog.text
 
 
 def loaded_once_closed(path: Path, begin: Callable[[], None]) -> None:
