@@ -176,9 +176,7 @@ def children_of(folder: Path) -> list[str]:
     own_id, listing = snapshot_id(folder), list_snapshots(folder.parent)
     for name, error in listing.damaged.items():
         if name != folder.name and os.path.lexists(folder.parent / name / MANIFEST):
-            raise SnapshotError(
-                f"{name!r} may have {folder.name!r} as its parent, but is unreadable: {error}"
-            ) from error
+            raise SnapshotError(f"{name!r} may be a child of {folder.name!r}, but is unreadable: {error}") from error
     parents = ((snapshot.name, snapshot.manifest.parent) for snapshot in listing.snapshots)
     return [name for name, parent in parents if parent and parent.name == folder.name and own_id in ("", parent.id)]
 

@@ -67,9 +67,8 @@ class Comparison:
             changed[:] = True
         largest = {}
         for name in self.largest:
-            largest[name] = _largest_differences(
-                self._before.numbers(old, name), self._columns.form.numbers(new, name), changed
-            )
+            before, after = self._before.numbers(old, name), self._columns.form.numbers(new, name)
+            largest[name] = _largest_differences(before, after, changed)
             self.largest[name] = max(self.largest[name], float(largest[name].max(initial=0.0)))
         self.same += len(new) - int(changed.sum())
         self._count("changed", new[changed], largest[EMBEDDING][changed])

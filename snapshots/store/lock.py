@@ -21,9 +21,7 @@ os.register_at_fork(after_in_child=_close_after_fork)
 
 
 class InUseError(Exception):
-    """The file is locked. holder: the process id, or "unknown" after a full disk. user: what locked it, in this
-    process.
-    """
+    """The file is locked. holder: the process id; "unknown" after a full disk. user: what locked it in this process."""
 
     def __init__(self, holder: str, user: str = "") -> None:
         super().__init__(holder)

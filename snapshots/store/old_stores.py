@@ -35,8 +35,8 @@ class OldGroup(NamedTuple):
 def _candidates(home: FolderState) -> Iterator[tuple[str, bool]]:
     """Yields the names that an earlier version stored for the recovery snapshot. The first one counts; "" means none.
 
-    With each comes True if a user saved or loaded it, False if a state_dict did. A candidate may also store the
-    previous id under its name. If the snapshot still has that id, the save did not finish, and the candidate is
+    With each comes True if a user saved or loaded it, False if a state_dict did. A candidate may also contain the id
+    that its snapshot had before the save. If the snapshot still has that id, the save did not finish, and it is
     skipped.
     """
     candidates = home.mark.old.get(OLD_CANDIDATES)

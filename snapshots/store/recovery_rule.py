@@ -10,8 +10,8 @@ not, except the first one: it removes live rows from the entry, because they are
 names two sets of snapshots: the *commit*, for the newest moment that all stores have saved, and `before`, for the
 moment before that.
 
-On the next start, `choose` opens all stores with their entries. If one is missing, that store's rows were not saved
-at that moment. Then all stores go back to the commit, or to `before` if a snapshot of the commit is gone.
+On the next start, `choose` takes the entries. If an entry is empty or its rows are gone, that store was not saved at
+the moment of the entries, so all stores go back to the commit, or to `before` if a snapshot of the commit is gone.
 `next_record` says what a save, load or close writes. All functions here are pure; tests/crash/record_model.py checks
 them on random histories.
 """
@@ -129,7 +129,7 @@ class Files(NamedTuple):
 
 @dataclass(eq=False)
 class Interval:
-    """The moments from `first` to `last` with a snapshot's rows in a store. Only the lock holder knows them.
+    """From moment `first` to `last`, a store had a snapshot's rows. Only the lock holder knows this.
 
     snapshot: its id; "" until the save has ended.
     """
@@ -188,7 +188,7 @@ def union(records: Sequence[Record], at: Mapping[str, Entry]) -> Record:
 
 
 def next_record(record: Record, at: Mapping[str, Entry], moment: Snapshots | None) -> Record:
-    """Returns the record to write. at: the members' entries. moment: the snapshots of the newest moment covered."""
+    """Returns the record to write. at: the members' entries. moment: the newest moment's snapshots, if there is one."""
     following = union([record], at)
     if moment is not None and moment != following.commit:
         following = replace(following, commit=dict(moment), before=following.commit)
@@ -196,6 +196,6 @@ def next_record(record: Record, at: Mapping[str, Entry], moment: Snapshots | Non
 
 
 def needed(record: Record, store: str) -> set[str]:
-    """A store's snapshots that must not be removed. Those in `before` may be, and then are not used."""
+    """A store's snapshots that must not be removed. Those in `before` may be; recovery then cannot use them."""
     ids = {record.now.get(store, NOTHING).snapshot, record.commit.get(store), record.parents.get(store)}
     return {id for id in ids if id not in (None, EMPTY)}

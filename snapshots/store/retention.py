@@ -82,8 +82,7 @@ def plan_for(store: FolderState, keep_last: int, keep_every: int | None = None) 
 
 
 def needed_names(store: FolderState) -> set[str]:
-    """The names of snapshots that recovery or an incremental save may need, in any store with this folder of
-    snapshots.
+    """The names of snapshots that recovery or an incremental save may need, in any store with these snapshots.
 
     Raises SnapshotError, StoreError.
     """
