@@ -51,7 +51,7 @@ class RowCursor:
         return BUCKETS, _NONE
 
 
-def joined(
+def join_tables(
     before: Chunks, after: Chunks
 ) -> Iterator[tuple[int, RowArray, RowArray, NDArray[np.uint8], NDArray[np.uint8]]]:
     """Read two tables in parallel, in pieces that cover the same key range.
@@ -100,8 +100,8 @@ def apply_changes(older: Chunks, newer: Chunks, deleted: Chunks, conflict_error:
 
 
 def changes_between(before: Chunks, after: Chunks) -> Iterator[Change]:
-    """Yields the changes from table `before` to table `after`, in the order of `joined`. Both have one row type."""
-    for bucket, old, new, gone, state in joined(before, after):
+    """Yields the changes from table `before` to `after`, in the order of `join_tables`. Both have one row type."""
+    for bucket, old, new, gone, state in join_tables(before, after):
         if gone.any() or state.any():
             yield bucket, new[state > 0], keys_of(old[gone > 0])
 

@@ -14,7 +14,7 @@ from ...engine.options.table_names import Names, labels_of, merged_names, names_
 from ...engine.row_format import RowArray
 from ..exchange.columns import EMBEDDING, Columns
 from ..files.format import with_named_hyper
-from ..files.merging import NEW, joined
+from ..files.merging import NEW, join_tables
 from ..files.reader import Snapshot
 
 Sort = Literal["added", "changed", "gone"]
@@ -105,7 +105,7 @@ def compare(
         numbers = _differences(was, now)
         fields["hyper"] = ({n: was[n] for n in was if n in numbers}, {n: now[n] for n in now if n in numbers})
     result = Comparison(fields, names, Columns(old), Columns(new), first)
-    for _, left, right, gone, state in joined(before.chunks(), after.chunks()):
+    for _, left, right, gone, state in join_tables(before.chunks(), after.chunks()):
         result.add(left, right, gone > 0, state == NEW)
         if progress is not None:
             progress(len(left) + len(right))
