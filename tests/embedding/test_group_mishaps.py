@@ -99,7 +99,7 @@ def opened(path: Path) -> list[int]:
 def test_stores_without_a_common_step_are_loaded_one_by_one(tmp_path: Path) -> None:
     killed(killed_without_a_common_step, tmp_path)
     for name, snapshot in (("a", "first"), ("b", "second")):
-        assert "there is no step of which all have the rows" in killed(opened, tmp_path)
+        assert "they have no saved step in common" in killed(opened, tmp_path)
         assert command("snapshot", "load", tmp_path / name, snapshot) == 0
     assert killed(opened, tmp_path) == [2, 4]
 
