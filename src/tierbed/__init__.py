@@ -1,12 +1,11 @@
 """tierbed: embedding tables that outgrow one device's memory, for PyTorch.
 
-`import tierbed` has all that users need. A name is resolved at its first use (PEP 562): the import itself loads no
-torch.
+Names are imported at their first use (PEP 562), so `import tierbed` itself does not load torch.
 """
 
 try:
     import lazy_loader
-except ImportError as error:  # this package is imported all the same: `tierbed doctor` is a part of it
+except ImportError as error:  # do not fail here: `tierbed doctor` is part of this package
     lacking = f"tierbed needs the package lazy-loader ({error}): pip install --force-reinstall lazy-loader"
 
     def __getattr__(name: str) -> object:

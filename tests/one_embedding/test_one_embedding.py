@@ -178,7 +178,7 @@ def test_paths_of_several_ranks_are_refused_and_no_folder_is_made(tmp_path: Path
             with pytest.raises(OptionError, match=r"^paths=.* has one store folder; give \[<persistent_path>/"):
                 maker(paths, "s", *KINDS, DIM)  # type: ignore[arg-type]
         with pytest.raises(
-            OptionError, match=r"^paths=.* no folder '0-1', which is OneFlow's name for the folder of a rank"
+            OptionError, match=r"^paths=.* no folder '0-1'. OneFlow has such a folder for each rank"
         ):
             maker([str(tmp_path / "0-1")], "s", *KINDS, DIM)
         assert list(tmp_path.iterdir()) == []
