@@ -58,7 +58,7 @@ def save_together(
         fail(message, IN_USE, as_json)
     done = 0
 
-    def advance_to(rows: int, of: int | None) -> None:
+    def advance_to(rows: int, total: int | None) -> None:
         nonlocal done
         advance(rows - done)
         done = rows

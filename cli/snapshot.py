@@ -114,9 +114,13 @@ def _prune(plans: dict[Path, PrunePlan], keep_last: int, keep_every: int | None,
         try:
             for store, plan in plans.items():
                 if store in serving and (answer := request_prune(store, keep_last, keep_every, timeout)) is not None:
-                    gone, every = answer[0], [*plan.kept, *plan.removed]
-                    kept, needed = ([s for s in part if s.name not in gone] for part in (every, plan.kept_for_recovery))
-                    plans[store] = retention.PrunePlan(kept, [s for s in every if s.name in gone], needed)
+                    removed_names, everything = answer[0], [*plan.kept, *plan.removed]
+                    kept, needed = (
+                        [s for s in part if s.name not in removed_names]
+                        for part in (everything, plan.kept_for_recovery)
+                    )
+                    pruned = [s for s in everything if s.name in removed_names]
+                    plans[store] = retention.PrunePlan(kept, pruned, needed)
                 else:
                     with StoreFolder(store) as folder:
                         plans[store] = retention.prune(folder, keep_last, keep_every)
@@ -150,8 +154,10 @@ def verify(
         else:
             listing = list_snapshots(folder / "snapshots")
         chains, broken = chains_of(listing.snapshots)
-        every = {snapshot.name: snapshot for chain in chains.values() for snapshot in chain}
-        with output.progress("verifying", sum(snapshot.manifest.own_rows for snapshot in every.values())) as advance:
+        snapshots = {snapshot.name: snapshot for chain in chains.values() for snapshot in chain}
+        with output.progress(
+            "verifying", sum(snapshot.manifest.own_rows for snapshot in snapshots.values())
+        ) as advance:
             wrong = {**listing.damaged, **verify_all(chains, broken, advance)}
         prefix = store_name and f"{store_name}/"
         damaged |= {prefix + name: error for name, error in wrong.items()}

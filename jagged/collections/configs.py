@@ -26,7 +26,7 @@ from ...engine.options.table_names import is_table_name
 
 @unique
 class PoolingType(Enum):
-    """How the rows of a bag are pooled."""
+    """How a bag's rows are pooled."""
 
     SUM = "SUM"
     MEAN = "MEAN"
@@ -58,19 +58,19 @@ def _unused(default: Any, reason: str) -> Any:
 
 @dataclass
 class EmbeddingConfig:
-    """Config of one table.
+    """Config for one table.
 
     TorchRec's other fields are accepted at their defaults. Any other value raises OptionError.
 
     Args:
         num_embeddings: Valid ids are 0 to num_embeddings - 1. None accepts any 64-bit id.
-        embedding_dim: Number of elements in a row, at least 1.
+        embedding_dim: Elements per row, at least 1.
         name: Table name.
-        data_type: Dtype of stored rows: FP32, BF16 or FP16, as text, torch's dtype or TorchRec's DataType.
+        data_type: Storage dtype: FP32, BF16 or FP16, as text, torch's dtype or TorchRec's DataType.
         feature_names: Features that look the table up. If empty, one feature with the table's name.
-        weight_init_min, weight_init_max: Range of uniformly drawn new rows. Default: +-sqrt(1 / num_embeddings),
+        weight_init_min, weight_init_max: New rows are uniform in this range. Default: +-sqrt(1 / num_embeddings),
             or normal(0, 0.05) if num_embeddings is None.
-        initializer: Initializer of new rows, from a `make_*_initializer`. Replaces the range.
+        initializer: Initializer for new rows, from a `make_*_initializer`. Replaces the range.
         init_fn: TorchRec's form of the initializer: `uniform_`, `normal_`, `constant_`, `zeros_` or `ones_` of
             torch.nn.init, or a functools.partial of one. The id of a row determines its initial values.
         group: Tables with equal dim, data_type and group share an embedding, and so an optimizer.
@@ -122,16 +122,16 @@ class EmbeddingConfig:
         return len(self.feature_names)
 
     def get_weight_init_min(self) -> float:
-        """Return the lower end of the range of new rows; the default range's if rows are not drawn uniformly."""
+        """Return the lower bound for new rows; the default one if rows are not drawn uniformly."""
         return float(self._initializer().get("low", -sqrt(1 / (self.num_embeddings or 1))))
 
     def get_weight_init_max(self) -> float:
-        """Return the upper end of the range of new rows; the default range's if rows are not drawn uniformly."""
+        """Return the upper bound for new rows; the default one if rows are not drawn uniformly."""
         return float(self._initializer().get("high", sqrt(1 / (self.num_embeddings or 1))))
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of stored rows."""
+        """Storage dtype."""
         return _DATA_TYPES[str(getattr(self.data_type, "value", self.data_type))]
 
     def table_options(self) -> AnyTableOptions:
@@ -170,10 +170,10 @@ class EmbeddingConfig:
 
 @dataclass
 class EmbeddingBagConfig(EmbeddingConfig):
-    """Config of one table whose rows are pooled.
+    """Config for one table with pooled rows.
 
     Args:
-        pooling: PoolingType.SUM or PoolingType.MEAN over the rows of a bag.
+        pooling: PoolingType.SUM or PoolingType.MEAN over each bag's rows.
 
     The other arguments are the same as for EmbeddingConfig.
     """

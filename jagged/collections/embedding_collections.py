@@ -1,4 +1,4 @@
-"""TorchRec's embedding collections, which look up the features of a batch.
+"""TorchRec's embedding collections. They look up a batch's features.
 
 `EmbeddingBagCollection` returns one pooled row per sample and feature; `EmbeddingCollection` returns one row per id.
 """
@@ -41,23 +41,23 @@ class _PooledLookup:
 class EmbeddingBagCollection(TableCollection):
     """TorchRec's collection of pooled tables, stored in tiered hashed tables.
 
-    Tables of one dim share an embedding. Embeddings are named `<name>-d<dim>`, or `<name>-d<dim>-<group>`.
+    Tables with equal dim share an embedding. Embeddings are named `<name>-d<dim>`, or `<name>-d<dim>-<group>`.
 
     Args:
         tables: One EmbeddingBagConfig (tierbed's or TorchRec's) per table.
         store_options: Options from a `make_*_store_options`, divided between the embeddings (`stores()` prints the
             result), or a mapping from embedding name to options. None keeps all rows in device memory.
-        name: Prefix of embedding names. None means "ebc". If a model has several collections without a name, their
+        name: Prefix for embedding names. None means "ebc". If a model has several collections without a name, their
             embeddings are named by the collections' module paths.
         is_weighted: If True, multiplies rows by the batch's weights.
-        key_type: Dtype of ids. Ids of other integer dtypes are converted.
-        seed: Determines initial rows, together with the names of the embedding and its tables.
-        output_dtype: Dtype of results and gradients.
+        key_type: Id dtype. Other integer dtypes are converted.
+        seed: Determines initial rows, together with embedding and table names.
+        output_dtype: Dtype for results and gradients.
         share: Another collection. A table that both have is looked up in its embedding; `store_options` apply to
             the other tables.
-        device: Device of lookups. "meta" computes only shapes and allocates nothing.
+        device: Lookup device. "meta" computes only shapes and allocates nothing.
         world: A `tierbed.distributed.World` whose ranks divide the rows. Shared tables keep their own world.
-        state_dtype: Dtype of per-element optimizer state: torch.float32 or torch.bfloat16.
+        state_dtype: Dtype for per-element optimizer state: torch.float32 or torch.bfloat16.
 
     Raises:
         OptionError: If an argument is invalid.
@@ -239,7 +239,7 @@ class EmbeddingCollection(TableCollection):
 
     Args:
         tables: One EmbeddingConfig (tierbed's or TorchRec's) per table.
-        name: Prefix of embedding names. None means "ec".
+        name: Prefix for embedding names. None means "ec".
         need_indices: If True, jagged results carry the ids as their weights.
         padded: {feature: length}. Rows of these features are returned as one dense `Padded`. Ids beyond `length` are
             left out. With this argument the id -1 (2**64 - 1 as uint64) means padding in every feature.

@@ -27,9 +27,9 @@ class PositionWeightedModule(NoTorchScript, nn.Module):
     The parameter is `position_weight` [max_feature_length].
 
     Args:
-        max_feature_length: Maximum number of ids in a bag. Longer bags are handled as in
+        max_feature_length: Maximum bag length. Longer bags are handled as in
             PositionWeightedModuleCollection.
-        device: Device of the parameter.
+        device: Parameter device.
     """
 
     def __init__(self, max_feature_length: int, device: torch.device | str | None = None) -> None:
@@ -55,8 +55,8 @@ class PositionWeightedModuleCollection(NoTorchScript, nn.Module):
     graph on a GPU: lengths are not read there, and ids beyond the last position get the last position's weight.
 
     Args:
-        max_feature_lengths: {feature: maximum number of ids in a bag}. Features that are not listed get weight 1.
-        device: Device of the parameters.
+        max_feature_lengths: {feature: maximum bag length}. Features that are not listed get weight 1.
+        device: Parameter device.
     """
 
     def __init__(self, max_feature_lengths: Mapping[str, int], device: torch.device | str | None = None) -> None:

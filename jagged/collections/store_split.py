@@ -25,7 +25,7 @@ BUDGETS = ("cache_budget_mb", "host_cache_budget_mb", "overflow_mb", "rocksdb_ca
 
 
 class StoreRequest(NamedTuple):
-    """The row count and row format of an embedding, by which memory is divided."""
+    """An embedding's row count and row format, which determine its part of the memory."""
 
     dim: int
     rows: int | None = None  # in all tables; None: unknown

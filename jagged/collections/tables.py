@@ -261,7 +261,7 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
 class TableCollection(TableModule):
     """Base of the collections. Makes an embedding for each combination of dim, data_type and group.
 
-    The arguments are those of EmbeddingBagCollection; `options` go to each embedding.
+    Arguments are the same as for EmbeddingBagCollection; `options` go to each embedding.
     """
 
     _kind: str  # prefix of TorchRec's parameter names
@@ -291,9 +291,9 @@ class TableCollection(TableModule):
         for config in configs:
             if share is not None and config.name in share.embeddings.tables:
                 self._adopt_shared(share, config, options["output_dtype"], options["state_dtype"])
-        own = [config for config in configs if config.name not in self.embeddings.tables]
-        if own:
-            groups = group_tables(self.name, own)
+        unshared = [config for config in configs if config.name not in self.embeddings.tables]
+        if unshared:
+            groups = group_tables(self.name, unshared)
             store = make_device_mem_store_options() if store_options is None else store_options
             stores = assign_stores(store, store_requests(groups))
             self._make_embeddings(groups, stores, seed, key_type, **options)
@@ -306,7 +306,7 @@ class TableCollection(TableModule):
 
     @property
     def device(self) -> torch.device:
-        """Device of lookups; the CPU if there are no tables."""
+        """Lookup device; the CPU if there are no tables."""
         return next((embedding.device for embedding in self.each()), torch.device("cpu"))
 
     def embedding_configs(self) -> list[Any]:
@@ -355,8 +355,8 @@ class TableCollection(TableModule):
         each table.
 
         Args:
-            state: The state. Names may be prefixed with the names of enclosing modules.
-            step: Number of updates so far, as in `load_dense`. TorchRec's fused Adam does not save it: pass it here.
+            state: The state. Names may have a prefix from enclosing modules.
+            step: Update count so far, as in `load_dense`. TorchRec's fused Adam does not save it: pass it here.
 
         Raises:
             InputError: If a table has no state; further errors as in `load_dense`.
@@ -505,9 +505,9 @@ def output_names(configs: Sequence[EmbeddingConfig]) -> list[list[str]]:
 
     Raises OptionError if two names are equal.
     """
-    every = [feature for config in configs for feature in config.feature_names]
+    features = [feature for config in configs for feature in config.feature_names]
     names = [
-        [f"{feature}@{config.name}" if every.count(feature) > 1 else feature for feature in config.feature_names]
+        [f"{feature}@{config.name}" if features.count(feature) > 1 else feature for feature in config.feature_names]
         for config in configs
     ]
     flat = [name for table_names in names for name in table_names]

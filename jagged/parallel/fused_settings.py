@@ -1,7 +1,7 @@
 """Gives rows the optimizers that TorchRec would fuse into its sharded modules.
 
-TorchRec passes a fused optimizer's numbers to FBGEMM. FBGEMM's formulas and defaults then apply, not those of the
-optimizer class that the user named.
+TorchRec passes a fused optimizer's numbers to FBGEMM. FBGEMM's formulas and defaults then apply, whatever
+optimizer class the user named.
 """
 
 from __future__ import annotations

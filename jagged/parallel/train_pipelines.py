@@ -87,8 +87,8 @@ class TrainPipelineBase:
         with _find_paths(self._collections(), self._paths, batch):
             result = self._forward(batch)
         if not isinstance(result, (tuple, list)) or len(result) != 2:
-            what = f"{len(result)} values" if isinstance(result, (tuple, list)) else f"a {type(result).__name__}"
-            raise InputError(f"the model returned {what}; a pipeline's model returns a pair, (losses, output)")
+            returned = f"{len(result)} values" if isinstance(result, (tuple, list)) else f"a {type(result).__name__}"
+            raise InputError(f"the model returned {returned}; a pipeline's model returns a pair, (losses, output)")
         losses, output = result
         if is_training:
             torch.sum(losses, dim=0).backward()

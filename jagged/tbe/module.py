@@ -52,7 +52,7 @@ class TableBatchedEmbeddingBags(TableModule):
     no_grad, rows do not change. FBGEMM's enum members are accepted like tierbed's.
 
     Args:
-        embedding_specs: (rows, dim, EmbeddingLocation, ComputeDevice) of each table. Tables of one dim and location
+        embedding_specs: (rows, dim, EmbeddingLocation, ComputeDevice) per table. Tables with equal dim and location
             share an embedding, `<name>-d<dim>-<location>`. DEVICE stores rows in device memory, MANAGED and HOST in
             host memory. MANAGED_CACHING adds a device cache for `cache_load_factor` of the rows, with
             `cache_algorithm`. ComputeDevice.CUDA without a GPU looks up on the CPU, with a warning. New rows are zeros.
@@ -64,23 +64,23 @@ class TableBatchedEmbeddingBags(TableModule):
         max_norm: After an update, a row with a larger L2 norm is scaled down to it. 0 means no limit.
         gradient_clipping: If True, clamps each element of the output's gradient to +-max_gradient before gradients are
             summed per row.
-        max_gradient: The bound of gradient_clipping.
+        max_gradient: The bound for gradient_clipping.
         pooling_mode: PoolingMode.SUM, MEAN, or NONE to return one row per index.
-        weights_precision: Dtype of stored rows: torch.float32, float16 or bfloat16, or FBGEMM's SparseType. Training
+        weights_precision: Storage dtype: torch.float32, float16 or bfloat16, or FBGEMM's SparseType. Training
             rounds 16-bit rows stochastically.
-        output_dtype: Dtype of results; the same choices.
+        output_dtype: Dtype for results; the same choices.
         bounds_check_mode: What happens to an index outside its table. FATAL raises InputError. WARNING and IGNORE leave
             it out of its bag and count it in `metrics()`; WARNING also logs once. NONE makes any 64-bit index a row.
             Offsets are always checked.
-        cache_algorithm, cache_load_factor: Configure the cache of MANAGED_CACHING.
-        table_names: Names of the tables. None means table-0, table-1, ...
+        cache_algorithm, cache_load_factor: Configure MANAGED_CACHING's cache.
+        table_names: Table names. None means table-0, table-1, ...
         optimizer_state_dtypes: {"momentum1": dtype, ...} of the states that `split_optimizer_states` returns: float32
             or bfloat16. Per-element states share one dtype; states with one number per row are float32.
-        device: Device of lookups. Must match the ComputeDevice.
+        device: Lookup device. Must match the ComputeDevice.
         store_options: Options from a `make_*_store_options` that replace the locations. Tables of one dim then share an
             embedding, `<name>-d<dim>`, and the store is divided between the embeddings. Or a mapping from embedding
             name to options.
-        name: Prefix of embedding names. None means "tbe".
+        name: Prefix for embedding names. None means "tbe".
         seed: Determines initial rows, together with table names. None means 0; if neither name nor table_names is
             given, each module of a process gets another seed.
         world: A `tierbed.distributed.World` whose ranks divide the rows. All ranks must call forward and backward of
@@ -316,7 +316,7 @@ class TableBatchedEmbeddingBags(TableModule):
         Args:
             weights: Tensors as returned by `split_embedding_weights`.
             states: Optimizer states as returned by `split_optimizer_states` or `get_optimizer_state`. None resets them.
-            step: Number of updates so far, as returned by `iter`. None keeps the number.
+            step: Update count so far, as returned by `iter`. None keeps the count.
 
         Raises:
             InputError, StoreError: As an embedding's `load_dense`.
@@ -338,7 +338,7 @@ class TableBatchedEmbeddingBags(TableModule):
 
     @property
     def iter(self) -> Tensor:
-        """Number of updates so far, as FBGEMM counts them for Adam's bias correction: a copy, int64 [1]."""
+        """Update count so far, as FBGEMM counts them for Adam's bias correction: a copy, int64 [1]."""
         steps = [embedding.table_handle().local_table.step for embedding in self.each()]
         return torch.tensor([max(steps) + (0 if self._rows is None else self._rows.shift)])
 
@@ -368,11 +368,11 @@ class TableBatchedEmbeddingBags(TableModule):
             embedding.put(rows, torch.zeros(len(rows), embedding.dim), name)
 
     def set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate of the next updates. Raises OptionError."""
+        """Set the learning rate for the next updates. Raises OptionError."""
         self.update_hyper_parameters({"lr": lr})
 
     def get_learning_rate(self) -> float:
-        """Return the learning rate of the next update."""
+        """Return the learning rate for the next update."""
         self._own_optimizer("get_learning_rate")
         return float(self._group["lr"])
 
@@ -451,13 +451,13 @@ class SSDTableBatchedEmbeddingBags(TableBatchedEmbeddingBags):
     """FBGEMM's table-batched embedding with rows on SSD below a cache.
 
     Args:
-        embedding_specs: (rows, dim) of each table.
+        embedding_specs: (rows, dim) per table.
         feature_table_map: Table number of each feature. None means one feature per table.
         cache_sets: Size of the cache in FBGEMM's sets of 32 rows. The cache is divided between the dims; each dim gets
             at least one of tierbed's sets of 64 rows.
-        ssd_storage_directory: Folder of the store.
+        ssd_storage_directory: Store folder.
         ssd_uniform_init_lower, ssd_uniform_init_upper: New rows are drawn uniformly from this range.
-        options: Arguments of TableBatchedEmbeddingBags. FBGEMM's RocksDB arguments are refused.
+        options: Arguments for TableBatchedEmbeddingBags. FBGEMM's RocksDB arguments are refused.
     """
 
     def __init__(

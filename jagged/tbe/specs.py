@@ -183,7 +183,7 @@ def stores_for(
 def set_budget_mb(embedding_specs: Any, cache_sets: Any, optimizer: OptimType) -> float:
     """Return the MiB of a cache with FBGEMM's number of sets. Each dim gets at least one of tierbed's sets.
 
-    embedding_specs: (rows, dim) of each table. Raises OptionError.
+    embedding_specs: (rows, dim) per table. Raises OptionError.
     """
     specs = embedding_specs if isinstance(embedding_specs, (list, tuple)) else ()
     pairs = [spec if isinstance(spec, (list, tuple)) and len(spec) == 2 else (0, 0) for spec in specs]
@@ -197,7 +197,7 @@ def set_budget_mb(embedding_specs: Any, cache_sets: Any, optimizer: OptimType) -
 
 
 def choose_device(compute: ComputeDevice, device: Any) -> torch.device:
-    """Return the device of lookups. Without a GPU, ComputeDevice.CUDA uses the CPU, with bit-identical results.
+    """Return the lookup device. Without a GPU, ComputeDevice.CUDA uses the CPU, with bit-identical results.
 
     Raises OptionError if `device` does not match the compute device.
     """

@@ -34,7 +34,7 @@ def multi_remap_to_groups(
 
     Args:
         keys: Each input tensor's keys.
-        lengths: Number of columns of each key.
+        lengths: Each key's column count.
         groups: Each output tensor's keys.
 
     Returns:
@@ -61,7 +61,7 @@ def multi_remap_to_groups(
             rows.append([tensor, output, start, end, width, 0])
             end += width
     for used in uses.values():
-        # FBGEMM's jump: a key's first move has the number of the next move that reads the key, later ones its negative
+        # FBGEMM's jump: the number of the next move that reads this key, negative except in the key's first move
         for row, following in pairwise(used):
             rows[row][5] = following if row == used[0] else -following
         if len(used) > 1:
@@ -87,8 +87,8 @@ def permute_multi_embedding(
         permutes: Integers [moves, 6]. A move is (input, output, first input column, first output column, number of
             columns, jump). The jump is for FBGEMM's backward and is ignored. Moves must fill each output exactly, and
             may read the same columns; gradients of a column are then added in the order of the moves.
-        out_lengths_list: Number of columns of each output.
-        in_lengths: Number of columns of each input, as a tensor.
+        out_lengths_list: Each output's column count.
+        in_lengths: Each input's column count, as a tensor.
         out_lengths: `out_lengths_list` as a tensor.
 
     Returns:

@@ -19,7 +19,7 @@ _PAD = "give desired_length, to_padded_dense(50)"
 
 
 class TensorContainer:
-    """Base of the jagged and keyed tensors, registered as a pytree. Its tensors may be None."""
+    """Base class for jagged and keyed tensors, registered as a pytree. Its tensors may be None."""
 
     _fields: ClassVar[tuple[str, ...]]  # attributes that hold tensors
     _facts: ClassVar[tuple[str, ...]] = ()  # the other attributes
@@ -57,7 +57,7 @@ class TensorContainer:
                 tensor.record_stream(stream)
 
     def size_in_bytes(self) -> int:
-        """Return the total bytes of the tensors."""
+        """Return the tensors' total bytes."""
         return sum(tensor.nbytes for tensor in self._tensors() if tensor is not None)
 
     def copy_(self, other: Self, non_blocking: bool = False) -> Self:
@@ -201,7 +201,7 @@ class Jagged(TensorContainer, registered=False):
         return self._weights
 
     def lengths(self) -> Tensor:
-        """Return the number of values in each bag, int64 [bags]."""
+        """Return each bag's length, int64 [bags]."""
         return self._offsets.diff()
 
     def offsets(self) -> Tensor:
@@ -240,7 +240,7 @@ class JaggedTensor(Jagged):
     Args:
         values: [n] or [n, ...].
         weights: [n], or the shape of values.
-        lengths: Integers [batch], the number of values in each sample.
+        lengths: Integers [batch], each sample's length.
         offsets: Integers [batch + 1]. Either lengths or offsets is enough. Offsets are stored, as int64.
 
     Raises:

@@ -1,6 +1,6 @@
 """`KeyedJaggedTensor`: the features of a batch, each with any number of values per sample.
 
-In a `VariableBatchKeyedJaggedTensor`, keys differ in their number of bags, and samples may share a bag.
+In a `VariableBatchKeyedJaggedTensor`, keys differ in bag count, and samples may share a bag.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class KeyedJaggedTensor(Jagged):
     graph splits them before each call and waits for the GPU to do so.
 
     Args:
-        keys: Names of the features.
+        keys: Feature names.
         values: Ids [n], or [n, ...].
         weights: [n].
-        lengths: Integers [keys * batch], the number of values in each bag.
+        lengths: Integers [keys * batch], each bag's length.
         offsets: Integers [keys * batch + 1]. Either lengths or offsets is enough. Offsets are stored, as int64.
-        stride: Number of samples, where it does not follow from the bags.
+        stride: Sample count, where it does not follow from the bags.
         stride_per_key_per_rank, stride_per_key, inverse_indices: Number of bags per key (and rank), and the bag of each
             sample. Any of them makes a VariableBatchKeyedJaggedTensor, a subclass.
         length_per_key, lengths_offset_per_key, offset_per_key, index_per_key, jt_dict: Ignored. TorchRec precomputes
@@ -63,7 +63,7 @@ class KeyedJaggedTensor(Jagged):
 
     _facts = ("_keys", "_batch")
     _keys: tuple[str, ...]
-    _batch: int | None = None  # number of samples, where it does not follow from the bags
+    _batch: int | None = None  # sample count, where it does not follow from the bags
 
     def __init__(
         self,
@@ -160,9 +160,9 @@ class KeyedJaggedTensor(Jagged):
     def from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
         """Make a batch from {key: feature}, all with weights or all without.
 
-        If features differ in their number of samples, the batch has variable batch sizes. Raises InputError.
+        If features differ in sample count, the batch has variable batch sizes. Raises InputError.
         """
-        if not isinstance(jt_dict, Mapping) or not all(isinstance(one, JaggedTensor) for one in jt_dict.values()):
+        if not isinstance(jt_dict, Mapping) or not all(isinstance(jt, JaggedTensor) for jt in jt_dict.values()):
             raise InputError(f"jt_dict={jt_dict!r:.80}: give a dict of one JaggedTensor for each key")
         if not jt_dict:
             raise InputError("jt_dict={}: a batch without keys has no dtype; use KeyedJaggedTensor.empty")
@@ -189,7 +189,7 @@ class KeyedJaggedTensor(Jagged):
     def from_torchrec(kjt: Any) -> KeyedJaggedTensor:
         """Convert TorchRec's KeyedJaggedTensor, or an object with its methods, without copying tensors.
 
-        Returns a VariableBatchKeyedJaggedTensor if keys differ in their number of bags, or if it has inverse indices.
+        Returns a VariableBatchKeyedJaggedTensor if keys differ in bag count, or if there are inverse indices.
         Raises InputError.
         """
         if isinstance(kjt, KeyedJaggedTensor):
@@ -212,7 +212,7 @@ class KeyedJaggedTensor(Jagged):
 
     @staticmethod
     def concat(kjt_list: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-        """Concatenate the keys of batches with equal numbers of samples.
+        """Concatenate the keys of batches with equal sample counts.
 
         Either all or none may have weights, variable batch sizes or inverse indices. Raises InputError.
         """
@@ -256,12 +256,12 @@ class KeyedJaggedTensor(Jagged):
         return SplitKeyedJaggedTensor._unflatten([self._offsets, *values, *weights], self._context())
 
     def _part(self, chosen: list[int], values: Tensor, weights: Tensor | None, offsets: Tensor) -> KeyedJaggedTensor:
-        """Return the batch of the keys with these numbers."""
+        """Return a batch with only the keys at these indices."""
         context = tuple(self._keys[at] for at in chosen), None if chosen else self.stride()
         return KeyedJaggedTensor._unflatten((values, weights, offsets), context)
 
     def stride_per_key_per_rank(self) -> list[list[int]]:
-        """Return the number of bags per key and rank; [] unless keys differ in their number of bags."""
+        """Return the number of bags per key and rank; [] unless keys differ in bag count."""
         return []
 
     def inverse_indices_or_none(self) -> tuple[list[str], Tensor] | None:
@@ -276,7 +276,7 @@ class KeyedJaggedTensor(Jagged):
         return list(self._keys)
 
     def length_per_key(self) -> list[int]:
-        """Return each key's number of values."""
+        """Return each key's value count."""
         return [end - begin for begin, end in pairwise(self._bounds)]
 
     def offset_per_key(self) -> list[int]:
@@ -377,7 +377,7 @@ class KeyedJaggedTensor(Jagged):
         You need no permutation before a lookup: a collection finds its features among any keys.
 
         Args:
-            indices: Indices of keys.
+            indices: Key indices.
             indices_tensor: Ignored; TorchRec passes the same indices as a tensor.
 
         Raises:
@@ -469,11 +469,11 @@ def _concat_parts(
 
 
 class VariableBatchKeyedJaggedTensor(KeyedJaggedTensor):
-    """A batch whose keys may differ in their number of bags (TorchRec's variable stride per key).
+    """A batch whose keys may differ in bag count (TorchRec's variable stride per key).
 
     Args:
         keys, values, weights, lengths, offsets: As in a KeyedJaggedTensor, with stride_per_key[f] bags for key f.
-        stride_per_key: Number of bags of each key.
+        stride_per_key: Each key's bag count.
         inverse_indices: (key names, integers [names, batch]) with the bag number of each key and sample. A collection
             needs it to return one row per sample.
 
@@ -531,7 +531,7 @@ class VariableBatchKeyedJaggedTensor(KeyedJaggedTensor):
         return strides
 
     def strides(self) -> Tensor:
-        """Return each key's number of bags, int64 [keys]."""
+        """Return each key's bag count, int64 [keys]."""
         return self._strides.sum(1).to(self.device())
 
     def split_by_key(self) -> KeyedJaggedTensor:

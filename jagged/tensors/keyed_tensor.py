@@ -1,7 +1,7 @@
 """`KeyedTensor`: named dense features side by side, and functions that reorder them.
 
 Regrouping splits each tensor once and concatenates once per group. Slicing each feature would make backward quadratic
-in the number of features, since a slice's gradient has the full width.
+in the number of features, since a slice's gradient is as wide as the whole.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .validation import check_keys, is_empty, is_list_of, statically_true
 class ColumnOrder:
     """Joins the results of several lookups, with columns in the order of the features.
 
-    sources: each feature's lookup number. dims: each lookup's number of columns per feature.
+    sources: each feature's lookup number. dims: each lookup's columns per feature.
     """
 
     def __init__(self, sources: Sequence[int], dims: Sequence[int]) -> None:
@@ -40,11 +40,11 @@ class ColumnOrder:
 
 
 class KeyedTensor(TensorContainer):
-    """Dense features of a batch, side by side in one tensor.
+    """A batch's dense features, side by side in one tensor.
 
     Args:
-        keys: Names of the features.
-        length_per_key: Number of columns of each feature.
+        keys: Feature names.
+        length_per_key: Each feature's column count.
         values: [batch, sum of length_per_key, ...].
         key_dim: With 0, features lie along dimension 0: values are [sum of length_per_key, batch, ...].
         offset_per_key, index_per_key: Ignored. TorchRec precomputes them; tierbed derives them.
@@ -106,7 +106,7 @@ class KeyedTensor(TensorContainer):
 
         Args:
             keyed_tensors: KeyedTensors (tierbed's or TorchRec's) with equal key_dim and batch size.
-            groups: The keys of each output. A key may be in several groups. A key in no group gets a zero gradient.
+            groups: Each output's keys. A key may be in several groups. A key in no group gets a zero gradient.
 
         Returns:
             A list of tensors [batch, sum of lengths], or [sum of lengths, batch] with key_dim=0.
@@ -157,7 +157,7 @@ class KeyedTensor(TensorContainer):
         return self._values
 
     def length_per_key(self) -> list[int]:
-        """Return each key's number of columns."""
+        """Return each key's column count."""
         return list(self._lengths)
 
     def key_dim(self) -> int:
@@ -169,7 +169,7 @@ class KeyedTensor(TensorContainer):
         return {key: number for number, key in enumerate(self._keys)}
 
     def offset_per_key(self) -> list[int]:
-        """Return each key's first column, followed by the total number of columns."""
+        """Return each key's first column, followed by the total column count."""
         return [*accumulate(self._lengths, initial=0)]
 
     def __getitem__(self, key: str) -> Tensor:
