@@ -176,9 +176,7 @@ class KeyedJaggedTensor(Jagged):
         """Make a batch from {key: nested tensor of layout torch.jagged}, and such weights. Raises InputError."""
         for name, argument in (("values", values), ("weights", weights or {})):
             if not isinstance(argument, Mapping):
-                raise InputError(
-                    f"{name}: got a {type(argument).__name__}; give a dict of one nested tensor for each key"
-                )
+                raise InputError(f"{name}: got a {type(argument).__name__}; give a dict with a nested tensor per key")
         if weights is not None and weights.keys() != values.keys():
             raise InputError(f"weights have keys {[*weights]} and values {[*values]}; give weights for each key")
         key_weights = weights or {}
@@ -265,10 +263,7 @@ class KeyedJaggedTensor(Jagged):
         return []
 
     def inverse_indices_or_none(self) -> tuple[list[str], Tensor] | None:
-        """Return (keys, int64 [keys, batch]) with the bag number of each key and sample, or None.
-
-        Bags are numbered from 0 within a key.
-        """
+        """Return (keys, int64 [keys, batch]): the bag of each key and sample, numbered from 0 within a key; or None."""
         return None
 
     def keys(self) -> list[str]:
@@ -372,16 +367,10 @@ class KeyedJaggedTensor(Jagged):
         ]
 
     def permute(self, indices: Sequence[int], indices_tensor: Tensor | None = None) -> KeyedJaggedTensor:
-        """Return a copy with the keys at these indices, in this order. Indices may repeat.
+        """Return a copy with the keys at these indices, which may repeat. Raises IndexError.
 
         You need no permutation before a lookup: a collection finds its features among any keys.
-
-        Args:
-            indices: Key indices.
-            indices_tensor: Ignored; TorchRec passes the same indices as a tensor.
-
-        Raises:
-            IndexError: If an index is out of range.
+        indices_tensor: Ignored; TorchRec passes the same indices as a tensor.
         """
         chosen = [range(len(self._keys))[index] for index in check_integers("indices", indices)]
         values, weights = self._split(range(1, len(self._keys) + 1))

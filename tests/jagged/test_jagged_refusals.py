@@ -122,7 +122,7 @@ METHODS: list[Refusal] = [
     (lambda: BOTH["f1"].to_padded_dense(2, 0.5), InputError, "padding_value=", "0.5", "give a whole number"),
     (lambda: JaggedTensor.from_dense([]), InputError, "values=", "[]", "use JaggedTensor.empty"),
     (lambda: JaggedTensor.from_dense([THREE], [torch.ones(2)]), InputError, "weights:", "", "give a list of tensors"),
-    (lambda: KJT.from_nested([THREE]), InputError, "values:", "got a list", "give a dict of one nested"),
+    (lambda: KJT.from_nested([THREE]), InputError, "values:", "got a list", "give a dict with a nested"),
     (lambda: BOTH["nobody"], KeyError, "key", "'nobody'", "keys are f1, f2"),
     (lambda: KEYED[0]["nobody"], KeyError, "key", "'nobody'", "keys are f1, f2"),
     (lambda: BOTH.to(torch.float16), TypeError, "device", "", ""),
