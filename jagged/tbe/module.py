@@ -46,7 +46,7 @@ POOLING = {PoolingMode.SUM: "sum", PoolingMode.MEAN: "mean", PoolingMode.NONE: N
 
 
 class TableBatchedEmbeddingBags(TableModule):
-    """Pooled lookups in many tables in one call, with updates in backward. Has FBGEMM's argument names and formulas.
+    """Looks up many tables in one call and updates their rows in backward, with FBGEMM's arguments and formulas.
 
     In training mode, a forward's lookups of one table make one update of its rows. In evaluation mode, and under
     no_grad, rows do not change. FBGEMM's enum members are accepted like tierbed's.

@@ -43,7 +43,7 @@ class KeyedJaggedTensor(Jagged):
     The constructor checks shapes, dtypes and repeated keys. `validate` and lookups check the numbers in offsets.
 
     It can be an argument of a graph, with any number of values in a batch. If `build` splits the values by key, the
-    graph splits them before each call and waits for the GPU to do so.
+    graph splits them before each call; on a GPU the split waits for the offsets.
 
     Args:
         keys: Feature names.
