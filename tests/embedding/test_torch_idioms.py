@@ -394,7 +394,7 @@ MESSAGES: dict[str, tuple[Callable[[Model, Any], Any], str]] = {
     ),
     "array": (lambda m, o: m.items.load_dense(np.zeros((10, 4), "f")), "got ndarray; give torch.from_numpy"),
     "arrays": (lambda m, o: m.items.load_dense({0: np.zeros((10, 4), "f")}), "got ndarray; .*torch.from_numpy"),
-    "id": (lambda m, o: m.items(IDS + 1), r"or with make_table_options\(bad_ids='drop'\)"),
+    "id": (lambda m, o: m.items(IDS + 1), r"by make_table_options\(bad_ids='drop'\)"),
     "data": (of_gradient(lambda m: m.items.shadow.grad.data), r"\.data of the gradient"),
     "zeros": (of_gradient(lambda m: m.zero_grad(set_to_none=False)), r"zero_grad\(set_to_none=False\) of the gradient"),
     "foreach": (

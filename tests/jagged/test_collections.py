@@ -363,7 +363,7 @@ def test_a_frozen_embedding_names_all_tables_that_it_freezes(caplog: pytest.LogC
     ebc.embedding_of("a").requires_grad_(False)
     [said] = [one.message for one in caplog.records]
     assert "freezes all of its tables, a, b; to freeze one of them, give that table" in said
-    assert said.endswith("in a collection by a group")
+    assert said.endswith("in a collection by a group of its own")
 
 
 def test_tables_of_another_data_type_are_another_embedding() -> None:
