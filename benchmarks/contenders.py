@@ -246,7 +246,7 @@ class Fbgemm:
 
 
 class Torch:
-    """One nn.Embedding(sparse=True) that holds all tables' rows, with torch's sparse optimizers."""
+    """One nn.Embedding(sparse=True) for all tables, with torch's sparse optimizers."""
 
     name = "torch"
 
@@ -273,7 +273,7 @@ class Torch:
 
 
 class Accumulated(Rows):
-    """The reference for ranks: each rank computes the whole step alone, by accumulating all ranks' parts."""
+    """The reference for ranks: each computes the whole step alone, by accumulating all parts."""
 
     def __init__(self, shape: Shape, batches: Sequence[Batch]) -> None:
         ranks = dist.get_world_size()
@@ -289,9 +289,7 @@ class Accumulated(Rows):
 
 
 class BareExchange:
-    """Only the communication of a step: sends as many bytes as the ranks need to, from preallocated buffers.
-
-    For rows that another rank owns, ranks exchange counts, ids with their tables, rows and gradients.
+    """Only a step's communication: exchanges as many counts, ids, rows and gradients as the ranks need, from buffers.
 
     sent: for each batch, int64 [ranks, ranks]: how many rows rank i requests from rank j.
     """

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py [--repeats N] [--json FILE]      same as the workload gpu/steps of run.py
 
-A figure is reported only if the GPU's results have the same bits as the CPU core's.
+A figure is reported only if the results equal the CPU core's bit for bit.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Tables:
         self.steps = 0
 
     def store(self, kind: str, capacity: int) -> CudaFullStore | CachedTable:
-        """Make one of STORES. The cache has room for all rows, though single sets may overflow."""
+        """Make a store. A cache has room for all rows, though single sets may overflow."""
         if kind == "device_mem":
             return CudaFullStore(self.layout, self.host_layout, capacity, self.faults, "device")
         host = CudaFullStore(self.layout, self.host_layout, capacity, self.faults, "host")

@@ -1,8 +1,8 @@
-"""Time `Graph.run`, which fetches rows on a second stream, against the plain loop on an NVIDIA GPU.
+"""Time `Graph.run` with its second stream for fetching rows, against the plain loop on an NVIDIA GPU.
 
     python benchmarks/gpu_graph.py [--folder F] [--json FILE]      same as the workload gpu/graph of run.py
 
-A figure is reported only if all losses have the same bits as on `device_mem`.
+A figure is reported only if all losses equal `device_mem`'s bit for bit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MODEL = Model(rows=200_000, tables=26, batch=16_384, hidden=(1024, 1024, 512), o
 
 @dataclass(frozen=True)
 class Sizes:
-    """cached: the cache's size as a fraction of all rows. turn: how many steps one kind makes before the other."""
+    """cached: cache size as a fraction of all rows. turn: steps of one kind before the other."""
 
     model: Model = MODEL
     cached: float = 0.5
@@ -49,7 +49,7 @@ def figures(device: torch.device, folder: Path, sizes: Sizes) -> Iterator[Figure
 
 
 def _turns(graph: GraphStep, device: torch.device, sizes: Sizes) -> tuple[list[Tensor], float, str]:
-    """Return all losses, the median time of a `run` step relative to a plain step, and both times as text."""
+    """Return all losses, the median time of a `run` step relative to a plain one, and both times as text."""
     losses = [graph(*batch) for batch in _batches(sizes.model, device, sizes.warm_up, 0)]
     plain, ahead = [], []
     for first in range(sizes.warm_up, sizes.warm_up + 2 * sizes.turn * sizes.repeats, 2 * sizes.turn):

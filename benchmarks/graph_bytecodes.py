@@ -15,7 +15,7 @@ import tierbed.engine
 import tierbed.graph
 import tierbed.snapshots
 
-COUNTED_ON = (3, 11)  # the CPython for which bars on bytecodes hold
+COUNTED_ON = (3, 11)  # bars on bytecodes hold for this CPython
 GENERATED = "<eval_with_key>"  # FX's file name for the code of a compiled step
 PARTS = (tierbed.embedding, tierbed.engine, tierbed.graph, tierbed.snapshots)
 OWN = (*(f"{folder}/" for part in PARTS for folder in part.__path__), GENERATED)

@@ -25,10 +25,10 @@ Step = Callable[[int], Tensor]  # takes the step number, returns the loss
 class Model:
     """A model's sizes: embedding tables and a dense part.
 
-    rows: rows per table. hidden: widths of the MLP's hidden layers; the output has width 1. optimizer: for rows, and
-    for the dense part if `dense_optimizer` is None. length: ids per bag; their rows are summed. features: number of
-    dense features. If there are any, the dense part is `torchrec.models.dlrm`'s: two MLPs, with the dot products of
-    all pairs of vectors between them.
+    rows: rows per table. hidden: hidden widths in the MLP; its output is one number. optimizer: for rows, and for the
+    dense part if `dense_optimizer` is None. length: ids per bag; their rows are summed. features: how many dense
+    features there are. If any, the dense part is `torchrec.models.dlrm`'s: two MLPs, and between them the dot products
+    between all pairs of vectors.
     """
 
     rows: int

@@ -34,7 +34,7 @@ POLICY = "OMP_WAIT_POLICY"
 
 
 def load() -> None:
-    """Import all groups, which fills WORKLOADS."""
+    """Fill WORKLOADS by importing all groups."""
     for group in GROUPS:
         importlib.import_module(f"groups.{group}")
 

@@ -4,7 +4,7 @@
 
 Each figure is the median over turns, in milliseconds. In a turn, each side trains every row once, then saves under a
 new name; only the save is timed. A save waits for the disk under `--folder`, so choose a folder in memory to time only
-tierbed's code. `--against` names another checkout, which takes turns with this one in its own .venv.
+tierbed's code. `--against` names another checkout that takes turns with this one in its own .venv.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ from tierbed.engine.table.table import OpenTable, PinnedBatch
 
 
 class Times(dict[str, list[float]]):
-    """Seconds of each turn, by side. `str` shows the median and, in brackets, the best, in milliseconds."""
+    """Each turn's seconds, by side. `str` shows the median and, in brackets, the best, in milliseconds."""
 
     def ratio(self, one: str, other: str) -> float:
-        """Return the median over turns of one side's time divided by the other's."""
+        """Return one side's time divided by the other's, as the median over turns."""
         return median(a / b for a, b in zip(self[one], self[other], strict=True))
 
     def ms(self, name: str) -> float:
@@ -43,12 +43,12 @@ def in_turns(
     """Call the sides in turns, in rotating order, and return their times.
 
     Args:
-        sides: Functions that take the number of the call.
+        sides: Functions that take the call's number.
         turns: Timed turns.
         warm_up: Untimed turns before them.
-        check: Called after each turn with the last result of each side.
+        check: Called after each turn with each side's last result.
         before: Called before each side's clock starts.
-        calls: Consecutive calls of one side per turn, as in a training loop. Their time is the median without the
+        calls: Consecutive calls to one side per turn, as in a training loop. Their time is the median without the
             first third, because other sides' threads may still be spinning then.
     """
     times = Times({name: [] for name in sides})
@@ -102,11 +102,11 @@ def one_thread() -> Iterator[None]:
 
 @dataclass
 class Turn:
-    """Times, hits and results of consecutive steps.
+    """Consecutive steps: their times, hits and results.
 
-    backlog: seconds after the last step until background work had ended. cpu: processor seconds of all threads,
-    including the backlog. parts: seconds within pin, gather and update. hits, misses: distinct rows per step that the
-    top tier had or lacked, summed over the steps.
+    backlog: seconds after the last step until background work ended. cpu: processor seconds in all threads, including
+    the backlog. parts: seconds within pin, gather and update. hits, misses: distinct rows that the top tier had or
+    lacked, counted in each step and summed.
     """
 
     seconds: float = 0.0
@@ -140,7 +140,7 @@ def split(turns: Sequence[Turn], steps: int) -> str:
 
 
 def turn_of(embedding: MultiTableEmbedding, steps: Iterable[Tensor], first: int = 0) -> Turn:
-    """Run the steps and measure them, except the `first` ones, which run before the clock starts."""
+    """Run the steps and measure them. The clock starts after the `first` ones."""
     turn, watches = Turn(), {"pin": Stopwatch(), "gather": Stopwatch(), "update": Stopwatch()}
     before, remaining = top_tier(embedding), iter(steps)
     with (
@@ -185,7 +185,7 @@ def io_bytes() -> dict[str, int]:
 
 
 class Stopwatch:
-    """Sums the seconds spent in timed calls of one thread. Nested calls are not counted twice."""
+    """Sums the seconds that one thread spends in timed calls. Nested calls count once."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -213,7 +213,7 @@ class Stopwatch:
 
 @contextmanager
 def timed_calls(watch: Stopwatch, owner: Any, *names: str) -> Iterator[None]:
-    """Time calls of the named attributes of a module, class or object."""
+    """Time all calls to the named attributes in a module, class or object."""
     before = {name: vars(owner).get(name) for name in names}
     for name in names:
         setattr(owner, name, watch.timed(getattr(owner, name)))

@@ -1,4 +1,4 @@
-"""Draw ids: batches of a given shape, and endless traces in which the step number determines the batch."""
+"""Draw ids: batches with a given shape, and endless traces in which the step number determines the batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-ALPHA = 1.05  # exponent of Zipf laws
+ALPHA = 1.05  # Zipf exponent
 BATCHES = 8  # different batches, used in turn
 
 
@@ -25,10 +25,10 @@ def hashed(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a step that only trains rows: `batch` samples, each with a summed bag of ids per table.
+    """The sizes for a step that only trains rows. Each of `batch` samples is a summed bag of ids per table.
 
-    rows: rows per table. length: ids per bag, for all tables or for each. alpha: exponent of the ids' Zipf law; None
-    for uniform ids. optimizer: a name in `contenders.OPTIMIZERS`. ragged: bag sizes are random, 1 to 2 * length - 1.
+    rows: rows per table. length: ids per bag, for all tables or for each. alpha: Zipf exponent; None for uniform ids.
+    optimizer: a name in `contenders.OPTIMIZERS`. ragged: bag sizes are random, 1 to 2 * length - 1.
     """
 
     tables: int
@@ -47,7 +47,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Batch:
-    """Ids of one step and the output gradient.
+    """One step's ids and output gradient.
 
     flat: row numbers within their table, ordered by table: int64 [ids]. offsets: bag boundaries in `flat`, int64
     [tables * batch + 1]. grad: float32 [batch, tables, dim].
@@ -59,12 +59,12 @@ class Batch:
 
     @property
     def rows(self) -> Tensor:
-        """Row numbers as int64 [batch, tables, length]. All bags must have the same length."""
+        """Row numbers as int64 [batch, tables, length], if all bags are equally long."""
         samples, tables = self.grad.shape[:2]
         return self.flat.view(tables, samples, -1).transpose(0, 1).contiguous()
 
     def part(self, index: int, count: int) -> Batch:
-        """Return one of `count` equal parts of the samples. Bags must have one id."""
+        """Return part `index` when the samples are split into `count` equal parts. Needs one id per bag."""
         samples, tables = self.grad.shape[0] // count, self.grad.shape[1]
         part = slice(index * samples, (index + 1) * samples)
         flat = self.flat.view(tables, -1)[:, part].flatten()
@@ -97,7 +97,7 @@ def _drawn(random: np.random.Generator, shape: Shape, ids: int) -> NDArray[np.in
 
 
 class Trace(Protocol):
-    """An endless sequence of batches for `tables` tables of `rows` rows each."""
+    """An endless sequence of batches for `tables` tables with `rows` rows each."""
 
     tables: int
     rows: int
@@ -135,7 +135,7 @@ class Zipf:
 class LogUniform:
     """Draws rank k with probability proportional to 1 / k. Ranks map to rows in a fixed order.
 
-    It needs no table of ranks, so it does not use memory in benchmarks that limit memory.
+    It stores no ranks, because benchmarks that limit memory use it.
     """
 
     STRIDE = 2_654_435_761  # a prime larger than any number of rows here
@@ -153,9 +153,9 @@ class LogUniform:
 class Cycles:
     """One table whose ids go round in two cycles of rows. No row occurs twice in a batch.
 
-    The small cycle has a fifth of the rows and supplies four fifths of each batch; the other cycle supplies the rest.
-    Between two uses of a row in the small cycle, all of that cycle and a 16th of the other are used: a quarter of the
-    rows. So a cache of 40 % of the rows hits up to four fifths, whatever the number of rows.
+    The small cycle, a fifth of the rows, supplies four fifths of each batch; the other cycle supplies the rest. Between
+    two uses of a row in the small cycle come that whole cycle and a 16th of the other, together a quarter of the rows.
+    A cache for 40 % of the rows therefore hits up to four fifths, whatever the number of rows.
     """
 
     tables = 1

@@ -72,7 +72,7 @@ def figure(what: str, value: float, unit: str = "", **more: Any) -> Figure:
 
 
 def check_same(what: str, ours: Tensor, theirs: Tensor) -> None:
-    """Raise Mismatch unless both have the same bits."""
+    """Raise Mismatch unless both are bit-identical."""
     if not torch.equal(ours, theirs):
         raise Mismatch(f"{what} differ by up to {float((ours - theirs).abs().max()):.3g}")
 

@@ -33,8 +33,8 @@ class Case:
     """What to train.
 
     store: a store of tierbed, or "memory-mapped". rows: rows per table. cached: the cache's size as a fraction of all
-    rows. limit: bytes of memory and page cache, or None. keep: reuse the folder that another case filled. first: number
-    of the first step, which determines the ids.
+    rows. limit: bytes of memory and page cache, or None. keep: reuse the folder that another case filled. first: the
+    first step's number; it determines the ids.
     """
 
     store: str
@@ -66,9 +66,9 @@ class Case:
 class Outcome:
     """What was measured.
 
-    seconds: of each timed step. sample: checksums of rows. The other fields cover the timed steps: cpu, processor
-    seconds; read, written, bytes on the disk; moved, bytes of all file reads and writes, page cache included; ssd, the
-    increase of RocksDB's counters.
+    seconds: per timed step. sample: row checksums. The others cover all timed steps: cpu, processor seconds; read,
+    written, bytes on the disk; moved, bytes in all file reads and writes, page cache included; ssd, increases in
+    RocksDB's counters.
     """
 
     seconds: list[float]
@@ -120,7 +120,7 @@ def _settle(graph: GraphStep | None = None) -> None:
 
 
 def train(case: Case) -> Outcome:
-    """Train on one of tierbed's stores."""
+    """Train on one tierbed store."""
     options = {} if case.store == "device_mem" else {"open": "resume" if case.keep else "fresh", **case.options}
     cached = int(case.rows * case.tables * case.cached)
     graph = GraphStep(case.model, Path(case.folder), case.store, cached, **options)

@@ -37,10 +37,10 @@ def dense_ids(
     calls: int = 12,
     bars: tuple[float | None, ...] = (None, None, None),
 ) -> Iterator[Figure]:
-    """Time of FBGEMM's step relative to a step of an EmbeddingBagCollection, with the same optimizer.
+    """Step time, FBGEMM relative to an EmbeddingBagCollection, with the same optimizer.
 
-    lengths: average ids per bag. ids: approximate ids per table and batch. alphas: exponents of the ids' Zipf laws;
-    None for uniform ids. calls: steps per turn.
+    lengths: average ids per bag. ids: approximate ids per table and batch. alphas: Zipf exponents; None for uniform
+    ids. calls: steps per turn.
     """
     ratios: dict[int, list[float]] = {length: [] for length in lengths}
     for dim, length, count, alpha in product(dims, lengths, rows, alphas):
@@ -78,7 +78,7 @@ def floor(
     repeats: int = 16,
     calls: int = 12,
 ) -> Iterator[Figure]:
-    """Time of a step that only trains rows relative to the memory floor: row-wise Adagrad, bags of equal length.
+    """Time relative to the memory floor when only rows are trained: row-wise Adagrad, equally long bags.
 
     calls: steps per turn.
     """
@@ -122,7 +122,7 @@ class GraphStep(Graph):
 
 
 class FusedStep:
-    """TorchRec's side: a FusedEmbeddingBagCollection, which updates rows in its backward pass."""
+    """TorchRec's side. FusedEmbeddingBagCollection updates rows in its backward pass."""
 
     def __init__(self, shape: Shape, keys: list[str]) -> None:
         from torchrec import EmbeddingBagConfig
@@ -156,7 +156,7 @@ def fused(
     repeats: int = 16,
     calls: int = 12,
 ) -> Iterator[Figure]:
-    """Time of TorchRec's fused collection relative to ours, in a whole step with a linear layer, row-wise Adagrad.
+    """Whole steps with a linear layer: time, TorchRec's fused collection relative to ours, row-wise Adagrad.
 
     calls: steps per turn.
     """

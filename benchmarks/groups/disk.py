@@ -110,7 +110,7 @@ def wide(folder: Path, repeats: int, floor_seconds: float, apart: bool, **fields
     **{**FIELDS, "rows": 500_000, "repeats": 1000},
 )
 def page_cache(folder: Path, repeats: int, apart: bool = True, **fields: Any) -> Iterator[Figure]:
-    """A cache of 10 % of the rows, with all files in the page cache: against device_mem and memory-mapped torch."""
+    """A cache for 10 % of the rows, with all files in the page cache: against device_mem and memory-mapped torch."""
     case = Case("cached_ssd", folder=str(folder / "rows"), steps=repeats, **fields)
     ours = run(case, apart)
     memory = run(replace(case, store="device_mem"), apart)
@@ -178,7 +178,7 @@ def floor_of(case: Case, seconds: float) -> Floor:
 
 
 def check_same(ours: Outcome, memory: Outcome) -> None:
-    """Raise Mismatch unless losses and rows have the same bits."""
+    """Raise Mismatch unless losses and rows are bit-identical."""
     if (ours.losses, ours.sample) != (memory.losses, memory.sample):
         raise Mismatch("losses or rows of cached_ssd and device_mem differ")
 

@@ -1,4 +1,4 @@
-"""Steps of an embedding over ranks, which have one thread each: against their parts alone and against TorchRec."""
+"""An embedding's steps over single-threaded ranks: against their parts alone and against TorchRec."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def over_ranks(size: int, task: Callable[..., Figure]) -> Callable[..., list[Fig
 
 @contextmanager
 def over_a_world(shape: Shape) -> Iterator[tuple[Rows, list[Batch], list[Batch]]]:
-    """Yield sharded rows, the batches of all ranks together, and this rank's part of each batch."""
+    """Yield sharded rows, the whole batches, and this rank's part of each."""
     with closing(World()) as world:
         batches = make_batches(replace(shape, batch=shape.batch * world.size))
         own = [batch.part(world.rank, world.size) for batch in batches]
@@ -46,7 +46,7 @@ def over_a_world(shape: Shape) -> Iterator[tuple[Rows, list[Batch], list[Batch]]
 
 
 def sent_rows(shape: Shape, batch: Batch) -> Any:
-    """Compute by `plan` how many rows rank i requests from rank j in a batch: int64 [ranks, ranks]."""
+    """Use `plan` to count the rows that rank i requests from rank j in a batch: int64 [ranks, ranks]."""
     ids, size = hashed(batch.rows.squeeze(2)), dist.get_world_size()
     planned = plan([ids], shape.dim, 0, tables=shape.tables, world_size=size).ranks
     assert planned is not None
@@ -78,7 +78,7 @@ def against_torchrec(shape: Shape, repeats: int) -> Figure:
 
 
 def group_of_one(shape: Shape, repeats: int) -> Figure:
-    """A step with a process group of one rank, relative to a step without a group."""
+    """A step in a process group with one rank, relative to a step without a group."""
     with over_a_world(shape) as (rows, _, own), closing(Rows(shape, own, "none", filled=False)) as none:
         times = in_turns({"group": rows.step, "none": none.step}, 4 * repeats)
     ratio = times.ratio("group", "none")

@@ -65,7 +65,7 @@ def step(
 
 
 def check_turn(losses: dict[str, list[Tensor]], tolerance: float) -> None:
-    """Raise Mismatch unless all sides that have rows have the same losses."""
+    """Raise Mismatch unless losses agree. The dense part alone is not compared."""
     for name, peer_losses in losses.items():
         if name != "dense part alone":
             check_losses(f"tierbed and {name}", losses["tierbed"], peer_losses, tolerance)

@@ -199,7 +199,7 @@ for row_bytes in (512, 1536):
 
 
 def check_rows(sides: dict[str, Any], pieces: list[Rows]) -> None:
-    """Raise Mismatch unless all sides have the same rows."""
+    """Raise Mismatch unless all sides store the same rows."""
     for piece in pieces:
         contents = set()
         for side in sides.values():

@@ -1,6 +1,6 @@
-"""Snapshots: saves, loads and checks against the bare disk, and the slowdown of training during saves.
+"""Snapshots: saves, loads and checks against the bare disk, and how much saves slow training down.
 
-Rows have D=16 and Adam's state. Figures are reported only if loaded rows have the bits of the saved ones.
+Rows store D=16 and Adam's state. A figure is reported only if loaded rows equal the saved ones bit for bit.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def trainer(embedding: tierbed.MultiTableEmbedding) -> Callable[[Tensor], object
 
 
 def digest(embedding: tierbed.MultiTableEmbedding) -> int:
-    """Return a checksum of all rows, with their state and counters."""
+    """Return a checksum over all rows, with their state and counters."""
     checksum = 0
     for _, rows in embedding.table_handle().table.scan():
         checksum = zlib.crc32(rows.view(np.uint8).data, checksum)
@@ -75,7 +75,7 @@ def digest(embedding: tierbed.MultiTableEmbedding) -> int:
 
 @workload(TINY)
 def full(folder: Path, rows: int = 10_000_000, repeats: int = 7) -> Iterator[Figure]:
-    """MB/s of a save and a load relative to `dd` with as many bytes, and the memory that a save needs."""
+    """MB/s for a save and a load relative to `dd` with as many bytes, and the memory that a save needs."""
     size = rows * ROW_BYTES
     seconds: dict[str, list[float]] = {"dd": [], "save": [], "dd again": [], "load": []}
     with table(folder, rows) as embedding:
@@ -104,7 +104,7 @@ def disk_ratio(what: str, size: int, disk: Sequence[float], ours: Sequence[float
 
 @workload(TINY)
 def incremental(folder: Path, rows: int = 10_000_000, repeats: int = 7) -> Iterator[Figure]:
-    """The time of an incremental save after 1 % of the rows changed, relative to a full save."""
+    """Time for an incremental save after 1 % of the rows changed, relative to a full save."""
     changed = torch.from_numpy(np.random.default_rng(0).choice(rows, max(rows // 100, 1), replace=False))
     wholes, parts = [], []
     with table(folder, rows) as embedding:
@@ -127,7 +127,7 @@ def incremental(folder: Path, rows: int = 10_000_000, repeats: int = 7) -> Itera
 
 @workload({"rows": 500, "batch": 256, "repeats": 1})
 def checkpoint(folder: Path, rows: int = 1_000_000, batch: int = 32_768, repeats: int = 7) -> Iterator[Figure]:
-    """The time of a RocksDB checkpoint with ten times the rows, relative to one."""
+    """Time for a RocksDB checkpoint with ten times the rows, relative to one."""
     times = []
     for count in (rows, 10 * rows):
         with table(folder, count, cache_budget_mb=64) as embedding:
@@ -202,7 +202,7 @@ def during_saves(
 
 @workload(TINY)
 def verify(folder: Path, rows: int = 10_000_000, repeats: int = 7) -> Iterator[Figure]:
-    """MB/s of a verify relative to reading the files. They are not in the page cache."""
+    """MB/s for `verify` relative to reading the files, which are not in the page cache."""
     reads, checks = [], []
     with table(folder, rows) as embedding:
         embedding.save_snapshot("s")
@@ -237,7 +237,7 @@ def read(files: list[Path]) -> None:
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """Return the peak of this process's resident memory while `work` runs, above its size before."""
+    """Return by how much this process's resident memory grows at most while `work` runs."""
     ctypes.CDLL(None).malloc_trim(0)  # memory that the allocator kept from earlier would hide part of the peak
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _status("VmRSS")

@@ -25,7 +25,7 @@ from tierbed import MultiTableEmbedding
 
 # for cached_ssd, the fastest of those tried: the trace has no drift, and the table is in the page cache
 OPTIONS = {"cache_policy": "lfu", "read_mode": "mmap", "shards": 2}
-HIT_RATE = 0.99  # of the host-memory cache that has a bar
+HIT_RATE = 0.99  # the smallest host-memory cache that reaches it must meet a bar
 SPARE = 1.5  # disk space relative to a table's size, for compaction
 
 
@@ -42,9 +42,9 @@ def train(
     turn: int = 60,
     repeats: int = 3,
 ) -> Iterator[Figure]:
-    """Samples/s of a training step on cached_ssd, relative to device_mem. Every other turn announces nothing.
+    """Samples/s in training on cached_ssd, relative to device_mem. Every other turn announces nothing.
 
-    rows: rows of all tables. cached: the cache's size as a fraction of them. turn: steps on one store before the other.
+    rows: rows in all tables. cached: the cache's size as a fraction of them. turn: steps on one store before the other.
     """
     model = Model(rows // tables, tables, batch, (512, 256), "adagrad")
     memory = GraphStep(model, folder)
@@ -88,7 +88,7 @@ workload(TINY, name="train-defaults", options={}, ahead=4, bar=None)(train)
 
 
 def check_rows(what: str, rows: int, one: MultiTableEmbedding, other: MultiTableEmbedding) -> None:
-    """Raise Mismatch unless 1,000 random rows of each table have the same bits."""
+    """Raise Mismatch unless 1,000 random rows per table are bit-identical."""
     random = torch.Generator().manual_seed(0)
     keys = hashed(torch.randint(rows, (1000, one.spec.num_tables), generator=random))
     check_same(f"{what}: rows", one.get(keys), other.get(keys))
@@ -168,8 +168,8 @@ def lookahead(
     """Steps that only train rows, on a cache: `graph.run` with batches ahead, relative to plain calls.
 
     shapes: samples per batch and ids per bag. reads: "buffered" and "direct" are read modes of cached_ssd; "memory"
-    means cached_host_mem. alpha: exponent of the ids' Zipf law; None for uniform ids. turn: steps of one side before
-    the next. It should be several times `ahead`, because the look-ahead runs empty at the end of a turn.
+    means cached_host_mem. alpha: Zipf exponent; None for uniform ids. turn: steps per side and turn; it should be several
+    times `ahead`, because the look-ahead runs empty when a turn ends.
     """
     for (batch, length), read_mode in product(shapes, reads):
         shape = Shape(tables, rows, dim, batch, length, alpha, "rowwise_adagrad", ragged=length > 1)
@@ -221,7 +221,7 @@ def scale(
 ) -> Iterator[Figure]:
     """Nanoseconds per id on cached_ssd for several row counts, at one hit rate. `--set rows=[100000000]` is one table.
 
-    apart: how much hit rates may differ. The small table hits most, which makes the comparison stricter.
+    apart: how much hit rates may differ. The smallest table hits most, so the comparison is stricter for the others.
     """
     free, needed = shutil.disk_usage(folder).free, int(sum(rows) * STORED_ROW * SPARE)
     if free < needed:
