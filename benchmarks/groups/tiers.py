@@ -168,8 +168,8 @@ def lookahead(
     """Steps that only train rows, on a cache: `graph.run` with batches ahead, relative to plain calls.
 
     shapes: samples per batch and ids per bag. reads: "buffered" and "direct" are read modes of cached_ssd; "memory"
-    means cached_host_mem. alpha: Zipf exponent; None for uniform ids. turn: steps per side and turn; it should be several
-    times `ahead`, because the look-ahead runs empty when a turn ends.
+    means cached_host_mem. alpha: Zipf exponent; None for uniform ids. turn: steps per side and turn, several times
+    `ahead`, because the look-ahead runs empty when a turn ends.
     """
     for (batch, length), read_mode in product(shapes, reads):
         shape = Shape(tables, rows, dim, batch, length, alpha, "rowwise_adagrad", ragged=length > 1)
