@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,7 +46,7 @@ def stat(store: Store, as_json: Json = False) -> None:
             "on disk": sizes,
             "recovery": output.text(status.recovery_snapshot or "none"),
             **({"trained together with": ", ".join(map(output.text, status.partners))} if status.partners else {}),
-            **{f"record of {output.text(one.name)}": _describe_member(one) for one in status.group},
+            **{f"record of {output.text(one.name)}": _describe_member(one, status.partners) for one in status.group},
             "a restart": _describe_restart(status),
         }
     )
@@ -67,7 +67,7 @@ def detach(store: Store, as_json: Json = False) -> None:
     if as_json:
         output.print_json({"detached": found.problem is not None or bool(found.others), **found._asdict()})
     elif found.problem is not None:
-        print(f"detached; its group is unknown: {output.text(found.problem)}")
+        print(f"detached, without its group's record: {output.text(found.problem)}")
     elif found.others:
         print(f"detached from {', '.join(map(output.text, found.others))}")
     else:
@@ -194,12 +194,13 @@ def _live(status: StoreStatus) -> str | None:
     return {None: "none", "rows": "row files", "rocksdb": "RocksDB"}.get(status.live, status.live)
 
 
-def _describe_member(one: MemberStatus) -> str:
+def _describe_member(one: MemberStatus, partners: Sequence[str]) -> str:
     step = "an unknown step" if one.step is None else f"step {one.step:,}"
     has = [*(["live rows"] if one.live else []), *([f"snapshot {output.text(one.snapshot)}"] if one.snapshot else [])]
     now = f"{' and '.join(has) or 'no rows'} of {step}" if has or one.step == 0 else "rows that are not saved"
     common = output.text(one.common or "no rows")
-    return f"{now}; with the others {common}" + ("" if one.common_step is None else f" of step {one.common_step:,}")
+    of_step = "" if one.common_step is None else f" of step {one.common_step:,}"
+    return f"{now}; {'with the others' if partners else 'after a kill'} {common}{of_step}"
 
 
 def _describe_restart(status: StoreStatus) -> str:

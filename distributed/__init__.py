@@ -1,4 +1,4 @@
-"""One embedding over many processes: the group of ranks that share its rows."""
+"""Embeddings over many processes: the ranks that share rows."""
 
 import lazy_loader
 

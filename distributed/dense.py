@@ -1,7 +1,7 @@
-"""The dense part over ranks: gradients summed in the order of the ranks, with the same bits on every rank.
+"""The dense part over ranks: sum gradients so that every rank gets the same bits.
 
-Parameters and buffers begin as those of rank 0, so that ranks which draw their own train one model. A buffer that was
-broadcast once is its rank's own, whichever graph uses it next.
+Gradients are added in rank order. Parameters and buffers start with the values of rank 0, so ranks that initialize
+their own train one model. After that first broadcast, a buffer belongs to its rank, whichever graph uses it next.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from ..engine.errors import GraphError
 from .sendable import bytes_of, check_sendable
 from .world import World, catch
 
-_PRESENT, _FINITE = 1, 2  # bits of the number that each rank sends
-_PIECE = 16 << 20  # bytes that rank 0 sends to each other rank at once
+_PRESENT, _FINITE = 1, 2  # bits of each rank's note
+_PIECE = 16 << 20  # bytes that rank 0 sends to each rank per transfer
 
 
 class Vote(NamedTuple):
-    """What ranks decided together at the end of a step.
+    """What the ranks decided at the end of a step.
 
-    sums: of the gradients, on the devices of those given. present: how many ranks gave some. finite: whether those of
-    all ranks are.
+    sums: the gradient sums, on the devices of the gradients. present: how many ranks contributed. finite: True if the
+    gradients of all ranks are finite.
     """
 
     sums: list[Tensor]
@@ -43,89 +43,90 @@ def all_reduce_in_order(
     finite: bool = True,
     same: Mapping[str, Any] | None = None,
 ) -> Vote:
-    """The sums over ranks of tensors that have the same shapes and dtypes on each. Collective.
+    """Sum tensors over ranks; shapes and dtypes are the same on each rank. Collective.
 
-    Ranks are added in their order, each sum rounded to the dtype. present: whether this rank's tensors count; those of
-    one rank must. same: what must be equal on all ranks, by name. Raises on all ranks what `handshake`
-    raises for `error` of any rank; then nothing has been sent.
+    Ranks are added in order, and each sum is rounded to the dtype. present: this rank's tensors count; at least one
+    rank must be present. same: values by name that must be equal on all ranks. If any rank passes an `error`, all
+    ranks raise what `handshake` raises, before anything is sent.
     """
     with world.collective_block(op):
         try:
-            alike = {"graph": world.collectives, **(same or {})}
-            notes = world.handshake(op, error, alike, note=present * _PRESENT + finite * _FINITE).notes
+            shared_values = {"graph": world.collectives, **(same or {})}
+            notes = world.handshake(op, error, shared_values, note=present * _PRESENT + finite * _FINITE).notes
         finally:
             world.step_collectives += 1
-        givers = [rank for rank, number in enumerate(notes) if number & _PRESENT]
+        contributors = [rank for rank, note in enumerate(notes) if note & _PRESENT]
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index, tensor in enumerate(tensors):
             by_dtype.setdefault(tensor.dtype, []).append(index)
         sums = list(tensors)
-        for places in by_dtype.values():
-            totals = _sums(world, op, [tensors[place] for place in places], givers)
-            for place, total in zip(places, totals, strict=True):
-                sums[place] = total
-    return Vote(sums, len(givers), all(number & _FINITE for number in notes))
+        for indices in by_dtype.values():
+            totals = _sums(world, op, [tensors[index] for index in indices], contributors)
+            for index, total in zip(indices, totals, strict=True):
+                sums[index] = total
+    return Vote(sums, len(contributors), all(note & _FINITE for note in notes))
 
 
 def _sums(world: World, op: str, tensors: Sequence[Tensor], givers: Sequence[int]) -> list[Tensor]:
-    """The sums of tensors of one dtype: each rank adds up a slice, and sends it to all."""
-    me, dtype, sizes = world.rank, tensors[0].dtype, [tensor.numel() for tensor in tensors]
-    ends = [sum(sizes) * rank // world.size for rank in range(world.size + 1)]
-    slices = [(end - begin) * dtype.itemsize for begin, end in pairwise(ends)]  # bytes: Gloo does not take every dtype
+    """Sum tensors of one dtype: each rank adds up one slice and sends it to all."""
+    rank, dtype, sizes = world.rank, tensors[0].dtype, [tensor.numel() for tensor in tensors]
+    bounds = [sum(sizes) * other // world.size for other in range(world.size + 1)]
+    slices = [(end - begin) * dtype.itemsize for begin, end in pairwise(bounds)]  # bytes: Gloo lacks some dtypes
     own = [tensor.detach().reshape(-1).cpu() for tensor in tensors]
-    given = torch.cat(own) if me in givers else own[0][:0]
-    sends = [size * (me in givers) for size in slices]
-    takes = [slices[me] * (rank in givers) for rank in range(world.size)]
-    total, *others = world.start(op, given.view(torch.uint8), sends, takes).wait().view(dtype).view(len(givers), -1)
+    data = torch.cat(own) if rank in givers else own[0][:0]
+    sends = [size * (rank in givers) for size in slices]
+    receives = [slices[rank] * (other in givers) for other in range(world.size)]
+    blocks = world.start(op, data.view(torch.uint8), sends, receives).wait()
+    total, *others = blocks.view(dtype).view(len(givers), -1)
     for other in others:
         total += other
     copies = total.repeat(world.size).view(torch.uint8)
-    flat = world.start(op, copies, [slices[me]] * world.size, slices).wait().view(dtype)
-    return [part.view(like.shape).to(like.device) for part, like in zip(flat.split(sizes), tensors, strict=True)]
+    flat_sums = world.start(op, copies, [slices[rank]] * world.size, slices).wait().view(dtype)
+    return [part.view(like.shape).to(like.device) for part, like in zip(flat_sums.split(sizes), tensors, strict=True)]
 
 
 def broadcast_parameters(world: World, op: str, tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Give these parameters the values that they have on rank 0, and buffers that were not broadcast yet. Collective.
+    """Copy parameters, and buffers that were not broadcast before, from rank 0 to all ranks. Collective.
 
-    tensors: names and tensors, in one order on all ranks. GraphError on all ranks, before anything is written, if they
-    differ. InputError for a tensor whose bytes are not its values, as of a quantized buffer.
+    tensors: (name, tensor) pairs, in the same order on all ranks. If they differ, raises GraphError on all ranks
+    before anything is written. InputError for a tensor whose bytes are not its values, such as a quantized buffer.
     """
     synced = world.synced_tensors
     tensors = [(name, tensor) for name, tensor in tensors if isinstance(tensor, nn.Parameter) or tensor not in synced]
-    every = world.all_gather_object(f"names of {op}", lambda: described(tensors))
-    for rank, other in enumerate(every):
-        if other != every[0]:
-            pairs = zip_longest(every[0], other, fillvalue="nothing more")
-            first, differs = next((one, two) for one, two in pairs if one != two)
+    all_names = world.all_gather_object(f"names of {op}", lambda: described(tensors))
+    for rank, names in enumerate(all_names):
+        if names != all_names[0]:
+            pairs = zip_longest(all_names[0], names, fillvalue="nothing more")
+            expected, actual = next((left, right) for left, right in pairs if left != right)
             world.raise_shared(
                 GraphError(
-                    f"{op}: ranks differ, rank 0: {len(every[0])} tensors, {first}; rank {rank}: {len(other)} tensors, "
-                    f"{differs}; make the graph on every rank by the same code"
+                    f"{op}: ranks differ, rank 0: {len(all_names[0])} tensors, {expected}; rank {rank}: {len(names)} "
+                    f"tensors, {actual}; create the graph with the same code on every rank"
                 )
             )
     _, error = catch(lambda: [check_sendable(f"{op}: {name}", tensor) for name, tensor in tensors])
     with world.collective_block(op):
         world.handshake(op, error)
         for _, tensor in tensors:
-            _copy_of_first(world, op, tensor)
+            _copy_from_rank_0(world, op, tensor)
             synced[tensor] = True
 
 
 def described(tensors: Sequence[tuple[str, Tensor]]) -> list[str]:
-    """Name, dtype and shape of each tensor, for people."""
+    """Return name, dtype and shape of each tensor as text."""
     return [f"{name} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for name, tensor in tensors]
 
 
 @torch.no_grad()
-def _copy_of_first(world: World, op: str, tensor: Tensor) -> None:
-    first = world.rank == 0
-    values = bytes_of(tensor) if first else torch.empty(tensor.numel() * tensor.itemsize, dtype=torch.uint8)
+def _copy_from_rank_0(world: World, op: str, tensor: Tensor) -> None:
+    is_source = world.rank == 0
+    values = bytes_of(tensor) if is_source else torch.empty(tensor.numel() * tensor.itemsize, dtype=torch.uint8)
     for piece in values.split(_PIECE):
-        none = [0] * world.size
-        sends = [len(piece)] * world.size if first else none
-        takes = [len(piece), *none[1:]]
-        received = world.start(op, piece.repeat(world.size) if first else piece[:0], sends, takes).wait()
-        if not first:
+        zeros = [0] * world.size
+        sends = [len(piece)] * world.size if is_source else zeros
+        receives = [len(piece), *zeros[1:]]
+        received = world.start(op, piece.repeat(world.size) if is_source else piece[:0], sends, receives).wait()
+        if not is_source:
             piece.copy_(received)
-    if not first:
+    if not is_source:
         tensor.copy_(values.view(tensor.dtype).view(tensor.shape))

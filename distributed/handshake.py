@@ -1,7 +1,7 @@
-"""The handshake before an operation of ranks: all are in the same call, can make it, and agree on its arguments.
+"""The handshake before an operation of ranks.
 
-It is one all-to-all of headers. All headers of all operations have one size, so ranks that are in different calls learn
-of it; a transfer of unequal sizes would end the process.
+It checks that all ranks are in the same call, can make it, and agree on its arguments. It is one all-to-all of
+headers with a fixed size, so it works even if ranks are in different calls. Other transfers would crash then.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from ..engine import errors
 from ..engine.errors import GroupError, TierbedError
 from .rank_group import CollectiveSequence, PendingAllToAll, RankGroup
 
-# of a header: whether it refuses, checksums of op and numbers, the count for the receiver, a note, wants more
+# header fields: has an error, checksums of op and shared values, count for the receiver, note, wants more
 FIELDS = 6
-MAX_NAMES = 3  # of values that differ between ranks, in an error
+MAX_NAMES = 3  # an error names at most this many differing values
 
 
 class HandshakeResult(NamedTuple):
-    """What the headers of all ranks say, by rank."""
+    """The headers of all ranks, by rank."""
 
-    counts: list[int]  # what each rank sends to this one
+    counts: list[int]  # how much each rank sends to this one
     notes: list[int]
-    wants_more: bool  # whether a rank asks for more
+    wants_more: bool  # a rank asks for another operation
 
 
 class Handshake:
     """One all-to-all of headers, in flight until `wait`.
 
-    op: what every rank must be about to do. same: values that must be equal on all ranks, by name. counts: by rank,
-    how much this one sends. note: a number for all ranks. wants_more: whether the ranks are to do more after this.
-    error: why this rank cannot take part.
+    op: the operation that every rank must be about to make. same: values by name that must be equal on all ranks.
+    counts: how much this rank sends, by rank. note: a number for all ranks. wants_more: ask all ranks for another
+    operation after this one. error: why this rank cannot take part.
     """
 
     def __init__(
         self,
-        group: RankGroup,
+        rank_group: RankGroup,
         op: str,
         error: BaseException | None = None,
         same: Mapping[str, Any] | None = None,
@@ -49,36 +49,36 @@ class Handshake:
         note: int = 0,
         wants_more: bool = False,
     ) -> None:
-        self._group, self._op, self._error, self._same = group, op, error, dict(same or {})
+        self._rank_group, self._op, self._error, self._same = rank_group, op, error, dict(same or {})
         self._result: HandshakeResult | None = None
-        self.refused: BaseException | None = None  # what `wait` raised
-        if group.size == 1:
+        self.refused: BaseException | None = None  # the exception that `wait` raised
+        if rank_group.size == 1:
             self.refused, self._result = error, HandshakeResult([*(counts or [0])], [note], wants_more)
             return
-        group.check_thread()
-        if group.pending is not None:
-            group.pending.wait()  # a rank may have sent other headers instead: all ranks learn of it before these
-        given = np.empty((group.size, FIELDS), np.int64)  # by NumPy, whose small calls take a fraction of torch's time
-        given[:] = (error is not None, _checksum(op), _checksum(self._same), 0, note, wants_more)
+        rank_group.check_thread()
+        if rank_group.pending is not None:
+            rank_group.pending.wait()  # if a rank sent other headers instead, all must learn of it first
+        headers = np.empty((rank_group.size, FIELDS), np.int64)  # NumPy: faster than torch for small calls
+        headers[:] = (error is not None, _checksum(op), _checksum(self._same), 0, note, wants_more)
         if counts is not None:
-            given[:, 3] = counts
-        self._first = given[0, :3].tolist()
-        self._exchange: PendingAllToAll = group.start(op, torch.from_numpy(given))
-        group.pending = self
+            headers[:, 3] = counts
+        self._own_fields = headers[0, :3].tolist()
+        self._exchange: PendingAllToAll = rank_group.start(op, torch.from_numpy(headers))
+        rank_group.pending = self
 
     def wait(self) -> HandshakeResult:
-        """Wait for all headers. If a rank refuses, or ranks differ, raises on every rank, and nothing has moved.
+        """Wait for all headers. If a rank has an error or ranks differ, every rank raises before any data has moved.
 
-        Raises the class of the lowest refusing rank's error if that is a TierbedError, else GroupError.
+        All ranks raise the error of the lowest failing rank, as a GroupError unless it is a TierbedError.
         """
         if self.refused is not None:
             raise self.refused
         if self._result is not None:
             return self._result
-        self._group.pending = None
+        self._rank_group.pending = None
         headers = self._exchange.wait().tolist()
-        self._group.note_started_by_all(self._exchange.call)
-        if self._first[0] or any(header[:3] != self._first for header in headers):
+        self._rank_group.note_started_by_all(self._exchange.call)
+        if self._own_fields[0] or any(header[:3] != self._own_fields for header in headers):
             try:
                 self._refuse()
             except BaseException as error:
@@ -89,29 +89,29 @@ class Handshake:
         return self._result
 
     def _refuse(self) -> NoReturn:
-        group, error = self._group, self._error
-        why = None if error is None else {"kind": type(error).__name__, "message": _text(str(error))}
-        sent = msgpack.packb({"op": self._op, "same": _texts(self._same), "error": why})
-        every = [msgpack.unpackb(data) for data in group.exchange_bytes(self._op, sent)]
-        failed = {rank: one["error"] for rank, one in enumerate(every) if one["error"] is not None}
+        rank_group, error = self._rank_group, self._error
+        own_error = None if error is None else {"kind": type(error).__name__, "message": _text(str(error))}
+        payload = msgpack.packb({"op": self._op, "same": _texts(self._same), "error": own_error})
+        reports = [msgpack.unpackb(data) for data in rank_group.exchange_bytes(self._op, payload)]
+        failed = {rank: report["error"] for rank, report in enumerate(reports) if report["error"] is not None}
         if error is not None and not isinstance(error, Exception):
-            group.raise_shared(error)  # Ctrl-C stays what it is where it was pressed
+            rank_group.raise_shared(error)  # Ctrl-C stays Ctrl-C on the rank where it was pressed
         if not failed:
-            group.mismatches += 1
-            group.raise_shared(GroupError(_difference(every)))
-        rank, one = next(iter(failed.items()))
-        kind: Any = getattr(errors, one["kind"], None)
-        known = isinstance(kind, type) and issubclass(kind, TierbedError)
-        more = f" (and {len(failed) - 1} more ranks failed)" if len(failed) > 1 else ""
-        message = one["message"] if known else f"{one['kind']}: {one['message']}"
-        shared = (kind if known else GroupError)(f"rank {rank}: {message}{more}")
-        group.raise_shared(shared, error if rank == group.rank else None)
+            rank_group.mismatches += 1
+            rank_group.raise_shared(GroupError(_difference(reports)))
+        rank, first_error = next(iter(failed.items()))
+        error_class: Any = getattr(errors, first_error["kind"], None)
+        is_tierbed_error = isinstance(error_class, type) and issubclass(error_class, TierbedError)
+        suffix = f" (and {len(failed) - 1} more ranks failed)" if len(failed) > 1 else ""
+        message = first_error["message"] if is_tierbed_error else f"{first_error['kind']}: {first_error['message']}"
+        shared = (error_class if is_tierbed_error else GroupError)(f"rank {rank}: {message}{suffix}")
+        rank_group.raise_shared(shared, error if rank == rank_group.rank else None)
 
 
 def _checksum(value: Any) -> int:
     try:
         return zlib.crc32(msgpack.packb(value, default=repr))
-    except (ValueError, OverflowError):  # of a number or a text that msgpack cannot carry
+    except (ValueError, OverflowError):  # a number or text that msgpack cannot encode
         return zlib.crc32(repr(value).encode(errors="backslashreplace"))
 
 
@@ -121,29 +121,30 @@ def _text(value: object) -> str:
 
 
 def _texts(values: Mapping[str, Any]) -> dict[str, str]:
-    """Values by name, as text. The parts of a map, and of a CollectiveSequence, have its name and theirs."""
+    """Return values as text, by name. Maps and CollectiveSequences are split into their parts."""
     texts: dict[str, str] = {}
     for name, value in values.items():
         parts = value.parts if isinstance(value, CollectiveSequence) else value
-        named = {f"{name}: {key}": one for key, one in parts.items()} if isinstance(parts, dict) else {name: parts}
-        texts |= {key: _text(one) for key, one in named.items()}
+        flat = {f"{name}: {key}": part for key, part in parts.items()} if isinstance(parts, dict) else {name: parts}
+        texts |= {key: _text(part) for key, part in flat.items()}
     return texts
 
 
-def _difference(every: Sequence[Mapping[str, Any]]) -> str:
-    """Which ranks are about to do what, or which number differs."""
-    if any(one["op"] != every[0]["op"] for one in every):
-        calls = "; ".join(f"rank {rank}: {one['op']}" for rank, one in enumerate(every))
+def _difference(reports: Sequence[Mapping[str, Any]]) -> str:
+    """Describe which ranks are in which call, or which values differ."""
+    if any(report["op"] != reports[0]["op"] for report in reports):
+        calls = "; ".join(f"rank {rank}: {report['op']}" for rank, report in enumerate(reports))
         return (
-            f"ranks are in different calls, {calls}; lookups, steps and saves of embeddings of a World are made by all "
-            "ranks in the same order"
+            f"ranks are in different calls, {calls}; all ranks must make lookups, steps and saves of embeddings with a "
+            "World in the same order"
         )
-    values = [one["same"] for one in every]
-    every_name = dict.fromkeys(name for one in values for name in one)
-    names = [name for name in every_name if any(one.get(name) != values[0].get(name) for one in values)]
+    values = [report["same"] for report in reports]
+    all_names = dict.fromkeys(name for by_name in values for name in by_name)
+    names = [name for name in all_names if any(by_name.get(name) != values[0].get(name) for by_name in values)]
     shown = names[:MAX_NAMES]
     by_rank = "; ".join(
-        f"rank {rank}: " + ", ".join(f"{name}={one.get(name)}" for name in shown) for rank, one in enumerate(values)
+        f"rank {rank}: " + ", ".join(f"{name}={by_name.get(name)}" for name in shown)
+        for rank, by_name in enumerate(values)
     )
     more = f" (and {len(names) - len(shown)} more differ)" if len(names) > len(shown) else ""
-    return f"{every[0]['op']}: ranks differ, {by_rank}{more}; give all ranks the same"
+    return f"{reports[0]['op']}: ranks differ, {by_rank}{more}; pass the same values on all ranks"

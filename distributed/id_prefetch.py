@@ -1,7 +1,7 @@
-"""Exchanges the ids of announced steps before the steps, so that each rank can prefetch the rows requested from it.
+"""Exchange the ids of announced steps ahead of the steps, so that each rank can prefetch the rows requested from it.
 
-All exchanges start and are waited for at points that every rank reaches in the same order: no rank acts on what has
-arrived so far.
+Every exchange is a collective, so all ranks start and finish these exchanges at the same points of the program. What
+has already arrived must not change that order: no rank may act on it early.
 """
 
 from __future__ import annotations
@@ -21,49 +21,49 @@ from .world import World
 
 
 class AnnouncedStep:
-    """An announced step. Its headers are in flight, then its ids, then `requested` is known."""
+    """An announced step. First its headers are in flight, then its ids; then `requested` is known."""
 
     def __init__(
         self,
-        group: World,
+        world: World,
         op: str,
         number: int,
         lookups: Sequence[Lookup] | None,
         local: LocalBatch | None,
         traffic: Traffic,
     ) -> None:
-        self.number = number  # of the announcement, the same on all ranks
+        self.number = number  # the announcement's number, the same on all ranks
         self.local = local
-        self.requested: list[Lookup] | None = None  # empty if a rank does not know its lookups
-        self._group, self._op, self._traffic = group, op, traffic
-        # None if no step of this rank will take it
+        self.requested: list[Lookup] | None = None  # empty if a rank did not know its lookups
+        self._world, self._op, self._traffic = world, op, traffic
+        # None if no step of this rank will use it
         self.lookups = None if lookups is None else [copied(lookup) for lookup in lookups]
-        counts = [0] * group.size if local is None else local.counts
-        self._headers = Handshake(group, op, counts=counts, note=local is None)
+        counts = [0] * world.size if local is None else local.counts
+        self._headers = Handshake(world, op, counts=counts, note=local is None)
         self._ids: IdExchange | None = None
 
     @property
     def is_refused(self) -> bool:
-        """Whether a rank was in another call, which all ranks raised."""
+        """True if a rank was in another call, so all ranks raised."""
         return self._headers.refused is not None
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing of it is in flight."""
+        """True if nothing of it is in flight."""
         return self.requested is not None or self.is_refused
 
     @property
-    def is_wanted(self) -> bool:
-        """Whether a step of this rank may still take it."""
+    def is_needed(self) -> bool:
+        """True if a step of this rank may still use it."""
         return self.lookups is not None and self.requested != [] and not self.is_refused
 
-    def is_of(self, lookups: Sequence[Lookup], processor: Processor[Any]) -> bool:
-        # a table that was opened again has another processor
-        is_here = self.is_wanted and self.local is not None and self.local.processor is processor
-        return is_here and same_lookups(self.lookups or (), lookups)
+    def matches(self, lookups: Sequence[Lookup], processor: Processor[Any]) -> bool:
+        # a reopened table has another processor
+        is_current = self.is_needed and self.local is not None and self.local.processor is processor
+        return is_current and same_lookups(self.lookups or (), lookups)
 
     def advance(self) -> None:
-        """Wait for what is in flight, and start what follows it. Called until `is_complete`."""
+        """Wait for the exchange in flight, and start the next. Call it until `is_complete`."""
         if self._ids is not None:
             self.requested = self._ids.wait()
             return
@@ -71,49 +71,49 @@ class AnnouncedStep:
         if any(answer.notes) or self.local is None:
             self.requested = []
         else:
-            self._ids = IdExchange(self._group, f"ids of {self._op}", self.local, answer.counts, self._traffic)
+            self._ids = IdExchange(self._world, f"ids of {self._op}", self.local, answer.counts, self._traffic)
 
 
 class IdPrefetcher:
-    """The announced steps of one embedding, in their order. `on_ids` gets what the ranks will request of this one."""
+    """The announced steps of one embedding, in order. `on_ids` gets what ranks will request from this one."""
 
-    def __init__(self, group: World, name: str, traffic: Traffic, on_ids: Callable[[list[Lookup]], None]) -> None:
-        self._group, self._name, self._traffic, self._on_ids = group, name, traffic, on_ids
+    def __init__(self, world: World, name: str, traffic: Traffic, on_ids: Callable[[list[Lookup]], None]) -> None:
+        self._world, self._name, self._traffic, self._on_ids = world, name, traffic, on_ids
         self._announced: deque[AnnouncedStep] = deque()
         self._count = 0
 
-    def announce(self, lookups: Sequence[Lookup] | None, make: Callable[[], LocalBatch]) -> None:
+    def announce(self, lookups: Sequence[Lookup] | None, make_batch: Callable[[], LocalBatch]) -> None:
         """Announce a step on all ranks. lookups: None if this rank does not know them; then no rank prefetches.
 
-        make: deduplicates them. What it raises is left for the step.
+        make_batch: deduplicates the lookups. Its errors are left for the step to raise.
         """
         self.advance()
         local = None
         if lookups is not None:
             try:
-                local = make()
+                local = make_batch()
             except Exception:
                 lookups = None
         number = self._count + 1
         op = f"announced step {number} of embedding {self._name!r}"
-        self._announced.append(AnnouncedStep(self._group, op, number, lookups, local, self._traffic))
-        self._count = number  # only now: no rank announces it if the headers before these are refused
+        self._announced.append(AnnouncedStep(self._world, op, number, lookups, local, self._traffic))
+        self._count = number  # only now: if the earlier headers are refused, no rank announces this step
         if len(self._announced) > QUEUE and self._announced[0].is_complete:
             self._announced.popleft()
 
     def advance(self) -> None:
         """Advance every announced step. All ranks call this at the same points."""
-        self._free()
+        self._drop_finished()
         for step in self._announced:
             self._advance(step)
-        self._free()
+        self._drop_finished()
 
     def find(self, lookups: Sequence[Lookup], processor: Processor[Any]) -> AnnouncedStep | None:
-        """The announced step of these lookups on a processor. Its rows are known."""
-        return next((step for step in self._announced if step.is_of(lookups, processor)), None)
+        """Return the announced step with these lookups on a processor, or None."""
+        return next((step for step in self._announced if step.matches(lookups, processor)), None)
 
     def take(self, step: AnnouncedStep) -> list[Lookup]:
-        """What ranks request of this one in an announced step. Earlier ones are dropped."""
+        """Return what ranks request from this one in an announced step, and drop earlier steps."""
         while not step.is_complete:
             self._advance(step)
         self.skip(step.number)
@@ -121,25 +121,25 @@ class IdPrefetcher:
         return step.requested
 
     def skip(self, number: int) -> None:
-        """No step will take the announcements up to this one."""
+        """Mark the announcements up to this number as unused."""
         for step in self._announced:
             if step.number <= number:
                 step.lookups = None
-        self._free()
+        self._drop_finished()
 
     def forget(self) -> None:
-        """No step of this rank will take what was announced. What is in flight still arrives."""
+        """Mark all announcements as unused on this rank. What is in flight still arrives."""
         self.skip(self._count)
 
-    def _free(self) -> None:
-        """Release what is complete and taken by no step."""
+    def _drop_finished(self) -> None:
+        """Release steps that are complete and that no step will use."""
         if self._announced and self._announced[-1].is_refused:
-            self._count -= 1  # the other ranks announced nothing either
-        self._announced = deque(step for step in self._announced if step.is_wanted or not step.is_complete)
+            self._count -= 1  # the other ranks did not announce it either
+        self._announced = deque(step for step in self._announced if step.is_needed or not step.is_complete)
 
     def _advance(self, step: AnnouncedStep) -> None:
         if not step.is_complete:
             step.advance()
             if step.requested:
-                with suppress(Exception):  # a hint: the step raises what is wrong, on all ranks
+                with suppress(Exception):  # only a hint: the step itself raises errors, on all ranks
                     self._on_ids(step.requested)

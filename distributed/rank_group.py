@@ -1,4 +1,10 @@
-"""The ranks that share rows, and what moves bytes between them."""
+"""`RankGroup`: a process group that moves bytes between the ranks that share rows.
+
+All transfers are all-to-alls over Gloo, issued in the same order on every rank by one thread. Each transfer is
+started and waited for separately, so that work can overlap with it. While a rank waits, it polls for signals and for
+other ranks that aborted the group, so a lost rank or Ctrl-C never leaves it hanging. After a failure the group is
+aborted and cannot be used again.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +32,16 @@ from ..engine.ops.batch import empty
 from ..engine.signals import deferred_signals, uninterrupted
 from .peer_monitor import GroupAborted, PeerMonitor, connect
 
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun's report finds what a rank raised
-POLL = timedelta(seconds=0.1)  # how often a wait checks for signals, and for ranks that aborted the group
-PATIENCE = 1.0  # seconds that a wait continues after a signal, so that a step whose ranks all answer completes
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun reads a rank's error from this file
+POLL = timedelta(seconds=0.1)  # interval at which a wait checks for signals and aborts
+PATIENCE = 1.0  # seconds that a wait continues after a signal, to finish a step whose ranks all answer
 ENDING = (signal.SIGINT, signal.SIGTERM)
-CONNECT_SECONDS = 60.0  # for all ranks to connect to each other
-_closed_groups: set[tuple[int, ...]] = set()  # the ranks of groups that this process has left
+CONNECT_SECONDS = 60.0  # limit for all ranks to connect
+_closed_groups: set[tuple[int, ...]] = set()  # ranks of groups that this process has left
 
 
 class CollectiveSequence:
-    """The collectives of a step in their order, and the dense parameters whose gradients it sums, as texts."""
+    """A step's collectives in order, and the dense parameters whose gradients it sums, as text."""
 
     def __init__(self, exchanges: Sequence[str] = (), parameters: Sequence[str] = ()) -> None:
         self.parts = {f"exchange {number}": text for number, text in enumerate(exchanges)}
@@ -43,25 +49,26 @@ class CollectiveSequence:
         self._checksum = str(crc32(repr(self.parts).encode()))
 
     def __repr__(self) -> str:
-        """A text that is equal on ranks whose sequences are equal."""
+        """Return a text that is equal on ranks with equal sequences."""
         return self._checksum
 
 
-NO_COLLECTIVES = CollectiveSequence()  # outside of a graph's steps
+NO_COLLECTIVES = CollectiveSequence()  # outside a graph's steps
 
 
 class LossReport:
-    """Writes the first error of a group to the log, which is stderr by default, and to torchrun's report."""
+    """Writes a group's first error to the log (stderr by default) and to torchrun's report."""
 
     def __init__(self, rank: int) -> None:
         self._rank, self._writing, self._is_written = rank, Lock(), False
-        if ERROR_FILE in os.environ:  # imported now, since there is no time once a rank is lost
+        if ERROR_FILE in os.environ:  # import now: there is no time once a rank is lost
             import torch.distributed.elastic.multiprocessing.errors  # noqa: F401
 
     def write(self, error: GroupError, noticed: bool = False) -> None:
-        """May be called by any thread. noticed: by no call of this rank, which ends by the first such error.
+        """Write an error. Any thread may call this.
 
-        Ranks that are lost after the first are those that torchrun ends because of it.
+        noticed: the error was not raised in a call of this rank. It is then dropped unless it is the first: torchrun
+        ends the remaining ranks once one is lost.
         """
         with self._writing:
             if self._is_written and noticed:
@@ -77,7 +84,7 @@ def _record(error: GroupError) -> None:
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     try:
-        raise error  # the handler takes the traceback of the error that is handled
+        raise error  # the handler reads the traceback of the exception being handled
     except GroupError:
         try:
             get_error_handler().record_exception(error)
@@ -88,10 +95,10 @@ def _record(error: GroupError) -> None:
 
 
 class RankGroup:
-    """A separate process group for the ranks of `group`, and the collectives that it makes, in one thread.
+    """A separate process group for the given ranks, and its collectives. One thread makes all of them.
 
-    If a rank does not answer, or this one is interrupted while it waits, the group is aborted: `failure` says why, and
-    every later call raises it. The end of the process waits for no other rank.
+    If a rank does not answer, or this one is interrupted while it waits, the group is aborted: `failure` holds the
+    error, and every later call raises it. A process never waits for other ranks when it ends.
     """
 
     def __init__(
@@ -102,33 +109,33 @@ class RankGroup:
         rows: torch.dtype = torch.float32,
         grads: torch.dtype = torch.float32,
     ) -> None:
-        """ranks: those of torch's processes, in order; none for this process alone. rank: the place of this one."""
+        """ranks: torch's global ranks, in order; empty for this process alone. rank: this process's position."""
         self.rank, self.size = rank, max(len(ranks), 1)
         self.timeout, self.rows, self.grads = timeout, rows, grads
-        self.on_host = 1  # how many of the ranks are on this host
-        self.step_collectives = 0  # collectives of steps that began
-        self.collectives = NO_COLLECTIVES  # of the running step, which all ranks must be in
+        self.on_host = 1  # number of ranks on this host
+        self.step_collectives = 0  # collectives of steps begun so far
+        self.collectives = NO_COLLECTIVES  # of the running step; must be equal on all ranks
         self.pending: Any = None  # the Handshake whose headers are in flight
-        self.synced_tensors = WeakTensorKeyDictionary()  # those that began with the values of rank 0
-        self.pinned_batches: list[Any] | None = None  # of a graph's step so far, in the order of its pins
-        self.shared_error: BaseException | None = None  # what was raised on all ranks last
-        self.mismatches = 0  # how often all ranks raised that they differ
+        self.synced_tensors = WeakTensorKeyDictionary()  # tensors that were broadcast from rank 0
+        self.pinned_batches: list[Any] | None = None  # batches pinned in a graph's running step, in order
+        self.shared_error: BaseException | None = None  # the last error raised on all ranks
+        self.mismatches = 0  # how often all ranks raised because they differed
         self.failure: GroupError | None = None
-        self._user: tuple[int, int] | None = None  # the process and the thread that make the calls
-        self.calls = self._common = 0  # collectives that this rank began, and those that all are known to have begun
-        self._in_flight: list[PendingAllToAll] = []  # a failed step leaves some that no thread waits for
+        self._caller: tuple[int, int] | None = None  # process id and thread id that make all calls
+        self.calls = self._started_by_all = 0  # collectives begun here, and those known to have begun on all ranks
+        self._in_flight: list[PendingAllToAll] = []  # failed steps leave some that nobody waits for
         self._group: dist.ProcessGroup | None = None
         self._peers: PeerMonitor | None = None
-        self._op = "start of the world"  # the last call that began
+        self._op = "start of the world"  # the last call begun here
         self._report = LossReport(self.rank)
         if ranks:
             self._connect(ranks)
 
     def close(self) -> None:
-        """Leave the group. This waits for no other rank, and at most PATIENCE for what all ranks have begun."""
+        """Leave the group without waiting for other ranks; wait up to PATIENCE for collectives that all have begun."""
         with uninterrupted():
             if self.failure is None:
-                self._finish_common()
+                self._finish_started()
             self.failure = self.failure or GroupError("this world is closed")
             if self._peers is not None:  # first, so that no rank waits for a closed group
                 self._peers.close("it closed its world")
@@ -136,32 +143,32 @@ class RankGroup:
             self._leave_group()
 
     def check_thread(self) -> None:
-        """GroupError unless the calling thread is that of the first call, which issues every collective."""
+        """Raise GroupError if a thread other than the first caller calls. One thread must make all collectives."""
         if self.size == 1:
             return
-        here = os.getpid(), threading.get_ident()
-        self._user = self._user or here
-        if here != self._user:
-            who = "a forked process" if here[0] != self._user[0] else threading.current_thread().name
+        caller = os.getpid(), threading.get_ident()
+        self._caller = self._caller or caller
+        if caller != self._caller:
+            caller_name = "a forked process" if caller[0] != self._caller[0] else threading.current_thread().name
             raise GroupError(
-                f"{who} uses a world that another thread uses: ranks meet in the order of their calls, so one thread "
-                "makes all of them"
+                f"{caller_name} uses a world that another thread uses: ranks match calls by their order, so one thread "
+                "must make all of them"
             )
 
     def begin_step(self, collectives: CollectiveSequence, nested: bool) -> None:
-        """A graph's step begins, which makes these collectives. nested: within a step."""
+        """Begin a graph's step with these collectives. nested: within another step."""
         self.collectives, self.shared_error = collectives, None
         if not nested:
             self.pinned_batches = []
 
     def end_step(self, nested: bool) -> None:
-        """The step has ended."""
+        """End a graph's step."""
         self.collectives = NO_COLLECTIVES
         if not nested:
-            self.shared_error = self.pinned_batches = None  # frames of the error hold what the step computed
+            self.shared_error = self.pinned_batches = None  # an error's frames keep the step's tensors alive
 
     def must_report(self, error: BaseException) -> bool:
-        """Whether other ranks still need an error: it was not raised on all, and the group is not aborted."""
+        """True if other ranks must still learn of an error: they did not raise it too, and the group is alive."""
         return self.size > 1 and self.failure is None and error is not self.shared_error
 
     def raise_shared(self, error: BaseException, cause: BaseException | None = None) -> NoReturn:
@@ -172,61 +179,60 @@ class RankGroup:
         raise error from cause
 
     def check_alive(self) -> None:
-        """Raises GroupError if the group is aborted or closed."""
+        """Raise GroupError if the group is aborted or closed."""
         if self.failure is not None:
             raise GroupError(f"the group of ranks has ended: {self.failure}", self.failure.ranks)
 
     def start(
         self,
         op: str,
-        given: Tensor,
-        sends: Sequence[int] | None = None,
-        takes: Sequence[int] | None = None,
+        data: Tensor,
+        send_counts: Sequence[int] | None = None,
+        receive_counts: Sequence[int] | None = None,
         out: Tensor | None = None,
     ) -> PendingAllToAll:
-        """Start to send blocks of `given` to the ranks, and to receive theirs, in `out` or else in new memory.
+        """Start to send blocks of `data` to the ranks and to receive theirs, into `out` or new memory.
 
-        Both are contiguous CPU tensors. sends, takes: the lengths of blocks along dimension 0, in the order of ranks;
-        all equal if left out. Each is what the other rank knows as well: a wrong one ends the process. `op` names the
-        call in errors.
+        Both are contiguous CPU tensors. send_counts, receive_counts: block lengths along dimension 0, by rank; equal
+        blocks by default. Sender and receiver must agree on each length, or the process ends. op: a name for errors.
         """
-        sends = sends or [len(given) // self.size] * self.size
-        takes = takes or sends
+        send_counts = send_counts or [len(data) // self.size] * self.size
+        receive_counts = receive_counts or send_counts
         if out is None:
-            out = empty((sum(takes), *given.shape[1:]), given.dtype)
+            out = empty((sum(receive_counts), *data.shape[1:]), data.dtype)
         self.check_thread()
         self.check_alive()
-        self.check_others(op, self.calls + 1)  # what they still wait for may be of other sizes
+        self.check_others(op, self.calls + 1)  # they may wait for a transfer of other sizes
         assert self._group is not None
-        # what all_to_all_single calls, without the half of its time that is Python's
-        work = self._group.alltoall_base(out, given, [*takes], [*sends], dist.AllToAllOptions())
+        # all_to_all_single calls this, and spends half its time in Python
+        work = self._group.alltoall_base(out, data, [*receive_counts], [*send_counts], dist.AllToAllOptions())
         self.calls += 1
         self._op = op
         if self._peers is not None:
-            self._peers.at = self.calls
+            self._peers.last_call = self.calls
         pending = PendingAllToAll(self, op, self.calls, work, out)
-        self._in_flight = [*(one for one in self._in_flight if one.is_pending()), pending]
+        self._in_flight = [*(transfer for transfer in self._in_flight if transfer.is_pending()), pending]
         return pending
 
     def exchange_bytes(self, op: str, data: bytes, readers: int | None = None) -> list[bytes]:
-        """The bytes of each rank, in rank order, if all ranks are known to be in this very call.
+        """Return the bytes of each rank, in rank order. All ranks must be known to be in this very call.
 
-        readers: how many ranks, from rank 0 on, receive them; None for all. The others get empty ones.
+        readers: only ranks below this number receive the bytes, others receive empty ones. None for all.
         """
         if self.size == 1:
             return [data]
         readers = self.size if readers is None else readers
-        sends = [len(data) * (rank < readers) for rank in range(self.size)]
-        takes: list[int] = self.start(op, torch.tensor(sends)).wait().tolist()
-        given = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        out = self.start(op, given.repeat(readers), sends, takes).wait()
-        return [bytes(part.numpy()) for part in out.split(takes)]
+        send_counts = [len(data) * (rank < readers) for rank in range(self.size)]
+        receive_counts: list[int] = self.start(op, torch.tensor(send_counts)).wait().tolist()
+        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        out = self.start(op, payload.repeat(readers), send_counts, receive_counts).wait()
+        return [bytes(part.numpy()) for part in out.split(receive_counts)]
 
     @contextmanager
     def collective_block(self, op: str) -> Iterator[None]:
-        """A block of collectives, which other ranks make as well. Handlers of signals wait until it ends.
+        """Context manager for collectives that all ranks make. Signal handlers wait until it ends.
 
-        If it raises in the middle an error that the other ranks do not know of, the group is aborted.
+        If the block fails halfway with an error that other ranks do not know of, the group is aborted.
         """
         if self.size == 1:
             yield
@@ -242,13 +248,13 @@ class RankGroup:
                 raise
 
     def note_started_by_all(self, call: int) -> None:
-        """All ranks have begun the collective of this number, and so those before it."""
-        self._common = max(self._common, call)
+        """Record that all ranks have begun this collective, and so all earlier ones."""
+        self._started_by_all = max(self._started_by_all, call)
 
     def check_others(self, op: str, call: int) -> None:
-        """Raises GroupError if another rank has aborted the group, or closed its world before this call.
+        """Raise GroupError if another rank has aborted the group, or closed its world before this call.
 
-        That rank has sent why, whatever this one does.
+        That rank has announced it, whatever this rank is doing.
         """
         if self._peers is None:
             return
@@ -258,9 +264,9 @@ class RankGroup:
             raise self.abort_unresponsive(op, call, "a rank closed its world")
 
     def abort_unresponsive(self, op: str, call: int, how: str) -> GroupError:
-        """Abort the group since `op`, the collective of this number, failed. Returns the error with what ranks report.
+        """Abort the group because collective number `call` failed. Returns the error, with what the ranks report.
 
-        how: as the failure showed here.
+        how: how the failure showed on this rank.
         """
         missing: Mapping[int, str] = {}
         if self._peers is not None:
@@ -269,10 +275,10 @@ class RankGroup:
             except GroupAborted as aborted:
                 return self._abort_by_peer(op, aborted)
             self._peers.broadcast_abort(self.rank, missing)
-        return self._abort(f"{op}: {_described(missing) or how}", missing)
+        return self._abort(f"{op}: {_unresponsive_text(missing) or how}", missing)
 
     def abort(self, op: str, why: str) -> GroupError:
-        """Abort the group since this rank failed in the middle of `op`. Returns the error."""
+        """Abort the group because this rank failed in the middle of `op`. Returns the error."""
         if self._peers is not None:
             self._peers.broadcast_abort(self.rank, {self.rank: why})
         return self._abort(f"{op}: {why}", {})
@@ -280,7 +286,7 @@ class RankGroup:
     def _abort_by_peer(self, op: str, aborted: GroupAborted) -> GroupError:
         if self._peers is not None:
             self._peers.broadcast_abort(aborted.rank, aborted.why)
-        return self._abort(f"{op}: rank {aborted.rank} ended the group: {_described(aborted.why)}", aborted.why)
+        return self._abort(f"{op}: rank {aborted.rank} ended the group: {_unresponsive_text(aborted.why)}", aborted.why)
 
     def _abort(self, message: str, missing: Mapping[int, str]) -> GroupError:
         self.failure = GroupError(message, sorted(missing))
@@ -290,7 +296,7 @@ class RankGroup:
         return self.failure
 
     def _note_loss(self, rank: int, why: str) -> None:
-        """Report a rank whose process was killed as soon as the thread that watches the others notices it."""
+        """Report a killed rank as soon as the monitor thread notices."""
         message = f"rank {rank} was lost ({why}); the last call here: {self._op}"
         self._report.write(GroupError(message, [rank]), noticed=True)
 
@@ -298,28 +304,28 @@ class RankGroup:
         if self._group is not None:
             group, self._group = self._group, None
             _closed_groups.add(tuple(dist.get_process_group_ranks(group)))
-            left, self._in_flight = self._in_flight, []
-            completed = [one.release() for one in left]
-            if not all(completed):  # the end of the object would wait for that
+            transfers, self._in_flight = self._in_flight, []
+            completed = [transfer.release() for transfer in transfers]
+            if not all(completed):  # its destructor would wait for them
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
             dist.destroy_process_group(group)
 
-    def _finish_common(self) -> None:
-        """Wait for the collectives that failed steps left, of those that all ranks have begun."""
-        end = monotonic() + PATIENCE
+    def _finish_started(self) -> None:
+        """Wait for leftover collectives of failed steps that all ranks have begun."""
+        deadline = monotonic() + PATIENCE
         for pending in self._in_flight:
-            while pending.call <= self._common and monotonic() < end and pending.poll():
+            while pending.call <= self._started_by_all and monotonic() < deadline and pending.poll():
                 pass
 
     def _connect(self, ranks: list[int]) -> None:
-        """Make a process group with the other ranks, and connect to each of them."""
+        """Create a process group with the other ranks, and connect to each of them."""
         if tuple(ranks) in _closed_groups:
             raise OptionError(
-                "a world of these ranks was closed in this process, and torch would meet at its old addresses; make "
-                "one World, and close it at the end"
+                "a world of these ranks was already closed in this process, and torch would reuse its old addresses; "
+                "create one World, and close it at the end"
             )
-        timeout, self.timeout = self.timeout, max(self.timeout, CONNECT_SECONDS)  # some may still be starting
-        order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}  # torch 2.11 sorts always
+        timeout, self.timeout = self.timeout, max(self.timeout, CONNECT_SECONDS)  # some ranks may still be starting
+        order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}  # torch 2.11 always sorts
         try:
             self._group = dist.new_group(
                 ranks, timedelta(seconds=self.timeout), "gloo", use_local_synchronization=True, **order
@@ -341,20 +347,20 @@ class PendingAllToAll:
 
     def __init__(self, group: RankGroup, op: str, call: int, work: dist.Work, out: Tensor) -> None:
         self._group, self._op, self.call, self._out = group, op, call, out
-        self._work: dist.Work | None = work  # which holds the process group
-        self._end = monotonic() + group.timeout
-        self._arrived, self._failure = False, ""
+        self._work: dist.Work | None = work  # keeps the process group alive
+        self._deadline = monotonic() + group.timeout
+        self._has_arrived, self._failure = False, ""
 
     def wait(self) -> Tensor:
-        """Wait until all is sent and received. Returns `out`.
+        """Wait until everything is sent and received. Returns `out`.
 
-        Handlers of signals wait as well, until a surrounding `uninterrupted` block ends. Ctrl-C and SIGTERM abort the
-        group if they have waited for a second.
+        Signal handlers wait too, until a surrounding `uninterrupted` block ends. Ctrl-C and SIGTERM abort the group
+        after they have waited for a second.
 
         Raises:
             GroupError: a rank did not answer, or a signal came. The group is aborted.
         """
-        if self._arrived:
+        if self._has_arrived:
             return self._out
         with uninterrupted():
             self._group.check_alive()
@@ -362,7 +368,7 @@ class PendingAllToAll:
             while self.poll():
                 self._group.check_others(self._op, self.call)
                 now = monotonic()
-                if now > self._end:
+                if now > self._deadline:
                     raise self._group.abort_unresponsive(self._op, self.call, f"no answer in {self._group.timeout:g} s")
                 if signals := [number for number in deferred_signals() if number in ENDING]:
                     interrupted_at = interrupted_at or now
@@ -374,38 +380,38 @@ class PendingAllToAll:
             return self._out
 
     def is_pending(self) -> bool:
-        """Whether it is in flight. Once completed it releases the process group."""
+        """True if it is in flight. Once complete, it releases the process group."""
         if self._work is not None and self._work.is_completed():
             try:
                 self._work.wait()
-                self._arrived = True
+                self._has_arrived = True
             except RuntimeError as error:
                 self._failure = str(error)
             self._work = None
         return self._work is not None
 
     def poll(self) -> bool:
-        """Wait for it, POLL at most. Returns whether it is still in flight."""
+        """Wait up to POLL. Returns True if it is still in flight."""
         if self._work is not None:
             with suppress(RuntimeError):
                 self._work.wait(POLL)
         return self.is_pending()
 
     def release(self) -> bool:
-        """Release the process group. Returns whether it was completed."""
+        """Release the process group. Returns True if the transfer was complete."""
         work, self._work = self._work, None
         return work is None or work.is_completed()
 
 
-def _described(missing: Mapping[int, str]) -> str:
-    """What is known of the ranks that did not answer."""
+def _unresponsive_text(missing: Mapping[int, str]) -> str:
+    """Describe the ranks that did not answer."""
     reasons = dict.fromkeys(missing.values())
     return "; ".join(
-        f"{name_ranks([rank for rank in sorted(missing) if missing[rank] == why])} did not answer ({why})"
-        for why in reasons
+        f"{name_ranks([rank for rank in sorted(missing) if missing[rank] == reason])} did not answer ({reason})"
+        for reason in reasons
     )
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """The ranks as a message names them."""
+    """Return ranks as text for a message."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,6 +1,7 @@
-"""Rows and ids that ranks send to each other: the unique rows of each rank's lookups, by their owner.
+"""Buffers and exchanges for the rows and ids that ranks send to each other.
 
-The blocks of all ranks lie in one piece of memory. This rank's own block is the last, and is not sent.
+A rank sends the unique ids it looks up to their owners and receives rows back. All ranks' blocks lie in one piece of
+memory, ordered by rank. Only this rank's own block comes last, because it is not sent.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .world import World
 
 @dataclass
 class Traffic:
-    """What was sent to other ranks and received from them. Bytes are of ids, rows and gradients, not of headers."""
+    """What this rank sent and received. Bytes count ids, rows and gradients, but not headers."""
 
     ids_sent: int = 0
     ids_received: int = 0
@@ -32,50 +33,50 @@ class Traffic:
 
 
 class RankBuffers:
-    """Rows of all ranks in one piece of memory: `blocks` has those of each rank, [count, dim]."""
+    """All ranks' rows in one piece of memory. `blocks` has one block per rank, [count, dim]."""
 
-    def __init__(self, group: World, counts: list[int], dim: int, dtype: torch.dtype) -> None:
-        """counts: by rank."""
-        self.rows, self.remote_counts = empty((sum(counts), dim), dtype), zeroed(counts, group.rank)
-        *self.blocks, own = self.rows.split([*self.remote_counts, counts[group.rank]])
-        self.blocks[group.rank] = own
+    def __init__(self, world: World, counts: list[int], dim: int, dtype: torch.dtype) -> None:
+        """counts: rows per rank."""
+        self.rows, self.remote_counts = empty((sum(counts), dim), dtype), zeroed(counts, world.rank)
+        *self.blocks, own = self.rows.split([*self.remote_counts, counts[world.rank]])
+        self.blocks[world.rank] = own
 
     @property
     def remote_bytes(self) -> Tensor:
-        """All blocks but this rank's own, [rows, bytes of a row]. Gloo does not take every dtype."""
+        """All blocks except this rank's own, as bytes [rows, row bytes]. Gloo does not support every dtype."""
         return self.rows[: sum(self.remote_counts)].view(torch.uint8)
 
 
-def start(group: World, op: str, given: RankBuffers, taken: RankBuffers, traffic: Traffic) -> PendingAllToAll:
-    """Start to send the blocks of `given` to the other ranks, and to receive those of `taken`."""
-    sent, received = given.remote_bytes, taken.remote_bytes
-    traffic.bytes_sent += sent.numel()
-    traffic.bytes_received += received.numel()
-    return group.start(op, sent, given.remote_counts, taken.remote_counts, received)
+def start(world: World, op: str, source: RankBuffers, target: RankBuffers, traffic: Traffic) -> PendingAllToAll:
+    """Start to send `source`'s blocks to the other ranks and to receive `target`'s blocks."""
+    sent_bytes, received_bytes = source.remote_bytes, target.remote_bytes
+    traffic.bytes_sent += sent_bytes.numel()
+    traffic.bytes_received += received_bytes.numel()
+    return world.start(op, sent_bytes, source.remote_counts, target.remote_counts, received_bytes)
 
 
 class LocalBatch:
-    """The unique rows of this rank's lookups, ordered by their owners."""
+    """The unique rows that this rank looks up, ordered by owner."""
 
     def __init__(
         self,
         processor: Processor[Any],
         spec: TableSpec,
         lookups: list[Lookup],
-        group: World,
+        world: World,
         dedup_from: LocalBatch | None = None,
     ) -> None:
-        """dedup_from: of an embedding with the same lookups, whose deduplication is reused. Raises InputError."""
+        """dedup_from: reuse another embedding's deduplication of the same lookups. Raises InputError."""
         self.processor, self.spec, self.lookups = processor, spec, lookups
         self.batch: Any = processor.batch(lookups, None if dedup_from is None else dedup_from.batch)
         self.by_owner: ByOwner = (
-            by_owner(processor.unique_rows(self.batch), group.size, group.rank)
+            by_owner(processor.unique_rows(self.batch), world.size, world.rank)
             if dedup_from is None
             else dedup_from.by_owner
         )
-        self.rows: Tensor | None = None  # kept while lines of the batch point into it
-        if processor.defers_errors and (late := processor.deferred_error(True)) is not None:
-            raise late.error
+        self.rows: Tensor | None = None  # kept alive while the batch's lines point into it
+        if processor.defers_errors and (deferred := processor.deferred_error(True)) is not None:
+            raise deferred.error
 
     @property
     def counts(self) -> list[int]:
@@ -83,35 +84,35 @@ class LocalBatch:
 
 
 class IdExchange:
-    """The exchange of ids that follows the headers: `wait` returns the rows that each rank requests of this one."""
+    """Exchanges ids after the headers. `wait` returns the rows that each rank requests from this one."""
 
     def __init__(self, world: World, op: str, local: LocalBatch, counts: list[int], traffic: Traffic) -> None:
-        """counts: how many ids come from each rank, this one included."""
+        """counts: how many ids come from each rank, including this one."""
         ids = local.by_owner.keys[:, None]
         if local.spec.num_tables > 1:
             ids = torch.stack((local.by_owner.keys, local.by_owner.tables), 1)
         self._rank, self._device = world.rank, local.processor.device
-        sends, self._takes = (zeroed(part, world.rank) for part in (local.counts, counts))
-        self._own = ids[sum(sends) :]  # those of this rank are the last
-        traffic.ids_sent += sum(sends)
-        traffic.ids_received += sum(self._takes)
-        traffic.bytes_sent += 8 * ids.shape[1] * sum(sends)
-        traffic.bytes_received += 8 * ids.shape[1] * sum(self._takes)
-        self._exchange: PendingAllToAll = world.start(op, ids[: sum(sends)], sends, self._takes)
+        send_counts, self._receive_counts = (zeroed(part, world.rank) for part in (local.counts, counts))
+        self._own = ids[sum(send_counts) :]  # this rank's own ids are last
+        traffic.ids_sent += sum(send_counts)
+        traffic.ids_received += sum(self._receive_counts)
+        traffic.bytes_sent += 8 * ids.shape[1] * sum(send_counts)
+        traffic.bytes_received += 8 * ids.shape[1] * sum(self._receive_counts)
+        self._exchange: PendingAllToAll = world.start(op, ids[: sum(send_counts)], send_counts, self._receive_counts)
 
     def wait(self) -> list[Lookup]:
-        """One lookup for each rank, of rows that this rank owns."""
-        parts = [*self._exchange.wait().split(self._takes)]
+        """Return one lookup per rank, for rows that this rank owns."""
+        parts = [*self._exchange.wait().split(self._receive_counts)]
         parts[self._rank] = self._own
         return [Lookup(*(column.contiguous().to(self._device) for column in part.unbind(1))) for part in parts]
 
 
 def zeroed(counts: list[int], rank: int) -> list[int]:
-    """The counts, with 0 for one rank."""
+    """Return the counts with 0 for one rank."""
     return [*counts[:rank], 0, *counts[rank + 1 :]]
 
 
 def concat_lookups(lookups: list[Lookup]) -> Lookup:
-    """The lookups of all ranks as one."""
+    """Concatenate all ranks' lookups."""
     tables = [lookup.table_ids for lookup in lookups if lookup.table_ids is not None]
     return Lookup(torch.cat([lookup.ids for lookup in lookups]), torch.cat(tables) if tables else None)

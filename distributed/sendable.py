@@ -1,4 +1,4 @@
-"""Checks the tensors that ranks send to each other as bytes."""
+"""Check the tensors that ranks send to each other as bytes."""
 
 from __future__ import annotations
 
@@ -10,35 +10,37 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..engine.errors import InputError
 
-_ADDED = (
+_SUMMABLE = (
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
 )
-_SENT = (
-    *_ADDED,
+_SENDABLE = (
+    *_SUMMABLE,
     *(torch.bool, torch.uint16, torch.uint32, torch.uint64, torch.complex32),
     *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
 )
 
 
-def check_sendable(name: str, x: Any, added: bool = False) -> Tensor:
-    """A tensor whose bytes are its values. added: whether ranks add theirs up. InputError for any other value."""
+def check_sendable(name: str, x: Any, summed: bool = False) -> Tensor:
+    """Return a tensor whose bytes are its values. is_summed: ranks add theirs up. InputError for other values."""
     if not isinstance(x, Tensor):
         raise InputError(f"{name}: got {type(x).__name__}; give a dense torch.Tensor")
     if x.is_quantized:
         raise InputError(f"{name}: got {x.dtype}, quantized; give {name}.dequantize()")
     if x.layout != torch.strided or x.is_nested or x.is_meta or is_traceable_wrapper_subclass(x):
-        what = "a nested tensor" if x.is_nested else "a meta tensor" if x.is_meta else f"{type(x).__name__}, {x.layout}"
-        raise InputError(f"{name}: got {what}; give a dense torch.Tensor")
-    if added and x.dtype == torch.bool:
+        kind = "a nested tensor" if x.is_nested else "a meta tensor" if x.is_meta else f"{type(x).__name__}, {x.layout}"
+        raise InputError(f"{name}: got {kind}; give a dense torch.Tensor")
+    if summed and x.dtype == torch.bool:
         raise InputError(
             f"{name}: got torch.bool, and a sum of bools does not count the True ones; give {name}.to(torch.int64)"
         )
-    if x.dtype not in (_ADDED if added else _SENT):
-        raise InputError(f"{name}: got {x.dtype}; give one of {', '.join(map(str, _ADDED if added else _SENT))}")
+    if x.dtype not in (_SUMMABLE if summed else _SENDABLE):
+        raise InputError(
+            f"{name}: got {x.dtype}; give one of {', '.join(map(str, _SUMMABLE if summed else _SENDABLE))}"
+        )
     return x
 
 
 def bytes_of(x: Tensor) -> Tensor:
-    """The values of a checked tensor as a flat uint8 tensor on the CPU, in row-major order."""
+    """Return a checked tensor's values as a flat uint8 tensor on the CPU, in row-major order."""
     return x.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8)

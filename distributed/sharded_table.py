@@ -1,4 +1,12 @@
-"""The rows of an embedding over all ranks: what `OpenTable` does in one process, by calls that all ranks make."""
+"""The rows of an embedding over all ranks: the interface of `OpenTable`, made of collectives.
+
+Each row belongs to one rank, its owner. A training step goes like this: every rank deduplicates its lookups and sends
+the unique ids to their owners (`_request`). Each owner pins the requested rows in its local table and sends them back
+(`ShardedBatch`). Ranks gather and pool these rows locally, sum the gradients per unique row, and send the sums to the
+owners (`send`). Each owner adds up what it received in rank order and applies the optimizer (`update`).
+
+The public operations are collectives that begin with a handshake, so one rank's error is raised on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +39,9 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class ShardedBatch:
-    """A pinned batch of rows of all ranks: what this rank looked up, and what the others request of it.
+    """A pinned batch over all ranks: what this rank looked up, and what other ranks request from it.
 
-    Its rows are in flight when it is made; the first use waits for them. `send` starts to send the gradients.
+    Its rows are still in flight when it is created; the first use waits for them. `send` starts to send gradients.
     """
 
     def __init__(
@@ -43,126 +51,126 @@ class ShardedBatch:
         local: LocalBatch,
         requested: list[Lookup],
         pools: bool,
-        own: PinnedBatch | None,
+        owned: PinnedBatch | None,
         error: BaseException | None,
         dtype: torch.dtype,
     ) -> None:
-        """pools: whether a lookup of some rank pools rows.
+        """pools: a lookup of some rank pools rows.
 
-        own: the rows that the ranks request of this one, pinned; None with the error that prevented it.
+        owned: the pinned rows that ranks request from this one, or None with the error that prevented pinning.
         """
         self.core: Any = local.batch
         self.lookups = local.lookups
         self.dtype = dtype
-        self.local, self.requested, self.own = local, requested, own
+        self.local, self.requested, self.owned = local, requested, owned
         self._table, self._world, self._op = table, table.world, op
         self._requested_counts = [len(lookup.ids) for lookup in requested]
         self._dim = local.spec.dim
-        # what an unpooled lookup returns is rounded once, by either rank
+        # unpooled rows are rounded to the output dtype before they are sent; the result is the same
         wire = dtype if not pools and self._world.rows == torch.float32 else self._world.rows
-        self._keeps_own = wire == torch.float32  # else the rows of this rank are rounded as well
+        self._keeps_own = wire == torch.float32  # otherwise this rank's rows are rounded too
         received = zeroed(local.counts, self._world.rank) if self._keeps_own else local.counts
         self._received = RankBuffers(self._world, received, self._dim, wire)
-        self._rows: Tensor | None = None  # [m, dim] float32, those received, once they arrived
+        self._rows: Tensor | None = None  # [m, dim] float32, once received
         self._sent: PendingAllToAll | None = None
-        self._sums: RankBuffers | None = None  # the gradients of rows that this rank owns, by rank
-        self._own_sums = torch.empty(0)  # those of its own rows that this rank looked up
-        rows, new = (0, 0) if own is None else table.rows_and_new(own)
-        given, op = self._blocks(wire), f"rows of {op}"
+        self._sums: RankBuffers | None = None  # gradients of this rank's rows, by sending rank
+        self._own_sums = torch.empty(0)  # gradients from this rank's own lookups of its rows
+        rows, new = (0, 0) if owned is None else table.rows_and_new(owned)
+        outgoing, op = self._blocks(wire), f"rows of {op}"
         self._headers = Handshake(self._world, op, error, counts=[new] * self._world.size, note=rows)
-        self._in_flight = start(self._world, op, given, self._received, table.traffic)
+        self._in_flight = start(self._world, op, outgoing, self._received, table.traffic)
         table.traffic.rows_received += sum(zeroed(local.counts, self._world.rank))
 
     def _blocks(self, wire: torch.dtype) -> RankBuffers:
-        """The rows of this rank, for each other rank."""
-        me = self._world.rank
-        blocks = RankBuffers(self._world, zeroed(self._requested_counts, me), self._dim, wire)
-        if self.own is not None:
+        """Return this rank's rows, one block per requesting rank."""
+        own_rank = self._world.rank
+        blocks = RankBuffers(self._world, zeroed(self._requested_counts, own_rank), self._dim, wire)
+        if self.owned is not None:
             for rank in range(self._world.size):
-                if rank == me and self._keeps_own:
+                if rank == own_rank and self._keeps_own:
                     continue
-                block = (self._received if rank == me else blocks).blocks[rank]
-                if wire == torch.float32 and self.own.lookups[rank].ids.device.type == "cpu":
-                    self.own.gather(rank, out=block)
+                block = (self._received if rank == own_rank else blocks).blocks[rank]
+                if wire == torch.float32 and self.owned.lookups[rank].ids.device.type == "cpu":
+                    self.owned.gather(rank, out=block)
                 else:
-                    block.copy_(self.own.gather(rank))
+                    block.copy_(self.owned.gather(rank))
         self._table.traffic.rows_sent += len(blocks.rows)
         return blocks
 
     def arrive(self) -> None:
-        """Wait for the rows. Raises on every rank if one could not give its own, or they exceed `capacity`."""
+        """Wait for the rows. Raises on every rank if one could not send its rows, or `capacity` is exceeded."""
         if self._rows is not None:
             return
         self._unpin_on_error(self._in_flight.wait)
         answer = self._unpin_on_error(self._headers.wait)
         self._unpin_on_error(lambda: self._table.check_capacity(answer.notes, answer.counts))
         self._rows = self._received.rows.to(self.local.processor.device, torch.float32)
-        assert self.own is not None
-        own = (self.own.core, sum(self._requested_counts[: self._world.rank])) if self._keeps_own else None
+        assert self.owned is not None
+        own = (self.owned.core, sum(self._requested_counts[: self._world.rank])) if self._keeps_own else None
         self.local.processor.set_lines(self.core, self._rows, self.local.by_owner.positions, own)
 
     def gather(self, index: int, weights: Tensor | None = None) -> Tensor:
-        """The rows of lookup number `index`, as `PinnedBatch.gather`."""
+        """Return the rows of lookup number `index`, as `PinnedBatch.gather` does."""
         with self._while_pinned():
             return self.local.processor.gather(self.core, index, self.lookups[index], weights, self.dtype)
 
     def weights_grad(self, index: int, grad: Tensor) -> Tensor:
-        """The gradient of the weights of lookup number `index`, as `PinnedBatch.weights_grad`."""
+        """Return the weight gradient of lookup number `index`, as `PinnedBatch.weights_grad` does."""
         with self._while_pinned():
             return self.local.processor.weights_grad(self.core, index, self.lookups[index], grad)
 
     def send(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
-        """Start to send the gradients, one number for each element of this rank's unique rows, to the owners.
+        """Start to send the gradients to the owners, summed per unique row of this rank.
 
-        Raises what is wrong with them on this rank alone. A handshake follows before the update: a rank that failed
-        here calls `send_nothing` and gives its error there.
+        Errors are raised on this rank alone. A handshake follows before the update: a rank that failed here calls
+        `send_nothing` and reports its error there.
         """
-        given = weights or [None] * len(self.lookups)
+        all_weights = weights or [None] * len(self.lookups)
         with self._while_pinned():
-            sums = self._summed(checked_gradients(self.local.spec, self.lookups, grads, given, self.dtype))
-        self._start(sums)
+            sums = self._sum_gradients(checked_gradients(self.local.spec, self.lookups, grads, all_weights, self.dtype))
+        self._start_sending(sums)
 
     def send_nothing(self) -> None:
-        """Join the exchange of gradients without any, if `send` failed or was not called; else does nothing.
+        """Join the gradient exchange without gradients, if `send` failed or was not called.
 
-        An error here aborts the group, which would wait for this rank.
+        An error here aborts the group, because other ranks would wait forever.
         """
         if self._sent is not None:
             return
         world = self._world
         try:
-            self._start(RankBuffers(world, self.local.counts, self._dim, world.grads))
+            self._start_sending(RankBuffers(world, self.local.counts, self._dim, world.grads))
         except BaseException as error:
             if not world.must_report(error):
                 raise
             raise world.abort(f"gradients of {self._op}", f"failed with {error!r}") from error
 
-    def _summed(self, gradients: Gradients) -> RankBuffers:
-        """The gradients of this rank's unique rows."""
+    def _sum_gradients(self, gradients: Gradients) -> RankBuffers:
+        """Sum the gradients per unique row of this rank."""
         local, wire = self.local, self._world.grads
         blocks = RankBuffers(self._world, local.counts, self._dim, wire)
         device = local.processor.device
-        plain = wire == torch.float32 and device.type == "cpu"
-        sums = blocks.rows if plain else torch.empty(blocks.rows.shape, dtype=torch.float32, device=device)
+        needs_no_copy = wire == torch.float32 and device.type == "cpu"
+        sums = blocks.rows if needs_no_copy else torch.empty(blocks.rows.shape, dtype=torch.float32, device=device)
         local.processor.sum_gradients(self.core, gradients, local.by_owner.positions, sums)
-        if not plain:
+        if not needs_no_copy:
             blocks.rows.copy_(sums)
         return blocks
 
-    def _start(self, given: RankBuffers) -> None:
+    def _start_sending(self, outgoing: RankBuffers) -> None:
         world = self._world
         self._sums = RankBuffers(world, self._requested_counts, self._dim, world.grads)
-        self._own_sums = given.blocks[world.rank]
-        self._sent = start(world, f"gradients of {self._op}", given, self._sums, self._table.traffic)
+        self._own_sums = outgoing.blocks[world.rank]
+        self._sent = start(world, f"gradients of {self._op}", outgoing, self._sums, self._table.traffic)
         world.step_collectives += 1
 
     def receive(self) -> None:
-        """Wait for the gradients that were sent."""
+        """Wait for the exchange of gradients."""
         assert self._sent is not None
         self._sent.wait()
 
     def _receive(self) -> list[Tensor]:
-        """The gradients, once they arrived: for each rank, [rows that it requested, dim] float32."""
+        """Return the received gradients, per rank [rows that it requested, dim] in float32."""
         self.receive()
         assert self._sums is not None
         sums = [*self._sums.blocks]
@@ -170,15 +178,16 @@ class ShardedBatch:
         return [part.to(self.local.processor.device, torch.float32) for part in sums]
 
     def square_gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> float:
-        """The sum of the squares of the gradients of all rows, summed over ranks, the same on every rank."""
-        own, sums, world, op = self._ready(grads, weights), self._receive(), self._world, f"norm of {self._op}"
-        squares, error = catch(lambda: own.partial_squares(sums))
+        """Return the squared gradients of all rows, summed over ranks. The sum is the same on every rank."""
+        owned, sums = self._prepare(grads, weights), self._receive()
+        world, op = self._world, f"norm of {self._op}"
+        squares, error = catch(lambda: owned.partial_squares(sums))
         with world.collective_block(op):
             headers = Handshake(world, op, error)
-            given = torch.from_numpy(partial(np.empty(0, np.float32)) if squares is None else squares)
-            parts = world.start(op, given.repeat(world.size)).wait()
+            own_parts = torch.from_numpy(partial(np.empty(0, np.float32)) if squares is None else squares)
+            parts = world.start(op, own_parts.repeat(world.size)).wait()
             headers.wait()
-        return total([part.numpy() for part in parts.split(len(given))])
+        return total([part.numpy() for part in parts.split(len(own_parts))])
 
     def update(
         self,
@@ -187,43 +196,44 @@ class ShardedBatch:
         scale: float | None = None,
         clip_value: float | None = None,
     ) -> None:
-        """Apply the optimizer to the rows of this rank, for all ranks, and unpin.
+        """Apply the optimizer to this rank's rows, with the gradients of all ranks, and unpin.
 
-        scale: multiplies a row's summed gradient; left out, it is one over the number of ranks: the mean of their
-        losses is trained. The gradients are sent here, unless `send` was called; what is wrong with them is then raised
-        on every rank. A later error is raised on this rank alone, and no rank can use the rows after it.
+        scale: multiplies a row's summed gradient. The default is 1 / number of ranks, which trains the mean of their
+        losses. Sends the gradients first unless `send` was called; errors in them are raised on every rank. A later
+        error is raised on this rank alone, and then no rank can use the rows.
         """
-        own = self._ready(grads, weights)
+        owned = self._prepare(grads, weights)
         sums = self._receive()
         try:
             self._table.count_write()
-            own.update(sums, None, 1.0 / self._world.size if scale is None else scale, clip_value)
+            owned.update(sums, None, 1.0 / self._world.size if scale is None else scale, clip_value)
         except BaseException as error:
-            self.fall_behind(error)
+            self.mark_diverged(error)
             raise
         self._table.pinned = None
 
-    def fall_behind(self, error: BaseException) -> None:
-        """Mark rows diverged that this rank failed to update, with `error`, and others updated; no-op if it updated."""
+    def mark_diverged(self, error: BaseException) -> None:
+        """Mark this rank's rows as diverged unless it finished its update: other ranks updated theirs."""
         if self._table.pinned is self:
-            self._table.fall_behind(self._op, error)
+            self._table.mark_diverged(self._op, error)
 
     def release(self) -> None:
-        """Unpin; the rows are unchanged."""
+        """Unpin. The rows are unchanged."""
         self._table.release()
 
-    def _ready(self, grads: list[Tensor], weights: list[Tensor | None] | None) -> PinnedBatch:
+    def _prepare(self, grads: list[Tensor], weights: list[Tensor | None] | None) -> PinnedBatch:
+        """Make sure that the gradients were sent, and return the owned rows."""
         if self._sent is None:
             self._check()
             self.arrive()
             _, error = catch(lambda: self.send(grads, weights))
             self.send_nothing()
             self._unpin_on_error(lambda: self._world.handshake(f"gradients of {self._op}", error))
-        assert self.own is not None
-        return self.own
+        assert self.owned is not None
+        return self.owned
 
     def _unpin_on_error(self, call: Callable[[], T]) -> T:
-        """The result of a call; unpins if it raises."""
+        """Return a call's result; unpin if it raises."""
         try:
             return call()
         except BaseException:
@@ -232,34 +242,34 @@ class ShardedBatch:
 
     @contextmanager
     def _while_pinned(self) -> Iterator[None]:
-        """A block in which the rows stay pinned, those of this rank in its own tiers."""
+        """Context manager that keeps the rows pinned, also in this rank's own tiers."""
         self._check()
         self.arrive()
-        assert self.own is not None
-        with self.own.table.lock:
-            self.own.table.check_pinned(self.own)
+        assert self.owned is not None
+        with self.owned.table.lock:
+            self.owned.table.check_pinned(self.owned)
             yield
 
     def _check(self) -> None:
         if self._table.pinned is not self:
             raise StoreError(
                 f"embedding {self.local.spec.name!r}: the batch is no longer pinned: put, delete or a load unpinned "
-                "its rows in the middle of the step; let one thread at a time write to it"
+                "its rows in the middle of the step; write to an embedding from one thread at a time"
             )
 
 
-def _collective(what: str) -> Callable[[Method], Method]:
-    """Decorates a method that makes several collectives, which run in a `World.collective_block`.
+def _collective(operation: str) -> Callable[[Method], Method]:
+    """Decorate a method that makes several collectives: run it in a `World.collective_block`.
 
-    An error before the first of them is raised on all ranks. what: the name of the operation in errors.
+    An error before the first collective is raised on all ranks. operation: its name in errors.
     """
 
     def with_name(method: Method) -> Method:
         @wraps(method)
-        def collective(self: ShardedTable, *arguments: Any, **named: Any) -> Any:
-            op = f"{what} of embedding {self.name!r}"
+        def collective(self: ShardedTable, *arguments: Any, **keywords: Any) -> Any:
+            op = f"{operation} of embedding {self.name!r}"
             with self.world.collective_block(op), self.world.raise_on_all_ranks(op):
-                return method(self, *arguments, **named)
+                return method(self, *arguments, **keywords)
 
         return cast(Method, collective)
 
@@ -267,17 +277,17 @@ def _collective(what: str) -> Callable[[Method], Method]:
 
 
 class Requests(Protocol):
-    """What other processes want of all ranks."""
+    """Requests of other processes that all ranks must serve together."""
 
     def is_wanted(self) -> bool:
-        """Whether this rank has a request that can be served now."""
+        """True if this rank has a request that can be served now."""
 
     def serve(self) -> None:
-        """Serve it, on all ranks."""
+        """Serve it on all ranks."""
 
 
 class ShardedTable:
-    """All rows of an embedding. Each rank has those that it owns, in its local table."""
+    """All rows of an embedding. Each rank's local table holds the rows that the rank owns."""
 
     def __init__(
         self,
@@ -289,28 +299,27 @@ class ShardedTable:
         before_step: Callable[[], None],
         requests: Requests,
     ) -> None:
-        """local_table: returns the table with the rows of this rank, or raises ClosedError.
+        """local_table: returns this rank's table, or raises ClosedError. open_table: same, but None if it is closed.
 
-        open_table: returns it, or None if it is closed. count_write: called when every rank is about to write.
-        capacity: the most rows of all ranks; None if each rank limits its own. before_step: what all ranks do before a
-        step. requests: of other processes.
+        count_write: called when every rank is about to write. capacity: the most rows over all ranks; None if each
+        rank limits its own. before_step: what all ranks do before a step. requests: requests of other processes.
         """
         self.world, self.capacity, self._before_step, self._requests = world, capacity, before_step, requests
         self._local_table, self._open_table, self.count_write = local_table, open_table, count_write
         self.name = local_table().spec.name
         self.traffic = Traffic()
         self.pinned: ShardedBatch | None = None
-        self._diverged = ""  # the update that this rank's rows lack, and why
+        self._diverged = ""  # the update that this rank's rows lack, and why; empty if none
         self.id_prefetcher = IdPrefetcher(
-            world, self.name, self.traffic, lambda requested: self.own.announce(requested)
+            world, self.name, self.traffic, lambda requested: self.local_table.announce(requested)
         )
 
     def rename(self, name: str) -> None:
         self.name = name
 
     @property
-    def own(self) -> OpenTable:
-        """The rows that this rank has."""
+    def local_table(self) -> OpenTable:
+        """This rank's table."""
         return self._local_table()
 
     @property
@@ -320,41 +329,41 @@ class ShardedTable:
 
     @_collective("step")
     def pin(self, lookups: list[Lookup], dtype: torch.dtype = torch.float32, dedup_from: Any = None) -> ShardedBatch:
-        """Begin a training step of all ranks, as `OpenTable.pin`. An error of one rank is raised on every rank.
+        """Begin a training step on all ranks, as `OpenTable.pin` does. One rank's error is raised on every rank.
 
-        Rows are in flight when this returns. Raises the errors of `Handshake.wait`.
+        The rows are still in flight when this returns. Raises the errors of `Handshake.wait`.
         """
-        op = f"embedding {self.name!r}, step {self.own.step + 1}"
+        op = f"embedding {self.name!r}, step {self.local_table.step + 1}"
         self.release()
         self._before_step()
         local, requested, pools = self._request(op, lookups, dedup_from, dtype)
-        own_dedup_from = None if dedup_from is None else dedup_from.own
-        own, error = catch(lambda: self._pin_own(requested, own_dedup_from))
-        self.pinned = ShardedBatch(self, op, local, requested, pools, own, error, dtype)
+        owned_dedup_from = None if dedup_from is None else dedup_from.owned
+        owned, error = catch(lambda: self._pin_requested(requested, owned_dedup_from))
+        self.pinned = ShardedBatch(self, op, local, requested, pools, owned, error, dtype)
         if self.world.pinned_batches is not None:
             self.world.pinned_batches.append(self.pinned)
         return self.pinned
 
     def _clear_clean_marker(self) -> None:
-        """Clear the clean marker of this rank's rows for a write of all ranks, before it is certain. StoreError."""
-        with self.own.lock:
-            self.own.before_write(self.own.step)
+        """Clear the clean marker of this rank's rows, ahead of a write of all ranks. StoreError."""
+        with self.local_table.lock:
+            self.local_table.before_write(self.local_table.step)
 
-    def _pin_own(self, requested: list[Lookup], dedup_from: PinnedBatch | None) -> PinnedBatch:
+    def _pin_requested(self, requested: list[Lookup], dedup_from: PinnedBatch | None) -> PinnedBatch:
         self._clear_clean_marker()
-        pinned = self.own.pin(requested, torch.float32, dedup_from)
-        self.own.check()  # deferred errors of a device, which all ranks raise in this step
+        pinned = self.local_table.pin(requested, torch.float32, dedup_from)
+        self.local_table.check()  # deferred errors of a device; all ranks raise them in this step
         return pinned
 
     def _request(
         self, op: str, lookups: list[Lookup], dedup_from: Any = None, dtype: torch.dtype | None = None
     ) -> tuple[LocalBatch, list[Lookup], bool]:
-        """This rank's unique rows, the lookup that each rank requests of this one, and whether a rank pools rows.
+        """Exchange ids. Returns this rank's unique rows, the rows each rank requests, and True if a rank pools rows.
 
-        dtype: of what a step gathers; None if this is no step.
+        dtype: the dtype that a step gathers; None if this is not a step.
         """
-        world, own, is_step = self.world, self.own, dtype is not None
-        announced = self.id_prefetcher.find(lookups, own.processor) if is_step else None
+        world, table, is_step = self.world, self.local_table, dtype is not None
+        announced = self.id_prefetcher.find(lookups, table.processor) if is_step else None
         number = 0 if announced is None else announced.number
         pools = any(lookup.pooling is not None for lookup in lookups)
 
@@ -363,12 +372,14 @@ class ShardedTable:
         def prepare() -> LocalBatch:
             self._check_diverged()
             if is_step:
-                optimizer = own.check_optimizer()
-                numbers = optimizer.numbers(own.step + 1)
+                optimizer = table.check_optimizer()
+                numbers = optimizer.numbers(table.step + 1)
                 same.update({"output_dtype": str(dtype), "optimizer": optimizer.rule, "its numbers": numbers})
             if announced is not None and announced.local is not None and dedup_from is None:
                 return announced.local
-            return LocalBatch(own.processor, own.spec, lookups, world, None if dedup_from is None else dedup_from.local)
+            return LocalBatch(
+                table.processor, table.spec, lookups, world, None if dedup_from is None else dedup_from.local
+            )
 
         local, error = catch(prepare)
         counts = [0] * world.size if local is None else local.counts
@@ -379,7 +390,7 @@ class ShardedTable:
             world.step_collectives += 1
         assert local is not None
         if is_step:
-            self.id_prefetcher.advance()  # only here: a rank that failed makes the handshake of a step alone
+            self.id_prefetcher.advance()  # only here: a rank that failed makes only the step's own handshake
         if answer.wants_more:
             self._requests.serve()
         pools = any(note & 1 for note in answer.notes)
@@ -398,140 +409,140 @@ class ShardedTable:
         dtype: torch.dtype = torch.float32,
         trains: bool = False,
     ) -> Tensor:
-        """Rows of ids, or pooled bags of them, as `OpenTable.read`: all ranks call it, each with ids of its own."""
+        """Read rows or pooled bags, as `OpenTable.read` does. All ranks call it, each with its own ids."""
         local = self._look_up(lookup, trains)
         return local.processor.gather(local.batch, 0, lookup, weights, dtype)
 
     def get(self, lookup: Lookup) -> Tensor:
-        """As `read`."""
+        """Same as `read`."""
         return self.read(lookup)
 
     def read_weights_grad(self, lookup: Lookup, grad: Tensor) -> Tensor:
-        """The gradient of the weights of a lookup that only reads, as `OpenTable.read_weights_grad`."""
+        """Return the weight gradient of a read-only lookup, as `OpenTable.read_weights_grad` does."""
         local = self._look_up(lookup, trains=True)
         return local.processor.weights_grad(local.batch, 0, lookup, grad)
 
     @_collective("lookup")
     def _look_up(self, lookup: Lookup, trains: bool) -> LocalBatch:
-        """This rank's unique rows of a lookup, with their lines set."""
-        op = f"embedding {self.name!r}, lookup at step {self.own.step}"
+        """Return this rank's unique rows of a lookup, with their lines set."""
+        op = f"embedding {self.name!r}, lookup at step {self.local_table.step}"
         local, requested, _ = self._request(op, [lookup])
         counts = [len(part.ids) for part in requested]
-        rows, error = catch(lambda: self.own.get(concat_lookups(requested), trains))
-        given, taken = (RankBuffers(self.world, c, local.spec.dim, self.world.rows) for c in (counts, local.counts))
+        rows, error = catch(lambda: self.local_table.get(concat_lookups(requested), trains))
+        source, target = (RankBuffers(self.world, c, local.spec.dim, self.world.rows) for c in (counts, local.counts))
         if rows is not None:
             for rank, part in enumerate(rows.split(counts)):
-                (taken if rank == self.world.rank else given).blocks[rank].copy_(part)
+                (target if rank == self.world.rank else source).blocks[rank].copy_(part)
         self.traffic.rows_sent += sum(counts) - counts[self.world.rank]
         self.traffic.rows_received += sum(local.counts) - local.counts[self.world.rank]
         headers = Handshake(self.world, f"rows of {op}", error)
-        start(self.world, f"rows of {op}", given, taken, self.traffic).wait()
+        start(self.world, f"rows of {op}", source, target, self.traffic).wait()
         headers.wait()
-        here = taken.rows.to(local.processor.device, torch.float32)
-        local.processor.set_lines(local.batch, here, local.by_owner.positions)
-        local.rows = here
+        rows_here = target.rows.to(local.processor.device, torch.float32)
+        local.processor.set_lines(local.batch, rows_here, local.by_owner.positions)
+        local.rows = rows_here
         return local
 
     @_collective("put")
     def put(self, lookup: Lookup, values: NDArray[np.float32]) -> None:
-        """Write rows, as `OpenTable.put`. Of a key that several ranks give, the last rank wins."""
-        op = f"put of embedding {self.name!r} at step {self.own.step}"
+        """Write rows, as `OpenTable.put` does. If several ranks write a key, the last rank wins."""
+        op = f"put of embedding {self.name!r} at step {self.local_table.step}"
         requested, rows = self._scatter(op, lookup, values)
         if self.capacity is not None:
-            new, error = catch(lambda: new_rows(self.own, requested))
+            new, error = catch(lambda: new_rows(self.local_table, requested))
             news = [new or 0] * self.world.size
-            answer = self.world.handshake(f"{op}: room", error, counts=news, note=self.own.counts.rows)
+            answer = self.world.handshake(f"{op}: room", error, counts=news, note=self.local_table.counts.rows)
             self.check_capacity(answer.notes, answer.counts)
         self.count_write()
-        _, error = catch(lambda: self.own.put(requested, rows))
+        _, error = catch(lambda: self.local_table.put(requested, rows))
         self.world.handshake(f"{op}: done", error)
 
     def check_capacity(self, rows: list[int], new: list[int]) -> None:
-        """CapacityError on every rank if new rows of all ranks exceed `capacity`. rows, new: how many, by rank."""
+        """Raise CapacityError on every rank if new rows exceed `capacity`. rows, new: counts by rank."""
         if self.capacity is not None and any(new) and sum(rows) + sum(new) > self.capacity:
             self.world.raise_shared(
                 CapacityError(
-                    f"embedding {self.name!r}: capacity={self.capacity} rows over all ranks, {sum(rows)} exist and "
-                    f"{sum(new)} new ones would be added; give a larger capacity, or an eviction policy"
+                    f"embedding {self.name!r}: capacity={self.capacity} rows over all ranks, but {sum(rows)} exist "
+                    f"and {sum(new)} new ones would be added; give a larger capacity, or an eviction policy"
                 )
             )
 
     @_collective("delete")
     def delete(self, lookup: Lookup) -> int:
-        """Forget rows, as `OpenTable.delete`. Returns how many had been written, of the ids of all ranks together."""
-        op = f"delete of embedding {self.name!r} at step {self.own.step}"
+        """Delete rows, as `OpenTable.delete` does. Returns how many of all ranks' ids had been written."""
+        op = f"delete of embedding {self.name!r} at step {self.local_table.step}"
         requested, _ = self._scatter(op, lookup, None)
         self.count_write()
-        gone, error = catch(lambda: self.own.delete(requested))
-        return sum(self.world.handshake(f"{op}: done", error, note=gone or 0).notes)
+        deleted, error = catch(lambda: self.local_table.delete(requested))
+        return sum(self.world.handshake(f"{op}: done", error, note=deleted or 0).notes)
 
     def _scatter(
         self, op: str, lookup: Lookup, values: NDArray[np.float32] | None
     ) -> tuple[Lookup, NDArray[np.float32]]:
-        """The ids and values [n, dim] that all ranks give of rows that this rank has, in the order of ranks."""
-        world, spec = self.world, self.own.spec
+        """Send ids and values [n, dim] to their owners. Returns those this rank owns, in order of the sending ranks."""
+        world, spec = self.world, self.local_table.spec
         on_host = Lookup(lookup.ids.cpu(), None if lookup.table_ids is None else lookup.table_ids.cpu())
-        batch = batch_of(spec, [on_host])  # its error, and those of the next two, are raised on all ranks
+        batch = batch_of(spec, [on_host])  # errors of this and the next two lines are raised on all ranks
         self._check_diverged()
         self._clear_clean_marker()
         owners = _core.owners(batch.tables, batch.keys, world.size)
         order = np.argsort(owners, kind="stable")
-        sends = np.bincount(owners, minlength=world.size).tolist()
-        takes = world.handshake(op, None, counts=sends).counts
+        send_counts = np.bincount(owners, minlength=world.size).tolist()
+        receive_counts = world.handshake(op, None, counts=send_counts).counts
         ids = np.stack((batch.keys[order].view(np.int64), batch.tables[order].astype(np.int64)), 1)
-        here = world.start(f"ids of {op}", torch.from_numpy(ids), sends, takes).wait()
-        keys, tables = (column.contiguous().to(lookup.ids.device) for column in here.unbind(1))
+        received_ids = world.start(f"ids of {op}", torch.from_numpy(ids), send_counts, receive_counts).wait()
+        keys, tables = (column.contiguous().to(lookup.ids.device) for column in received_ids.unbind(1))
         requested = Lookup(keys, tables)
         if values is None:
             return requested, np.empty((0, spec.dim), np.float32)
         last = np.empty(batch.unique, np.int64)
-        last[batch.inverse] = np.arange(len(batch.inverse))  # the last value of a repeated id
-        rows = world.start(f"rows of {op}", torch.from_numpy(values[last[order]]), sends, takes).wait()
+        last[batch.inverse] = np.arange(len(batch.inverse))  # a repeated id keeps its last value
+        rows = world.start(f"rows of {op}", torch.from_numpy(values[last[order]]), send_counts, receive_counts).wait()
         return requested, rows.numpy()
 
     @_collective("size")
     def size(self) -> int:
-        """How many rows all ranks have."""
-        rows, error = catch(lambda: self.own.size())
+        """Return the number of rows over all ranks."""
+        rows, error = catch(lambda: self.local_table.size())
         return sum(self.world.handshake(f"size of embedding {self.name!r}", error, note=rows or 0).notes)
 
     @_collective("announcement")
     def announce(self, lookups: list[Lookup] | None, together: bool = False) -> None:
-        """Announce a later step, as `OpenTable.announce`. All ranks call it; None is for lookups that are unknown.
+        """Announce a later step, as `OpenTable.announce` does. All ranks call it; lookups is None if they are unknown.
 
-        together: whether every rank is known to be in this call. An error of one is then left for the step.
+        together: all ranks are known to be in this call. An error of one rank is then left for the step.
         """
         if not together:
             _, error = catch(self._check_diverged)
-            self.world.handshake(f"announcement of embedding {self.name!r} at step {self.own.step}", error)
+            self.world.handshake(f"announcement of embedding {self.name!r} at step {self.local_table.step}", error)
         self.id_prefetcher.announce(
-            lookups, lambda: LocalBatch(self.own.processor, self.own.spec, lookups or [], self.world)
+            lookups, lambda: LocalBatch(self.local_table.processor, self.local_table.spec, lookups or [], self.world)
         )
 
-    def rows_and_new(self, own: PinnedBatch) -> tuple[int, int]:
-        """How many rows this rank has, and how many new ones a pinned batch adds. Counted for a `capacity` alone."""
+    def rows_and_new(self, owned: PinnedBatch) -> tuple[int, int]:
+        """Return this rank's row count, and how many rows a pinned batch adds. (0, 0) without a `capacity`."""
         if self.capacity is None:
             return 0, 0
-        written = int(own.table.processor.count_written(own.core).sum())
-        return self.own.counts.rows, own.core.unique - written
+        written = int(owned.table.processor.count_written(owned.core).sum())
+        return self.local_table.counts.rows, owned.core.unique - written
 
-    def fall_behind(self, op: str, error: BaseException) -> None:
-        """Mark this rank's rows diverged: it failed in an update that other ranks make.
+    def mark_diverged(self, op: str, error: BaseException) -> None:
+        """Mark this rank's rows as diverged: it failed in an update that other ranks made.
 
-        No rank uses the rows until a snapshot is loaded.
+        No rank can use the rows until a snapshot is loaded.
         """
-        catch(self.release)  # the pin cannot end after a failure
-        self._diverged = f"{op} raised {error!r} on this rank during its updates, which other ranks made"
+        catch(self.release)  # after a failure the pin cannot end normally
+        self._diverged = f"{op} raised {error!r} on this rank during its updates, and other ranks made theirs"
         table = self._open_table()
         if table is not None:
             table.note_failure(error)
 
     def _check_diverged(self) -> None:
-        if self._diverged and self.own.failure is not None:  # else a load has replaced the table
+        if self._diverged and self.local_table.failure is not None:  # otherwise a load has replaced the table
             raise StoreError(f"{self._diverged}; load a snapshot of every embedding of that step on all ranks")
 
     def release(self) -> None:
-        """Drop the pin that a failed step left."""
+        """Drop the pin that a failed step left behind."""
         self.pinned = None
         table = self._open_table()
         if table is not None:

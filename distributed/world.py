@@ -1,6 +1,6 @@
-"""`World`: the processes that share the rows of embeddings, and the calls that all of them make.
+"""`World`: the processes that share embedding rows, and the calls that they make together.
 
-Every operation over ranks begins with a handshake. In a world of one process each of these calls is the plain call.
+Every operation over ranks begins with a handshake. In a world of one process, each of these calls is a plain call.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from .sendable import bytes_of, check_sendable
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-MIN_START_SECONDS = 60.0  # processes of one start import torch at different speeds
+MIN_START_SECONDS = 60.0  # processes import torch at different speeds
 MAX_TIMEOUT = 10**7  # seconds
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of rows and gradients that are sent
-POLL_SECONDS = 0.02  # between two reads of torch's store
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # for sending rows and gradients
+POLL_SECONDS = 0.02  # between polls of torch's store
 _START = "tierbed/start"
 
 
 def catch(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """(the result of `call`, None), or (None, what it raised), to be raised on all ranks."""
+    """Return (result, None) of a call, or (None, exception) so that it can be raised on all ranks."""
     try:
         return call(), None
     except BaseException as error:
@@ -43,59 +43,67 @@ def catch(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
 
 
 def make_default_group(timeout: float) -> None:
-    """Make torch's default group, of Gloo, of the processes that torchrun started.
+    """Create torch's default process group (Gloo) from the processes that torchrun started.
 
-    timeout: seconds for which ranks wait for each other, at least MIN_START_SECONDS. Raises GroupError if one is
-    missing.
+    timeout: seconds to wait for all ranks, at least MIN_START_SECONDS. Raises GroupError if one is missing.
     """
     from torch.distributed.rendezvous import rendezvous
 
     limit = timedelta(seconds=max(timeout, MIN_START_SECONDS))
     try:
         store, rank, size = next(rendezvous("env://", timeout=limit))
-        mine = of_this_start(store, rank, size, limit)
-        dist.init_process_group("gloo", store=mine, rank=rank, world_size=size, timeout=limit)
+        start_store = store_of_this_start(store, rank, size, limit)
+        dist.init_process_group("gloo", store=start_store, rank=rank, world_size=size, timeout=limit)
     except RuntimeError as error:
         if isinstance(error, GroupError):
             raise
-        raise GroupError(f"the ranks of this job did not all come in {limit}, or one was lost: {error}") from None
+        raise GroupError(f"the ranks of this job did not all start within {limit}, or one was lost: {error}") from None
 
 
-def of_this_start(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
-    """The part of a store that the ranks of this start of a job share, and those of no earlier one.
+def store_of_this_start(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
+    """Return a part of a store that only ranks of the job's current start share.
 
-    torchrun keeps its store when it restarts the processes of a job, and a rank that starts before the others would
-    connect to addresses of ranks that have exited (https://github.com/pytorch/pytorch/issues/135712). So rank 0 draws a
-    name, and the others take it once rank 0 has answered under it to a number which they drew.
+    torchrun keeps its store when it restarts a job's processes. A rank that starts early could then read addresses of
+    ranks that have already exited (https://github.com/pytorch/pytorch/issues/135712). So rank 0 draws a name for this
+    start. The other ranks use the name only after rank 0 has confirmed, under it, a number that they drew.
     """
     from torch.distributed.distributed_c10d import PrefixStore
 
     if rank == 0:
         start = f"{_START}/{secrets.token_hex(16)}"
         store.set(_START, start)
-        ranks = [f"{start}/{other}" for other in range(1, size)]
-        store.wait(ranks, timeout)
-        for other in ranks:
-            store.set(f"{start}/{store.get(other).decode()}", "")
+        keys = [f"{start}/{key}" for key in range(1, size)]
+        store.wait(keys, timeout)
+        for key in keys:
+            store.set(f"{start}/{store.get(key).decode()}", "")
         return PrefixStore(start, store)
-    end, mine = monotonic() + timeout.total_seconds(), secrets.token_hex(16)
-    while monotonic() < end:
-        start = store.get(_START).decode()  # of an earlier start, it may be
-        store.set(f"{start}/{rank}", mine)
-        if store.check([f"{start}/{mine}"]):
+    deadline, token = monotonic() + timeout.total_seconds(), secrets.token_hex(16)
+    while monotonic() < deadline:
+        start = store.get(_START).decode()  # may belong to an earlier start
+        store.set(f"{start}/{rank}", token)
+        if store.check([f"{start}/{token}"]):
             return PrefixStore(start, store)
         sleep(POLL_SECONDS)
     raise GroupError(f"rank 0 did not answer in {timeout}: this job did not start", [0])
 
 
 class World(RankGroup):
-    """The ranks of a process group, each of which keeps a shard of every embedding's rows.
+    """The ranks that share embedding rows. Each rank keeps one shard of every embedding.
 
-    Every rank makes its world, and calls `gather` and `sum` in the same order as the others, from one thread. A world
-    has its own process group next to `group` (default: torch's default group, or this process alone if there is none),
-    so that what else a program exchanges never meets what the world does. Rows and gradients are sent between ranks in
-    the dtypes `rows` and `grads`. A rank that does not answer within `timeout` seconds aborts the group: every later
-    call raises GroupError.
+    Every rank creates the world, and calls `gather` and `sum` in the same order as the others, from a single thread.
+    The world creates its own process group, so its traffic never mixes with a program's other collectives. If a rank
+    does not answer within `timeout` seconds, the world is aborted: every later call raises GroupError.
+
+    Args:
+        group: the process group whose ranks share rows. Default: torch's default group, or this process alone if
+            there is none.
+        timeout: seconds to wait for other ranks. Default: 600.
+        rows: dtype for sending rows: float32, bfloat16 or float16. Default: float32.
+        grads: dtype for sending gradients: float32, bfloat16 or float16. Default: float32.
+
+    Raises:
+        OptionError: an argument is wrong, or `group` lacks a Gloo backend.
+        GroupError: the ranks cannot connect to each other.
     """
 
     @checked_arguments("group", "rows", "grads")
@@ -116,16 +124,15 @@ class World(RankGroup):
         rank, size = _rank_and_size(group)
         if size > 1 and "gloo" not in (backends := dist.get_backend_config(group)):
             raise OptionError(
-                f"group: its backends are {backends}; rows are sent between ranks through host memory, those of a GPU "
-                "as well, over Gloo, and NCCL sends none of that: call init_process_group('cpu:gloo,cuda:nccl'), or "
-                "give new_group(backend='gloo')"
+                f"group: its backends are {backends}; ranks exchange rows through host memory over Gloo, also for "
+                "tables on a GPU: call init_process_group('cpu:gloo,cuda:nccl'), or give new_group(backend='gloo')"
             )
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD) if size > 1 else []
         super().__init__(ranks, rank, timeout, rows, grads)
 
     @classmethod
     def of_one(cls) -> World:
-        """The world of this process alone. It has no process group, and any thread may call it."""
+        """Return a world for this process alone, without a process group. Any thread may use it."""
         world = cls.__new__(cls)
         RankGroup.__init__(world, [], 0)
         return world
@@ -138,28 +145,55 @@ class World(RankGroup):
         timeout: float = 600,
         **dtypes: torch.dtype,
     ) -> World:
-        """`World(...)`, after making torch's default group from torchrun's variables, if they are set and it is not.
+        """Create a world from torchrun's environment variables.
 
-        A process that torchrun did not start is a world of one.
+        Creates torch's default process group first, if the variables are set and no group exists. A process that
+        torchrun did not start becomes a world of one.
+
+        Args:
+            group: as for `World`.
+            timeout: as for `World`.
+            **dtypes: `rows` and `grads`, as for `World`.
+
+        Raises:
+            OptionError: an environment variable is missing, or an argument is wrong.
+            GroupError: a rank is missing or cannot be reached.
         """
         if not dist.is_initialized() and ("RANK" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1"):
             missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
             if missing:
-                raise OptionError(f"the environment has no {', '.join(missing)}; start the script by torchrun")
+                raise OptionError(f"the environment has no {', '.join(missing)}; start the script with torchrun")
             make_default_group(timeout)
         return cls(group, timeout=timeout, **dtypes)
 
     def gather(self, x: Tensor) -> Tensor:
-        """The tensors of all ranks, one after the other along dimension 0, in the order of ranks.
+        """Concatenate the tensors of all ranks along dimension 0, in rank order.
 
-        Lengths may differ; the other dimensions and the dtype are the same on all ranks. A tensor of no dimension
-        counts as one of length 1. Raises InputError on all ranks, and the group continues, if a rank gives anything but
-        a dense tensor of numbers.
+        Args:
+            x: a dense tensor of numbers. Its length may differ between ranks; dtype and other dimensions must not. A
+                tensor without dimensions counts as one of length 1.
+
+        Returns:
+            A tensor on the device of `x`, with the same values on all ranks.
+
+        Raises:
+            InputError: on all ranks, if a rank passes something else than a dense tensor of numbers.
+            GroupError: on all ranks, if dtypes or shapes differ, or if the world is aborted.
         """
         return torch.cat(self._all_tensors("gather", x, 1))
 
     def sum(self, x: Tensor) -> Tensor:
-        """The tensors of all ranks, of one shape and dtype, added in the order of ranks. Raises as `gather` does."""
+        """Add the tensors of all ranks, in rank order.
+
+        Args:
+            x: a dense tensor of numbers, with the same shape and dtype on all ranks.
+
+        Returns:
+            A tensor on the device of `x`, with the same values on all ranks.
+
+        Raises:
+            InputError, GroupError: as for `gather`.
+        """
         total, *others = self._all_tensors("sum", x, 0)
         for other in others:
             total += other
@@ -170,16 +204,16 @@ class World(RankGroup):
         op: str,
         error: BaseException | None = None,
         same: Mapping[str, Any] | None = None,
-        **given: Any,
+        **fields: Any,
     ) -> HandshakeResult:
-        """Send headers and wait for those of all ranks, as `Handshake`. It is a barrier."""
+        """Exchange headers with all ranks, as `Handshake` does, and wait for them. This is a barrier."""
         with self.collective_block(op):
-            return Handshake(self, op, error, same, **given).wait()
+            return Handshake(self, op, error, same, **fields).wait()
 
     def call_on_all_ranks(self, op: str, call: Callable[[], Any], same: Mapping[str, Any] | None = None) -> Any:
-        """The result of a call that every rank makes for itself. What it raises on one rank is raised on all.
+        """Return the result of a call that every rank makes for itself. An error on one rank is raised on all.
 
-        same: by name, what must be equal on all ranks.
+        same: values by name that must be equal on all ranks.
         """
         if self.size == 1:
             return call()
@@ -188,22 +222,22 @@ class World(RankGroup):
         return result
 
     def call_on_rank_0(self, op: str, call: Callable[[], Any]) -> Any:
-        """The result of a call that rank 0 makes, as msgpack carries it. What it raises is raised on all ranks."""
+        """Return the result of a call on rank 0, sent as msgpack. Its error is raised on all ranks."""
         return self.all_gather_object(op, call if self.rank == 0 else lambda: None)[0]
 
     def all_gather_object(self, op: str, call: Callable[[], Any]) -> list[Any]:
-        """What `call` returned on each rank, as msgpack carries it. What it raises on one rank is raised on all."""
+        """Return the result of `call` on each rank, sent as msgpack. An error on one rank is raised on all."""
         if self.size == 1:
             return [call()]
         value, error = catch(call)
         with self.collective_block(op):
             self.handshake(op, error)
-            every = self.exchange_bytes(op, msgpack.packb(value))
-        return [msgpack.unpackb(data, strict_map_key=False) for data in every]
+            parts = self.exchange_bytes(op, msgpack.packb(value))
+        return [msgpack.unpackb(data, strict_map_key=False) for data in parts]
 
     @contextmanager
     def raise_on_all_ranks(self, op: str) -> Iterator[None]:
-        """A block of collectives that all ranks make. What it raises before the first of them is raised on all."""
+        """Context manager for collectives. An error before the first one is raised on all ranks."""
         before = self.calls
         try:
             yield
@@ -213,9 +247,9 @@ class World(RankGroup):
             raise
 
     def _all_tensors(self, op: str, x: Any, open_dims: int) -> list[Tensor]:
-        """Copies of the tensors of all ranks, each with its length as first dimension.
+        """Return copies of all ranks' tensors, each with its length as first dimension.
 
-        open_dims: how many of the first dimensions may differ; 0 for tensors that are added up. InputError.
+        open_dims: how many leading dimensions may differ; 0 for tensors that are added up. InputError.
         """
         self.check_thread()
         self.check_alive()
@@ -237,11 +271,11 @@ def _tensor(data: bytes, length: int, like: Tensor) -> Tensor:
 
 
 def _rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """The rank of this process, and how many there are."""
+    """Return the rank of this process and the number of ranks."""
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise OptionError("there is no process group: World.from_env() makes it, as dist.init_process_group does")
+            raise OptionError("there is no process group: call World.from_env() or dist.init_process_group() first")
         return 0, 1
     if (rank := dist.get_rank(group)) < 0:
-        raise OptionError("group: this process is none of its ranks")
+        raise OptionError("group: this process is not one of its ranks")
     return rank, dist.get_world_size(group)

@@ -1,1 +1,1 @@
-"""The engine: rows in tiers, on a processor. Its public names are those of `tierbed`."""
+"""The engine: row storage in tiers, on a CPU or GPU. `tierbed` exports its public names."""

@@ -1,8 +1,8 @@
-// The Python module, bound folder by folder. The build writes its types to engine/_core.pyi; what a call does is in the
-// header of the function that it calls.
+// The Python module `_core`. Each folder binds its own functions. The build writes the module's types to
+// engine/_core.pyi; the C++ headers document what the functions do.
 //
 // Arrays are C-contiguous NumPy arrays, and loops release the interpreter lock. Wrong sizes and dtypes raise TypeError
-// or ValueError. Arguments of users are checked by the callers in the package.
+// or ValueError. The Python callers check arguments that come from users.
 #include <stdexcept>
 
 #include <nanobind/nanobind.h>
@@ -22,9 +22,9 @@ void bind_ledger(nb::module_& m);
 }  // namespace tierbed
 
 NB_MODULE(_core, m) {
-    // at exit a thread, an exception or a parent object may still own objects, which is no leak that a user can fix
+    // At exit, a thread, an exception or a parent object may still own objects; users could not fix such a warning.
     nb::set_leak_warnings(false);
-    // a failure of a store is StoreError, a RuntimeError; nanobind's own exceptions are passed on
+    // std::runtime_error becomes StoreError, a RuntimeError; nanobind's own exceptions are passed on.
     nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
         try {
             std::rethrow_exception(thrown);
@@ -43,7 +43,7 @@ NB_MODULE(_core, m) {
     tierbed::bind_ops(m);
     tierbed::bind_stores(m);
     tierbed::bind_cache(m);
-    tierbed::bind_rocksdb(m);  // after bind_stores, which binds its base
+    tierbed::bind_rocksdb(m);  // its base class is bound by bind_stores
     tierbed::bind_ledger(m);
     tierbed::bind_keys(m);
     tierbed::bind_columns(m);

@@ -1,7 +1,4 @@
-"""Every exception that tierbed raises for a mistake of a user or a failure of a store.
-
-Messages name the argument, the value and the remedy.
-"""
+"""The exceptions that tierbed raises. Messages name the argument, its value and the remedy."""
 
 from __future__ import annotations
 
@@ -9,43 +6,43 @@ from collections.abc import Sequence
 
 
 class TierbedError(Exception):
-    """The base class: `except TierbedError` catches all of them."""
+    """Base class of tierbed's exceptions."""
 
 
 class OptionError(TierbedError, ValueError):
-    """An option or argument has a value that cannot work."""
+    """An option or argument is wrong."""
 
 
 class InputError(TierbedError, ValueError):
-    """Ids, table ids or rows have a wrong dtype, shape or value."""
+    """Ids, table ids, rows or other input have the wrong dtype, shape or value."""
 
 
 class OptimizerError(TierbedError, ValueError):
-    """The optimizer cannot train rows, or it is missing, or the stored rows have the state of another optimizer."""
+    """The optimizer is missing, cannot train rows, or does not match the state of the stored rows."""
 
 
 class CapacityError(TierbedError, RuntimeError):
-    """The batch has more new rows than `capacity` allows. Nothing was changed, and the store can still be used."""
+    """A batch has more new rows than `capacity` allows. No row has changed, and the store remains usable."""
 
 
 class StoreError(TierbedError, RuntimeError):
-    """A store folder is locked, foreign, unclean or unwritable, or its device failed."""
+    """A store's folder is locked, foreign, unclean or unwritable, or its device failed."""
 
 
 class ClosedError(StoreError):
-    """The embedding's store was closed."""
+    """The embedding's store is closed."""
 
 
 class SnapshotError(TierbedError, RuntimeError):
-    """A snapshot is missing, foreign, damaged, or of another table. The open table is unchanged."""
+    """A snapshot is missing, foreign, damaged, or belongs to another table. The open table is unchanged."""
 
 
 class GraphError(TierbedError, RuntimeError):
-    """`build` does something that a trace cannot record."""
+    """`build` does something that cannot be traced."""
 
 
 class GroupError(TierbedError, RuntimeError):
-    """A rank did not answer, or made another call than the others; `ranks` are those that did not answer."""
+    """A rank did not answer, or made a different call than the others. `ranks` lists the ranks that did not answer."""
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -56,4 +53,4 @@ for _error in (
     TierbedError, OptionError, InputError, OptimizerError, CapacityError, StoreError, ClosedError, SnapshotError,
     GraphError, GroupError,
 ):  # fmt: skip
-    _error.__module__ = "tierbed"  # where users import it from, for tracebacks
+    _error.__module__ = "tierbed"  # tracebacks show the module that users import

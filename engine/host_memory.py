@@ -1,4 +1,4 @@
-"""How much host memory a process may still use, by the machine and by the limits of its cgroups."""
+"""Computes how much host memory a process may still use, given the machine and its cgroup limits."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ ROOT = Path("/")
 
 
 class FreeMemory(NamedTuple):
-    """How many bytes are free. `where`: a text for messages."""
+    """The number of free bytes, and `where` they are, as text for messages."""
 
     bytes: int
     where: str
 
 
 def free_host_memory(root: Path = ROOT) -> FreeMemory | None:
-    """The minimum of free memory of the machine and of each memory cgroup of this process. None without /proc/meminfo.
+    """Returns the free memory of the machine or of this process's memory cgroups, whichever is least.
 
-    The machine's is MemAvailable. That of a cgroup, and of each parent, is its limit (`memory.max` and `memory.high` in
-    version 2, `memory.limit_in_bytes` in version 1) less the memory in use; pages of files do not count, since the
-    system can free them. root: the folder of proc and sys.
+    The machine's free memory is MemAvailable. A cgroup's free memory is its limit (`memory.max` and `memory.high` in
+    version 2, `memory.limit_in_bytes` in version 1) minus the memory in use; its parents count likewise. File pages do
+    not count as in use, since the system can free them. `root` is the folder that contains proc and sys. Returns None
+    without /proc/meminfo.
     """
     available = _numbers(root / "proc/meminfo").get("MemAvailable:")
     if available is None:
@@ -33,32 +34,32 @@ def free_host_memory(root: Path = ROOT) -> FreeMemory | None:
 def _free_in_cgroups(root: Path) -> Iterator[FreeMemory]:
     hierarchies = root / "sys/fs/cgroup"
     for line in _text(root / "proc/self/cgroup").splitlines():
-        _, _, group = line.partition(":")
-        controllers, _, own = group.partition(":")
+        _, _, rest = line.partition(":")
+        controllers, _, cgroup = rest.partition(":")
         if not controllers:
-            yield from _free_in(hierarchies, own, ("memory.max", "memory.high"), "memory.current", "")
+            yield from _free_in(hierarchies, cgroup, ("memory.max", "memory.high"), "memory.current", "")
         elif "memory" in controllers.split(","):
             yield from _free_in(
-                hierarchies / "memory", own, ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_"
+                hierarchies / "memory", cgroup, ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_"
             )
 
 
-def _free_in(top: Path, own: str, limits: tuple[str, ...], usage: str, prefix: str) -> Iterator[FreeMemory]:
-    """The free memory of the group `own` and of its parents. Groups that a container does not show are skipped."""
-    path = PurePosixPath("/", own)
-    groups = [PurePosixPath("/")] if ".." in path.parts else [path, *path.parents]
-    for group in groups:
-        folder = top / group.relative_to("/")
-        known = [int(text) for file in limits if (text := _text(folder / file).strip()).isdecimal()]
+def _free_in(top: Path, cgroup: str, limit_files: tuple[str, ...], usage: str, prefix: str) -> Iterator[FreeMemory]:
+    """Yield the free memory of a cgroup and of its parents. Skips cgroups that a container does not show."""
+    path = PurePosixPath("/", cgroup)
+    cgroups = [PurePosixPath("/")] if ".." in path.parts else [path, *path.parents]
+    for path in cgroups:
+        folder = top / path.relative_to("/")
+        limits = [int(text) for file in limit_files if (text := _text(folder / file).strip()).isdecimal()]
         used = _text(folder / usage).strip()
-        if known and used.isdecimal():
+        if limits and used.isdecimal():
             stat = _numbers(folder / "memory.stat")
             files = sum(stat.get(f"{prefix}{part}_file", 0) for part in ("active", "inactive"))
-            yield FreeMemory(max(min(known) - max(int(used) - files, 0), 0), f"in the memory cgroup {str(group)!r}")
+            yield FreeMemory(max(min(limits) - max(int(used) - files, 0), 0), f"in the memory cgroup {str(path)!r}")
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """The numbers of a file that has a name and a number on each line."""
+    """Read a file with a name and a number on each line."""
     words = [line.split() for line in _text(path).splitlines()]
     return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[1].isdecimal()}
 

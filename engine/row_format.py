@@ -1,6 +1,6 @@
-"""The format of a stored row, in a scan and in a snapshot: its fields, its bucket and its key.
+"""The row format in scans and snapshots: fields, bucket and key.
 
-Tiers move rows as 4-byte words (`row_dtype`); `RowForm` says what the words mean.
+Tiers move rows as 4-byte words (`row_dtype`); `RowForm` interprets the words.
 """
 
 from __future__ import annotations
@@ -14,69 +14,69 @@ from numpy.typing import NDArray
 
 BUCKETS = 64
 WORD = 4  # bytes; lines consist of words
-RECORD_BYTES = 8  # of a line: the counters `updates` and `last step` of its row
-EMBEDDING = "embedding"  # the field of a row that lookups return
-STATE_TYPES = "state_dtypes"  # of a description: the types of states, if a field is not float32
-NUMBERS: dict[str, np.dtype[Any]] = {  # as they are stored
+RECORD_BYTES = 8  # the counters `updates` and `last step` in a line
+EMBEDDING = "embedding"  # the field that lookups return
+STATE_TYPES = "state_dtypes"  # field of a stored description: the states' types, if a row field is not float32
+NUMBERS: dict[str, np.dtype[Any]] = {  # stored types
     "float32": np.dtype("<f4"),
     "float16": np.dtype("<f2"),
     "bfloat16": np.dtype("<u2"),
 }
-LAST_STEP = 2**32 - 2  # of a table: rows hold a step as u32, and the number after it is needed
+LAST_STEP = 2**32 - 2  # a table's largest step: rows store steps as u32, and LAST_STEP + 1 must fit too
 
 TableIds = NDArray[np.uint32]  # [n]
 Keys = NDArray[np.uint64]  # [n]
-RowArray = NDArray[np.void]  # [n] of `row_dtype`, or of KEY
-Chunks = Iterator[tuple[int, RowArray]]  # (bucket, rows of `row_dtype`), as `Tier.scan` yields them
-Change = tuple[int, RowArray, RowArray]  # (bucket, new or changed rows, keys [n] of KEY of erased rows)
+RowArray = NDArray[np.void]  # [n], with dtype `row_dtype` or KEY
+Chunks = Iterator[tuple[int, RowArray]]  # (bucket, rows with `row_dtype`), as `Tier.scan` yields them
+Change = tuple[int, RowArray, RowArray]  # (bucket, new or changed rows, keys [n] of erased rows)
 
 KEY = np.dtype([("table", "<u4"), ("key", "<u8")])  # identifies a row
 
 
 def row_dtype(width: int) -> np.dtype[np.void]:
-    """The NumPy dtype of one stored row of float32 numbers, packed, or of `width` words that a tier moves."""
+    """Returns the packed NumPy dtype of a row with `width` float32 numbers, or any other words that a tier moves."""
     return np.dtype(
         [("table", "<u4"), ("key", "<u8"), ("values", "<f4", (width,)), ("updates", "<u4"), ("step", "<u4")]
     )
 
 
 def words_of(type: str, count: int) -> int:
-    """How many words `count` numbers of a type of NUMBERS take, padding included."""
+    """Returns how many words `count` numbers of a stored type need, including padding."""
     return -(-count * NUMBERS[type].itemsize // WORD)
 
 
 def line_bytes_of(width: int) -> int:
-    """The bytes of a line of `width` words in memory, record and padding included."""
+    """Returns how many bytes a line with `width` words takes in memory, including record and padding."""
     return -(-(width * WORD + RECORD_BYTES) // 16) * 16
 
 
 @dataclass(frozen=True)
 class Field:
-    """One field of a row's line: `count` numbers of `type`, from byte `begin` of the line, padded to whole words."""
+    """One field in a row's line, padded to whole words."""
 
     name: str
-    count: int
-    type: str  # of NUMBERS
-    begin: int
+    count: int  # how many numbers it holds
+    type: str  # a key in NUMBERS
+    begin: int  # byte offset in the line
 
     @property
     def is_padded(self) -> bool:
-        """Whether a padding number, 0, follows."""
+        """True if a padding number, 0, follows."""
         return self.count * NUMBERS[self.type].itemsize % WORD != 0
 
     @property
     def end(self) -> int:
-        """The byte of the line after the field, padding included."""
+        """The byte offset in the line after the field and its padding."""
         return self.begin + (self.count + self.is_padded) * NUMBERS[self.type].itemsize
 
 
 class RowForm:
-    """The fields of a row's line: the embedding, then each state of the optimizer, with the types of their numbers.
+    """The fields in a row's line and their types: the embedding, then each optimizer state.
 
-    `fields`: the embedding first, then each state. `counts`: how many numbers each has, by name. `width`: 4-byte words
-    of all fields. `dtype`: of stored rows. If all numbers are float32 it is `row_dtype(width)`; else it has a NumPy
-    field of the same name for each field, with bfloat16 as `<u2`, the upper half of a float32, and a field for padding
-    after each padded one.
+    `fields` lists the fields, `counts` maps their names to how many numbers they hold, and `width` is their total size
+    in 4-byte words. `dtype` is the NumPy dtype of stored rows. If all numbers are float32, it is `row_dtype(width)`.
+    Otherwise it has a NumPy field for each field, and another one for its padding, if any. A bfloat16 is stored as
+    `<u2`, the upper half of a float32.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class RowForm:
         state_widths: Sequence[int] = (),
         state_types: Sequence[str] | None = None,
     ) -> None:
-        """type: of the embedding: float32, float16 or bfloat16. state_types: of each state; None is float32 for all."""
+        """`type` is the embedding's type, a key in NUMBERS. By default all states are float32."""
         self.dim, fields = dim, [Field(EMBEDDING, dim, type, 0)]
         types = ["float32"] * len(states) if state_types is None else state_types
-        for name, count, of in zip(states, state_widths, types, strict=True):
-            fields.append(Field(name, count, of, fields[-1].end))
+        for name, count, state_type in zip(states, state_widths, types, strict=True):
+            fields.append(Field(name, count, state_type, fields[-1].end))
         self.fields = tuple(fields)
         self._by_name = {field.name: field for field in fields}
         self.counts = {field.name: field.count for field in fields}
@@ -103,13 +103,13 @@ class RowForm:
         named: list[tuple[Any, ...]] = [("table", "<u4"), ("key", "<u8")]
         for field in fields:
             named.append((field.name, NUMBERS[field.type], (field.count,)))
-            if field.is_padded:  # as a separate field, since NumPy copies no bytes between fields
+            if field.is_padded:  # padding needs its own field, because NumPy does not copy bytes between fields
                 named.append((f"{field.name}_padding", NUMBERS[field.type]))
         self.dtype = np.dtype([*named, ("updates", "<u4"), ("step", "<u4")])
 
     @staticmethod
     def described(description: Mapping[str, Any]) -> RowForm:
-        """The row format of a table, from its valid description."""
+        """Read a table's row format from its valid description."""
         return RowForm(
             sum(description["columns"]),
             description["dtype"],
@@ -119,12 +119,12 @@ class RowForm:
         )
 
     def of_words(self, chunks: Chunks) -> Chunks:
-        """Rows of `dtype`, from rows of `row_dtype(width)`."""
+        """View rows with `row_dtype(width)` as rows with `dtype`."""
         for bucket, rows in chunks:
             yield bucket, rows.view(self.dtype)
 
     def numbers(self, rows: RowArray, name: str) -> NDArray[np.float32]:
-        """Field `name` of rows [n] of `dtype`: float32 [n, count], exact. The memory may be that of the rows."""
+        """Returns a field's values in rows [n] as float32 [n, count], exactly. They may share memory with the rows."""
         field = self._by_name[name]
         if not self.is_narrow:
             values: NDArray[np.float32] = rows["values"][:, field.begin // WORD : field.end // WORD]
@@ -132,7 +132,7 @@ class RowForm:
         return widened(rows[name], field.type)
 
     def set_numbers(self, rows: RowArray, name: str, values: NDArray[np.float32]) -> None:
-        """Set field `name` of rows [n] of `dtype` to values [n, count], rounded to nearest even."""
+        """Set a field in rows [n] to values [n, count], rounded to nearest even."""
         field = self._by_name[name]
         if not self.is_narrow:
             rows["values"][:, field.begin // WORD : field.end // WORD] = values
@@ -141,11 +141,11 @@ class RowForm:
 
 
 def narrowed(values: NDArray[np.float32], type: str) -> NDArray[Any]:
-    """float32 numbers as stored in `type`: each rounded to nearest even, and every NaN the same NaN."""
+    """Convert float32 numbers to the stored `type`: rounded to nearest even, and every NaN to the same NaN."""
     if type == "float32":
         return values
     if type == "float16":
-        with np.errstate(over="ignore", invalid="ignore"):  # a signalling NaN is invalid to aarch64
+        with np.errstate(over="ignore", invalid="ignore"):  # on aarch64, a signalling NaN is invalid
             return np.where(np.isnan(values), np.uint16(0x7E00).view(np.float16), values.astype(np.float16))
     bits = np.ascontiguousarray(values).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
@@ -153,7 +153,7 @@ def narrowed(values: NDArray[np.float32], type: str) -> NDArray[Any]:
 
 
 def widened(numbers: NDArray[Any], type: str) -> NDArray[np.float32]:
-    """Stored numbers of `type` as float32 numbers, exactly."""
+    """Convert stored numbers of `type` to float32, exactly."""
     if type != "bfloat16":
         return numbers.astype(np.float32)
     widened: NDArray[np.float32] = (numbers.astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -161,13 +161,13 @@ def widened(numbers: NDArray[Any], type: str) -> NDArray[np.float32]:
 
 
 def overflows(values: NDArray[np.float32], type: str) -> NDArray[np.bool_]:
-    """Which finite numbers become infinite in `narrowed`."""
+    """Returns a mask that is True where `narrowed` makes a finite number infinite."""
     flags: NDArray[np.bool_] = np.isfinite(values) & ~np.isfinite(widened(narrowed(values, type), type))
     return flags
 
 
 def keys_of(rows: RowArray) -> RowArray:
-    """The keys [n] of KEY of rows [n]."""
+    """Returns the rows' keys [n], with dtype KEY."""
     keys = np.empty(len(rows), KEY)
     keys["table"], keys["key"] = rows["table"], rows["key"]
     return keys

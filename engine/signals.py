@@ -9,20 +9,21 @@ from _signal import signal as set_handler
 from collections.abc import Callable
 from types import FrameType
 
-# the signals that users handle: Ctrl-C raises, and a SIGTERM handler may save a checkpoint
+# the signals that users handle: Ctrl-C raises an exception, and a SIGTERM handler may save a checkpoint
 _DEFERRED = tuple(
     map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM))
 )
-_received: list[tuple[int, FrameType | None]] | None = None  # signals in a block of the main thread, if it is in one
+# the signals deferred by the main thread's current block; None outside a block
+_received: list[tuple[int, FrameType | None]] | None = None
 
-_NO_HANDLER = (None, int(signal.SIG_DFL), int(signal.SIG_IGN))  # None: set by code that is not Python's
+_NO_HANDLER = (None, int(signal.SIG_DFL), int(signal.SIG_IGN))  # None: a handler not installed from Python
 Handler = Callable[[int, FrameType | None], object]
 
 
-class uninterrupted:  # a class, since a generator costs more and a step enters several
-    """A block that defers signal handlers written in Python. They run when the outermost such block ends.
+class uninterrupted:  # a class, because a generator is slower and each step enters several blocks
+    """A context manager that defers Python signal handlers until the outermost such block ends.
 
-    Handlers run only in the main thread.
+    In other threads than the main one it does nothing, because handlers run only there.
     """
 
     __slots__ = ("_handlers", "_signals")
@@ -38,14 +39,14 @@ class uninterrupted:  # a class, since a generator costs more and a step enters 
         def note(number: int, frame: FrameType | None) -> None:
             signals.append((number, frame))
 
-        found = zip(_DEFERRED, map(getsignal, _DEFERRED), strict=True)
-        handlers = {number: handler for number, handler in found if handler not in _NO_HANDLER}
-        if not handlers:  # there may be handlers when the next block begins
+        installed = zip(_DEFERRED, map(getsignal, _DEFERRED), strict=True)
+        handlers = {number: handler for number, handler in installed if handler not in _NO_HANDLER}
+        if not handlers:  # the next block checks again
             return
         try:
             for number in handlers:
                 set_handler(number, note)
-        except BaseException:  # raised by a handler that was not yet replaced
+        except BaseException:  # a handler that was not replaced yet raised it
             for number, handler in handlers.items():
                 set_handler(number, handler)
             raise
@@ -59,7 +60,7 @@ class uninterrupted:  # a class, since a generator costs more and a step enters 
         try:
             for number, handler in self._handlers.items():
                 set_handler(number, handler)
-        except BaseException:  # raised by a handler that was set again already
+        except BaseException:  # a handler that was already restored raised it
             for number, handler in self._handlers.items():
                 set_handler(number, handler)
             raise
@@ -69,9 +70,9 @@ class uninterrupted:  # a class, since a generator costs more and a step enters 
 
 
 def deferred_signals() -> list[int]:
-    """The signals that this thread's block defers, in the order in which they arrived.
+    """Returns the signals deferred by this thread's block so far, in order of arrival.
 
-    A block that waits for another process, which may never answer, raises if there are some; then their handlers run.
+    A block that waits for another process checks this and raises, so the handlers run even if no answer ever comes.
     """
     if _received is None or threading.current_thread() is not threading.main_thread():
         return []

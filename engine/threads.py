@@ -1,4 +1,4 @@
-"""Threads whose death ends every wait for them: if memory runs out, a thread may die at any of its lines."""
+"""Threads that nobody waits for forever: if memory runs out, a thread may die at any line, and waits must then end."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from functools import partial
 from typing import Any
 from weakref import ref
 
-POLL_SECONDS = 0.05  # between two checks of whether the awaited thread lives
+POLL_SECONDS = 0.05  # how often a wait checks that the thread is still alive
 
 
 class Thread(threading.Thread):
-    """`threading.Thread`, whose `start` raises RuntimeError if the new thread dies before it has begun.
+    """A `threading.Thread` whose `start` raises RuntimeError if the new thread dies before it runs.
 
-    CPython's own `start` hangs then (https://github.com/python/cpython/issues/140746).
+    CPython's `start` would hang (https://github.com/python/cpython/issues/140746).
     """
 
     def start(self) -> None:
-        self._bootstrap = partial(super()._bootstrap)  # type: ignore[misc]  # only the thread refers to it when it runs
+        self._bootstrap = partial(super()._bootstrap)  # type: ignore[misc]  # later only the thread refers to it
         self._started = _Started(ref(self._bootstrap), partial(delattr, self, "_bootstrap"))
         try:
             super().start()
         except RuntimeError:
-            threading._limbo.pop(self, None)  # type: ignore[attr-defined]  # a thread that starts leaves it by itself
+            threading._limbo.pop(self, None)  # type: ignore[attr-defined]  # the thread did not remove itself
             raise
 
 
 def wait_for(condition: threading.Condition, predicate: Callable[[], Any], thread: threading.Thread | None) -> Any:
-    """`condition.wait_for(predicate)`, which also ends if `thread` dies, which has to fulfil the predicate."""
+    """Wait like `condition.wait_for(predicate)`, but return if `thread` dies, as only it makes the predicate true."""
     while not (value := predicate()):
         if thread is None or not thread.is_alive():
-            return predicate()  # the thread may have fulfilled it right before its end
+            return predicate()  # the thread may have made it true just before it ended
         condition.wait(POLL_SECONDS)
     return value
 
 
 class _Started(threading.Event):
-    """The event that `Thread.start` waits for. The wait ends with an error once nothing refers to what the thread runs.
+    """The event that `Thread.start` waits for. The wait fails once the callable that the thread runs was freed.
 
-    forget: called before the wait, so that only the thread refers to it.
+    `forget` is called before the wait, so that only the thread holds a reference to the callable.
     """
 
     def __init__(self, running: Callable[[], object], forget: Callable[[], None]) -> None:
@@ -50,5 +50,5 @@ class _Started(threading.Event):
         self._forget()
         while not super().wait(POLL_SECONDS):
             if self._running() is None and not self.is_set():
-                raise RuntimeError("can't start new thread: it died at once, as if memory had run out")
+                raise RuntimeError("can't start new thread: it died immediately, probably because memory ran out")
         return True

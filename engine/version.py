@@ -1,4 +1,4 @@
-"""The version of the installed package."""
+"""The installed package's version."""
 
 from importlib.metadata import version
 

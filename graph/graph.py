@@ -1,4 +1,4 @@
-"""`Graph`: the class that a user subclasses."""
+"""`Graph`, the class that users subclass to write a step."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ from .state import checkpoint
 from .state.extra_state import (
     check_extra_state,
     check_modules,
-    check_not_waiting,
+    check_nothing_accumulated,
+    drop_row_state,
     load_extra_state,
-    of_all_ranks,
-    training_of,
-    without_rows,
+    training_of_graph,
+    with_rank_states,
 )
 from .state.optimizer_set import OptimizerSet
-from .trace.names import HasBuild, path_of
+from .trace.names import HasBuild, as_path
 from .trace.signature import (
     NO_DYNAMIC,
+    Arguments,
     Call,
     Dims,
-    Given,
     Structure,
     call_key,
     can_split,
@@ -73,54 +73,79 @@ log = logging.getLogger("tierbed")
 
 
 class Graph(ModelSnapshots, HasBuild):
-    """A training or evaluation step, traced once for each input signature and then run without autograd.
+    """A training or evaluation step that is traced once per input signature and then runs without autograd.
 
-    A subclass sets its modules in `__init__`, calls `add_optimizer` there, and defines `build`. `build` computes a
-    loss, calls `loss.backward()`, and reaches parameters through `self`. Calling the graph runs one step: forward,
-    backward, the update of embedding rows, and `step()` of every optimizer. It returns what `build` returns, tensors
-    detached; after a training step `grad` of every parameter that an optimizer holds is None. A graph whose `build`
-    never calls `backward()`, or on which `eval()` was called, trains nothing.
+    Subclass it like an `nn.Module`: create modules and call `add_optimizer` in `__init__`, and write the step
+    in `build`. `build` computes a loss, calls `loss.backward()` and reaches parameters through `self`.
 
-    `build` runs again, on tensors without values, when a call has another signature: shapes, strides, dtypes and
-    devices of tensors, values of other arguments, `training` flags, `requires_grad`, gradient and autocast mode,
-    optimizers, hooks, tensors assigned to attributes, and Python values that `build` reads, such as the `p` of a
-    dropout or a global; docs/graph.md lists the few that cannot be followed. The values of parameters, buffers and
-    closure tensors are read at every call. The 64 steps used last are kept.
+    Calling the graph runs one step: forward, backward, the updates of embedding rows, and `step()` of every
+    optimizer. The call returns the result of `build`, tensors detached. After a training step, `grad` is None for every
+    parameter that an optimizer holds. The graph trains nothing after `eval()`, or if `build` never calls `backward()`.
+
+    `build` is traced on tensors without values. It is traced again for a call with a new signature: shapes, strides,
+    dtypes and devices of tensors, values of other arguments, `training` flags, `requires_grad`, gradient and autocast
+    mode, optimizers, hooks, tensors assigned to attributes, and Python values that `build` reads, such as a dropout's
+    `p` or a global. docs/graph.md lists the few values that a graph cannot follow. Parameters, buffers and closure
+    tensors are read at every call. The graph keeps the 64 most recently used steps.
+
+    Example:
+
+        >>> class Model(tierbed.Graph):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         store = tierbed.make_cached_host_mem_store_options(cache_budget_mb=16)
+        ...         self.items = tierbed.MultiTableEmbedding("items", 8, torch.float32, torch.int64, None, store)
+        ...         self.add_optimizer(torch.optim.Adam(self.parameters()))
+        ...     def build(self, ids, labels):
+        ...         loss = nn.functional.mse_loss(self.items(ids).sum(-1), labels)
+        ...         loss.backward()
+        ...         return loss
+        >>> loss = Model()(torch.randint(1000, (256,)), torch.rand(256))
     """
 
     def __init__(self) -> None:
         super().__init__()
         if type(self).forward is not Graph.forward:
             raise GraphError(
-                f"{type(self).__name__} defines forward(), which a call would run instead of the compiled step; name "
-                "it build(), and do what is not part of the step around the call"
+                f"{type(self).__name__} defines forward(), and a call would run it instead of the compiled step; "
+                "rename it to build(), and move what is not part of the step out of it"
             )
         self.__optimizers = OptimizerSet()
-        self.__end = StepEpilogue()
+        self.__epilogue = StepEpilogue()
         self.__inductor: dict[str, Any] | None = None
         self.__captures = False
-        self.__abandoned: list[None] = []  # an item for each run that was collected before its end
-        # two underscores: a subclass may have attributes of any name
+        self.__abandoned: list[None] = []  # one item per run that was garbage-collected before its end
+        # two underscores: a subclass may use any attribute name
         self.__steps = StepCache(MAX_CACHED_STEPS)
-        # of the last call with containers
+        # tree and dynamic leaves of the last call with containers
         self.__tree: tuple[pytree.TreeSpec, frozenset[int]] = tensors_spec(0), NO_DYNAMIC
-        self.__splits = False  # whether build needs the values of keyed tensors by key
-        self.__has_warned = False  # that compile_dense compiles nothing of a dynamic-shape step
+        self.__splits_by_key = False  # build needs the values of keyed tensors split by key
+        self.__has_warned = False  # logged that compile_dense skips the dynamic-shape step
         self.__structure: Structure | None = None
         self.__values = ValueGuards()
-        self.__last: tuple[Hashable, Any] = (None, None)  # key and step of the previous call, found without hashing
-        self.__has_met = False  # whether it looked at the dense part, before its first training step
+        # key and step of the previous call, compared before any hashing
+        self.__last: tuple[Hashable, Any] = (None, None)
+        self.__has_checked_dense = (
+            False  # the dense part was compared with the rows' run, before the first training step
+        )
         self.__compiles = RecompileLog(MAX_CACHED_STEPS)
-        self.__forward: Forward | None = None  # while a profile runs
+        self.__forward: Forward | None = None  # set while a profile runs
         self.__rank_state = RankStepState()
 
     def add_optimizer(self, optimizer: Optimizer, lr_sch: LRScheduler | None = None) -> None:
-        """Let a torch optimizer train the parameters that it holds, and the rows of embeddings whose shadow it holds.
+        """Add an optimizer that trains dense parameters and embedding rows.
 
-        Its parameter groups are read at every step, so learning rate schedulers work. `lr_sch`, a scheduler made over
-        the optimizer, makes a step after each step of the optimizer. Raises OptimizerError for anything but a torch
-        optimizer and a scheduler of it, an optimizer that cannot train rows, and a parameter that another optimizer of
-        this graph holds.
+        The rows of an embedding are trained if the optimizer holds the embedding's parameter. Param groups are read
+        at every step, so learning rate schedulers work.
+
+        Args:
+            optimizer: a torch optimizer over parameters of this graph.
+            lr_sch: a scheduler created with `optimizer`. The graph steps it after each step of the optimizer.
+                Default: None.
+
+        Raises:
+            OptimizerError: `optimizer` is not a torch optimizer or cannot train rows, `lr_sch` is not its scheduler,
+                or another optimizer of this graph already holds one of the parameters.
         """
         self.__optimizers.add(optimizer, lr_sch)
         try:
@@ -130,71 +155,103 @@ class Graph(ModelSnapshots, HasBuild):
             raise
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move the graph, and the state that its optimizers keep of its parameters."""
+        """Move the graph, and the optimizer state of its parameters."""
         super()._apply(fn, recurse)
-        self.__optimizers.follow_parameters()
+        self.__optimizers.move_state()
         return self
 
     def clip_grad_norm(self, max_norm: float | None) -> None:
-        """Scale all gradients of a step, those of rows too, so that their total L2 norm is at most `max_norm`.
+        """Scale all gradients of a step, including row gradients, so that their total L2 norm is at most `max_norm`.
 
-        A row counts once, with the sum of the gradients of its occurrences, as in a dense `nn.Embedding`. None: off.
+        A row counts once, with its gradient summed over all occurrences, as in a dense `nn.Embedding`.
+
+        Args:
+            max_norm: the largest norm, or None to turn clipping off.
         """
         limit = positive("max_norm", max_norm)
         self.__refuse_captured("clip_grad_norm", limit is not None)
-        self.__end.clip_norm(limit)
+        self.__epilogue.clip_norm(limit)
 
     def clip_grad_value(self, clip_value: float | None) -> None:
-        """Clip each element of all gradients, of rows summed over their occurrences, to [-clip_value, clip_value]."""
-        self.__end.clip_elements(positive("clip_value", clip_value))
+        """Clip every element of all gradients to [-clip_value, clip_value].
+
+        The gradient of a row is first summed over the row's occurrences.
+
+        Args:
+            clip_value: the largest absolute value, or None to turn clipping off.
+        """
+        self.__epilogue.clip_elements(positive("clip_value", clip_value))
 
     def accumulate_grads(self, steps: int, mean: bool = False) -> None:
-        """Sum the gradients of `steps` calls before parameters and rows are updated; with `mean`, take their mean.
+        """Sum the gradients of `steps` calls before parameters and rows are updated.
 
-        Calls before the last read rows as they are. The rows of all calls are fetched and pinned at the last. The
-        gradients of a row are summed over each call first, in float32, then over the calls in their order.
+        Calls before the last one read rows without pinning them; the last call fetches and pins the rows of all of
+        them. A row's gradient is summed within each call first, in float32, and then over the calls in order.
+
+        Args:
+            steps: the number of calls per update.
+            mean: divide the sums by `steps`. Default: False.
+
+        Raises:
+            OptimizerError: `steps` is not a positive integer, or gradients of earlier calls wait for their update.
         """
         self.__refuse_captured("accumulate_grads", as_int(steps, minimum=2) is not None)
-        self.__end.accumulate(steps, mean)
+        self.__epilogue.accumulate(steps, mean)
 
     def drop_grads(self) -> None:
-        """Drop the gradients of accumulated calls that wait for their update, such as those of an epoch's remainder."""
-        self.__end.clear()
+        """Drop accumulated gradients that still wait for their update, such as the remainder of an epoch."""
+        self.__epilogue.clear()
 
     def set_grad_scaler(self, scaler: GradScaler | None) -> None:
-        """Divide gradients by the scale of `scaler`, by which `build` multiplies: `scaler.scale(loss).backward()`.
+        """Unscale the gradients of every step with `scaler`, and let it adapt its scale.
 
-        A step with a gradient that is not finite updates nothing and lowers the scale. None: no scaler.
+        `build` must scale the loss itself: `scaler.scale(loss).backward()`. A step with a non-finite gradient updates
+        nothing and lowers the scale.
+
+        Args:
+            scaler: the gradient scaler, or None to remove it.
+
+        Raises:
+            OptimizerError: `scaler` is neither a `torch.amp.GradScaler` nor None.
         """
         if scaler is None:
-            self.__end.unscale_by(None)
+            self.__epilogue.unscale_by(None)
             return
         if not isinstance(scaler, GradScaler):
             raise OptimizerError(f"scaler={type(scaler).__name__}: give a torch.amp.GradScaler")
         self.__refuse_captured("set_grad_scaler", scaler.is_enabled())
         device = next((tensor.device for tensor in self.parameters()), "cpu")
-        scaler.scale(torch.zeros((), device=device))  # creates the tensors of the scaler, which a trace could not
-        self.__end.unscale_by(scaler)
+        scaler.scale(torch.zeros((), device=device))  # creates the scaler's tensors: a trace could not
+        self.__epilogue.unscale_by(scaler)
 
     def compile_dense(self, **options: Any) -> None:
-        """Let TorchInductor compile the dense part of each step, with these options of TorchInductor.
+        """Compile the dense part of each step with TorchInductor.
 
-        The first call of each shape takes seconds longer. Needs a C++ compiler. Random draws, in-place ops, rows and
-        optimizers run as before; results equal those of eager up to rounding. GraphError if it cannot compile.
+        The first call of each shape takes seconds longer. Random draws, in-place ops, row lookups and optimizers are
+        not compiled. Results equal eager results up to rounding. Needs a C++ compiler. Calls raise GraphError on
+        failure.
+
+        Args:
+            **options: options of TorchInductor.
         """
         self.__refuse_captured("compile_dense", True)
         self.__inductor = options
 
     @checked_arguments("enabled")
     def cuda_graph(self, enabled: bool = True) -> None:
-        """Capture each training step as a CUDA graph after its first 3 calls, and replay the graph from then on.
+        """Capture each training step as a CUDA graph at its fourth call, and replay it from then on.
 
-        Results are bit-identical to those without. Embeddings have to be in `device_mem` with a capacity, on a CUDA
-        device like all else that the step computes with; docs/graph.md has the details. False: stop capturing and
-        replaying. A call raises GraphError or OptionError for what cannot be captured. Raises OptionError together with
-        `clip_grad_norm`, `accumulate_grads`, `set_grad_scaler` and `compile_dense`.
+        Results are bit-identical to uncaptured steps. All embeddings must be in `device_mem` with a capacity, on the
+        CUDA device that the step's other tensors are on; see docs/graph.md. A call raises GraphError or
+        OptionError if its step cannot be captured.
+
+        Args:
+            enabled: False stops capturing and replaying. Default: True.
+
+        Raises:
+            OptionError: together with `clip_grad_norm`, `accumulate_grads`, `set_grad_scaler` or `compile_dense`.
         """
-        end = self.__end
+        end = self.__epilogue
         self.__refuse_captured("clip_grad_norm", end.max_norm is not None, enabled)
         self.__refuse_captured("accumulate_grads", end.accumulate_steps > 1, enabled)
         self.__refuse_captured("set_grad_scaler", end.scaler is not None and end.scaler.is_enabled(), enabled)
@@ -202,10 +259,14 @@ class Graph(ModelSnapshots, HasBuild):
         self.__captures = enabled
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one step and return what `build` returns, tensors detached.
+        """Run one step and return the result of `build`, tensors detached.
 
-        Raises GraphError for a `build` that a static graph cannot hold, OptimizerError where backward() reaches a
-        parameter without optimizer, and whatever `build`, an op or a store raises; the graph stays usable.
+        The graph stays usable after an exception.
+
+        Raises:
+            GraphError: `build` does something that a static graph cannot express.
+            OptimizerError: backward() reaches a parameter that no optimizer holds.
+            Exception: whatever `build`, an op or a store raises.
         """
         if DistributedDataParallel._active_ddp_module is not None:
             refuse_around(self)
@@ -218,12 +279,12 @@ class Graph(ModelSnapshots, HasBuild):
             return step.run(tensors, self.__forward)
         except DynamicStepFailed as failed:
             shared_error = failed.shared_error
-            cause = failed.cause.with_traceback(None)  # its frames hold all that the failed step had computed
-        if shared_error is not None:  # the other ranks raise, and do not run again
+            cause = failed.cause.with_traceback(None)  # its frames hold everything the failed step computed
+        if shared_error is not None:  # the other ranks raise this error and do not retry
             self.__steps.drop(type(self).__name__, step, cause)
             raise shared_error
-        own, tensors = self.__compiled(args, kwargs, static_only=True)
-        result = own.run(tensors, self.__forward)  # if this raises as well, the dynamic-shape step is not at fault
+        static_step, tensors = self.__compiled(args, kwargs, static_only=True)
+        result = static_step.run(tensors, self.__forward)  # if this raises too, the dynamic-shape step is not to blame
         self.__steps.drop(type(self).__name__, step, cause)
         return result
 
@@ -231,117 +292,152 @@ class Graph(ModelSnapshots, HasBuild):
     def run(
         self, batches: Iterable[Any], *, ahead: int | None = None, progress: bool | str = False, uneven: str = "stop"
     ) -> Run:
-        """Run a step on each batch, and iterate over what `build` returns: `for loss in graph.run(loader)`.
+        """Run a step on each batch: `for loss in graph.run(loader)`.
 
-        A batch that is a list or a tuple gives the arguments of `build`; any other batch is its one argument. While a
-        step runs, up to `ahead` batches (0 to 31) are drawn, their ids deduplicated, and their rows fetched and pinned
-        in the cache. The cache evicts by the ids of these batches. Results are those of
-        `for batch in loader: graph(*batch)`. ahead: by default 8 on a GPU, over ranks, and over SSD while caches miss
-        rows; else 0, since there is nothing to hide if rows are in memory.
-        progress: whether to show a bar with the rate; a string is its label. InputError for wrong arguments.
-        uneven: over ranks, whether all "stop" with the shortest loader, or ranks without a batch "join" the others.
+        The returned iterator yields the result of `build` for each batch. Results are the same as in `for batch in
+        loader: graph(*batch)`. While a step runs, up to `ahead` later batches are drawn, their ids deduplicated, and
+        their rows fetched and pinned in the cache. The cache prefers to evict rows that these batches do not need.
+
+        Args:
+            batches: a DataLoader or another iterable. A list or tuple holds the arguments of `build`; any other batch
+                is its single argument.
+            ahead: how many batches to draw ahead, 0 to 31. Default: 8 on a GPU, over ranks, and over SSD while caches
+                miss rows; otherwise 0, because there is nothing to hide if rows are in memory.
+            progress: True shows a progress bar with the rate; a string labels the bar. Default: False.
+            uneven: over ranks, "stop" ends all ranks with the shortest loader; with "join", ranks without a batch
+                join the others' steps. Default: "stop".
+
+        Raises:
+            InputError: an argument is wrong.
         """
         label = progress if isinstance(progress, str) else type(self).__name__ * bool(progress)
-        bar = RunProgress(batches, label)
-        return Run(
-            self, self.__rank_state, self.__end, batches, ahead, uneven, self.__known_lookups, bar, self.__abandoned
-        )
+        bar, end = RunProgress(batches, label), self.__epilogue
+        return Run(self, self.__rank_state, end, batches, ahead, uneven, self.__known_lookups, bar, self.__abandoned)
 
     def profile(self, batches: Iterable[Any], steps: int | None = None, *, ahead: int | None = None) -> Profile:
-        """Run a step on each batch, or on the first `steps`, and report where the time went.
+        """Run a step on each batch and report where the time went.
 
-        The steps are those of `run(batches, ahead=ahead)`, bit for bit. `print` shows time by stage; `by_op()` and
-        `chrome_trace(path)` have each op. Raises what `run` raises.
+        The steps compute the same bits as `run(batches, ahead=ahead)`, and raise the same errors.
+
+        Args:
+            batches: as for `run`.
+            steps: run at most this many batches. Default: all of them.
+            ahead: as for `run`.
+
+        Returns:
+            A `Profile`. `print` shows time by stage; `by_op()` and `chrome_trace(path)` show each op.
+
+        Raises:
+            InputError: `steps` is not a positive integer.
         """
         if steps is not None and as_int(steps, 1, sys.maxsize) is None:
             raise InputError(f"steps={steps!r}: give a whole number > 0, or None for all batches")
         timer = Timer(self.__compiles)
         self.__forward = timer.forward
         try:
-            some = islice(iterate(batches), steps)
+            limited = islice(iterate(batches), steps)
             run, may_compile = partial(self.run, ahead=ahead), self.__inductor is None and not self.__captures
-            return profile(type(self).__name__, run, some, timer, may_compile)
+            return profile(type(self).__name__, run, limited, timer, may_compile)
         finally:
             self.__forward = None
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Write a checkpoint, the folder `path`: `state_dict()` and all rows. It is durable on return.
+        """Write a checkpoint: a folder with `state_dict()` and the rows of all embeddings.
 
-        Embeddings with a persistent_path get a snapshot of that name there too, which shares its files with the
-        checkpoint if the file system allows it. overwrite: whether to replace an existing checkpoint, atomically once
-        the new one is durable. A save that fails leaves no files behind, and keeps the old checkpoint. Raises
-        SnapshotError if `path` exists or cannot be written, GraphError for a state that a checkpoint cannot hold,
-        InputError for a path of another type.
+        The checkpoint is durable when the call returns. An embedding with a persistent_path also gets a snapshot in
+        its store folder; it shares files with the checkpoint where the file system allows it. A failed save leaves no
+        files behind and keeps the old checkpoint.
+
+        Args:
+            path: the new folder.
+            overwrite: replace an existing checkpoint, atomically, once the new one is durable. Default: False.
+
+        Raises:
+            SnapshotError: `path` exists or cannot be written.
+            GraphError: a checkpoint cannot hold the state.
+            InputError: `path` is not a path.
         """
         folder = checkpoint.check_save(self, path, overwrite)
-        check_not_waiting(self.__end)
+        check_nothing_accumulated(self.__epilogue)
         with rows_apart():
             state = self.state_dict()
         checkpoint.save(self, state, folder, overwrite)
 
     def check_save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Raise what `save` would raise now for these arguments. Call it before the training to be saved."""
+        """Raise the errors that `save(path, overwrite=overwrite)` would raise now. Call it before a long training."""
         checkpoint.check_save(self, path, overwrite)
 
     def load(self, path: str | os.PathLike[str], *, optimizers: bool = True, convert: bool = False) -> None:
-        """Continue from a checkpoint: the next steps are those of a run that never stopped.
+        """Continue training from a checkpoint of `save`.
 
-        optimizers: False takes parameters, buffers and the weights of rows alone, for a graph with other optimizers or
-        none. convert: True converts rows of embeddings with another dtype or state_dtype: widening is exact, narrowing
-        rounds to nearest even. In both cases a kill still recovers rows from the snapshot that it did before this load.
-        Raises SnapshotError for a checkpoint that is missing, damaged or of another graph, before anything is replaced,
-        and InputError for a path of another type, or a number that a narrower dtype cannot hold.
+        The next steps are the same as if training had never stopped. Nothing is replaced before everything is
+        checked. With `optimizers=False` or `convert=True`, recovery after a kill still uses the snapshot from before.
+
+        Args:
+            path: the checkpoint's folder.
+            optimizers: False loads only parameters, buffers and row weights, for a graph with other optimizers or
+                none. Default: True.
+            convert: True converts rows to embeddings of another dtype or state_dtype. Widening is exact; narrowing
+                rounds to nearest even. Default: False.
+
+        Raises:
+            SnapshotError: the checkpoint is missing, damaged, or belongs to another graph.
+            InputError: `path` is not a path, or a narrower dtype cannot hold a number.
         """
         check_flags(InputError, optimizers=optimizers, convert=convert)
 
         def check(state: dict[str, Any]) -> None:
             check_modules(self, state, "graph")
             if EXTRA in state and optimizers:
-                check_extra_state(training_of(self.__optimizers, self.__end), state[EXTRA])
+                check_extra_state(training_of_graph(self.__optimizers, self.__epilogue), state[EXTRA])
 
         def put(state: dict[str, Any]) -> None:
-            self.load_state_dict(without_rows(self, state, optimizers))
+            self.load_state_dict(drop_row_state(self, state, optimizers))
 
         with rows_apart():
             selection = Selection(state=optimizers, convert=convert)
-            checkpoint.load(self, path_of(path), check, put, self.state_dict, selection)
+            checkpoint.load(self, as_path(path), check, put, self.state_dict, selection)
 
     def get_extra_state(self) -> Any:
-        """The extra state in `state_dict()`: optimizers, schedules, scaler and random numbers, those of all ranks.
+        """Return the extra state in `state_dict()`: optimizers, schedules, scaler and the random states of all ranks.
 
-        A tuple of one map, which torch.distributed.checkpoint keeps whole.
+        The result is a tuple of one dict, because torch.distributed.checkpoint stores a tuple whole.
         """
-        state = training_of(self.__optimizers, self.__end).state()
+        state = training_of_graph(self.__optimizers, self.__epilogue).state()
         if are_apart():
             return state
-        check_not_waiting(self.__end)
-        return (of_all_ranks(self, state),)
+        check_nothing_accumulated(self.__epilogue)
+        return (with_rank_states(self, state),)
 
     def set_extra_state(self, state: Any) -> None:
-        """Load the extra state of `load_state_dict()`, a tuple of a map, or the map."""
-        load_extra_state(self, self.__optimizers, self.__end, state)
+        """Load the extra state of `load_state_dict()`: the dict, or a tuple that holds it."""
+        load_extra_state(self, self.__optimizers, self.__epilogue, state)
         self.__rank_state.note_loaded()
 
     def draw(self, path: str | os.PathLike[str]) -> None:
         """Write the step of the last call as a flowchart: stages, ops, shapes, and the store of each lookup.
 
-        The file is text in Mermaid, which GitHub and GitLab, editors and mermaid.live draw. Raises GraphError before
-        the first call, InputError for a path of another type.
+        Args:
+            path: the file. Its Mermaid text is rendered by GitHub, GitLab, editors and mermaid.live.
+
+        Raises:
+            GraphError: the graph has not been called yet.
+            InputError: `path` is not a path.
         """
         _, step = self.__last
         if step is None:
-            raise GraphError(f"{type(self).__name__} has no step to draw yet; call it once, which compiles one")
-        path_of(path).write_text(draw(step.module, type(self).__name__, ahead=step.lookups is not None))
+            raise GraphError(f"{type(self).__name__} has no step to draw yet; call it once to compile one")
+        as_path(path).write_text(draw(step.module, type(self).__name__, ahead=step.lookups is not None))
 
     def why_recompiled(self) -> list[str]:
-        """For each compiled step but the first, at most the last 64: what differed from the nearest step before it.
+        """Return why the latest steps (up to 64) were compiled: how each differs from the most similar earlier step.
 
-        The logger "tierbed" reports the same at level INFO.
+        The first step has no reason. The logger "tierbed" logs the same at level INFO.
         """
         return list(self.__compiles.reasons)
 
     def __refuse_captured(self, method: str, is_used: bool, captures: bool | None = None) -> None:
-        """OptionError for `method` together with `cuda_graph`. captures: whether that is used, as now by default."""
+        """Raise OptionError if `method` is used with `cuda_graph`. captures: None for the current setting."""
         if is_used and (self.__captures if captures is None else captures):
             raise OptionError(
                 f"cuda_graph and {method}: a step with {method} cannot be captured; leave out one of them: "
@@ -349,69 +445,69 @@ class Graph(ModelSnapshots, HasBuild):
             )
 
     def __known_lookups(self, *args: Any) -> KnownLookups | None:
-        """What a later call with these arguments looks up, as far as it is known."""
+        """Return the lookups of a later call with these arguments, if they are known."""
         try:
             step, tensors = self.__compiled(args, {})
-        except Exception:  # the call itself will raise it
+        except Exception:  # the call itself raises it
             return None
         return step.known_lookups(tensors)
 
     def __compiled(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], static_only: bool = False
     ) -> tuple[CompiledStep, list[Tensor]]:
-        """The step of a call, and the tensors that it runs on. static_only: whether to take a static-shape step."""
+        """Return a call's step and the tensors it runs on. static_only: use a static-shape step."""
         if self.__abandoned:
             self.__abandoned.clear()
             forget_announced(self)
-        given = split_by_key((args, kwargs)) if self.__splits else (args, kwargs)
-        args, kwargs = given
+        arguments = split_by_key((args, kwargs)) if self.__splits_by_key else (args, kwargs)
+        args, kwargs = arguments
         dynamic_leaves = NO_DYNAMIC
         if not kwargs and set(map(type, args)) <= _TENSORS:
             inputs = leaves = list(args)
             spec = tensors_spec(len(args))
         else:
-            leaves, spec = pytree.tree_flatten(given)
+            leaves, spec = pytree.tree_flatten(arguments)
             inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            tree = self.__tree  # read once: a call in another thread may set it
+            tree = self.__tree  # read once: another thread's call may set it
             if spec != tree[0]:
                 tree = self.__tree = spec, dynamic_leaves_of(spec)
             spec, dynamic_leaves = tree
-        signature, tensors = self.__signature(given, leaves, spec, dynamic_leaves)
-        known, step = self.__last
-        if signature != known or static_only or (dynamic_leaves and not step.accepts(inputs)):
-            call = Call(given, leaves, spec, dynamic_leaves)
-            with trace_lock, uninterrupted():  # Ctrl-C in the middle of a trace aborts in torch
-                self.__optimizers.adopt(self)
-                # again: another thread may have been tracing
-                signature, tensors = self.__signature(given, leaves, spec, dynamic_leaves)
+        signature, tensors = self.__signature(arguments, leaves, spec, dynamic_leaves)
+        last_signature, step = self.__last
+        if signature != last_signature or static_only or (dynamic_leaves and not step.accepts(inputs)):
+            call = Call(arguments, leaves, spec, dynamic_leaves)
+            with trace_lock, uninterrupted():  # Ctrl-C in the middle of a trace aborts inside torch
+                self.__optimizers.add_from_backward(self)
+                # computed again: another thread may have traced meanwhile
+                signature, tensors = self.__signature(arguments, leaves, spec, dynamic_leaves)
                 try:
                     step = self.__step_for(signature, call, tensors, static_only)
                 except GraphError:
-                    if self.__splits or not can_split(given):
+                    if self.__splits_by_key or not can_split(arguments):
                         raise
-                    self.__splits = True
+                    self.__splits_by_key = True
                     try:
                         return self.__compiled(args, kwargs, static_only)
                     except BaseException:
-                        self.__splits = False
+                        self.__splits_by_key = False
                         raise
-            own = bool(dynamic_leaves) and step.guard is None  # its sizes are not in the signature
-            self.__last = None if own else signature, step
+            needs_guard = bool(dynamic_leaves) and step.guard is None  # its sizes are not part of the signature
+            self.__last = None if needs_guard else signature, step
         return step, inputs + tensors
 
     def __signature(
-        self, given: Given, leaves: list[Any], spec: pytree.TreeSpec, dynamic_leaves: frozenset[int]
+        self, arguments: Arguments, leaves: list[Any], spec: pytree.TreeSpec, dynamic_leaves: frozenset[int]
     ) -> tuple[Hashable, list[Tensor]]:
         while self.__structure is None or (live := self.__structure.live()) is None:
             self.__structure = Structure(self, self.__optimizers.optimizers)
             self.__values = ValueGuards()
-            self.__steps = StepCache(MAX_CACHED_STEPS)  # old ones have no use, and would keep replaced modules alive
+            self.__steps = StepCache(MAX_CACHED_STEPS)  # old steps are useless and would keep replaced modules alive
         tensors, state = live
         return (
             spec,
-            call_key(leaves, dynamic_leaves, self.build, given),
+            call_key(leaves, dynamic_leaves, self.build, arguments),
             state,
-            self.__end.key(),
+            self.__epilogue.key(),
             repr(self.__inductor),
             self.__captures,
             self.__values.number if self.__values.holds() else self.__values.renew(),
@@ -424,50 +520,50 @@ class Graph(ModelSnapshots, HasBuild):
         if detect_fake_mode(tensors):
             raise GraphError(
                 f"build calls the graph {type(self).__name__}, and a graph cannot run inside another; call its "
-                "build(), and add its optimizers to the outer graph"
+                "build() instead, and add its optimizers to the outer graph"
             )
         self.__optimizers.attach(self)
-        self.__optimizers.refuse_foreign(self)
+        self.__optimizers.check_parameters_in_graph(self)
         begin, name, base = perf_counter(), type(self).__name__, signature[:-1]
-        is_new = False
+        is_compiled = False
 
         def traced_for(dynamic: Dims | None) -> Trace:
             return trace(self, call, tensors, self.__optimizers, dynamic)
 
         def compiled(dynamic: Dims | None) -> CompiledStep:
-            nonlocal is_new
+            nonlocal is_compiled
             traced = traced_for(dynamic)
             self.__values.add(traced.reads)
             key = base, dynamic, None if dynamic else tuple(tensor.shape for tensor in call.inputs)
-            alike, program = [one for one in self.__steps.all() if one.key == key], traced.program()
+            alike, program = [cached for cached in self.__steps.all() if cached.key == key], traced.program()
             equal: CompiledStep | None = self.__values.equal_step(alike, program, lambda: traced_for(dynamic).program())
             if equal is not None:
                 return equal
-            is_new = True
+            is_compiled = True
             inductor = self.__inductor if dynamic is None or dynamic <= call.dynamic_dims else None
             captures = self.__captures and dynamic is None
             step = compile_step(
-                self, traced, self.__optimizers, self.__end, tensors, inductor, captures, self.__rank_state
+                self, traced, self.__optimizers, self.__epilogue, tensors, inductor, captures, self.__rank_state
             )
             return replace(step, key=key, program=program)
 
         step = self.__steps.make(name, signature, call, static_only, compiled)
-        if step.trained and not self.__has_met:
-            self.__has_met = True
-            self.__optimizers.meet_dense(name, [embedding for embedding, _ in step.trained])
+        if step.trained and not self.__has_checked_dense:
+            self.__has_checked_dense = True
+            self.__optimizers.check_resumed_rows(name, [embedding for embedding, _ in step.trained])
         is_dynamic, compiles = step.guard is not None, step.module.graph.find_nodes(op="call_module")
         if self.__inductor is not None and is_dynamic and not compiles and not self.__has_warned:
             self.__has_warned = True
             log.warning(
-                "%s: compile_dense compiles ops of static shapes, and the dynamic-shape step of further sizes runs "
-                "without it: pad inputs to few sizes, such as powers of two",
+                "%s: compile_dense compiles only static shapes, and the dynamic-shape step for further sizes runs "
+                "uncompiled: pad inputs to few sizes, such as powers of two",
                 name,
             )
-        if is_new:
+        if is_compiled:
             dense = "off" if self.__inductor is None else str(self.__inductor)
             settings = {"cuda_graph": str(self.__captures), "compile_dense": dense}
             texts = self.__values.texts()
-            why = guard_facts(self, call, is_dynamic, self.__optimizers, self.__end, settings, texts)
+            why = guard_facts(self, call, is_dynamic, self.__optimizers, self.__epilogue, settings, texts)
             self.__compiles.add(name, why, perf_counter() - begin)
         self.__steps.evict_oldest(name)
         if self.__values.is_full:
@@ -475,7 +571,7 @@ class Graph(ModelSnapshots, HasBuild):
         return step
 
     def __repr__(self) -> str:
-        """The modules; after the first call, the code of every compiled step too."""
+        """Show the modules and, after the first call, the code of every compiled step."""
         modules = super().__repr__()
         compiled = self.__steps.all()
         if not compiled:

@@ -1,4 +1,4 @@
-"""Checkpoints of plain loops: a model with the rows of its embeddings, and what trains it."""
+"""Checkpoints for plain training loops: a model, its embedding rows, and its optimizers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..snapshots.store.selection import Selection
 from .graph import Graph
 from .state import checkpoint
 from .state.extra_state import Training, check_extra_state, check_modules
-from .trace.names import path_of, unwrapped
+from .trace.names import as_path, unwrap
 
 Optimizers = Optimizer | Sequence[Optimizer]
 
@@ -39,25 +39,32 @@ def save_checkpoint(
     *,
     overwrite: bool = False,
 ) -> None:
-    """Write a checkpoint, the folder `path`: a model with all its rows, and what trains it. `graph.save` for loops.
+    """Write a checkpoint of a plain training loop: a folder with the model, all its rows and its optimizers.
 
-    The checkpoint is durable on return. Call it after step(); over ranks, all of them call it.
+    The checkpoint is durable when the call returns. Call it after `step()`; over ranks, all ranks call it. Torch's
+    random states are saved too. Names in the checkpoint leave out wrappers such as DistributedModelParallel,
+    DistributedDataParallel and torch.compile's, so the checkpoint loads with or without them.
 
-    model: any module; the rows of all embeddings in it are saved at the same step. Names in a checkpoint leave out
-    wrappers such as DistributedModelParallel, DistributedDataParallel and that of torch.compile, so it loads with any
-    of them, or none. optimizers: one or several, an
-    EagerOptimizer instead of the optimizer that it wraps. schedulers: of torch's learning rates. scaler: a GradScaler.
-    extra: plain values and tensors of your own, such as the epoch, which `load_checkpoint` returns. Random states of
-    torch are saved as well. overwrite: whether to replace an existing checkpoint, atomically.
-    Raises SnapshotError if `path` exists or cannot be written, GraphError for a state that a checkpoint cannot hold,
-    InputError for an argument of another type.
+    Args:
+        path: the new folder.
+        model: any module. The rows of all its embeddings are saved at the same step.
+        optimizers: one or several optimizers. Pass an EagerOptimizer, not the optimizer it wraps. Default: none.
+        schedulers: learning rate schedulers of torch. Default: none.
+        scaler: a `torch.amp.GradScaler`, or None. Default: None.
+        extra: a dict of your own plain values and tensors, such as the epoch, for `load_checkpoint` to return.
+        overwrite: replace an existing checkpoint atomically. Default: False.
+
+    Raises:
+        SnapshotError: `path` exists or cannot be written.
+        GraphError: a checkpoint cannot hold the state, or row gradients still wait for `step()`.
+        InputError: an argument has the wrong type.
     """
     model, training = _training(model, optimizers, schedulers, scaler)
-    for one in model.modules():
-        if isinstance(one, SavedRows) and isinstance(one.shadow.grad, ShadowGrad) and one.shadow.grad.rows.is_waiting:
+    for m in model.modules():
+        if isinstance(m, SavedRows) and isinstance(m.shadow.grad, ShadowGrad) and m.shadow.grad.rows.is_waiting:
             raise GraphError(
-                f"gradients of embedding {one.name!r} wait for step(), and a checkpoint holds none; save after step(), "
-                "or call zero_grad() first"
+                f"gradients of embedding {m.name!r} wait for step(), and a checkpoint holds no gradients; save "
+                "after step(), or call zero_grad() first"
             )
     if extra is not None and not isinstance(extra, Mapping):
         raise InputError(f"extra={extra!r}: give a dict of plain values and tensors, or None")
@@ -76,11 +83,24 @@ def load_checkpoint(
     *,
     convert: bool = False,
 ) -> dict[str, Any]:
-    """Continue from a checkpoint of `save_checkpoint`: the next steps are those of a run that never stopped.
+    """Continue training from a checkpoint of `save_checkpoint`.
 
-    The arguments are those of the save. convert: as of `Graph.load`. Returns its `extra`. Raises SnapshotError for a
-    checkpoint that is missing, damaged or of another model, before anything is replaced, and InputError for an argument
-    of another type.
+    The next steps are the same as if training had never stopped. Everything is checked before anything is replaced.
+
+    Args:
+        path: the checkpoint's folder.
+        model: the model, as for `save_checkpoint`.
+        optimizers: as many as were saved, in the same order.
+        schedulers: as many as were saved, in the same order.
+        scaler: a GradScaler if one was saved.
+        convert: True converts rows to embeddings of another dtype, as `Graph.load` does. Default: False.
+
+    Returns:
+        The dict that was saved as `extra`.
+
+    Raises:
+        SnapshotError: the checkpoint is missing, damaged, or belongs to another model.
+        InputError: an argument has the wrong type.
     """
     check_flags(InputError, convert=convert)
     model, training = _training(model, optimizers, schedulers, scaler)
@@ -99,43 +119,41 @@ def load_checkpoint(
 
     extra: dict[str, Any] = {}
     with rows_apart():
-        now = partial(_state, model, training, {})
-        checkpoint.load(model, path_of(path), check, put, now, Selection(convert=convert), of="loop")
+        current_state = partial(_state, model, training, {})
+        checkpoint.load(model, as_path(path), check, put, current_state, Selection(convert=convert), kind="loop")
     return extra
 
 
 def _state(model: nn.Module, training: Training, extra: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """All that a checkpoint holds but rows."""
-    of_model = model.state_dict()
-    state = {"model": dict(of_model), "training": training.state(), "extra": dict(extra)}
-    return checkpoint.StateDict(state, checkpoint.versions_of(of_model))
+    """Return everything a checkpoint holds except rows."""
+    model_state = model.state_dict()
+    state = {"model": dict(model_state), "training": training.state(), "extra": dict(extra)}
+    return checkpoint.StateDict(state, checkpoint.versions_of(model_state))
 
 
 def _training(model: Any, optimizers: Any, schedulers: Any, scaler: Any) -> tuple[nn.Module, Training]:
-    """The model without wrappers around it, and what trains it. InputError for arguments of another type."""
-    model = unwrapped(model) if isinstance(model, nn.Module) else model
+    """Return the model without wrappers, and its `Training`. InputError for an argument of the wrong type."""
+    model = unwrap(model) if isinstance(model, nn.Module) else model
     if not isinstance(model, nn.Module) or isinstance(model, Graph):
         remedy = "call its save and load" if isinstance(model, Graph) else "give the nn.Module that is trained"
         raise InputError(f"model={type(model).__name__}: {remedy}")
     name_embeddings(model)
     train_together(model.modules())
-    given = optimizers if isinstance(optimizers, Sequence) else [optimizers]
-    for one in given:
-        if not isinstance(one, Optimizer):
+    optimizer_list = optimizers if isinstance(optimizers, Sequence) else [optimizers]
+    for item in optimizer_list:
+        if not isinstance(item, Optimizer):
             raise InputError(
-                f"optimizers: got {type(one).__name__}; give a torch optimizer, an EagerOptimizer, or a list of them"
+                f"optimizers: got {type(item).__name__}; give a torch optimizer, an EagerOptimizer, or a list of them"
             )
-    wrapped = [one.optimizer if isinstance(one, EagerOptimizer) else one for one in given]
+    wrapped = [item.optimizer if isinstance(item, EagerOptimizer) else item for item in optimizer_list]
     if len({*map(id, wrapped)}) < len(wrapped):
-        raise InputError(
-            "optimizers: one is given twice; give an EagerOptimizer instead of the optimizer that it wraps"
-        )
-    listed = schedulers if isinstance(schedulers, Sequence) else [schedulers]
-    for one in listed:
-        if not isinstance(one, LRScheduler):
-            raise InputError(f"schedulers: got {type(one).__name__}; give schedulers of torch.optim.lr_scheduler")
+        raise InputError("optimizers: one is given twice; pass an EagerOptimizer instead of the optimizer it wraps")
+    scheduler_list = schedulers if isinstance(schedulers, Sequence) else [schedulers]
+    for item in scheduler_list:
+        if not isinstance(item, LRScheduler):
+            raise InputError(f"schedulers: got {type(item).__name__}; give schedulers of torch.optim.lr_scheduler")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise InputError(f"scaler={scaler!r}: give a torch.amp.GradScaler, or None")
-    remedy, of_scaler = "give those that were saved, in their order", "give scaler={}"
-    rows = [row for one in given if isinstance(one, EagerOptimizer) for row in one.row_optimizers()]
-    return model, Training(given, rows, listed, scaler, "this call", remedy, of_scaler)
+    remedy, scaler_remedy = "pass the saved ones, in the same order", "give scaler={}"
+    rows = [row for item in optimizer_list if isinstance(item, EagerOptimizer) for row in item.row_optimizers()]
+    return model, Training(optimizer_list, rows, scheduler_list, scaler, "this call", remedy, scaler_remedy)

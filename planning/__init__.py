@@ -1,1 +1,1 @@
-"""How large a cache has to be, and what ranks would exchange, predicted from a sample of ids."""
+"""Predicts, from a sample of ids, cache hit rates and the data that ranks would exchange."""

@@ -1,8 +1,12 @@
-"""How far down an LRU stack a row is when a batch uses it again, and whether a cache still has it.
+"""Computes how deep a row is in an LRU stack when a batch uses it again, and the chance that a cache still has it.
 
-A cache serves batches of distinct rows. The rows of a batch are found or missed as the batch begins, and they do not
-push each other out while it runs. So a row's depth has two parts: the number of rows that later batches used, and the
-number of rows that the same batch used, which tie with the row.
+An LRU cache of n lines has a row if fewer than n distinct rows were used since its last use. This number is the row's
+depth in the LRU stack. One pass over a trace yields the depth of every use, and with it the hit rate of every cache
+size (Mattson's stack algorithm).
+
+The engine's cache serves batches of distinct rows: all rows of a batch hit or miss when the batch begins, and do not
+evict each other. So a depth has two parts: the rows that later batches used, and the rows that the same batch used,
+which tie with the row. Since the real cache is set-associative, `Model` turns depths into probabilities.
 """
 
 from __future__ import annotations
@@ -19,33 +23,33 @@ from ..engine.row_format import BUCKETS
 I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]
 
-ROUNDS = 6  # iterations to the model's fixed point, which moves little after three
-PER_ROW = 100  # loads of the tables below between one row of a group and the next
-_LOADS = np.arange(80 * PER_ROW + 1) / PER_ROW  # rows of a group; at the end GROUP ways are never enough
+ROUNDS = 6  # iterations to the model's fixed point; after three it changes little
+PER_ROW = 100  # table entries per unit of load
+_LOADS = np.arange(80 * PER_ROW + 1) / PER_ROW  # mean rows per group; at 80, GROUP ways practically never suffice
 
 
 class Uses(NamedTuple):
-    """Uses of rows, in the order of batches: a batch uses each of its rows once. Arrays are [n]."""
+    """Uses of rows, in order of batches. A batch uses each of its rows once. Arrays are [n]."""
 
     batch: I64  # ascending
     table: I64
-    row: I64  # numbers of rows, from 0
-    arrival: F64  # in [0, 1): the place in the order of ids, among the batch's rows that compete for a set
+    row: I64  # row numbers, from 0
+    arrival: F64  # in [0, 1): position among the batch's rows that compete for a set, in the order of ids
 
 
 class Sample:
-    """Uses of the rows whose hash is below a bound: a share `rate` of all rows, each with all of its uses.
+    """A spatial sample: all uses of the rows whose hash is below a bound. This is the fraction `rate` of all rows.
 
-    The bound sinks so that no more than `most` uses are held. Spatial sampling of stack distances: Waldspurger et al.,
-    "Efficient MRC Construction with SHARDS", FAST 2015.
+    The bound is halved whenever there are more than `max_uses` uses. From Waldspurger et al., "Efficient MRC
+    Construction with SHARDS", FAST 2015.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_uses: int) -> None:
+        self._max_uses = max_uses
         self._halvings = 0
         self._parts: list[tuple[I64, NDArray[np.uint32], NDArray[np.uint64], F64]] = []
         self._size = 0
-        self.batch_rows: list[int] = []  # rows of every batch, sampled or not
+        self.batch_rows: list[int] = []  # the number of rows in each batch, sampled or not
 
     @property
     def rate(self) -> float:
@@ -53,12 +57,12 @@ class Sample:
 
     def add(self, batch: _core.Batch) -> None:
         hashes = hash_rows(batch.tables, batch.keys)
-        buckets = (hashes >> np.uint64(58)).astype(np.int64)  # the rows of a batch are in the order of buckets
-        places = np.arange(len(buckets)) - np.searchsorted(buckets, np.arange(BUCKETS))[buckets]
-        arrivals = places / np.bincount(buckets, minlength=BUCKETS)[buckets]
+        buckets = (hashes >> np.uint64(58)).astype(np.int64)  # a batch's rows are sorted by bucket
+        positions = np.arange(len(buckets)) - np.searchsorted(buckets, np.arange(BUCKETS))[buckets]
+        arrivals = positions / np.bincount(buckets, minlength=BUCKETS)[buckets]
         self._append((np.full(batch.unique, len(self.batch_rows)), batch.tables.copy(), hashes, arrivals))
         self.batch_rows.append(batch.unique)
-        while self._size > self._most:
+        while self._size > self._max_uses:
             parts, self._parts, self._size = self._parts, [], 0
             self._halvings += 1
             for part in parts:
@@ -68,44 +72,44 @@ class Sample:
         if not self._parts:
             return Uses(*(np.empty(0, np.int64),) * 3, np.empty(0))
         batches, tables, hashes, arrivals = (np.concatenate(arrays) for arrays in zip(*self._parts, strict=True))
-        of = tables.astype(np.int64)
+        tables = tables.astype(np.int64)
         _, by_hash = np.unique(hashes, return_inverse=True)
-        _, rows = np.unique(by_hash * (of.max() + 1) + of, return_inverse=True)  # two tables may share a hash
-        return Uses(batches, of, rows, arrivals)
+        _, rows = np.unique(by_hash * (tables.max() + 1) + tables, return_inverse=True)  # two tables may share a hash
+        return Uses(batches, tables, rows, arrivals)
 
     def _append(self, part: tuple[I64, NDArray[np.uint32], NDArray[np.uint64], F64]) -> None:
         if self._halvings:
-            kept = part[2] >> np.uint64(64 - self._halvings) == 0
-            part = (part[0][kept], part[1][kept], part[2][kept], part[3][kept])
+            mask = part[2] >> np.uint64(64 - self._halvings) == 0
+            part = (part[0][mask], part[1][mask], part[2][mask], part[3][mask])
         if len(part[0]):
             self._parts.append(part)
             self._size += len(part[0])
 
 
 class Depths(NamedTuple):
-    """The depth at which each use finds its row on the stack, in rows of the sample. Arrays are [n]."""
+    """Where each use finds its row in the stack, counted in sampled rows. Arrays are [n]."""
 
-    before: I64  # the previous use of the same row, -1 for its first
-    newer: I64  # distinct rows that batches between that use and this one used
-    tied: I64  # other rows whose last use before this one was in the batch of that use
+    before: I64  # the index of the same row's previous use, or -1
+    newer: I64  # distinct rows used by batches between the previous use and this one
+    tied: I64  # other rows whose last use before this one was in the same batch as the previous use
 
 
 def depths(uses: Uses) -> Depths:
-    """The depths of uses, exact for these uses."""
+    """Compute the depths. They are exact for these uses."""
     count, batches = len(uses.batch), int(uses.batch[-1]) + 1 if len(uses.batch) else 0
     before = np.full(count, -1)
     order = np.argsort(uses.row, kind="stable")
     again = np.flatnonzero(np.diff(uses.row[order]) == 0)
     before[order[again + 1]] = order[again]
     newer, tied = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    last = np.zeros(batches + 1, np.int64)  # by batch: how many rows it was the last to use
+    last = np.zeros(batches + 1, np.int64)  # for each batch, the number of rows that it was the last to use
     ends = np.searchsorted(uses.batch, np.arange(batches), side="right")
     begin = 0
     for batch, end in enumerate(ends):
-        since = np.cumsum(last[batch::-1])[::-1]  # rows of that batch or a later one
-        known = begin + np.flatnonzero(before[begin:end] >= 0)
-        latest = uses.batch[before[known]]
-        newer[known], tied[known] = since[latest + 1], last[latest] - 1
+        since = np.cumsum(last[batch::-1])[::-1]  # for each batch, rows last used by it or a later one
+        repeated = begin + np.flatnonzero(before[begin:end] >= 0)
+        latest = uses.batch[before[repeated]]
+        newer[repeated], tied[repeated] = since[latest + 1], last[latest] - 1
         last[:batch] -= np.bincount(latest, minlength=batch)[:batch]
         last[batch] = end - begin
         begin = end
@@ -113,48 +117,50 @@ def depths(uses: Uses) -> Depths:
 
 
 class Model:
-    """The chances that uses hit a cache where a row replaces one of its group.
+    """Probabilities that uses hit a cache where a new row replaces another row of its group (GROUP ways).
 
-    Rows fall on groups at random, so those ahead of a row in its group are Poisson distributed about their number
-    divided by the groups (Smith, "A comparative study of set associative memory mapping algorithms", 1978). Rows tie in
-    random order. A batch with more rows than its group has ways keeps its hits and the first of its misses.
+    Rows fall into groups at random. So the rows of a group that are above a given row in the stack have a Poisson
+    distributed count. Its mean is the row's depth divided by the number of groups (Smith, "A comparative study of set
+    associative memory mapping algorithms", 1978). Tied rows are in random order. If a batch has more rows in a group
+    than there are ways, the group keeps the batch's hits and the first of its misses.
     """
 
     def __init__(self, uses: Uses, sample: Sample) -> None:
-        found = depths(uses)
-        self._again = np.flatnonzero(found.before >= 0)
-        self._before = before = found.before[self._again]
+        stack = depths(uses)
+        self._repeated = np.flatnonzero(stack.before >= 0)
+        self._before = before = stack.before[self._repeated]
         self._rows = np.array(sample.batch_rows, np.float64)[uses.batch[before]]
-        self._newer = found.newer[self._again] / sample.rate
-        # the share of the batch that is ahead: uniform over uses, the same at every size of the cache
-        shares = np.arange(len(before)) * 0.6180339887498949 % 1
-        self._ties = shares * found.tied[self._again] / sample.rate / self._rows
+        self._newer = stack.newer[self._repeated] / sample.rate
+        # the fraction of tied rows above each row: uniform over uses, and the same for all cache sizes
+        fractions = np.arange(len(before)) * 0.6180339887498949 % 1
+        self._ties = fractions * stack.tied[self._repeated] / sample.rate / self._rows
         self._arrival = uses.arrival[before]
         self._uses = len(uses.batch)
 
     def chances(self, lines: float) -> F64:
-        """[n], for each use the chance that a cache of `lines` lines has the row.
+        """Returns for each use [n] the probability that a cache of `lines` lines has the row.
 
-        It has every row of the last batch: those that did not fit their group are in the overflow area.
+        All rows of the last batch are hits: rows that did not fit into their group are in the overflow area.
         """
         groups = lines / GROUP
         load = self._rows / groups
-        stays = _between(self._newer / groups + self._ties * _between(load, _AT_MOST), _FITS)
+        stays = _interpolate(self._newer / groups + self._ties * _interpolate(load, _EXPECTED_KEPT), _P_FITS)
         stays[self._newer == 0] = 1.0
         chances = np.zeros(self._uses)
-        chances[self._again] = stays
+        chances[self._repeated] = stays
         if load.max(initial=0.0) < GROUP / 4:  # no batch fills a group
             return chances
-        for _ in range(ROUNDS):  # what a batch keeps depends on what it hits, and its hits on what the last batch kept
+        # A batch keeps rows depending on its hits, and its hits depend on the rows that earlier batches kept.
+        for _ in range(ROUNDS):
             hit, rate = chances[self._before], float(chances.mean())
-            kept = _between(load * (rate + (1 - rate) * self._arrival), _FITS)
-            chances[self._again] = stays * (hit + (1 - hit) * kept)
-            chances[self._again[self._newer == 0]] = 1.0
+            p_kept = _interpolate(load * (rate + (1 - rate) * self._arrival), _P_FITS)
+            chances[self._repeated] = stays * (hit + (1 - hit) * p_kept)
+            chances[self._repeated[self._newer == 0]] = 1.0
         return chances
 
 
 def hash_rows(tables: NDArray[np.uint32], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The engine's hash of rows [n] (kernels/hash.h)."""
+    """Returns the engine's hash (kernels/hash.h) of rows [n]."""
     x = keys ^ ((tables.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -162,20 +168,20 @@ def hash_rows(tables: NDArray[np.uint32], keys: NDArray[np.uint64]) -> NDArray[n
 
 
 _RATIOS = np.hstack([np.ones((len(_LOADS), 1)), _LOADS[:, None] / np.arange(1, GROUP)])
-# P(X = k) for k < GROUP, where X is Poisson distributed with each mean of `_LOADS`
-_SHARES: F64 = np.exp(-_LOADS)[:, None] * np.cumprod(_RATIOS, axis=1)
-# where a number of rows are ahead of a row in its group on average: the chance that fewer than GROUP are
-_FITS = _SHARES.sum(1)
-# where a batch has a number of rows for each group on average: the expected number that a group keeps
-_AT_MOST = GROUP - _SHARES @ (GROUP - np.arange(GROUP))
+# P(X = k) for k < GROUP, where X is Poisson distributed, for each mean in `_LOADS`
+_POISSON: F64 = np.exp(-_LOADS)[:, None] * np.cumprod(_RATIOS, axis=1)
+# P(X < GROUP): a row is still cached if fewer than GROUP rows are above it in its group
+_P_FITS = _POISSON.sum(1)
+# E(min(X, GROUP)): the expected number of a batch's rows that a group keeps
+_EXPECTED_KEPT = GROUP - _POISSON @ (GROUP - np.arange(GROUP))
 
 
-def _between(load: F64, values: F64) -> F64:
-    """The value [n] at each load >= 0, by a straight line between two of `_LOADS`; beyond them their last value.
+def _interpolate(load: F64, values: F64) -> F64:
+    """Interpolate values [n], given at `_LOADS`, linearly at each load >= 0; larger loads get the last value.
 
-    Loads are evenly spaced, so nothing is searched.
+    Loads are evenly spaced, so this needs no search.
     """
-    place = np.minimum(load * PER_ROW, len(values) - 1)
-    below = place.astype(np.int32)
+    position = np.minimum(load * PER_ROW, len(values) - 1)
+    below = position.astype(np.int32)
     step = np.diff(values, append=values[-1])
-    return np.asarray(values[below] + (place - below) * step[below])
+    return np.asarray(values[below] + (position - below) * step[below])

@@ -1,1 +1,1 @@
-"""Lookups that autograd records: the shadow parameter, gradients, the op."""
+"""Lookups in autograd: the ops, the shadow parameter that stands for the rows, and the rows' gradients."""

@@ -1,4 +1,9 @@
-"""The gradients of an embedding's lookups, kept until its rows take them in one step."""
+"""The gradients of an embedding's lookups, kept from backward() until one step applies them to its rows.
+
+No tensor holds the rows' gradient. `RowGradients` collects the gradients of lookup results, and the step passes them to
+the store to be summed by row. The shadow parameter's `.grad` is a `ShadowGrad` that refers to the
+`RowGradients`, so zero_grad(), torch's clips and a GradScaler find it, and their operations are done on the rows.
+"""
 
 from __future__ import annotations
 
@@ -22,37 +27,38 @@ from ...engine.ops.rows_contract import TRACED, EmbeddingBase
 from ...engine.optim.base import positive
 from ...engine.options.lookup import Lookup
 
-# the EagerOptimizer that steps an embedding, by its handle
+# by an embedding's handle, the EagerOptimizer that steps it
 holders: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU) - torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-# the functions by which torch, and torch.compile, look at what a tensor is, but at none of its numbers
-_LOOKS = {"__get__", "_is_view", "dim", "is_complex", "is_conj", "is_floating_point", "is_inference", "is_neg", "size"}
-_LOOKS |= {"storage_offset", "stride", "untyped_storage"}
-# what a program has called that calls a function of a gradient
+# functions by which torch and torch.compile read a tensor's metadata, but none of its numbers
+_METADATA = {"__get__", "_is_view", "dim", "is_complex", "is_conj", "is_floating_point", "is_inference", "is_neg"}
+_METADATA |= {"size", "storage_offset", "stride", "untyped_storage"}
+# by function called on a gradient, for messages: the call in a user's program that leads to it
 _CALLERS = dict.fromkeys(("requires_grad_", "detach_", "zero_"), "zero_grad(set_to_none=False)") | {
     "foreach": "a clip with foreach=True",
     "linalg_vector_norm": "a norm by torch over ranks, or with a norm_type other than 2,",
 }
-os.register_at_fork(after_in_child=holders.clear)  # or a child would train a copy of its parent's rows unnoticed
+os.register_at_fork(after_in_child=holders.clear)  # or a child would silently train a copy of its parent's rows
 
 
 class _LookupGradient:
-    """The gradient of what a lookup returned.
+    """The gradient of a lookup's result.
 
-    lookup, weights: copies. given: the caller's tensors, by whose identity the key is made.
+    lookup, weights: copies. originals: the caller's tensors, kept alive since the key contains their identity.
     """
 
     def __init__(
-        self, lookup: Lookup, weights: Tensor | None, given: tuple[Tensor | None, ...], grad: Tensor, order: int
+        self, lookup: Lookup, weights: Tensor | None, originals: tuple[Tensor | None, ...], grad: Tensor, order: int
     ) -> None:
-        self.lookup, self.weights, self._originals, self.order = lookup, weights, given, order
+        self.lookup, self.weights, self._originals, self.order = lookup, weights, originals, order
         self._set(grad)
 
     def _set(self, grad: Tensor) -> None:
         self.grad, self._count = grad, write_count(grad)
 
-    def is_of(self, given: tuple[Tensor | None, ...]) -> bool:
-        return all(map(same_values, given, (*self.lookup.tensors, self.weights)))
+    def has_values(self, tensors: tuple[Tensor | None, ...]) -> bool:
+        """True if the lookup and the weights have the same values as `tensors`."""
+        return all(map(same_values, tensors, (*self.lookup.tensors, self.weights)))
 
     def add(self, grad: Tensor, order: int, name: str) -> None:
         self._set(self.unchanged(name) + grad)
@@ -62,7 +68,7 @@ class _LookupGradient:
         self._set(self.grad.float() * scale)
 
     def unchanged(self, name: str) -> Tensor:
-        """The gradient. name: the embedding's. InputError if it was written to."""
+        """Return the gradient. Raises InputError if it was written to. name: the embedding's."""
         if write_count(self.grad) != self._count:
             raise InputError(
                 f"gradient of embedding {name!r}: it was changed in place between backward() and the step; give "
@@ -72,53 +78,54 @@ class _LookupGradient:
 
 
 class RowGradients:
-    """The gradients of one embedding. They add up over lookups, and over passes of a model, until `clear`."""
+    """The gradients of one embedding. They add up over lookups and backward passes until they are dropped."""
 
     def __init__(self, embedding: EmbeddingBase) -> None:
-        self._embedding = weakref.ref(embedding)  # which may hold this object
+        self._embedding = weakref.ref(embedding)  # weak, since the embedding holds this object
         self._kept: dict[Hashable, _LookupGradient] = {}
         with torch._C.DisableTorchFunctionSubclass():
-            self._began = embedding.shadow._version
-        self._scale = 1.0  # of clips: multiplies the sum of each row
-        self._clip_value: float | None = None  # then clips each of its elements
+            self._first_version = embedding.shadow._version
+        self._scale = 1.0  # multiplies each row's summed gradient
+        self._clip_value: float | None = None  # then limits each element of it
         self._dtype = embedding.output_dtype  # of gradients in a step
 
     @property
     def embedding(self) -> EmbeddingBase:
-        """The embedding. ClosedError if only its parameter is left, as in an optimizer that outlives the model."""
+        """The embedding. Raises ClosedError if only its parameter is left, in an optimizer that outlives the model."""
         embedding = self._embedding()
         if embedding is None:
             raise ClosedError("a gradient's embedding was dropped, and only its parameter is left: keep the module")
         return embedding
 
     def add(self, lookup: Lookup, grad: Tensor, weights: Tensor | None = None, order: int = 0) -> None:
-        """Keep the gradient of what a lookup returned, lookup.shape + (dim,), of the output dtype.
+        """Keep the gradient of a lookup's result.
 
-        weights: the weights that pooled it, float32 of the shape of its ids. order: the step takes lookups in ascending
-        order, equal numbers as they came; sums over the occurrences of an id follow this order.
+        The lookup and the weights are copied. `grad` is not: the step raises InputError if it was changed in place. Two
+        lookups with the very same tensors get one summed gradient, as in a graph.
 
-        The lookup and the weights are copied. The gradient is not: InputError in the step if it was changed in place.
-        Gradients of the very same tensors are summed here, as a graph sums them.
+        grad: lookup.shape + (dim,), in the output dtype. weights: used in pooling, float32 like ids. order: the step
+        takes lookups in ascending order, and equal numbers in the order of `add`. An id's gradients are summed in this
+        order.
         """
         self._check_unclipped("backward()")
         self._apply_scale()
-        given = (*lookup.tensors, weights)
-        key = (lookup.pooling, lookup.feature_columns, *map(fingerprint, given))
+        originals = (*lookup.tensors, weights)
+        key = (lookup.pooling, lookup.feature_columns, *map(fingerprint, originals))
         kept = self._kept.get(key)
-        if kept is not None and not kept.is_of(given):  # NumPy has written to the tensors, which changes no version
+        if kept is not None and not kept.has_values(originals):  # NumPy wrote to them, without changing the version
             key, kept = (key, len(self._kept)), None
         if kept is not None:
             kept.add(grad, order, self.embedding.name)
         else:
             weights = None if weights is None else weights.detach().clone()
-            self._kept[key] = _LookupGradient(copied(lookup), weights, given, grad, order)
+            self._kept[key] = _LookupGradient(copied(lookup), weights, originals, grad, order)
 
     def pin(self) -> Any:
-        """The rows of all lookups, after `check`, each row once, as of `embedding.pin`."""
+        """Pin all lookups' rows with `embedding.pin`, each row once. Call `check` before."""
         return self.embedding.pin([one.lookup for one in self._in_order()], dtype=self._dtype)
 
     def check(self) -> list[_LookupGradient]:
-        """The gradients, in their order. InputError for one that can no longer be taken."""
+        """Return the gradients in their order. Raises InputError if one cannot be applied any more."""
         embedding, kept = self.embedding, self._in_order()
         for one in kept:
             one.unchanged(embedding.name)
@@ -131,51 +138,52 @@ class RowGradients:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether there are gradients, and no step has taken the first of them."""
-        return bool(self._kept) and self.embedding.shadow._version == self._began
+        """True if there are gradients, and no step has updated the rows since the first one."""
+        return bool(self._kept) and self.embedding.shadow._version == self._first_version
 
     def grads(self) -> tuple[list[Tensor], list[Tensor | None]]:
-        """The gradients and the weights of the lookups of `pin`, in their order."""
+        """Return the gradients and the weights of the lookups, in the order of `pin`."""
         kept = self._in_order()
         return [one.grad.to(self._dtype) for one in kept], [one.weights for one in kept]
 
     def update(self, batch: Any) -> None:
-        """Apply the embedding's optimizer once, with the sum of all gradients. `batch`: from `pin`; its pin ends."""
+        """Apply the embedding's optimizer once, with the summed gradients. batch: from `pin`; its pin ends."""
         clip = () if self._scale == 1.0 and self._clip_value is None else (self._scale, self._clip_value)
-        batch.update(*self.grads(), *clip)  # without numbers, over ranks the mean
-        increment_version(self.embedding.shadow)  # a backward() that needs the rows as they were raises from here on
+        batch.update(*self.grads(), *clip)  # over ranks there is no clip, and gradients are averaged
+        increment_version(self.embedding.shadow)  # from here on, a backward() that needs the old rows raises
 
     def square_gradients(self) -> float:
-        """The sum of the squares of the gradients of all rows, each summed over its occurrences. InputError."""
+        """Return the squared norm of all rows' summed gradients. Raises InputError."""
         self._check_unclipped("a norm")
-        self._apply_scale()  # or squares of what a GradScaler scaled might overflow
+        self._apply_scale()  # first: the squares might overflow if a GradScaler has scaled the gradients
         lookups = [one.lookup for one in self.check()]
         embedding: Any = self.embedding
         return embedding.table_handle().local_table.square_gradients(lookups, *self.grads()) if lookups else 0.0
 
     def multiply(self, scale: float) -> None:
-        """Multiply the gradients that there are by a number. GraphError after `clip`."""
+        """Multiply the present gradients by a number. Raises GraphError after `clip`."""
         self._check_unclipped("a factor")
         self._scale *= scale
 
     def clip(self, value: float) -> None:
-        """Clip each element of the sum of each row to [-value, value] in the step. OptimizerError."""
+        """Clip each element of each row's summed gradient to [-value, value] in the step. Raises OptimizerError."""
         value = positive("clip_value", value) or math.inf
         self._clip_value = min(value, self._clip_value or value)
 
     def _apply_scale(self) -> None:
-        """Multiply the gradients that there are by the scale, so that it is of no later one. InputError."""
+        """Multiply the present gradients by the scale, so that it does not apply to later ones. Raises InputError."""
         if self._scale != 1.0:
             for one in self._kept.values():
                 one.unchanged(self.embedding.name)
             for one in self._kept.values():
                 one.multiply(self._scale)
-            self._scale, self._dtype = 1.0, torch.float32  # rounded no further
+            self._scale, self._dtype = 1.0, torch.float32  # not rounded again
 
-    def _check_unclipped(self, what: str) -> None:
+    def _check_unclipped(self, operation: str) -> None:
         if self._clip_value is not None:
             raise GraphError(
-                f"{what} after clip_grad_value_ of embedding {self.embedding.name!r}: clip by value just before step()"
+                f"{operation} after clip_grad_value_ of embedding {self.embedding.name!r}: clip by value just before "
+                "step()"
             )
 
     def _in_order(self) -> list[_LookupGradient]:
@@ -183,19 +191,18 @@ class RowGradients:
 
 
 class ShadowGrad(Tensor):
-    """Stands for the gradients of rows, which no tensor holds. Setting `grad` to None drops them, as any gradient.
+    """A shadow parameter's `.grad`, in place of the rows' gradients. Setting `.grad` to None drops them.
 
-    What clip_grad_norm_ and clip_grad_value_ of torch and a GradScaler do with a gradient is done to the rows. Other
-    operations raise GraphError: they would leave the rows out.
+    What torch's clip_grad_norm_, clip_grad_value_ and GradScaler do with it is done with the rows' gradients.
+    Other operations raise GraphError, since they would leave the rows out.
     """
 
     def __new__(cls, rows: RowGradients) -> ShadowGrad:
         with torch._C.DisableTorchFunctionSubclass():
             plain = torch.zeros_like(rows.embedding.shadow)
-        return torch.Tensor._make_subclass(cls, plain)  # no view, unlike as_subclass
+        return torch.Tensor._make_subclass(cls, plain)  # not a view, unlike as_subclass
 
     def __init__(self, rows: RowGradients) -> None:
-        """`rows` as the gradient of the parameter that their embedding has."""
         self.rows = rows
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -203,11 +210,11 @@ class ShadowGrad(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ in _LOOKS:
+        if func.__name__ in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
-                found = func(*args, **(kwargs or {}))
-            if not isinstance(found, Tensor):  # such as .data and .T are
-                return found
+                value = func(*args, **(kwargs or {}))
+            if not isinstance(value, Tensor):  # .data and .T return tensors
+                return value
         embeddings = [leaf.rows.embedding for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
         on_rows = _ON_ROWS.get(func.__name__) if all(one.world is None for one in embeddings) else None
         if on_rows is not None and (result := on_rows(*args, **(kwargs or {}))) is not None:
@@ -218,8 +225,8 @@ class ShadowGrad(Tensor):
             f"{caller} of the gradient of embedding {embeddings[0].name!r}: no tensor holds the "
             "gradients of its rows; step and call zero_grad() by the EagerOptimizer, measure or clip the L2 norm by "
             "its clip_grad_norm_(parameters, max_norm), leave foreach=True out of torch's clips, clip rows alone by "
-            "clip_grad_row_norm in their param group, and leave the embedding's parameters out of what else reads "
-            "gradients"
+            "clip_grad_row_norm in their param group, and leave the embedding's parameters out of other code that "
+            "reads gradients"
         )
 
 
@@ -254,7 +261,7 @@ def _unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> Any:
     return grads
 
 
-# what clips and scalers of torch call, by name, for rows that no other rank shares; a result of None refuses
+# by name, the functions that torch's clips and scalers call, for rows without a world; if one returns None, it raises
 _ON_ROWS: dict[str, Callable[..., Any]] = {
     "linalg_vector_norm": _norm,
     "mul_": _multiply,
@@ -264,7 +271,7 @@ _ON_ROWS: dict[str, Callable[..., Any]] = {
 
 
 def check_not_traced(embedding: EmbeddingBase) -> None:
-    """Raises GraphError while another thread traces a graph with the embedding: it has no gradient then."""
+    """Raise GraphError while another thread traces a graph with the embedding, whose gradients it hides."""
     traced = getattr(embedding.shadow, TRACED, None)
     if traced is not None and traced[0] != get_ident():
         raise GraphError(
@@ -274,21 +281,21 @@ def check_not_traced(embedding: EmbeddingBase) -> None:
 
 
 def is_reached(leaf: Tensor, refusal: str) -> bool:
-    """Whether the backward pass under way reaches a leaf; torch.autograd.grad of other tensors does not.
+    """True if the running backward pass computes a leaf's gradient; torch.autograd.grad may be for other tensors.
 
-    refusal: the message of the GraphError for autograd.grad of the leaf itself.
+    refusal: the GraphError's message for torch.autograd.grad of the leaf itself.
     """
     try:
         with torch._C.DisableTorchFunctionSubclass():
             return bool(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node))
-    except RuntimeError:  # torch raises it where the gradient of the leaf itself is asked for
+    except RuntimeError:  # torch raises it for autograd.grad of the leaf itself
         raise GraphError(refusal) from None
 
 
 def are_rows_reached(embedding: EmbeddingBase) -> bool:
-    """`is_reached` of the embedding's parameter. In a trace this is not known here, and the answer is True.
+    """True if the running backward pass reaches the embedding's parameter. Always True in a trace, where it is unknown.
 
-    GraphError for autograd.grad of the parameter itself, and for create_graph=True.
+    Raises GraphError for torch.autograd.grad of the parameter itself, and for create_graph=True.
     """
     if detect_fake_mode() is not None:
         return True
@@ -306,9 +313,10 @@ def are_rows_reached(embedding: EmbeddingBase) -> bool:
 
 
 def accumulate(embedding: EmbeddingBase, lookup: Lookup, grad: Tensor, weights: Tensor | None, order: int) -> None:
-    """Add the gradient of a lookup to `grad` of the embedding's parameter, as `RowGradients.add`. GraphError."""
+    """Add a lookup's gradient to the gradients kept in the parameter's `.grad`. Raises GraphError."""
     node = torch._C._current_autograd_node()
-    if node is not None and node.name().startswith("CompiledFunction"):  # it computes the gradients of all its inputs
+    # a compiled function computes all its inputs' gradients, even if the pass does not reach them
+    if node is not None and node.name().startswith("CompiledFunction"):
         with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), _NO_KEYS):
             if not are_rows_reached(embedding):
                 return
@@ -332,22 +340,24 @@ def accumulate(embedding: EmbeddingBase, lookup: Lookup, grad: Tensor, weights: 
 
 
 def set_grad(embedding: EmbeddingBase, grad: Tensor | None) -> Tensor | None:
-    """Replace the gradient of the embedding's parameter. Returns the one before."""
+    """Set the parameter's gradient, and return the old one."""
     with torch._C.DisableTorchFunctionSubclass():
-        before, embedding.shadow.grad = embedding.shadow.grad, grad
-    return before
+        old, embedding.shadow.grad = embedding.shadow.grad, grad
+    return old
 
 
 def kept_gradients(embedding: EmbeddingBase) -> RowGradients | None:
-    """The gradients of lookups that the embedding's parameter has. OptimizerError if it has another gradient."""
+    """Return the row gradients in the parameter's `.grad`. Raises OptimizerError for any other gradient."""
     with torch._C.DisableTorchFunctionSubclass():
         grad = embedding.shadow.grad
         if grad is None:
             return None
         rows = grad.rows if isinstance(grad, ShadowGrad) else None
-        if (rows is not None and not grad.is_cpu) or not grad.item():  # lookups give 0, and so does who fills state
+        if (
+            rows is not None and not grad.is_cpu
+        ) or not grad.item():  # zero comes from lookups, or code that makes state
             return rows
     raise OptimizerError(
-        f"embedding {embedding.name!r}: its parameter has a gradient that is of no lookup, and no row would follow it; "
-        "call zero_grad(), and leave the embedding's parameters out of what sets gradients"
+        f"embedding {embedding.name!r}: its parameter has a gradient that no lookup made, and no row would follow it; "
+        "call zero_grad(), and leave the embedding's parameters out of code that sets gradients"
     )

@@ -1,9 +1,9 @@
-"""The ops that a trace records: a lookup, and its gradients for rows and for weights.
+"""The custom ops that traces record: a lookup, and its gradients for rows and for weights.
 
-A compiled graph replaces them by methods of the embedding and of its pinned batch. Called eagerly, a lookup reads, and
-its gradient is kept for the step of an `EagerOptimizer`.
-
-`shadow` is the embedding's one-element parameter: autograd records gradients by it, and an optimizer holds it.
+A compiled graph replaces the ops by calls to the embedding and its pinned batch. Called eagerly, a lookup reads rows,
+and backward() keeps its gradient for an `EagerOptimizer`'s step. Op arguments can only be tensors and numbers, so
+an op gets the embedding's handle, a random number. It also gets the embedding's one-element parameter, the `shadow`,
+through which autograd sees that the result depends on rows.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ _embeddings: dict[int, weakref.ref[EmbeddingBase]] = {}  # a WeakValueDictionary
 
 
 def register(embedding: EmbeddingBase) -> int:
-    """A number by which the ops find the embedding: op arguments are tensors and numbers only.
+    """Return a handle with which the ops find the embedding.
 
-    The number is drawn at random, so that a program finds no wrong embedding by it, where the program was recorded
-    elsewhere or its embedding is gone.
+    It is random, so that a program recorded in another process, or for a deleted embedding, finds no wrong one.
     """
     handle = secrets.randbits(62)
     _embeddings[handle] = weakref.ref(embedding, lambda _: _embeddings.pop(handle))
@@ -45,39 +44,42 @@ def _living() -> list[EmbeddingBase]:
 
 
 def _forget_optimizers() -> None:
-    """Make the next step of a forked child ask for its optimizer again, and be refused."""
+    """Make a forked child's next step ask for its optimizer again, and so raise.
+
+    This concerns embeddings that are open at the fork. The child may train others, which it opens itself.
+    """
     for embedding in _living():
-        if getattr(embedding, "is_open", False):  # an embedding that the child opens is its own
+        if getattr(embedding, "is_open", False):
             embedding.forget_optimizer()
 
 
 os.register_at_fork(after_in_child=_forget_optimizers)
 
 
-def lookup_of(ids: Any, table_ids: Any, offsets: Any, pooling: Any, places: Sequence[int] | None) -> Lookup:
-    """The `Lookup` of an op's arguments."""
-    return Lookup(ids, table_ids, offsets, pooling, None if places is None else tuple(places))
+def lookup_of(ids: Any, table_ids: Any, offsets: Any, pooling: Any, feature_columns: Sequence[int] | None) -> Lookup:
+    """Return the `Lookup` in an op's arguments."""
+    return Lookup(ids, table_ids, offsets, pooling, None if feature_columns is None else tuple(feature_columns))
 
 
 def embedding_of(handle: int) -> EmbeddingBase:
     reference = _embeddings.get(handle)
     if reference is None or (embedding := reference()) is None:
         raise ClosedError(
-            f"a lookup of handle {handle}, which no embedding of this process has: it no longer exists, so keep a "
-            "reference to it; or another process recorded the program: make it of the module that takes the rows, and "
-            "call the embedding before the program"
+            f"a lookup of handle {handle}, which no embedding of this process has: either the embedding was deleted, "
+            "so keep a reference to it; or another process recorded the program: record the module that takes the "
+            "rows, and call the embedding before the program"
         )
     return embedding
 
 
 def embeddings_of(parameters: Iterable[int]) -> list[EmbeddingBase]:
-    """The living embeddings whose parameter is one of those, given by `id`, in their order."""
+    """Return the embeddings whose parameter is among `parameters`, given by `id`, in their order."""
     by_shadow = {id(embedding.shadow): embedding for embedding in _living()}
     return [by_shadow[one] for one in parameters if one in by_shadow]
 
 
 def refuse_export(name: str) -> None:
-    """GraphError where a lookup of embedding `name` would be recorded to run elsewhere. `torch.compile` is fine."""
+    """Raise GraphError if a lookup of embedding `name` is being exported. `torch.compile` is fine."""
     traced = torch.jit.is_tracing()  # type: ignore[attr-defined]
     if traced or (torch.compiler.is_dynamo_compiling() and torch.compiler.is_exporting()):
         _refuse_export(name)
@@ -90,12 +92,12 @@ def _refuse_export(name: str) -> None:
     )
 
 
-# as by torch.compiler.assume_constant_result, which imports Dynamo: strict export then raises the very error
+# what torch.compiler.assume_constant_result does, without importing Dynamo; strict export then raises this error
 _refuse_export._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _op(name: str, arguments: str) -> Any:
-    """Decorates what an op does. arguments: of its schema; `rows` stands for those of a `Lookup`."""
+    """Decorate an op's implementation. arguments: its schema; `rows` stands for a `Lookup`'s fields."""
     rows = "Tensor ids, Tensor? table_ids, Tensor? offsets, str? pooling, SymInt[]? places"
     schema = f"({arguments.replace('rows', rows)}) -> Tensor"
     return torch.library.custom_op(f"tierbed::{name}", mutates_args=(), schema=schema)
@@ -103,7 +105,7 @@ def _op(name: str, arguments: str) -> Any:
 
 @_op("lookup", "Tensor shadow, rows, Tensor? weights, SymInt handle")
 def lookup(shadow: Tensor, *rest: Any) -> Tensor:
-    """The rows of a `Lookup`, or its pooled bags, lookup.shape + (dim,), read without inserting."""
+    """Read a `Lookup`'s rows or pooled bags, without inserting: lookup.shape + (dim,)."""
     *rows, weights, handle = rest
     return embedding_of(handle).read(lookup_of(*rows), weights, trains=shadow.requires_grad)
 
@@ -119,9 +121,9 @@ def _(shadow: Tensor, ids: Tensor, *rest: Any) -> Tensor:
 
 @_op("lookup_grad", "Tensor grad, rows, Tensor? weights, SymInt order, SymInt handle")
 def lookup_grad(grad: Tensor, *rest: Any) -> Tensor:
-    """Stands for the update of the rows; grad is like the result of the lookup. Lookups ran in the order of `order`.
+    """Keep the gradient of a lookup's result to update rows with. order: the lookup's number in this process.
 
-    The value of the op is the shadow's gradient, which nothing reads.
+    Returns the shadow's gradient, a zero that nothing reads.
     """
     *rows, weights, order, handle = rest
     embedding_of(handle).accumulate(lookup_of(*rows), grad, weights, order)
@@ -135,9 +137,9 @@ def _(grad: Tensor, *rest: Any) -> Tensor:
 
 @_op("lookup_weights_grad", "Tensor grad, rows, Tensor shadow, SymInt handle")
 def lookup_weights_grad(grad: Tensor, *rest: Any) -> Tensor:
-    """The gradient of a lookup's weights, float32 of the shape of ids; recorded only where they require grad.
+    """Compute the gradient of a lookup's weights, float32 like ids. Recorded only if they require grad.
 
-    shadow: makes autograd see that this gradient depends on rows.
+    shadow: shows autograd that this gradient depends on rows.
     """
     *rows, _, handle = rest
     return embedding_of(handle).read_weights_grad(lookup_of(*rows), grad)
@@ -149,41 +151,42 @@ def _(grad: Tensor, ids: Tensor, *rest: Any) -> Tensor:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    shadow, ids, table_ids, offsets, pooling, places, weights, handle = inputs
+    shadow, ids, table_ids, offsets, pooling, feature_columns, weights, handle = inputs
     if ctx.needs_input_grad[0]:
         embedding_of(handle).check_trained_lookup()
-    ctx.constants = pooling, places, handle, next(_orders)
-    # autograd refuses a saved tensor that changed since: the shadow changes with the rows, which weights need
-    needed = shadow if ctx.needs_input_grad[6] else None
-    ctx.save_for_backward(needed, ids, table_ids, offsets, weights)
+    ctx.constants = pooling, feature_columns, handle, next(_orders)
+    # The weights' gradient needs the rows as they are now. The shadow's version changes with the rows, so autograd
+    # raises if they have changed before backward().
+    saved_shadow = shadow if ctx.needs_input_grad[6] else None
+    ctx.save_for_backward(saved_shadow, ids, table_ids, offsets, weights)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     shadow, ids, table_ids, offsets, weights = ctx.saved_tensors
-    pooling, places, handle, order = ctx.constants
-    rows = ids, table_ids, offsets, pooling, places
-    of_rows = of_weights = None
+    pooling, feature_columns, handle, order = ctx.constants
+    rows = ids, table_ids, offsets, pooling, feature_columns
+    shadow_grad = weights_grad = None
     if ctx.needs_input_grad[0] and are_rows_reached(embedding := embedding_of(handle)):
         if runs_at_once(grad):
             embedding.accumulate(lookup_of(*rows), grad, weights, order)
-            of_rows = grad.new_zeros((1, 1), dtype=torch.float32)
+            shadow_grad = grad.new_zeros((1, 1), dtype=torch.float32)
         else:
-            of_rows = lookup_grad(grad, *rows, weights, order, handle)
+            shadow_grad = lookup_grad(grad, *rows, weights, order, handle)
     if ctx.needs_input_grad[6]:
-        of_weights = lookup_weights_grad(grad, *rows, shadow, handle)
-    return of_rows, None, None, None, None, None, of_weights, None
+        weights_grad = lookup_weights_grad(grad, *rows, shadow, handle)
+    return shadow_grad, None, None, None, None, None, weights_grad, None
 
 
-def _refuse(ctx: Any, grad: Tensor) -> None:
+def _refuse_second_derivative(ctx: Any, grad: Tensor) -> None:
     raise GraphError(
         "a lookup has no second derivative; leave out create_graph=True, or detach the gradient before it is used"
     )
 
 
 class EagerLookup(_SingleLevelFunction):
-    """The op `lookup` without the dispatcher, which takes longer than a small lookup.
+    """The op `lookup` without torch's dispatcher, since that takes longer than a small lookup.
 
-    Its base is that of autograd.Function, whose `apply` cares for torch.func as well: no lookup comes here from there.
+    It derives from autograd.Function's base class, whose `apply` skips the support for torch.func; there, the op runs.
     """
 
     @staticmethod
@@ -197,11 +200,11 @@ class EagerLookup(_SingleLevelFunction):
 
 
 def look_up(embedding: EmbeddingBase, shadow: Tensor, rows: Lookup, weights: Tensor | None) -> Tensor:
-    """The result of a checked lookup: read at once, or by an op where a trace or a transform must see one."""
-    is_trained, at_once = torch.is_grad_enabled(), runs_at_once(rows.ids)
-    if at_once and not is_trained:
+    """Run a checked lookup: directly, or as an op if a trace or transform must record it."""
+    is_trained, is_direct = torch.is_grad_enabled(), runs_at_once(rows.ids)
+    if is_direct and not is_trained:
         return embedding.read(rows, weights)
-    if at_once:
+    if is_direct:
         return EagerLookup.apply(shadow, *rows, weights, embedding.handle)  # type: ignore[attr-defined]
     with torch._C.DisableTorchFunctionSubclass():
         if not torch.compiler.is_dynamo_compiling() and torch._C._len_torch_dispatch_stack():
@@ -211,7 +214,7 @@ def look_up(embedding: EmbeddingBase, shadow: Tensor, rows: Lookup, weights: Ten
 
 
 def runs_at_once(tensor: Tensor) -> bool:
-    """True where nothing but autograd sees what is done with the tensor: no compiler, trace, transform or mode."""
+    """True if only autograd watches operations on the tensor: no compiler, trace, transform or mode is active."""
     return not (
         torch.compiler.is_compiling()
         or type(tensor) is not Tensor
@@ -222,5 +225,5 @@ def runs_at_once(tensor: Tensor) -> bool:
 
 
 lookup.register_autograd(_backward, setup_context=_setup)
-lookup_grad.register_autograd(_refuse)
-lookup_weights_grad.register_autograd(_refuse)
+lookup_grad.register_autograd(_refuse_second_derivative)
+lookup_weights_grad.register_autograd(_refuse_second_derivative)

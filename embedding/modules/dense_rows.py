@@ -1,4 +1,4 @@
-"""Rows and optimizer states as the dense tensors of `nn.EmbeddingBag`, TorchRec and FBGEMM: row i is that of id i."""
+"""Rows and optimizer states as dense tensors whose row i belongs to id i, as in torch, TorchRec and FBGEMM."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def dense_rows(embedding: KeyedRows, number: int, rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The rows [rows, dim] of one table; a row that was never written has its initial value."""
+    """Return the first `rows` rows of table `number`, [rows, dim]; initial values for rows that were never written."""
     with torch.inference_mode(False):
         weights = torch.empty(rows, embedding.dim, dtype=dtype, device=embedding.device)
     for first in range(0, rows, CHUNK):
@@ -40,20 +40,20 @@ def dense_rows(embedding: KeyedRows, number: int, rows: int, dtype: torch.dtype 
 
 
 def dense_states(embedding: KeyedRows, counts: Mapping[int, int]) -> dict[int, dict[str, Tensor]]:
-    """The optimizer's states of each table, by name: [rows, dim] of a state of elements, [rows] of one number a row.
+    """Return the optimizer states by table and name: [rows, dim], or [rows] for a state with one number a row.
 
-    counts: the rows of each table, by its number. StoreError if ranks share the rows.
+    counts: how many rows to return for each table. Raises StoreError if ranks share the rows.
     """
     if embedding.world is not None:
         raise StoreError(
-            f"optimizer states of embedding {embedding.name!r}: ranks share the rows, and no call gathers their "
-            "states; save a snapshot, whose files have them"
+            f"optimizer states of embedding {embedding.name!r}: ranks share the rows, and their states cannot be "
+            "gathered; save a snapshot, whose files have them"
         )
     follow_in_backward(embedding)
     table = embedding.table_handle().local_table
-    state, of_row = table.state, _of_row(table)
-    columns = [() if of_row[name] else (width,) for name, width in zip(state.names, state.widths, strict=True)]
-    # without inference mode, since a read-only copy detects writes by the tensor's version
+    state, is_scalar = table.state, _scalar_states(table)
+    columns = [() if is_scalar[name] else (width,) for name, width in zip(state.names, state.widths, strict=True)]
+    # not in inference mode: its tensors count no versions, and a read-only copy detects writes by them
     with torch.inference_mode(False):
         states = {
             number: {
@@ -66,9 +66,9 @@ def dense_states(embedding: KeyedRows, counts: Mapping[int, int]) -> dict[int, d
             for number, rows in counts.items():
                 chosen = (chunk["table"] == number) & (chunk["key"] < rows)
                 keys = torch.from_numpy(chunk["key"][chosen].astype("i8"))
-                for name, copied in states[number].items():
+                for name, tensor in states[number].items():
                     numbers = torch.from_numpy(table.form.numbers(chunk, name)[chosen])
-                    copied[keys] = numbers.view(len(keys), *copied.shape[1:])
+                    tensor[keys] = numbers.view(len(keys), *tensor.shape[1:])
         device = embedding.device
         return {number: {name: one.to(device) for name, one in own.items()} for number, own in states.items()}
 
@@ -79,53 +79,55 @@ def dense_tensors(
     states: Mapping[Any, Mapping[str, Any]],
     step: Any,
 ) -> dict[str, Tensor]:
-    """The rows of an embedding after its `load_dense` with these arguments, as `RowTensors.tensors`."""
+    """Return the rows that `load_dense` with these arguments gives the embedding, as `RowTensors.tensors`."""
     follow_in_backward(embedding)
     spec, table = embedding.spec, embedding.table_handle(for_load=True).local_table
-    given, given_states = _by_number(spec, "weights", weights), _by_number(spec, "states", states)
-    given_states = {number: dict(of_table) for number, of_table in given_states.items()}
-    steps = [_step(one.pop(name)) for one in given_states.values() for name in ("step", "iter") if name in one]
-    has_states = any(given_states.values())
+    weights = _by_number(spec, "weights", weights)
+    states_by_number = {number: dict(own) for number, own in _by_number(spec, "states", states).items()}
+    steps = [_step(one.pop(name)) for one in states_by_number.values() for name in ("step", "iter") if name in one]
+    has_states = any(states_by_number.values())
     if step is None and not steps and has_states:
         _check_step_known(table)
-    if step is None and not has_states and len(given) == spec.num_tables:
+    if step is None and not has_states and len(weights) == spec.num_tables:
         step = max(steps, default=0)
-    at = max(steps, default=table.step) if step is None else _step(step)
-    for number, of_table in given_states.items():
-        if number not in given:
+    new_step = max(steps, default=table.step) if step is None else _step(step)
+    for number, own in states_by_number.items():
+        if number not in weights:
             raise InputError(f"states of table {spec.labels[number]}: give its weights as well")
-        if of_table or table.state.names:  # others have a step alone
-            _check_states(table, number, of_table, len(given[number]))
-    for number, rows in given.items():
+        if own or table.state.names:  # without either, only a step was given
+            _check_states(table, number, own, len(weights[number]))
+    for number, rows in weights.items():
         _check_rows(spec, number, rows)
-    if embedding.world is not None and len(given) < spec.num_tables:
-        raise InputError(f"weights of embedding {spec.name!r}: ranks share its rows; give those of all tables at once")
+    if embedding.world is not None and len(weights) < spec.num_tables:
+        raise InputError(f"weights of embedding {spec.name!r}: ranks share its rows; give the weights of all tables")
     if not has_states and table.state.names and table.step:
         log.warning(
-            "embedding %r: a load of rows drops optimizer state, that of %d steps, which no state of the optimizer "
-            "holds; change rows by put(ids, rows), which keeps it, or load a state_dict() of this model, which has it",
+            "embedding %r: this load of rows drops the optimizer state of %d steps, which optimizer.state_dict() does "
+            "not have; change rows by put(ids, rows), which keeps it, or load a state_dict() of this model, which has "
+            "it",
             embedding.name,
             table.step,
         )
     with table.lock:
-        hyper = table.optimizer.hyper(at) if at and table.optimizer is not None else []
-        kept = [] if len(given) == spec.num_tables else _kept(table, given)
-        if kept and at != table.step:
+        hyper = table.optimizer.hyper(new_step) if new_step and table.optimizer is not None else []
+        retained = [] if len(weights) == spec.num_tables else _rows_of_other_tables(table, weights)
+        if retained and new_step != table.step:
             raise InputError(
-                f"step={at} of embedding {spec.name!r}: the rows of other tables are kept, and were trained for "
-                f"{table.step}; give the weights and states of all tables, or the same step"
+                f"step={new_step} of embedding {spec.name!r}: other tables keep their rows, which were trained for "
+                f"{table.step} steps; give the weights and states of all tables, or the same step"
             )
-        chunks = kept + [rows for number in given for rows in _dense(table, number, given, given_states, at)]
-        description = spec.describe(table.state, hyper, at)
+        replaced = [rows for number in weights for rows in _chunks(table, number, weights, states_by_number, new_step)]
+        chunks = retained + replaced
+        description = spec.describe(table.state, hyper, new_step)
         return RowTensors.filled(description, sum(map(len, chunks)), chunks).tensors
 
 
 def put_in_state(
     embedding: KeyedRows, weights: Mapping[Any, Tensor], state: dict[str, Any], prefix: str, errors: list[str]
 ) -> None:
-    """Let a state that has dense weights of tables have the embedding's rows instead, at `prefix`.
+    """Replace tables' dense weights in a state_dict by the embedding's rows, at `prefix`.
 
-    errors: takes what is wrong with the weights.
+    What is wrong with the weights is appended to `errors`.
     """
     rows: Mapping[str, Tensor] = {}
     try:
@@ -135,55 +137,58 @@ def put_in_state(
     except TierbedError as error:
         errors.append(f"the rows of embedding {embedding.name!r} cannot be loaded: {error}")
         embedding.note_failed()
-    state.pop(prefix + EXTRA, None)  # of rows that the state had besides
+    state.pop(prefix + EXTRA, None)  # it belongs to other rows
     state[f"{prefix}{embedding.parameter_name}"] = embedding.shadow
     state |= {f"{prefix}{ROWS}{name}": tensor for name, tensor in rows.items()}
     if not rows:
         state[prefix + EXTRA] = extra_state_of(RowsReference(None))
 
 
-def _step(given: Any) -> int:
-    """A number of steps; torch has it as a tensor of a float. InputError."""
-    number = given.item() if isinstance(given, Tensor) and given.numel() == 1 else given
+def _step(value: Any) -> int:
+    """Return a step count as an int; torch keeps it as a float tensor. Raises InputError."""
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     step = as_int(int(number) if isinstance(number, float) and number.is_integer() else number, 0, LAST_STEP)
     if step is None:
-        raise InputError(f"step={given!r}: give a whole number from 0 to {LAST_STEP}")
+        raise InputError(f"step={value!r}: give a whole number from 0 to {LAST_STEP}")
     return step
 
 
 def _check_step_known(table: OpenTable) -> None:
-    """InputError if states come without the step that the rule counts, and the table has none; else a warning."""
+    """Check a load of states that come without a step, in case the optimizer counts steps.
+
+    The table's own step is used, with a warning. Raises InputError if that is 0.
+    """
     if table.optimizer is None or not table.optimizer.counts_steps():
         return
-    at, rule = table.step + table.optimizer.shift, table.optimizer.rule
-    said = f"states of embedding {table.spec.name!r} have no 'step' or 'iter', and {rule} counts steps"
-    if not at:
-        raise InputError(f"{said}; give step=, how many the rows were trained")
-    log.warning("%s: it goes on from %d; give step= for another number", said, at)
+    step, rule = table.step + table.optimizer.shift, table.optimizer.rule
+    problem = f"states of embedding {table.spec.name!r} have no 'step' or 'iter', and {rule} counts steps"
+    if not step:
+        raise InputError(f"{problem}; give step=, the number of steps the rows were trained")
+    log.warning("%s: it goes on from %d; give step= for another number", problem, step)
 
 
-def _by_number(spec: TableSpec, argument: str, given: Any) -> dict[int, Any]:
-    """What is given for each table, by its number. InputError."""
-    if not isinstance(given, Mapping):
-        form = "torch.from_numpy of it" if isinstance(given, np.ndarray) else "a dict by table"
-        raise InputError(f"{argument} of embedding {spec.name!r}: got {type(given).__name__}; give {form}")
-    found: dict[int, Any] = {}
-    for name, of_table in given.items():
+def _by_number(spec: TableSpec, argument: str, values: Any) -> dict[int, Any]:
+    """Return an argument's values by table number. Raises InputError."""
+    if not isinstance(values, Mapping):
+        form = "torch.from_numpy of it" if isinstance(values, np.ndarray) else "a dict by table"
+        raise InputError(f"{argument} of embedding {spec.name!r}: got {type(values).__name__}; give {form}")
+    by_number: dict[int, Any] = {}
+    for name, value in values.items():
         number = table_number(name, spec.table_names)
         if number is None:
             raise InputError(
                 f"{argument}: table {name!r} of embedding {spec.name!r}; give one of {choices(spec.table_names)}"
             )
-        if number in found:
+        if number in by_number:
             raise InputError(f"{argument}: table {spec.labels[number]} is given twice; give it by number or by name")
-        found[number] = of_table
-    return found
+        by_number[number] = value
+    return by_number
 
 
 def _check_rows(spec: TableSpec, number: int, rows: Any) -> None:
     where, ids = f"weights of table {spec.labels[number]}", spec.tables[number].ids
     if isinstance(rows, Tensor) and type(rows).__module__.startswith("torch.distributed"):
-        raise InputError(f"{where}: a {type(rows).__name__}, parts of which are on other ranks; give the whole tensor")
+        raise InputError(f"{where}: a {type(rows).__name__} has parts on other ranks; give the whole tensor")
     if not isinstance(rows, Tensor) or rows.dtype not in _FLOATS or rows.dim() != 2 or rows.shape[1] != spec.dim:
         got = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
         form = " by torch.from_numpy" if isinstance(rows, np.ndarray) else ""
@@ -196,8 +201,8 @@ def _check_rows(spec: TableSpec, number: int, rows: Any) -> None:
     padding = spec.padding_idx
     if padding is not None and 0 <= padding < len(rows) and rows[padding].any():
         raise InputError(
-            f"{where}: row {padding} is that of padding_idx, for which this embedding returns zeros; use "
-            "tierbed.Embedding, which keeps and returns such a row, or give zeros there"
+            f"{where}: row {padding} is that of padding_idx, for which this embedding returns zeros; give zeros there, "
+            "or use tierbed.Embedding, which keeps and returns such a row"
         )
 
 
@@ -205,14 +210,14 @@ def _check_states(table: OpenTable, number: int, states: Mapping[str, Tensor], r
     where, names = f"states of table {table.spec.labels[number]}", table.state.names
     if not names:
         raise OptimizerError(
-            f"{where}: embedding {table.spec.name!r} has no optimizer with state; give its parameters to that of a "
-            "Graph or an EagerOptimizer first"
+            f"{where}: embedding {table.spec.name!r} has no optimizer with state; first give its parameters to the "
+            "optimizer of a Graph or an EagerOptimizer"
         )
     widths = dict(zip(names, table.state.widths, strict=True))
     for name, state in states.items():
         if name not in widths:
-            raise InputError(f"{where}: {name!r} is none of {table.state.rule}, which has {', '.join(names)}")
-        shapes = [(rows, widths[name])] + [(rows,)] * _of_row(table)[name]
+            raise InputError(f"{where}: {name!r} is no state of {table.state.rule}, which has {', '.join(names)}")
+        shapes = [(rows, widths[name])] + [(rows,)] * _scalar_states(table)[name]
         if not isinstance(state, Tensor) or state.shape not in shapes:
             got = list(state.shape) if isinstance(state, Tensor) else type(state).__name__
             raise InputError(f"{where}: {name!r} is {got}; give a tensor {list(shapes[-1])}")
@@ -222,26 +227,27 @@ def _check_states(table: OpenTable, number: int, states: Mapping[str, Tensor], r
         raise InputError(f"{where}: there is no {missing[0]!r}; give all of {', '.join(names)}, or none")
 
 
-def _of_row(table: OpenTable) -> dict[str, bool]:
-    """Whether each state is one number a row. With a dim of 1 widths do not show it."""
+def _scalar_states(table: OpenTable) -> dict[str, bool]:
+    """Return, by name, True for each state with one number a row."""
     dim, widths = table.spec.dim, table.state.widths
     if table.optimizer is not None:
-        dim, widths = 2, table.optimizer.row_state(2).widths
+        dim, widths = 2, table.optimizer.row_state(2).widths  # with a dim of 1, the table's own widths do not show it
     return {name: width != dim for name, width in zip(table.state.names, widths, strict=True)}
 
 
-def _kept(table: OpenTable, given: Collection[int]) -> list[RowArray]:
-    """The rows of the other tables, as of the last step."""
-    chunks = (rows[~np.isin(rows["table"], list(given))] for _, rows in scan_caught_up(table))
-    kept = [rows for rows in chunks if len(rows)]  # copies
-    for rows in kept if table.catch_up_rule else ():
+def _rows_of_other_tables(table: OpenTable, replaced: Collection[int]) -> list[RowArray]:
+    """Return copies of the other tables' rows, caught up to the last step."""
+    chunks = (rows[~np.isin(rows["table"], list(replaced))] for _, rows in scan_caught_up(table))
+    retained = [rows for rows in chunks if len(rows)]
+    for rows in retained if table.catch_up_rule else ():
         rows["step"] = table.step
-    return kept
+    return retained
 
 
-def _dense(
+def _chunks(
     table: OpenTable, number: int, weights: Mapping[int, Tensor], states: Mapping[int, Mapping[str, Tensor]], step: int
 ) -> Iterator[RowArray]:
+    """Yield the rows of one table from its dense weights and states."""
     spec, form, count = table.spec, table.form, len(weights[number])
     initial = dict(zip(table.state.names, table.state.initial, strict=True))
     for first in range(0, count, CHUNK):
@@ -251,8 +257,8 @@ def _dense(
         rows["updates"], rows["step"] = 1, step
         form.set_numbers(rows, EMBEDDING, _numbers(weights[number][part]))
         for name, value in initial.items():
-            given = states.get(number, {}).get(name)
-            numbers = np.float32(value) if given is None else _numbers(given[part]).reshape(len(rows), -1)
+            state = states.get(number, {}).get(name)
+            numbers = np.float32(value) if state is None else _numbers(state[part]).reshape(len(rows), -1)
             form.set_numbers(rows, name, np.broadcast_to(numbers, (len(rows), form.counts[name])))
         yield rows if spec.padding_key is None else rows[rows["key"] != np.uint64(spec.padding_key)]
 

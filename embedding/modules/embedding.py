@@ -1,4 +1,4 @@
-"""The embedding modules, which users make, look up and save."""
+"""The embedding modules: `MultiTableMultiColumnEmbedding` and `MultiTableEmbedding`."""
 
 from __future__ import annotations
 
@@ -45,30 +45,13 @@ log = logging.getLogger("tierbed")
 
 
 class MultiTableMultiColumnEmbedding(KeyedRows):
-    """Hashed tables that share a row layout: several columns of their own widths, laid side by side in each row.
+    """Hashed embedding tables whose rows consist of several columns with different widths, side by side.
 
-    name: names the folder under `persistent_path`. With None the embedding takes its path in the model as its name when
-    an EagerOptimizer, a Graph, a DistributedModelParallel or a checkpoint first gets the model.
-    embedding_dim: the width of a row, or a list of widths, one for each column.
-    dtype: of the numbers of stored rows: torch.float32, bfloat16 or float16. All arithmetic is float32; what training
-    writes is rounded by chance, everything else to nearest even.
-    key_type: torch.int32, int64 or uint64, the dtype of ids; every value is a legal id.
-    tables: one `make_table_options(...)` for each table, known by its name or its place; None is one table with
-    `default_initializer` (normal(0, 0.05)).
-    store_options: from a `make_*_store_options`, or the dict that it prints.
-    padding_idx: an id that is no row: zeros, no gradient.
-    seed: initial rows are a pure function of (seed, table, key, column). None is the CRC-32 of the name, or the seed of
-    stored rows; without a name it is another for each embedding of the process, in the order of their first uses (over
-    ranks, of those with a `world`). Two embeddings with one seed begin with equal rows.
-    output_dtype: of a lookup's result and of its gradient: torch.float32, float16 or bfloat16, whatever rows are.
-    world: a `World` of tierbed.distributed, over whose ranks the rows are spread; None keeps all rows in this process.
-    state_dtype: of the numbers of the optimizer's state that every element has: torch.float32 or bfloat16.
-
-    A row's identity is (table, key): the same id in two tables is two rows. The store opens at the first use, on the
-    device of the module, and moves with the module. Raises OptionError.
+    The arguments are the same as for `MultiTableEmbedding`, except that `embedding_dim` may be a list with each
+    column's width.
     """
 
-    _has_columns = True  # False if embedding_dim is one width
+    _has_columns = True  # False if embedding_dim must be one width
 
     def __init__(
         self,
@@ -99,16 +82,16 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         self.naming, self._has_seed = "given" if name is not None else "path", name is not None or seed is not None
         name = provisional_name(world is not None) if name is None else name
         self.spec = table_spec(name, embedding_dim, key_type, tables, padding_idx, seed, dtype, state_dtype)
-        self.spec.layout(RowState())  # reports a table whose columns do not fit at once, not at the first use
+        self.spec.layout(RowState())  # raises here, not at the first use, if a table's columns do not fit
         self.output_dtype = check_output_dtype(output_dtype)
         self.store_options = store_options_from_dict(store_options)
         self.world = check_world(world, name)
         self.row_optimizer: RowOptimizer | None = None
-        # held by an optimizer and followed by autograd; the rows themselves are no parameter
+        # stands for the rows in optimizers and autograd; the rows themselves are in no parameter
         self.register_parameter("shadow", nn.Parameter(torch.zeros(1, 1, dtype=torch.float32)))
         self.handle = ops.register(self)
         self._opening, self._accumulating = Lock(), Lock()
-        self._refused: OptimizerError | None = None  # why the stored rows cannot be trained
+        self._refused: OptimizerError | None = None  # raised by training, if the stored rows do not fit the optimizer
         self.misses_rows = False
 
     @property
@@ -116,7 +99,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         return self.spec.name
 
     def take_name(self, name: str) -> None:
-        """Be called `name` from here on. Rows that are in memory stay."""
+        """Rename the embedding. Rows in memory stay."""
         self.fix_seed()
         self.set_spec(name=check_name(name))
         self.naming = "given"
@@ -124,12 +107,12 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             self._handle.rename(name)
 
     def set_spec(self, **facts: Any) -> None:
-        """Change facts of an embedding that is not open, or its name."""
+        """Change the spec's fields before the store opens. The name may change later as well."""
         self.spec = replace(self.spec, **facts)
 
     @property
     def dim(self) -> int:
-        """Floats of a row that a lookup returns, all columns together."""
+        """Number of elements in a row, all columns together."""
         return self.spec.dim
 
     def forward(
@@ -142,21 +125,31 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         features: Sequence[int] | None = None,
         num_features: int | None = None,
     ) -> Tensor:
-        """Rows of ids, ids.shape + (dim,), or bags of them pooled, shape of the bags + (dim,), of `output_dtype`.
+        """Look up rows by id, or pool the rows of bags.
 
-        ids: `key_type` or an integer dtype that fits into it, any shape. Unknown ids have their initial rows; only
-        training inserts them.
-        pooling: "sum" or "mean" of the rows of a bag, those of padding_idx left out; a bag of none is zeros. The bags
-        are the last dimension of ids [..., L]; or with offsets, int64 or int32 [bags + 1] from 0 to n and ascending,
-        bag b is ids[offsets[b]:offsets[b + 1]] of ids [n].
-        weights: float32 of the shape of ids, for pooling: sum(w * row), for a mean divided by the ids but padding.
-        table_ids: integers or, but for tensors, names of tables that broadcast to ids.shape, or to the shape of the
-        bags; without them and with several tables, the last dimension of that shape is the tables, in order.
-        features: numbers of the features to look up, each once. Offsets are then [num_features * batch + 1], feature by
-        feature, and table_ids one for each listed feature; the result is (batch, len(features), dim) in their order.
-        num_features: how many features offsets are of; as many as are listed, if left out.
+        An unknown id gets its initial row; only training inserts it. Outside a `Graph`, an `EagerOptimizer` trains the
+        rows that a lookup read.
 
-        Outside a `Graph` a lookup reads, and an `EagerOptimizer` trains what it read. Raises InputError, StoreError.
+        Args:
+            ids: integers of any shape, of `key_type` or a dtype that fits into it.
+            table_ids: the ids' tables: integers, or names in a list. Broadcast to ids.shape, or to the bags' shape.
+                With several tables and no table_ids, the last dimension of that shape is the tables, in order.
+            offsets: int64 or int32 [bags + 1], ascending from 0 to n: bag b is ids[offsets[b]:offsets[b + 1]] of ids
+                [n]. Without offsets, the last dimension of ids [..., L] is a bag.
+            pooling: "sum" or "mean", over each bag's rows without padding_idx. None to return all rows.
+            weights: float32, ids.shape, to multiply rows before pooling. A weighted mean is divided by how many ids are
+                not padding.
+            features: indices of the features to look up, without repeats. Offsets are then [num_features * batch + 1],
+                feature by feature, and table_ids are one for each listed feature.
+            num_features: how many features offsets cover. Default: len(features).
+
+        Returns:
+            An `output_dtype` tensor: ids.shape + (dim,) without pooling; with it, the bags' shape + (dim,),
+            with zeros for an empty bag; or (batch, len(features), dim), in the order of `features`.
+
+        Raises:
+            InputError: an argument is invalid, or an id is out of range.
+            StoreError: the store cannot be opened or read.
         """
         ops.refuse_export(self.name)
         with self.raise_on_all_ranks():
@@ -170,7 +163,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         return self.look_up(lookup, weights)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Take the parameter that stands for the rows. InputError for any other."""
+        """Set the parameter that stands for the rows. Raises InputError for any other parameter."""
         self._parameters[self.parameter_name] = adopt(self, name, param)
         self.device = self.shadow.device
 
@@ -181,11 +174,13 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         return parameter
 
     def look_up(self, lookup: Lookup, weights: Tensor | None) -> Tensor:
-        """The result of a lookup with checked arguments, through which autograd reaches the rows."""
+        """Look up rows for checked arguments, recorded by autograd."""
         shadow: Tensor = self.shadow
         traced = getattr(shadow, TRACED, None)
-        if traced is not None and traced[0] != get_ident():  # the fake tensor of another thread's trace: two threads in
-            shadow = traced[1]  # autograd of it would wait for each other, one with its lock, the other with Python's
+        # Another thread traces the shadow. Autograd on its fake tensor could deadlock here: one thread would hold
+        # autograd's lock and wait for Python's, the other the reverse.
+        if traced is not None and traced[0] != get_ident():
+            shadow = traced[1]
         return ops.look_up(self, shadow, lookup, weights)
 
     def prefetch(
@@ -197,12 +192,19 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         features: Sequence[int] | None = None,
         num_features: int | None = None,
     ) -> None:
-        """Announce the lookup of a later training step, so that a thread prefetches its rows while others run.
+        """Announce the lookup of a later training step. A thread prefetches its rows while earlier steps run.
 
-        Announce steps in their order, each before it runs, any number of them ahead. The arguments are those of the
-        lookup. Rows never depend on an announcement: a step that was not announced, or looks up other ids, runs without
-        prefetch. A cache over a slower tier keeps the rows that the announced steps need soonest. On CUDA the thread
-        uses a second stream. Raises InputError, OptimizerError, StoreError.
+        Announce steps in the order they will run, any number of steps ahead. Announcements never change
+        results: a step that was not announced, or looks up other ids, runs without prefetch. A cache over a slower
+        tier keeps the rows that the announced steps need soonest. On CUDA the thread uses a second stream.
+
+        Args:
+            ids, table_ids, offsets, pooling, features, num_features: as in the lookup.
+
+        Raises:
+            InputError: an argument is invalid.
+            OptimizerError: the stored rows do not fit the optimizer.
+            StoreError: the store cannot be opened or read.
         """
         with self.raise_on_all_ranks():
             lookup = check_lookup(self.spec, ids, table_ids, offsets, pooling, features, num_features)
@@ -215,16 +217,23 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         states: Mapping[Any, Mapping[str, Tensor]] | None = None,
         step: int | None = None,
     ) -> None:
-        """Replace the rows of tables by dense ones, whose row i is that of id i, as a checkpoint of `nn.Embedding` has.
+        """Replace tables' rows by dense tensors whose row i belongs to id i, as in nn.Embedding's checkpoints.
 
-        weights: by the table's number or name, floats [rows, dim]. states: by table, the optimizer's states by name:
-        [rows, dim], or [rows] of one number a row. Without them the optimizer begins with new state.
-        step: how many steps the rows were trained, which Adam's correction counts; None is the largest `step` or `iter`
-        of the states, as torch and FBGEMM have them; 0 without states, if the rows of all tables are given. Else the
-        embedding's own counts on, with a warning if the optimizer counts steps, and an InputError if it is 0. Other
-        tables keep their rows; the step must be theirs.
+        Other tables keep their rows. If this raises, nothing has changed.
 
-        If this raises, nothing has changed: InputError, OptimizerError, StoreError, SnapshotError.
+        Args:
+            weights: floats [rows, dim], by table index or name.
+            states: optimizer states, by table and then by name: [rows, dim], or [rows] for a state with one number a
+                row. Without them the optimizer starts with new state.
+            step: how many steps the rows were trained, for Adam's bias correction. If some tables keep their rows, it
+                must be the embedding's own step. Default: the largest `step` or `iter` in `states`, where torch and
+                FBGEMM keep it. Without one: 0 if weights for all tables are given and no states; otherwise the
+                embedding's own step, with a warning if the optimizer counts steps.
+
+        Raises:
+            InputError: a tensor does not fit, or `step` is needed.
+            OptimizerError: `states` is given, but the embedding's optimizer has no state.
+            StoreError, SnapshotError: the rows cannot be stored.
         """
         with self.raise_on_all_ranks():
             tensors = dense_tensors(self, weights, states or {}, step)
@@ -235,12 +244,12 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         errors = rest[-1]
         is_shadow = prefix + EXTRA in state_dict or f"{prefix}{ROWS}key" in state_dict
         if shadow is None and is_shadow and getattr(weight, "shape", None) == (1, 1):
-            shadow, weight = weight, None  # that of an Embedding
+            shadow, weight = weight, None  # an Embedding's shadow is named "weight"
         if shadow is not None:
             state_dict[prefix + self.parameter_name] = shadow
-        elif weight is not None:  # of nn.Embedding or nn.EmbeddingBag
+        elif weight is not None:  # from nn.Embedding or nn.EmbeddingBag
             if self.spec.num_tables == 1:
-                is_double = isinstance(weight, Tensor) and weight.dtype == torch.float64  # which torch rounds as well
+                is_double = isinstance(weight, Tensor) and weight.dtype == torch.float64  # rounded, as torch does
                 put_in_state(self, {0: weight.float() if is_double else weight}, state_dict, prefix, errors)
             else:
                 errors.append(
@@ -250,14 +259,14 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace all rows by those of `dense_tensors`. SnapshotError, StoreError."""
+        """Replace all rows by the result of `dense_tensors`. Raises SnapshotError, StoreError."""
         self.table_handle(for_load=True).load_state(tensors)
         self.keep_rows()
 
     def close(self) -> None:
-        """Bring every row down and close the store; the next run resumes from it.
+        """Flush all rows and close the store. The next run resumes from them.
 
-        May be called again. Using the embedding raises ClosedError.
+        May be called more than once. Other calls raise ClosedError from then on.
         """
         self.is_closed = True
         if self._handle is not None:
@@ -272,10 +281,10 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
     def __getstate__(self) -> dict[str, Any]:
         raise StoreError(
             f"embedding {self.name!r} cannot be copied or pickled: its rows live in a store; create another under its "
-            "own name, and carry rows over by save_snapshot or put. To keep a model, use its state_dict(), which has "
-            "the rows of an embedding without a folder, and with state_dict_snapshots=True in the store options names "
-            "a snapshot of others; graph.save or save_checkpoint. For averages (AveragedModel), average what "
-            "tierbed.to_dense_state_dict(model) returns"
+            "own name, and carry rows over by save_snapshot or put. To save a model, use graph.save, save_checkpoint "
+            "or state_dict(). A state_dict() has the rows of an embedding without a folder; for one with a folder, "
+            "state_dict_snapshots=True in the store options makes it name a snapshot. For averages (AveragedModel), "
+            "average what tierbed.to_dense_state_dict(model) returns"
         )
 
     def extra_repr(self) -> str:
@@ -285,18 +294,18 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         return f"{spec.name!r}, columns={columns}, tables={tables}, store={self.store_options.store}"
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """As torch's, of all tables of the embedding."""
+        """Freeze or unfreeze all tables, as torch does for a module."""
         if not requires_grad and self.spec.num_tables > 1:
             log.warning(
                 "embedding %r: requires_grad_(False) freezes all of its tables, %s; to freeze one of them, give that "
-                "table an embedding of its own, in a collection by a group",
+                "table an embedding of its own, in a collection by a group of its own",
                 self.name,
                 ", ".join(self.spec.labels),
             )
         return super().requires_grad_(requires_grad)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move the embedding, as a module that holds it moves. OptionError for another dtype than `output_dtype`."""
+        """Move the embedding, as part of its module. Raises OptionError for a dtype other than `output_dtype`."""
         convert, grad = converter(self, fn), self.shadow.grad
         if isinstance(grad, ShadowGrad):
             set_grad(self, None)
@@ -304,9 +313,9 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             with torch._C.DisableTorchFunctionSubclass():
                 return super()._apply(convert, recurse)
         finally:
-            self.register_parameter("shadow", self.shadow)  # it may be a new one, on another device
+            self.register_parameter("shadow", self.shadow)  # torch may have made a new one, on another device
             if isinstance(grad, ShadowGrad):
-                set_grad(self, ShadowGrad(grad.rows))  # on the device of the parameter
+                set_grad(self, ShadowGrad(grad.rows))  # on the parameter's new device
 
     def use_optimizer(self, rows_optimizer: RowOptimizer) -> None:
         if self._handle is not None:
@@ -318,7 +327,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         if self._refused is None or self._handle is None or self.is_closed or self.row_optimizer is None:
             return
         try:
-            self._handle.use_optimizer(self.row_optimizer)  # rows that were loaded since may fit it
+            self._handle.use_optimizer(self.row_optimizer)  # it may fit the rows that were just loaded
             self._refused = None
         except OptimizerError as error:
             self._refused = error
@@ -334,7 +343,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         return self.table_handle().table.read_weights_grad(lookup, grad)
 
     def check_trained_lookup(self) -> None:
-        """OptimizerError where an EagerOptimizer trains the embedding and ranks share the training, as of `attach`."""
+        """Raise OptimizerError if an EagerOptimizer trains the embedding inside a DistributedDataParallel."""
         if hasattr(self.shadow, IN_BACKWARD):
             follow_in_backward(self)
             if self.group is not None:
@@ -380,33 +389,34 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         return table
 
     def table_handle(self, for_load: bool = False) -> Handle:
-        """The handle of the table, which is opened at the first use. for_load: its rows are about to be replaced."""
+        """Return the table's handle; the first call opens the table. for_load: its rows are about to be replaced."""
         if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is not None:
             raise GraphError(
-                f"embedding {self.name!r}: build calls a method that needs the table itself, and it is traced without "
-                "values; look rows up by calling the embedding, and use get, put, size and metrics outside the graph"
+                f"embedding {self.name!r}: build calls a method that needs the table itself, but build is traced "
+                "without values; look up rows by calling the embedding, and use get, put, size and metrics outside "
+                "the graph"
             )
         device = self.device
         with self._opening:
             if self._handle is None:
                 if self.is_closed:
-                    with self.raise_on_all_ranks():  # others may be about to open it, which takes all ranks
+                    with self.raise_on_all_ranks():  # other ranks may be opening it, and would wait for this one
                         raise ClosedError(f"embedding {self.name!r} was closed; create it again")
                 self._check_has_name()
                 self.fix_seed()
                 try:
                     self._handle = self._hold(self.row_optimizer, device, for_load)
                 except OptimizerError as error:
-                    self._refused = error  # the rows can still be read
+                    self._refused = error  # open it without the optimizer: the rows can still be read
                     self._handle = self._hold(None, device, for_load)
                 weakref.finalize(self, self._handle.finish)
-                if self._handle.own.unsettled:
-                    self._awaited[:] = self._awaited or [UNKNOWN]
+                if self._handle.own.unusable_reason:
+                    self._pending[:] = self._pending or [UNKNOWN]
             elif self._handle.device != device:
                 self._handle.own.move(device)
             handle = self._handle
-        if self._awaited and not for_load:
-            self._await_rows()
+        if self._pending and not for_load:
+            self._load_pending()
         if self._calls_when_open and not for_load:
             calls, self._calls_when_open = self._calls_when_open, []
             for call in calls:
@@ -419,12 +429,12 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             with self.raise_on_all_ranks():
                 raise StoreError(
                     f"an embedding without a name was used before it took one, so its folder under {path!r} is not "
-                    "known; give it name=, or first make the Graph of the model that has it, or its EagerOptimizer "
-                    "with module=, or load a checkpoint into the model"
+                    "known; give it name=, or before the first use make the model's Graph or its EagerOptimizer with "
+                    "module=, or load a checkpoint into the model"
                 )
 
     def _hold(self, optimizer: RowOptimizer | None, device: torch.device, for_load: bool) -> Handle:
-        arguments = self.spec, self.store_options, optimizer, device, self.group, for_load, self._awaited
+        arguments = self.spec, self.store_options, optimizer, device, self.group, for_load, self._pending
         if self.world is not None:
             return ShardedTableHandle(self.world, *arguments)
         warn_alone(self.name)
@@ -432,6 +442,41 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
 
 class MultiTableEmbedding(MultiTableMultiColumnEmbedding):
-    """Hashed tables of rows of one width. `embedding_dim` is an int; all else as `MultiTableMultiColumnEmbedding`."""
+    """Hashed embedding tables in one store, looked up by (table, id).
+
+    Tables grow: training inserts rows for new ids. The same id in two tables is two rows. The store opens at the first
+    use, on the module's device, and moves with the module.
+
+    Args:
+        name: also names the store's folder under `persistent_path`. With None, the embedding is named after its path
+            in the model when an EagerOptimizer, Graph, DistributedModelParallel or checkpoint first gets the model.
+        embedding_dim: a row's width.
+        dtype: stored rows are torch.float32, bfloat16 or float16. Arithmetic is float32. To 16 bits, training rounds
+            stochastically; everything else rounds to nearest even.
+        key_type: ids are torch.int32, int64 or uint64. Every value is a legal id.
+        tables: a `make_table_options(...)` for each table. Lookups select tables by index, or by name if named. None
+            for one table with `default_initializer`.
+        store_options: from a `make_*_store_options` function, or the dict that it prints.
+        default_initializer: initial rows if `tables` is None. Default: normal(0, 0.05).
+        padding_idx: id without a row. It is looked up as zeros and gets no gradient.
+        seed: initial rows depend only on (seed, table, id, column), so embeddings with one seed start with equal rows.
+            Default: the stored rows' seed, or the name's CRC-32. Embeddings without a name get different seeds in the
+            order of first use; those with a `world` are counted apart, so that ranks agree.
+        output_dtype: lookup results and their gradients are torch.float32, float16 or bfloat16.
+        world: a `World` whose ranks share the rows. Default: all rows are in this process.
+        state_dtype: optimizer states with a number for each element are torch.float32 or bfloat16.
+
+    Raises:
+        OptionError: an argument is invalid.
+
+    Example::
+
+        >>> users = tierbed.make_table_options(tierbed.make_normal_initializer(0.0, 0.05), name="user")
+        >>> items = tierbed.make_table_options(tierbed.make_normal_initializer(0.0, 0.05), name="item")
+        >>> store = tierbed.make_host_mem_store_options(persistent_path="rows")
+        >>> embedding = tierbed.MultiTableEmbedding("ids", 16, torch.float32, torch.int64, [users, items], store)
+        >>> embedding(torch.tensor([[7, 42], [8, 42]])).shape  # a user and an item in each row
+        torch.Size([2, 2, 16])
+    """
 
     _has_columns = False

@@ -1,4 +1,4 @@
-"""Reads, writes and deletes an embedding's rows by their keys, and shows where a row is."""
+"""Reads, writes and deletes rows by key, and shows where a row is."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NUMPY_KEYS = {torch.int32: np.int64, torch.int64: np.int64, torch.uint64: np.ui
 
 
 def on_present_rows(call: Call) -> Call:
-    """A method that starts over if another thread loaded other rows while it waited for them."""
+    """Decorate a method to start over if another thread replaced the rows by a load while it waited."""
 
     @wraps(call)
     def until_done(*args: Any, **kwargs: Any) -> Any:
@@ -42,63 +42,78 @@ def on_present_rows(call: Call) -> Call:
 
 
 class KeyedRows(SavedRows):
-    """An embedding whose rows are read and written by their keys."""
+    """An embedding with access to its rows by key."""
 
     def size(self) -> int:
-        """How many rows there are: rows that an optimizer, `put` or a snapshot wrote and that were not removed since.
+        """Count the rows that training, `put` or a load wrote and that were not removed since.
 
-        Raises deferred errors of earlier steps. InputError, CapacityError.
+        Raises:
+            InputError, CapacityError: an earlier step's deferred error.
         """
         return self.table_handle().table.size()
 
     @on_present_rows
     def get(self, keys: Any, table_ids: Any = None) -> Tensor:
-        """Rows of keys, a tensor of key_type, an array or a list, without inserting: shape keys.shape + (dim,)."""
+        """Read rows without inserting new ones. An unknown key gets its initial row.
+
+        Args:
+            keys: a tensor of `key_type`, an array or a list.
+            table_ids: the table of each key, as in a lookup.
+
+        Returns:
+            Rows, keys.shape + (dim,).
+        """
         return self.table_handle().table.get(self._collective_lookup(keys, table_ids))
 
     @checked_arguments("allow_nonfinite")
     @on_present_rows
     def put(self, keys: Any, rows: Any, table_ids: Any = None, *, allow_nonfinite: bool = False) -> None:
-        """Write rows and insert new ones. Of a repeated key the last row wins. Optimizer state is unchanged.
+        """Write rows and insert new ones. If a key is repeated, its last row wins. Optimizer state is unchanged.
 
         Args:
             keys: as in `get`.
             rows: float32, shape keys.shape + (dim,).
             table_ids: the table of each key, as in a lookup.
-            allow_nonfinite: takes infinities and NaN.
+            allow_nonfinite: if True, accept infinities and NaN.
 
         Raises:
-            InputError: nothing is written.
+            InputError: an argument is invalid; nothing is written.
         """
         with self.raise_on_all_ranks():
-            wanted = self._lookup(keys, table_ids)
-            values = rows_from(self.spec, rows, wanted.ids.shape)
-            if self.spec.padding_idx is not None and (wanted.ids == self.spec.padding_idx).any():
+            lookup = self._lookup(keys, table_ids)
+            values = rows_from(self.spec, rows, lookup.ids.shape)
+            if self.spec.padding_idx is not None and (lookup.ids == self.spec.padding_idx).any():
                 raise InputError(
-                    f"keys of embedding {self.name!r} hold padding_idx={self.spec.padding_idx}, which is no row; leave "
-                    "it out"
+                    f"keys of embedding {self.name!r} hold padding_idx={self.spec.padding_idx}, which has no row; "
+                    "leave it out"
                 )
-            check_values(self.spec, wanted.ids, values, allow_nonfinite)
-            check_legal(self.spec, wanted)
+            check_values(self.spec, lookup.ids, values, allow_nonfinite)
+            check_legal(self.spec, lookup)
         self._copied = ()
-        self.table_handle().table.put(wanted, values)
+        self.table_handle().table.put(lookup, values)
 
     @on_present_rows
     def delete(self, ids: Any, table_ids: Any = None) -> int:
-        """Forget rows, optimizer state included, in every tier; ids as in `get`. Returns how many had been written.
+        """Delete rows with their optimizer state from every tier.
 
-        A deleted id is like one never seen: it has its initial row, and begins again when it is trained or put.
-        Snapshots, checkpoints and exports keep the row, and a load or a recovery after a kill brings it back. RocksDB's
-        files keep its bytes until `compact`. docs/lifecycle.md, "Delete", has the steps after which no file has
-        the row.
+        A deleted id is like one never seen: it gets its initial row until it is trained or put again. Snapshots,
+        checkpoints and exports keep the row, and a load or a recovery after a kill brings it back. RocksDB's files
+        keep its bytes until `compact`. "Delete" in docs/lifecycle.md lists the steps that remove a row from all files.
+
+        Args:
+            ids, table_ids: as in `get`.
+
+        Returns:
+            How many rows were deleted.
         """
         self._copied = ()
         return self.table_handle().table.delete(self._collective_lookup(ids, table_ids))
 
     def chunks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Every written row, in chunks ordered by bucket, table and key.
+        """Iterate over all written rows in chunks, ordered by bucket, table and key.
 
-        A chunk is (table_ids [n] int64, keys [n] of key_type, rows [n, dim] float32).
+        Yields:
+            Tuples of tensors: table_ids [n] int64, keys [n] of `key_type`, rows [n, dim] float32.
         """
         while True:
             table = self.table_handle().local_table
@@ -113,13 +128,17 @@ class KeyedRows(SavedRows):
             yield tables, torch.from_numpy(keys).to(self.spec.key_type), torch.from_numpy(values)
 
     def __iter__(self) -> Iterator[tuple[int, int, Tensor]]:
-        """Every written row as (table id, key, row [dim]), in the order of `chunks`."""
+        """Iterate over all written rows as (table id, key, row [dim]), in the order of `chunks`."""
         for tables, keys, rows in self.chunks():
             yield from zip(tables.tolist(), keys.tolist(), rows, strict=True)
 
     @on_present_rows
     def compact(self) -> None:
-        """Merge RocksDB's files, so that none has a replaced or deleted row. StoreError for other stores."""
+        """Rewrite RocksDB's files without replaced and deleted rows.
+
+        Raises:
+            StoreError: the store is not a cached_ssd store.
+        """
         table = self.table_handle().local_table
         if self.store_options.store != "cached_ssd":
             raise StoreError(f"compact: a {self.store_options.store} store has no files to merge; only cached_ssd has")
@@ -130,38 +149,48 @@ class KeyedRows(SavedRows):
             table.stack.compact()
 
     def metrics(self) -> dict[str, dict[str, Any]]:
-        """Numbers of the whole (`table`), of each tier from the top, of each table: docs/metrics.md explains them.
+        """Return metrics for the embedding (`table`), for each tier from the top, and for each table.
 
-        With a world they are of the rows that this rank has, and `ranks` is what it exchanged with the others. While
-        another thread loads, closes or compacts the rows they are those of the last read.
+        docs/metrics.md explains them. With a world they cover this rank's rows, and `ranks` counts what it exchanged
+        with other ranks. While another thread loads, closes or compacts the rows, the last metrics are returned.
         """
         return self.metrics_within(LOCK_SECONDS)
 
     @on_present_rows
     def metrics_within(self, seconds: float) -> dict[str, dict[str, Any]]:
-        """`metrics`, which wait that long for another thread. They wait for no open or move of an open store."""
-        handle = self._handle if self._handle is not None and not self._awaited else self.table_handle()
-        of_ranks = {} if self.world is None else {"ranks": asdict(handle.table.traffic)}
-        return {**metrics(handle.local_table, seconds), **of_ranks}
+        """Return `metrics`, waiting at most `seconds` for another thread's lock, and never for it to move the store."""
+        handle = self._handle if self._handle is not None and not self._pending else self.table_handle()
+        traffic = {} if self.world is None else {"ranks": asdict(handle.table.traffic)}
+        return {**metrics(handle.local_table, seconds), **traffic}
 
     @on_present_rows
     def explain(self, key: int, table: int | str | None = None) -> dict[str, Any]:
-        """Where one row is now, for people. Changes nothing. `table` may be left out where there is one table.
+        """Show where a row is now. For reading by people; changes nothing.
 
-        `stored`: whether the row was written. If not, the row has its initial value, and no tier need have it. `why`:
-        why it is not stored, as far as is known, or None. `updates`: how often the row was written. `last_step`: the
-        last step that wrote it. `tiers`: the tiers that have the row, the top first, each with the row's place. In a
-        cache they say whether the row is `dirty` (the tier below has an older row) and `pinned` (a step or a prefetch
-        holds it). Raises InputError.
+        Args:
+            key: the row's id.
+            table: its table, by index or name. May be left out if there is only one.
+
+        Returns:
+            A dict with the row's table and key, and:
+
+            - `stored`: True if the row was written. Otherwise it is at its initial value.
+            - `why`: why it is not stored, as far as is known, or None.
+            - `updates`, `last_step`: how often the row was written, and the last step that wrote it.
+            - `tiers`: the tiers where the row is, from the top, with its position. In a cache, `dirty` means that the
+              tier below holds an older row, and `pinned` that a step or a prefetch holds it.
+
+        Raises:
+            InputError: the key or the table is invalid.
         """
-        key, at = check_row(self.spec, key, table)
-        tiers, why = locate(self.table_handle().local_table, self._lookup([key], at))
-        row = {**with_table_name(at, self.spec.table_names), "key": key, "stored": why is None, "why": why}
+        key, number = check_row(self.spec, key, table)
+        tiers, why = locate(self.table_handle().local_table, self._lookup([key], number))
+        row = {**with_table_name(number, self.spec.table_names), "key": key, "stored": why is None, "why": why}
         newest = tiers[0] if tiers else {"updates": 0, "last_step": 0}
         return {**row, "updates": newest["updates"], "last_step": newest["last_step"], "tiers": tiers}
 
     def _collective_lookup(self, keys: Any, table_ids: Any) -> Lookup:
-        """The lookup of a collective."""
+        """Return the checked lookup for a collective; an error is raised on all ranks."""
         with self.raise_on_all_ranks():
             return self._lookup(keys, table_ids)
 
@@ -169,5 +198,4 @@ class KeyedRows(SavedRows):
         ids = keys if isinstance(keys, Tensor) else keys_from(self.spec, keys)
         lookup = check_lookup(self.spec, ids, table_ids)
         device = self.device
-        here = None if lookup.table_ids is None else lookup.table_ids.to(device)
-        return Lookup(lookup.ids.to(device), here)
+        return Lookup(lookup.ids.to(device), None if lookup.table_ids is None else lookup.table_ids.to(device))

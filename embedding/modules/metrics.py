@@ -1,4 +1,4 @@
-"""The metrics of embeddings: their meaning, and their export to Prometheus and TensorBoard."""
+"""Defines what each metric means, and exports metrics to Prometheus and TensorBoard."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from .embedding import MultiTableMultiColumnEmbedding
 
 
 class Metric(NamedTuple):
-    """The description of one number of `metrics()`.
+    """Describes one number of `metrics()`.
 
-    kind: "counter", which grows from 0 while a store is open, or "gauge". exported: its name in Prometheus; "" is the
-    same name.
+    kind: "counter", which grows from 0 while a store is open, or "gauge". exported: its name in Prometheus, if another.
     """
 
     kind: str
@@ -126,27 +125,35 @@ _QUANTILES = {"p50": "0.5", "p90": "0.9", "p99": "0.99", "max": "1"}
 
 
 class MetricsCollector:
-    """Collects the metrics of embeddings for a `prometheus_client` registry, at the time of each request.
+    """Collects embeddings' metrics for a `prometheus_client` registry, whenever they are requested.
 
-    Call `prometheus_client.REGISTRY.register(MetricsCollector(embedding))`, and serve them by `start_http_server`.
+    Args:
+        embeddings: the embeddings, each as a separate argument.
+
+    Raises:
+        OptionError: `prometheus_client` is not installed.
+        InputError: an argument is not an embedding, or two embeddings share a name.
+
+    Example::
+
+        >>> prometheus_client.REGISTRY.register(MetricsCollector(embedding))
+        >>> prometheus_client.start_http_server(9100)
     """
 
     def __init__(self, *embeddings: MultiTableMultiColumnEmbedding) -> None:
-        """Raises OptionError if `prometheus_client` is not installed, InputError for no embedding or equal names."""
         _prometheus()
         _check(embeddings)
         self._embeddings = embeddings
 
     def describe(self) -> list[Any]:
-        """An empty list: registering reads no store."""
+        """Return an empty list, so that registering the collector reads no store."""
         return []
 
     def collect(self) -> Iterator[Any]:
-        """One family for each metric, labelled by `embedding` and `tier`.
+        """Yield a family for each metric, with the labels `embedding` and `tier`.
 
-        Latencies have the label `quantile` as well, 1 for the longest. Metrics of a table are labelled by `embedding`
-        and `table`. `tierbed_up` of each embedding is 1, or 0 if it has no metrics: unused, closed, or failed, with a
-        warning.
+        Latencies also get the label `quantile`, with 1 for the longest. A table's metrics get `embedding` and `table`.
+        `tierbed_up` is 1 for an embedding with metrics, and 0 if it is unused, closed or, with a warning, failed.
         """
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
@@ -169,19 +176,19 @@ class MetricsCollector:
                     add(name, TABLE_METRICS[name], value, **own, table=table)
             for tier, numbers in metrics.items():
                 for name, value in numbers.items():
-                    of, _, quantile = name.rpartition("_")
-                    if of.endswith("seconds") and quantile in _QUANTILES:
-                        share = _gauge("a share of the calls took no longer, in seconds")
-                        add(of, share, value, **own, tier=tier, quantile=_QUANTILES[quantile])
+                    latency, _, quantile = name.rpartition("_")
+                    if latency.endswith("seconds") and quantile in _QUANTILES:
+                        metric = _gauge("a share of the calls took no longer, in seconds")
+                        add(latency, metric, value, **own, tier=tier, quantile=_QUANTILES[quantile])
                     else:
                         add(name, METRICS[name], value, **own, tier=tier)
         yield from families.values()
 
 
 def prometheus_text(*embeddings: MultiTableMultiColumnEmbedding) -> str:
-    """The metrics of open embeddings in Prometheus' text format, for a textfile collector or your own server.
+    """Return open embeddings' metrics in Prometheus' text format, for a textfile collector or your own server.
 
-    `tierbed_up` shows which embeddings have metrics. Raises as `MetricsCollector` does.
+    `tierbed_up` shows which embeddings have metrics. Raises the same errors as `MetricsCollector`.
     """
     prometheus = _prometheus()
     registry = prometheus.CollectorRegistry(auto_describe=False)
@@ -190,12 +197,19 @@ def prometheus_text(*embeddings: MultiTableMultiColumnEmbedding) -> str:
 
 
 def write_tensorboard(writer: Any, *embeddings: MultiTableMultiColumnEmbedding, step: int | None = None) -> None:
-    """Add the metrics of open embeddings to a `torch.utils.tensorboard.SummaryWriter`, as scalars.
+    """Add open embeddings' metrics to a TensorBoard writer, as scalars.
 
-    Tags are `<embedding>/<tier>/<metric>`, and for a table `<embedding>/tables/<table>/<metric>`. step: on the x axis;
-    by default the embedding's step. An embedding that was not used yet adds nothing; one that fails gives a warning.
-    Raises ClosedError for an embedding that was closed, and InputError for anything that is not a writer, for no
-    embedding, and for embeddings with equal names.
+    Tags are `<embedding>/<tier>/<metric>`, and for a table `<embedding>/tables/<table>/<metric>`. An embedding that was
+    not used yet adds nothing; one that fails logs a warning.
+
+    Args:
+        writer: a `torch.utils.tensorboard.SummaryWriter`.
+        embeddings: the embeddings, each as a separate argument.
+        step: position on the x axis. Default: the embedding's step.
+
+    Raises:
+        ClosedError: an embedding was closed.
+        InputError: `writer` is not a writer, an argument is not an embedding, or two embeddings share a name.
     """
     if not hasattr(writer, "add_scalar"):
         raise InputError(f"writer={writer!r}: give a torch.utils.tensorboard.SummaryWriter")
@@ -204,12 +218,12 @@ def write_tensorboard(writer: Any, *embeddings: MultiTableMultiColumnEmbedding, 
         if embedding.is_closed:
             raise ClosedError(f"embedding {embedding.name!r} was closed; write its metrics before close")
     for embedding in embeddings:
-        parts = _read(embedding)
-        parts |= {f"tables/{table}": numbers for table, numbers in parts.pop("tables", {}).items()}
-        for part, numbers in parts.items():
+        sections = _read(embedding)
+        sections |= {f"tables/{table}": numbers for table, numbers in sections.pop("tables", {}).items()}
+        for section, numbers in sections.items():
             for name, value in numbers.items():
-                at = parts["table"]["step"] if step is None else step
-                writer.add_scalar(f"{embedding.name}/{part}/{name}", value, at)
+                x = sections["table"]["step"] if step is None else step
+                writer.add_scalar(f"{embedding.name}/{section}/{name}", value, x)
 
 
 def _check(embeddings: Sequence[Any]) -> None:
@@ -225,9 +239,9 @@ def _check(embeddings: Sequence[Any]) -> None:
 
 
 def _read(embedding: MultiTableMultiColumnEmbedding, seconds: float = LOCK_SECONDS) -> dict[str, dict[str, Any]]:
-    """The metrics of an embedding; {} if it is unused, closed or, with a warning, failed. Opens and loads no store."""
+    """Return an embedding's metrics, or {} if it is unused, closed or, with a warning, failed. Never opens a store."""
     try:
-        return embedding.metrics_within(seconds) if embedding.is_open and not embedding.is_awaiting else {}
+        return embedding.metrics_within(seconds) if embedding.is_open and not embedding.has_pending_rows else {}
     except ClosedError:  # closed meanwhile
         return {}
     except TierbedError as error:

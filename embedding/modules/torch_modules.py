@@ -1,4 +1,4 @@
-"""`Embedding` and `EmbeddingBag`, with the signatures, the attributes and the `weight` of torch's modules."""
+"""`Embedding` and `EmbeddingBag`: torch's modules, with the same signatures and attributes, over a tierbed store."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from .dense_rows import dense_rows
 from .embedding import MultiTableEmbedding
 
 Store = Mapping[str, Any] | str | os.PathLike[str] | None
-# what sets up a parameter, and would be of one result here
-_OF_PARAMETERS = ("__set__", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad")
-MAX_WEIGHT = 1 << 26  # numbers of a `weight`, 256 MiB of float32
+# these configure a parameter; on a `weight` they would only affect one lookup's result
+_PARAMETER_ONLY = ("__set__", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+MAX_WEIGHT = 1 << 26  # elements of a `weight`: 256 MiB of float32
 
 
 class Weight(ReadOnlyCopy):
-    """The rows of a table as a tensor. Autograd reaches the rows through it; writing to it raises InputError.
+    """The rows of a table as a tensor that autograd follows. Writing to it raises InputError.
 
-    Torch's weight is a parameter that stays current. This is a result: after a step, computing with it or with a view
-    of it raises, too.
+    Torch's weight is a parameter and stays current. This is one lookup's result: after a training step or a load,
+    computing with it or with a view raises as well.
     """
 
     def __init__(self, tensor: Tensor, remedy: str, table: OpenTable, step: int) -> None:
@@ -49,26 +49,26 @@ class Weight(ReadOnlyCopy):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_grad = getattr(func, "__self__", None) is Tensor.grad and detect_fake_mode() is None  # Dynamo reads it
-        if (is_grad or func.__name__ in _OF_PARAMETERS) and isinstance(args[0], Weight):
+        is_grad = getattr(func, "__self__", None) is Tensor.grad and detect_fake_mode() is None  # Dynamo reads .grad
+        if (is_grad or func.__name__ in _PARAMETER_ONLY) and isinstance(args[0], Weight):
             raise InputError(args[0].remedy)
         result = super().__torch_function__(func, types, args, kwargs)
-        for one in pytree.tree_leaves((args, kwargs)) if isinstance(result, Tensor | np.ndarray) else ():
-            if isinstance(one, Weight) and (one.table.step != one.step or one.table.is_replaced):
+        for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(result, Tensor | np.ndarray) else ():
+            if isinstance(leaf, Weight) and (leaf.table.step != leaf.step or leaf.table.is_replaced):
                 raise InputError(
-                    f"weight of embedding {one.table.spec.name!r} was read before a training step or a load, and has "
-                    "the rows of then; read the attribute in each forward pass, and clone() what is to stay"
+                    f"weight of embedding {leaf.table.spec.name!r} was read before a training step or a load, so it "
+                    "has old rows. Read the attribute in each forward pass; to keep old rows, clone() it"
                 )
         return result
 
 
 class TorchTable(MultiTableEmbedding):
-    """One table, with the arguments of torch.nn.Embedding and those of `MultiTableEmbedding`."""
+    """One table, with torch.nn.Embedding's constructor arguments plus store, name, initializer, seed and world."""
 
-    parameter_name = "weight"  # so that code which chooses parameters by name finds it
+    parameter_name = "weight"  # as in torch, for code that selects parameters by name
     num_embeddings: int | None
     embedding_dim: int
-    _is_made = False  # in the constructor, where reset_parameters leaves rows of an earlier run
+    _is_made = False  # until the constructor ends, reset_parameters keeps an earlier run's rows
 
     def __init__(
         self, num_embeddings: int | None, embedding_dim: int, padding_idx: int | None = None,
@@ -80,8 +80,8 @@ class TorchTable(MultiTableEmbedding):
         if num_embeddings is not None and (num_embeddings := as_int(num_embeddings, minimum=1)) is None:
             raise OptionError("num_embeddings: give a whole number from 1, or None for a table that takes any id")
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        how = make_normal_initializer(0.0, 1.0) if initializer is None else initializer
-        table, options = make_table_options(how, ids=num_embeddings), _store_options(store, name)
+        initializer = make_normal_initializer(0.0, 1.0) if initializer is None else initializer
+        table, options = make_table_options(initializer, ids=num_embeddings), _store_options(store, name)
         super().__init__(
             name, embedding_dim, dtype, torch.int64, [table], options, seed=seed, output_dtype=dtype, world=world
         )
@@ -115,11 +115,13 @@ class TorchTable(MultiTableEmbedding):
 
     @property
     def weight(self) -> Tensor:
-        """The rows [num_embeddings, embedding_dim], through which autograd reaches them: a lookup of all ids.
+        """All rows, [num_embeddings, embedding_dim]: a lookup's result, which autograd follows.
 
-        Each read of this attribute looks up all rows; use `emb(ids)` for those of some ids. Writing to the tensor, and
-        assigning the attribute, raise InputError; torch.compile drops such writes. InputError also for a table of any
-        ids, and for more than 2**26 numbers.
+        Each read of this attribute looks up all rows; call `emb(ids)` for a few. Writing to the tensor or assigning
+        the attribute raises InputError; in torch.compile such writes are dropped.
+
+        Raises:
+            InputError: the table takes any id, or has more than 2**26 elements.
         """
         rows = self.num_embeddings
         if rows is None:
@@ -140,26 +142,36 @@ class TorchTable(MultiTableEmbedding):
 
     def _remedy(self) -> str:
         return (
-            f"weight of embedding {self.name!r} is the result of a lookup: a write into it, an attribute that is "
-            "set, or a hook would change no row, and its gradient is with the rows. Call load_dense(weight) to replace "
-            "rows, give initializer= for other initial ones, requires_grad_(False) of the module to freeze them, and "
-            "register hooks on what a lookup returns"
+            f"weight of embedding {self.name!r} is the result of a lookup: writing to it, setting its attributes or "
+            "hooking it would change no row, and its gradient is with the rows. Call load_dense(weight) to replace "
+            "rows, give initializer= to choose initial rows, call requires_grad_(False) of the module to freeze them, "
+            "and register hooks on what a lookup returns"
         )
 
     def load_dense(self, weights: Any, states: Any = None, step: int | None = None) -> None:
-        """As `MultiTableEmbedding.load_dense`, which takes the tensor [num_embeddings, embedding_dim] itself, too."""
+        """Replace the rows, as `MultiTableEmbedding.load_dense` does.
+
+        Args:
+            weights: the tensor [num_embeddings, embedding_dim], or a dict with it for table 0.
+            states: optimizer states by name, or a dict with them for table 0.
+            step: how many steps the rows were trained.
+        """
         by_table = {0: weights} if isinstance(weights, Tensor) else weights
         super().load_dense(by_table, {0: states} if states and 0 not in states else states, step)
 
     def reset_parameters(self) -> None:
-        """Forget all rows and their optimizer state: rows begin again with their initial values."""
+        """Delete all rows and their optimizer state. Each id starts again from its initial row."""
         if self._handle is not None or (self._is_made and self.store_options.persistent_path is not None):
             self.load_tensors(RowTensors.none(self.spec).tensors)
 
     def to_dense_state_dict(self) -> dict[str, Tensor]:
-        """The state of torch's module: {"weight": [num_embeddings, embedding_dim]}, a copy. InputError for any ids."""
+        """Return the state_dict of torch's module: {"weight": [num_embeddings, embedding_dim]}, a copy of the rows.
+
+        Raises:
+            InputError: the table takes any id.
+        """
         if self.num_embeddings is None:
-            raise InputError(f"embedding {self.name!r} takes any id, so it is no dense tensor; use chunks()")
+            raise InputError(f"embedding {self.name!r} takes any id, so it has no dense tensor; use chunks()")
         return {"weight": dense_rows(self, 0, self.num_embeddings, self.output_dtype)}
 
     def extra_repr(self) -> str:
@@ -168,62 +180,82 @@ class TorchTable(MultiTableEmbedding):
 
     @classmethod
     def from_pretrained(cls, embeddings: Tensor, freeze: bool = True, *arguments: Any, **options: Any) -> Self:
-        """A module with these rows [num_embeddings, embedding_dim], as of torch; the other arguments are as of `cls`.
+        """Create a module from existing rows, as torch.nn.Embedding.from_pretrained does.
 
-        InputError for anything but a tensor of two dimensions.
+        Args:
+            embeddings: floats [num_embeddings, embedding_dim].
+            freeze: if True, training leaves the rows as they are.
+            arguments, options: the constructor's other arguments.
+
+        Raises:
+            InputError: `embeddings` is not a 2-D tensor.
         """
         if not isinstance(embeddings, Tensor) or embeddings.dim() != 2:
             raise InputError("embeddings: give a tensor [num_embeddings, embedding_dim]")
-        made = cls(*embeddings.shape, *arguments, _weight=embeddings, **options)  # type: ignore[misc]
-        return made.requires_grad_(not freeze)
+        module = cls(*embeddings.shape, *arguments, _weight=embeddings, **options)  # type: ignore[misc]
+        return module.requires_grad_(not freeze)
 
 
 class Embedding(TorchTable, nn.Embedding):  # type: ignore[misc, override]
-    """torch.nn.Embedding over a tierbed store. Train it by an `EagerOptimizer` or in a `Graph`.
+    """A drop-in torch.nn.Embedding over a tierbed store. Train it with an `EagerOptimizer` or in a `Graph`.
 
     Args:
-        num_embeddings: how many ids there are, from 0; None for a table that takes any id and grows.
-        embedding_dim: the numbers of a row.
-        padding_idx: the id whose row gets no gradient from lookups. The row begins as zeros, and may be loaded with
-            other values, as torch's.
-        sparse: changes nothing: gradients are of the rows that were looked up.
+        num_embeddings: how many ids there are, from 0. None for a table that takes any id and grows.
+        embedding_dim: how many elements a row has.
+        padding_idx: id whose row gets no gradient from lookups. The row starts as zeros; as in torch, you may load
+            other values into it.
+        sparse: ignored; gradients always cover only the rows that were looked up.
         device: where lookups run: "cpu", "cuda" or "meta".
-        dtype: of rows and results: torch.float32, float16 or bfloat16; None is torch's default dtype.
-        store: a `make_*_store_options`, or the dict that it prints; or the path of a TOML file with a table [name],
-            or with one table. None keeps rows in host memory.
-        name: names the folder in the store; None takes the module's path in the model.
-        initializer: how rows begin; None is normal(0, 1), as torch's.
-        seed: of initial rows, as `MultiTableEmbedding`. torch.manual_seed does not change them.
-        world: a `World` over whose ranks the rows are spread.
+        dtype: rows and results are torch.float32, float16 or bfloat16. Default: torch's default dtype.
+        store: store options from a `make_*_store_options` function, or the dict that they print; or the path of a TOML
+            file with a table [name] or a single table. Default: host memory.
+        name: names the store's folder. Default: the module's path in the model.
+        initializer: initial rows, from a `make_*_initializer` function. Default: normal(0, 1), as in torch.
+        seed: for initial rows, as in `MultiTableEmbedding`. torch.manual_seed does not change them.
+        world: a `World` whose ranks share the rows. Default: all rows are in this process.
 
     Raises:
-        OptionError: also for `max_norm` and `scale_grad_by_freq`, which are not supported.
+        OptionError: an argument is invalid, or `max_norm` or `scale_grad_by_freq` is given; they are not supported.
+
+    Example::
+
+        >>> embedding = tierbed.Embedding(10, 3)
+        >>> embedding(torch.tensor([[1, 2, 4], [4, 3, 9]])).shape
+        torch.Size([2, 3, 3])
     """
 
     def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
-        """Rows of ids, input.shape + (embedding_dim,).
+        """Look up rows.
 
-        input: integers of any shape. Raises InputError.
+        Args:
+            input: integer ids of any shape.
+
+        Returns:
+            Rows, input.shape + (embedding_dim,).
+
+        Raises:
+            InputError: `input` has another dtype, or an id is out of range.
         """
-        rows = MultiTableEmbedding.forward(self, input)  # super() takes longer
+        rows = MultiTableEmbedding.forward(self, input)  # faster than super()
         if self.padding_idx is None or not rows.requires_grad:
             return rows
-        is_padding = input.to(torch.int64) == self.padding_idx  # in a narrow dtype torch compares the low bits
+        is_padding = input.to(torch.int64) == self.padding_idx  # in a narrow dtype torch would compare the low bits
         return torch.where(is_padding.unsqueeze(-1), rows.detach(), rows)
 
 
 class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
-    """torch.nn.EmbeddingBag over a tierbed store. Train it by an `EagerOptimizer` or in a `Graph`.
+    """A drop-in torch.nn.EmbeddingBag over a tierbed store. Train it with an `EagerOptimizer` or in a `Graph`.
 
     Args:
-        mode: "sum" or "mean".
-        include_last_offset: whether offsets have one number more, the end of the last bag.
-        padding_idx: the id that is left out of bags. Its row begins as zeros.
+        mode: how to pool a bag: "sum" or "mean".
+        include_last_offset: if True, offsets contain one more element, the end of the last bag.
+        padding_idx: id to leave out of bags. Its row starts as zeros.
 
-    The other arguments are those of `Embedding`.
+    The other arguments are the same as for `Embedding`.
 
     Raises:
-        OptionError: also for mode="max", `max_norm` and `scale_grad_by_freq`, which are not supported.
+        OptionError: an argument is invalid, or mode="max", `max_norm` or `scale_grad_by_freq` is given; they are not
+            supported.
     """
 
     def __init__(
@@ -234,7 +266,7 @@ class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
         initializer: Mapping[str, Any] | None = None, seed: int | None = None, world: World | None = None,
     ) -> None:  # fmt: skip
         if mode not in ("sum", "mean"):
-            raise OptionError(f"mode={mode!r}: give 'sum' or 'mean'; for the largest of each column, call max of rows")
+            raise OptionError(f"mode={mode!r}: give 'sum' or 'mean'; for a maximum, call max() of the rows of a lookup")
         super().__init__(
             num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, _weight,
             False, device, dtype, store=store, name=name, initializer=initializer, seed=seed, world=world,
@@ -244,20 +276,23 @@ class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
     def forward(  # type: ignore[override]
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
-        """Sums or means of bags of rows, [bags, embedding_dim]. An empty bag is zeros.
+        """Look up bags of ids, and sum or average each bag's rows.
 
         Args:
-            input: integers [n], the ids of all bags one after another, with offsets; or [bags, L].
-            offsets: int64 or int32 [bags], where each bag begins; [bags + 1] with `include_last_offset`.
-            per_sample_weights: floats of the shape of input, by which rows are multiplied, for mode="sum".
+            input: integer ids: [n], all bags one after another, with `offsets`; or [bags, L], a bag in each row.
+            offsets: int64 or int32 [bags], where each bag starts; [bags + 1] with `include_last_offset`.
+            per_sample_weights: floats, input.shape, to multiply rows with. For mode="sum" only.
+
+        Returns:
+            Pooled rows [bags, embedding_dim]; zeros for an empty bag.
 
         Raises:
-            InputError: for other shapes and dtypes, and ids that are out of range.
+            InputError: a shape or dtype is wrong, or an id is out of range.
         """
-        offsets, weights, pooling = self._ends(input, offsets), per_sample_weights, self.mode
+        offsets, weights, pooling = self._full_offsets(input, offsets), per_sample_weights, self.mode
         if weights is not None:
             if self.mode != "sum":
-                raise InputError(f"per_sample_weights: mode={self.mode!r} takes none; make it with mode='sum'")
+                raise InputError(f"per_sample_weights: mode={self.mode!r} takes none; make the module with mode='sum'")
             if not isinstance(weights, Tensor) or weights.shape != input.shape or not weights.is_floating_point():
                 raise InputError(f"per_sample_weights: give a tensor of floats {tuple(input.shape)}, as input is")
             weights = weights.to(torch.float32)
@@ -268,8 +303,8 @@ class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
         sums = MultiTableEmbedding.forward(self, input, None, offsets, "sum", weights)
         return sums if self.mode == "sum" else sums / _counts(is_row, offsets).to(sums.dtype)
 
-    def _ends(self, input: Tensor, offsets: Tensor | None) -> Tensor | None:
-        """The offsets with the end of the last bag. InputError."""
+    def _full_offsets(self, input: Tensor, offsets: Tensor | None) -> Tensor | None:
+        """Return the offsets with the end of the last bag; None for 2-D input. Raises InputError."""
         if not isinstance(input, Tensor) or input.dim() not in (1, 2):
             got = f"shape {tuple(input.shape)}" if isinstance(input, Tensor) else type(input).__name__
             raise InputError(f"input of embedding {self.name!r}: {got}; give a tensor [n] with offsets, or [bags, L]")
@@ -282,22 +317,26 @@ class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
         return offsets if self.include_last_offset else torch.cat([offsets, offsets.new_full((1,), len(input))])
 
     def prefetch(self, input: Tensor, offsets: Tensor | None = None) -> None:  # type: ignore[override]
-        """Announce the lookup of a later training step, as `MultiTableEmbedding.prefetch`."""
-        pooling = self.mode if self.padding_idx is None else "sum"  # as forward looks up
-        super().prefetch(input, None, self._ends(input, offsets), pooling)
+        """Announce the lookup of a later training step, as `MultiTableEmbedding.prefetch` does.
+
+        Args:
+            input, offsets: as in `forward`.
+        """
+        pooling = self.mode if self.padding_idx is None else "sum"  # the same as in forward
+        super().prefetch(input, None, self._full_offsets(input, offsets), pooling)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, mode={self.mode!r}"
 
 
 def to_dense_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
-    """The state of `model` as its form with torch's modules has it: each Embedding and EmbeddingBag is its `weight`.
+    """Return the state_dict that `model` would have with torch's modules: each embedding's rows are its `weight`.
 
     Raises:
         InputError: a table takes any id.
     """
     modules = model.named_modules(remove_duplicate=False)
-    tables = {f"{path}." if path else "": one for path, one in modules if isinstance(one, TorchTable)}
+    tables = {f"{path}." if path else "": module for path, module in modules if isinstance(module, TorchTable)}
     with rows_apart():
         state = model.state_dict()
     dense: OrderedDict[str, Any] = OrderedDict()
@@ -311,13 +350,13 @@ def to_dense_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
 
 
 _REMEDIES = {
-    "max_norm": "rows are scaled after updates, by max_row_norm in their optimizer's param group; leave max_norm out",
-    "scale_grad_by_freq": "gradients are not divided by counts of ids in a batch; leave it out",
+    "max_norm": "leave max_norm out; to scale rows after updates, set max_row_norm in their optimizer's param group",
+    "scale_grad_by_freq": "leave it out; gradients cannot be divided by the counts of ids in a batch",
 }
 
 
 def _store_options(store: Store, name: str | None) -> Mapping[str, Any]:
-    """The options of `store=`: options, a dict of them, or the path of a TOML file with a table [name]."""
+    """Return the options that `store=` gives: options, a dict, or the path of a TOML file with a table [name]."""
     if store is None:
         return make_host_mem_store_options()
     if not isinstance(store, (str, os.PathLike)):
@@ -325,15 +364,13 @@ def _store_options(store: Store, name: str | None) -> Mapping[str, Any]:
     if name is None:
         tables = list(read_store_options(store))
         if len(tables) != 1:
-            raise OptionError(
-                f"store={os.fspath(store)!r} has the tables {', '.join(tables)}; give name=, that of one of them"
-            )
+            raise OptionError(f"store={os.fspath(store)!r} has the tables {', '.join(tables)}; give one as name=")
         name = tables[0]
     return load_store_options(Path(store), name)
 
 
 def _padding(padding_idx: Any, num_embeddings: int | None) -> int | None:
-    """padding_idx from 0, as torch's modules have it. OptionError."""
+    """Return padding_idx counted from 0; a negative one counts from the end, as in torch. Raises OptionError."""
     if padding_idx is None:
         return None
     low, high = (-(2**63), 2**63 - 1) if num_embeddings is None else (-num_embeddings, num_embeddings - 1)
@@ -344,7 +381,7 @@ def _padding(padding_idx: Any, num_embeddings: int | None) -> int | None:
 
 
 def _counts(is_row: Tensor, offsets: Tensor | None) -> Tensor:
-    """The ids of each bag that are no padding [bags, 1], at least 1."""
+    """Count each bag's ids that are not padding: [bags, 1], at least 1."""
     if offsets is None:
         return is_row.sum(-1, keepdim=True).clamp(min=1)
     ends = torch.cat([is_row.new_zeros(1, dtype=torch.int64), is_row.to(torch.int64).cumsum(0)])

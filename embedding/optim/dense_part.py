@@ -1,9 +1,9 @@
-"""A warning where a fresh dense part begins to train on with the rows of an earlier run.
+"""Warns if freshly initialized dense parameters are about to train with an earlier run's rows.
 
-Every store draws a random run id when its rows begin empty. Snapshots, checkpoints and clean markers carry it in their
-description, so rows keep it wherever they go. Each dense parameter notes the runs whose rows it was trained with in
-this process. It is fresh if it was trained with no run, and was neither written nor given an optimizer's state since
-its graph or optimizer was made. Rows of an earlier version have no id, and get one when they are opened.
+Every store draws a random run id when it starts empty. Snapshots, checkpoints and clean markers carry the id, so rows
+keep it wherever they go. For each dense parameter, this module remembers the run ids of rows that it was trained with
+in this process. A parameter is fresh if there is no such run id, and since its graph or optimizer was made nobody has
+written to it or loaded optimizer state for it. Rows saved by an earlier version get an id when they are opened.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..state_dict.saved_rows import SavedRows
 
 log = logging.getLogger("tierbed")
-_runs: Any = WeakTensorKeyDictionary()  # of a dense parameter: the ids of the runs that it was trained with
-_versions: Any = WeakTensorKeyDictionary()  # torch's count of writes, when its optimizer was made
-_own_runs: set[str] = set()  # the runs that this process trained
+_runs: Any = WeakTensorKeyDictionary()  # by dense parameter: the ids of the runs it was trained with
+_versions: Any = WeakTensorKeyDictionary()  # by dense parameter: torch's version when its optimizer was made
+_own_runs: set[str] = set()  # the ids of runs that this process trained
 
 
 def note_versions(parameters: Iterable[Tensor]) -> None:
-    """Note how often parameters were written, so that a later load of them shows."""
+    """Remember the parameters' versions, to detect a later load."""
     for parameter in parameters:
         if parameter.requires_grad and not is_lazy(parameter):
             _versions.setdefault(parameter, parameter._version)
 
 
 def note_run(parameters: Iterable[Tensor], embeddings: Iterable[SavedRows]) -> None:
-    """Parameters belong to the rows of embeddings, which were loaded with them."""
+    """Remember that these parameters and the embeddings' rows belong together, since they were loaded together."""
     runs = {one.table_handle().local_table.run for one in embeddings if one.is_open}
     for parameter in parameters:
         _runs.setdefault(parameter, set()).update(runs)
 
 
 def warn_of_state(embedding: SavedRows) -> bool:
-    """Log that rows keep their optimizer state under a new optimizer. Returns whether they have any."""
+    """Warn if rows keep optimizer state under an optimizer that has none yet. Returns True if they do."""
     handle: Any = embedding.table_handle()
     table = handle.local_table
     has_state = bool(table.step and table.state.names and not handle.own.resumed_step)
     if has_state:
         log.warning(
             "embedding %r keeps the optimizer state of its %d steps under a new optimizer, which has none for "
-            "other parameters. To go on, call optimizer.load_state_dict(saved); to begin without it, call "
-            "model.load_state_dict(tierbed.to_dense_state_dict(model)) before the first step",
+            "other parameters. To continue training, call optimizer.load_state_dict(saved). To start without state, "
+            "call model.load_state_dict(tierbed.to_dense_state_dict(model)) before the first step",
             embedding.name,
             table.step,
         )
@@ -55,10 +55,12 @@ def warn_of_state(embedding: SavedRows) -> bool:
 
 
 class DensePart:
-    """The dense parameters of a graph or an optimizer, as they are before its first training step."""
+    """The dense parameters of a graph or an optimizer, before its first training step.
+
+    owner: names the graph or optimizer in messages. parameters: None if unknown. states: the optimizer's, by parameter.
+    """
 
     def __init__(self, owner: str, parameters: Iterable[Tensor] | None, states: Mapping[Any, Any]) -> None:
-        """owner: names the graph or optimizer. parameters: None if unknown. states: the optimizer's, by parameter."""
         self._owner, self._has_warned = owner, False
         trained = [one for one in parameters or () if one.requires_grad and one.numel()]
         written = {id(one) for one in trained if _versions.get(one, one._version) != one._version or states.get(one)}
@@ -66,16 +68,16 @@ class DensePart:
         self._is_known = parameters is not None
 
     def meet(self, embedding: SavedRows) -> None:
-        """Warn if the rows of an open embedding were resumed and belong to no dense part here; note their run."""
+        """Warn if an open embedding has resumed rows that these parameters were not trained with; remember its run."""
         handle: Any = embedding.table_handle()
         run, step = handle.local_table.run, handle.own.resumed_step
         fresh = sum(run not in runs if runs else not written for _, runs, written in self._before)
         is_half = fresh > 0 if self._is_known else run not in _own_runs
         is_intended = embedding.rows_are_chosen or embedding.store_options.open == "pretrained"
-        is_first = embedding.world is None or embedding.world.rank == 0
-        if step and is_half and not is_intended and not self._has_warned and is_first:
+        is_first_rank = embedding.world is None or embedding.world.rank == 0
+        if step and is_half and not is_intended and not self._has_warned and is_first_rank:
             self._has_warned = True
-            part = f" ({fresh} of its {len(self._before)} parameters)" if self._is_known else ""
+            count = f" ({fresh} of its {len(self._before)} parameters)" if self._is_known else ""
             log.warning(
                 "%s trains half a model: embedding %r resumes rows of step %d, and the dense part begins at step 0%s. "
                 'Load both by graph.load or load_checkpoint; or start over with open="fresh" in the store options; or '
@@ -83,7 +85,7 @@ class DensePart:
                 self._owner,
                 embedding.name,
                 step,
-                part,
+                count,
             )
         _own_runs.add(run)
         for parameter, *_ in self._before:

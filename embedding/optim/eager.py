@@ -1,4 +1,10 @@
-"""Training in a plain PyTorch loop."""
+"""`EagerOptimizer`: trains rows in a plain PyTorch loop.
+
+backward() through a lookup keeps the gradient, and `step()` applies each embedding's gradients in one update of its
+rows. The optimizer holds the embedding's shadow parameter, whose param group gives the learning rate and other
+settings; the row optimizer inside the store follows them. Over ranks, `step()` first checks on all ranks that the step
+can be made, and sends each gradient to the rank that owns its row.
+"""
 
 from __future__ import annotations
 
@@ -35,18 +41,18 @@ from .dense_part import DensePart, note_versions, warn_of_state
 
 log = logging.getLogger("tierbed")
 
-MAX_SHARED = 62  # embeddings over ranks, each a bit of a note
+MAX_SHARED = 62  # embeddings over ranks: each needs a bit in a handshake's note
 STEP = "step() of an EagerOptimizer"
-IN_BACKWARD = "_in_backward_optimizers"  # the attribute of a parameter by which torch's hook finds what it steps
+IN_BACKWARD = "_in_backward_optimizers"  # torch's attribute with the optimizers to step in backward()
 
 
-def _of_wrapped(name: str) -> Any:
-    """An attribute that is the wrapped optimizer's, and cannot be set."""
+def _wrapped_attribute(name: str) -> Any:
+    """Return a property that reads the wrapped optimizer's attribute and cannot be set."""
 
     def refuse(_: EagerOptimizer, value: Any) -> None:
         raise OptimizerError(
-            f"{name} = of an EagerOptimizer: no row would follow it. Change settings in place, as in "
-            "optimizer.param_groups[0]['lr'] = 0.01; to begin without state, call model.load_state_dict("
+            f"{name} of an EagerOptimizer cannot be set: no row would follow it. Change settings in place, as in "
+            "optimizer.param_groups[0]['lr'] = 0.01; to start without state, call model.load_state_dict("
             "tierbed.to_dense_state_dict(model)) and make another optimizer"
         )
 
@@ -54,33 +60,37 @@ def _of_wrapped(name: str) -> Any:
 
 
 class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
-    """An ordinary torch optimizer, whose `step()` updates the rows of embeddings as well, outside a `Graph`.
+    """Wraps a torch optimizer so that `step()` also updates embeddings' rows, outside a `Graph`.
 
-        optimizer = EagerOptimizer(torch.optim.Adam(model.parameters()), model)
-        for batch in loader:
-            loss(model(batch)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    Rows follow the wrapped optimizer's param groups; docs/optimizers.md lists the supported optimizers. Learning rate
+    schedulers take this object or the wrapped optimizer, `optimizer.optimizer`.
 
-    Learning rate schedulers may be made over the `EagerOptimizer`, or over the wrapped optimizer,
-    `optimizer.optimizer`: the param groups are the same.
+    While this object exists, backward() through a lookup keeps the gradient for `step()`. If a newer EagerOptimizer
+    takes an embedding over, `step()` of the older one raises OptimizerError.
 
-    optimizer: holds the parameters of all trained embeddings under `module`, and any others. Rows follow its param
-    groups; docs/optimizers.md says which kinds of optimizers they can follow.
-    module: the model. With None the embeddings are those whose parameters `optimizer` holds: `save_snapshot` and
-    recovery leave out others.
+    If embeddings have a world, all its ranks call `step()`, and rows train with the ranks' mean gradient. Dense
+    parameters are not exchanged: wrap them in a DistributedDataParallel.
 
-    From here until this object is gone, backward() through a lookup keeps the lookup's gradient for `step()`. A newer
-    EagerOptimizer over an embedding takes over, and `step()` of the older one raises OptimizerError. The constructor
-    raises it for an optimizer that rows cannot follow, an embedding of `module` that `optimizer` does not hold,
-    gradients that the older EagerOptimizer has not applied, and a module that ranks share with an embedding that they
-    do not. Embeddings with a world train by the mean over its ranks, which all call `step()`; dense parameters are left
-    to a DistributedDataParallel beside them.
+    Args:
+        optimizer: a torch.optim optimizer that holds the parameters of all embeddings to train under `module`.
+        module: the model. If None, snapshots and recovery cover only the embeddings whose parameters `optimizer` holds.
+
+    Raises:
+        OptimizerError: rows cannot follow `optimizer`; it does not hold an embedding of `module`; an older
+            EagerOptimizer has gradients that it did not apply; or ranks share the module, but not the rows.
+
+    Example::
+
+        >>> optimizer = EagerOptimizer(torch.optim.Adam(model.parameters()), model)
+        >>> for batch in loader:
+        >>>     loss(model(batch)).backward()
+        >>>     optimizer.step()
+        >>>     optimizer.zero_grad()
     """
 
-    state, param_groups = _of_wrapped("state"), _of_wrapped("param_groups")
+    state, param_groups = _wrapped_attribute("state"), _wrapped_attribute("param_groups")
     _warns_of_lazy_rows = True
-    _step_supports_amp_scaling = False  # a GradScaler unscales gradients itself, also where the wrapped one could
+    _step_supports_amp_scaling = False  # a GradScaler must unscale gradients itself, even if the wrapped one could
 
     @checked_arguments("module")
     def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module | None = None) -> None:
@@ -93,20 +103,20 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         self.optimizer = optimizer
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         root = nn.ParameterList(self._parameters()) if module is None else module
-        found = embeddings_of(groups) if module is None else module.modules()
-        modules = [one for one in found if isinstance(one, EmbeddingBase)]
+        candidates = embeddings_of(groups) if module is None else module.modules()
+        modules = [one for one in candidates if isinstance(one, EmbeddingBase)]
         embeddings = [one for one in modules if one.shadow.requires_grad]
         self._world = refuse_eager_ranks(root, embeddings) or World.of_one()
-        self._partial_update = ""  # what this rank alone raised during the updates of a step
+        self._partial_update = ""  # an error in this rank's row updates, when other ranks made theirs
         if self._world.size > 1 and len(embeddings) > MAX_SHARED:
             raise OptimizerError(
                 f"{len(embeddings)} embeddings over ranks; give each EagerOptimizer {MAX_SHARED} or fewer"
             )
         for embedding in embeddings:
             if id(embedding.shadow) not in groups:
-                places = (path for path, one in root.named_modules() if one is embedding and one.naming == "path")
+                paths = (path for path, one in root.named_modules() if one is embedding and one.naming == "path")
                 raise OptimizerError(
-                    f"{type(optimizer).__name__} does not hold embedding {next(places, embedding.name)!r}; give it the "
+                    f"{type(optimizer).__name__} does not hold embedding {next(paths, embedding.name)!r}; give it the "
                     "embedding's parameters(), freeze it by requires_grad_(False), or give EagerOptimizer a module "
                     "without it"
                 )
@@ -117,9 +127,9 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             name_embeddings(module, OptimizerError)
         train_together(modules)
         self._module = None if module is None else ref(module)
-        self._lost_embedding = ""  # the name of an embedding that a newer one has taken
-        self._has_met = False  # whether it looked at the dense part, at its first step
-        # with optimizer state of its own, which Adagrad makes at once; False once it has loaded some
+        self._lost_embedding = ""  # the name of an embedding that a newer EagerOptimizer has taken over
+        self._has_met = False  # True after the first step has checked that the dense part fits the rows
+        # True until state is loaded; the state that Adagrad makes in its constructor has step 0
         self._begins = not any(state.get("step", True) for state in optimizer.state.values())
         self._taken_over = [one for one in embeddings if one.row_optimizer is not None]
         note_versions(self._dense(embeddings) or ())
@@ -133,15 +143,15 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             holders[embedding.handle] = self
 
     def give_up(self, embedding: EmbeddingBase) -> None:
-        """Called when a newer EagerOptimizer takes the embedding over."""
+        """Leave the embedding to a newer EagerOptimizer."""
         self._lost_embedding = embedding.name
 
     def _check_can_take(self, embedding: EmbeddingBase) -> None:
-        """OptimizerError if an optimizer in backward has the embedding, or another that would lose its gradients."""
+        """Raise OptimizerError if backward() trains the embedding, or an older one would lose its gradients."""
         if hasattr(embedding.shadow, IN_BACKWARD):
             raise OptimizerError(
                 f"embedding {embedding.name!r}: apply_optimizer_in_backward gave its parameter an optimizer, which "
-                "trains its rows in backward(); leave the embedding out of this one, or make it again"
+                "trains its rows in backward(); leave the embedding out of this optimizer, or make it again"
             )
         grad = embedding.shadow.grad
         if embedding.handle in holders and isinstance(grad, ShadowGrad) and grad.rows.is_waiting:
@@ -152,38 +162,47 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
 
     def _snapshot_embeddings(self) -> list[SavedRows]:
         module = None if self._module is None else self._module()
-        found = [one for one, _ in self._rows] if self._module is None else [] if module is None else module.modules()
-        return [one for one in found if isinstance(one, SavedRows)]
+        modules = [one for one, _ in self._rows] if self._module is None else [] if module is None else module.modules()
+        return [one for one in modules if isinstance(one, SavedRows)]
 
     def row_optimizers(self) -> list[RowOptimizer]:
-        """Those of its embeddings."""
+        """Return the optimizers that update the rows, one for each embedding."""
         return [rows for _, rows in self._rows]
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the wrapped optimizer, such as param groups and hooks, where this object lacks it."""
+        """Return the wrapped optimizer's attribute, if this object lacks it."""
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
         raise OptimizerError(
-            "an EagerOptimizer cannot be copied or pickled, as its embeddings cannot; make another over their model, "
-            "and carry its state over by state_dict()"
+            "an EagerOptimizer cannot be copied or pickled, since its embeddings cannot; make another one over their "
+            "model, and carry its state over by state_dict()"
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group of dense parameters to the wrapped optimizer. Embeddings cannot be added later."""
+        """Add a param group with dense parameters to the wrapped optimizer. Embeddings cannot be added later."""
         self.optimizer.add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all rows that backward() reached since `zero_grad()`, each once, then step the wrapped optimizer.
+        """Update each row that backward() reached since `zero_grad()` once, then step the wrapped optimizer.
 
-        closure: called first, as torch's optimizers do. It runs forward() and backward(); its result is returned.
+        Embeddings that no backward() reached do not change, and neither do their step counts.
 
-        Embeddings that no backward() reached are unchanged, their step counts too. Raises StoreError, CapacityError
-        and InputError before any row changed if rows cannot be fetched, GraphError in `build` of a graph and while
-        another thread trains the rows. Over ranks, what the closure raises on one of them is raised on all; and
-        OptimizerError after a step in which one raised during its updates, until `load_state_dict()`.
+        Args:
+            closure: runs forward() and backward() and returns the loss. Called first, as in torch's optimizers.
+
+        Returns:
+            What `closure` returned, or None.
+
+        Raises:
+            StoreError, CapacityError, InputError: rows cannot be fetched; no row has changed.
+            GraphError: the call is in `build` of a graph, or another thread trains the rows.
+            OptimizerError: a newer EagerOptimizer has taken an embedding over; or, over ranks, an earlier step raised
+                during one rank's updates; then load rows, and state by `load_state_dict()`.
+
+        Over ranks, what the closure raises on one rank is raised on all.
         """
         if detect_fake_mode() is not None:
             raise GraphError(
@@ -203,7 +222,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                     loss = closure()
             except BaseException as error:
                 if self._world.must_report(error):
-                    self._world.handshake(STEP, error)  # the other ranks wait for this one
+                    self._world.handshake(STEP, error)  # the other ranks wait for this one, and raise as well
                 raise
         with uninterrupted():
             with torch.no_grad():
@@ -212,18 +231,22 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 row_step(trained, "an EagerOptimizer", self._update_rows, [gradients for *_, gradients in reached])
             grads = [(embedding, set_grad(embedding, None)) for embedding, _ in self._rows]
             with self._amid_updates():
-                self.optimizer.step()  # if this raises, rows have moved, and their gradients are gone
+                self.optimizer.step()  # if this raises, rows are already updated, and their gradients are gone
             for embedding, grad in grads:
                 set_grad(embedding, grad)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients. Gradients of rows are dropped whatever `set_to_none` is, with a warning for False."""
+        """Drop all gradients.
+
+        Args:
+            set_to_none: as in torch, for dense parameters. Rows' gradients are always dropped, with a warning if False.
+        """
         if not set_to_none and self._warns_of_zeros:
             self._warns_of_zeros = False
             log.warning(
                 "zero_grad(set_to_none=False): torch's step then moves a parameter that no backward() reached by its "
-                "momentum, and a table's rows stay; leave set_to_none out"
+                "momentum, but rows stay as they are; leave set_to_none out"
             )
         for embedding, _ in self._rows:
             check_not_traced(embedding)
@@ -232,15 +255,22 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float | Tensor) -> Tensor:
-        """Scale the gradients of `parameters` so that their L2 norm together is at most `max_norm`. Returns that norm.
+        """Clip the total L2 norm of all gradients of `parameters`, as torch.nn.utils.clip_grad_norm_ does.
 
-        As torch.nn.utils.clip_grad_norm_, between backward() and step(), with the rows of this optimizer's embeddings,
-        whose parameters stand for them: a row counts once, with the sum of the gradients of its occurrences, as in
-        `Graph.clip_grad_norm`. The norm, a float32 scalar on the CPU, is that before the scaling.
-        max_norm: a number or a 0-d tensor; `inf` measures the norm and scales nothing.
+        Call it between backward() and `step()`. An embedding's parameter stands for its rows. A row that occurs several
+        times counts once, with its summed gradient, as in `Graph.clip_grad_norm`.
 
-        Raises OptimizerError for a `max_norm` that is neither inf nor a number above 0 that float32 holds, for rows
-        that ranks share, and for those of another EagerOptimizer; InputError for a gradient that was changed in place.
+        Args:
+            parameters: dense parameters, and parameters of this optimizer's embeddings.
+            max_norm: largest norm, a number or a 0-d tensor. `inf` to measure the norm without scaling.
+
+        Returns:
+            The norm before scaling, a float32 scalar on the CPU.
+
+        Raises:
+            OptimizerError: `max_norm` is neither inf nor a positive float32; or the rows belong to another
+                EagerOptimizer, or ranks share them.
+            InputError: a gradient was changed in place.
         """
         limit = as_number(max_norm.item() if isinstance(max_norm, Tensor) and max_norm.dim() == 0 else max_norm)
         if limit is None or not (SMALLEST <= limit < LARGEST or limit == math.inf):
@@ -257,36 +287,37 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 "make the module with sparse=False"
             )
         for name in (one.embedding.name for one in rows if holders.get(one.embedding.handle) is not self):
-            raise OptimizerError(f"embedding {name!r} is of another EagerOptimizer; clip by that one")
+            raise OptimizerError(f"embedding {name!r} is of another EagerOptimizer; call clip_grad_norm_ of that one")
         if self._world.size > 1 and any(id(embedding.shadow) in map(id, distinct) for embedding, _ in self._rows):
             raise OptimizerError(
-                "clip_grad_norm_ of rows that ranks share: their gradients meet in step(); leave the embeddings' "
-                "parameters out and clip rows by clip_grad_row_norm in their param group, or train by a Graph with "
-                "clip_grad_norm"
+                "clip_grad_norm_ of rows that ranks share: their gradients are only summed in step(). Leave the "
+                "embeddings' parameters out and clip rows by clip_grad_row_norm in their param group, or train by a "
+                "Graph with clip_grad_norm"
             )
         norm = math.sqrt(sum_of_squares(dense) + sum(gradients.square_gradients() for gradients in rows))
-        share = limit / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
-        if limit != math.inf and not share > 1.0:
+        scale = limit / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
+        if limit != math.inf and not scale > 1.0:
             with uninterrupted():
                 if dense:
-                    torch._foreach_mul_(dense, share)
+                    torch._foreach_mul_(dense, scale)
                 for gradients in rows:
-                    gradients.multiply(share)
+                    gradients.multiply(scale)
         return torch.tensor(norm, dtype=torch.float32)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state_dict of the wrapped optimizer. The state of rows is with the rows."""
+        """Return the wrapped optimizer's state_dict. Rows' optimizer state is saved with the rows."""
         state = self.optimizer.state_dict()
-        # empty before the first step, and of optimizers without state; by names of TorchRec's
+        # `state` is empty before the first step and for optimizers without state, and has names in TorchRec's
         if all(isinstance(number, int) for number in state["state"] or [""]):
             for number in self._row_numbers():
-                state["state"].setdefault(number, {})  # get_state_dict of torch wants one of each parameter
+                state["state"].setdefault(number, {})  # torch's get_state_dict expects an entry for each parameter
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
-        """Load a copy of a state_dict into the wrapped optimizer, which trains the tensors that it is given.
+        """Load a copy of a state_dict into the wrapped optimizer. The tensors in `state_dict` stay as they are.
 
-        OptimizerError for the state of dense rows, which `load_dense` of their embedding takes.
+        Raises:
+            OptimizerError: the state_dict contains state for dense rows; give it to the embedding's `load_dense`.
         """
         for number, embedding in self._row_numbers().items():
             for name, value in state_dict.get("state", {}).get(number, {}).items():
@@ -302,35 +333,35 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _row_numbers(self) -> dict[int, EmbeddingBase]:
-        """The embeddings by the numbers that their parameters have in a state_dict."""
+        """Return the embeddings by their parameters' numbers in a state_dict."""
         numbers = {id(parameter): number for number, parameter in enumerate(self._parameters())}
         return {numbers[id(e.shadow)]: e for e, _ in self._rows if id(e.shadow) in numbers}
 
     def _reached(self) -> list[tuple[EmbeddingBase, RowOptimizer, RowGradients]]:
-        """The embeddings that a backward() of some rank reached. What is wrong on one rank is raised on all."""
+        """Return the embeddings that backward() reached on some rank. An error on one rank is raised on all."""
         trained = self._rows
         if self._world.size == 1:
-            found = self._checked_gradients(trained)
-            return [(e, rows, own) for (e, rows), own in zip(trained, found, strict=True) if own is not None]
-        found, error = catch(lambda: self._checked_gradients(trained))
-        note = sum(1 << number for number, gradients in enumerate(found or ()) if gradients is not None)
+            local = self._checked_gradients(trained)
+            return [(e, rows, own) for (e, rows), own in zip(trained, local, strict=True) if own is not None]
+        local, error = catch(lambda: self._checked_gradients(trained))
+        note = sum(1 << number for number, gradients in enumerate(local or ()) if gradients is not None)
         notes = self._world.handshake(STEP, error, note=note).notes
         return [
             (embedding, rows, gradients or RowGradients(embedding))
-            for number, ((embedding, rows), gradients) in enumerate(zip(trained, found, strict=True))
+            for number, ((embedding, rows), gradients) in enumerate(zip(trained, local, strict=True))
             if any(note >> number & 1 for note in notes)
         ]
 
     def _checked_gradients(self, trained: list[tuple[EmbeddingBase, RowOptimizer]]) -> list[RowGradients | None]:
-        """The gradients of each embedding's lookups here, None for none. OptimizerError, InputError."""
+        """Return each embedding's gradients on this rank, or None. Raises OptimizerError, InputError."""
         if self._partial_update:
             raise OptimizerError(
                 f"a step of an EagerOptimizer raised {self._partial_update} during its updates, and other ranks "
                 "applied theirs, so rows differ; on all ranks load a snapshot of every embedding and the dense "
                 "parameters of its step, and restore the optimizer by EagerOptimizer.load_state_dict()"
             )
-        found = [kept_gradients(embedding) for embedding, _ in trained]
-        return [gradients if gradients is not None and gradients.check() else None for gradients in found]
+        kept = [kept_gradients(embedding) for embedding, _ in trained]
+        return [gradients if gradients is not None and gradients.check() else None for gradients in kept]
 
     def _update_rows(self, reached: list[RowGradients]) -> None:
         pinned = [(gradients, gradients.pin()) for gradients in reached]
@@ -345,19 +376,19 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 except BaseException as wrong:
                     if self._world.size == 1:
                         raise
-                    error = error or wrong  # the others as well: other ranks update them all
+                    error = error or wrong  # go on with the others, which other ranks update as well
             if error is not None:
                 raise error
 
     def _dense(self, embeddings: Iterable[EmbeddingBase]) -> list[Tensor] | None:
-        """The parameters of the module and the optimizer that are no rows; None if they are not known."""
+        """Return the dense parameters of the module and the optimizer; None if they are not known."""
         module = None if self._module is None else self._module()
         shadows = {id(embedding.shadow) for embedding in embeddings}
-        found = [*([] if module is None else module.parameters()), *self._parameters()]
-        return [one for one in dict.fromkeys(found) if id(one) not in shadows]
+        parameters = [*([] if module is None else module.parameters()), *self._parameters()]
+        return [one for one in dict.fromkeys(parameters) if id(one) not in shadows]
 
     def _pinned(self) -> None:
-        """Called when all rows of a step are pinned, before the first changes."""
+        """Called in a step when all its rows are pinned, before the first row changes."""
         if not self._has_met:
             self._has_met = True
             embeddings = [embedding for embedding, _ in self._rows]
@@ -372,7 +403,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
 
     @contextmanager
     def _amid_updates(self) -> Iterator[None]:
-        """A block of updates, which other ranks make as well: where it raises on this one, no rank steps any more."""
+        """Run updates that all ranks make. If they raise on this rank, later steps raise on all ranks."""
         try:
             yield
         except BaseException as error:
@@ -382,9 +413,9 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
 
 
 class InBackwardOptimizer(EagerOptimizer):
-    """The optimizer that `apply_optimizer_in_backward` gave an embedding; torch steps it in backward().
+    """The optimizer that `apply_optimizer_in_backward` gave an embedding. Torch steps it in backward().
 
-    Torch keeps it as long as the process lives, so it must not keep the embedding.
+    Torch keeps it until the process ends, so it holds the embedding by a weak reference.
     """
 
     _warns_of_lazy_rows = False
@@ -393,7 +424,7 @@ class InBackwardOptimizer(EagerOptimizer):
         if embedding.handle in holders:
             raise OptimizerError(
                 f"another EagerOptimizer has embedding {embedding.name!r}, and apply_optimizer_in_backward gave its "
-                "parameter an optimizer too; drop the first by del, or leave the embedding out of the second"
+                "parameter an optimizer too; drop the first one by del, or leave the embedding out of the second"
             )
 
     def _dense(self, embeddings: Iterable[EmbeddingBase]) -> None:
@@ -416,7 +447,7 @@ class InBackwardOptimizer(EagerOptimizer):
         except BaseException:
             for group in groups:
                 group.fail_pass()
-            self.zero_grad()  # or the next step would take what this one did not
+            self.zero_grad()  # or the next step would apply the gradients that this one did not
             raise
 
     def _pinned(self) -> None:
@@ -429,20 +460,21 @@ class InBackwardOptimizer(EagerOptimizer):
 
 
 def follow_in_backward(embedding: EmbeddingBase) -> None:
-    """Let the rows follow the optimizer that `apply_optimizer_in_backward` gave the embedding, if there is one."""
-    given = getattr(embedding.shadow, IN_BACKWARD, None)
-    if given is None or not embedding.shadow.requires_grad:
+    """Make rows follow the optimizer that `apply_optimizer_in_backward` gave the embedding, if any."""
+    optimizers = getattr(embedding.shadow, IN_BACKWARD, None)
+    if optimizers is None or not embedding.shadow.requires_grad:
         return
-    if len(given) != 1:
+    if len(optimizers) != 1:
         raise OptimizerError(
-            f"embedding {embedding.name!r}: apply_optimizer_in_backward gave it {len(given)} optimizers; give it one"
+            f"embedding {embedding.name!r}: apply_optimizer_in_backward gave it {len(optimizers)} optimizers; give it "
+            "one"
         )
-    if not isinstance(given[0], InBackwardOptimizer):
-        given[0] = InBackwardOptimizer(given[0], embedding)
+    if not isinstance(optimizers[0], InBackwardOptimizer):
+        optimizers[0] = InBackwardOptimizer(optimizers[0], embedding)
 
 
 def exchange(world: World, pinned: list[tuple[RowGradients, Any]]) -> None:
-    """Let all gradients be at the ranks that have the rows. What fails on one rank is raised on all."""
+    """Send each gradient to the rank that owns its row. An error on one rank is raised on all."""
     error: BaseException | None = None
     for gradients, batch in pinned:
         try:

@@ -1,1 +1,1 @@
-"""Handles to open tables, which save and load snapshots, for one process and for ranks."""
+"""Saves and loads snapshots through handles to open tables, in one process and over ranks."""

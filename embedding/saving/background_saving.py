@@ -1,4 +1,4 @@
-"""A save in the background: threads write the snapshots of one table or several while steps go on."""
+"""A save in the background: a thread for each table writes its snapshot while steps go on."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ log = logging.getLogger("tierbed")
 
 
 class BackgroundSaving:
-    """Snapshots that a thread for each table writes while steps go on: a `SaveHandle`.
+    """Writes snapshots in threads while steps go on. Implements `SaveHandle`.
 
-    In one process, the thread that has written last gives all of them their names. Ranks do that when all of them have
-    called `at_step` or `wait` after the last had written; `wait` is called by all ranks.
+    In one process, the last thread to finish writing gives all snapshots their names. Over ranks, this happens in the
+    first `at_step` or `wait` that all ranks call after they have all written. label: names the save in messages.
     """
 
-    def __init__(self, world: World, op: str, what: str, saves: Sequence[TableSave], new: NewSnapshots) -> None:
-        self.what = what
+    def __init__(self, world: World, op: str, label: str, saves: Sequence[TableSave], new: NewSnapshots) -> None:
+        self.what = label
         self._world, self._op, self._saves, self._new = world, op, saves, new
         self._threads: list[BackgroundSave] = []
         self._lock, self._arrived = Lock(), set[int | None]()
@@ -55,13 +55,13 @@ class BackgroundSaving:
         self._arrive(None)
 
     def _write(self, save: TableSave, at: int, chunks: Chunks) -> None:
-        """Write the rows of one table, in its thread."""
+        """Write the rows of one table. Runs in the table's thread, and waits for the other threads."""
         _, error = catch(lambda: save.write(chunks=self._unless_dropped(chunks)))
         if self._world.size == 1:
             self._arrive(at, error)
             while not self._ended.wait(POLL_SECONDS):
                 for other, thread in enumerate(self._threads):
-                    if thread.done:  # it has arrived, or it died
+                    if thread.done:  # it has arrived, or died without
                         self._arrive(other, StoreError(f"{self.what}: a thread that saves it died"))
             error = self._error
         if error is not None:
@@ -76,7 +76,10 @@ class BackgroundSaving:
             yield chunk
 
     def _arrive(self, at: int | None, error: BaseException | None = None) -> None:
-        """In one process: the thread of one table has written or failed, or all have begun. The last completes all."""
+        """Count the thread of table `at` as written or failed; None counts the start of all threads.
+
+        The last one to arrive completes the save. Does nothing over ranks.
+        """
         if self._world.size > 1:
             return
         with self._lock:
@@ -98,14 +101,14 @@ class BackgroundSaving:
 
     @property
     def done(self) -> bool:
-        """Whether the save has ended on all ranks, with or without an error."""
+        """True if the save has ended on all ranks, with or without an error."""
         return self._ended.is_set() if self._world.size > 1 else all(thread.done for thread in self._threads)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until all have their names, for `timeout` seconds at most. False if the save continues.
+        """Wait at most `timeout` seconds until all snapshots are complete. Returns False if the save continues.
 
-        Ctrl-C ends only the wait. Raises the error of the save on all ranks: then there is no snapshot, unless the
-        error says so. All ranks call it.
+        Ctrl-C ends only the wait. Raises the save's error on all ranks; then there is no snapshot, unless the
+        error says otherwise. All ranks call it.
         """
         end = None if timeout is None else monotonic() + timeout
         error = None
@@ -117,7 +120,7 @@ class BackgroundSaving:
                 error = error or failed
                 if self._world.size == 1 and not isinstance(error, Exception | None):
                     raise error
-        self.at_step()  # which raises the error of the save on all ranks
+        self.at_step()  # raises the save's error on all ranks
         if error is not None and (self._world.size == 1 or not isinstance(error, Exception)):
             raise error
         if self._error is not None:
@@ -125,7 +128,7 @@ class BackgroundSaving:
         return self.done
 
     def at_step(self) -> None:
-        """Complete the snapshots if every rank has written. All ranks call it, between two steps."""
+        """Complete the snapshots if every rank has written its rows. All ranks call it, between two steps."""
         if self._world.size == 1 or self._ended.is_set():
             return
         is_writing = not all(thread.done for thread in self._threads)
@@ -143,7 +146,7 @@ class BackgroundSaving:
             log.error("saving %s failed: %s", self.what, self._error)
 
     def drop(self) -> None:
-        """Over ranks, drop the save unless the snapshots are complete. Waits for this rank's threads alone."""
+        """Over ranks, drop the save unless it is complete. Waits only for this rank's threads."""
         if self._world.size == 1 or self._ended.is_set():
             return
         self._ended.set()

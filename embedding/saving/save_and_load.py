@@ -1,4 +1,4 @@
-"""Saves and loads of snapshots of one or several embeddings, which train together or not."""
+"""Saves and loads one or several embeddings together, between two steps."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ...snapshots.files.writer import NewSnapshots, ProgressCallback
 from ...snapshots.store.group import loading
 from ...snapshots.store.group_file import check_one_moment
 from ...snapshots.store.selection import LoadReport
-from ..tables.training_group import between_steps, tear
+from ..tables.training_group import between_steps, mark_inconsistent
 from .background_saving import BackgroundSaving
 from .table_save import write_and_commit
 
 log = logging.getLogger("tierbed")
 
-Tables = Sequence[Any]  # each the `Snapshots` of an embedding
+Tables = Sequence[Any]  # the `Snapshots` of each embedding
 
 
 def save_together(
@@ -34,34 +34,37 @@ def save_together(
     background: bool = False,
     progress: ProgressCallback | None = None,
 ) -> SaveHandle | None:
-    """Save the rows of all as snapshot `name`, in each store folder, between two steps.
+    """Save the rows of all tables as snapshot `name`, each in its store folder, between two steps. All ranks call it.
 
-    If it raises, none of the snapshots exists, unless the error says so. An incremental one of several is full in a
-    store that has no snapshot to be based on. background: return at once, while threads save the rows as they are now.
-    progress: called with the rows of each chunk that this process writes. Raises SnapshotError, StoreError,
-    OptionError. All ranks call it.
+    If it raises, none of the snapshots exists, unless the error says otherwise. If several tables are saved as
+    incremental, one without a parent is saved full. background: return immediately, while threads save the rows as they
+    are now. progress: called with the row count of each chunk that this process writes. Raises SnapshotError,
+    StoreError, OptionError.
     """
     op, *others = [table.op(f"saving snapshot {name!r}") for table in tables]
     several = f"{len(tables)} embeddings" if others else ""
     op = f"saving snapshot {name!r} of {several}" if others else op
     for table in tables:
-        table.before_save(background)  # a save in the background that completes now may be the parent
+        table.before_save(background)  # it may complete a save in the background, whose snapshot becomes the parent
     with ExitStack() as locks, NewSnapshots() as new:
         locks.enter_context(between_steps(tables, waits=world.size == 1))
         kinds = [kind] * len(tables)
         if several and kind == "incremental" and not background:
             kinds = world.call_on_rank_0(op, lambda: [_kind_of(table) for table in tables])
-        for table, its_kind in zip(tables, kinds, strict=True):
+        for table, table_kind in zip(tables, kinds, strict=True):
             try:
-                table.check_save(name, its_kind, overwrite, background)
+                table.check_save(name, table_kind, overwrite, background)
             except (OptionError, SnapshotError) as error:
                 if several and world.size == 1:
                     raise type(error)(f"embedding {table.name!r}: {error}") from error
                 raise
-        saves = [table.begin_save(op, name, of, overwrite, new) for table, of in zip(tables, kinds, strict=True)]
+        saves = [
+            table.begin_save(op, name, table_kind, overwrite, new)
+            for table, table_kind in zip(tables, kinds, strict=True)
+        ]
         if background:
-            what = f"snapshot {name!r}" + (f" of {several}" if several else "")
-            saving = BackgroundSaving(world, op, what, saves, new.pop_all())
+            label = f"snapshot {name!r}" + (f" of {several}" if several else "")
+            saving = BackgroundSaving(world, op, label, saves, new.pop_all())
             for table in tables:
                 table.note_saving(saving)
             return saving
@@ -70,18 +73,19 @@ def save_together(
 
 
 def _kind_of(table: Any) -> str:
-    """The kind of an incremental snapshot of a table that is saved with others."""
+    """Return "incremental", or "full" for a table without a snapshot that could be the parent."""
     if table.last:
         return "incremental"
-    log.info("embedding %r has no snapshot to be based on, and is saved full", table.name)
+    log.info("embedding %r has no parent for an incremental snapshot, so it is saved full", table.name)
     return "full"
 
 
 def load_together(world: World, tables: Tables, name: str) -> list[LoadReport]:
-    """Replace all rows of each by those of its snapshot `name`. All are verified before a row is replaced.
+    """Replace all rows of each table by its snapshot `name`. All ranks call it.
 
-    Raises SnapshotError, also if they were saved at different steps, StoreError, OptimizerError. If it raises during
-    the loads, the stores can neither be written nor saved until each is loaded. All ranks call it.
+    All snapshots are verified before a row is replaced. Raises SnapshotError, also if they were saved at different
+    steps, StoreError, OptimizerError. If a load fails after others have replaced rows, no store can be written or saved
+    until each one is loaded.
     """
     op = f"loading snapshot {name!r} of {len(tables)} embeddings"
     _finish_saving(world, op, tables)
@@ -93,24 +97,24 @@ def load_together(world: World, tables: Tables, name: str) -> list[LoadReport]:
         return _load(world, op, tables, snapshots)
 
 
-def load_rows_together(world: World, tables: Tables, places: Sequence[Path]) -> None:
-    """Load the snapshots `places`, which `check_rows` has checked, and which the store folders get too."""
+def load_rows_together(world: World, tables: Tables, paths: Sequence[Path]) -> None:
+    """Load the snapshots `paths`, after `check_rows`, and link them into the store folders."""
     op = f"loading {len(tables)} embeddings"
     _finish_saving(world, op, tables)
     with between_steps(tables, replaces=True), ExitStack() as linking:
-        ours = [table.link_in(place, linking) for table, place in zip(tables, places, strict=True)]
-        _load(world, op, tables, world.call_on_all_ranks(op, lambda: [Snapshot.open(place) for place in ours]))
+        linked = [table.link_in(path, linking) for table, path in zip(tables, paths, strict=True)]
+        _load(world, op, tables, world.call_on_all_ranks(op, lambda: [Snapshot.open(path) for path in linked]))
 
 
 def _finish_saving(world: World, op: str, tables: Tables) -> None:
-    """Wait for all snapshots in the background before the locks are taken: one that is completed may be loaded."""
-    world.call_on_all_ranks(op, lambda: [table.local_table for table in tables])  # ClosedError
+    """Wait for saves in the background before taking the locks; one may be saving the snapshot to load."""
+    world.call_on_all_ranks(op, lambda: [table.local_table for table in tables])  # raises ClosedError
     for table in tables:
         table.finish_saving()
 
 
 def _load(world: World, op: str, tables: Tables, snapshots: Sequence[Snapshot]) -> list[LoadReport]:
-    """Load verified snapshots. A kill from the write of the record on is finished by the next run."""
+    """Load verified snapshots. After a kill, the next run completes the load if the record says so already."""
     loads = {table.member: one.manifest.id for table, one in zip(tables, snapshots, strict=True) if table.member}
     reports = []
     with ExitStack() as noting:
@@ -120,6 +124,6 @@ def _load(world: World, op: str, tables: Tables, snapshots: Sequence[Snapshot]) 
                 reports.append(table.load(snapshot))
         except BaseException as error:
             if reports:
-                tear(loads, f"a load of {len(tables)} embeddings raised during its changes ({error!r})")
+                mark_inconsistent(loads, f"a load of {len(tables)} embeddings raised during its changes ({error!r})")
             raise
     return reports

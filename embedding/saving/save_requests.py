@@ -1,6 +1,6 @@
-"""What other processes request of open rows: saves, prunes and rows, between two steps.
+"""Serves requests from other processes: to save or prune snapshots of open rows, or to read a row.
 
-Of ranks, rank 0 receives a request, and all of them serve it at their next step.
+A request is served between two steps. Over ranks, rank 0 receives it, and all ranks serve it at their next step.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ...snapshots.files.format import Manifest
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.inspection.row import plain_row, read_row, row_key_of
 from ..tables.local_table import LocalTable
-from .rows_reference import check_not_awaiting
+from .rows_reference import check_not_pending
 from .save_and_load import save_together
 
 Handle = Any  # a `TableHandle`, whose file imports this one
 T = TypeVar("T")
 
-_POLL_SECONDS = 0.05  # between two checks whether the client still waits
+_POLL_SECONDS = 0.05  # between two checks that the client still waits
 
 
 def row_of(own: LocalTable, label: int | str, key: int) -> dict[str, Any]:
-    """A row of this process as plain values; {} for none. label: the id or the name of its table."""
+    """Return a row of this process as plain values, {} if there is none. label: its table's index or name."""
     table = own.table
     with table.lock:
         table.check()
@@ -38,21 +38,23 @@ def row_of(own: LocalTable, label: int | str, key: int) -> dict[str, Any]:
 
 
 class LocalRequests:
-    """Serves requests for rows that this process has alone, in the thread of the server."""
+    """Serves requests for rows that only this process has, in the server's thread.
+
+    find: returns a store's handle by its real path.
+    """
 
     def __init__(self, handle: Handle, find: Callable[[str], Handle]) -> None:
-        """find: returns the handle of a store, by its real path."""
         self._handle, self._find = handle, find
 
     def save_between_steps(self, save: RequestedSave) -> Manifest | None:
         others = [self._find(store) for store in save.stores]
-        saved = others if len(others) > 1 else [self._handle]
+        handles = others if len(others) > 1 else [self._handle]
 
         def save_now() -> Manifest:
-            for one in others or saved:
-                check_not_awaiting(one.name, one.awaited)
+            for one in others or handles:
+                check_not_pending(one.name, one.pending)
             save.progress(0)
-            tables = [one.snapshots for one in saved]
+            tables = [one.snapshots for one in handles]
             save_together(self._handle.world, tables, save.name, save.kind, save.overwrite, progress=save.progress)
             return tables[0].snapshot(save.name).manifest
 
@@ -70,44 +72,46 @@ class LocalRequests:
         return {"name": self._handle.name, "step": table.step, "rows": table.counts.rows}
 
     def _visit(self, call: Callable[[], T], give_up: Callable[[], bool], others: Sequence[Handle] = ()) -> T | None:
-        """The result of a call between two steps, of all tables that are trained together with this and `others`."""
+        """Call `call` between two steps of all tables trained with this one and `others`, and return its result.
+
+        None if the client gave up first.
+        """
         while True:
             table = self._handle.table
-            with table.step_gate.between_steps(lambda: self._visited(others), give_up) as entered:
+            with table.step_gate.between_steps(lambda: self._tables(others), give_up) as entered:
                 if not entered:
                     return None
                 if table.stack is not None:
                     return call()
-            sleep(_POLL_SECONDS)  # the table was closed, and another is about to replace it
+            sleep(_POLL_SECONDS)  # the table was closed; another is about to replace it
 
-    def _visited(self, others: Sequence[Handle]) -> list[OpenTable]:
+    def _tables(self, others: Sequence[Handle]) -> list[OpenTable]:
         groups = {id(one.group): one.group for one in (self._handle, *others) if one.group is not None}.values()
         handles = [self._handle, *others, *(one for group in groups for one in group.handles())]
         return list({id(one.own.table): one.own.table for one in handles}.values())
 
 
 class RankRequests:
-    """The requests that a `Service` of rank 0 receives for all ranks. The other ranks have one that stays empty.
+    """Serves requests over ranks. Rank 0 receives them; on the other ranks this object stays empty.
 
-    A thread of the server leaves a request, which the ranks serve in the thread of their steps: rank 0 sets a flag in
-    the headers of the next collective.
+    The server's thread leaves a request here. Rank 0 sets a flag in the header of the next collective, and all ranks
+    then serve the request in the thread that trains. find: returns a store's handle by its real path.
     """
 
     def __init__(self, world: World, handle: Handle, find: Callable[[str], Handle]) -> None:
-        """find: returns the handle of a store, by its real path."""
         self._world, self._handle, self._find = world, handle, find
         self._request: _SaveRequest | None = None
         self._take_lock, self._request_lock = Lock(), Lock()
 
     def is_wanted(self) -> bool:
-        """Whether rank 0 has a request, and the rows are at a step boundary."""
+        """True if rank 0 holds a request and none of its tables is in a step."""
         request = self._request
         if request is None or any(one.own.table.in_step for one in request.tables):
             return False
         return all(one.own.group is None or not one.own.group.is_amid_step for one in request.tables)
 
     def serve(self) -> None:
-        """Do what was requested of rank 0. Called by all ranks if `is_wanted` was true on one. GroupError."""
+        """Serve rank 0's request. All ranks call it after `is_wanted` was true on one. Raises GroupError."""
         op = f"a request of another process to embedding {self._handle.name!r}"
         request = self._take(begin=True)
         call: list[Any] | None = self._world.call_on_rank_0(op, lambda: None if request is None else request.call)
@@ -141,7 +145,7 @@ class RankRequests:
         several = list(save.stores) if len(save.stores) > 1 else []
         tables = [self._find(store) for store in several] or [self._handle]
         for one in tables:
-            check_not_awaiting(one.name, one.awaited)
+            check_not_pending(one.name, one.pending)
         call = ["save", save.name, save.kind, save.overwrite, several]
         if self._served(_SaveRequest(call, tables, save.is_given_up, save.progress)) is None:
             return None
@@ -152,25 +156,25 @@ class RankRequests:
         return snapshots.prune_here(keep_last, keep_every), snapshots.names()
 
     def row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
-        """Return a row, from the rank that has it, at the next step, as `SaveTarget.row_between_steps` says."""
+        """Return a row from the rank that has it, at the next step (see `SaveTarget.row_between_steps`)."""
         request = self._served(_SaveRequest(["get", table, key], [self._handle], give_up))
         return None if request is None else request.row
 
     def status(self) -> dict[str, Any]:
-        """The name, the step and the rows of rank 0, for another process."""
+        """Return rank 0's name, step and number of rows."""
         table = self._handle.own.table
         return {"name": self._handle.name, "step": table.step, "rows": table.counts.rows, "ranks": self._world.size}
 
     def _served(self, request: _SaveRequest) -> _SaveRequest | None:
-        """The request, once the ranks have served it; None if they had not begun when the client gave up."""
-        while not self._request_lock.acquire(timeout=_POLL_SECONDS):  # one at a time
+        """Wait until the ranks have served the request, and return it; None if the client gave up before they began."""
+        while not self._request_lock.acquire(timeout=_POLL_SECONDS):  # one request at a time
             if request.give_up():
                 return None
         try:
             self._request = request
             while not request.done.wait(_POLL_SECONDS):
                 if request.give_up():
-                    self._take()  # unless the ranks have
+                    self._take()  # unless the ranks have taken it
         finally:
             self._request_lock.release()
         if request.error is not None:
@@ -178,7 +182,7 @@ class RankRequests:
         return request if request.is_begun else None
 
     def _take(self, begin: bool = False) -> _SaveRequest | None:
-        """The request, if a client waits for one; with `begin`, to serve it. Else it is done."""
+        """Take the request away. Returns it if `begin` and its client still waits; otherwise it is done."""
         with self._take_lock:
             request, self._request = self._request, None
             if request is None:
@@ -187,7 +191,11 @@ class RankRequests:
 
 
 class _SaveRequest:
-    """A request. `is_begun`: whether the ranks serve it. `done` is set when it has ended."""
+    """A request to all ranks.
+
+    call: its name and arguments. tables: must all be between two steps. is_begun: True once the ranks serve it. done:
+    set when it has ended.
+    """
 
     def __init__(
         self,
@@ -196,7 +204,6 @@ class _SaveRequest:
         give_up: Callable[[], bool],
         progress: Callable[[int], None] = lambda rows: None,
     ) -> None:
-        """call: for all ranks. tables: those that must be between two steps."""
         self.call, self.tables, self.give_up, self.progress = call, tables, give_up, progress
         self.is_begun = False
         self.done = Event()
@@ -204,7 +211,7 @@ class _SaveRequest:
         self.row: dict[str, Any] = {}
 
     def begin(self, is_served: bool) -> bool:
-        """Let the ranks serve it, unless the client has given up: then it is done. Returns whether they do."""
+        """Begin to serve the request and return True. If the client has given up, it is done instead."""
         self.is_begun = is_served and not self.give_up()
         if not self.is_begun:
             self.done.set()
@@ -214,7 +221,7 @@ class _SaveRequest:
         self.row = row
 
     def end(self, error: BaseException | None) -> None:
-        """The ranks have served it, or failed."""
+        """Called when the ranks have served it or failed."""
         if isinstance(error, TierbedError):
             self.error = error
         elif error is not None:

@@ -1,4 +1,4 @@
-"""The handle of an embedding to rows that ranks share."""
+"""The handle of an embedding to its open rows, if ranks share them."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ from .table_handle import claimed_folder, open_handle, register
 
 
 class ShardedTableHandle:
-    """The open rows of an embedding that ranks share. `own` are those of this rank, with its own tiers and folder.
+    """The open rows of an embedding that ranks share.
 
-    home: the store folder of all of them; None for rows in memory. Every rank makes each call, or it is about the rows
-    of this rank. Raises what `LocalTable` raises, on every rank, and GroupError.
+    own: this rank's rows, with their own tiers and folder. home: the common store folder; None for rows in memory.
+    Every rank makes each call, except for calls about its own rows. Raises `LocalTable`'s errors on every rank, and
+    GroupError.
     """
 
     def __init__(
@@ -49,52 +50,52 @@ class ShardedTableHandle:
         device: torch.device,
         group: TrainingGroup | None = None,
         for_load: bool = False,
-        awaited: Sequence[RowsReference] = (),
+        pending: Sequence[RowsReference] = (),
     ) -> None:
-        self.world, self.awaited = world, awaited
+        self.world, self.pending = world, pending
         self.home: SharedFolder | None = None
         op = f"opening embedding {spec.name!r}"
-        described, error = catch(lambda: _described(world, spec, options, optimizer))
-        world.handshake(op, error, described)
+        settings, error = catch(lambda: _settings(world, spec, options, optimizer))
+        world.handshake(op, error, settings)
 
-        def take() -> str | None:
+        def claim() -> str | None:
             folder = claimed_folder(spec, options)
             self.home = SharedFolder(world.rank, spec.name, options)
             return folder
 
-        folder = world.call_on_all_ranks(f"{op}: folder", take) if options.persistent_path is not None else None
+        folder = world.call_on_all_ranks(f"{op}: folder", claim) if options.persistent_path is not None else None
         home = self.home
         with ExitStack() as undo:
-            rows = None
+            recovery = None
             if home is not None:
                 undo.callback(home.release)
-                rows = RecoveryDecision(world, op, home, options.open, for_load, group)
-                undo.callback(rows.leave)
+                recovery = RecoveryDecision(world, op, home, options.open, for_load, group)
+                undo.callback(recovery.leave)
             shard = RankShard(world.rank, world.size, world.on_host)
-            decide = None if rows is None else rows.decide
+            decide = None if recovery is None else recovery.decide
             own, error = catch(lambda: LocalTable(spec, options, optimizer, device, shard, decide, group))
             if own is not None:
                 undo.callback(own.close)
-            if rows is not None:
-                rows.finish(error)
+            if recovery is not None:
+                recovery.finish(error)
             world.handshake(f"{op}: done", error)
-            if rows is not None and home is not None and not rows.is_live:
-                world.call_on_all_ranks(f"{op}: begun", lambda: home.begin(world.size, rows.member))
-                remove_other_shares(home.path, world.size)  # not while a restart would search for them
-            if rows is not None and rows.member is not None:
-                own.share(rows.member)
+            if recovery is not None and home is not None and not recovery.is_live:
+                world.call_on_all_ranks(f"{op}: begun", lambda: home.begin(world.size, recovery.member))
+                remove_other_shares(home.path, world.size)  # only now: a restart before would still look for them
+            if recovery is not None and recovery.member is not None:
+                own.share(recovery.member)
             undo.pop_all()
         self.own: LocalTable = own
         register(folder, self)
         store = None if home is None or home.folder is None else home.snapshot_store
-        place = None if home is None else home.snapshots
-        self.snapshots = Snapshots(own, world, place, store, HashShard(world.rank, world.size), self.close)
+        snapshots = None if home is None else home.snapshots
+        self.snapshots = Snapshots(own, world, snapshots, store, HashShard(world.rank, world.size), self.close)
         self.requests = RankRequests(world, self, open_handle)
         capacity = options.capacity if options.eviction == "none" else None
         self._table = ShardedTable(
             world,
             lambda: self.own.table,
-            lambda: self.own.own_open,
+            lambda: self.own.table_if_open,
             self.own.count_write,
             capacity,
             self.snapshots.at_step,
@@ -112,61 +113,62 @@ class ShardedTableHandle:
 
     @property
     def table(self) -> ShardedTable:
-        """What reads and trains the rows of all ranks."""
+        """The table that reads and trains the rows of all ranks."""
         return self._table
 
     @property
     def local_table(self) -> OpenTable:
-        """The open table with the rows of this rank. ClosedError."""
+        """The open table with this rank's rows. Raises ClosedError."""
         return self.own.table
 
     def rename(self, name: str) -> None:
-        """Be called by another name from here on, with rows that are in memory."""
+        """Rename the embedding, whose rows are in memory."""
         self.own.rename(name)
         self._table.rename(name)
 
     def keep_rows(self) -> None:
-        """Keep the rows, whatever state was loaded into others."""
+        """Accept the present rows, whatever state_dict was loaded."""
 
     def tensors(self) -> RowTensors:
-        """All rows, copied, on rank 0; the other ranks get none. Every rank calls it."""
+        """Return a copy of all rows on rank 0, and no rows on the other ranks. Every rank calls it."""
         op = f"state_dict() of embedding {self.name!r}"
         own: RowTensors = self.world.call_on_all_ranks(op, self.own.tensors)
-        mine = b"".join(rows.tobytes() for _, rows in own.chunks())
+        own_bytes = b"".join(rows.tobytes() for _, rows in own.chunks())
         dtype = RowForm.described(own.description).dtype
-        parts = [np.frombuffer(part, dtype) for part in self.world.exchange_bytes(op, mine, readers=1)]
-        return RowTensors.filled({**own.description, NOT_WHOLE: self.world.rank > 0}, sum(map(len, parts)), parts)
+        shards = [np.frombuffer(shard, dtype) for shard in self.world.exchange_bytes(op, own_bytes, readers=1)]
+        return RowTensors.filled({**own.description, NOT_WHOLE: self.world.rank > 0}, sum(map(len, shards)), shards)
 
     def load_state(self, tensors: Mapping[str, Any]) -> None:
-        """Replace all rows: each rank takes its part. Every rank calls it, with the same rows."""
+        """Replace all rows; each rank takes its shard. Every rank calls it, with the same rows."""
         op = f"load_state_dict() of embedding {self.name!r}"
 
         def parsed() -> RowTensors:
             if self.home is not None:
                 raise SnapshotError(
                     f"embedding {self.name!r} has a persistent_path, and the state holds the rows themselves, which "
-                    "ranks load into an embedding without one alone; load them there, and save a snapshot"
+                    "ranks load only into an embedding without one; load them there, and save a snapshot"
                 )
             return RowTensors.parse(tensors)
 
-        given: RowTensors = self.world.call_on_all_ranks(op, parsed)
+        whole: RowTensors = self.world.call_on_all_ranks(op, parsed)
         checksum = 0
-        for _, rows in given.chunks():
+        for _, rows in whole.chunks():
             checksum = crc32(rows.tobytes(), checksum)
-        self.world.handshake(op, same={"rows": len(given), "their checksum": checksum})
-        part = HashShard(self.world.rank, self.world.size)
-        mine = [part.rows(rows) for _, rows in given.chunks()]
-        own = RowTensors.filled(given.description, sum(map(len, mine)), mine)
+        self.world.handshake(op, same={"rows": len(whole), "their checksum": checksum})
+        shard = HashShard(self.world.rank, self.world.size)
+        chunks = [shard.rows(rows) for _, rows in whole.chunks()]
+        own = RowTensors.filled(whole.description, sum(map(len, chunks)), chunks)
         try:
             self.world.call_on_all_ranks(f"{op}: done", lambda: self.own.load_tensors(own))
         except BaseException:
-            self.close()  # some ranks may have the rows of the state, and others those before
+            self.close()  # some ranks may have new rows and others old ones
             raise
 
     def use_optimizer(self, optimizer: RowOptimizer) -> None:
-        """As `LocalTable.use_optimizer`. Every rank calls it. If one of them loses its rows, all are closed."""
+        """Train the rows with `optimizer`. Every rank calls it. If one of them loses its rows, all are closed."""
         op = f"optimizer of embedding {self.name!r}"
-        self.world.call_on_all_ranks(op, lambda: self.own.check_optimizer(optimizer))  # a rank without rows accepts any
+        # on all ranks first, since a rank without rows accepts any optimizer
+        self.world.call_on_all_ranks(op, lambda: self.own.check_optimizer(optimizer))
         with self.world.collective_block(op):
             _, error = catch(lambda: self.own.use_optimizer(optimizer))
             if not all(self.world.handshake(f"{op}: open", note=self.own.is_open).notes):
@@ -174,16 +176,16 @@ class ShardedTableHandle:
             self.world.handshake(f"{op}: done", error)
 
     def forget_announced(self) -> None:
-        """As `LocalTable.forget_announced`. Other ranks learn of it at the next step."""
+        """Forget announced batches. Other ranks learn of it at the next step."""
         self._table.id_prefetcher.forget()
         self.own.forget_announced()
 
     def release(self) -> None:
-        """Drop the pin that a failed step left."""
+        """Release the rows that a failed step left pinned."""
         self._table.release()
 
     def close(self) -> None:
-        """As `LocalTable.close`, for the rows of this rank. Waits for no other rank."""
+        """Close this rank's rows, without waiting for other ranks."""
         self.snapshots.drop_saving()
         try:
             self.own.close()
@@ -192,7 +194,7 @@ class ShardedTableHandle:
                 self._release_folder()
 
     def finish(self) -> None:
-        """Close at the end of the embedding or the process, as `LocalTable.finish`. Waits for no other rank."""
+        """Close when the embedding or the process ends, without waiting for other ranks. Errors are logged."""
         self.snapshots.drop_saving()
         self.own.finish()
         self._release_folder()
@@ -204,8 +206,8 @@ class ShardedTableHandle:
             self.home.release()
 
 
-def _described(world: World, spec: TableSpec, options: StoreOptions, optimizer: RowOptimizer | None) -> dict[str, Any]:
-    """What must be the same on all ranks, by the name that the user knows."""
+def _settings(world: World, spec: TableSpec, options: StoreOptions, optimizer: RowOptimizer | None) -> dict[str, Any]:
+    """Return the settings that must be the same on all ranks, by the names that users know."""
     state = None if optimizer is None else spec.state_of(optimizer)
     rule = None if state is None or optimizer is None else [optimizer.rule, list(state.names), list(state.initial)]
     return {

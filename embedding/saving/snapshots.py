@@ -1,4 +1,10 @@
-"""The snapshots of a table: in its store folder, by name, and in other folders, which checkpoints of a graph have."""
+"""Saves and loads one table's snapshots: by name in its store folder, and in a checkpoint's folder.
+
+A save consists of three calls, so that several embeddings can be saved together (`save_together`): `check_save` checks
+the arguments, `begin_save` prepares a temporary folder and captures which rows are saved, and the `TableSave` that it
+returns writes them. Over ranks, all ranks make each call, and each of them writes and reads its own shard. Methods
+marked "Local" are the exceptions: they involve no other rank.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +27,7 @@ from ...snapshots.store.folder_state import FolderState
 from ...snapshots.store.group import Capture, Member, loading
 from ...snapshots.store.group_file import GroupFile
 from ...snapshots.store.linked import OF_STATE, check_linked, link_snapshot, linked, remove_snapshot
-from ...snapshots.store.recovery_rule import EMPTY, NO_RECORD
+from ...snapshots.store.recovery_rule import EMPTY, NO_RECORD, NOTHING
 from ...snapshots.store.retention import prune, remove_if_unreferenced, state_snapshot
 from ...snapshots.store.save import SaveSource, begin_save, check_kind, check_save
 from ...snapshots.store.selection import ALL, LoadReport, Selection
@@ -29,7 +35,7 @@ from ..tables.local_table import LocalTable
 from ..tables.rank_recovery import check_row_count
 from ..tables.training_group import TrainingGroup, between_steps
 from .background_saving import BackgroundSaving
-from .rows_reference import RowsReference, is_at, reference_at, saved_as
+from .rows_reference import RowsReference, matches, reference_at, reference_of_snapshot
 from .save_and_load import save_together
 from .table_save import TableSave, commit, write_and_commit
 
@@ -37,26 +43,25 @@ log = logging.getLogger("tierbed")
 
 
 class Snapshots:
-    """Saves the rows of a table as snapshots, and loads them.
+    """Saves and loads a table's snapshots.
 
-    The rows are all in this process, or each rank of `world` has a shard, writes it and reads it. All ranks make each
-    call, unless it is local. place: the folder of the snapshots, which all ranks see. store: the store folder that has
-    them, on rank 0. Both are None for rows without a folder.
+    own: this process's rows. folder: the snapshots' folder, seen by all ranks. store: the store folder around it, on
+    rank 0. Both are None for rows without a folder. shard: this process's part of the rows; None for all. close: closes
+    the embedding.
     """
 
     def __init__(
         self,
         own: LocalTable,
         world: World,
-        place: Path | None,
+        folder: Path | None,
         store: StoreFolder | None,
         shard: HashShard | None = None,
         close: Callable[[], None] | None = None,
     ) -> None:
-        """own: the rows that this process has. shard: which of all rows; None for all. close: closes the embedding."""
-        self.own, self.world, self.place, self.store = own, world, place, store
+        self.own, self.world, self._folder, self.store = own, world, folder, store
         self._shard, self._close = shard, close or own.close
-        self._saving: BackgroundSaving | None = None  # of ranks
+        self._saving: BackgroundSaving | None = None  # only over ranks
 
     @property
     def name(self) -> str:
@@ -64,41 +69,44 @@ class Snapshots:
 
     @property
     def group(self) -> TrainingGroup | None:
-        """The embeddings that it is trained together with."""
+        """The embeddings that this one is trained with."""
         return self.own.group
 
     @property
     def local_table(self) -> OpenTable:
-        """The open table with the rows that this process has. ClosedError."""
+        """The open table with this process's rows. Raises ClosedError."""
         return self.own.table
 
     @property
     def member(self) -> Member | None:
-        """The store in its group; None for rows without a folder, and on ranks other than 0."""
+        """The store as a member of its group; None without a folder, and on ranks other than 0."""
         return self.own.member
 
     @property
     def folder(self) -> Path:
-        """The folder of the snapshots. Raises SnapshotError if there is none. Local."""
-        if self.place is None:
-            raise no_place(self.name)
-        return self.place
+        """The snapshots' folder. Raises SnapshotError if there is none. Local."""
+        if self._folder is None:
+            raise no_folder_error(self.name)
+        return self._folder
 
     @property
     def last(self) -> str | None:
-        """The name of the snapshot that was saved or loaded last, if any. Local."""
-        if self.place is None:
+        """The snapshot that was saved or loaded last, or restored by recovery, if any. Local."""
+        if self._folder is None:
             return None
+        restored = self.own.restored_snapshot
         if self.member is not None:
-            record, store = self.member.group.record, self.member.id
+            record, store, is_as_opened = self.member.group.record, self.member.id, not self.member.group.is_locked
         else:
-            file = GroupFile(FolderState(self.place.parent))
-            record, store = file.record, file.store
+            file = GroupFile(FolderState(self._folder.parent))
+            record, store, is_as_opened = file.record, file.store, self.own.version == f"{restored}:0"
         id = record.parents.get(store, EMPTY)
-        return None if id == EMPTY else name_of(self.place, id)
+        if restored and is_as_opened and (record.trained or record.now.get(store, NOTHING).snapshot != restored):
+            id = restored  # recovery used it; the record will say so from the first change or save on
+        return None if id == EMPTY else name_of(self._folder, id)
 
     def snapshot(self, name: str) -> Snapshot:
-        """A snapshot in the store folder, with the rows of all ranks. Raises SnapshotError, StoreError. Local."""
+        """Open a snapshot in the store folder, with the rows of all ranks. Raises SnapshotError, StoreError. Local."""
         folder = self.folder
         if self.store is not None:
             self.checked_store()
@@ -106,14 +114,14 @@ class Snapshots:
         return Snapshot.open(folder / name)
 
     def checked_store(self) -> StoreFolder:
-        """`store`, on rank 0. SnapshotError if there is none, StoreError if it was removed or replaced. Local."""
+        """Return `store`, on rank 0. Raises SnapshotError without one, StoreError if it was removed. Local."""
         if self.store is None:
-            raise no_place(self.name)
+            raise no_folder_error(self.name)
         self.store.check()
         return self.store
 
     def op(self, what: str) -> str:
-        """A call of all ranks at their step, for messages. Raises on all of them where one has closed its rows."""
+        """Name a collective, with the step, for messages. Raises on all ranks if one has closed its rows."""
         table, error = catch(lambda: self.local_table)
         if table is None:
             self.world.handshake(f"{what} of embedding {self.name!r}", error)
@@ -122,11 +130,11 @@ class Snapshots:
     # saves
 
     def save(self, name: str, kind: str, overwrite: bool, background: bool) -> SaveHandle | None:
-        """Save the rows alone, as `save_together`."""
+        """Save this embedding alone. The arguments are the same as for `save_together`."""
         return save_together(self.world, [self], name, kind, overwrite, background)
 
     def check_save(self, name: str, kind: str, overwrite: bool, background: bool = False) -> None:
-        """Raise what a save with these arguments would raise. SnapshotError, StoreError, OptionError."""
+        """Check a save's arguments. Raises SnapshotError, StoreError, OptionError."""
         op = self.op("saving a snapshot")
         _, error = catch(lambda: self._check_arguments(name, kind, background))
         same = {"snapshot": name, "kind": kind, "overwrite": overwrite, "background": background}
@@ -134,7 +142,7 @@ class Snapshots:
 
         def check(store: StoreFolder) -> None:
             if self.member is not None:
-                self.member.lock()  # a recovery frees the names of what it has undone
+                self.member.lock()  # frees the names of snapshots that a recovery did not use
             check_save(store, name, kind, self._source(), overwrite)
 
         with self.local_table.lock:
@@ -145,21 +153,20 @@ class Snapshots:
         check_name(name)
         if kind == "checkpoint" and self._shard is not None:
             raise OptionError(
-                f"kind='checkpoint' is of RocksDB's files of one process, and the rows of embedding {self.name!r} are "
-                f"spread over {self.world.size} ranks; give 'full' or 'incremental'"
+                f"kind='checkpoint' links the RocksDB files of one process, but the rows of embedding {self.name!r} "
+                f"are spread over {self.world.size} ranks; give 'full' or 'incremental'"
             )
         if kind != "full" and background:
             raise OptionError(
-                f"background=True, kind={kind!r}: only kind='full' takes as long as the table is large; leave "
-                "background out"
+                f"background=True, kind={kind!r}: only kind='full' can be saved in the background; leave background out"
             )
-        if self.place is None:
-            raise no_place(self.name)
+        if self._folder is None:
+            raise no_folder_error(self.name)
         self.local_table.require_open()
         self.local_table.check()
 
     def before_save(self, background: bool) -> None:
-        """Called before a save, without the table's lock."""
+        """Prepare for a save. The caller does not hold the table's lock."""
         self.at_step()
         if self._shard is None:
             self.checked_store()
@@ -167,7 +174,7 @@ class Snapshots:
                 self.local_table.flush_ahead()
 
     def begin_save(self, op: str, name: str, kind: str, overwrite: bool, new: NewSnapshots) -> TableSave:
-        """Begin a snapshot of the rows as they are now. All ranks call it, with the table's lock."""
+        """Begin a snapshot of the rows as they are now. All ranks call it, holding the table's lock."""
         capture: Capture | None = None
 
         def ready() -> SaveSource:
@@ -184,53 +191,54 @@ class Snapshots:
             _, parent = begin_save(self.checked_store(), name, kind, source, overwrite, new)
             return None if parent is None else parent.name
 
-        over = self.world.call_on_rank_0(f"{op}: begun", begin)
-        if over is not None:
+        parent_name = self.world.call_on_rank_0(f"{op}: begun", begin)
+        if parent_name is not None:
             parent = self.world.call_on_all_ranks(
-                op, lambda: self._part_of(parent or open_snapshot(self.folder / over))
+                op, lambda: self._shard_of(parent or open_snapshot(self.folder / parent_name))
             )
-        its_kind = "full" if kind == "incremental" and parent is None else kind
-        return self._save(capture, self.folder / name, its_kind, source, parent)
+        kind = "full" if kind == "incremental" and parent is None else kind
+        return self._save(capture, self.folder / name, kind, source, parent)
 
     def _begin_at(
-        self, op: str, place: Path, source: SaveSource, new: NewSnapshots, kind: str, member: Member | None
+        self, op: str, path: Path, source: SaveSource, new: NewSnapshots, kind: str, member: Member | None
     ) -> TableSave:
-        """Begin the snapshot `place` of the rows as they are now. member: if a state_dict makes it in the store."""
+        """Begin the snapshot `path` of the rows as they are now. member: the store, if it is made for a state_dict."""
         capture: Capture | None = None
 
         def begin() -> None:
             nonlocal capture
             capture = None if member is None else member.capture()
-            new.begin(place, source.description)
+            new.begin(path, source.description)
 
         self.world.call_on_rank_0(f"{op}: begun", begin)
-        return self._save(capture, place, kind, source, None, is_of_state=True)
+        return self._save(capture, path, kind, source, None, is_of_state=True)
 
     def _save(
         self,
         capture: Capture | None,
-        place: Path,
+        path: Path,
         kind: str,
         source: SaveSource,
         parent: Snapshot | None,
         is_of_state: bool = False,
     ) -> TableSave:
-        saved = self.own.when_saved()
-        return TableSave(self.local_table, capture, place, kind, source, parent, self._shard, is_of_state, saved)
+        on_saved = self.own.save_callback()
+        return TableSave(self.local_table, capture, path, kind, source, parent, self._shard, is_of_state, on_saved)
 
-    def save_rows(self, place: Path) -> None:
-        """Save rows without a folder as the snapshot `place`. SnapshotError, StoreError."""
-        op = self.op(f"saving rows as {place.name!r}")
+    def save_rows(self, path: Path) -> None:
+        """Save rows without a store folder as the snapshot `path`. Raises SnapshotError, StoreError."""
+        op = self.op(f"saving rows as {path.name!r}")
         with ExitStack() as locks, NewSnapshots() as new:
             locks.enter_context(between_steps([self], waits=self.world.size == 1))
             source = self.world.call_on_all_ranks(op, lambda: self._source(new.new_id()))
-            save = self._begin_at(op, place, source, new, "full", None)
+            save = self._begin_at(op, path, source, new, "full", None)
             write_and_commit(self.world, op, [save], new, locks)
 
     def save_for_state(self, keep: int | None) -> RowsReference:
-        """The name of the rows as they are, saved as a snapshot that no incremental one of the user is based on.
+        """Save a snapshot for a state_dict, unless one has these rows, and return its reference.
 
-        keep: how many of the latest such snapshots stay besides that of these rows; None for all.
+        Users' incremental snapshots never build on it. keep: how many older snapshots of this kind to keep; None for
+        all.
         """
         op = self.op("saving rows for a state_dict")
         self.world.handshake(op, same={"state_dict_snapshots": keep})
@@ -240,21 +248,21 @@ class Snapshots:
             source = self._source(new.new_id())
 
             def find() -> tuple[str, bool]:
-                """The snapshot of these rows, "" for none, and whether it is to be made."""
+                """Return the snapshot's name, "" for no rows, and True if it has to be saved."""
                 assert self.member is not None
-                if self.member.now.snapshot == EMPTY:  # which needs no snapshot, and a user may replace one of it
+                if self.member.now.snapshot == EMPTY:  # no rows need no snapshot
                     return "", False
-                place = state_snapshot(self.checked_store(), self.member.now.snapshot, keep)
-                return (f"{OF_STATE}{source.id}", True) if place is None else (place.name, False)
+                path = state_snapshot(self.checked_store(), self.member.now.snapshot, keep)
+                return (f"{OF_STATE}{source.id}", True) if path is None else (path.name, False)
 
-            name, is_new = self.world.call_on_rank_0(f"{op}: its place", find)
+            name, is_new = self.world.call_on_rank_0(f"{op}: its name", find)
             if is_new:
                 has_files = source.rocksdb is not None and self._shard is None
-                kind = "checkpoint" if has_files else "full"  # no parent, which nobody could replace
+                kind = "checkpoint" if has_files else "full"  # not incremental: users could not replace its parent
                 save = self._begin_at(op, self.folder / name, source, new, kind, self.member)
                 commit(self.world, op, [save], new, catch(save.write)[1])
-        found = saved_as(self.place, name) or RowsReference(self.local_table.step)
-        return found._replace(version=self.own.version)
+        reference = reference_of_snapshot(self._folder, name) or RowsReference(self.local_table.step)
+        return reference._replace(version=self.own.version)
 
     def _source(self, id: str | None = None) -> SaveSource:
         table = self.local_table
@@ -270,21 +278,21 @@ class Snapshots:
     # saves in the background
 
     def note_saving(self, saving: BackgroundSaving) -> None:
-        """The rows are among those that are being saved in the background."""
+        """Remember a save in the background that includes these rows."""
         self._saving = saving if self._shard is not None else None
 
     def at_step(self) -> None:
-        """Between two steps: complete the snapshot in the background, if all ranks have written it."""
+        """Complete a save in the background if all ranks have written it. Called between two steps."""
         if self._saving is not None:
             self._saving.at_step()
             if self._saving.done:
                 self._saving = None
 
     def finish_saving(self) -> None:
-        """Wait for a snapshot in the background, which may be the one to load. Its error was logged."""
+        """Wait for a save in the background, whose snapshot may be the one to load. Its error was logged."""
         if self._saving is None:
-            if self.own.own_open is not None:  # a closed table is refused by what the caller does next, on all ranks
-                self.own.own_open.observers.finish_saving()
+            if self.own.table_if_open is not None:  # if it is closed, the caller's next call raises on all ranks
+                self.own.table_if_open.observers.finish_saving()
             return
         _, error = catch(self._saving.wait)
         if error is not None and self.world.failure is not None:
@@ -294,52 +302,56 @@ class Snapshots:
         self._saving = None
 
     def drop_saving(self) -> None:
-        """Drop the snapshot in the background, before the rows are closed. Local."""
+        """Drop a save in the background, before the rows are closed. Local."""
         if self._saving is not None:
             self._saving.drop()
 
     def check_not_saving(self) -> None:
-        """Raises StoreError while a snapshot is being saved in the background. Local."""
+        """Raise StoreError during a save in the background. Local."""
         self.local_table.check()
-        if self._saving is not None:  # also if this rank has written its shard
+        if self._saving is not None:  # other ranks may be writing still
             raise StoreError(still_saving(self._saving.what))
         self.local_table.observers.check_not_saving()
 
     # loads
 
     def load_snapshot(self, name: str, selection: Selection = ALL, strict: bool = True) -> LoadReport:
-        """Replace the rows by those of a snapshot in the store folder. The report is of the rows of all ranks."""
+        """Replace the rows by a snapshot in the store folder. The report counts the rows of all ranks."""
         self.finish_saving()
         snapshot = self.world.call_on_all_ranks(self._loading(name), lambda: self.snapshot(name))
         return self.load(snapshot, selection, strict)
 
-    def load_rows(self, place: Path, selection: Selection = ALL) -> None:
-        """Replace the rows by those of the snapshot `place`, which `check_rows` has checked.
+    def load_rows(self, path: Path, selection: Selection = ALL) -> None:
+        """Replace the rows by the snapshot `path`, after `check_rows`.
 
-        A store folder gets the snapshot as well, as its recovery snapshot. Without state, or converted, it gets none,
-        since recovery would load the state, or other numbers.
+        A store folder gets a link to the snapshot, for recovery. It gets none if the rows are loaded without state or
+        converted: recovery would load the state, or the numbers before conversion.
         """
-        self.world.call_on_all_ranks(self._loading(place.name), lambda: self.local_table)  # ClosedError
+        self.world.call_on_all_ranks(self._loading(path.name), lambda: self.local_table)  # raises ClosedError
         self.finish_saving()
         with between_steps([self], replaces=True), ExitStack() as linking:
-            read = self.link_in(place, linking) if self.place is not None and selection.can_recover else place
-            self.load(self.world.call_on_all_ranks(self._loading(place.name), lambda: open_snapshot(read)), selection)
+            path = self.link_in(path, linking) if self._folder is not None and selection.can_recover else path
+            self.load(self.world.call_on_all_ranks(self._loading(path.name), lambda: open_snapshot(path)), selection)
 
     def _loading(self, name: str) -> str:
-        """A load by all ranks, of which one may be at another step, for messages."""
+        """Name a collective load for messages, without the step, since ranks may be at different steps."""
         return f"loading snapshot {name!r} of embedding {self.name!r}"
 
     def load(self, snapshot: Snapshot, selection: Selection = ALL, strict: bool = True) -> LoadReport:
-        """Replace all rows by those of a snapshot, or a selection of them."""
+        """Replace all rows by the rows of a snapshot, or by a selection of them.
+
+        Over ranks: all ranks verify their part before one of them changes a row (`_note_load`). If a rank fails after
+        that, all ranks close the embedding, since some have new rows and others old ones.
+        """
         if self._shard is None:
             return self.own.load_part(snapshot, selection, strict)
         op = self._loading(snapshot.name)
-        world, snapshot, voted = self.world, self._part_of(snapshot), False
-        given = selection.tables  # whatever the user gave: errors in it are raised below
+        world, snapshot, voted = self.world, self._shard_of(snapshot), False
+        tables = selection.tables  # not checked yet: errors in it are raised below
         same = {
             "the snapshot's id": snapshot.manifest.id,
             "strict": bool(strict),
-            "tables": sorted(map(str, given)) if isinstance(given, Collection) else repr(given),
+            "tables": sorted(map(str, tables)) if isinstance(tables, Collection) else repr(tables),
             "where": selection.where is not None,
             "weights_only": not selection.state,
             "convert": selection.convert,
@@ -367,20 +379,20 @@ class Snapshots:
         try:
             counts = world.all_gather_object(f"{op}: done", loaded)
         except BaseException:
-            lost = self._lose(snapshot.name)
-            if world.failure is None:  # else each rank closes when it likes
-                self._close_all(lost)
+            problem = self._lose(snapshot.name)
+            if world.failure is None:  # after a failed collective, each rank closes by itself
+                self._close_all(problem)
             raise
         assert report is not None
         rows, left_out = (sum(column) for column in zip(*counts, strict=True))
         return LoadReport(rows, left_out, report.remarks)
 
     def _note_load(self, op: str, snapshot: Snapshot, whole: bool) -> None:
-        """Once every rank has verified its part: let the record say that the rows are replaced."""
+        """Note in the record that the rows are replaced. Called once every rank has verified its part."""
         world, member, id = self.world, self.member, snapshot.manifest.id if whole else None
         check_row_count(world, op, snapshot, lambda: snapshot.shard_rows)
         with ExitStack() as noting:
-            if id is not None:  # the next run loads it, from here on
+            if id is not None:  # from here on, the next run loads the snapshot
                 loads = {} if member is None else {member: id}
                 world.call_on_all_ranks(f"{op}: noted", lambda: noting.enter_context(loading(loads)))
             writes = world.all_gather_object(f"{op}: marks", lambda: self.own.begin_load(notes=not whole))
@@ -389,136 +401,142 @@ class Snapshots:
                 member.replaced(id)
 
     def _lose(self, name: str) -> str:
-        """Let the rows close without a clean marker, so that old rows of one rank do not pass for those of a load."""
-        lost = f"embedding {self.name!r}: loading snapshot {name!r} failed during its changes, and the rows are closed"
-        self.own.lose(StoreError(lost))
-        return lost
+        """Mark the rows as failed, so that they close without a clean marker. Returns the error text.
 
-    def _close_all(self, lost: str) -> None:
-        """Close the rows, if some ranks have those of a load and others do not: every rank calls it."""
-        last = f"recovers from snapshot {self.last!r}" if self.last else "begins empty"
-        log.error("%s on all ranks; create it again, and it %s", lost, last)
+        Otherwise a rank with old rows would resume from them, as if they were loaded.
+        """
+        problem = (
+            f"embedding {self.name!r}: loading snapshot {name!r} failed during its changes, so its rows are closed"
+        )
+        self.own.lose(StoreError(problem))
+        return problem
+
+    def _close_all(self, problem: str) -> None:
+        """Close the rows after a load that only some ranks completed. Every rank calls it."""
+        next_run = f"recovers from snapshot {self.last!r}" if self.last else "begins empty"
+        log.error("%s on all ranks; create it again, and it %s", problem, next_run)
         _, error = catch(self._close)
         if error is not None:
             log.error("closing the rows of embedding %r failed as well: %s", self.name, error)
 
-    def check_rows(self, place: Path, selection: Selection = ALL) -> None:
-        """Read and check all that `load_rows` needs. Raises what `check_snapshot` does."""
-        op = f"checking snapshot {place.name!r} of embedding {self.name!r}"
-        snapshot: Snapshot = self.world.call_on_all_ranks(op, lambda: open_snapshot(place))
+    def check_rows(self, path: Path, selection: Selection = ALL) -> None:
+        """Read and check the snapshot `path` for `load_rows`. Raises the same errors as `check_snapshot`."""
+        op = f"checking snapshot {path.name!r} of embedding {self.name!r}"
+        snapshot: Snapshot = self.world.call_on_all_ranks(op, lambda: open_snapshot(path))
         self.check_snapshot(snapshot, selection)
-        if self.place is not None and selection.can_recover:
-            self._on_rank_0(op, lambda store: check_linked(snapshot, store.snapshots / place.name))
+        if self._folder is not None and selection.can_recover:
+            self._on_rank_0(op, lambda store: check_linked(snapshot, store.snapshots / path.name))
 
     def check_snapshot(self, snapshot: Snapshot, selection: Selection = ALL) -> None:
-        """Read and check all that a load needs. SnapshotError for a damaged or unfit snapshot, OptimizerError.
+        """Read and check a snapshot before a load.
 
-        InputError for a number that a narrower dtype cannot hold.
+        Raises SnapshotError if it is damaged or does not fit, OptimizerError, and InputError for a number that a
+        narrower dtype cannot hold.
         """
-        part = self._part_of(snapshot)
+        shard = self._shard_of(snapshot)
 
         def check() -> dict[str, int]:
-            fitted = self.own.fitted(part, selection)
-            part.verify()
+            fitted = self.own.fitted(shard, selection)
+            shard.verify()
             if fitted.types is not None:
-                for _ in fitted.rows_of(part, LoadReport()):
+                for _ in fitted.rows_of(shard, LoadReport()):
                     pass
-            return part.shard_rows
+            return shard.shard_rows
 
-        check_row_count(self.world, f"checking snapshot {snapshot.name!r} of embedding {self.name!r}", part, check)
+        check_row_count(self.world, f"checking snapshot {snapshot.name!r} of embedding {self.name!r}", shard, check)
 
-    def _part_of(self, snapshot: Snapshot) -> Snapshot:
-        """The snapshot as this process reads it: its own rows alone. Local."""
+    def _shard_of(self, snapshot: Snapshot) -> Snapshot:
+        """Return the snapshot restricted to this process's rows. Local."""
         return snapshot if self._shard is None else snapshot.of_shard(self._shard)
 
-    # names of rows
+    # references in state_dicts
 
     def rows_reference(self) -> RowsReference:
-        """The step of the rows, now or when they were closed, and the last snapshot, if it is of that step.
+        """Return a reference to the present rows, or to those at the close. It names `last` if that holds them.
 
-        Raises deferred errors of earlier steps. Local.
+        Raises earlier steps' deferred errors. Local.
         """
         step = self.own.step
-        return reference_at(step, self.place, self.last, None if self.place is None else self.own.version)
+        return reference_at(step, self._folder, self.last, None if self._folder is None else self.own.version)
 
-    def go_to(self, awaited: RowsReference) -> bool:
-        """Load the snapshot that a state_dict names, unless the rows are those already.
+    def restore(self, pending: RowsReference) -> bool:
+        """Load the snapshot that a state_dict names, unless the embedding has these rows already.
 
-        Returns whether they are. Raises what a load does.
+        Returns False if the rows cannot be found. Raises the same errors as `load_snapshot`.
         """
         op = f"loading the state of embedding {self.name!r}"
-        self.world.handshake(op, same={"state_dict": awaited._asdict()})
-        there = saved_as(self.place, awaited.snapshot)
+        self.world.handshake(op, same={"state_dict": pending._asdict()})
+        saved = reference_of_snapshot(self._folder, pending.snapshot)
 
-        def is_found() -> bool | None:
-            self.local_table.check()  # ClosedError
-            return is_at(awaited, self.rows_reference(), there)
+        def compare() -> bool | None:
+            self.local_table.check()  # raises ClosedError
+            return matches(pending, self.rows_reference(), saved)
 
-        found: bool | None = self.world.all_gather_object(op, is_found)[0]
-        if found is None and awaited.snapshot is not None:
-            self.load_snapshot(awaited.snapshot)
-        return found is not False
+        is_present: bool | None = self.world.all_gather_object(op, compare)[0]
+        if is_present is None and pending.snapshot is not None:
+            self.load_snapshot(pending.snapshot)
+        return is_present is not False
 
-    # what checkpoints have, and retention
+    # snapshots of checkpoints, and retention
 
-    def link_rows(self, place: Path) -> None:
-        """Let the snapshot of that name in the store folder be `place` as well. SnapshotError."""
-        op, ours = self.op(f"linking snapshot {place.name!r}"), self.folder / place.name
-        self._on_rank_0(op, lambda store: link_snapshot(Snapshot.open(ours), place))
+    def link_rows(self, path: Path) -> None:
+        """Link the snapshot of that name in the store folder to `path`. Raises SnapshotError."""
+        op, stored = self.op(f"linking snapshot {path.name!r}"), self.folder / path.name
+        self._on_rank_0(op, lambda store: link_snapshot(Snapshot.open(stored), path))
 
-    def link_in(self, place: Path, linking: ExitStack) -> Path:
-        """The snapshot `place` in the store folder, where rank 0 links it."""
-        op = f"linking snapshot {place.name!r} of embedding {self.name!r}"
-        self._on_rank_0(op, lambda store: linking.enter_context(linked(place, store)))
-        return self.folder / place.name
+    def link_in(self, path: Path, linking: ExitStack) -> Path:
+        """Link the snapshot `path` into the store folder, on rank 0, and return its path there."""
+        op = f"linking snapshot {path.name!r} of embedding {self.name!r}"
+        self._on_rank_0(op, lambda store: linking.enter_context(linked(path, store)))
+        return self.folder / path.name
 
     def drop_rows(self, saved: Snapshot) -> None:
-        """Remove the snapshot that a replaced checkpoint linked, unless others or the live rows need it.
+        """Remove the snapshot of a replaced checkpoint, unless other snapshots or recovery need it.
 
-        Raises SnapshotError if this is unknown, or the snapshot cannot be removed. Local: rank 0 does it.
+        Raises SnapshotError if that cannot be found out, or the snapshot cannot be removed. Local, on rank 0.
         """
         if self.store is not None:
             with self.local_table.lock:
                 remove_if_unreferenced(self.store, saved)
 
     def discard_rows(self, name: str) -> None:
-        """Remove a snapshot of a checkpoint that failed. After a kill the one before it counts. Local, on rank 0."""
+        """Remove the snapshot of a failed checkpoint. After a kill, the one before it is used. Local, on rank 0."""
         if self.store is not None:
             remove_snapshot(self.store.snapshots / name)
 
     def prune(self, keep_last: int, keep_every: int | None) -> list[str]:
-        """Remove snapshots as `prune` says. Returns the names of those that are gone. OptionError, SnapshotError."""
-        op = f"pruning snapshots of embedding {self.name!r}"  # also if a rank is at another step
+        """Remove old snapshots and return their names. Raises OptionError, SnapshotError."""
+        op = f"pruning snapshots of embedding {self.name!r}"  # without the step, since ranks may be at different steps
         _, error = catch(lambda: (self.local_table, self.folder))
         self.world.handshake(op, error, {"keep_last": keep_last, "keep_every": keep_every} if error is None else None)
         return list(self.world.call_on_rank_0(op, lambda: self.prune_here(keep_last, keep_every)))
 
     def prune_here(self, keep_last: int, keep_every: int | None) -> list[str]:
-        """`prune` in this process alone, on rank 0."""
+        """Prune without the other ranks, on rank 0."""
         table, store = self.local_table, self.checked_store()
-        with table.lock:  # a snapshot that is being saved is not listed yet, and is based on no other
+        with table.lock:  # a snapshot that is being saved is not listed yet, and is the child of no other
             saving = table.observers.saving
-            if self._saving is None and (saving is None or saving.done):  # of ranks, one may be getting its name
+            if self._saving is None and (saving is None or saving.done):  # or a temporary folder is in use
                 store.clear_snapshots()
             return [snapshot.name for snapshot in prune(store, keep_last, keep_every).removed]
 
     def names(self) -> list[str]:
-        """The names of the snapshots in the store folder. Local."""
+        """Return the snapshots' names. Local."""
         return [one.name for one in list_snapshots(self.folder).snapshots]
 
     def _on_rank_0(self, op: str, call: Callable[[StoreFolder], object]) -> None:
-        """Do `call` with the store folder, if there is one, on rank 0. What it raises is raised on all ranks."""
+        """Call `call` with the store folder on rank 0, if there is one. Its error is raised on all ranks."""
         self.world.call_on_all_ranks(op, lambda: None if self.store is None else call(self.checked_store()))
 
 
-def open_snapshot(place: Path) -> Snapshot:
-    """The snapshot `place`, whose name a store can have. Raises SnapshotError."""
-    check_name(place.name)
-    return Snapshot.open(place)
+def open_snapshot(path: Path) -> Snapshot:
+    """Open the snapshot `path` after checking its name. Raises SnapshotError."""
+    check_name(path.name)
+    return Snapshot.open(path)
 
 
-def no_place(name: str) -> SnapshotError:
-    """The error for an embedding without a folder."""
+def no_folder_error(name: str) -> SnapshotError:
+    """Return the error for an embedding without a store folder."""
     return SnapshotError(
         f"embedding {name!r} has no persistent_path, so no place for snapshots; give one in its store options"
     )

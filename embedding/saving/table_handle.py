@@ -1,4 +1,4 @@
-"""The handle of an embedding to its rows, while they are open: in this process alone."""
+"""The handle through which an embedding uses its open rows, if this process has all rows."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _by_folder: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary(
 
 
 class TableHandle(LocalTable):
-    """The open rows of an embedding that has all of them in this process. A process has one handle of a folder.
+    """The open rows of an embedding, all in this process. There is one handle for a folder.
 
-    awaited: of the embedding, the rows of a loaded state that it does not have.
+    pending: the embedding's references to rows that a loaded state_dict names but the embedding does not have yet.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class TableHandle(LocalTable):
         device: torch.device,
         group: TrainingGroup | None = None,
         for_load: bool = False,
-        awaited: Sequence[RowsReference] = (),
+        pending: Sequence[RowsReference] = (),
     ) -> None:
-        self.world, self.awaited = World.of_one(), awaited
+        self.world, self.pending = World.of_one(), pending
         folder = claimed_folder(spec, options)
         super().__init__(spec, options, optimizer, device, group=group, for_load=for_load)
         self.snapshots = Snapshots(self, self.world, None if self.store is None else self.store.snapshots, self.store)
@@ -53,38 +53,41 @@ class TableHandle(LocalTable):
 
     @property
     def local_table(self) -> OpenTable:
-        """The open table with the rows that this process has. ClosedError."""
+        """The open table with this process's rows. Raises ClosedError."""
         return self.table
 
     def load_state(self, tensors: Mapping[str, Any]) -> None:
-        """Replace all rows. SnapshotError, StoreError, OptimizerError; if it raises, nothing has changed."""
+        """Replace all rows. Raises SnapshotError, StoreError, OptimizerError; then nothing has changed."""
         self.load_tensors(RowTensors.parse(tensors))
 
 
 def register(folder: str | None, handle: Any) -> None:
-    """Let a handle have a folder, which `claimed_folder` has returned."""
+    """Register a handle for a folder that `claimed_folder` has returned."""
     if folder is not None:
         _by_folder[folder] = handle
 
 
 def claimed_folder(spec: TableSpec, options: StoreOptions) -> str | None:
-    """The real path of an embedding's folder; None without one. StoreError if another of this process has it open."""
+    """Return the embedding folder's real path, or None without one.
+
+    Raises StoreError if another embedding in this process has it open.
+    """
     if options.persistent_path is None:
         return None
     folder = os.path.realpath(Path(options.persistent_path) / spec.name)
     if _find_open(folder) is not None:
-        gc.collect()  # an embedding that nobody can use may wait in a circle of references
+        gc.collect()  # an unreachable embedding may be waiting in a reference cycle
     if _find_open(folder) is not None:
         raise StoreError(
             f"embedding {spec.name!r}: another embedding of that name in this process has {folder} open; use that one "
-            "in both places, or call its close(), or give one of them another name or persistent_path, or del all that "
-            "holds the other one, such as its EagerOptimizer"
+            "in both places, or call its close(), or give one of them another name or persistent_path, or delete the "
+            "other one with all that holds it, such as its EagerOptimizer"
         )
     return folder
 
 
 def open_handle(store: str) -> Any:
-    """The handle of this process to a store, by the real path of its folder. Raises StoreError if it has none open."""
+    """Return this process's handle to a store, by the folder's real path. Raises StoreError if it is not open."""
     handle = _find_open(store)
     if handle is None:
         raise StoreError(f"process {os.getpid()} does not have {store!r} open; save that store by itself")
@@ -93,4 +96,4 @@ def open_handle(store: str) -> Any:
 
 def _find_open(folder: str) -> Any:
     handle = _by_folder.get(folder)
-    return None if handle is None or handle.own.own_open is None else handle
+    return None if handle is None or handle.own.table_if_open is None else handle

@@ -1,7 +1,7 @@
-"""Saves of tables, of one or several, of one process or of ranks.
+"""Writes snapshots of one or several tables, in one process or over ranks.
 
-Each rank writes its rows into temporary folders. Once all are durable, rank 0 gives each snapshot its name, and one
-write of the record makes all of them count. If a rank fails, all of them are removed.
+Each rank writes its rows into temporary folders. Once these are durable, rank 0 renames them to the snapshots' names,
+and writes the record once, so that all the snapshots count or none. If a rank fails, all are removed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ...snapshots.store.save import Part, SaveSource, write_part
 
 
 class TableSave:
-    """A snapshot of one table that has begun on all ranks, of the rows as they are now. Each rank writes its rows.
+    """One table's snapshot, begun on all ranks. Each rank writes its rows as they were then.
 
-    folder: where it will be. parent: this rank's shard of it, for an incremental one. shard: None for all rows.
-    capture: of the rows as they are now, if they are of a store, on rank 0. is_of_state: whether a `state_dict()` makes
-    it, so that no other is based on it. when_saved: called with the id.
+    capture: these rows in the record, on rank 0. folder: the snapshot's final path. parent: this rank's
+    shard of the parent, if it is incremental. shard: None for all rows. is_of_state: True if it is saved for a
+    `state_dict()`, so that it never becomes a parent. on_saved: called with the snapshot's id.
     """
 
     def __init__(
@@ -42,30 +42,31 @@ class TableSave:
         parent: Snapshot | None,
         shard: HashShard | None,
         is_of_state: bool = False,
-        when_saved: Callable[[str], None] = lambda id: None,
+        on_saved: Callable[[str], None] = lambda id: None,
     ) -> None:
         self.table, self.capture = table, capture
         self._folder, self._kind, self._source, self._parent, self._shard = folder, kind, source, parent, shard
-        self.is_of_state, self._when_saved = is_of_state, when_saved
+        self.is_of_state, self._on_saved = is_of_state, on_saved
         self._image: ForegroundSave | None = None
         self._part = Part(0, {})
 
     def begin_image(self, ending: ExitStack) -> bool:
-        """Let this thread read an image of the rows as they are now, while others go on. False if it has to scan them.
+        """Begin an image of the rows, so that other threads can train during the save.
 
-        ending: what ends the save for other threads.
+        Returns False if there can be no image, and the rows must be scanned under the table's lock. ending: gets the
+        call that ends the image.
         """
-        if self._shard is None and self._kind == "full" and not self.table.processor.defers_errors:  # a GPU's memory
+        if self._shard is None and self._kind == "full" and not self.table.processor.defers_errors:  # not on a GPU
             self._image = self.table.observers.save_here(f"snapshot {self._folder.name!r}")
             ending.callback(self._image.end)
         return self._image is not None
 
     def begin_in_background(self, write: Callable[[Chunks], None], max_bytes: int) -> BackgroundSave:
-        """Let a thread pass the rows as they are now to `write`."""
+        """Start a thread that passes the rows as they are now to `write`."""
         return self.table.observers.save_in_background(f"snapshot {self._folder.name!r}", write, max_bytes)
 
     def write(self, progress: ProgressCallback | None = None, chunks: Chunks | None = None) -> None:
-        """Write the rows of this rank. chunks: these rows, from an image."""
+        """Write this rank's rows. chunks: the rows, if they come from an image."""
         if self._image is not None and chunks is None:
             self._image.read(lambda rows: self.write(progress, rows))
             return
@@ -74,14 +75,17 @@ class TableSave:
         self._part = write_part(self._folder, self._kind, self._source, self._parent, progress, self._shard, chunks)
 
     def written(self) -> list[Any]:
-        """What this rank has written, for `finish` on rank 0."""
+        """Return how many rows and which files this rank has written, for `finish` on rank 0."""
         files = {name: [file.rows, file.bytes, file.crc32] for name, file in self._part.files.items()}
         return [self._part.rows, files]
 
     def finish(self, parts: Sequence[list[Any]]) -> str:
-        """On rank 0, write the manifest: the snapshot is complete but for its name. parts: `written` of all ranks."""
+        """Write the manifest, on rank 0, and return the id. Only the name is missing then.
+
+        parts: what `written` returned on each rank.
+        """
         entries = sorted((name, entry) for _, files in parts for name, entry in files.items())
-        made = finish(
+        manifest = finish(
             temporary_path(self._folder),
             self._source.description,
             sum(rows for rows, _ in parts),
@@ -91,17 +95,17 @@ class TableSave:
             parts=None if self._shard is None else len(parts),
             id=self._source.id,
         )
-        return made.id
+        return manifest.id
 
     def end(self, id: str, from_image: bool) -> None:
-        """The snapshot has its name: note what changes from here on if that is asked for, and the rows' version."""
+        """Called when the snapshot has its name. Starts to track changes for the next incremental one, if needed."""
         with self.table.lock:
             observers = self.table.observers
             if from_image or self._image is not None:
                 observers.changes_saved(id)
             elif self._kind == "incremental" or observers.changes is not None:
                 observers.track_changes(id)
-            self._when_saved(id)
+            self._on_saved(id)
             if self.capture is not None and self._shard is None:
                 drop_replaced(self.capture.member.store.snapshot_store)
 
@@ -114,9 +118,9 @@ def write_and_commit(
     locks: ExitStack,
     progress: ProgressCallback | None = None,
 ) -> None:
-    """Write all that have begun and give them their names.
+    """Write snapshots that have begun, and give them their names.
 
-    locks: of the tables, which are released before if an image has the rows of each.
+    locks: the tables' locks. They are released before writing if all tables have an image.
     """
     with ExitStack() as ending:
         have_images = [save.begin_image(ending) for save in saves]
@@ -137,7 +141,7 @@ def commit(
 ) -> list[str]:
     """Give all snapshots their names, once every rank has written its rows. Returns their ids.
 
-    error: what this rank failed with. It is raised on all ranks.
+    error: this rank's error, if it failed. It is raised on all ranks.
     """
 
     def written() -> list[Any]:
@@ -148,7 +152,7 @@ def commit(
     ranks = world.all_gather_object(op, written)
 
     def put_in_place() -> list[str]:
-        ids = [save.finish([parts[at] for parts in ranks]) for at, save in enumerate(saves)]
+        ids = [save.finish([parts[number] for parts in ranks]) for number, save in enumerate(saves)]
         captured = {save.capture: id for save, id in zip(saves, ids, strict=True) if save.capture is not None}
         new.then(lambda: saved(captured, is_parent=not saves[0].is_of_state))
         new.put_in_place()

@@ -1,1 +1,1 @@
-"""Rows in PyTorch's state dictionaries and in the snapshots of a model."""
+"""Rows in state_dicts, and snapshots of whole models."""

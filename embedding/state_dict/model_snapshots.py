@@ -1,4 +1,4 @@
-"""Snapshots of all embeddings of a model: one name in every store folder, all from the same step."""
+"""Saves and loads all embeddings in a model together, under one snapshot name and from the same step."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .saved_rows import SavedRows, rows_stay
 
 
 class ModelSnapshots:
-    """What has embeddings, and saves and loads the rows of all of them together."""
+    """Mixin for modules and optimizers: saves and loads all their embeddings together."""
 
     def _snapshot_embeddings(self) -> list[SavedRows]:
-        """The embeddings whose rows these are."""
+        """Return the embeddings to save and load."""
         assert isinstance(self, nn.Module)
         return [module for module in self.modules() if isinstance(module, SavedRows)]
 
@@ -31,21 +31,40 @@ class ModelSnapshots:
     def save_snapshot(
         self, snapshot_name: str, kind: str = "full", background: bool = False, *, overwrite: bool = False
     ) -> SaveHandle | None:
-        """Save the rows of all embeddings under one name, each in its store folder, between two steps.
+        """Save all embeddings under one name, each in its store folder, between two steps.
 
-        If it raises, none of the snapshots exists, unless the error says so. The arguments are those of
-        `MultiTableEmbedding.save_snapshot`. An embedding without a parent for an incremental snapshot is saved full.
-        SnapshotError, also if an embedding has no persistent_path;
-        StoreError, OptionError.
+        If this raises, no snapshot was saved, unless the error says otherwise.
+
+        Args:
+            snapshot_name, kind, background, overwrite: as in `MultiTableEmbedding.save_snapshot`. With
+                kind="incremental", an embedding without a parent snapshot is saved full.
+
+        Returns:
+            A `SaveHandle` for a save in the background, otherwise None.
+
+        Raises:
+            SnapshotError: the name is invalid or taken, or an embedding has no persistent_path.
+            StoreError: rows cannot be read or written.
+            OptionError: `kind` is invalid or does not fit, or the embeddings have different worlds.
         """
         tables, world = self._snapshots(), _world_of(self._stored())
         return save_together(world, tables, snapshot_name, kind, overwrite, background)
 
     def load_snapshot(self, snapshot_name: str) -> list[LoadReport]:
-        """Replace the rows of all embeddings by those of their snapshots of that name, which were saved together.
+        """Load the snapshots that `save_snapshot` saved under one name, replacing all rows.
 
-        All are verified before a row is replaced. Returns a report for each embedding. SnapshotError, StoreError,
-        OptimizerError.
+        All snapshots are verified before a row is replaced.
+
+        Args:
+            snapshot_name: the snapshots' name.
+
+        Returns:
+            A `LoadReport` for each embedding.
+
+        Raises:
+            SnapshotError: a snapshot is missing or damaged, or does not fit, or they were saved at different steps.
+            StoreError: a store cannot be read or written.
+            OptimizerError: a snapshot contains another optimizer's state.
         """
         tables, world = self._snapshots(for_load=True), _world_of(self._stored())
         reports = load_together(world, tables, snapshot_name)
@@ -53,65 +72,75 @@ class ModelSnapshots:
         return reports
 
     def keep_rows(self) -> None:
-        """Keep the rows as they are, though a loaded state_dict is of others."""
+        """Accept all present rows, although a loaded state_dict names others."""
         for embedding in self._snapshot_embeddings():
             embedding.keep_rows()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As torch's. strict: False lets rows that the state is not of stay, with a warning."""
+        """Load a state_dict, as torch does.
+
+        Args:
+            state_dict, assign: as in torch.
+            strict: if False, also keep the present rows, with a warning, if the state_dict's rows cannot be loaded.
+        """
         with rows_stay(strict is False):
             return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """As torch's. What an embedding refuses is raised before any module is converted."""
+        """Convert or move the module, as torch does. Raises an embedding's error before any module is converted."""
         for embedding in self._snapshot_embeddings() if recurse else ():
             converter(embedding, fn, f"Nothing of the {type(self).__name__} is converted by now")
         return super()._apply(fn, recurse)  # type: ignore[misc]
 
     def prune_snapshots(self, keep_last: int, keep_every: int | None = None) -> dict[str, list[str]]:
-        """Remove snapshots of all embeddings, as `MultiTableEmbedding.prune_snapshots`. Returns names by embedding."""
+        """Remove old snapshots of all embeddings.
+
+        Args:
+            keep_last, keep_every: as in `MultiTableEmbedding.prune_snapshots`.
+
+        Returns:
+            The names of the removed snapshots, by embedding.
+        """
         return {one.name: one.prune_snapshots(keep_last, keep_every) for one in self._stored()}
 
     def _stored(self) -> list[SavedRows]:
-        found = self._snapshot_embeddings()
-        if not found:
+        embeddings = self._snapshot_embeddings()
+        if not embeddings:
             raise SnapshotError("there is no embedding whose rows could be saved or loaded; give the module one")
-        return found
+        return embeddings
 
     def _snapshots(self, for_load: bool = False) -> list[Any]:
         return [embedding.table_handle(for_load).snapshots for embedding in self._stored()]
 
 
-def save_rows(embeddings: Sequence[SavedRows], places: Sequence[Path]) -> None:
-    """Save the rows of embeddings as the snapshots `places`, from the same step."""
+def save_rows(embeddings: Sequence[SavedRows], paths: Sequence[Path]) -> None:
+    """Save each embedding as the snapshot at the same position in `paths`, all from the same step."""
     world = _world_of(embeddings)
     tables = [embedding.table_handle().snapshots for embedding in embeddings]
     stored = [embedding.store_options.persistent_path is not None for embedding in embeddings]
     if any(stored):
-        save_together(world, [*compress(tables, stored)], places[0].name)
-    for table, is_stored, place in zip(tables, stored, places, strict=True):
-        (table.link_rows if is_stored else table.save_rows)(place)
+        save_together(world, [*compress(tables, stored)], paths[0].name)
+    for table, is_stored, path in zip(tables, stored, paths, strict=True):
+        (table.link_rows if is_stored else table.save_rows)(path)
 
 
-def load_rows(embeddings: Sequence[SavedRows], places: Sequence[Path], selection: Selection = ALL) -> None:
-    """Load the rows of embeddings, or a selection of what they have, from the snapshots `places`."""
+def load_rows(embeddings: Sequence[SavedRows], paths: Sequence[Path], selection: Selection = ALL) -> None:
+    """Load each embedding's rows, or a selection, from the snapshots at `paths`."""
     world = _world_of(embeddings)
     tables = [embedding.table_handle(for_load=True).snapshots for embedding in embeddings]
     stored = [selection.can_recover and embedding.store_options.persistent_path is not None for embedding in embeddings]
-    for table, is_stored, place in zip(tables, stored, places, strict=True):
+    for table, is_stored, path in zip(tables, stored, paths, strict=True):
         if not is_stored:
-            table.load_rows(place, selection)
+            table.load_rows(path, selection)
     if any(stored):
-        load_rows_together(world, [*compress(tables, stored)], [*compress(places, stored)])
+        load_rows_together(world, [*compress(tables, stored)], [*compress(paths, stored)])
     for embedding in embeddings:
         embedding.keep_rows()
 
 
 def _world_of(embeddings: Sequence[SavedRows]) -> World:
-    """The ranks that share the rows of all of them. OptionError where some are shared otherwise than others."""
+    """Return the world that all embeddings have in common. Raises OptionError if they differ."""
     worlds = {id(embedding.world): embedding.world for embedding in embeddings}
     if len(worlds) > 1:
-        raise OptionError(
-            "some of these embeddings have another world than the others; save and load those of one world together"
-        )
+        raise OptionError("these embeddings have different worlds; save and load those of one world together")
     return next(iter(worlds.values()), None) or World.of_one()

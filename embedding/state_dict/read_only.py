@@ -1,6 +1,6 @@
-"""Copies of rows and of their optimizer states, into which a write raises.
+"""Read-only copies of rows and optimizer states.
 
-In FBGEMM and TorchRec a write into a tensor of rows is a write into the table. Here it would change a copy alone.
+In FBGEMM and TorchRec, writing to a tensor of rows writes to the table. Here it would only change a copy, so it raises.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from ...engine.errors import InputError
 from ..autograd.shadow import is_mix, is_write, name_of, shares_memory
 
 _A_COPY = (
-    "they are a copy, so no row of the embedding would change, and the next state may have other rows in their places; "
+    "they are a copy, so no row of the embedding would change, and the next state_dict may order rows differently; "
     "give a state to load_state_dict, call put or load_dense, average what tierbed.to_dense_state_dict(model) returns, "
     "or clone() the tensor"
 )
-WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")  # besides names that end in _
+WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")  # and names that end in _
 
 
 class ReadOnlyCopy(Tensor):
-    """A tensor whose in-place operations, and those of its views, raise InputError. Tensors computed from it are plain.
+    """A tensor that raises InputError if it or a view of it is changed in place. Tensors computed from it are plain.
 
-    A view that is made inside of torch.compile is plain too: a write into it changes the copy and raises nothing.
+    Views made inside torch.compile are plain as well: writing to one changes the copy and raises nothing.
     """
 
     def __new__(cls, tensor: Tensor, *_: Any) -> Self:
-        if tensor.is_inference():  # it has no versions
+        if tensor.is_inference():  # such tensors count no versions
             with torch.inference_mode(False):
                 tensor = tensor.clone()
         with torch._C.DisableTorchFunctionSubclass():
             return tensor.as_subclass(cls)
 
     def __init__(self, tensor: Tensor, remedy: str) -> None:
-        """A read-only view of `tensor`. remedy: the message of the error."""
+        """Make a read-only view of `tensor`. remedy: the error's message."""
         self.remedy = remedy
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if torch.compiler.is_compiling():  # Dynamo traces this method, and knows neither versions nor memory
+        if torch.compiler.is_compiling():  # Dynamo traces this method, but supports neither versions nor storage
             if func.__name__ in WRITES or (func.__name__[-1] == "_" and func.__name__[-2] != "_"):
                 raise InputError("not in compiled code: Dynamo runs the write as it is, and it raises the remedy")
             with torch._C.DisableTorchFunctionSubclass():
@@ -53,7 +53,7 @@ class ReadOnlyCopy(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             copies = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, cls)]
             if copies and func is Tensor.__format__:
-                return Tensor.__format__(copies[0].as_subclass(Tensor), *args[1:])  # a subclass takes no format
+                return Tensor.__format__(copies[0].as_subclass(Tensor), *args[1:])  # subclasses support no format
             versions = [copy._version for copy in copies]
             result = func(*args, **(kwargs or {}))
             for copy, version in zip(copies, versions, strict=True):
@@ -66,7 +66,7 @@ class ReadOnlyCopy(Tensor):
         return _read_only_view(result, copies)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        if self.remedy:  # torch calls no __torch_function__ for it
+        if self.remedy:  # torch does not call __torch_function__ for set_
             raise InputError(self.remedy)
         return super().set_(*args, **kwargs)
 
@@ -78,7 +78,7 @@ class ReadOnlyCopy(Tensor):
 
 
 def _read_only_view(result: Any, copies: Sequence[ReadOnlyCopy]) -> Any:
-    """The result of an operation, read-only if it is a view of one of the copies."""
+    """Return an operation's result, read-only if it is a view of a copy."""
     if type(result) is not Tensor or result.layout != torch.strided:
         return result
     with torch._C.DisableTorchFunctionSubclass():
@@ -91,40 +91,40 @@ def _read_only_view(result: Any, copies: Sequence[ReadOnlyCopy]) -> Any:
 
 
 class StateTensor(ReadOnlyCopy):
-    """A tensor of a state_dict(). A write into it or a view of it is refused, and so is an average with it.
+    """A state_dict()'s tensor of rows. Writing to it or a view raises, and so does averaging with it.
 
-    torch.distributed.checkpoint loads it at any size: it writes it as an object, not as a tensor.
+    torch.distributed.checkpoint saves it as an object, not as a tensor, so that it can be loaded at any size.
     """
 
     def __init__(self, tensor: Tensor, is_whole: bool, is_own: bool = False) -> None:
-        """is_whole: False on a rank whose rows are in the state of rank 0. is_own: True for a copy to write to."""
+        """is_whole: False on ranks whose rows are in rank 0's state_dict. is_own: True for a writable copy."""
         super().__init__(tensor, "" if is_own else f"the rows of a state_dict(): {_A_COPY}")
         self.is_whole, self.is_own = is_whole, is_own
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given, name = kwargs or {}, name_of(func)
+        kwargs, name = kwargs or {}, name_of(func)
         with torch._C.DisableTorchFunctionSubclass():
-            states = [one for one in pytree.tree_leaves((args, given)) if isinstance(one, cls)]
-            writes, target = is_write(func) or given.get("out") is not None, args[0] if args else None
+            states = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, cls)]
+            writes, target = is_write(func) or kwargs.get("out") is not None, args[0] if args else None
             if (writes and any(not one.is_own if one is target else name != "copy_" for one in states)) or (
                 not writes and is_mix(func) and any(one.is_floating_point() for one in states)
             ):
                 raise InputError(f"{name} of the rows of a state_dict(): {_A_COPY}")
-        return super().__torch_function__(func, types, args, given)
+        return super().__torch_function__(func, types, args, kwargs)
 
     def new_empty(self, *size: Any, **like: Any) -> StateTensor:
-        return StateTensor(super().new_empty(*size, **like), self.is_whole, True)  # async_save copies tensors by it
+        return StateTensor(super().new_empty(*size, **like), self.is_whole, True)  # async_save copies into it
 
     def __create_write_items__(self, name: str, value: Any) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import MetadataIndex  # takes a second
+        from torch.distributed.checkpoint.metadata import MetadataIndex  # here, since this import takes a second
         from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
         return [WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)] if self.is_whole else []
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor).__reduce_ex__(protocol)  # pickled it is a plain tensor
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)  # it is pickled as a plain tensor
 
     def __deepcopy__(self, memo: Any) -> StateTensor:
         return StateTensor(self.clone(), self.is_whole, True)

@@ -1,4 +1,12 @@
-"""The snapshots of an embedding, and its rows in a `state_dict()`: the rows themselves, or the name of a snapshot."""
+"""The snapshots of an embedding, and its rows in a `state_dict()`.
+
+Without a store folder, the state_dict holds the rows themselves, as tensors `rows.*`. Rows in a store folder are not in
+the state_dict. Its extra state names them instead, by step and version (`RowsReference`), and with
+`state_dict_snapshots` also by a snapshot that is saved then. When such a state is loaded, the reference is *pending*
+until the embedding has these rows: one that is open or in a training group loads the snapshot immediately, any other at
+its first use. If no snapshot holds the rows, every use raises SnapshotError, until another load succeeds or
+`keep_rows()` accepts the present rows.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +41,7 @@ from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.table.background_save import SaveHandle
 from ...snapshots.store.selection import LoadReport, Selection, Where
 from ..autograd.shadow import ShadowCopy
-from ..saving.rows_reference import NO_ROWS, UNKNOWN, RowsReference, of_unopened, stopped_at, unlike
+from ..saving.rows_reference import NO_ROWS, UNKNOWN, RowsReference, mismatch_text, reference_of_unopened, stopped_at
 from ..tables.names import next_seed
 from ..tables.rows_in_tensors import FIELDS, NOT_WHOLE, RowTensors
 from .read_only import StateTensor
@@ -41,53 +49,53 @@ from .read_only import StateTensor
 log = logging.getLogger("tierbed")
 
 EXTRA = "_extra_state"  # torch's name for extra state in a state_dict
-ROWS = "rows."  # begins the names of rows in a state_dict
+ROWS = "rows."  # prefix of the rows' tensors in a state_dict
 APART, STAY = "apart", "stay"
-ALONE = nullcontext()  # of calls that no other rank makes
-_EXTRA_BYTES = 1024  # more than a name of 200 bytes and a digest take
+ALONE = nullcontext()  # for calls that no other rank makes
+_EXTRA_BYTES = 1024  # enough for a snapshot's name, up to 200 bytes, and a digest
 _mode: ContextVar[str] = ContextVar("what states do with rows", default="")
 
 
 class SavedRows(EmbeddingBase):
     """An embedding whose rows are saved and loaded by name, and with `state_dict()`."""
 
-    _version = 3  # of the state_dict; version 1 had no extra state, and 2 a shadow [1]
+    _version = 3  # of the state_dict: version 1 lacked the extra state, and version 2 had a shadow [1]
     table_handle: Callable[..., Any]  # opens the table at the first use
-    rows = SimpleNamespace(**dict.fromkeys(FIELDS))  # get_state_dict of torch looks for what has the names in a state
+    rows = SimpleNamespace(**dict.fromkeys(FIELDS))  # torch's get_state_dict expects an attribute for each key
 
     def __init__(self) -> None:
-        nn.Module.__init__(self)  # not that of nn.Embedding, from which a subclass may inherit as well
+        nn.Module.__init__(self)  # not nn.Embedding's: a subclass may inherit from it as well
         self._handle: Any = None  # a `TableHandle`, from the first use on
         self.is_closed = self._has_seed = False
-        self._has_warned = False  # of its first state_dict
+        self._has_warned = False  # True after the first state_dict without rows
         self._calls_when_open: list[Callable[[], None]] = []
-        self._loading = RLock()  # held while the rows of a loaded state_dict are loaded
-        self.rows_are_chosen = False  # whether a load brought the rows, or the user keeps them whatever the rest is
-        self._awaited: list[RowsReference] = []  # the rows of a loaded state_dict that the embedding does not have yet
-        # empty, not None: graphs watch a value that is None, and would trace again
-        # the copy in the latest state_dict: its prefix there, a tensor of it, and the table, step and updates it is of
+        self._loading = RLock()  # held while a loaded state_dict's rows are loaded
+        self.rows_are_chosen = False  # True if a load brought the rows, or the user called keep_rows
+        self._pending: list[RowsReference] = []  # a loaded state_dict's rows, until the embedding has them
+        # These are empty tuples, not None: graphs guard on a value that is None, and would trace again.
+        # the copy in the latest state_dict: its prefix, one of its tensors, and its moment (`_moment`)
         self._copied: tuple[str, weakref.ref[Tensor], Any] | tuple[()] = ()
-        # by the latest load_state_dict: its list of errors, by which it is known, and the rows
+        # the latest load_state_dict: its list of errors, to identify the call, and the loaded tensors
         self._loaded: tuple[Any, list[weakref.ref[Tensor]]] | tuple[()] = ()
 
     @property
     def is_open(self) -> bool:
-        """Whether the embedding's store is open, from the first use to `close`."""
+        """True while the store is open: from the first use to `close`."""
         return self._handle is not None and not self.is_closed
 
     @property
-    def is_awaiting(self) -> bool:
-        """Whether the rows are to be those of a loaded state_dict, and are not yet."""
-        return bool(self._awaited)
+    def has_pending_rows(self) -> bool:
+        """True if a loaded state_dict names rows that the embedding does not have yet."""
+        return bool(self._pending)
 
     def fix_seed(self) -> None:
-        """Called at the first use: an embedding without a name has its own seed from here on."""
+        """Give an embedding without a name its seed. Called at the first use."""
         if not self._has_seed:
             self._has_seed = True
             self.spec = replace(self.spec, seed=next_seed(self.world is not None))
 
     def when_open(self, call: Callable[[], None]) -> None:
-        """Do `call` now, or when the store opens."""
+        """Call `call` now if the store is open, or as soon as it opens."""
         if self.is_open:
             call()
         else:
@@ -95,12 +103,12 @@ class SavedRows(EmbeddingBase):
 
     @property
     def open_handle(self) -> Any:
-        """The handle of the table, if it is open in this process; else None."""
+        """The table's handle if it is open in this process, or None."""
         handle = self._handle
-        return None if handle is None or self.is_closed or handle.own.own_open is None else handle
+        return None if handle is None or self.is_closed or handle.own.table_if_open is None else handle
 
     def raise_on_all_ranks(self) -> AbstractContextManager[None]:
-        """A block before the first collective of a call: what it raises on one rank is raised on all."""
+        """Return a context for code before a call's first collective: an error on one rank is raised on all."""
         return ALONE if self.world is None else self._raise_on_all_ranks(self.world)
 
     @contextmanager
@@ -116,14 +124,24 @@ class SavedRows(EmbeddingBase):
     def save_snapshot(
         self, snapshot_name: str, kind: str = "full", background: bool = False, *, overwrite: bool = False
     ) -> SaveHandle | None:
-        """Save all rows with optimizer state in the store folder. The snapshot is durable on return.
+        """Save all rows with their optimizer state in the store folder. The snapshot is durable on return.
 
-        kind: "full"; "incremental", what changed since the snapshot that was saved or loaded last; or "checkpoint" of
-        a cached_ssd store, by links to RocksDB's files (docs/snapshots.md).
-        background: return at once, while a thread saves the rows as they are now. `wait()` of the result returns when
-        the snapshot is durable, and raises what went wrong.
-        overwrite: whether to replace a snapshot of that name, atomically once the new one is durable. A parent of
-        another snapshot cannot be replaced. Raises SnapshotError, StoreError, OptionError.
+        Args:
+            snapshot_name: the snapshot's name, used for its folder.
+            kind: "full"; "incremental" for what changed since the snapshot that was saved or loaded last; or
+                "checkpoint" for links to the RocksDB files of a cached_ssd store. See docs/snapshots.md.
+            background: if True, return immediately. A thread saves the rows as they are now.
+            overwrite: if True, replace a snapshot with that name atomically, once the new one is durable. A snapshot
+                that is another one's parent cannot be replaced.
+
+        Returns:
+            A `SaveHandle` for a save in the background: its `wait()` returns once the snapshot is durable, or raises
+            the save's error. Otherwise None.
+
+        Raises:
+            SnapshotError: the name is invalid or taken, or the embedding has no persistent_path.
+            StoreError: the rows cannot be read or written.
+            OptionError: `kind` is invalid, or does not fit the store or the other arguments.
         """
         with self.raise_on_all_ranks():
             check_flags(OptionError, background=background, overwrite=overwrite)
@@ -139,18 +157,27 @@ class SavedRows(EmbeddingBase):
         weights_only: bool = False,
         convert: bool = False,
     ) -> LoadReport:
-        """Replace all rows by the rows of a snapshot, or by a selection of them. Returns what was loaded.
+        """Replace all rows by a snapshot's rows, or by a selection.
 
-        tables: the table ids, or names, to take. where: a function of arrays (table_ids [n], keys [n]) that gives bool
-        [n], the rows to take. weights_only: whether to leave out the optimizer's state; then the optimizer may be
-        another, and begins without state.
-        strict: whether all of the snapshot must fit. If not, tables that the embedding lacks or has under another name,
-        and another optimizer's state, are left out, as the report's `remarks` say.
-        convert: whether numbers of another dtype are converted: widening is exact, narrowing rounds to nearest even.
+        The snapshot is checked first. If this raises, the rows stay as they are.
 
-        The snapshot is checked first, and rows stay if this raises: SnapshotError if the snapshot is missing, damaged
-        or of another table; StoreError if its tables have other names; OptimizerError if its state is another
-        optimizer's; InputError for a selection that cannot be, or a number that a narrower dtype cannot hold.
+        Args:
+            snapshot_name: the snapshot's name.
+            tables: indices or names of the tables to load. Default: all.
+            where: a function of NumPy arrays (table_ids [n], keys [n]) that returns bool [n], True for rows to load.
+            strict: if True, all of the snapshot must fit. If False, tables that the embedding lacks or has under
+                another name are left out, and so is another optimizer's state; the report's `remarks` list them.
+            weights_only: if True, leave out the optimizer state. The optimizer may differ, and starts with new state.
+            convert: if True, convert numbers from another dtype. Widening is exact; narrowing rounds to nearest even.
+
+        Returns:
+            A `LoadReport` with the number of loaded rows, and remarks.
+
+        Raises:
+            SnapshotError: the snapshot is missing or damaged, or does not fit the tables.
+            StoreError: the snapshot's tables have other names.
+            OptimizerError: the snapshot contains another optimizer's state.
+            InputError: the selection is invalid, or a number is too large for a narrower dtype.
         """
         with self.raise_on_all_ranks():
             check_flags(InputError, strict=strict, weights_only=weights_only, convert=convert)
@@ -162,9 +189,14 @@ class SavedRows(EmbeddingBase):
 
     @checked_arguments("kind")
     def check_save(self, snapshot_name: str, kind: str = "full", *, overwrite: bool = False) -> None:
-        """Raise what `save_snapshot` would raise now for these arguments. Call it before the training to be saved.
+        """Check the arguments of a later `save_snapshot`, for example before a long training run.
 
-        SnapshotError for a name that cannot be used or is taken, or with `overwrite` cannot be replaced; OptionError.
+        Args:
+            snapshot_name, kind, overwrite: as in `save_snapshot`.
+
+        Raises:
+            SnapshotError: the name is invalid or taken, or with `overwrite` the snapshot cannot be replaced.
+            OptionError: `kind` is invalid or does not fit the store.
         """
         with self.raise_on_all_ranks():
             check_flags(OptionError, overwrite=overwrite)
@@ -172,10 +204,20 @@ class SavedRows(EmbeddingBase):
         handle.snapshots.check_save(snapshot_name, kind, overwrite)
 
     def prune_snapshots(self, keep_last: int, keep_every: int | None = None) -> list[str]:
-        """Remove snapshots from the store folder, and return the names of those removed. OptionError, SnapshotError.
+        """Remove old snapshots from the store folder.
 
-        keep_last: how many of the latest stay. keep_every: of each `keep_every` steps, the first snapshot
-        that reached them stays. `last_snapshot` stays, and so do the parents of snapshots that stay.
+        Args:
+            keep_last: how many snapshots to keep, counted from the latest.
+            keep_every: also keep the first snapshot at or after each multiple of this number of steps.
+
+        `last_snapshot`, snapshots that recovery needs, and the parents of kept snapshots are always kept.
+
+        Returns:
+            The removed snapshots' names.
+
+        Raises:
+            OptionError: an argument is invalid.
+            SnapshotError: a snapshot cannot be read or removed, or the embedding has no persistent_path.
         """
         with self.raise_on_all_ranks():
             handle = self.table_handle()
@@ -183,34 +225,33 @@ class SavedRows(EmbeddingBase):
 
     @property
     def last_snapshot(self) -> str | None:
-        """The snapshot that was saved or loaded last, or None. After a kill, recovery loads it."""
+        """The snapshot that was saved or loaded last, or that recovery restored after a kill; None without one."""
         return None if self._handle is None else self._handle.snapshots.last
 
     def keep_rows(self) -> None:
-        """Keep the rows as they are, though a loaded state_dict is of others, or the dense part of none."""
+        """Accept the present rows, although a loaded state_dict names other rows or the dense part is new."""
         self.rows_are_chosen = True
-        if self._awaited and not self.is_closed and self.store_options.persistent_path is not None:
+        if self._pending and not self.is_closed and self.store_options.persistent_path is not None:
             self.table_handle(for_load=True).keep_rows()
-        self._awaited.clear()
+        self._pending.clear()
 
     def get_extra_state(self) -> Tensor:
-        """The extra state in `state_dict()`: JSON as uint8 [1024], padded with blanks.
+        """Return the extra state of `state_dict()`: JSON as uint8 [1024], padded with blanks.
 
-        It has the `step` of the rows, a `snapshot` of them and its `digest`, and their `version`. Each is None if there
-        is none: for rows that were not used yet, or that the state itself holds. With state_dict_snapshots the snapshot
-        is saved now.
+        Its fields are the rows' `step` and `version`, and a `snapshot` with its `digest`. A field that does not apply
+        is None, for example for an unused embedding. With state_dict_snapshots the snapshot is saved now.
         """
         return extra_state_of(self._rows_reference())
 
     def _rows_reference(self) -> RowsReference:
-        """The name of the rows for a state_dict."""
-        if self._awaited:
-            return self._awaited[0]  # the framework is about to load once more, or saves what cannot be trained
+        """Return a reference to the rows for a state_dict."""
+        if self._pending:
+            return self._pending[0]  # a framework may be about to load again; or the rows cannot be trained
         options = self.store_options
-        kept, place = options.state_dict_snapshots, options.persistent_path
-        if not are_apart() and kept and detect_fake_mode() is None:
-            return self.table_handle().snapshots.save_for_state(None if kept is True else kept)
-        if not are_apart() and place is not None and not self._has_warned:
+        retained, path = options.state_dict_snapshots, options.persistent_path
+        if not are_apart() and retained and detect_fake_mode() is None:
+            return self.table_handle().snapshots.save_for_state(None if retained is True else retained)
+        if not are_apart() and path is not None and not self._has_warned:
             self._has_warned = True
             log.warning(
                 "embedding %r: state_dict() holds none of its rows, which are in its store folder; give "
@@ -220,36 +261,36 @@ class SavedRows(EmbeddingBase):
             )
         if self._handle is not None:
             return self._handle.snapshots.rows_reference()
-        if place is None or self.naming == "path" or self.world is not None or options.snapshot_path is not None:
+        if path is None or self.naming == "path" or self.world is not None or options.snapshot_path is not None:
             return RowsReference(None)
-        return of_unopened(Path(place) / self.name, options.open == "fresh")
+        return reference_of_unopened(Path(path) / self.name, options.open == "fresh")
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Load the extra state of `load_state_dict()`: the rows that it names.
+        """Load the rows that a state_dict's extra state names.
 
-        SnapshotError if no snapshot has them, here or at the first use of an embedding that is not open yet. From then
-        on every use raises it, until a load succeeds or `keep_rows()` is called.
+        Raises SnapshotError if no snapshot has them: here, or at the first use if the embedding is not open yet. From
+        then on every use raises it, until a load succeeds or `keep_rows()` is called.
         """
         if are_apart():
             return
         try:
-            awaited = RowsReference.parse(json.loads(bytes(state.to(torch.uint8).tolist())))
+            pending = RowsReference.parse(json.loads(bytes(state.to(torch.uint8).tolist())))
         except (AttributeError, RuntimeError, TypeError, ValueError, KeyError):
-            awaited = UNKNOWN
-        self.await_rows(awaited)
+            pending = UNKNOWN
+        self.await_rows(pending)
 
-    def await_rows(self, awaited: RowsReference) -> None:
-        """Let the rows be those that a loaded state_dict names, now or at the first use. SnapshotError.
+    def await_rows(self, pending: RowsReference) -> None:
+        """Load the rows that a loaded state_dict names, now or at the first use. Raises SnapshotError.
 
-        If that raises now, torch loads no module after this one: the others of the group raise as well.
+        If this raises, torch stops and loads no later module, so the other embeddings of the group raise as well.
         """
-        if awaited == RowsReference(None):  # of an embedding that was not used: it says nothing about its rows
+        if pending == RowsReference(None):  # the saved embedding was unused, so any rows will do
             return
-        self._awaited[:] = [awaited]
+        self._pending[:] = [pending]
         if self._handle is None and self.group is None and _mode.get() != STAY:
-            return  # an optimizer may be given the embedding before its first use
+            return  # wait for the first use: the embedding may get its optimizer before
         try:
-            self._await_rows()
+            self._load_pending()
         except Exception:
             for other in () if self.group is None else self.group.embeddings:
                 if other is not self:
@@ -257,39 +298,40 @@ class SavedRows(EmbeddingBase):
             raise
 
     def note_failed(self, stopped: str | None = None) -> None:
-        """A load failed, or stopped at `stopped`: it is not known that the rows belong to the rest of the model."""
-        self._awaited[:] = [UNKNOWN if stopped is None else stopped_at(stopped)]
+        """Called when a load failed, or stopped at `stopped`: the rows may not belong to the rest of the model."""
+        self._pending[:] = [UNKNOWN if stopped is None else stopped_at(stopped)]
 
-    def _await_rows(self) -> None:
+    def _load_pending(self) -> None:
         with self._loading:
-            if self._awaited:  # else another thread has loaded them meanwhile
-                self._load_awaited(self._awaited[0])
+            if self._pending:  # another thread may have loaded them meanwhile
+                self._load_reference(self._pending[0])
 
-    def _load_awaited(self, awaited: RowsReference) -> None:
+    def _load_reference(self, pending: RowsReference) -> None:
+        """Load the rows that a reference names. Raises SnapshotError if there are none, StoreError, OptimizerError."""
         handle, options = self.table_handle(for_load=True), self.store_options
         try:
-            found, said = handle.snapshots.go_to(awaited), ""
-            if not found and options.state_dict_snapshots and self.world is None and awaited.version == NO_ROWS:
+            is_restored, problem = handle.snapshots.restore(pending), ""
+            if not is_restored and options.state_dict_snapshots and self.world is None and pending.version == NO_ROWS:
                 handle.load_state(RowTensors.none(self.spec).tensors)
-                found = True
+                is_restored = True
         except (SnapshotError, StoreError, OptimizerError) as error:  # the snapshot does not fit
             if _mode.get() != STAY or isinstance(error, ClosedError):
                 raise
-            found, said = False, str(error)
-        if found:
+            is_restored, problem = False, str(error)
+        if is_restored:
             self.rows_are_chosen = True
-            self._awaited.clear()
+            self._pending.clear()
             return
-        if handle.own.unsettled:
-            raise StoreError(handle.own.unsettled)
+        if handle.own.unusable_reason:
+            raise StoreError(handle.own.unusable_reason)
         snapshots, in_memory = bool(options.state_dict_snapshots), options.persistent_path is None
-        said = said or unlike(self.name, handle.snapshots.rows_reference(), awaited, snapshots, in_memory)
+        problem = problem or mismatch_text(self.name, handle.snapshots.rows_reference(), pending, snapshots, in_memory)
         if _mode.get() == STAY:
-            self._awaited.clear()
-            log.warning("%s; its rows stay", said)
+            self._pending.clear()
+            log.warning("%s; its rows stay", problem)
             return
         raise SnapshotError(
-            f"{said}. The embedding raises this until a state, checkpoint or snapshot is loaded, or keep_rows() "
+            f"{problem}. The embedding raises this until a state, checkpoint or snapshot is loaded, or keep_rows() "
             "accepts its rows"
         )
 
@@ -297,18 +339,18 @@ class SavedRows(EmbeddingBase):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not keep_vars:
             shadow = destination[prefix + self.parameter_name]
-            if isinstance(shadow, ShadowCopy):  # not that of a trace
+            if isinstance(shadow, ShadowCopy):  # a trace has another tensor
                 shadow.enter_state()
         if self.store_options.persistent_path is None and not are_apart() and detect_fake_mode() is None:
             rows = self._rows_for(destination, prefix)
             destination.update({f"{prefix}{ROWS}{name}": tensor for name, tensor in rows.items()})
 
     def _rows_for(self, destination: Mapping[str, Any], prefix: str) -> Mapping[str, Tensor]:
-        """All rows, copied. If an earlier name of this embedding has them in the same state, the tensors there."""
+        """Return a copy of all rows, the same one if this embedding is in the state_dict under two names."""
         if self._copied and self._copied[0] != prefix:
-            found = {name: destination.get(f"{self._copied[0]}{ROWS}{name}") for name in FIELDS}
-            if self._has_copied(found):
-                return found  # type: ignore[return-value]
+            earlier = {name: destination.get(f"{self._copied[0]}{ROWS}{name}") for name in FIELDS}
+            if self._has_copied(earlier):
+                return earlier  # type: ignore[return-value]
         if self._handle is None:
             self.fix_seed()
         rows = RowTensors.none(self.spec) if self._handle is None else self._handle.tensors()
@@ -318,12 +360,12 @@ class SavedRows(EmbeddingBase):
         return tensors
 
     def _moment(self) -> Any:
-        """Equal for two calls if no row has changed in between."""
+        """Return a value that is equal for two calls if no row has changed in between."""
         table = None if self._handle is None else self._handle.local_table
         return table and (weakref.ref(table), table.step, table.updates)
 
     def _has_copied(self, tensors: Mapping[str, Any]) -> bool:
-        """True if the latest state_dict returned these tensors, and no row has changed since."""
+        """True if these tensors are the copy in the latest state_dict, and no row has changed since."""
         first = tensors.get(FIELDS[0])
         if first is None or not self._copied or self._copied[1]() is not first:
             return False
@@ -333,8 +375,8 @@ class SavedRows(EmbeddingBase):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *rest: list[str]
     ) -> None:
         missing, _, errors = rest
-        given = [name for name in FIELDS if f"{prefix}{ROWS}{name}" in state_dict]
-        tensors = {name: state_dict.pop(f"{prefix}{ROWS}{name}") for name in given}
+        fields = [name for name in FIELDS if f"{prefix}{ROWS}{name}" in state_dict]
+        tensors = {name: state_dict.pop(f"{prefix}{ROWS}{name}") for name in fields}
         if tensors and not are_apart():
             try:
                 if self._has_copied(tensors):
@@ -349,20 +391,20 @@ class SavedRows(EmbeddingBase):
                     self.table_handle(for_load=True).load_state(tensors)
                 self._loaded = errors, [weakref.ref(tensor) for tensor in tensors.values()]
                 self.rows_are_chosen = True
-                self._awaited.clear()
+                self._pending.clear()
             except TierbedError as error:
-                said = f"the rows of embedding {self.name!r} cannot be loaded: {error}"
-                if _mode.get() == STAY and not (self._handle is not None and self._handle.own.unsettled):
-                    self._awaited.clear()
-                    log.warning("%s; its rows stay", said)
+                problem = f"the rows of embedding {self.name!r} cannot be loaded: {error}"
+                if _mode.get() == STAY and not (self._handle is not None and self._handle.own.unusable_reason):
+                    self._pending.clear()
+                    log.warning("%s; its rows stay", problem)
                 else:
-                    self._awaited[:] = [UNKNOWN]
-                    errors.append(said)
+                    self._pending[:] = [UNKNOWN]
+                    errors.append(problem)
                 state_dict.pop(prefix + EXTRA, None)
         elif prefix + EXTRA not in state_dict and not _mode.get():
-            self._awaited[:] = [UNKNOWN]
+            self._pending[:] = [UNKNOWN]
         shadow = state_dict.get(f"{prefix}{self.parameter_name}")
-        if isinstance(shadow, Tensor) and shadow.numel() == 1:  # [1] before version 3; its number says nothing
+        if isinstance(shadow, Tensor) and shadow.numel() == 1:  # [1] before version 3; its value does not matter
             moves = local_metadata.get("assign_to_params_buffers") and shadow.device != self.device
             new = nn.Parameter(torch.zeros(1, 1, device=shadow.device)) if moves else self.shadow
             state_dict[f"{prefix}{self.parameter_name}"] = new
@@ -372,20 +414,25 @@ class SavedRows(EmbeddingBase):
 
     @property
     def was_loaded(self) -> bool:
-        """Whether a load_state_dict brought the rows."""
+        """True if a load_state_dict brought the rows."""
         return bool(self._loaded)
 
     def _has_loaded(self, tensors: Mapping[str, Any], errors: list[str]) -> bool:
-        """True if the same load_state_dict, which `errors` is of, loaded the same rows under an earlier name."""
+        """True if this load_state_dict, identified by `errors`, has loaded the same rows under another name."""
         if not self._loaded or self._loaded[0] is not errors:
             return False
-        earlier, given = [loaded() for loaded in self._loaded[1]], list(tensors.values())
-        return len(earlier) == len(given) and all(
-            one is not None and _same(one, other) for one, other in zip(earlier, given, strict=True)
+        earlier, new = [loaded() for loaded in self._loaded[1]], list(tensors.values())
+        return len(earlier) == len(new) and all(
+            one is not None and _same(one, other) for one, other in zip(earlier, new, strict=True)
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As torch's. strict: False lets rows that the state is not of stay, with a warning."""
+        """Load a state_dict, as torch does.
+
+        Args:
+            state_dict, assign: as in torch.
+            strict: if False, also keep the present rows, with a warning, if the state_dict's rows cannot be loaded.
+        """
         with rows_stay(strict is False):
             return super().load_state_dict(state_dict, strict, assign)
 
@@ -398,10 +445,10 @@ def _same(one: Tensor, other: Any) -> bool:
 
 
 def extra_state_of(rows: RowsReference) -> Tensor:
-    """What an embedding's state says of its rows; RowsReference(None) lets those stay that it has."""
-    # a tensor, since code that handles a state_dict may take nothing else; of one size, since DCP loads no other
-    said = json.dumps(rows._asdict(), ensure_ascii=False).encode().ljust(_EXTRA_BYTES)
-    return torch.frombuffer(bytearray(said), dtype=torch.uint8)
+    """Return the extra state with a reference. A load of RowsReference(None) keeps the present rows."""
+    # a tensor, since some code accepts only tensors in a state_dict; of fixed size, since torch's DCP requires that
+    content = json.dumps(rows._asdict(), ensure_ascii=False).encode().ljust(_EXTRA_BYTES)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 @contextmanager
@@ -414,15 +461,15 @@ def _in_mode(mode: str) -> Iterator[None]:
 
 
 def rows_apart() -> AbstractContextManager[None]:
-    """A block in which states hold and load no rows, nor names of them: a checkpoint has the rows beside the state."""
+    """Return a context where state_dicts neither hold nor name rows, for checkpoints that store rows apart."""
     return _in_mode(APART)
 
 
 def are_apart() -> bool:
-    """Whether this is in a block of `rows_apart`."""
+    """True inside a `rows_apart` context."""
     return _mode.get() == APART
 
 
 def rows_stay(lenient: bool) -> AbstractContextManager[None]:
-    """A block in which `load_state_dict` lets rows stay that the state is not of, if `lenient`."""
+    """Return a context where `load_state_dict`, if `lenient`, keeps rows that the state_dict does not match."""
     return _in_mode(STAY) if lenient and not are_apart() else nullcontext()

@@ -1,1 +1,1 @@
-"""Tables open in this process: which rows they open with, their folder, their group."""
+"""Open tables: which rows they open with, their store folder, and the group they are trained in."""

@@ -1,4 +1,4 @@
-"""The rows that this process has of an embedding, in an open table from the first use to `close`."""
+"""This process's rows of an embedding, in an open table from the first use to `close`."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ log = logging.getLogger("tierbed")
 
 
 class LocalTable:
-    """Opens the table and keeps it open.
+    """Opens a table and keeps it open.
 
-    shard: which rows this process has; None for all. decide: chooses the rows to open with, by default as `plan_open`.
-    group: the embeddings that it is trained together with. for_load: whether its rows are about to be replaced. Raises
-    StoreError, OptionError, OptimizerError, and what `decide` raises.
+    The table is replaced by another one when rows are loaded, moved to another device, or need room for an optimizer's
+    state. shard: the rows that this process has; None for all. decide: chooses the rows to open with; by default
+    `plan_open` does. group: the embeddings that it is trained with. for_load: its rows are about to be replaced. Raises
+    StoreError, OptionError, OptimizerError, and `decide`'s errors.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class LocalTable:
         self.name, self.device, self.group = spec.name, device, group
         self._process = os.getpid()
         self._table: OpenTable | None = None
-        self._closed_at = 0  # the step of the rows when they were closed
+        self._closed_step = 0  # the step of the rows when they were closed
         self._service = Service()
         self._served: tuple[SaveTarget, StoreFolder | None] | None = None
         self._persistence = TablePersistence(
@@ -76,7 +77,7 @@ class LocalTable:
 
     @property
     def table(self) -> OpenTable:
-        """The open table. ClosedError after `close`, StoreError in a forked process, whose parent has the folder."""
+        """The open table. Raises ClosedError after `close`, StoreError in a child that was forked since the open."""
         if self._table is None:
             raise ClosedError(f"embedding {self.name!r} was closed: create it again")
         if self._process != os.getpid() and (self.store is not None or self._table.has_thread):
@@ -87,13 +88,13 @@ class LocalTable:
         return self._table
 
     @property
-    def own_open(self) -> OpenTable | None:
+    def table_if_open(self) -> OpenTable | None:
         """The table, if it is open in this process."""
         return self._table if self._process == os.getpid() else None
 
     @property
     def is_open(self) -> bool:
-        """Whether the table is open, as it stays if a close fails."""
+        """True while the table is open, also after a failed close."""
         return self._table is not None
 
     @property
@@ -103,50 +104,55 @@ class LocalTable:
 
     @property
     def member(self) -> Member | None:
-        """The store in its group; None for rows without a folder, and on ranks other than 0."""
+        """The store as a member of its group; None without a folder, and on ranks other than 0."""
         return self._persistence.member
 
     @property
     def version(self) -> str | None:
-        """The version of the rows, which the next run knows; None without a folder."""
+        """The rows' version, so that the next run recognizes them; None without a folder."""
         return self._persistence.version
 
     @property
+    def restored_snapshot(self) -> str | None:
+        """The id of the snapshot that the table opened with, if any."""
+        return self._persistence.restored_snapshot
+
+    @property
     def step(self) -> int:
-        """The step of the rows, now or when they were closed. Raises deferred errors of earlier steps."""
+        """The step of the rows, now or when they were closed. Raises earlier steps' deferred errors."""
         if self._table is None:
-            return self._closed_at
+            return self._closed_step
         with self._table.lock:
             self._table.check()
             return self._table.step
 
     @property
     def resumed_step(self) -> int:
-        """The step of rows of an earlier run at the open; 0 for others."""
+        """The step at which an earlier run's rows were opened; 0 for other rows."""
         return self._persistence.resumed_step
 
     @property
-    def unsettled(self) -> str:
+    def unusable_reason(self) -> str:
         """Why rows that were opened for a load may not be used before it; "" if they may."""
-        return self._persistence.unsettled
+        return self._persistence.unusable_reason
 
     def keep_rows(self) -> None:
-        """Keep the rows, whatever state was loaded into others. StoreError for rows that need a load first."""
+        """Accept the present rows, whatever state_dict was loaded. Raises StoreError if they need a load first."""
         if self._persistence.is_placeholder:
-            raise StoreError(self.unsettled)
+            raise StoreError(self.unusable_reason)
 
     def rename(self, name: str) -> None:
-        """Be called by another name from here on, with rows that are in memory."""
+        """Rename the table, whose rows are in memory."""
         self.name = name
         self._persistence.rename(name)
         if self._table is not None:
             self._table.rename(name)
 
     def join(self, group: TrainingGroup) -> None:
-        """Be trained together with others from here on. StoreError."""
+        """Join a training group. Raises StoreError."""
         self.group = group
         self._share_gate()
-        self._persistence.expect_change()  # which joins them in the record
+        self._persistence.expect_change()  # the next change joins their records
 
     def _partners(self) -> list[Member]:
         return [] if self.group is None else self.group.members()
@@ -156,32 +162,31 @@ class LocalTable:
             self._table.share_gate(self.group.gate)
 
     def share(self, member: Member) -> None:
-        """On rank 0: note changes of the rows of all ranks in the record of the store's group."""
+        """Note changes of all ranks' rows in the group's record. On rank 0."""
         self._persistence.share(member)
 
     def serve(self, target: SaveTarget, folder: StoreFolder | None) -> None:
-        """Serve other processes that request snapshots of a folder, until `close`. folder: None on ranks without it."""
+        """Serve other processes' requests for a folder, until `close`. folder: None on ranks without it."""
         self._served = target, folder
         if folder is not None:
             self._service.start(folder.path, target)
 
     def check_optimizer(self, optimizer: RowOptimizer) -> None:
-        """Raises OptimizerError if the rows have another state, OptionError if lines have no room for it."""
+        """Raise OptimizerError if the rows have another optimizer's state, OptionError if rows have no room for it."""
         table = self.table
-        stored, wanted = table.state, table.spec.state_of(optimizer)
-        known = _is_known(stored, wanted)
-        as_before = table.optimizer is None or table.optimizer.initial == optimizer.initial
-        stateless = stored.rule is None and not stored.names  # rows that were put
-        if table.counts.rows and not stateless and not (known and as_before):
+        stored, needed = table.state, table.spec.state_of(optimizer)
+        is_same_initial = table.optimizer is None or table.optimizer.initial == optimizer.initial
+        is_stateless = stored.rule is None and not stored.names  # rows that were put
+        if table.counts.rows and not is_stateless and not (_is_compatible(stored, needed) and is_same_initial):
             raise OptimizerError(
                 f"embedding {self.name!r} has rows of optimizer {stored.rule} with state {list(stored.names)} that "
-                f"begins as {list(stored.initial)}, not of {wanted.rule} with {list(wanted.names)} from "
-                f"{list(wanted.initial)}; train with that optimizer{self._reset_remedy()}"
+                f"begins as {list(stored.initial)}, not of {needed.rule} with {list(needed.names)} from "
+                f"{list(needed.initial)}; train with that optimizer{self._reset_remedy()}"
             )
         self._persistence.check_row(optimizer)
 
     def _reset_remedy(self) -> str:
-        """The remedy for rows of another optimizer, if a folder keeps snapshots of them."""
+        """Return how to go on with another optimizer, for an error."""
         if self.store is None:
             return (
                 "; or to begin without state, keep rows = tierbed.to_dense_state_dict(model), make a new model or call "
@@ -193,9 +198,9 @@ class LocalTable:
         )
 
     def use_optimizer(self, optimizer: RowOptimizer) -> None:
-        """Train the rows by `optimizer` from here on. Opens the table again if lines need room for its state.
+        """Train the rows with `optimizer`. Opens the table again if rows need room for its state.
 
-        Raises what `check_optimizer` raises.
+        Raises `check_optimizer`'s errors, and StoreError in a forked process.
         """
         if self._process != os.getpid():
             raise StoreError(
@@ -204,36 +209,36 @@ class LocalTable:
             )
         self.check_optimizer(optimizer)
         table = self.table
-        stored, wanted = table.state, table.spec.state_of(optimizer)
-        if _is_known(stored, wanted) and replace(stored, rule=wanted.rule) == wanted:
-            table.use_optimizer(optimizer, wanted)
+        stored, needed = table.state, table.spec.state_of(optimizer)
+        if _is_compatible(stored, needed) and replace(stored, rule=needed.rule) == needed:
+            table.use_optimizer(optimizer, needed)
             return
         self._replace(lambda before: self._persistence.reopen(before, optimizer), joins=True)
 
     def move(self, device: torch.device) -> None:
-        """Open the table again on another device, with the rows that it has. InputError, OptionError, StoreError."""
+        """Open the table again on another device, with the same rows. Raises InputError, OptionError, StoreError."""
         self._replace(lambda before: self._persistence.move(before, device), joins=True)
         self.device = device
 
     def forget_announced(self) -> None:
-        """Forget what was announced, and end the prefetch thread, if the table is open."""
+        """Forget announced batches and stop the prefetch thread, if the table is open."""
         if self._table is not None:
             self._table.stop_prefetch()
 
     def release(self) -> None:
-        """Drop the pin that a failed step left, if the table is open."""
+        """Release the rows that a failed step left pinned, if the table is open."""
         if self._table is not None:
             self._table.release()
 
     def tensors(self) -> RowTensors:
-        """All rows, copied."""
+        """Return a copy of all rows."""
         while True:
             with suppress(RowsReplaced):
                 return RowTensors.of(self.table)
 
-    def load_tensors(self, given: RowTensors) -> None:
-        """Replace all rows. SnapshotError, StoreError, OptimizerError; if it raises, nothing has changed."""
-        self._replace(lambda before: self._persistence.load_tensors(before.optimizer, given, before))
+    def load_tensors(self, tensors: RowTensors) -> None:
+        """Replace all rows. Raises SnapshotError, StoreError, OptimizerError; then nothing has changed."""
+        self._replace(lambda before: self._persistence.load_tensors(before.optimizer, tensors, before))
 
     def load_part(
         self,
@@ -242,13 +247,16 @@ class LocalTable:
         strict: bool,
         verified: Callable[[], None] | None = None,
     ) -> LoadReport:
-        """Load the rows of a snapshot that this process has. verified: as of `TablePersistence.load`."""
+        """Load this process's rows of a snapshot. verified: as in `TablePersistence.load`.
+
+        From then on recovery uses this snapshot. A selection is durable only from the next save or close on.
+        """
         reports: list[LoadReport] = []
 
         def build(before: OpenTable) -> OpenTable:
-            what = f"snapshot {snapshot.name!r}"
+            label = f"snapshot {snapshot.name!r}"
             spec = self._persistence.spec.with_stored_seed(snapshot.description)
-            fit, remarks = fitting(spec, snapshot.description, before.optimizer, selection, strict, what)
+            fit, remarks = fitting(spec, snapshot.description, before.optimizer, selection, strict, label)
             table, report = self._persistence.load(before.optimizer, snapshot, before, fit, verified)
             reports.append(replace(report, remarks=report.remarks + remarks))
             return table
@@ -257,59 +265,59 @@ class LocalTable:
         return reports[0]
 
     def fitted(self, snapshot: Snapshot, selection: Selection = ALL) -> Selection:
-        """The selection for this table. SnapshotError, OptimizerError if its rows cannot be the table's."""
+        """Return the selection as it fits this table. Raises SnapshotError, OptimizerError if it does not."""
         optimizer = self.table.optimizer
-        spec, what = self._persistence.spec.with_stored_seed(snapshot.description), f"snapshot {snapshot.name!r}"
+        spec, label = self._persistence.spec.with_stored_seed(snapshot.description), f"snapshot {snapshot.name!r}"
         if selection.convert:
-            return fitting(spec, snapshot.description, optimizer, selection, True, what)[0]
-        check_stored(spec, selection.description(snapshot.description), optimizer, SnapshotError, what)
+            return fitting(spec, snapshot.description, optimizer, selection, True, label)[0]
+        check_stored(spec, selection.description(snapshot.description), optimizer, SnapshotError, label)
         return selection
 
     def begin_load(self, notes: bool) -> int:
-        """Clear the clean marker of a shard for a load of all ranks. Returns how many writes it has counted.
+        """Clear a shard's clean marker for a collective load. Returns its number of writes. Raises StoreError.
 
-        notes: as of `TablePersistence.begin_change`. StoreError.
+        notes: as in `TablePersistence.begin_change`.
         """
         with self.table.lock:
             self._persistence.begin_change(notes, replaces=True)
-            return self.life.writes
+            return self.epoch.writes
 
     def count_write(self) -> None:
-        """Count a write of all ranks that is about to begin, whether or not a row of this shard is in it."""
+        """Count a collective write that is about to begin, even if it changes no row here."""
         self._persistence.count_write()
 
     def note_load(self, writes: int, snapshot: str | None) -> None:
-        """Count a load of all ranks, which have counted that many writes, of a whole snapshot or of other rows."""
+        """Count a collective load after `writes` writes. snapshot: its id, if a whole snapshot is loaded."""
         self._persistence.count_write(writes)
         if snapshot is not None:
-            self.life.came_as(snapshot, self.life.writes)
+            self.epoch.set_snapshot(snapshot, self.epoch.writes)
 
     @property
-    def life(self) -> WriteEpoch:
-        """Which rows a shard has."""
-        assert self._persistence.life is not None
-        return self._persistence.life
+    def epoch(self) -> WriteEpoch:
+        """The shard's write counter."""
+        assert self._persistence.epoch is not None
+        return self._persistence.epoch
 
-    def when_saved(self) -> Callable[[str], None]:
-        """What this process does when a snapshot of the rows as they are now has its name. It takes the id."""
-        life = self._persistence.life
-        return (lambda id: None) if life is None else partial(life.came_as, writes=life.writes)
+    def save_callback(self) -> Callable[[str], None]:
+        """Return a function to call with a snapshot's id, once the present rows are saved in it."""
+        epoch = self._persistence.epoch
+        return (lambda id: None) if epoch is None else partial(epoch.set_snapshot, writes=epoch.writes)
 
     def lose(self, error: StoreError) -> None:
-        """Let the rows close without a clean marker."""
+        """Mark the rows as failed, so that they close without a clean marker."""
         if self._table is not None:
             self._table.note_failure(error)
 
     def close(self) -> None:
         """Write back the rows and unlock the folder. May be called again; does nothing in a forked process.
 
-        If that fails, everything stays open, to be closed again. If the folder was removed or replaced, or a write
-        failed in the middle for lack of memory, nothing is written and all is released. When all is closed, raises the
-        error of an earlier call, if there is one.
+        If this fails, everything stays open and can be closed again. Two exceptions: if the folder was removed or
+        replaced, or an earlier write failed midway for lack of memory, nothing is written and everything is released.
+        Once all is closed, raises an earlier call's deferred error, if there is one.
         """
         try:
             self._close()
-        except OSError as error:  # from a system call of torch or of this close
+        except OSError as error:  # raised by torch or by this close
             if self._table is None:
                 raise
             remedy = remedy_for(error, "remove its cause")
@@ -319,17 +327,17 @@ class LocalTable:
 
     def _close(self) -> None:
         if self._table is not None and self._process == os.getpid():
-            with _disable_current_modes():  # a trace may be running, and would record what this does
-                unsaved = self._table.observers.finish_saving()
+            with _disable_current_modes():  # a trace may be running and would record the operations
+                save_error = self._table.observers.finish_saving()
                 self._service.stop()
-                deferred = self._table.deferred_error(wait=True) or unsaved  # raised once the rows are kept
+                deferred = self._table.deferred_error(wait=True) or save_error  # raised once the rows are written
                 try:
                     with self._table.observers.between_saves():
                         if self.group is not None:
                             self.group.check_passed()
                         self._persistence.close(self._table)
                 except BaseException:
-                    if self._table.stack is None:  # the table was closed without its rows, which are lost
+                    if self._table.stack is None:  # the table was closed without writing its rows
                         self._release()
                     elif self._served is not None:
                         self.serve(*self._served)
@@ -339,24 +347,24 @@ class LocalTable:
                 raise deferred
 
     def finish(self) -> None:
-        """Close at the end of the embedding or the process. Errors are logged, since nobody could catch them."""
+        """Close when the embedding or the process ends. Logs errors, since nobody could catch them."""
         try:
             self.close()
         except Exception as error:
-            if self._table is None:  # closed: the error is of an earlier call
+            if self._table is None:  # it is closed; this is an earlier call's deferred error
                 log.error("embedding %r: %s", self.name, error)
                 return
             self._service.stop()
-            kept = self._persistence.after_failed_close(self._table)
-            log.error("embedding %r could not be closed: %s; %s", self.name, error, kept)
+            consequence = self._persistence.after_failed_close(self._table)
+            log.error("embedding %r could not be closed: %s; %s", self.name, error, consequence)
 
     def _replace(self, build: Callable[[OpenTable], OpenTable], joins: bool = False) -> None:
-        """Replace the table by the one that `build` returns for it. joins: it is opened, and joins its group."""
+        """Replace the table by `build(table)`. joins: True if that opens the store again and joins its group."""
         self.table.observers.finish_saving()
         with between_steps([self] if joins else []):
             while True:
                 before = self.table
-                with before.observers.between_saves():  # readers wait for the lock until the new table is here
+                with before.observers.between_saves():  # readers wait for the lock until the new table is in place
                     if before is self._table:
                         self._swap(before, build)
                         return
@@ -376,16 +384,16 @@ class LocalTable:
 
     @property
     def own(self) -> LocalTable:
-        """The rows of this process, which are all rows here."""
+        """This process's rows: this object itself, since all rows are here."""
         return self
 
     def _release(self) -> None:
         if self._table is not None:
-            self._closed_at = self._table.step
+            self._closed_step = self._table.step
         self._table = None
         self._persistence.release()
 
 
-def _is_known(stored: RowState, wanted: RowState) -> bool:
-    """Whether rows with the one state can be trained with the other."""
-    return stored.names == wanted.names and stored.rule in (None, wanted.rule)
+def _is_compatible(stored: RowState, needed: RowState) -> bool:
+    """True if rows with the stored state can be trained by an optimizer that needs the other one."""
+    return stored.names == needed.names and stored.rule in (None, needed.rule)

@@ -1,7 +1,11 @@
-"""The rows of a table between runs: opening and closing one store folder, and recovery from its snapshots.
+"""Keeps a table's rows between runs: opens and closes one store folder, and recovers it from its snapshots.
 
-The clean marker is cleared before the first write to the live rows, and written again by a clean shutdown. Live rows
-without it are never served: the rows that the record of the store's group names are.
+Live rows are RocksDB's files or, for rows in memory, the row files of the last close. A clean marker says that they are
+complete and durable. It is cleared before the first write, and written again by a clean shutdown. Live rows without it
+are never served; the table then opens with the rows that the record of the store's training group names (`Member`).
+
+A load builds its rows in the folder `incoming`, next to the live rows. One write of the store's MARK then switches to
+them, so a failed load leaves the old rows as they were.
 """
 
 from __future__ import annotations
@@ -54,10 +58,10 @@ from .recovery import (
     WriteEpoch,
     check_shards_unlocked,
     contents_of,
+    describe_loss,
     lacks_space,
     no_space_to_open,
     plan_open,
-    what_is_lost,
 )
 from .rows_in_tensors import RowTensors
 
@@ -65,15 +69,18 @@ log = logging.getLogger("tierbed")
 
 
 class LiveRows(Enum):
-    """What the record of the store's group says of the present rows, while the table is open."""
+    """How an open table's live rows relate to its group's record."""
 
-    RECORDED = auto()  # what they are: a change is noted before it is made
-    CHANGED = auto()  # that they have changed
-    PLACEHOLDER = auto()  # what a load that converts is about to bring: the folder stays new until then
+    RECORDED = auto()  # the record names them, so the next change must be noted first
+    CHANGED = auto()  # the record says that they have changed
+    PLACEHOLDER = auto()  # empty rows until a load converts the stored ones; the folder counts as new until then
 
 
 class TablePersistence:
-    """The store folder of an embedding, locked while this object lives, or nothing if the options name no path."""
+    """The store folder of an embedding, locked until `release`; none if the options have no path.
+
+    partners: returns the stores that this process trains with this one. beside: the folders of the group's stores.
+    """
 
     def __init__(
         self,
@@ -84,14 +91,9 @@ class TablePersistence:
         partners: Callable[[], Iterable[Member]] = tuple,
         beside: Sequence[Path] = (),
     ) -> None:
-        """shard: of this process; None for all rows.
-
-        partners: returns the stores that this process trains together with it. beside: their folders, of those that are
-        not open as well.
-        """
         self.spec = spec
         self.options = options = options if shard is None else shard.options(options)
-        self.life = None if shard is None else WriteEpoch(shard)
+        self.epoch = None if shard is None else WriteEpoch(shard)
         self._processor = processor_of(device, options)
         self._budgets = AutoBudgets(spec.name, options, ranks=1 if shard is None else shard.on_host)
         self.folder: StoreFolder | None = None
@@ -101,37 +103,38 @@ class TablePersistence:
                 self.folder = StoreFolder(path, user, snapshot_folder_of(options.snapshot_path, spec.name))
             else:
                 self.folder = StoreFolder(shard.folder(path), user)
-        self.member: Member | None = None  # of rows that this process has alone
+        self.member: Member | None = None  # None over ranks, except on rank 0
         self._on_disk = isinstance(options, CachedSsdOptions)
         self._mode = options.open
-        self._unsettled = ""  # of a shard without a member
+        self._unusable_reason = ""  # used if there is no member
         self._live = LiveRows.RECORDED
         self._partners, self._beside = partners, beside
-        self._run = ""  # the id of the run in which the rows began
-        self.source = (logging.INFO, "new, in memory")  # the level and the text to log of where the rows come from
-        self.resumed_step = 0  # of the rows of an earlier run; 0 for rows that begin here, or that a user brought
+        self._run = ""  # the id of the run that began these rows
+        self.source = (logging.INFO, "new, in memory")  # level and text to log about where the rows come from
+        self.resumed_step = 0  # the step of an earlier run's rows; 0 for new rows and rows that a user loaded
+        self.restored_snapshot: str | None = None  # the id of the snapshot that the table opened with
 
     def open(self, optimizer: RowOptimizer | None, decide: Decide | None = None, for_load: bool = False) -> OpenTable:
-        """Open the table with the rows that `decide` chooses, by default the folder's last consistent ones.
+        """Open the table with the rows that `decide` chooses, by default those that the record names.
 
-        Those of embeddings that are trained together are from the same step, unless `for_load`, which replaces them.
-        Raises what `decide` raises, StoreError, OptionError, OptimizerError.
+        for_load: the rows are about to be replaced, so they need not fit the group's other embeddings. Raises
+        StoreError, OptionError, OptimizerError, and `decide`'s errors.
         """
         if self.folder is None:
             return self._build(optimizer, None, None)
         try:
             self._live = LiveRows.RECORDED
-            found = contents_of(self.folder)
-            is_new = self.life is None and found.clean_marker is None and not found.was_open
+            contents = contents_of(self.folder)
+            is_new = self.epoch is None and contents.clean_marker is None and not contents.was_open
             if decide is not None:
-                opening = decide(found)
-            elif self.life is not None:  # once more, for another optimizer or device
-                opening = OpenPlan(found.clean_marker, None, self.life.run, self.life.writes, self.life.version)
+                plan = decide(contents)
+            elif self.epoch is not None:  # a shard is opened again, for another optimizer or device
+                plan = OpenPlan(contents.clean_marker, None, self.epoch.run, self.epoch.writes, self.epoch.version)
             else:
-                opening = self._open_member(self.folder, found, for_load)
-            self._unsettled = opening.unsettled
-            table = self._open_with(optimizer, opening, self.folder, is_new, for_load)
-            if self.member is not None and self.life is None:
+                plan = self._open_member(self.folder, contents, for_load)
+            self._unusable_reason = plan.unusable_reason
+            table = self._open_with(optimizer, plan, self.folder, is_new, for_load)
+            if self.member is not None and self.epoch is None:
                 self.member.move_to(self.folder)
                 remove_other_shares(self.folder.path, 1)
             return table
@@ -141,95 +144,96 @@ class TablePersistence:
                 raise
             raise StoreError(no_space_to_open(self.folder, error)) from error
 
-    def _open_member(self, folder: StoreFolder, found: FolderContents, for_load: bool) -> OpenPlan:
-        """How a store opens whose rows this process has alone."""
+    def _open_member(self, folder: StoreFolder, contents: FolderContents, for_load: bool) -> OpenPlan:
+        """Read the group's record, and plan how to open a store whose rows are all in this process."""
         check_shards_unlocked(folder.path, folder.ranks)
-        if self._mode == "fresh" and found.clean_marker is None:
+        if self._mode == "fresh" and contents.clean_marker is None:
             folder.discard_live()  # frees space for the record: no run uses these rows again
         member = open_store(folder, self._mode, for_load, beside=self._beside)
         self.share(member)
-        plan = OpenPlan() if self._mode == "fresh" else plan_open(folder, found, member)
+        plan = OpenPlan() if self._mode == "fresh" else plan_open(folder, contents, member)
         if member.home is not folder:
-            member.copy_to(folder)  # before it has a clean marker, by which it counts
+            member.copy_to(folder)  # before the clean marker, since that counts only with a record
         return plan
 
     @property
-    def unsettled(self) -> str:
+    def unusable_reason(self) -> str:
         """Why the rows may not be used before a load; "" if they may."""
-        return self._unsettled if self.member is None else self.member.broken
+        return self._unusable_reason if self.member is None else self.member.broken
 
     @property
     def is_placeholder(self) -> bool:
-        """Whether the rows stand for those that a load is about to bring."""
+        """True if the table is empty only until a load converts the stored rows."""
         return self._live is LiveRows.PLACEHOLDER
 
     @property
     def version(self) -> str | None:
-        """The version of the rows, which the next run knows; None without a folder."""
-        if self.life is not None:
-            return None if self.folder is None else self.life.version
+        """The rows' version, so that the next run recognizes them; None without a folder."""
+        if self.epoch is not None:
+            return None if self.folder is None else self.epoch.version
         return None if self.member is None else self.member.version
 
     def share(self, member: Member) -> None:
-        """Note changes of the rows in the record of the store's group."""
+        """From here on, note changes of the rows in the group's record."""
         self.member = member
         member.attach(self.expect_change, self._partners)
 
     def _open_with(
-        self, optimizer: RowOptimizer | None, opening: OpenPlan, folder: StoreFolder, is_new: bool, for_load: bool
+        self, optimizer: RowOptimizer | None, plan: OpenPlan, folder: StoreFolder, is_new: bool, for_load: bool
     ) -> OpenTable:
-        if self.life is not None:
-            self.life.begin(opening.run, opening.writes, opening.version)
-        if opening.clean_marker is not None:
+        self.restored_snapshot = None
+        if self.epoch is not None:
+            self.epoch.begin(plan.run, plan.writes, plan.version)
+        if plan.clean_marker is not None:
             self.source = logging.INFO, f"live rows of the last close of store folder {folder.path}"
-            table = self._resume(optimizer, opening.clean_marker, folder, for_load)
+            table = self._resume(optimizer, plan.clean_marker, folder, for_load)
             self.resumed_step = table.step
             return table
         self.source = logging.INFO, f"new, in store folder {folder.path}"
-        if opening.snapshot is not None:
-            stored = opening.snapshot.description
-            spec, what = self.spec.with_stored_seed(stored), f"store folder {str(folder.path)!r}"
-            self.source = logging.INFO, f"snapshot {opening.snapshot.name!r} of store folder {folder.path}"
+        if plan.snapshot is not None:
+            stored = plan.snapshot.description
+            spec, label = self.spec.with_stored_seed(stored), f"store folder {str(folder.path)!r}"
+            self.source = logging.INFO, f"snapshot {plan.snapshot.name!r} of store folder {folder.path}"
             if is_new:
-                what = f"snapshot {opening.snapshot.name!r}, with which {what} opens,"
+                label = f"snapshot {plan.snapshot.name!r}, with which {label} opens,"
             try:
-                check_stored(spec, stored, optimizer, StoreError, what, can_load=is_new, for_load=for_load)
+                check_stored(spec, stored, optimizer, StoreError, label, can_load=is_new, for_load=for_load)
                 self.spec = spec
             except StoreError as error:
                 if not (is_new and for_load):
                     raise
                 fitting = converted_description(stored, (spec.dtype, spec.state_dtype))
-                check_stored(spec, fitting, optimizer, StoreError, what)
+                check_stored(spec, fitting, optimizer, StoreError, label)
                 assert self.member is not None
                 self.member.tear(str(error))
                 self._live = LiveRows.PLACEHOLDER
-                opening = OpenPlan()
-        if opening.snapshot is None:
+                plan = OpenPlan()
+        if plan.snapshot is None:
             table = self._start_empty(optimizer, folder)
         else:
-            folder.discard_live()  # this frees space: no run uses these rows again
-            table, _ = self.load(optimizer, opening.snapshot, None, verified=opening.verified, replaced=for_load)
+            folder.discard_live()  # frees space: no run uses these rows again
+            table, _ = self.load(optimizer, plan.snapshot, None, verified=plan.verified, replaced=for_load)
             self.resumed_step = 0 if is_new else table.step
-        self.source = opening.log_entry or self.source
+            self.restored_snapshot = plan.snapshot.manifest.id
+        self.source = plan.log_entry or self.source
         return table
 
     def close(self, table: OpenTable) -> None:
         """Flush written rows and write the clean marker, so that the next run resumes from them.
 
-        If that fails, as on a full disk, the table stays open, to be closed again. A table whose write failed is closed
-        without the clean marker: the next run recovers from the last snapshot. So is a table whose folder was removed
-        or replaced, and then StoreError is raised.
+        If this fails, as on a full disk, the table stays open and can be closed again. After a failed write, the table
+        closes without a clean marker, so the next run recovers. So it does if the folder was removed (StoreError).
         """
         with table.lock:
             table.stop_prefetch()  # first: a later call may fail, and no thread may be running when the process ends
-            if self.folder is not None and self._is_to_be_kept(table):
+            if self.folder is not None and self._has_rows_to_keep(table):
                 try:
                     self.folder.check()
                 except StoreError:
                     table.close()
                     raise
                 try:
-                    self._keep(table, self.folder)
+                    self._write_live_rows(table, self.folder)
                 except BaseException:
                     if table.is_inconsistent:
                         table.close()
@@ -240,24 +244,24 @@ class TablePersistence:
                 self.folder.discard_live()
 
     def _leave(self) -> None:
-        """The store is no longer open here. Rank 0 does it once it has closed its shard."""
-        if self.member is not None and self.life is None:
+        """Leave the group. Over ranks, rank 0 does this once it has closed its shard."""
+        if self.member is not None and self.epoch is None:
             self.member.leave()
 
-    def _is_to_be_kept(self, table: OpenTable) -> bool:
-        """Whether a close has something to write: live rows, or in which record they are the store's rows."""
+    def _has_rows_to_keep(self, table: OpenTable) -> bool:
+        """True if a close must write live rows, or name them in the record."""
         if self.folder is None or table.is_inconsistent or (self.member is not None and self.member.broken):
             return False
         live = live_version(self.folder.clean_marker)
         return live is None or (self.member is not None and self.member.group.record.now[self.member.id].live != live)
 
     def expect_change(self) -> None:
-        """Let the next change of the rows be noted before it."""
+        """Note the next change in the record before it is made."""
         if self._live is LiveRows.CHANGED:
             self._live = LiveRows.RECORDED
 
-    def _keep(self, table: OpenTable, folder: StoreFolder) -> None:
-        """Make the table's rows the live rows, durably, with a clean marker."""
+    def _write_live_rows(self, table: OpenTable, folder: StoreFolder) -> None:
+        """Write the table's rows as live rows, durably, with a clean marker."""
         if folder.clean_marker is None:
             if self._on_disk:
                 table.flush()
@@ -270,30 +274,30 @@ class TablePersistence:
             self.member.closed(live_version(folder.clean_marker) or "")
 
     def after_failed_close(self, table: OpenTable) -> str:
-        """What the next run would find if this run ended now, for the log."""
+        """Return what the next run would open with if this run ended now, for the log."""
         if self.folder is None or self.folder.clean_marker is not None:
             return "no stored row is lost by it"
-        return what_is_lost(self.folder, self.member, table.step)
+        return describe_loss(self.folder, self.member, table.step)
 
     def release(self) -> None:
-        """Unlock the folder as it is, and release the memory that was promised."""
+        """Unlock the folder as it is, and release the memory that automatic budgets reserved."""
         self._budgets.release()
         self._leave()
         if self.folder is not None:
             self.folder.release()
 
     def check_row(self, optimizer: RowOptimizer) -> None:
-        """Raises OptionError if the options name another row size than the optimizer needs."""
+        """Raise OptionError if the options' row size is not what the optimizer needs."""
         self.options.check_row(self.spec.dim, self.spec.dim + self.spec.state_of(optimizer).width)
 
     def reopen(self, table: OpenTable, optimizer: RowOptimizer | None) -> OpenTable:
-        """A table of the same rows, with room for the optimizer's state, on the device that is wanted now."""
+        """Open a table with the same rows, with room for the optimizer's state, on the present device."""
         table.check()
         if self.folder is not None:
-            before = self.resumed_step
+            resumed_step = self.resumed_step
             self.close(table)
             reopened = self.open(optimizer)
-            self.resumed_step = before
+            self.resumed_step = resumed_step
             return reopened
         wider = self._build(optimizer, {**table.describe(), "rows": table.counts.rows, "shards": None}, None)
         self._fill(wider, table.describe(), table.scan())
@@ -301,24 +305,24 @@ class TablePersistence:
         return wider
 
     def move(self, table: OpenTable, device: torch.device) -> OpenTable:
-        """A table of the same rows on another device. Raises InputError, OptionError, StoreError."""
-        before, self._processor = self._processor, processor_of(device, self.options)
+        """Open a table with the same rows on another device. Raises InputError, OptionError, StoreError."""
+        old_processor, self._processor = self._processor, processor_of(device, self.options)
         try:
             return self.reopen(table, table.optimizer)
         except BaseException:
-            self._processor = before
+            self._processor = old_processor
             raise
 
     def _start_empty(self, optimizer: RowOptimizer | None, folder: StoreFolder) -> OpenTable:
-        new = not folder.has_begun
+        is_new = not folder.has_begun
         if folder.clean_marker is not None:
-            self._build(optimizer, None, folder.incoming).close()  # options that cannot work must not cost good rows
+            self._build(optimizer, None, folder.incoming).close()  # try the options before good rows are deleted
             folder.clear_incoming()
         folder.discard_live()
         try:
             table = self._build(optimizer, None, folder.live)
         except BaseException:
-            if new:
+            if is_new:
                 folder.forget()
             raise
         if not self.is_placeholder:
@@ -352,11 +356,11 @@ class TablePersistence:
     def _live_table(
         self, optimizer: RowOptimizer | None, marker: dict[str, Any], folder: StoreFolder, where: str
     ) -> OpenTable:
-        """A table of the live rows that a clean marker describes."""
-        wanted = None if optimizer is None else self.spec.form(self.spec.state_of(optimizer)).fields
-        same_lines = wanted in (None, RowForm.described(marker).fields)
+        """Open a table with the live rows that a clean marker describes."""
+        fields = None if optimizer is None else self.spec.form(self.spec.state_of(optimizer)).fields
+        fits = fields in (None, RowForm.described(marker).fields)
         try:
-            if self._on_disk and marker["live"] == "rocksdb" and same_lines:
+            if self._on_disk and marker["live"] == "rocksdb" and fits:
                 table = self._build(optimizer, marker, folder.live)
                 assert table.stack is not None
                 assert isinstance(table.stack.bottom, RocksDB)
@@ -370,7 +374,7 @@ class TablePersistence:
         except (SnapshotError, StoreError) as error:
             if os_error_in(error) is not None:
                 raise
-            store = FolderState(folder.path if self.life is None else folder.path.parent.parent)
+            store = FolderState(folder.path if self.epoch is None else folder.path.parent.parent)
             name = GroupFile(store).last_snapshot or "NAME"
             raise StoreError(
                 f"the live rows of {where} have a clean marker and cannot be read: {error}. Load a snapshot with "
@@ -386,21 +390,19 @@ class TablePersistence:
         verified: Callable[[], None] | None = None,
         replaced: bool = False,
     ) -> tuple[OpenTable, LoadReport]:
-        """The table with a snapshot's rows, or a selection of them; closes `running` when they are verified.
+        """Load a snapshot's rows, or a selection, into a new table. Closes `running` once they are verified.
 
-        Recovery rolls back to this snapshot from here on, unless a selection is loaded: only the next save or close
-        makes that durable. verified: called once the rows are verified; if it raises, nothing has changed.
-        replaced: whether another load is about to replace the rows, so that no remark is made about their ids.
+        verified: called then; if it raises, nothing has changed. replaced: another load is about to replace the rows.
         """
         report, ids = LoadReport(), LoadedIds(self.spec, counts=not replaced)
-        described = {**snapshot.description, "rows": snapshot.manifest.rows}
+        description = {**snapshot.description, "rows": snapshot.manifest.rows}
         if selection.has_every_row and snapshot.shard is None:
             report = LoadReport(snapshot.manifest.rows)
         else:
             chunks = ids.stored(snapshot.chunks())
-            for _ in selection.chunks(chunks, described, report):  # counted first, for `capacity`
+            for _ in selection.chunks(chunks, description, report):  # count first: `capacity` depends on it
                 pass
-        stored = {**selection.description(described), "rows": report.rows}
+        stored = {**selection.description(description), "rows": report.rows}
         selected = ids.counted(selection.rows_of(snapshot, LoadReport()))
         with self._with_seed_of(snapshot.description), contextlib.nullcontext() if running is None else running.lock:
             whole = snapshot.manifest.id if selection.is_whole else None
@@ -416,8 +418,8 @@ class TablePersistence:
                 table.step,
                 snapshot.name,
             )
-        untrained = not described["states"] and not described["step"]
-        remarks = self._remark(ids.remarks(f"snapshot {snapshot.name!r}", untrained, described["padding_idx"]))
+        untrained = not description["states"] and not description["step"]
+        remarks = self._remark(ids.remarks(f"snapshot {snapshot.name!r}", untrained, description["padding_idx"]))
         return table, replace(report, remarks=report.remarks + remarks)
 
     def _remark(self, remarks: list[str]) -> list[str]:
@@ -425,13 +427,13 @@ class TablePersistence:
             log.warning("embedding %r: %s", self.spec.name, remark)
         return remarks
 
-    def load_tensors(self, optimizer: RowOptimizer | None, given: RowTensors, running: OpenTable) -> OpenTable:
-        """The table with rows that are in memory; closes `running`. The recovery snapshot stays the same."""
-        with self._with_seed_of(given.description), running.lock:
-            check_stored(self.spec, given.stored(), optimizer, SnapshotError, "the state")
+    def load_tensors(self, optimizer: RowOptimizer | None, tensors: RowTensors, running: OpenTable) -> OpenTable:
+        """Load rows from memory into a new table; closes `running`. The recovery snapshot stays the same."""
+        with self._with_seed_of(tensors.description), running.lock:
+            check_stored(self.spec, tensors.stored(), optimizer, SnapshotError, "the state")
             ids = LoadedIds(self.spec)
-            chunks = ids.counted(checked_rows(given.chunks(), self.spec.num_tables))
-            table = self._restore(optimizer, given.stored(), contextlib.nullcontext(chunks), running)
+            chunks = ids.counted(checked_rows(tensors.chunks(), self.spec.num_tables))
+            table = self._restore(optimizer, tensors.stored(), contextlib.nullcontext(chunks), running)
             self._remark(ids.remarks("the state", False, None))
             if self.folder is not None and self.folder.clean_marker is None:
                 self.folder.note_step(table.step)
@@ -439,12 +441,12 @@ class TablePersistence:
 
     @contextlib.contextmanager
     def _with_seed_of(self, description: dict[str, Any]) -> Iterator[None]:
-        """A block that loads rows of this description, and keeps their seed unless it raises."""
-        before, self.spec = self.spec, self.spec.with_stored_seed(description)
+        """Adopt the seed of loaded rows; if the block raises, go back to the old seed."""
+        old_spec, self.spec = self.spec, self.spec.with_stored_seed(description)
         try:
             yield
         except BaseException:
-            self.spec = before
+            self.spec = old_spec
             raise
 
     def _restore(
@@ -456,15 +458,15 @@ class TablePersistence:
         whole: str | None = None,
         verified: Callable[[], None] | None = None,
     ) -> OpenTable:
-        """A table with the rows of `source`, built next to the live rows; closes `running` when all are read.
+        """Build a table from `source` next to the live rows; closes `running` once all rows are read.
 
-        whole: the id of the snapshot that has these rows; None if none has.
+        whole: the id of the snapshot with exactly these rows, or None.
         """
         folder = self.folder
-        place = folder.incoming if folder is not None and self._on_disk else None
+        path = folder.incoming if folder is not None and self._on_disk else None
         if folder is not None:
             folder.clear_incoming()
-        table = self._build(optimizer, {**stored, "shards": None}, place)
+        table = self._build(optimizer, {**stored, "shards": None}, path)
         try:
             with source as chunks:
                 count = self._fill(table, stored, chunks)
@@ -475,34 +477,34 @@ class TablePersistence:
             if verified is not None:
                 verified()
         except BaseException:
-            _drop(table, place)
+            _drop(table, path)
             raise
         with uninterrupted():
             try:
                 if running is not None:
                     self._replace(running, whole)
             except BaseException:
-                _drop(table, place)
+                _drop(table, path)
                 raise
-            if place is None or folder is None:
+            if path is None or folder is None:
                 return table
             marker = self._clean_marker_of(table)
             table.close()
-            folder.replace_live(place, marker)
+            folder.replace_live(path, marker)
             return self._build(optimizer, marker, folder.live)
 
     def _replace(self, running: OpenTable, whole: str | None) -> None:
-        """Close a table whose rows are replaced. whole: the id of the snapshot that has the new ones, if one has."""
-        member = self.member if self.life is None else None  # ranks have noted it together
+        """Close a table whose rows are replaced. whole: the id of the snapshot with the new rows, or None."""
+        member = self.member if self.epoch is None else None  # ranks note it in the record together
         with loading({member: whole}) if whole and member is not None else contextlib.nullcontext():
-            self.begin_change(notes=whole is None and self.life is None, replaces=True)
+            self.begin_change(notes=whole is None and self.epoch is None, replaces=True)
             running.close()
-            self._unsettled, self._live = "", LiveRows.RECORDED  # the next write is noted, whatever came before
+            self._unusable_reason, self._live = "", LiveRows.RECORDED  # so the next write is noted in any case
             if member is not None:
                 member.replaced(whole)
 
     def _fill(self, table: OpenTable, stored: dict[str, Any], chunks: Chunks) -> int:
-        """Load scanned rows, with room for the optimizer's state if they were put without one. Returns how many."""
+        """Load scanned rows, adding the optimizer's initial state if they have none. Returns their number."""
         assert table.stack is not None
         if table.state.names and not stored["states"]:
             chunks = table.state.added_to(chunks, self.spec.dim, self.spec.dtype)
@@ -512,8 +514,8 @@ class TablePersistence:
         table.counts.note_stored(counts)
         return int(counts.sum())
 
-    def _build(self, optimizer: RowOptimizer | None, stored: dict[str, Any] | None, place: Path | None) -> OpenTable:
-        """A table over an empty stack, or over RocksDB in `place`, with the step and the row count of `stored`."""
+    def _build(self, optimizer: RowOptimizer | None, stored: dict[str, Any] | None, path: Path | None) -> OpenTable:
+        """Build a table over an empty stack, or over RocksDB at `path`, with `stored`'s step and row count."""
         state = RowState() if stored is None else RowState.described(stored)
         if optimizer is not None:
             self.check_row(optimizer)
@@ -521,12 +523,12 @@ class TablePersistence:
         rows, shards = (0, None) if stored is None else (stored["rows"], stored["shards"])
         lifecycle = Lifecycle(self.spec.name, self.spec.num_tables, self.options, rows, self.spec.seed % 2**64)
         processor = self._processor(self.spec, state, lifecycle.capacity)
-        stack = build_stack(self._budgets.numbers(processor), processor, place, shards)
+        stack = build_stack(self._budgets.numbers(processor), processor, path, shards)
         on_disk = self.folder is not None or isinstance(stack.bottom, RocksDB)
         write_at = partial(self._write_at, stack.bottom) if on_disk else None
         table = OpenTable(self.spec, processor, stack, state, lifecycle, write_at, self.options.background_threads)
-        known = "" if stored is None else str(stored.get(RUN, "")) or self._run
-        self._run = known or (self.life and self.life.run) or secrets.token_hex(8)
+        stored_run = "" if stored is None else str(stored.get(RUN, "")) or self._run
+        self._run = stored_run or (self.epoch and self.epoch.run) or secrets.token_hex(8)
         table.begin(optimizer, self._run, stored)
         if stored is not None and shards is not None:  # the rows are in RocksDB already
             table.counts.note_stored(counts_in(stored, self.spec.num_tables))
@@ -540,21 +542,21 @@ class TablePersistence:
         return table
 
     def _write_at(self, bottom: RocksDB | InMemoryTier, step: int) -> None:
-        """Prepare the folder for a write of step `step`. Called before each write."""
+        """Prepare the folder for a write in step `step`. Called before each write."""
         if isinstance(bottom, RocksDB):
             bottom.make_writable()  # first: if it fails, the live rows keep their clean marker
         if self.folder is not None:
             if self._live is not LiveRows.CHANGED:
                 self.begin_change()
                 self._live = LiveRows.CHANGED
-            if self.life is None and self.member is not None:
+            if self.epoch is None and self.member is not None:
                 self.member.write()
             self.folder.note_step(step)
 
     def count_write(self, before: int | None = None) -> None:
-        """Count a write of all ranks. before: how many there were, if this shard may have missed some."""
-        assert self.life is not None
-        self.life.count(before)
+        """Count a collective write. before: the number of earlier writes, if this shard may have missed some."""
+        assert self.epoch is not None
+        self.epoch.count(before)
         if self.member is not None:
             self.member.write()
 
@@ -562,10 +564,10 @@ class TablePersistence:
         self.spec = replace(self.spec, name=name)
 
     def begin_change(self, notes: bool = True, replaces: bool = False) -> None:
-        """Note that the rows change, then clear the clean marker, whose rows are not the table's from here on.
+        """Note in the record that the rows change, then clear the clean marker.
 
-        notes: whether the record is to say it; a load of a whole snapshot has written what it says (`loading`).
-        replaces: as of `Member.begin_change`.
+        notes: False if the record says so already, as when a whole snapshot is loaded (`loading`). replaces: as in
+        `Member.begin_change`.
         """
         if self.folder is None:
             return
@@ -575,7 +577,7 @@ class TablePersistence:
             if self.folder.clean_marker is not None:
                 self.folder.clear_clean_marker()
         if not self._on_disk:
-            self.folder.discard_live()  # this frees space: rows in memory are written again at the close
+            self.folder.discard_live()  # frees space: rows in memory are written again at the close
 
     def _clean_marker_of(self, table: OpenTable) -> dict[str, Any]:
         assert table.stack is not None
@@ -584,15 +586,15 @@ class TablePersistence:
         if isinstance(bottom, RocksDB):
             live = {"live": "rocksdb", "shards": bottom.shards, FILES: bottom.versions()}
         counts = table.counts.known_by_table
-        known = {} if counts is None else {FIELD: counts.tolist()}
-        share = {} if self.life is None else {SHARE: self.life.described()}
-        version = {} if self.member is None or self.life is not None else {LIVE: self.member.version}
-        return {**table.describe(), **live, "rows": table.counts.rows, **known, **share, **version}
+        rows_by_table = {} if counts is None else {FIELD: counts.tolist()}
+        shard = {} if self.epoch is None else {SHARE: self.epoch.described()}
+        version = {} if self.member is None or self.epoch is not None else {LIVE: self.member.version}
+        return {**table.describe(), **live, "rows": table.counts.rows, **rows_by_table, **shard, **version}
 
 
-def _drop(table: OpenTable, place: Path | None) -> None:
-    """Close and remove a table that was built in `place`, next to the live rows."""
+def _drop(table: OpenTable, path: Path | None) -> None:
+    """Close and remove a table that was built at `path`, next to the live rows."""
     table.close()
-    if place is not None:
-        with contextlib.suppress(OSError):  # the first error is the one to raise, and the next open removes the folder
-            remove_folder(place)
+    if path is not None:
+        with contextlib.suppress(OSError):  # keep the first error; the next open removes the folder
+            remove_folder(path)

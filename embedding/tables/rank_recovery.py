@@ -1,6 +1,13 @@
-"""Decides which rows an embedding opens with on all ranks.
+"""Decides which rows an embedding over ranks opens with, so that all ranks have rows from the same moment.
 
-Rank 0 reads the record. All ranks use their live rows if it names those of all of them, else one snapshot.
+Each rank's shard is on the rank's own disk, with a clean marker if it was closed cleanly. Only rank 0 reads the record.
+The ranks decide together:
+
+1. Rank 0 tells all ranks which of the group's stores are sharded, and leaves a token file next to the snapshots.
+2. Each rank looks for the token, to check that all see the same folder, and reports its shards' versions.
+3. Rank 0 compares them with the record. If it names the live rows of all shards, each rank opens its own shard.
+   Otherwise all ranks load their shards of one snapshot, or start empty.
+4. If they load a snapshot, they count their rows together: the sum must be the number of rows in the snapshot.
 """
 
 from __future__ import annotations
@@ -33,62 +40,61 @@ from .shared_folder import SharedFolder
 class _Decision(NamedTuple):
     """What rank 0 decides.
 
-    live: the version of the live rows, if they are used. id, name: of the snapshot that has the rows; EMPTY for no
-    rows, None if live rows alone have them. unsettled: why they may not be used before a load. level, text: of the log.
+    live: the version of the live rows, if they are used. id, name: the snapshot with the rows; the id is EMPTY for no
+    rows, and None if they are only in live rows. unusable_reason: why they may not be used before a load; "" if they
+    may. level, text: of the log.
     """
 
     live: str | None
     id: str | None
     name: str
-    unsettled: str
+    unusable_reason: str
     level: int
     text: str
 
 
 class RecoveryDecision:
-    """The decision of all ranks which rows to open with.
+    """One rank's side of deciding which rows to open with.
 
-    Every rank makes one, opens its shard by `decide`, and then calls `finish`. On rank 0, `member` is the store.
+    Every rank creates one, opens its shard with `decide`, and then calls `finish`. home: this rank's view of the store
+    folder. mode, for_load: as in `open_store`. group: the `TrainingGroup`. The constructor raises StoreError on all
+    ranks. Afterwards, `member` is the store, on rank 0.
     """
 
     def __init__(self, world: World, op: str, home: SharedFolder, mode: str, for_load: bool, group: Any) -> None:
-        """home: of this rank. mode, for_load: as of `open_store`. group: the `TrainingGroup`.
-
-        Raises StoreError on all ranks.
-        """
         self._beside = () if group is None else group.folders()
         self._world, self._home, self._mode, self._for_load = world, home, mode, for_load
         self._op = f"{op}: its rows"
-        self._has_reported = False  # whether this rank sent the others what it found
-        self._agreed = False  # whether the ranks came to a decision
-        self._has_read = False  # whether this rank sent the others how many rows of the snapshot it read
-        self._counted = False  # whether the ranks read all of them
+        self._has_reported = False  # True once this rank has sent its report
+        self._agreed = False  # True once the ranks have decided
+        self._has_read = False  # True once this rank has sent its row count
+        self._counted = False  # True once these have been compared
         self.member: Member | None = None
-        self.base: str | None = None  # the id of the snapshot that they open with, EMPTY for no rows; None for live
-        self.is_live = False  # whether the ranks open with their live rows
-        self._last: dict[str, str | None] = {}  # on rank 0, by path of a store the version that the record names
-        first = world.call_on_rank_0(f"{op}: its store folder", self._introduced)
-        self._token: str = first["token"]  # and the id of a run that begins here
+        self.base: str | None = None  # the id of the snapshot to open with, EMPTY for no rows; None for live rows
+        self.is_live = False  # True if the ranks open with their live rows
+        self._recorded: dict[str, str | None] = {}  # on rank 0: the version in the record, by path of the store
+        first = world.call_on_rank_0(f"{op}: its store folder", self._prepare)
+        self._token: str = first["token"]  # also the id of a run that begins here
         self._stores: list[tuple[str, int]] = [(path, ranks) for path, ranks in first["stores"]]
 
-    def _introduced(self) -> dict[str, Any]:
-        """On rank 0: the stores of the group whose rows ranks share, by their paths from this one, and their ranks."""
+    def _prepare(self) -> dict[str, Any]:
+        """Leave a token, and list the group's stores over ranks: relative paths and numbers of ranks. On rank 0."""
         home = self._home
         assert home.folder is not None
         folders: list[FolderState] = []
-        with suppress(StoreError):  # `open_store` raises it, if it has to
+        with suppress(StoreError):  # `open_store` raises it if it matters
             file = GroupFile(home.folder, beside=self._beside)
             for store, folder in file.members(lenient=True).items():
                 if folder.ranks:
                     folders.append(folder)
-                    self._last[str(folder.path)] = file.record.now[store].live
+                    self._recorded[str(folder.path)] = file.record.now[store].live
         stores = [(os.path.relpath(one.path, home.path), one.ranks) for one in folders]
         return {"token": home.leave_token(), "stores": stores}
 
-    def decide(self, found: FolderContents) -> OpenPlan:
-        """How this rank opens its share. Raises StoreError and SnapshotError on all ranks, if the ranks disagree."""
+    def decide(self, contents: FolderContents) -> OpenPlan:
+        """Return how this rank opens its shard. An error on one rank is raised on all: StoreError, SnapshotError."""
         self._has_reported = True
-        reports = self._world.all_gather_object(self._op, lambda: self._report(found))
+        reports = self._world.all_gather_object(self._op, lambda: self._report(contents))
         decision = _Decision(*self._world.call_on_rank_0(f"{self._op}: chosen", lambda: self._choose(reports)))
         self._agreed = True
         version = decision.live or "" if decision.id is None else f"{decision.id}:0"
@@ -96,19 +102,19 @@ class RecoveryDecision:
         if decision.live is not None:
             run, _, writes = decision.live.rpartition(":")
             self.is_live = True
-            return OpenPlan(found.clean_marker, None, run, int(writes), version, decision.unsettled)
+            return OpenPlan(contents.clean_marker, None, run, int(writes), version, decision.unusable_reason)
         self.base = decision.id
-        plan = OpenPlan(run=self._token, version=version, unsettled=decision.unsettled, log_entry=log_entry)
+        plan = OpenPlan(run=self._token, version=version, unusable_reason=decision.unusable_reason, log_entry=log_entry)
         if self.base == EMPTY:
             return plan
         whole = Snapshot.open(self._home.snapshots / decision.name)
         snapshot = whole.of_shard(HashShard(self._world.rank, self._world.size))
         return plan._replace(snapshot=snapshot, verified=lambda: self._count(snapshot))
 
-    def _report(self, found: FolderContents) -> tuple[list[dict[int, str | None]], int | None]:
-        """What this host has: the versions of the shards of each store, by rank, and the last step of this one."""
+    def _report(self, contents: FolderContents) -> tuple[list[dict[int, str | None]], int | None]:
+        """Return each store's shard versions on this host, by rank, and this store's last step."""
         self._home.find_token(self._token)
-        versions, reached = [], found.noted_step
+        versions, reached = [], contents.noted_step
         for relative, ranks in self._stores:
             path, is_same = Path(os.path.normpath(self._home.path / relative)), ranks == self._world.size
             if relative == "." and not is_same:
@@ -120,89 +126,92 @@ class RecoveryDecision:
         return versions, reached
 
     def _choose(self, reports: list[Any]) -> _Decision:
-        """On rank 0."""
+        """Decide from the reports of all ranks. On rank 0."""
         home = self._home
         assert home.folder is not None
         by_store = zip(*(versions for versions, _ in reports), strict=True)
-        shards = {path: _merged(of, last) for of, (path, last) in zip(by_store, self._last.items(), strict=True)}
-        found = contents_of(home.folder)
-        own = home.folder.ranks
+        shards = {
+            path: _merged(versions, recorded)
+            for versions, (path, recorded) in zip(by_store, self._recorded.items(), strict=True)
+        }
+        contents = contents_of(home.folder)
+        ranks = home.folder.ranks
         self.member = member = open_store(home.folder, self._mode, self._for_load, shards, self._beside)
-        if member.entry.live is not None and own == self._world.size:
+        if member.entry.live is not None and ranks == self._world.size:
             return _Decision(member.entry.live, member.entry.snapshot, "", member.broken, 0, "")
-        steps = [step for _, step in reports] if own else [found.noted_step]
-        if found.clean_marker is not None:
-            steps = [found.clean_marker["step"]]
+        steps = [step for _, step in reports] if ranks else [contents.noted_step]
+        if contents.clean_marker is not None:
+            steps = [contents.clean_marker["step"]]
         reached = max((step for step in steps if step is not None), default=None)
         snapshot = snapshot_to_open(home.folder, member, reached)
-        logged = None
+        log_entry = None
         if self._mode != "fresh":
-            of_all, who = shards.get(str(home.path), {}), "all ranks: " if own == self._world.size else ""
-            logged = log_entry_of(home.folder, found, member, snapshot, of_all, reached, who)
+            versions, who = shards.get(str(home.path), {}), "all ranks: " if ranks == self._world.size else ""
+            log_entry = log_entry_of(home.folder, contents, member, snapshot, versions, reached, who)
         name, id = ("", EMPTY) if snapshot is None else (snapshot.name, snapshot.manifest.id)
-        return _Decision(None, id, name, member.broken, *(logged or (0, "")))
+        return _Decision(None, id, name, member.broken, *(log_entry or (0, "")))
 
     def finish(self, error: BaseException | None) -> None:
-        """Join the collectives that the other ranks wait in, if this shard could not be opened. error: of that.
+        """Join the remaining collectives, since other ranks may wait there. Raises on all ranks if one failed.
 
-        Raises on all ranks if one of them has no rows to open with.
+        error: why this rank could not open its shard, if it could not.
         """
         try:
             self._join(self._op, self._has_reported, self._agreed, error)
         finally:
             if self._home.folder is not None:
-                self._home.remove_tokens()  # by now every rank has checked for it, or the group has ended
+                self._home.remove_tokens()  # every rank has looked for it, or the world has ended
         if self.base not in (None, EMPTY):
             self._join(row_count_op(self._op), self._has_read, self._counted, error)
 
     def leave(self) -> None:
-        """On rank 0: the store is not opened after all."""
+        """Leave the store's group, if the store is not opened after all. On rank 0."""
         if self.member is not None:
             self.member.leave()
 
-    def _join(self, op: str, has_joined: bool, passed: bool, error: BaseException | None) -> None:
-        if passed:
+    def _join(self, op: str, has_joined: bool, is_complete: bool, error: BaseException | None) -> None:
+        if is_complete:
             return
         if error is not None and has_joined:
-            raise error  # of the collective, and so raised on all of them
+            raise error  # the collective has raised it on all ranks
         self._world.handshake(op, error)
 
     def _count(self, snapshot: Snapshot) -> None:
-        """Raise SnapshotError on all ranks if they did not read all rows of the recovery snapshot."""
+        """Raise SnapshotError on all ranks if together they did not read all rows of the snapshot."""
         self._has_read = True
         check_row_count(self._world, self._op, snapshot, lambda: snapshot.shard_rows)
         self._counted = True
 
 
-def _merged(reports: Iterable[dict[int, str | None]], last: str | None) -> dict[int, str | None]:
-    """The versions of the shards of a store by what hosts have: `last` where one of them has it.
+def _merged(reports: Iterable[dict[int, str | None]], recorded: str | None) -> dict[int, str | None]:
+    """Merge all hosts' reports on a store's shards. Earlier runs may have left one shard on several hosts.
 
-    A host that had a shard in an earlier run may still have it.
+    The version in the record is preferred.
     """
     merged: dict[int, str | None] = {}
     for report in reports:
         for rank, version in report.items():
-            if merged.get(rank) is None or (version is not None and version == last):
+            if merged.get(rank) is None or (version is not None and version == recorded):
                 merged[rank] = version
     return merged
 
 
 def row_count_op(op: str) -> str:
-    """The operation in which ranks compare how many rows they have read."""
+    """Name the collective that compares row counts."""
     return f"{op}: its rows"
 
 
 def check_row_count(world: World, op: str, snapshot: Snapshot, read: Callable[[], dict[str, int]]) -> None:
-    """Raise SnapshotError on all ranks if their shards are not all rows of each snapshot in the chain. Collective.
+    """Raise SnapshotError on all ranks if together they did not read all rows of each snapshot in the chain.
 
-    read: returns how many rows this rank has read of each of these, by name. What it raises is raised on all ranks.
+    Collective. read: returns this rank's row counts, by snapshot. Its error is raised on all ranks.
     """
-    found = world.all_gather_object(row_count_op(op), read)
+    counts_by_rank = world.all_gather_object(row_count_op(op), read)
     if snapshot.shard is None:
         return  # `read` has compared the counts
 
     def check() -> None:
         for link in snapshot.chain:
-            link.check_count(sum(counts.get(link.name, 0) for counts in found))
+            link.check_count(sum(counts.get(link.name, 0) for counts in counts_by_rank))
 
     world.call_on_all_ranks(f"{op}: counts", check)

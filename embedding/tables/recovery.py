@@ -1,4 +1,11 @@
-"""What a store folder holds before it is opened, and which rows a table opens with."""
+"""Decides which rows a table opens with.
+
+The record of the store's training group contains an entry for each store, to name the rows to open with: the live rows
+from a clean shutdown, or a snapshot, or none. `plan_open` turns this entry into an `OpenPlan`: the live rows' clean
+marker, if it is the one that the entry names, or the snapshot to load. A store that was not closed
+cleanly always opens with a snapshot, or empty. A warning then says which snapshot, what is lost, and which later
+snapshot of this store is not used, because the group's other stores have none from that moment.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +34,7 @@ from ...snapshots.store.recovery_rule import EMPTY
 
 
 class FolderContents(NamedTuple):
-    """What a store folder holds.
-
-    The fields are those of `FolderState`, with `clean_marker` as it was read.
-    """
+    """What a store folder holds before it is opened. `FolderState` explains the fields."""
 
     clean_marker: dict[str, Any] | None
     noted_step: int | None
@@ -39,11 +43,11 @@ class FolderContents(NamedTuple):
 
 
 class OpenPlan(NamedTuple):
-    """The rows that a table opens with: the live rows that `clean_marker` describes, or those of `snapshot`, or none.
+    """The rows that a table opens with: the live rows with `clean_marker`, or `snapshot`, or none.
 
-    `run`, `writes`, `version`: of a shard, as `WriteEpoch` has them. `unsettled`: why ranks may not use the rows before
-    a load. `log_entry`: the level and the text to log once it is open. `verified`: called once the rows of `snapshot`
-    are verified, as of `TablePersistence.load`.
+    run, writes, version: for a shard's `WriteEpoch`. unusable_reason: why ranks may not use the rows before a load; ""
+    if they may. log_entry: the level and text to log once the table is open. verified: called once `snapshot`'s
+    rows are verified, see `TablePersistence.load`.
     """
 
     clean_marker: dict[str, Any] | None = None
@@ -51,7 +55,7 @@ class OpenPlan(NamedTuple):
     run: str = ""
     writes: int = 0
     version: str = ""
-    unsettled: str = ""
+    unusable_reason: str = ""
     log_entry: tuple[int, str] | None = None
     verified: Callable[[], None] | None = None
 
@@ -60,34 +64,34 @@ Decide = Callable[[FolderContents], OpenPlan]
 
 
 def contents_of(folder: FolderState) -> FolderContents:
-    """What a store folder holds. Raises StoreError."""
+    """Read what a store folder holds. Raises StoreError."""
     return FolderContents(folder.clean_marker, folder.noted_step, folder.has_begun, folder.was_open)
 
 
-def plan_open(folder: StoreFolder, found: FolderContents, member: Member) -> OpenPlan:
-    """How a table opens that has all its rows in this process, those of its entry. StoreError, SnapshotError."""
-    live, of_snapshot = live_version(found.clean_marker), f"{member.entry.snapshot}:0"  # a load that was killed left it
+def plan_open(folder: StoreFolder, contents: FolderContents, member: Member) -> OpenPlan:
+    """Plan how to open a table whose rows are all in this process. Raises StoreError, SnapshotError."""
+    live, of_snapshot = live_version(contents.clean_marker), f"{member.entry.snapshot}:0"  # left by a killed load
     if live is not None and live in (member.entry.live, of_snapshot):
-        return OpenPlan(found.clean_marker)
+        return OpenPlan(contents.clean_marker)
     ranks = folder.ranks
-    shards, step = shard_versions(folder.path, ranks), last_step(folder.path, ranks) if ranks else found.noted_step
+    shards, step = shard_versions(folder.path, ranks), last_step(folder.path, ranks) if ranks else contents.noted_step
     snapshot = snapshot_to_open(folder, member, step)
-    return OpenPlan(snapshot=snapshot, log_entry=log_entry_of(folder, found, member, snapshot, shards, step))
+    return OpenPlan(snapshot=snapshot, log_entry=log_entry_of(folder, contents, member, snapshot, shards, step))
 
 
 def snapshot_to_open(folder: FolderState, member: Member, step: int | None) -> Snapshot | None:
-    """The snapshot of a store's entry; None for no rows. StoreError if it has live rows alone, which are not used.
+    """Return the snapshot that a store's entry names, or None for no rows.
 
-    step: of these rows.
+    Raises StoreError if the entry names only live rows: another number of ranks cannot use them. step: their step.
     """
     if member.entry.snapshot is None:
         record, saved = member.group.record, list_snapshots(folder.snapshots).snapshots
-        found = (one for ids in (record.commit, record.before) for one in saved if one.manifest.id == ids[member.id])
-        base, whose = next(found, None), _whose(folder)
+        bases = (one for ids in (record.commit, record.before) for one in saved if one.manifest.id == ids[member.id])
+        base, owner = next(bases, None), _owner_of(folder)
         last = "it has none" if base is None else f"its last, {base.name!r}, is of step {_step_of(base)}"
         raise StoreError(
-            f"store folder {str(folder.path)!r} has live rows of {whose}, of step {step}, and no snapshot of them, as "
-            f"another number of ranks needs ({last}): open it with {whose} once more and save one. To do without these "
+            f"store folder {str(folder.path)!r} has live rows of {owner}, of step {step}, and no snapshot of them, as "
+            f"another number of ranks needs ({last}): open it with {owner} once more and save one. To do without these "
             'rows, `tierbed snapshot load` loads a snapshot, and open="fresh" starts empty'
         )
     return None if member.entry.snapshot == EMPTY else snapshot_by_id(folder.snapshots, member.entry.snapshot)
@@ -95,26 +99,27 @@ def snapshot_to_open(folder: FolderState, member: Member, step: int | None) -> S
 
 def log_entry_of(
     folder: FolderState,
-    found: FolderContents,
+    contents: FolderContents,
     member: Member,
     snapshot: Snapshot | None,
     shards: Mapping[int, str | None],
     reached: int | None,
     who: str = "",
 ) -> tuple[int, str] | None:
-    """What is logged of a store that opens with a snapshot, or empty, instead of its live rows.
+    """Return the level and text to log for a store that opens with a snapshot, or empty, instead of its live rows.
 
-    shards: the versions of these, if ranks have them. reached: their last step, if it is known. who: opens it.
+    None if the store is new. shards: the live rows' versions by rank, if ranks have them. reached: the live rows' last
+    step, if it is known. who: prefix that names the ranks.
     """
     where, restored = f"store folder {folder.path}", recovery_text(snapshot)
-    if not found.begun:
+    if not contents.begun:
         return None
-    if not found.was_open:
+    if not contents.was_open:
         return logging.INFO, f"{where} is new; {restored}"
     if member.entry.live is not None:
-        return logging.INFO, f"{where} has rows of {_whose(folder)}; {restored}"
-    record = member.group.record
-    if found.clean_marker and not shards and member.id not in record.trained and member.entry == record.now[member.id]:
+        return logging.INFO, f"{where} has rows of {_owner_of(folder)}; {restored}"
+    record, marker = member.group.record, contents.clean_marker
+    if marker and not shards and member.id not in record.trained and member.entry == record.now[member.id]:
         return logging.WARNING, f"{where} was being loaded when the last run was killed; {restored}"
     run = (record.now[member.id].live or "").rpartition(":")[0]
     unclosed = [str(rank) for rank, live in sorted(shards.items()) if live is None or not live.startswith(run)]
@@ -123,12 +128,26 @@ def log_entry_of(
         why = f"was not closed by rank {', '.join(unclosed)} of its {folder.ranks}"
     elif len({*shards.values()}) > 1:
         why = "was closed by its ranks at different steps"
-    elif len(record.now) > 1 and (shards or found.clean_marker is not None):
+    elif len(record.now) > 1 and (shards or marker):
         why = "is trained together with others that were not closed by their last run"
-    return logging.WARNING, f"{where} {why}; {who}{restored}; {lost_steps_text(snapshot, reached)}"
+    lost, unused = lost_steps_text(snapshot, reached), _unused_snapshot_text(folder, member, snapshot)
+    return logging.WARNING, f"{where} {why}; {who}{restored}; {lost}{unused}"
 
 
-def _whose(folder: FolderState) -> str:
+def _unused_snapshot_text(folder: FolderState, member: Member, base: Snapshot | None) -> str:
+    """Name the store's last snapshot if it is later than `base`, to which recovery takes the whole group back."""
+    record = member.group.record
+    saved = list_snapshots(folder.snapshots).snapshots if len(record.now) > 1 else ()
+    last = next((one for one in saved if one.manifest.id == record.parents.get(member.id)), None)
+    if last is None or (base is not None and last.manifest.sequence <= base.manifest.sequence):
+        return ""
+    return (
+        f"; its later snapshot {last.name!r}, of step {_step_of(last)}, is not used, since embeddings that are trained "
+        "together with it have no snapshot of that moment"
+    )
+
+
+def _owner_of(folder: FolderState) -> str:
     return f"{folder.ranks} ranks" if folder.ranks else "one process"
 
 
@@ -137,46 +156,46 @@ def _step_of(snapshot: Snapshot | None) -> int:
 
 
 def recovery_text(base: Snapshot | None) -> str:
-    """What a run begins with instead of the live rows, for the log."""
+    """Return what the store opens with instead of its live rows, for the log."""
     if base is None:
         return "started empty: it has no snapshot of its own"
-    return f"restored its last snapshot {base.name!r}, of step {_step_of(base)}"
+    return f"restored snapshot {base.name!r}, of step {_step_of(base)}"
 
 
 def lost_steps_text(base: Snapshot | None, reached: int | None) -> str:
-    """What an unclean shutdown lost, for the log: the steps after `base`, up to `reached` if that is known."""
-    kept = _step_of(base)
-    if reached is None or reached < kept:
+    """Return what is lost after an unclean shutdown, for the log: the steps after `base`, up to `reached` if known."""
+    base_step = _step_of(base)
+    if reached is None or reached < base_step:
         return "what was written since is lost"
-    if reached == kept:
+    if reached == base_step:
         return "no later step; rows put or deleted since are lost"
-    return f"what was written since, steps {kept + 1} to {reached}, is lost"
+    return f"what was written since, steps {base_step + 1} to {reached}, is lost"
 
 
-def what_is_lost(folder: FolderState, member: Member | None, step: int) -> str:
-    """What the next run would find if this run ended now, without a clean marker of its rows of a step, for the log."""
+def describe_loss(folder: FolderState, member: Member | None, step: int) -> str:
+    """Return, for the log, what the next run would open with if this one, at `step`, ended without a clean marker."""
     if member is None:
-        return "all ranks recover from the last snapshot in the next run"
+        return "all ranks recover from a snapshot in the next run"
     try:
         commit = member.group.record.commit[member.id]
         base = None if commit == EMPTY else snapshot_by_id(folder.snapshots, commit)
     except TierbedError as error:
-        return f"the last snapshot, which the next run needs, cannot be read: {error}"
+        return f"the snapshot that the next run needs cannot be read: {error}"
     if base is None:
         return "the next run starts empty: it has no snapshot of its own"
     lost = lost_steps_text(base, step)
-    return f"the next run restores its last snapshot {base.name!r}, of step {_step_of(base)}; {lost}"
+    return f"the next run restores snapshot {base.name!r}, of step {_step_of(base)}; {lost}"
 
 
 def lacks_space(error: TierbedError) -> bool:
-    """Whether the disk has no room for what was tried."""
+    """True if the error is a full disk."""
     cause = os_error_in(error)
     return cause is not None and cause.errno == errno.ENOSPC
 
 
 def no_space_to_open(folder: FolderState, error: TierbedError) -> str:
-    """The error for a disk that has no room for what opening writes."""
-    cause = str(error).partition("; free space")[0]  # without RocksDB's advice, which is for a store that is open
+    """Return the error text for a store that cannot be opened because the disk is full."""
+    cause = str(error).partition("; free space")[0]  # without RocksDB's advice, which is for an open store
     return (
         f"{cause}. Free space on the disk and open the embedding again; `tierbed snapshot prune` removes snapshots in "
         f"{str(folder.snapshots)!r} that recovery does not need"
@@ -184,40 +203,40 @@ def no_space_to_open(folder: FolderState, error: TierbedError) -> str:
 
 
 def check_shards_unlocked(path: Path, ranks: int) -> None:
-    """Raises StoreError while a process has a shard of that many ranks open, as one that outlives its rank 0."""
+    """Raise StoreError if a process, such as a rank that outlives rank 0, has one of the ranks' shards open."""
     for rank in range(ranks):
-        place = shard_folder(path, rank, ranks)
-        if place.is_dir() and (process := holder(place)) is not None:
+        shard = shard_folder(path, rank, ranks)
+        if shard.is_dir() and (process := holder(shard)) is not None:
             raise StoreError(
-                f"{str(place)!r}, the shard of rank {rank} of {ranks}, is in use by process {process or 'unknown'}: "
+                f"{str(shard)!r}, the shard of rank {rank} of {ranks}, is in use by process {process or 'unknown'}: "
                 "wait until that has closed it, or end that process"
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class RankShard:
-    """The shard of rank `rank` of `ranks` of a table's rows. on_host: how many ranks divide this host's memory."""
+    """A rank's part of a table's rows. on_host: how many ranks share this host's memory."""
 
     rank: int
     ranks: int
     on_host: int = 1
 
     def folder(self, store: Path) -> Path:
-        """The store folder of the shard, in that of the table."""
+        """Return the shard's store folder, inside the table's store folder."""
         return shard_folder(store, self.rank, self.ranks)
 
     def options(self, options: StoreOptions) -> StoreOptions:
-        """The options of the shard's table: an evicting one has its part of `capacity`, rounded up."""
+        """Return the shard's store options. With eviction, `capacity` is divided by the ranks and rounded up."""
         if options.capacity is None or options.eviction == "none":
             return options
         return dataclasses.replace(options, capacity=-(-options.capacity // self.ranks))
 
 
 class WriteEpoch:
-    """Which rows a shard has, for comparison with those of the other ranks.
+    """Counts the collective writes to a shard, so that ranks can compare which rows they have.
 
-    `run`: the id of the run in which these rows began, empty or from a snapshot. `writes`: how many operations of all
-    ranks wrote since. `version`: names them as all ranks do, and the next run.
+    run: the id of the run that started with no rows or a snapshot. writes: the number of collective writes since.
+    version: identifies the rows, equal on all ranks and in the next run.
     """
 
     def __init__(self, shard: RankShard) -> None:
@@ -226,22 +245,22 @@ class WriteEpoch:
 
     def begin(self, run: str, writes: int, version: str) -> None:
         self.run, self.writes = run, writes
-        self._came_as = writes, version
+        self._named_at = writes, version
 
     def count(self, before: int | None = None) -> None:
-        """Count a write. before: how many there were, if this shard may have missed some."""
+        """Count a write. before: how many there were before, if this shard may have missed some."""
         self.writes = 1 + (self.writes if before is None else before)
 
-    def came_as(self, snapshot: str, writes: int) -> None:
-        """The rows after that many writes are those of a snapshot."""
+    def set_snapshot(self, snapshot: str, writes: int) -> None:
+        """Name the rows after a snapshot that has them, unless more than `writes` writes were made."""
         if self.writes == writes:
-            self._came_as = writes, f"{snapshot}:0"
+            self._named_at = writes, f"{snapshot}:0"
 
     @property
     def version(self) -> str:
-        writes, version = self._came_as
+        writes, version = self._named_at
         return version if self.writes == writes else f"{self.run}:{self.writes}"
 
     def described(self) -> dict[str, Any]:
-        """The field `share` of the clean marker of the shard's live rows."""
+        """Return the field `share` of the shard's clean marker."""
         return {"rank": self._shard.rank, "ranks": self._shard.ranks, "run": self.run, "writes": self.writes}

@@ -1,4 +1,4 @@
-"""The store folder of an embedding over ranks, which rank 0 has open, and its snapshots, which all ranks see."""
+"""The common store folder of an embedding over ranks. Rank 0 has it open, and all ranks see its snapshots."""
 
 from __future__ import annotations
 
@@ -17,24 +17,27 @@ _TOKEN = ".token-"
 
 
 class SharedFolder:
-    """The store folder that all ranks see. `folder` is open on rank 0, and None on the others."""
+    """The common store folder.
+
+    folder: the open folder on rank 0, None on other ranks. snapshots: the snapshots' folder. The constructor
+    raises StoreError if rank 0 cannot lock the store folder.
+    """
 
     def __init__(self, rank: int, name: str, options: StoreOptions) -> None:
-        """Raises StoreError if rank 0 cannot lock the folder."""
         assert options.persistent_path is not None
-        place = snapshot_folder_of(options.snapshot_path, name)
+        snapshots = snapshot_folder_of(options.snapshot_path, name)
         self.path = Path(options.persistent_path).absolute() / name
-        self.folder = StoreFolder(self.path, f"embedding {name!r}", place) if rank == 0 else None
-        self.snapshots = place or FolderState(self.path).snapshot_store.snapshots
+        self.folder = StoreFolder(self.path, f"embedding {name!r}", snapshots) if rank == 0 else None
+        self.snapshots = snapshots or FolderState(self.path).snapshot_store.snapshots
 
     @property
     def snapshot_store(self) -> StoreFolder:
-        """The store folder that the snapshots are in, on rank 0."""
+        """The store folder with the snapshots, on rank 0."""
         assert self.folder is not None
         return self.folder.snapshot_store
 
     def leave_token(self) -> str:
-        """Write a file next to the snapshots that no other job could have written, and return its name. StoreError."""
+        """Write a token file with a random name next to the snapshots, and return its name. Raises StoreError."""
         self.remove_tokens()
         token = _TOKEN + secrets.token_hex(16)
         try:
@@ -46,25 +49,25 @@ class SharedFolder:
         return token
 
     def find_token(self, token: str) -> None:
-        """Raises StoreError if this rank does not see the file of rank 0."""
-        place = self.snapshots.parent
-        if not (place / token).exists():
+        """Raise StoreError if this rank does not see rank 0's token, so that it sees another folder."""
+        folder = self.snapshots.parent
+        if not (folder / token).exists():
             raise StoreError(
-                f"{str(place)!r} is another folder here than on rank 0, so the snapshots of one rank would not be seen "
-                "by the others; give snapshot_path, a folder that all ranks see under that path (persistent_path may "
-                "be each host's own disk)"
+                f"{str(folder)!r} is another folder here than on rank 0, so the snapshots of one rank would not be "
+                "seen by the others; give snapshot_path, a folder that all ranks see under that path (persistent_path "
+                "may be each host's own disk)"
             )
 
     def remove_tokens(self) -> None:
-        """Remove the token, and those of killed processes."""
+        """Remove the token, and tokens that killed processes left."""
         for token in self.snapshot_store.path.glob(_TOKEN + "*"):
             with contextlib.suppress(OSError):
                 token.unlink()
 
     def begin(self, ranks: int, member: Member | None) -> None:
-        """On rank 0, let the live rows be those of ranks, instead of what the folder had. Raises StoreError.
+        """Replace one process's live rows by ranks' shards. Raises StoreError.
 
-        member: the store; None on other ranks, which do nothing.
+        member: the store on rank 0; None on other ranks, where nothing happens.
         """
         if self.folder is None or member is None:
             return

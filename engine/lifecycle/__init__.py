@@ -1,1 +1,1 @@
-"""Which rows are kept: admission, eviction and expiry."""
+"""The lifecycle of rows: admission, eviction and expiry."""

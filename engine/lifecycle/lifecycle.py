@@ -1,7 +1,7 @@
-"""The lifecycle of rows: which new rows a table keeps, and which rows it deletes at capacity or with age.
+"""The lifecycle of rows: which new rows a table keeps, and which rows it deletes at capacity or because of their age.
 
-The ledger (`native/ledger.h`) decides, in the order of steps, from the rows that were written. A removed row is like a
-row that was never written.
+The ledger (`native/ledger.h`) decides this step by step, from the counts and ages of written rows. A removed row is
+like a row that was never written.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from ..store.table_counts import Counts, counted
 
 log = logging.getLogger("tierbed")
 
-SCANS = 16  # for expired rows, in `ttl_steps` steps
+SCANS = 16  # scans for expired rows per `ttl_steps` steps
 
 
 class Lifecycle:
-    """The lifecycle of the rows of one open table.
+    """The lifecycle of an open table's rows.
 
-    Without such options there is no ledger, and `admit`, `note_written` and `expired` are not called. `stored_rows` of
-    an earlier run may exceed the capacity, until there are new rows to admit and old ones to evict.
+    Without the options for it there is no ledger, and `admit`, `note_written` and `expired` are not called. An earlier
+    run may have stored more rows (`stored_rows`) than the capacity; the excess is evicted when new rows are admitted.
     """
 
     def __init__(self, name: str, num_tables: int, options: StoreOptions, stored_rows: int, seed: int) -> None:
         self._name = name
         self._eviction, self._ttl = options.eviction, options.ttl_steps
         self._ledger: _core.Ledger | None = None
-        self.has_ledger = False  # whether this checks the capacity, and has to know every written row
+        self.has_ledger = False  # if True, this class checks the capacity and must know every written row
         self._admission = options.admission
         self.capacity = options.capacity
         self.counts = {"refused": 0, "evicted": 0, "expired": 0, "deleted": 0}
-        self.removed_counts = np.zeros(num_tables, np.int64)  # of rows that were written, refused rows included
+        self.removed_counts = np.zeros(num_tables, np.int64)  # written rows that were removed, or refused
         if self.capacity is not None and options.eviction in ("none", "ttl") and stored_rows > self.capacity:
             log.warning(
-                "embedding %r: %d stored rows are more than capacity=%d; all of them stay, and no new row is inserted "
-                "until some are deleted, or capacity is raised",
+                "embedding %r: %d stored rows exceed capacity=%d; all of them stay, but no new row is inserted until "
+                "rows are deleted or capacity is raised",
                 name,
                 stored_rows,
                 self.capacity,
@@ -60,13 +60,13 @@ class Lifecycle:
 
     @property
     def metrics(self) -> dict[str, int]:
-        """`counts`, and in `ledger_bytes` the memory of the ledger."""
+        """`counts`, and the ledger's memory as `ledger_bytes`."""
         return {**self.counts, "ledger_bytes": 0 if self._ledger is None else self._ledger.bytes}
 
     def admit(self, batch: Any, layout: _core.Layout, step: int, training: bool) -> tuple[TableIds, Keys] | None:
-        """Decide on a batch that is written at `step`. Returns the rows that must be erased first, or None.
+        """Decide which new rows of a batch, to be written at `step`, to keep. Returns rows to erase first, or None.
 
-        Rows that training refuses get lines in the batch. Raises CapacityError, and changes nothing.
+        Rows that training refuses get lines in the batch itself. If this raises CapacityError, nothing has changed.
         """
         assert self._ledger is not None
         admitted = self._ledger.admit(batch, layout, step, training)
@@ -76,7 +76,7 @@ class Lifecycle:
         return (tables, keys) if len(keys) else None
 
     def note_written(self, batch: Any, step: int) -> None:
-        """Note that an admitted batch was written at `step`."""
+        """Record that an admitted batch was written at `step`."""
         assert self._ledger is not None
         if len(batch.own_lines):
             refused = counted(batch.tables[batch.own_lines != 0], len(self.removed_counts))
@@ -84,7 +84,7 @@ class Lifecycle:
         self._ledger.commit(batch, step)
 
     def expired(self, step: int) -> tuple[TableIds, Keys] | None:
-        """Rows that expire after `step`. 16 of `ttl_steps` steps scan for rows older than that."""
+        """Returns the rows that expire after `step`, or None. Only `SCANS` of `ttl_steps` steps scan for such rows."""
         assert self._ledger is not None
         if self._ttl is None or self._eviction == "ttl" or step % max(1, self._ttl // SCANS):
             return None
@@ -92,7 +92,7 @@ class Lifecycle:
         return (tables, keys) if len(keys) else None
 
     def note_removed(self, tables: TableIds, keys: Keys, existing: Counts, cause: str) -> None:
-        """Note that rows were removed. existing: how many of each table were written. cause: a name in `counts`."""
+        """Record that rows were removed: `existing` written rows in each table, for a `cause` named in `counts`."""
         if self._ledger is not None:
             self._ledger.erase(tables, keys)
         self._count(existing, cause)
@@ -102,13 +102,13 @@ class Lifecycle:
         self.counts[cause] += int(rows.sum())
 
     def why_absent(self) -> str:
-        """Why a row may be missing, for people: all causes so far, since removed rows are not remembered."""
-        seen = [cause for cause, count in self.counts.items() if count]
-        causes = [f"refused by admission={self._admission}" if cause == "refused" else cause for cause in seen]
+        """Returns text on why a row may be missing: all causes so far, because removed rows are not remembered."""
+        occurred = [cause for cause, count in self.counts.items() if count]
+        causes = [f"refused by admission={self._admission}" if cause == "refused" else cause for cause in occurred]
         return " or ".join(["not written since the table was opened", *causes])
 
     def note_loaded(self, chunks: Chunks) -> Chunks:
-        """Add scanned rows that are loaded into the table to the ledger, and pass them on."""
+        """Add rows that are being loaded into the table to the ledger, and yield them unchanged."""
         for bucket, rows in chunks:
             if self._ledger is not None:
                 self._ledger.load(*(rows[field].copy() for field in ("table", "key", "updates", "step")))
@@ -116,13 +116,13 @@ class Lifecycle:
 
     def _capacity_text(self, fresh: int, lacking: int) -> str:
         assert self.capacity is not None
-        split = "raise capacity, or split the batch: its own rows stay"
-        earlier = f"raise capacity, or evict rows earlier than after ttl_steps={self._ttl}"
+        split = "raise capacity, or split the batch, whose own rows are never evicted"
+        earlier = f"raise capacity, or lower ttl_steps={self._ttl}"
         remedy = {
-            "none": "raise capacity, choose an eviction, or leave unseen ids out",
+            "none": "raise capacity, choose an eviction, or leave new ids out",
             "ttl": split if fresh > self.capacity else earlier,
         }.get(self._eviction, split)
         return (
             f"capacity={self.capacity} of embedding {self._name!r}, eviction={self._eviction!r}: the batch has {fresh} "
-            f"new rows and there is room for {max(fresh - lacking, 0)}; {remedy}. Nothing was changed"
+            f"new rows, but there is room for {max(fresh - lacking, 0)}; {remedy}. Nothing was changed"
         )

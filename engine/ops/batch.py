@@ -1,6 +1,6 @@
-"""Lookups and their gradients as arguments of the native core: segments of a batch, flat arrays in and out.
+"""Convert lookups and their gradients to flat arrays for the native core.
 
-It checks values, which a trace cannot do.
+Values (table ids, offsets, ids) are checked here, when the step runs: a trace sees only shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -20,88 +20,88 @@ from ..errors import InputError
 from ..options.lookup import Lookup, check_weights
 from ..options.table_spec import TableSpec
 
-LARGE = 1 << 20  # bytes: the system clears newly allocated memory of this size page by page
+LARGE = 1 << 20  # bytes; the system clears large new allocations page by page
 
-# keys [n]; table ids of the bags, or None; None for no bags, their length, or offsets [bags + 1]
+# (keys [n], each bag's table id or None, bags: None if unpooled, else their length or offsets [bags + 1])
 Segment = tuple[NDArray[np.uint64], NDArray[np.uint32] | None, int | NDArray[np.int64] | None]
-# the same with the features of columns [columns] and their batch
+# the same, then each column's feature [columns] and the batch size
 FeatureSegment = tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.int64], NDArray[np.uint32], int]
 
 
 class Gradients(NamedTuple):
-    """Gradients of the results of a batch's lookups. A row's is the sum over its occurrences in all lookups."""
+    """The gradients of a batch's lookup results. A row's gradient is summed over its occurrences in all lookups."""
 
     lookups: Sequence[Lookup]
     grads: Sequence[Tensor]  # each lookup.shape + (dim,), of `dtype`
-    weights: Sequence[Tensor | None]  # the weights that each lookup was pooled with
+    weights: Sequence[Tensor | None]  # each lookup's pooling weights
     dtype: torch.dtype
 
 
 def checked_gradients(
     spec: TableSpec, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None], dtype: torch.dtype
 ) -> Gradients:
-    """The gradients of a step's lookups and the weights that pooled them, one each. InputError.
+    """Bundle one gradient and one weights tensor per lookup.
 
-    A gradient is like the lookup's result.
+    Raises InputError if a gradient has another shape, dtype or device than the lookup's result.
     """
-    for lookup, grad, given in zip(lookups, grads, weights, strict=True):
-        shape = lookup.ids.shape if lookup.pooling is None else lookup.shape  # a step makes few calls
+    for lookup, grad, pooling_weights in zip(lookups, grads, weights, strict=True):
+        shape = lookup.ids.shape if lookup.pooling is None else lookup.shape  # `lookup.shape` is slower
         expected = (*shape, spec.dim)
         if grad.dtype != dtype or tuple(grad.shape) != expected or grad.device != lookup.ids.device:
             raise InputError(
                 f"gradient of embedding {spec.name!r}: got {grad.dtype} {tuple(grad.shape)} on {grad.device}; give "
                 f"{dtype} {expected} on {lookup.ids.device}, as the lookup returned"
             )
-        if given is not None:
-            check_weights(spec, lookup, given)
+        if pooling_weights is not None:
+            check_weights(spec, lookup, pooling_weights)
     return Gradients(lookups, grads, weights, dtype)
 
 
 def arrays_of(gradients: Gradients) -> tuple[list[Any], list[bool], list[Any]]:
-    """(gradients, whether bags are means, weights) in the form that the core takes."""
+    """Return the core's arguments, per lookup: gradients, whether bags are averaged, weights."""
     means = [lookup.pooling == "mean" for lookup in gradients.lookups]
-    weights = [None if given is None else flat(given) for given in gradients.weights]
+    weights = [None if tensor is None else flat(tensor) for tensor in gradients.weights]
     return [array_of(grad) for grad in gradients.grads], means, weights
 
 
 def segment(spec: TableSpec, lookup: Lookup) -> Segment | FeatureSegment:
-    """A segment of `_core.Batch`, which checks its offsets. Raises InputError for table ids that are out of range."""
+    """Convert a lookup for `_core.Batch`, which checks its offsets. Raises InputError for table ids out of range."""
     keys, feature_columns = keys_of(lookup.ids), lookup.feature_columns
     if feature_columns is None:
         return keys, None if lookup.table_ids is None else _tables(spec, lookup.table_ids), _bags(lookup)
     assert lookup.offsets is not None
     batch, columns = lookup.shape
     if lookup.table_ids is None:
-        tables = _in_order(columns, spec.num_tables)
+        tables = _default_tables(columns, spec.num_tables)
     else:
-        known = _listed(spec.num_tables, tuple(lookup.table_ids.tolist()))
+        known = _table_array(spec.num_tables, tuple(lookup.table_ids.tolist()))
         tables = _tables(spec, lookup.table_ids) if known is None else known
     return keys, tables, _offsets(lookup.offsets), features_of(feature_columns), batch
 
 
 @cache
 def features_of(feature_columns: tuple[int, ...]) -> NDArray[np.uint32]:
-    """The feature of each column [columns] of a lookup with these `Lookup.feature_columns`."""
+    """Invert `Lookup.feature_columns`: return each result column's feature, [columns]."""
     columns = {column: feature for feature, column in enumerate(feature_columns)}
     return np.array([columns[column] for column in range(len(feature_columns) - feature_columns.count(-1))], np.uint32)
 
 
 @cache
-def _in_order(columns: int, num_tables: int) -> NDArray[np.uint32]:
-    """The tables of columns [columns] that are given without table ids: the one table, or all in order."""
+def _default_tables(columns: int, num_tables: int) -> NDArray[np.uint32]:
+    """Return each column's table, [columns], if no table ids were passed: the only table, or all tables in order."""
     return np.zeros(columns, np.uint32) if num_tables == 1 else np.arange(columns, dtype=np.uint32)
 
 
 @lru_cache(maxsize=64)
-def _listed(num_tables: int, table_ids: tuple[int, ...]) -> NDArray[np.uint32] | None:
-    """The tables of columns [columns] that have these table ids; None if one is out of range."""
+def _table_array(num_tables: int, table_ids: tuple[int, ...]) -> NDArray[np.uint32] | None:
+    """Return `table_ids` as an array, or None if one is out of range."""
     return np.array(table_ids, np.uint32) if all(0 <= table < num_tables for table in table_ids) else None
 
 
 def batch_of(spec: TableSpec, lookups: Sequence[Lookup], strict: bool = False) -> _core.Batch:
-    """The unique rows of lookups on the CPU. InputError for illegal table ids, offsets and ids.
+    """Deduplicate lookups on the CPU. Raises InputError for illegal table ids, offsets and ids.
 
-    strict: whether ids that `bad_ids` would drop are illegal as well.
+    strict: raise also for ids that the option `bad_ids='drop'` would leave out.
     """
     segments = [segment(spec, lookup) for lookup in lookups]
     try:
@@ -116,25 +116,25 @@ def batch_of(spec: TableSpec, lookups: Sequence[Lookup], strict: bool = False) -
 
 
 def illegal_id(spec: TableSpec, table: int, key: int) -> InputError:
-    """The error for an id that its table does not have. key: the 64 bits of the id."""
+    """Return the error for an id beyond its table's last id. key: the id's 64 bits."""
     assert spec.last_ids is not None
     last = int(spec.last_ids[table])
     id_ = key - 2**64 if key >= 2**63 and spec.key_type != torch.uint64 else key
     return InputError(
         f"ids of embedding {spec.name!r}: {id_} is no id of table {spec.labels[table]}, whose ids are 0 to {last}; "
-        "correct the ids, or make the table with more of them (ids, or num_embeddings in a config; None takes any id), "
-        "or with make_table_options(bad_ids='drop'), which leaves such ids out"
+        "correct the ids, raise the table's number of ids (ids, or num_embeddings in a config; None allows any id), "
+        "or leave such ids out by make_table_options(bad_ids='drop')"
     )
 
 
 def check_legal(spec: TableSpec, lookup: Lookup) -> None:
-    """InputError for an id of a lookup without bags, on any device, that its table does not have."""
+    """Raise InputError if an id is beyond its table's last id. For unpooled lookups on any device."""
     if spec.last_ids is not None:
         batch_of(spec, [_on_host(lookup)], strict=True)
 
 
 def rows_of(spec: TableSpec, lookup: Lookup) -> tuple[NDArray[np.uint32], NDArray[np.uint64]]:
-    """The unique rows of a lookup without bags, on any device: tables [n] and keys [n]. Raises InputError."""
+    """Return an unpooled lookup's unique rows, tables [n] and keys [n], on any device. Raises InputError."""
     batch = batch_of(spec, [_on_host(lookup)])
     return batch.tables.copy(), batch.keys.copy()
 
@@ -144,18 +144,18 @@ def _on_host(lookup: Lookup) -> Lookup:
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An uninitialised tensor; the memory of a large one is reused for a later tensor."""
+    """Return an uninitialised CPU tensor. A large tensor's memory is reused once it is freed."""
     size = math.prod(shape) * dtype.itemsize
     if size < LARGE:
-        return torch.empty(shape, dtype=dtype, device="cpu")  # whatever the default device is
-    memory = _core.scratch(size)  # NumPy's views take less time than torch's
+        return torch.empty(shape, dtype=dtype, device="cpu")  # torch's default device may differ
+    memory = _core.scratch(size)  # for float32, NumPy's views are faster than torch's
     if dtype == torch.float32:
         return torch.from_numpy(memory.view(np.float32).reshape(shape))
     return torch.from_numpy(memory).view(dtype).view(shape)
 
 
 def array_of(tensor: Tensor) -> NDArray[Any]:
-    """Rows of an output dtype as an array for the core: [n, dim], 16-bit floats as uint16. Shares contiguous memory."""
+    """Convert rows to the core's array [n, dim], 16-bit floats as uint16. Copies only if not contiguous."""
     if tensor.dtype == torch.float32 and tensor.is_contiguous() and not tensor.requires_grad:
         return tensor.numpy().reshape(-1, tensor.shape[-1])
     rows = tensor.detach().contiguous()
@@ -164,12 +164,12 @@ def array_of(tensor: Tensor) -> NDArray[Any]:
 
 
 def flat(weights: Tensor) -> NDArray[np.float32]:
-    """Weights as an array [n], one number for each id. Shares contiguous memory."""
+    """Convert weights to an array [n], one number per id. Copies only if not contiguous."""
     return weights.detach().contiguous().view(-1).numpy()
 
 
 def keys_of(ids: Tensor) -> NDArray[np.uint64]:
-    """Ids as the 64 bits that identify a row; int32 is sign-extended, so -1 is the same row in either type."""
+    """Convert ids to uint64 keys [n]. int32 is sign-extended, so -1 is the same row in either type."""
     if ids.dtype == torch.int64 and ids.is_contiguous():
         return ids.numpy().reshape(-1).view(np.uint64)
     flat = ids.detach().reshape(-1)
@@ -179,14 +179,14 @@ def keys_of(ids: Tensor) -> NDArray[np.uint64]:
 
 
 def _tables(spec: TableSpec, table_ids: Tensor) -> NDArray[np.uint32]:
-    # by NumPy: an op of torch takes longer
+    # NumPy is faster here than torch's ops
     flat = table_ids.detach().reshape(-1).numpy().astype(np.int64, copy=False)
     outside = flat.view(np.uint64) >= spec.num_tables
     if outside.any():
         position = int(outside.argmax())
         raise InputError(
             f"table_ids of embedding {spec.name!r}: table id {flat[position]} at position {position}; "
-            f"they run from 0 to {spec.num_tables - 1}; offsets of bags are given by name, offsets="
+            f"they run from 0 to {spec.num_tables - 1}; if you meant bag offsets, pass them as offsets="
         )
     return flat.astype(np.uint32)
 
@@ -196,7 +196,7 @@ def _bags(lookup: Lookup) -> int | NDArray[np.int64] | None:
         return None
     if lookup.offsets is not None:
         return _offsets(lookup.offsets)
-    # bags of no ids are counted by their offsets
+    # offsets tell the core how many empty bags there are
     return lookup.ids.shape[-1] or np.zeros(lookup.ids.shape[:-1].numel() + 1, np.int64)
 
 
@@ -207,17 +207,17 @@ def _offsets(offsets: Tensor) -> NDArray[np.int64]:
 
 
 def check_offsets(spec: TableSpec, lookup: Lookup) -> None:
-    """Raises InputError for offsets of a lookup on the CPU that do not ascend from 0 to the number of ids."""
+    """Raise InputError unless offsets ascend from 0 to the number of ids. For lookups on the CPU."""
     if lookup.offsets is None:
         return
     flat, ids = _offsets(lookup.offsets), lookup.ids.shape[0]
     where = f"offsets of embedding {spec.name!r}"
     if flat[0] != 0 or flat[-1] != ids:
         raise InputError(
-            f"{where}: they run from {flat[0]} to {flat[-1]}; give one offset more than bags, the first 0 and the "
-            f"last the number of ids, {ids}"
+            f"{where}: they run from {flat[0]} to {flat[-1]}; give bags + 1 offsets, the first 0 and the last "
+            f"the number of ids, {ids}"
         )
-    down = np.flatnonzero(flat[1:] < flat[:-1])
-    if len(down):
-        at = int(down[0])
+    descents = np.flatnonzero(flat[1:] < flat[:-1])
+    if len(descents):
+        at = int(descents[0])
         raise InputError(f"{where}: {flat[at]} at position {at} is followed by {flat[at + 1]}; give them ascending")

@@ -1,4 +1,4 @@
-"""Whether tensors are still those of an earlier lookup: by their objects, by their memory, or by their values."""
+"""Detect whether a lookup's tensors changed since an earlier call, by object, memory or values."""
 
 from __future__ import annotations
 
@@ -11,40 +11,41 @@ from ..options.lookup import Lookup
 
 
 def write_count(tensor: Tensor) -> int | None:
-    """Torch's count of writes to a tensor; None for one of inference mode, for which it counts none."""
+    """Return torch's count of writes to a tensor; None for inference tensors, whose writes are not counted."""
     return None if tensor.is_inference() else tensor._version
 
 
 def fingerprint(tensor: Tensor | None, by_memory: bool = False) -> Hashable:
-    """A value that changes when torch writes to a tensor. Equal values mean the same tensor while that is kept alive.
+    """Return a value that changes when torch writes to the tensor. Keep the tensor alive while you compare values.
 
-    by_memory: equal values mean the same elements of the same memory, of this tensor or of another view.
+    Equal values mean the same tensor object; with `by_memory`, the same elements of memory, even in another view.
     """
     if tensor is None:
         return None
-    count = object() if tensor.is_inference() else tensor._version  # an object of its own: it may have been written to
+    # writes to inference tensors are not counted, so a new object makes two fingerprints differ
+    count = object() if tensor.is_inference() else tensor._version
     return (tensor.data_ptr(), count, tensor.dtype, tensor.shape, tensor.stride()) if by_memory else (id(tensor), count)
 
 
-def same_values(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether both are None, or tensors of one shape, dtype and value. May wait for a device."""
-    if one is None or other is None:
-        return one is other
-    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+def same_values(left: Tensor | None, right: Tensor | None) -> bool:
+    """True if both are None or have equal shape, dtype and values. May wait for a device."""
+    if left is None or right is None:
+        return left is right
+    return left.shape == right.shape and left.dtype == right.dtype and torch.equal(left, right)
 
 
-def same_lookups(some: Sequence[Lookup], others: Sequence[Lookup]) -> bool:
-    """Whether both have the same ids, tables and bags. May wait for a device."""
-    return len(some) == len(others) and all(map(_same_lookup, some, others))
+def same_lookups(left: Sequence[Lookup], right: Sequence[Lookup]) -> bool:
+    """True if all ids, table ids and bags are equal. May wait for a device."""
+    return len(left) == len(right) and all(map(_same_lookup, left, right))
 
 
-def _same_lookup(one: Lookup, other: Lookup) -> bool:
-    same_bags = one.pooling == other.pooling and one.feature_columns == other.feature_columns
-    return same_bags and all(map(same_values, one.tensors, other.tensors))
+def _same_lookup(left: Lookup, right: Lookup) -> bool:
+    same_bags = left.pooling == right.pooling and left.feature_columns == right.feature_columns
+    return same_bags and all(map(same_values, left.tensors, right.tensors))
 
 
 def copied(lookup: Lookup, copy: Callable[[Tensor], Tensor] = torch.clone) -> Lookup:
-    """A lookup of copies of its tensors."""
+    """Copy a lookup with its tensors."""
     ids, table_ids, offsets = (None if part is None else copy(part.detach()) for part in lookup.tensors)
     assert ids is not None
     return lookup._replace(ids=ids, table_ids=table_ids, offsets=offsets)

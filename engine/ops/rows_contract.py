@@ -1,4 +1,4 @@
-"""What the ops and the graph need of an embedding."""
+"""The interface through which ops and graphs use an embedding module."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from ..options.lookup import Lookup
 from ..options.store_options import StoreOptions
 from ..options.table_spec import TableSpec
 
-TRACED = "tierbed_traced"  # attribute of a trace's tensor: the thread of the trace, and the live parameter
-REMEDY = "tierbed_remedy"  # attribute of the storage of a trace's `weight`: the message for a write into it
+TRACED = "tierbed_traced"  # a traced tensor's attribute: the tracing thread, and the live parameter
+REMEDY = "tierbed_remedy"  # attribute of a traced `weight`'s storage: the error text if the model writes to it
 
 
 class NoTorchScript:
-    """A module that TorchScript cannot compile. torch.jit.script raises GraphError for it, and for a model with it."""
+    """A module that TorchScript cannot compile: torch.jit.script raises GraphError for it and for models using it."""
 
     def __prepare_scriptable__(self) -> NoReturn:
         raise GraphError(
-            f"torch.jit.script of {type(self).__name__}: TorchScript compiles no module of tierbed; script the dense "
-            "part alone and call it with the looked-up rows, or run the whole step in a Graph"
+            f"torch.jit.script of {type(self).__name__}: TorchScript cannot compile tierbed's modules; script the "
+            "dense part alone and call it with the looked-up rows, or run the whole step in a Graph"
         )
 
 
 class EmbeddingBase(NoTorchScript, nn.Module):
-    """A module whose rows a step reads and trains."""
+    """A module with embedding rows that a step reads and trains."""
 
     spec: TableSpec
     store_options: StoreOptions
-    output_dtype: torch.dtype  # of the results of lookups, and of their gradients
-    device: torch.device  # of lookups, to which the module was moved
+    output_dtype: torch.dtype  # of lookup results and their gradients
+    device: torch.device  # where lookups run; changed by Module.to()
     handle: int  # the number by which the ops find the module
-    shadow: nn.Parameter  # [1, 1] float32, through which optimizers and autograd reach the rows
-    parameter_name = "shadow"  # of it in named_parameters() and state_dict()
-    misses_rows: bool  # whether the last run that judged its cache over SSD looked ahead
-    row_optimizer: RowOptimizer | None  # the optimizer of the next update
+    shadow: nn.Parameter  # [1, 1] float32; optimizers and autograd reach the rows through it
+    parameter_name = "shadow"  # the shadow's name in named_parameters() and state_dict()
+    misses_rows: bool  # whether caches over SSD missed rows when a run last checked
+    row_optimizer: RowOptimizer | None  # makes the next update
     world: Any = None  # the ranks that own the rows
-    group: Any = None  # of the embeddings that are trained together with this one
-    # "path": the module has no name until its place in a model is known; "default": a name that may change; "given"
+    group: Any = None  # the training group
+    # "path": unnamed until its path in a model is known; "default": its name may change; "given": the user named it
     naming: str = "given"
 
     @property
@@ -49,67 +49,64 @@ class EmbeddingBase(NoTorchScript, nn.Module):
         raise NotImplementedError
 
     def take_name(self, name: str) -> None:
-        """Be called by this name from here on."""
+        """Change the embedding's name."""
         raise NotImplementedError
 
     @property
     def dim(self) -> int:
-        """Columns of a lookup's result."""
+        """How many columns a lookup's result has."""
         raise NotImplementedError
 
     def read(self, lookup: Lookup, weights: Tensor | None = None, trains: bool = False) -> Tensor:
-        """The result of a lookup, for checked arguments: lookup.shape + (dim,). Inserts no rows."""
+        """Return a checked lookup's result, lookup.shape + (dim,). Inserts no rows."""
         raise NotImplementedError
 
     def read_weights_grad(self, lookup: Lookup, grad: Tensor) -> Tensor:
-        """The gradient of a lookup's weights from the gradient of its result, with the present rows."""
+        """Return a lookup's weight gradients, computed from its result's gradient and the current rows."""
         raise NotImplementedError
 
     def pin(self, lookups: list[Lookup], dedup_from: Any = None, dtype: torch.dtype | None = None) -> Any:
-        """The rows of all lookups of a training step: a `PinnedBatch`, over ranks a `ShardedBatch`.
+        """Pin all rows that a training step looks up. Returns a `PinnedBatch`, or with ranks a `ShardedBatch`.
 
-        dedup_from: another embedding's batch of the same lookups, whose deduplication is reused. dtype: of results and
-        gradients, by default `output_dtype`. OptimizerError, StoreError, CapacityError, InputError.
+        dedup_from: another embedding's batch with the same lookups, to reuse its deduplication. dtype: for results and
+        gradients, `output_dtype` by default. Raises OptimizerError, StoreError, CapacityError, InputError.
         """
         raise NotImplementedError
 
     def release(self) -> None:
-        """End the pin that a failed step left."""
+        """Unpin the rows that a failed step left pinned."""
         raise NotImplementedError
 
     def hit_counts(self) -> tuple[int, int]:
-        """How many rows the top tier was asked for that it had, and that it did not have."""
+        """Return the top tier's hits and misses, in rows."""
         raise NotImplementedError
 
     def announce(self, lookups: list[Lookup]) -> None:
-        """Announce the checked lookups of a future step, so that its rows may be prefetched. In the order of steps."""
+        """Announce a future step's checked lookups, to prefetch its rows. Call it in step order."""
         raise NotImplementedError
 
     def forget_announced(self) -> None:
-        """Forget announced steps, and end the prefetch thread."""
+        """Drop announced steps and end the prefetch thread."""
         raise NotImplementedError
 
     def check_trained_lookup(self) -> None:
-        """Called before a lookup whose rows are to be trained. OptimizerError if they cannot be."""
+        """Raise OptimizerError if the rows cannot be trained. Called before a lookup that trains them."""
         raise NotImplementedError
 
     def accumulate(self, lookup: Lookup, grad: Tensor, weights: Tensor | None, order: int) -> None:
-        """Keep the gradient of a lookup outside a graph for the next step. GraphError if there is no next step.
-
-        Threads may call it at once.
-        """
+        """Keep an eager lookup's gradient for the next step. Thread-safe. Raises GraphError if no step follows."""
         raise NotImplementedError
 
     def attach(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> RowOptimizer:
-        """Let one of the optimizer's param groups train the rows. OptimizerError."""
+        """Train the rows with one of the optimizer's param groups from now on. Raises OptimizerError."""
         rows_optimizer = row_optimizer(optimizer, group)
         self.use_optimizer(rows_optimizer)
         return rows_optimizer
 
     def use_optimizer(self, rows_optimizer: RowOptimizer) -> None:
-        """Let `rows_optimizer` make the next updates. OptimizerError."""
+        """Update the rows with `rows_optimizer` from now on. Raises OptimizerError."""
         raise NotImplementedError
 
     def forget_optimizer(self) -> None:
-        """Let the next update ask for its optimizer again."""
+        """Make the next update look up its optimizer again."""
         self.row_optimizer = None

@@ -1,6 +1,6 @@
-"""Row optimizers, one file each: formula, kernel, hyper-parameters.
+"""Row optimizers, one file each: formula, kernel and hyper-parameters.
 
-Those that torch.optim has not are optimizers of their own here, which move dense parameters as well.
+For optimizers missing in torch.optim, the file also defines an optimizer class, usable for dense parameters as well.
 """
 
 import lazy_loader

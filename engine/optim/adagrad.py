@@ -1,10 +1,10 @@
-"""Adagrad, as torch.optim.Adagrad: https://docs.pytorch.org/docs/stable/generated/torch.optim.Adagrad.html
+"""Adagrad, like torch.optim.Adagrad: https://docs.pytorch.org/docs/stable/generated/torch.optim.Adagrad.html
 
     s += g * g
     w -= lr / (1 + (t - 1) * lr_decay) * (g / (sqrt(s) + eps))
 
-`g` is negated for `maximize`; weight decay then adds `weight_decay * w` to it. `t` counts the steps of the embedding.
-If sqrt(s) + eps is 0 (eps = 0, and no gradient so far), w is unchanged; torch makes it NaN.
+`maximize` negates `g`; weight decay then adds `weight_decay * w` to it. `t` counts the embedding's steps. If
+sqrt(s) + eps is 0 (eps = 0 and no gradient so far), w stays unchanged, where torch makes it NaN.
 """
 
 from __future__ import annotations

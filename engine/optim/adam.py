@@ -1,13 +1,13 @@
-"""Adam and AdamW, as torch.optim: https://docs.pytorch.org/docs/stable/generated/torch.optim.Adam.html
+"""Adam and AdamW, like torch.optim: https://docs.pytorch.org/docs/stable/generated/torch.optim.Adam.html
 
     adam    m += (g - m) * (1 - beta1)
             v  = beta2 * v + (1 - beta2) * g * g
             w -= lr / (1 - beta1^t) * (m / (sqrt(v) / sqrt(1 - beta2^t) + eps))
     adamw   w *= 1 - lr * weight_decay, then adam without weight decay
 
-`g` is negated for `maximize`; adam's weight decay then adds `weight_decay * w` to it. `t` counts the steps of the
-embedding. Lazy: `m` and `v` of a row decay only in steps that touch it. If m would be divided by 0 (eps = 0, and no
-gradient so far), w does not change by it; torch makes it NaN.
+`maximize` negates `g`; adam's weight decay then adds `weight_decay * w` to it. `t` counts the embedding's steps. Lazy:
+a row's `m` and `v` decay only in steps that touch the row. If m would be divided by 0 (eps = 0 and no gradient so far),
+it does not change w, where torch makes it NaN.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ADAMW = replace(
 
 
 def hyper(group: Group, step: int) -> dict[str, float]:
-    """The numbers of both rules that are no settings, computed in double and rounded once."""
+    """Returns the hyper-parameters that both rules compute from settings, in double (the kernel rounds them once)."""
     lr = float(group["lr"])
     beta1, beta2 = map(float, group["betas"])
     return {
@@ -56,7 +56,7 @@ def hyper(group: Group, step: int) -> dict[str, float]:
 
 
 def is_decoupled(group: Group) -> bool:
-    """Whether weights decay as AdamW's do."""
+    """True if weight decay is decoupled from the gradient, as in AdamW."""
     return bool(group["decoupled_weight_decay"])
 
 

@@ -1,4 +1,4 @@
-"""Base classes of the optimizers that torch.optim does not have, and checks of their settings."""
+"""Base classes for the optimizers that torch.optim does not have, and checks of param group settings."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from ..errors import OptimizerError
 from . import adam
 from .rule import Group, all_rules
 
-SMALLEST, LARGEST = 2.0**-126, 2.0**127  # of numbers that float32 holds with full precision
+SMALLEST, LARGEST = 2.0**-126, 2.0**127  # range of positive numbers that float32 holds with full precision
 
 
-def number(group: Group, name: str, low: float = 0.0, high: float = LARGEST) -> float:
-    """A setting of a param group, from `low` up to below `high`. Raises OptimizerError."""
+def checked_number(group: Group, name: str, low: float = 0.0, high: float = LARGEST) -> float:
+    """Returns a param group's setting, at least `low` and below `high`. Raises OptimizerError for any other."""
     value: Any = group[name]
     try:
-        found = float(value)
+        setting = float(value)
     except (TypeError, ValueError, OverflowError):
-        found = math.nan
-    if not low <= found < high:
+        setting = math.nan
+    if not low <= setting < high:
         raise OptimizerError(f"param group: {name}={value!r}; give a number that is at least {low} and below {high}")
-    return found
+    return setting
 
 
 def positive(name: str, value: float | None) -> float | None:
-    """OptimizerError for anything but None or a number above 0 that float32 holds with full precision."""
+    """Returns the value. Raises OptimizerError unless it is None or float32 holds it as a positive normal number."""
     if value is None:
         return None
     number = as_number(value)
@@ -40,20 +40,20 @@ def positive(name: str, value: float | None) -> float | None:
     return float(number)
 
 
-def betas(group: Group) -> tuple[float, float]:
-    """The setting `betas`, two numbers from 0 up to below 1. Raises OptimizerError."""
-    given: Any = group["betas"]
+def checked_betas(group: Group) -> tuple[float, float]:
+    """Returns the setting `betas`. Raises OptimizerError unless both numbers are at least 0 and below 1."""
+    value: Any = group["betas"]
     try:
-        first, second = map(float, given)
+        first, second = map(float, value)
     except (TypeError, ValueError, OverflowError):
         first = second = math.nan
     if not (0.0 <= first < 1.0 and 0.0 <= second < 1.0):
-        raise OptimizerError(f"param group: betas={given!r}; give two numbers that are at least 0 and below 1")
+        raise OptimizerError(f"param group: betas={value!r}; give two numbers that are at least 0 and below 1")
     return first, second
 
 
-def choice(group: Group, name: str, choices: tuple[str, ...]) -> str:
-    """A setting that is one of `choices`. Raises OptimizerError."""
+def checked_choice(group: Group, name: str, choices: tuple[str, ...]) -> str:
+    """Returns a param group's setting. Raises OptimizerError unless it is one of `choices`."""
     value: Any = group[name]
     if value not in choices:
         raise OptimizerError(f"param group: {name}={value!r}; give one of {', '.join(map(repr, choices))}")
@@ -61,10 +61,10 @@ def choice(group: Group, name: str, choices: tuple[str, ...]) -> str:
 
 
 class CheckedOptimizer(torch.optim.Optimizer):
-    """An optimizer that raises OptimizerError for a param group with settings that its rules do not accept."""
+    """An optimizer that checks each param group's settings and raises OptimizerError if its rules cannot use them."""
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group of parameters, and check its settings."""
+        """Add a param group after checking its settings."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -79,40 +79,44 @@ class CheckedOptimizer(torch.optim.Optimizer):
             raise
 
 
-class OwnOptimizer(CheckedOptimizer):
-    """An optimizer with `step()` for dense parameters. A subclass updates one parameter in `move`."""
+class DenseOptimizer(CheckedOptimizer):
+    """Implements `step()` for dense parameters. A subclass updates one parameter in `update_parameter`."""
 
-    def move(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
-        """Update a parameter in place, given its gradient; `state` is empty at first."""
+    def update_parameter(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
+        """Update the parameter `w` in place from its gradient `g`. `state` is empty in the first step."""
         raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient. Returns the result of `closure`, which computes the gradients.
+        """Update every parameter that has a gradient.
 
-        Raises OptimizerError for a sparse gradient, and no parameter has changed.
+        Args:
+            closure: Recomputes the loss and the gradients first.
+
+        Returns:
+            The result of `closure`, or None.
+
+        Raises:
+            OptimizerError: A gradient is sparse. No parameter has changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        reached = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        for parameter, _ in reached:
+        with_gradient = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for parameter, _ in with_gradient:
             if parameter.grad.layout is not torch.strided:
                 raise OptimizerError(
                     f"{type(self).__name__}: a parameter of shape {tuple(parameter.shape)} has a gradient of layout "
-                    f"{parameter.grad.layout}; give dense ones, as nn.Embedding(sparse=False) does"
+                    f"{parameter.grad.layout}; use dense gradients, such as those of nn.Embedding(sparse=False)"
                 )
-        for parameter, group in reached:
-            self.move(parameter, parameter.grad, self.state[parameter], group)
+        for parameter, group in with_gradient:
+            self.update_parameter(parameter, parameter.grad, self.state[parameter], group)
         return loss
 
 
-class OwnAdam(OwnOptimizer):
-    """Adam's settings. A subclass may override `second_moment_input`, and updates a parameter in `move`.
-
-    Raises OptimizerError for negative arguments, and for betas that are not below 1.
-    """
+class DenseAdam(DenseOptimizer):
+    """Base class for variants of Adam: the settings and the moments."""
 
     def __init__(
         self,
@@ -129,16 +133,16 @@ class OwnAdam(OwnOptimizer):
 
     @staticmethod
     def second_moment_input(squares: Tensor) -> Tensor:
-        """What is averaged in the second moment, from the squares of gradients."""
+        """Returns the values that the second moment averages, computed from the squared gradients."""
         return squares
 
     def moments(
         self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group
     ) -> tuple[dict[str, float], Tensor, Tensor]:
-        """Count a step of a parameter: the numbers of `hyper`, the first moment, and its divisor."""
+        """Update a parameter's step count and moments. Returns (hyper-parameters, first moment, its divisor)."""
         if not state:
             state |= {"exp_avg": torch.zeros_like(w), "exp_avg_sq": torch.zeros_like(self.second_moment_input(w))}
-        count = state.setdefault("step", torch.tensor(0.0))  # a tensor, as in torch's optimizers
+        count = state.setdefault("step", torch.tensor(0.0))  # a tensor, like torch's optimizers
         count += 1
         x, m, v = hyper(group, int(count)), state["exp_avg"], state["exp_avg_sq"]
         g = -g if group["maximize"] else g
@@ -148,12 +152,12 @@ class OwnAdam(OwnOptimizer):
 
 
 def row_mean(squares: Tensor) -> Tensor:
-    """The mean over each row, its last dimension, which is kept."""
+    """Returns the mean over the last dimension, and keeps that dimension with size 1."""
     return squares.mean(-1, keepdim=True)
 
 
 def hyper(group: Group, step: int) -> dict[str, float]:
-    """The numbers of `adam.hyper` and the settings of a group, checked. Raises OptimizerError."""
-    betas(group)
-    settings = {name: number(group, name) for name in ("lr", "eps", "weight_decay")}
+    """Returns `adam.hyper` and the group's checked settings. Raises OptimizerError."""
+    checked_betas(group)
+    settings = {name: checked_number(group, name) for name in ("lr", "eps", "weight_decay")}
     return {**settings, **adam.hyper(group, step)}

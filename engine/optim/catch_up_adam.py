@@ -1,23 +1,23 @@
-"""Adam and AdamW whose rows catch up: lazy in work, equal to dense torch.optim.Adam and AdamW in values.
+"""Adam and AdamW that update rows lazily, but give them the values of dense torch.optim.Adam and AdamW.
 
-A row changes only in steps that touch it. When it is next looked up or touched, the steps that it missed are applied
-first. Those had a gradient of zero, so each of them, for s = last + 1 ... t - 1 with the lr of step s, is
+A row is written only in steps that touch it. When it is next looked up or updated, the steps that it missed are applied
+first. The row's gradient was zero in these steps, so step s = last + 1 ... t - 1, with the lr of step s, is
 
     CatchUpAdam     g  = weight_decay * w
                     m += (1 - beta1) * (g - m);  v = beta2 * v + (1 - beta2) * g * g
                     w -= lr / (1 - beta1^s) * (m / (sqrt(v) / sqrt(1 - beta2^s) + eps))
     CatchUpAdamW    w *= 1 - lr * weight_decay, then CatchUpAdam without weight decay
 
-A row that was never written has missed all steps before t, if there is a weight decay.
+With weight decay, a row that was never written has missed all steps before t.
 
-CatchUpAdam with a weight decay applies all of them one by one: the next step depends on w, and no closed form is known.
-The others apply at most `terms` of them one by one. For the rest, m and v are multiplied by powers of beta1 and beta2,
-and w by those of the decay. Error: with r = beta1 / sqrt(beta2), the change of w in the j-th step after the first
-missed one is at most r^j sqrt(1 + j) times the first change (sqrt(1 - beta2^s) grows by no more than sqrt(1 + j)).
-`terms` is the number of steps after which the sum of the remaining bounds is below 2^-24, less than the rounding of the
-first step.
+CatchUpAdam with weight decay applies all missed steps one by one: each step depends on w, and no closed form is known.
+The other rules apply at most `terms` steps one by one. For the remaining steps they multiply m and v by powers of beta1
+and beta2, and w by a power of the decay. The error is bounded: with r = beta1 / sqrt(beta2), the j-th step after the
+first missed step changes w by at most r^j sqrt(1 + j) times the first change, because sqrt(1 - beta2^s) grows by no
+more than sqrt(1 + j). `terms` is chosen so that the bounds of the remaining steps sum to less than 2^-24, which is
+below the rounding of the first step.
 
-The bias corrections advance step by step in double. OneFlow's SmartDecayAdam has the same purpose.
+The bias corrections advance step by step in double. OneFlow's SmartDecayAdam serves the same purpose.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ import torch
 
 from .adam import hyper as adam_hyper
 from .adam import is_decoupled
-from .base import SMALLEST, CheckedOptimizer, number
+from .base import SMALLEST, CheckedOptimizer, checked_number
 from .kernel import CatchUp, Kernel
 from .rule import Group, Rule
 
-ALL = 2**32 - 2**8  # missed steps: the largest number of them that float32 holds
+ALL = 2**32 - 2**8  # the largest count of missed steps that float32 holds
 
 MISSED_STEPS = CatchUp(
     limit="terms",
@@ -125,38 +125,42 @@ CATCH_UP_ADAMW = replace(
 
 
 class CatchUpAdam(CheckedOptimizer, torch.optim.Adam):
-    """torch.optim.Adam whose rows get the values of dense Adam, however rarely their ids occur; see above.
+    """`torch.optim.Adam` that gives rows the values of dense Adam, however rarely their ids occur.
 
-    The arguments are those of torch.optim.Adam, which it is over dense parameters. With a weight_decay (L2), a row
-    applies every step that it missed one by one. Raises OptimizerError for amsgrad=True, and for eps = 0: a row that
-    was put has moments of 0, and its missed steps would be 0 / 0.
+    Dense parameters train as with `torch.optim.Adam`, whose arguments this class has. Rows are updated lazily: when a
+    row is next looked up or updated, the steps that it missed are applied first. With `weight_decay` (L2) they are
+    applied one by one, however many they are.
+
+    Raises:
+        OptimizerError: `amsgrad=True`, or `eps=0`. With `eps=0`, the missed steps of a row that was put, whose moments
+            are 0, would be 0 / 0.
     """
 
 
 class CatchUpAdamW(CheckedOptimizer, torch.optim.AdamW):
-    """torch.optim.AdamW whose rows get the values of dense AdamW, however rarely their ids occur; see above.
+    """`torch.optim.AdamW` that gives rows the values of dense AdamW, however rarely their ids occur.
 
-    The arguments are those of torch.optim.AdamW, which it is over dense parameters. Raises OptimizerError as
-    CatchUpAdam.
+    Dense parameters train as with `torch.optim.AdamW`, whose arguments this class has. Rows are updated lazily, and
+    errors are raised, as for `CatchUpAdam`.
     """
 
 
 @cache
 def terms(beta1: float, beta2: float) -> int:
-    """How many missed steps are applied one by one: all, if their sum need not vanish."""
+    """Returns the number of missed steps to apply one by one: `ALL` if their bounds do not become negligible."""
     ratio = beta1 / math.sqrt(beta2) if beta2 else math.inf
 
-    def vanish(count: int) -> bool:  # the bounds from `count` on: a geometric sum of at most `growth`
+    def is_negligible(count: int) -> bool:  # bounds the steps from `count` on by a geometric series
         growth = ratio * math.sqrt((count + 2) / (count + 1))
         return growth < 1.0 and ratio**count * math.sqrt(count + 1) <= 2.0**-24 * (1.0 - growth)
 
-    return bisect_left(range(ALL), True, key=vanish)
+    return bisect_left(range(ALL), True, key=is_negligible)
 
 
 def _hyper(group: Group, step: int) -> dict[str, float]:
     beta1, beta2 = map(float, group["betas"])
-    settings = {name: number(group, name) for name in ("lr", "weight_decay")}
-    settings["eps"] = number(group, "eps", low=SMALLEST)
+    settings = {name: checked_number(group, name) for name in ("lr", "weight_decay")}
+    settings["eps"] = checked_number(group, "eps", low=SMALLEST)
     return {
         **settings,
         **adam_hyper(group, step),

@@ -1,14 +1,15 @@
-"""FTRL-Proximal: McMahan et al., "Ad click prediction: a view from the trenches", KDD 2013, algorithm 1, with a free
-power of the accumulator; the arguments are those of OneFlow's `one_embedding.Ftrl`.
+"""FTRL-Proximal: McMahan et al., "Ad click prediction: a view from the trenches", KDD 2013, algorithm 1, generalized to
+any power p of the accumulator, with the arguments of OneFlow's `one_embedding.Ftrl`:
 
     n'  = n + g * g
     z  += g - (n'^p - n^p) / lr * w;  n = n'
-    w   = 0 if |z| <= lambda1, else -(z - sign(z) * lambda1) / ((beta + n^p) / lr + lambda2)
+    w   = 0                                                                  if |z| <= lambda1
+          -(z - sign(z) * lambda1) / ((beta + n^p) / lr + lambda2)           otherwise
 
-If that denominator is 0 (n = 0 at first, and g * g underflows), w is unchanged.
-`g` is the gradient plus `weight_decay * w`. The convention is the usual one, p = -lr_power, so that steps shrink as
-the accumulator grows: lr_power = -0.5 uses the square root, and lr_power = 0 never shrinks them. `z` begins at 0, so a
-row's first step keeps of its initial weight only the part given by sigma = (n'^p - n^p) / lr.
+If the denominator is 0 (n starts at 0 and g * g underflows), w stays unchanged. `g` is the gradient plus
+`weight_decay * w`. By the usual convention p = -lr_power, steps shrink as the accumulator grows: lr_power = -0.5 uses
+the square root; with lr_power = 0 steps do not shrink. `z` starts at 0, so the initial weight enters a row's first step
+only through the term (n'^p - n^p) / lr * w.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import SMALLEST, OwnOptimizer, choice, number
+from .base import SMALLEST, DenseOptimizer, checked_choice, checked_number
 from .kernel import Kernel
 from .rule import Group, Rule
 
@@ -41,12 +42,23 @@ FTRL = Kernel(
 )
 
 
-class Ftrl(OwnOptimizer):
-    """FTRL-Proximal; see the formula above.
+class Ftrl(DenseOptimizer):
+    """FTRL-Proximal (McMahan et al., KDD 2013) for rows and dense parameters; docs/optimizers.md has the formula.
 
-    lr_power: the accumulator's power, negated. `power_sign="lr_power"` does not negate it, like OneFlow's kernel: then
-    steps grow with the accumulator for a negative lr_power. Raises OptimizerError for a negative argument other
-    than lr_power, lr = 0, and an initial_accumulator_value of 0 if its power is negative.
+    Args:
+        params: The parameters or param groups.
+        lr: The learning rate, above 0.
+        weight_decay: The coefficient of L2 decay, added to the gradient.
+        lr_power: The negated power of the accumulator; -0.5 takes its square root.
+        initial_accumulator_value: The initial accumulator `n`; above 0 if its power is negative.
+        lambda1: The strength of L1 regularization.
+        lambda2: The strength of L2 regularization.
+        beta: Added to the accumulator's power.
+        power_sign: "-lr_power", or "lr_power" to not negate `lr_power`, like OneFlow's kernel: a negative `lr_power`
+            then makes steps grow with the accumulator.
+
+    Raises:
+        OptimizerError: An argument other than `lr_power` is negative, or 0 where it must be above 0.
     """
 
     def __init__(
@@ -75,10 +87,10 @@ class Ftrl(OwnOptimizer):
 
     @property
     def support_sparse(self) -> bool:
-        """Whether dense parameters may have sparse gradients, a property of OneFlow's optimizers: False."""
+        """False: sparse gradients are not supported. OneFlow's optimizers have this property."""
         return False
 
-    def move(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
+    def update_parameter(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
         x = _hyper(group, 1)
         if not state:
             state["sum"] = torch.full_like(w, group["initial_accumulator_value"])
@@ -94,15 +106,15 @@ class Ftrl(OwnOptimizer):
 
 
 def _hyper(group: Group, step: int) -> dict[str, float]:
-    power = number(group, "lr_power", low=-8.0, high=8.0)
-    is_negated = choice(group, "power_sign", ("-lr_power", "lr_power")) == "-lr_power"
-    others = {name: number(group, name) for name in ("weight_decay", "lambda1", "lambda2", "beta")}
-    return {**others, "lr": number(group, "lr", low=SMALLEST), "power_of_sum": -power if is_negated else power}
+    power = checked_number(group, "lr_power", low=-8.0, high=8.0)
+    is_negated = checked_choice(group, "power_sign", ("-lr_power", "lr_power")) == "-lr_power"
+    others = {name: checked_number(group, name) for name in ("weight_decay", "lambda1", "lambda2", "beta")}
+    return {**others, "lr": checked_number(group, "lr", low=SMALLEST), "power_of_sum": -power if is_negated else power}
 
 
 def _initial(group: Group) -> dict[str, float]:
     low = SMALLEST if _hyper(group, 1)["power_of_sum"] < 0 else 0.0
-    return {"sum": number(group, "initial_accumulator_value", low=low)}
+    return {"sum": checked_number(group, "initial_accumulator_value", low=low)}
 
 
 RULES = (Rule(FTRL, Ftrl, _hyper, _initial),)

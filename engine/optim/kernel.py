@@ -1,24 +1,26 @@
-"""How an optimizer's file declares its kernel, and the C++ header that is generated from all of them.
+"""Optimizer kernels: how an optimizer's file declares its kernel, and the C++ header generated from all kernels.
 
-A kernel is C++ text over named inputs, in the spirit of `cupy.ElementwiseKernel`. Each file of this folder holds
-`NAME = Kernel(...)` of literals, or `NAME = replace(OTHER, ...)` of one above it, whose texts it may name, so that this
-module reads them without importing the files: the build runs it as a script, `python kernel.py OUTPUT`, with a Python
-that has neither torch nor NumPy; for a GPU `header()` gives the same text at run time.
+A kernel is C++ text with named inputs, similar to `cupy.ElementwiseKernel`. A file in this folder declares it as
+`NAME = Kernel(...)` with literal arguments, or as `NAME = replace(OTHER, ...)`, where OTHER is an earlier kernel whose
+texts the arguments may refer to. So this module can read kernels without importing the files. The build runs it as a
+script, `python kernel.py OUTPUT`, with a Python that has neither torch nor NumPy. For a GPU, `header()` returns the
+same text at run time.
 
-What a body may name:
+A kernel's bodies, and the names that each may use:
 
-    element   w, g            the weight, and the row's summed and clipped gradient
-              element states  of this element; the body updates them and w
-              row_values      made by `row`, and for `finish` by `after`
-              first, step     whether the row was never written; the embedding's step, from 1
-    row       row_states      of this row; the body updates them
-              total, dim      the sum of `term` over the row's elements (kernels/gradients.h); elements of the row
-              row_values      which the body sets
-    after     norms           by name, sums over the row's elements of w and g after `element`
-              row_values      which the body sets
-    finish    as element      a last pass, with g after `element`
+    row       before the elements, once per row: sets `row_values`
+              row_states      of this row; the body updates them
+              total, dim      the sum of `term` over the row's elements (kernels/gradients.h), and their number
+    element   once per element: updates w and element states
+              w, g            the weight, and the row's summed and clipped gradient
+              element states  of this element
+              row_values      set by `row`
+              first, step     true if the row was never written; the embedding's step, from 1
+    after     after the elements, once per row: sets `row_values`
+              norms           by name: sums over the row's elements, from w and g as `element` left them
+    finish    a second pass over the elements: same names as `element`, whose g it sees; row_values also from `after`
     any       hypers          float32, rounded once from double; `doubles` stay double
-              functions       of kernels/rule.h
+              functions       in kernels/rule.h
 """
 
 from __future__ import annotations
@@ -31,20 +33,26 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-LIMITS = ("clip_grad_value", "clip_grad_row_norm", "max_row_norm")  # of every rule, after its other numbers; 0 is none
+# Every rule has these settings; they follow its hyper-parameters, and 0 means no limit.
+LIMITS = ("clip_grad_value", "clip_grad_row_norm", "max_row_norm")
 
 
 @dataclass(frozen=True)
 class CatchUp:
-    """How a row gets the steps that it missed when it is next needed.
+    """How a row catches up on the steps that it missed, before it is looked up or updated.
 
-    At most `limit` steps (an expression of hyper-parameters) are applied one by one, the rest at once. Bodies see
-    hypers, and `values` (float32) and `doubles`, which one body passes to the next:
-    `begin` (may name `last`, the row's step); then for each step `step`, and `element` for w and element states;
-    then `rest` and `rest_element` with `rest`, the number of further steps; once if all rates are equal, else several
-    times. They see `rate`, the learning rate of the step (past_rates.py), or the mean of those of all `rest` steps, and
-    `is_constant`, whether these are equal. The double `lr` is the rate of the present step.
-    unwritten: "steps" if rows that were never written miss steps as well, "rest" if those change by `rest` alone.
+    The bodies run in this order:
+
+    1. `begin`; it may use `last`, the step of the row's last update.
+    2. For each of at most `limit` steps (an expression of hyper-parameters): `step`, then `element`, which updates w
+       and element states. `rate` is the step's learning rate (past_rates.py).
+    3. For the `rest` steps beyond `limit`: `rest`, then `rest_element`. They run once if all these steps have the same
+       learning rate, otherwise several times. `rate` is the mean rate of `rest` steps; `is_constant` is true if their
+       rates are equal.
+
+    All bodies can use the hyper-parameters (`lr` is the current step's rate, in double), and pass on to each other
+    `values` (float32) and `doubles`. `unwritten` is "steps" if rows that were never written also miss steps, and "rest"
+    if only `rest` changes these rows.
     """
 
     limit: str
@@ -62,8 +70,8 @@ class CatchUp:
 class Kernel:
     """The kernel of one rule.
 
-    Without `term` and `row` there is no pass before the one over a row's elements, and without `norms`, `after` and
-    `finish` none after it. hypers, doubles: names with spaces between them. norms: (name, term) of each sum.
+    `hypers` and `doubles` are names separated by spaces; `norms` are (name, term) pairs. A kernel without `term` and
+    `row` makes no pass over the row before `element`; one without `norms`, `after` and `finish` makes none after it.
     """
 
     name: str
@@ -82,53 +90,53 @@ class Kernel:
 
     @property
     def all_hypers(self) -> tuple[str, ...]:
-        """The names of all hyper-parameters in the order of the native rule, without limits."""
+        """The names of all hyper-parameters except limits, in the native rule's order."""
         return (*self.hypers.split(), *self.doubles.split())
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The names of the states, in the order of the line."""
+        """The names of the states, in a line's order."""
         return self.element_states + self.row_states
 
     def state_widths(self, dim: int) -> tuple[int, ...]:
-        """The floats of each state in a row of `dim` elements."""
+        """Returns the size of each state, in numbers, for a row of `dim` elements."""
         return (dim,) * len(self.element_states) + (1,) * len(self.row_states)
 
 
 def declared(folder: Path = Path(__file__).parent) -> list[Kernel]:
-    """Every kernel of the files in `folder`, by name. Raises ValueError for one that is not made of literals."""
+    """Returns the kernels in a folder's files, sorted by name. Raises ValueError if one is not made of literals."""
     kernels = []
     for path in folder.glob("*.py"):
-        found: dict[str, Any] = {"__builtins__": {}, "Kernel": Kernel, "CatchUp": CatchUp, "replace": replace}
+        names: dict[str, Any] = {"__builtins__": {}, "Kernel": Kernel, "CatchUp": CatchUp, "replace": replace}
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             match node:
                 case ast.Assign([ast.Name(name)], ast.Call(ast.Name("Kernel" | "CatchUp" | "replace")) as call):
                     try:
-                        found[name] = eval(compile(ast.Expression(call), path.name, "eval"), found)
+                        names[name] = eval(compile(ast.Expression(call), path.name, "eval"), names)
                     except NameError as error:
                         where = f"{path.name}, line {node.lineno}"
                         raise ValueError(f"{where}: a kernel is made of literals alone: {error}") from error
-        kernels += [one for one in found.values() if isinstance(one, Kernel)]
+        kernels += [value for value in names.values() if isinstance(value, Kernel)]
     return sorted(kernels, key=lambda kernel: str(kernel.name))
 
 
 @cache
 def kernels() -> dict[str, Kernel]:
-    """Every kernel of this folder, by name, without loading torch."""
-    found = {str(kernel.name): kernel for kernel in declared()}
-    if not found:
+    """Returns the kernels in this folder by name, without loading torch."""
+    by_name = {str(kernel.name): kernel for kernel in declared()}
+    if not by_name:
         raise ImportError(
-            f"{str(Path(__file__).parent)!r} has no sources of optimizers: install tierbed with its .py files"
+            f"{str(Path(__file__).parent)!r} holds no optimizer source files: install tierbed with its .py files"
         )
-    return found
+    return by_name
 
 
 def header() -> str:
-    """The C++ text: a struct for each rule, and `AllRules`, the list of them."""
-    found = declared()
-    names = ", ".join(struct_name(kernel.name) for kernel in found)
-    structs = "\n".join(_struct(kernel) for kernel in found)
-    return f"""// Made by engine/optim/kernel.py of the kernels in engine/optim.
+    """Returns the C++ text: a struct for each rule, and the list `AllRules`."""
+    kernels = declared()
+    names = ", ".join(struct_name(kernel.name) for kernel in kernels)
+    structs = "\n".join(_struct(kernel) for kernel in kernels)
+    return f"""// Generated by engine/optim/kernel.py from the kernels in engine/optim.
 #pragma once
 #include "ops/kernels/rule.h"
 
@@ -142,7 +150,6 @@ using AllRules = Rules<{names}>;
 
 
 def struct_name(rule: str) -> str:
-    """The name of a rule's struct in the header."""
     return "".join(part.capitalize() for part in rule.split("_"))
 
 
@@ -217,20 +224,20 @@ def _references(states: dict[str, str], fields: dict[str, str], owner: str = "ro
 
 
 def _function(result: str, name: str, arguments: str, references: dict[str, str], body: str) -> str:
-    """A member function whose body names `references`; references and arguments that it does not name are left out."""
+    """Returns a member function. References that its body does not use are left out, and unused arguments unnamed."""
     lines = [line.strip() for line in body.strip().splitlines()]
-    lines = [f"auto& {name} = {place};" for name, place in references.items() if _names(body, name)] + lines
+    lines = [f"auto& {name} = {target};" for name, target in references.items() if _uses(body, name)] + lines
     text = "\n".join(lines)
-    kept = [a if _names(text, a.split()[-1]) else a.rsplit(" ", 1)[0] for a in arguments.split(", ")]
+    named = [a if _uses(text, a.split()[-1]) else a.rsplit(" ", 1)[0] for a in arguments.split(", ")]
     inner = "".join(f"\n        {line}" for line in lines)
-    return f"    TIERBED_FN {result} {name}({', '.join(kept)}) const {{{inner}\n    }}"
+    return f"    TIERBED_FN {result} {name}({', '.join(named)}) const {{{inner}\n    }}"
 
 
 def _members(types: dict[str, str], indent: int = 4) -> str:
     return "\n".join(f"{' ' * indent}{kind} {name};" for name, kind in types.items())
 
 
-def _names(body: str, name: str) -> bool:
+def _uses(body: str, name: str) -> bool:
     return re.search(rf"\b{name}\b", body) is not None
 
 

@@ -1,5 +1,5 @@
-"""LAMB, and LAMB with one second moment a row: You et al., "Large batch optimization for deep learning", ICLR 2020. The
-layers of the paper are rows, as in FBGEMM's LAMB and PARTIAL_ROWWISE_LAMB
+"""LAMB, and LAMB with one second moment per row: You et al., "Large batch optimization for deep learning", ICLR 2020.
+A row takes the role of the paper's layer, as in FBGEMM's LAMB and PARTIAL_ROWWISE_LAMB
 (https://github.com/pytorch/FBGEMM, split table batched embeddings):
 
     m += (g - m) * (1 - beta1)
@@ -8,9 +8,9 @@ layers of the paper are rows, as in FBGEMM's LAMB and PARTIAL_ROWWISE_LAMB
     r  = m / (1 - beta1^t) / (sqrt(v) / sqrt(1 - beta2^t) + eps) + weight_decay * w
     w -= lr * |w| / |r| * r
 
-|x| is the L2 norm of a row. `g` is negated for `maximize`. `t` counts the steps of the embedding. Lazy: `m` and `v` of
-a row decay only in steps that touch it. If |w| or |r| is 0, w changes by lr * r; FBGEMM divides by 0. If m would be
-divided by 0 (eps = 0, and no gradient so far), that part of r is 0.
+|x| is a row's L2 norm. `maximize` negates `g`. `t` counts the embedding's steps. Lazy: a row's `m` and `v` decay only
+in steps that touch the row. If |w| or |r| is 0, w changes by lr * r, where FBGEMM divides by 0. If m would be divided
+by 0 (eps = 0 and no gradient so far), that part of r is 0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import OwnAdam, hyper, row_mean
+from .base import DenseAdam, hyper, row_mean
 from .kernel import Kernel
 from .rule import Group, Rule
 
@@ -63,10 +63,24 @@ PARTIAL_ROWWISE_LAMB_KERNEL = replace(
 )
 
 
-class LAMB(OwnAdam):
-    """LAMB with a trust ratio for each row of a parameter, its last dimension; see the formula above."""
+class LAMB(DenseAdam):
+    """LAMB with a trust ratio for each row (the last dimension) of a parameter; docs/optimizers.md has the formula.
 
-    def move(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
+    You et al., "Large batch optimization for deep learning", ICLR 2020; FBGEMM's LAMB.
+
+    Args:
+        params: The parameters or param groups.
+        lr: The learning rate.
+        betas: The decay rates of the first and the second moment.
+        eps: Added to the divisor.
+        weight_decay: The weight decay coefficient. The trust ratio also scales the decay.
+        maximize: Maximize the loss instead of minimizing it.
+
+    Raises:
+        OptimizerError: An argument is negative, or a beta is not below 1.
+    """
+
+    def update_parameter(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
         x, m, root = self.moments(w, g, state, group)
         r = torch.where(root == 0, 0, m / x["correction1"] / root) + x["weight_decay"] * w
         weights, steps = (y.square().sum(-1, keepdim=True).sqrt() for y in (w, r))
@@ -75,7 +89,7 @@ class LAMB(OwnAdam):
 
 
 class PartialRowWiseLAMB(LAMB):
-    """`LAMB` with one second moment for each row."""
+    """`LAMB` with one second moment per row; FBGEMM's PARTIAL_ROWWISE_LAMB. The arguments are the same."""
 
     second_moment_input = staticmethod(row_mean)
 

@@ -1,12 +1,12 @@
-"""SGD with layer-wise rates: You et al., "Large batch training of convolutional networks", 2017, with the layers of the
-paper being rows, as in FBGEMM's LARS_SGD (https://github.com/pytorch/FBGEMM, split table batched embeddings):
+"""SGD with layer-wise rates: You et al., "Large batch training of convolutional networks", 2017. A row takes the role
+of the paper's layer, as in FBGEMM's LARS_SGD (https://github.com/pytorch/FBGEMM, split table batched embeddings):
 
     a  = lr * eta * |w| / (|g| + weight_decay * |w|)
     b  = momentum * b + a * (g + weight_decay * w)
     w -= b
 
-|x| is the L2 norm of a row. `g` is negated for `maximize`. The buffer of a row decays only in steps that touch it.
-If |w| or the divisor is 0, a = lr; FBGEMM divides by 0, and never changes a row of zeros.
+|x| is a row's L2 norm. `maximize` negates `g`. A row's buffer decays only in steps that touch the row. If |w| or the
+divisor is 0, a = lr, where FBGEMM divides by 0 and never changes a row of zeros.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import OwnOptimizer, number
+from .base import DenseOptimizer, checked_number
 from .kernel import Kernel
 from .rule import Group, Rule
 
@@ -40,10 +40,22 @@ LARS_SGD = Kernel(
 )
 
 
-class LarsSGD(OwnOptimizer):
-    """SGD with momentum and a rate for each row of a parameter, its last dimension; see the formula above.
+class LarsSGD(DenseOptimizer):
+    """SGD with momentum that scales the rate for each row (the last dimension) of a parameter.
 
-    eta: the trust coefficient. Raises OptimizerError for negative arguments.
+    You et al., "Large batch training of convolutional networks", 2017; FBGEMM's LARS_SGD. docs/optimizers.md has the
+    formula.
+
+    Args:
+        params: The parameters or param groups.
+        lr: The learning rate.
+        momentum: The momentum factor.
+        weight_decay: The coefficient of L2 decay.
+        eta: The trust coefficient.
+        maximize: Maximize the loss instead of minimizing it.
+
+    Raises:
+        OptimizerError: An argument is negative.
     """
 
     def __init__(
@@ -59,7 +71,7 @@ class LarsSGD(OwnOptimizer):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "eta": eta, "maximize": maximize}
         super().__init__(params, defaults)
 
-    def move(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
+    def update_parameter(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
         x = _hyper(group, 1)
         if not state:
             state["momentum_buffer"] = torch.zeros_like(w)
@@ -74,7 +86,7 @@ class LarsSGD(OwnOptimizer):
 
 
 def _hyper(group: Group, step: int) -> dict[str, float]:
-    return {name: number(group, name) for name in ("lr", "eta", "momentum", "weight_decay")}
+    return {name: checked_number(group, name) for name in ("lr", "eta", "momentum", "weight_decay")}
 
 
 RULES = (Rule(LARS_SGD, LarsSGD, _hyper),)

@@ -1,12 +1,12 @@
-"""Adam with one second moment a row. The formula is FBGEMM's PARTIAL_ROWWISE_ADAM
+"""Adam with one second moment per row. The formula is FBGEMM's PARTIAL_ROWWISE_ADAM
 (https://github.com/pytorch/FBGEMM, split table batched embeddings), with decoupled weight decay:
 
     m += (g - m) * (1 - beta1)
     v  = beta2 * v + (1 - beta2) * mean over the row of g * g
     w  = w * (1 - lr * weight_decay) - lr / (1 - beta1^t) / (sqrt(v) / sqrt(1 - beta2^t) + eps) * m
 
-`g` is negated for `maximize`. `t` counts the steps of the embedding. Lazy: `m` and `v` of a row decay only in steps
-that touch it. If the divisor of m is 0 (eps = 0, and no gradient so far), w does not change by it.
+`maximize` negates `g`. `t` counts the embedding's steps. Lazy: a row's `m` and `v` decay only in steps that touch the
+row. If m's divisor is 0 (eps = 0 and no gradient so far), m does not change w.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import OwnAdam, hyper, row_mean
+from .base import DenseAdam, hyper, row_mean
 from .kernel import Kernel
 from .rule import Group, Rule
 
@@ -39,12 +39,26 @@ PARTIAL_ROWWISE_ADAM = Kernel(
 )
 
 
-class PartialRowWiseAdam(OwnAdam):
-    """Adam with one second moment for each row of a parameter, its last dimension; see the formula above."""
+class PartialRowWiseAdam(DenseAdam):
+    """Adam with one second moment per row (the last dimension) of a parameter, and decoupled weight decay.
+
+    The formula is FBGEMM's PARTIAL_ROWWISE_ADAM; see docs/optimizers.md.
+
+    Args:
+        params: The parameters or param groups.
+        lr: The learning rate.
+        betas: The decay rates of the first and the second moment.
+        eps: Added to the divisor.
+        weight_decay: The coefficient of decoupled weight decay, as in `torch.optim.AdamW`.
+        maximize: Maximize the loss instead of minimizing it.
+
+    Raises:
+        OptimizerError: An argument is negative, or a beta is not below 1.
+    """
 
     second_moment_input = staticmethod(row_mean)
 
-    def move(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
+    def update_parameter(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
         x, m, root = self.moments(w, g, state, group)
         size = torch.where(root == 0, 0, x["step_size"] / root)
         w.mul_(x["decay"]).sub_(size * m)

@@ -1,12 +1,11 @@
-"""RMSprop, as torch.optim.RMSprop without momentum and not centered:
+"""RMSprop, like torch.optim.RMSprop without momentum and not centered:
 https://docs.pytorch.org/docs/stable/generated/torch.optim.RMSprop.html
 
     v  = alpha * v + (1 - alpha) * g * g
     w -= lr * g / (sqrt(v) + eps)
 
-`g` is negated for `maximize`; weight decay then adds `weight_decay * w` to it. Lazy: `v` of a row decays only in steps
-that touch it. If g would be divided by 0 (eps = 0, and no gradient so far), w is unchanged; torch makes it
-NaN.
+`maximize` negates `g`; weight decay then adds `weight_decay * w` to it. Lazy: a row's `v` decays only in steps that
+touch the row. If g would be divided by 0 (eps = 0 and no gradient so far), w stays unchanged, where torch makes it NaN.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import OptimizerError
-from .base import number
+from .base import checked_number
 from .kernel import Kernel
 from .rule import Group, Rule
 
@@ -35,7 +34,7 @@ def _hyper(group: Group, step: int) -> dict[str, float]:
         raise OptimizerError(
             f"param group: momentum={group['momentum']!r}; RMSprop trains rows without momentum: use momentum=0"
         )
-    return {"one_minus_alpha": 1.0 - number(group, "alpha", high=1.0)}
+    return {"one_minus_alpha": 1.0 - checked_number(group, "alpha", high=1.0)}
 
 
 RULES = (Rule(RMSPROP, torch.optim.RMSprop, _hyper),)

@@ -1,4 +1,4 @@
-"""The optimizer state of rows, as it is described without an optimizer."""
+"""The optimizer state of rows, described without the optimizer itself."""
 
 from __future__ import annotations
 
@@ -13,35 +13,31 @@ from ..row_format import EMBEDDING, STATE_TYPES, Chunks, RowForm
 
 @dataclass(frozen=True)
 class RowState:
-    """The state of rows trained by `rule`; None if rows were put without an optimizer.
+    """The optimizer states in a row, in a line's order."""
 
-    `names`, `widths` (numbers in a row) and `initial` values of the states, in the order of the line. `types`: of the
-    numbers of each state; empty if all are float32.
-    """
-
-    rule: str | None = None
+    rule: str | None = None  # None if the rows were put without an optimizer
     names: tuple[str, ...] = ()
-    widths: tuple[int, ...] = ()
-    initial: tuple[float, ...] = ()
-    types: tuple[str, ...] = ()
+    widths: tuple[int, ...] = ()  # the size of each state, in numbers per row
+    initial: tuple[float, ...] = ()  # the initial value of each state
+    types: tuple[str, ...] = ()  # the dtype of each state; empty if all are float32
 
     @property
     def width(self) -> int:
-        """Numbers of all states in a row."""
+        """The size of all states together, in numbers per row."""
         return sum(self.widths)
 
     @property
     def narrow(self) -> tuple[str, int]:
-        """The type of the states that are not float32, and how many there are: the first ones."""
+        """The dtype of the narrow states (not float32), and their count. They precede the float32 states."""
         narrow = [type for type in self.types if type != "float32"]
         return (narrow[0] if narrow else "float32"), len(narrow)
 
     def form(self, dim: int, dtype: str) -> RowForm:
-        """The format of a row with an embedding of `dim` numbers of `dtype`."""
+        """Returns the format of a row whose embedding has `dim` numbers in `dtype`."""
         return RowForm(dim, dtype, self.names, self.widths, self.types or None)
 
     def describe(self) -> dict[str, Any]:
-        """The state as plain values, for the file MARK and for snapshots."""
+        """Returns the state as plain values, to be stored in MARK and in snapshots."""
         return {
             "optimizer": self.rule,
             "states": list(self.names),
@@ -51,7 +47,7 @@ class RowState:
 
     @staticmethod
     def described(stored: Mapping[str, Any]) -> RowState:
-        """The row state in a description."""
+        """Read the row state from a stored description."""
         names, widths, initial = stored["states"], stored["state_widths"], stored["initial"]
         types = stored.get(STATE_TYPES, ())
         narrow = any(type != "float32" for type in types)
@@ -60,7 +56,7 @@ class RowState:
         )
 
     def added_to(self, chunks: Chunks, dim: int, dtype: str) -> Chunks:
-        """Scanned rows without state, embeddings of `dim` numbers of `dtype`, with the state of a new row added."""
+        """Add a new row's initial state to scanned rows that have none (`dim` numbers in `dtype`)."""
         bare, form = RowForm(dim, dtype), self.form(dim, dtype)
         for bucket, rows in chunks:
             full = np.zeros(len(rows), form.dtype)

@@ -1,12 +1,12 @@
-"""Row-wise Adagrad: one accumulator a row. The formula is FBGEMM's EXACT_ROWWISE_ADAGRAD
+"""Row-wise Adagrad: one accumulator per row. The formula is FBGEMM's EXACT_ROWWISE_ADAGRAD
 (https://github.com/pytorch/FBGEMM, split table batched embeddings):
 
     s += mean over the row of g * g
     w -= lr / (sqrt(s) + eps) * g
 
-With `weight_decay_mode="l2"`, `g` is the gradient plus `weight_decay * w`, in the mean too; with "decoupled", `w` is
-multiplied by 1 - lr * weight_decay first. If sqrt(s) + eps is 0 (eps = 0, and no gradient so far), `g` is 0 too, and
-the row does not change by it.
+With `weight_decay_mode="l2"`, `g` is the gradient plus `weight_decay * w`, also in the mean. With "decoupled", `w` is
+first multiplied by 1 - lr * weight_decay. If sqrt(s) + eps is 0 (eps = 0 and no gradient so far), `g` is 0 too and does
+not change the row.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ..errors import OptimizerError
-from .base import OwnOptimizer, choice, number
+from .base import DenseOptimizer, checked_choice, checked_number
 from .kernel import Kernel
 from .rule import Group, Rule
 
@@ -40,11 +40,22 @@ ROWWISE_ADAGRAD = Kernel(
 )
 
 
-class RowWiseAdagrad(OwnOptimizer):
-    """Adagrad with one accumulator for each row of a parameter, its last dimension; see the formula above.
+class RowWiseAdagrad(DenseOptimizer):
+    """Adagrad with one accumulator per row (the last dimension) of a parameter.
 
-    weight_decay_mode: "l2" adds weight_decay * w to the gradient, "decoupled" shrinks w by lr * weight_decay.
-    Raises OptimizerError for negative arguments and other modes.
+    The formula is FBGEMM's EXACT_ROWWISE_ADAGRAD; see docs/optimizers.md.
+
+    Args:
+        params: The parameters or param groups.
+        lr: The learning rate.
+        eps: Added to the divisor.
+        weight_decay: The weight decay coefficient.
+        weight_decay_mode: "l2" adds `weight_decay * w` to the gradient; "decoupled" multiplies `w` by
+            `1 - lr * weight_decay`.
+        initial_accumulator_value: The initial value of the accumulator.
+
+    Raises:
+        OptimizerError: A number is negative, or `weight_decay_mode` is neither of the two.
     """
 
     def __init__(
@@ -65,7 +76,7 @@ class RowWiseAdagrad(OwnOptimizer):
         }
         super().__init__(params, defaults)
 
-    def move(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
+    def update_parameter(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
         x = _hyper(group, 1)
         if not state:
             state["sum"] = torch.full_like(w.sum(-1, keepdim=True), group["initial_accumulator_value"])
@@ -77,24 +88,24 @@ class RowWiseAdagrad(OwnOptimizer):
 
 
 def _hyper(group: Group, step: int) -> dict[str, float]:
-    lr, weight_decay = number(group, "lr"), number(group, "weight_decay")
+    lr, weight_decay = checked_number(group, "lr"), checked_number(group, "weight_decay")
     if "weight_decay_mode" in group:
-        decoupled = choice(group, "weight_decay_mode", ("l2", "decoupled")) == "decoupled"
+        decoupled = checked_choice(group, "weight_decay_mode", ("l2", "decoupled")) == "decoupled"
     else:  # TorchRec's class
-        decoupled, lr = False, lr / (1.0 + (step - 1) * number(group, "lr_decay"))
+        decoupled, lr = False, lr / (1.0 + (step - 1) * checked_number(group, "lr_decay"))
         if group["maximize"]:
             raise OptimizerError("optimizer RowWiseAdagrad: maximize=True is not supported; minimize the negated loss")
     return {
         "lr": lr,
         "weight_decay": 0.0 if decoupled else weight_decay,
         "decay": 1.0 - lr * weight_decay if decoupled else 1.0,
-        "eps": number(group, "eps"),
+        "eps": checked_number(group, "eps"),
     }
 
 
 def _initial(group: Group) -> dict[str, float]:
-    return {"sum": number(group, "initial_accumulator_value")}
+    return {"sum": checked_number(group, "initial_accumulator_value")}
 
 
-THEIRS = "torchrec.optim.rowwise_adagrad.RowWiseAdagrad"
-RULES = (Rule(ROWWISE_ADAGRAD, RowWiseAdagrad, _hyper, _initial, theirs=THEIRS),)
+TORCHREC_NAME = "torchrec.optim.rowwise_adagrad.RowWiseAdagrad"
+RULES = (Rule(ROWWISE_ADAGRAD, RowWiseAdagrad, _hyper, _initial, torchrec_name=TORCHREC_NAME),)

@@ -1,11 +1,11 @@
-"""SGD, and SGD with momentum, as torch.optim.SGD: https://docs.pytorch.org/docs/stable/generated/torch.optim.SGD.html
+"""SGD, and SGD with momentum, like torch.optim.SGD: https://docs.pytorch.org/docs/stable/generated/torch.optim.SGD.html
 
     sgd            w -= lr * g
-    sgd_momentum   b  = g at the row's first write, else momentum * b + (1 - dampening) * g
-                   w -= lr * (g + momentum * b if nesterov else b)
+    sgd_momentum   b  = momentum * b + (1 - dampening) * g    (b = g when the row is first written)
+                   w -= lr * b                                (w -= lr * (g + momentum * b) with nesterov)
 
-`g` is negated for `maximize`; weight decay then adds `weight_decay * w` to it. The buffer of a row decays only in steps
-that touch it.
+`maximize` negates `g`; weight decay then adds `weight_decay * w` to it. A row's buffer decays only in steps that touch
+the row.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What a table is, in a user's words: options, initializers, names, and the checks of what users give."""
+"""User-facing options: stores, tables, initializers and names, and the checks of arguments."""

@@ -1,4 +1,4 @@
-"""Initial values of new rows: initializers, table options, and the numbers from which kernels draw rows."""
+"""Initial values of new rows: initializers, table options, and the arrays that kernels draw rows from."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from .table_names import check_table_name
 MASK64 = 0xFFFFFFFFFFFFFFFF
 CONSTANT, UNIFORM, NORMAL = 0, 1, 2
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-MIN_MASS = 1e-6  # of a distribution that a truncation must leave
-MAX_DEVIATIONS = 7.0  # standard deviations from the mean that no normal draw exceeds
+MIN_PROBABILITY = 1e-6  # a truncated normal distribution keeps at least this much
+MAX_DEVIATIONS = 7.0  # no normal draw is more standard deviations away from the mean
 Entry = tuple[int, tuple[float, float], tuple[float, float]]  # kind, parameters, quantiles
-TABLE_FACTS = ("name", "ids", "bad_ids")  # table options that do not change initial values
+ID_OPTIONS = ("name", "ids", "bad_ids")  # table options that do not affect initial values
 BAD_IDS = ("raise", "drop")
 _DEFAULT = {"name": None, "ids": None, "bad_ids": "raise"}
 
 
 @options_class
 class Initializer(PlainDict):
-    """A distribution of initial values, stored and computed as float32."""
+    """Base class for the distributions that initial values are drawn from, in float32."""
 
     type: str = field(init=False)
 
@@ -47,19 +47,22 @@ class Initializer(PlainDict):
             self._set(item.name, number)
 
     def entry(self) -> Entry:
-        """Kind, parameters and quantiles, for `_core.Layout`, of one column group of one table."""
+        """Returns (kind, parameters, quantiles) for `_core.Layout`, one entry per table and column group."""
         raise NotImplementedError
 
     @property
-    def reach(self) -> float:
-        """The largest possible absolute value."""
+    def max_magnitude(self) -> float:
         _, parameters, _ = self.entry()
         return max(map(abs, parameters))
 
 
 @options_class
 class UniformInitializer(Initializer):
-    """Uniform over [low, high]. Raises OptionError for low > high or what float32 cannot hold."""
+    """Initializes new rows uniformly from [low, high].
+
+    Raises:
+        OptionError: `low > high`, or a value, or `high - low`, overflows float32.
+    """
 
     type: str = field(default="uniform", init=False)
     low: float = 0.0
@@ -80,7 +83,7 @@ class UniformInitializer(Initializer):
 
 @options_class
 class ConstantInitializer(Initializer):
-    """`value` everywhere. Raises OptionError for what float32 cannot hold."""
+    """Initializes new rows with `value`, a finite float32 number; raises `OptionError` for any other."""
 
     type: str = field(default="constant", init=False)
     value: float
@@ -91,9 +94,14 @@ class ConstantInitializer(Initializer):
 
 @options_class
 class NormalInitializer(Initializer):
-    """Normal with mean and standard deviation; `std=0` gives the mean.
+    """Initializes new rows from a normal distribution.
 
-    Raises OptionError for std < 0 or what float32 cannot hold.
+    Args:
+        mean: The mean.
+        std: The standard deviation; 0 initializes every element with the mean.
+
+    Raises:
+        OptionError: `std < 0`, or float32 cannot hold `mean` plus or minus 7 standard deviations.
     """
 
     type: str = field(default="normal", init=False)
@@ -113,17 +121,26 @@ class NormalInitializer(Initializer):
         return NORMAL, (self.mean, self.std), (0.0, 1.0)
 
     @property
-    def reach(self) -> float:
+    def max_magnitude(self) -> float:
         return abs(self.mean) + MAX_DEVIATIONS * self.std
 
 
 @options_class
 class TruncNormalInitializer(NormalInitializer):
-    """Normal within the absolute bounds [a, b] (not multiples of `std`), as `torch.nn.init.trunc_normal_`.
+    """Initializes new rows from a normal distribution truncated to [a, b], as `torch.nn.init.trunc_normal_` does.
 
-    It is drawn by inversion, without resampling. Bounds and parameters are rounded to float32, and so is each value: it
-    lies in [float32(a), float32(b)]. Raises OptionError for std < 0, a >= b, bounds that hold less than 1e-6 of the
-    distribution, or what float32 cannot hold.
+    Values are drawn by inverting the distribution function, without resampling. All arguments and values are rounded to
+    float32, so values lie in [float32(a), float32(b)].
+
+    Args:
+        mean: The mean before truncation.
+        std: The standard deviation before truncation.
+        a: The lower bound, an absolute value (not a multiple of `std`).
+        b: The upper bound, likewise.
+
+    Raises:
+        OptionError: `std < 0`, `a >= b`, less than 1e-6 of the distribution lies in [a, b], or float32 cannot hold the
+            values.
     """
 
     type: str = field(default="trunc_normal", init=False)
@@ -135,9 +152,9 @@ class TruncNormalInitializer(NormalInitializer):
         if self.a >= self.b:
             raise OptionError(f"trunc_normal initializer: a={self.a} >= b={self.b}; give a < b")
         q0, q1 = _truncation(self.mean, self.std, self.a, self.b)
-        if q1 - q0 < MIN_MASS:
+        if q1 - q0 < MIN_PROBABILITY:
             raise OptionError(
-                f"trunc_normal initializer: [a={self.a}, b={self.b}] holds less than {MIN_MASS} of the normal"
+                f"trunc_normal initializer: [a={self.a}, b={self.b}] holds less than {MIN_PROBABILITY} of the normal"
                 f" distribution with mean={self.mean}, std={self.std} (all in float32); widen or move the interval"
             )
 
@@ -145,13 +162,13 @@ class TruncNormalInitializer(NormalInitializer):
         return NORMAL, (self.mean, self.std), _truncation(self.mean, self.std, self.a, self.b)
 
     @property
-    def reach(self) -> float:
+    def max_magnitude(self) -> float:
         return max(abs(self.a), abs(self.b))
 
 
 @lru_cache(maxsize=1024)
 def _truncation(mean: float, std: float, a: float, b: float) -> tuple[float, float]:
-    """(q0, q1), the extreme p with values in [a, b], by a row's arithmetic before the last rounding."""
+    """Returns (q0, q1), the smallest and the largest quantile whose unrounded value lies in [a, b]."""
     mean, std, a, b = (float(np.float32(number)) for number in (mean, std, a, b))
     if std == 0.0:
         return (0.0, 1.0) if a <= mean <= b else (0.0, 0.0)
@@ -161,14 +178,14 @@ def _truncation(mean: float, std: float, a: float, b: float) -> tuple[float, flo
     )
 
 
-def _bisect(reached: Callable[[float], bool]) -> tuple[float, float]:
-    """Neighbours in (0, 1): the last p before a threshold and the first that reached it, to 2^-100 near 0."""
+def _bisect(is_reached: Callable[[float], bool]) -> tuple[float, float]:
+    """Returns the floats in (0, 1) just below and just above a threshold (within 2^-100 near 0)."""
     low, high = 0.0, 1.0
     for _ in range(100):
         middle = low + (high - low) / 2
         if not low < middle < high:
             break
-        low, high = (low, middle) if reached(middle) else (middle, high)
+        low, high = (low, middle) if is_reached(middle) else (middle, high)
     return low, high
 
 
@@ -178,38 +195,38 @@ make_constant_initializer = ConstantInitializer
 make_trunc_normal_initializer = TruncNormalInitializer
 
 _INITIALIZERS: dict[str, type[Initializer]] = {
-    one.type: one for one in (UniformInitializer, NormalInitializer, ConstantInitializer, TruncNormalInitializer)
+    kind.type: kind for kind in (UniformInitializer, NormalInitializer, ConstantInitializer, TruncNormalInitializer)
 }
 for _name, _class in _INITIALIZERS.items():
     _class.maker = f"make_{_name}_initializer"
 
 
 def initializer_from_dict(options: Mapping[str, Any]) -> Initializer:
-    """An initializer from its printed form, e.g. {"type": "uniform", "low": -0.1}; defaults as in the makers.
+    """Make an initializer from its printed form, such as {"type": "uniform", "low": -0.1}.
 
-    Raises OptionError for anything else.
+    Missing arguments have the defaults of the `make_*_initializer` functions. Raises OptionError for anything else.
     """
     if isinstance(options, Initializer):
         return options
     if not isinstance(options, Mapping):
         raise OptionError(f"initializer {options!r}: make one with make_uniform_initializer or another maker")
-    given = dict(options)
-    kind = given.pop("type", None)
+    arguments = dict(options)
+    kind = arguments.pop("type", None)
     if kind not in _INITIALIZERS:
         raise OptionError(f"initializer type {kind!r} is unknown; use one of {', '.join(_INITIALIZERS)}")
-    return _INITIALIZERS[kind](**given)
+    return _INITIALIZERS[kind](**arguments)
 
 
 @options_class
 class ColumnOptions(PlainDict):
-    """One column group of a table."""
+    """The options of one column group."""
 
     initializer: Initializer
 
 
 @options_class
 class NamedOptions(PlainDict):
-    """The options of one table. `name`, `ids` and `bad_ids` are items if they are not their defaults."""
+    """Base class for a table's options. Iteration yields `name`, `ids` and `bad_ids` only if they are not defaults."""
 
     name: str | None = field(default=None, kw_only=True)
     ids: int | None = field(default=None, kw_only=True)
@@ -218,27 +235,27 @@ class NamedOptions(PlainDict):
     def __post_init__(self) -> None:
         self._set("name", check_table_name(self.name))
         if self.ids is not None:
-            expected = "how many ids the table has, from 1 to 2**64, all below it, or None for any id"
+            expected = "the number of ids, from 1 to 2**64 (ids are below it), or None for any id"
             self._set("ids", int_option("ids", self.ids, expected, 1, 2**64))
         if not isinstance(self.bad_ids, str) or self.bad_ids not in BAD_IDS:
-            raise OptionError(f"bad_ids={self.bad_ids!r}: give 'raise' or 'drop', for ids that are not below `ids`")
+            raise OptionError(f"bad_ids={self.bad_ids!r}: give 'raise' or 'drop', for ids outside 0 to `ids` - 1")
         if self.bad_ids != "raise" and self.ids is None:
-            raise OptionError(f"bad_ids={self.bad_ids!r}: without ids every id is legal; give ids as well")
+            raise OptionError(f"bad_ids={self.bad_ids!r}: without `ids`, every id is legal; give `ids` as well")
 
     def __iter__(self) -> Iterator[str]:
-        return (item for item in super().__iter__() if item not in TABLE_FACTS or getattr(self, item) != _DEFAULT[item])
+        return (item for item in super().__iter__() if item not in ID_OPTIONS or getattr(self, item) != _DEFAULT[item])
 
 
 @options_class
 class TableOptions(NamedOptions):
-    """One table, whose initializer serves all columns."""
+    """The options of a table with one initializer for all columns."""
 
     initializer: Initializer
 
 
 @options_class
 class MultiColumnTableOptions(NamedOptions):
-    """One table with an initializer for each column group."""
+    """The options of a table with an initializer for each column group."""
 
     columns: tuple[ColumnOptions, ...]
 
@@ -248,9 +265,13 @@ AnyTableOptions = TableOptions | MultiColumnTableOptions
 
 @checked_arguments()
 def make_column_options(initializer: Mapping[str, Any]) -> ColumnOptions:
-    """Options of one column group. `initializer`: an initializer, a dict that describes one, or column options.
+    """Make the options of one column group.
 
-    Raises OptionError for anything else.
+    Args:
+        initializer: An initializer, its printed form as a dict, or column options.
+
+    Raises:
+        OptionError: `initializer` is anything else.
     """
     if isinstance(initializer, Mapping) and set(initializer) == {"initializer"}:
         initializer = initializer["initializer"]
@@ -264,30 +285,35 @@ def make_table_options(
     ids: int | None = None,
     bad_ids: str | None = None,
 ) -> AnyTableOptions:
-    """Options of one table. `param`: an initializer, a list of column options, or table options; or dicts of the kind.
+    """Make the options of one table. If `name`, `ids` or `bad_ids` is None, its value in `param`, if any, applies.
 
-    name: the table's name, in addition to its number. ids: how many ids are legal, 0 to ids - 1; None for all of
-    `key_type`. bad_ids: what a lookup does with other ids: "raise" (the default) raises InputError; "drop" treats them
-    as padding, and counts them in the metric `dropped`. None keeps the one of `param`. Raises OptionError for anything
-    else.
+    Args:
+        param: An initializer, a list of column options, or table options; each may also be a dict in its printed form.
+        name: A name for the table, in addition to its number.
+        ids: The number of legal ids, 0 to `ids - 1`. By default every id of the embedding's `key_type` is legal.
+        bad_ids: What a lookup does with any other id: "raise" (the default) raises `InputError`; "drop" treats the id
+            as padding and counts it in the metric `dropped`.
+
+    Raises:
+        OptionError: An argument is anything else.
     """
-    facts: dict[str, Any] = {"name": name, "ids": ids, "bad_ids": bad_ids}
-    if isinstance(param, Mapping) and set(param) - set(TABLE_FACTS) in ({"initializer"}, {"columns"}):
-        facts = {fact: param.get(fact) if given is None else given for fact, given in facts.items()}
+    options: dict[str, Any] = {"name": name, "ids": ids, "bad_ids": bad_ids}
+    if isinstance(param, Mapping) and set(param) - set(ID_OPTIONS) in ({"initializer"}, {"columns"}):
+        options = {option: param.get(option) if value is None else value for option, value in options.items()}
         param = param["columns"] if "columns" in param else param["initializer"]
-    given = {fact: value for fact, value in facts.items() if value is not None}
+    options = {option: value for option, value in options.items() if value is not None}
     if isinstance(param, Mapping):
-        return TableOptions(make_column_options(param).initializer, **given)
+        return TableOptions(make_column_options(param).initializer, **options)
     if not isinstance(param, (list, tuple)) or not param:
         raise OptionError(f"table options {param!r}: give an initializer or a list of column options")
-    return MultiColumnTableOptions(tuple(make_column_options(column) for column in param), **given)
+    return MultiColumnTableOptions(tuple(make_column_options(column) for column in param), **options)
 
 
 make_table = make_table_options
 
 
 class InitialValues(NamedTuple):
-    """The initial values of new rows, for `_core.Layout`."""
+    """The arguments of `_core.Layout` that determine the initial values of new rows."""
 
     states: Sequence[float]
     state_widths: Sequence[int]
@@ -296,18 +322,18 @@ class InitialValues(NamedTuple):
     kinds: Sequence[int]
     parameters: NDArray[np.float32]
     quantiles: NDArray[np.float64]
-    dtype: str = "float32"  # of the embedding's numbers
-    state_dtype: str = "float32"  # of the numbers of the first `narrow_states` states
+    dtype: str = "float32"  # of the embedding
+    state_dtype: str = "float32"  # of the first `narrow_states` states; other states are float32
     narrow_states: int = 0
-    zero_key: int | None = None  # of a row that begins as zeros, whatever the initializer
+    zero_key: int | None = None  # the row of this key starts as zeros, whatever the initializer
 
 
 def as_arrays(
     tables: Sequence[AnyTableOptions], columns: Sequence[int]
 ) -> tuple[list[int], NDArray[np.float32], NDArray[np.float64]]:
-    """(kinds, parameters [n, 2], quantiles [n, 2]) for `_core.Layout`, n = len(tables) * len(columns).
+    """Returns (kinds, parameters [n, 2], quantiles [n, 2]) for `_core.Layout`, with n = len(tables) * len(columns).
 
-    `columns` are the widths of the column groups. Raises OptionError if a table lists another number of groups.
+    `columns` holds the widths of the column groups. Raises OptionError if a table lists a different number of groups.
     """
     entries: list[Entry] = []
     for index, table in enumerate(tables):

@@ -1,6 +1,6 @@
-"""The options of RocksDB that users may set by name: an allow-list, since RocksDB accepts some that end the process.
+"""The allow-list of RocksDB options that users may set, needed because some values crash the process.
 
-Each was tried at both ends of its range, alone and with others (tests/store/test_rocksdb_allowed.py).
+Tests set each option to both ends of its range, alone and combined (tests/store/test_rocksdb_allowed.py).
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from ..errors import OptionError
 
 TABLE = "block_based_table_factory"
 UNIVERSAL = "compaction_options_universal"
-Allowed = list[str | tuple[float, float]]  # texts, and ranges of numbers with both ends
+Allowed = list[str | tuple[float, float]]  # strings, and closed ranges of numbers
 KB, MB, GB, TB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 _SUFFIXES = {"": 1, "k": KB, "m": MB, "g": GB, "t": TB}
 _BOOL: Allowed = ["false", "true"]
-# not kBZip2Compression, which takes milliseconds for a block, and a block is read for each row
+# Not kBZip2Compression: it takes milliseconds to decompress a block, and every row read may decompress one.
 _COMPRESSIONS = ("NoCompression", "SnappyCompression", "ZlibCompression", "LZ4Compression", "LZ4HCCompression", "ZSTD")
 _COMPRESSION: Allowed = [f"k{name}" for name in _COMPRESSIONS]
-_BITS = (4, 8, 10, 12, 16, 20)  # of a filter, for each row
+_BITS = (4, 8, 10, 12, 16, 20)  # filter bits per row
 
-# By purpose. Fields of an option follow its name and a dot.
+# Grouped by purpose. "option.field" is a field of a struct option.
 ALLOWED: dict[str, dict[str, Allowed]] = {
     "memory": {
         "write_buffer_size": [(64 * KB, 512 * MB)],
@@ -104,9 +104,9 @@ _INSTEAD = {
 
 
 def options_text(options: Mapping[str, Any] | str | None) -> str:
-    """RocksDB's options string, `name=value;name={name=value;...}`, from a dict or from such a string.
+    """Returns RocksDB's options string, `name=value;name={name=value;...}`, for a dict or such a string.
 
-    Raises OptionError, which names the option, the value and what is allowed instead.
+    Raises OptionError for an option or value that is not allowed; it says what is.
     """
     if options is None:
         return ""
@@ -125,31 +125,31 @@ def options_text(options: Mapping[str, Any] | str | None) -> str:
 
 
 def allowed_text(allowed: Allowed) -> str:
-    """The values that an option may have, for messages and docs."""
+    """Returns the values that an option may have, as text for messages and docs."""
     ranges = [
         _number_text(low) if low == high else f"{_number_text(low)} to {_number_text(high)}"
-        for low, high in (one for one in allowed if not isinstance(one, str))
+        for low, high in (values for values in allowed if not isinstance(values, str))
     ]
-    return ", ".join([one for one in allowed if isinstance(one, str)] + ranges)
+    return ", ".join([value for value in allowed if isinstance(value, str)] + ranges)
 
 
-def _check_all(text: str, of: str = "") -> None:
-    """Raises ValueError for an option that is not allowed, or a wrong value. of: the option whose fields these are."""
+def _check_all(text: str, prefix: str = "") -> None:
+    """Raise ValueError for an option or a value that is not allowed. For a struct's fields, `prefix` is its name."""
     for name, value in _core.parse_rocksdb_options(text):
-        path = of + name
+        path = prefix + name
         if path in _STRUCTS and "=" in value:
             _check_all(value, f"{path}.")
         elif path not in _ALLOWED:
             raise ValueError(f"{path}={value!r}: {_remedy(path)}")
         elif not _is_allowed(value, _ALLOWED[path]):
-            of_many = "one of " if len(_ALLOWED[path]) > 1 else ""
-            raise ValueError(f"{path}={value!r}: give {of_many}{allowed_text(_ALLOWED[path])}")
+            one_of = "one of " if len(_ALLOWED[path]) > 1 else ""
+            raise ValueError(f"{path}={value!r}: give {one_of}{allowed_text(_ALLOWED[path])}")
 
 
 def _is_allowed(value: str, allowed: Allowed) -> bool:
     if value in allowed:
         return True
-    for low, high in (one for one in allowed if not isinstance(one, str)):
+    for low, high in (values for values in allowed if not isinstance(values, str)):
         form = r"(-?[0-9]+)([kmgt]?)" if isinstance(low, int) else r"([0-9]+(?:\.[0-9]+)?)()"
         number = re.fullmatch(form, value.lower())
         if number is not None and low <= float(number[1]) * _SUFFIXES[number[2]] <= high:
@@ -161,16 +161,16 @@ def _remedy(path: str) -> str:
     name = path.rpartition(".")[2]
     if path in _STRUCTS:
         fields = [allowed.rpartition(".")[2] for allowed in _ALLOWED if allowed.startswith(f"{path}.")]
-        return f"it has fields; give some, as {{'{path}': {{...}}}}, of {', '.join(fields)}"
+        return f"it is a struct; give its fields as {{'{path}': {{...}}}}, from {', '.join(fields)}"
     if name in _INSTEAD:
         return _INSTEAD[name]
-    ends = {allowed.rpartition(".")[2]: allowed for allowed in _ALLOWED}
-    near = difflib.get_close_matches(name, ends, 1, 0.9)
-    said = "it is not among the options that were tried with tierbed (docs/tiers.md lists them); "
+    paths = {allowed.rpartition(".")[2]: allowed for allowed in _ALLOWED}
+    near = difflib.get_close_matches(name, paths, 1, 0.9)
+    problem = "it is not among the options tried with tierbed (docs/tiers.md lists them); "
     if not near:
-        return f"{said}leave it out"
-    struct, _, field = ends[near[0]].rpartition(".")
-    return f"{said}did you mean {field}{f' in {struct}' if struct and not path.startswith(struct) else ''}?"
+        return f"{problem}leave it out"
+    struct, _, field = paths[near[0]].rpartition(".")
+    return f"{problem}did you mean {field}{f' in {struct}' if struct and not path.startswith(struct) else ''}?"
 
 
 def _number_text(number: float) -> str:
@@ -182,14 +182,14 @@ def _number_text(number: float) -> str:
 
 def _value(name: object, value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{" + ";".join(f"{inner}={_value(inner, of_inner)}" for inner, of_inner in value.items()) + "}"
+        return "{" + ";".join(f"{field}={_value(field, inner)}" for field, inner in value.items()) + "}"
     if isinstance(value, bool):
         return "true" if value else "false"
-    given = value if isinstance(value, str) else as_number(value)
-    if not isinstance(name, str) or given is None:
+    plain = value if isinstance(value, str) else as_number(value)
+    if not isinstance(name, str) or plain is None:
         raise OptionError(f"rocksdb_options: {name}={value!r}: give a name and a str, int, float, bool or dict")
     if not name.isidentifier() or (isinstance(value, str) and set(value) & set(";={}")):
         raise OptionError(
             f"rocksdb_options: {name}={value!r}: give the name of one option, and a dict for an option that has fields"
         )
-    return str(given)
+    return str(plain)

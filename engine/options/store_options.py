@@ -1,4 +1,4 @@
-"""Store options: a class for each store, options from a dict or a TOML file, and the options of RocksDB."""
+"""Store options: one class per store, and functions that read options from a dict or a TOML file."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from ..row_format import BUCKETS
 from .rocksdb_options import options_text
 
 CACHE_POLICIES = ("lru", "lfu")
-MAX_OVERFLOW_MB = {"cached_host_mem": 64, "cached_ssd": 192}  # of the default
-BACKGROUND_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))  # the other cores are for the dense part of a step
+MAX_OVERFLOW_MB = {"cached_host_mem": 64, "cached_ssd": 192}  # limits of the default overflow_mb
+BACKGROUND_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))  # leaves the other cores to a step's dense part
 OPEN_MODES = ("resume", "fresh", "error", "mixed", "pretrained")
 EVICTIONS = ("none", "lru", "lfu", "ttl", "distance_lfu")
-MAX_ADMISSION_COUNT = 255  # of lookups of a row
+MAX_ADMISSION_COUNT = 255  # the ledger counts lookups in one byte
 Budget = float | Literal["auto"]  # MiB; engine/cache/memory_split.py computes "auto"
-ROCKSDB_CACHE_MB = 32  # of blocks
+ROCKSDB_CACHE_MB = 32  # default size of RocksDB's block cache
 READ_MODES = ("buffered", "mmap", "direct")
 Path_ = str | os.PathLike[str]
 
@@ -46,9 +46,9 @@ _Class = TypeVar("_Class", bound=type)
 
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(field,))
 def options_class(cls: _Class) -> _Class:
-    """Make a frozen dataclass of a subclass of `PlainDict`, whose constructor is a public `make_*` function.
+    """Turn a subclass of `PlainDict` into a frozen dataclass whose constructor is a public `make_*` function.
 
-    An unknown keyword or a missing argument is an OptionError, which names `cls.maker` and the nearest argument.
+    For an unknown or missing argument, the OptionError names `cls.maker` and suggests the closest argument.
     """
     made: Any = dataclass(frozen=True, repr=False, eq=False)(cls)
     initialise, signature = made.__init__, inspect.signature(made.__init__)
@@ -64,9 +64,9 @@ def options_class(cls: _Class) -> _Class:
 
 @options_class
 class PlainDict(Mapping[str, Any]):
-    """The base of option classes: `options["capacity"]`, `dict(options)` and `options == {...}` work as for a dict."""
+    """Base class for options. They read like a dict: `options["capacity"]`, `dict(options)`, `options == {...}`."""
 
-    maker: ClassVar = "options"  # the public name of the constructor, such as "make_host_mem_store_options"
+    maker: ClassVar = "options"  # the constructor's public name, such as "make_host_mem_store_options"
 
     def __getitem__(self, name: str) -> Any:
         if name not in set(self):
@@ -89,7 +89,7 @@ class PlainDict(Mapping[str, Any]):
         object.__setattr__(self, name, value)
 
     def _set_int(self, name: str, expected: str, minimum: int, maximum: int) -> None:
-        """Make the option an int, as `int_option`, if it is not None."""
+        """Check the option with `int_option` and store the int, unless it is None."""
         value = getattr(self, name)
         if value is not None:
             self._set(name, int_option(name, value, f"{expected}, or None", minimum, maximum))
@@ -98,7 +98,7 @@ class PlainDict(Mapping[str, Any]):
         return OptionError(f"{name}={getattr(self, name)!r}: {problem}")
 
     def as_dict(self) -> dict[str, Any]:
-        """Nested plain dicts and lists, which msgpack and JSON accept."""
+        """Returns nested plain dicts and lists, ready for msgpack or JSON."""
         return {name: _plain(value) for name, value in self.items()}
 
 
@@ -110,7 +110,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-# The arguments of a store's options are the fields of its bases, from the last base in the method resolution order on.
+# The constructor's arguments are the fields of all base classes, starting from the last in method resolution order.
 
 
 @options_class
@@ -139,27 +139,33 @@ class _HostCached(_Stored):
 
 @options_class
 class StoreOptions(_Stored):
-    """The options that every store has. Raises OptionError for values that cannot work.
+    """The options that all stores share. docs/lifecycle.md explains `eviction`, `admission` and `ttl_steps`.
 
-    persistent_path: the folder that holds a folder for each embedding, by name; None keeps nothing on disk. `~` and
-    `${NAME}` in paths are replaced, and a variable that is not set is an error.
-    snapshot_path: the folder that holds a folder for the snapshots of each embedding, by name; None is persistent_path.
-    capacity: the maximum of written rows, over all tables; None is no limit.
-    size_factor, storage_dim: row size in multiples of the dim, or in floats, optimizer state included. The engine knows
-    the row size; a given one is checked.
-    physical_block_size: bytes that the disk reads at once.
-    open: what to do with a folder after an unclean shutdown: "resume" loads the recovery snapshot, or starts empty if
-    there is none; "error" raises. "fresh" always starts empty; snapshots are kept. "mixed" is "resume", and accepts
-    rows of different steps if embeddings that are trained together have no step in common. "pretrained" is "resume",
-    and says that a new dense part is to train with these rows.
-    eviction: which rows are deleted for new ones at `capacity`: "none" (an error), "lru", "lfu", "ttl", "distance_lfu".
-    admission: which new rows training keeps. None: all; a whole number n: rows that n training steps looked up; a
-    probability p: each row with p at every step.
-    ttl_steps: rows that were not written for more than this number of steps are deleted; with eviction "ttl", only at
-    `capacity`. None: never. docs/lifecycle.md says how eviction, admission and ttl_steps work.
-    state_dict_snapshots: whether `state_dict()` saves a snapshot, which `load_state_dict()` loads; a number keeps that
-    many of the latest, in addition to the one of the present rows. Without a persistent_path, `state_dict()` holds the
-    rows.
+    Args:
+        persistent_path: The folder that holds a folder for each embedding, named after it. None keeps nothing on disk.
+            A leading `~` and `${NAME}` are replaced; an unset variable is an error.
+        capacity: The maximum number of written rows in all tables together. None is no limit.
+        size_factor: The row size, including optimizer state, as a multiple of the embedding's dimension. The engine
+            computes the row size; this argument only checks it.
+        storage_dim: The row size in floats, checked in the same way.
+        physical_block_size: The disk's block size in bytes.
+        open: How to open a folder after an unclean shutdown. "resume" loads the recovery snapshot, or starts empty if
+            there is none; "error" raises. "mixed" is like "resume", but lets embeddings that are trained together start
+            from different steps if they share no step. "pretrained" is like "resume", but expects a new dense
+            part to train with these rows. "fresh" starts empty in any case, and keeps the snapshots.
+        snapshot_path: The folder that holds a folder of snapshots for each embedding. Default: `persistent_path`.
+        eviction: Which rows to delete when new rows exceed `capacity`: "lru", "lfu", "ttl" or "distance_lfu"; "none"
+            raises `CapacityError` instead.
+        admission: Which new rows training keeps: None, all rows; a whole number n, rows that n training steps looked
+            up; a probability p, each row with probability p at each step.
+        ttl_steps: Delete rows that were not written for more than this many steps; with `eviction="ttl"`, only when new
+            rows exceed `capacity`. None deletes no rows.
+        state_dict_snapshots: True if `state_dict()` saves a snapshot for `load_state_dict()` to load. A number keeps
+            that many of the latest snapshots, in addition to the one of the current rows. Without a `persistent_path`,
+            `state_dict()` holds the rows themselves.
+
+    Raises:
+        OptionError: A value is wrong, or options contradict each other.
     """
 
     open: str = "resume"
@@ -171,7 +177,7 @@ class StoreOptions(_Stored):
 
     @property
     def background_threads(self) -> int:
-        """How many threads work while steps run, in addition to those of a step, if none waits for a disk."""
+        """The number of background threads that work while steps run, not counting any that wait for a disk."""
         return BACKGROUND_THREADS
 
     def __post_init__(self) -> None:
@@ -182,7 +188,7 @@ class StoreOptions(_Stored):
                     raise OptionError(f"{name}={path!r}: give one folder as a str or Path, or None")
                 self._set(name, expanded(name, os.fspath(path)))
         if self.snapshot_path is not None and self.persistent_path is None:
-            raise self._wrong("snapshot_path", "snapshots are of a store on disk; give persistent_path too")
+            raise self._wrong("snapshot_path", "only a store on disk has snapshots; give persistent_path too")
         if as_int(self.storage_dim) == -1:  # OneFlow's value for "not given"
             self._set("storage_dim", None)
         for name in ("capacity", "size_factor", "storage_dim", "ttl_steps"):
@@ -195,7 +201,7 @@ class StoreOptions(_Stored):
         choice_option("open", self.open, OPEN_MODES)
         number = self.state_dict_snapshots
         if not isinstance(number, bool):
-            expected = "True, False, or how many snapshots of the latest states to keep, from 1"
+            expected = "True, False, or the number of snapshots to keep, from 1"
             self._set("state_dict_snapshots", int_option("state_dict_snapshots", number, expected, 1))
         if number and self.persistent_path is None:
             problem = "without a persistent_path, state_dict() holds the rows themselves"
@@ -205,22 +211,20 @@ class StoreOptions(_Stored):
     def _check_lifecycle(self) -> None:
         choice_option("eviction", self.eviction, EVICTIONS)
         if self.eviction != "none" and self.capacity is None:
-            raise OptionError(
-                f"eviction={self.eviction!r} makes room at the capacity, and capacity=None has none; give a capacity"
-            )
+            raise OptionError(f"eviction={self.eviction!r} needs a limit, but capacity=None; give a capacity")
         if self.eviction == "ttl" and self.ttl_steps is None:
-            raise OptionError("eviction='ttl' evicts rows older than ttl_steps, and ttl_steps=None; give ttl_steps")
+            raise OptionError("eviction='ttl' evicts rows older than ttl_steps, but ttl_steps=None; give ttl_steps")
         if self.ttl_steps is not None and self.ttl_steps >= 1 << 32:
             raise self._wrong("ttl_steps", "steps are counted in 32 bits; give less than 2**32, or None")
         rule = as_number(self.admission)
         if rule is not None:
             self._set("admission", rule)
         if self.admission is not None and (rule is None or not (0 < rule < 1 or as_int(rule, 2, MAX_ADMISSION_COUNT))):
-            remedy = f"give the steps that must look a row up, from 2 to {MAX_ADMISSION_COUNT}, or a probability > 0"
-            raise self._wrong("admission", f"{remedy} and < 1, or None to keep every row")
+            remedy = f"give the number of steps that must look a row up, from 2 to {MAX_ADMISSION_COUNT}"
+            raise self._wrong("admission", f"{remedy}, a probability > 0 and < 1, or None to keep every row")
 
     def check_row(self, dim: int, width: int) -> None:
-        """Raises OptionError if a given row size is not the one of the optimizer: `width` floats for `dim` columns."""
+        """Raise OptionError if size_factor or storage_dim differs from the optimizer's `width` floats for `dim`."""
         problem = f"with this optimizer a row takes {width} floats"
         if self.storage_dim is not None and self.storage_dim != width:
             raise self._wrong("storage_dim", f"{problem}; leave storage_dim out")
@@ -230,30 +234,37 @@ class StoreOptions(_Stored):
 
 @options_class
 class DeviceMemOptions(StoreOptions):
-    """All rows in device memory (host memory if there is no device): the fastest store, bounded by that memory."""
+    """Stores all rows in device memory, or in host memory if there is no device. The fastest store.
+
+    `StoreOptions` describes the arguments.
+    """
 
     store: str = field(default="device_mem", init=False)
 
 
 @options_class
 class HostMemOptions(StoreOptions):
-    """All rows in host memory."""
+    """Stores all rows in host memory. `StoreOptions` describes the arguments."""
 
     store: str = field(default="host_mem", init=False)
 
 
 @options_class
 class CachedHostMemOptions(StoreOptions, _Cached):
-    """All rows in host memory, the hot ones cached in `cache_budget_mb` MiB of device memory.
+    """Stores all rows in host memory and caches hot rows in device memory.
 
-    cache_budget_mb: "auto" divides the memory that is free when the table opens, and prints the division to stderr. The
-    cache gets an eighth of memory that holds the table as well, and half of a GPU's memory.
-    cache_policy: which row of a full set is evicted if no announced step decides: "lru", the row unused for longest, or
-    "lfu", the row that fewest steps used.
-    overflow_mb: MiB of the overflow area, in addition to the cache: for rows that do not fit their set and, above
-    RocksDB, for rows waiting for write-back, which keep half of it while nothing else needs it. Prefetch and evictions
-    wait at this bound; a step takes what its own batch needs. None: as much as the cache, up to 64 MiB or above RocksDB
-    192, and at least two batches.
+    `StoreOptions` describes the other arguments.
+
+    Args:
+        cache_budget_mb: The cache size in MiB. "auto" divides the memory that is free when the table opens, and prints
+            the division to stderr: the cache gets half of a GPU's memory, or an eighth of memory that also holds the
+            table.
+        cache_policy: Which row of a full set to evict if the announced steps do not decide: "lru", the least recently
+            used, or "lfu", the row that the fewest steps used.
+        overflow_mb: The size in MiB of the overflow area, in addition to the cache. It holds rows that do not fit into
+            their set and, if rows are in RocksDB, rows waiting for write-back; these may keep half of it while nothing
+            else needs the space. At this limit, prefetches and evictions wait, but a step still gets what its own batch
+            needs. Default: the cache's size, up to 64 MiB (192 MiB with RocksDB), and at least two batches.
     """
 
     store: str = field(default="cached_host_mem", init=False)
@@ -269,35 +280,39 @@ class CachedHostMemOptions(StoreOptions, _Cached):
 
     @property
     def memory_mb(self) -> float | None:
-        """MiB of each cache and its overflow area together, before these follow the batches; None if one is "auto"."""
+        """MiB of all caches and overflow areas, before they grow with the batches; None if a budget is "auto"."""
         caches = [mb for mb in (self.cache_budget_mb, getattr(self, "host_cache_budget_mb", 0)) if mb]
         return None if "auto" in caches else sum(mib(mb) + self.overflow_for(mib(mb)) for mb in caches)
 
     def overflow_for(self, cache_mb: float) -> float:
-        """MiB of the overflow area of a cache of `cache_mb`, before it follows the batches."""
+        """Returns the overflow area's MiB for a cache of `cache_mb`, before it grows with the batches."""
         return default_overflow_mb(self.store, cache_mb) if self.overflow_mb is None else self.overflow_mb
 
 
 @options_class
 class CachedSsdOptions(CachedHostMemOptions, _HostCached):
-    """All rows in RocksDB under `persistent_path`, the hot ones cached in device memory and, by option, in host memory.
+    """Stores all rows in RocksDB under `persistent_path`, and caches hot rows in device memory and host memory.
 
-    cache_budget_mb: MiB of the cache in device memory. host_cache_budget_mb: MiB of a cache in host memory below it; 0
-    is none. "auto" divides the memory that is free when the table opens, and prints the division to stderr. The cache
-    gets half of it, and `overflow_mb` is at most an eighth. If both are "auto" and there is no GPU, there is no host
-    cache.
-    shards: RocksDB databases that a new folder is split into, by hash; 1 to 64, by default 4. An existing folder keeps
-    its number.
-    read_mode: "buffered" reads files through the page cache. "mmap" maps files; it is faster if they are in memory, and
-    a failed read of the disk ends the process. "direct" bypasses the page cache.
-    io_threads: the maximum of threads that read rows at once, that fetch rows ahead of their step, and that write rows
-    back. None: as many readers as the disk can serve, up to 64, and half of the cores for the others.
-    async_io: whether to read by io_uring, if the RocksDB of this build can.
-    rocksdb_cache_mb: MiB of RocksDB's own cache of blocks, by default 32, for "direct" reads alone; other reads have
-    the page cache.
-    rocksdb_options: a dict or RocksDB's options string, which overrides tierbed's own settings; it is stored as the
-    string. docs/tiers.md, "RocksDB", lists the names and their values. Options of a file's format go into
-    {"block_based_table_factory": {...}}.
+    `StoreOptions` and `CachedHostMemOptions` describe the other arguments.
+
+    Args:
+        cache_budget_mb: The size in MiB of the cache in device memory. "auto" divides the memory that is free when the
+            table opens, and prints the division to stderr: the cache gets half, and `overflow_mb` at most an eighth.
+        host_cache_budget_mb: The size in MiB of a second cache, in host memory; 0 for none, or "auto". If both budgets
+            are "auto" and there is no GPU, there is no second cache.
+        shards: The number of RocksDB databases, 1 to 64, among which a new folder divides rows by hash. Default: 4. An
+            existing folder keeps its number.
+        read_mode: "buffered" reads files through the page cache. "mmap" maps files, which is faster if they are in
+            memory, but a disk read error kills the process. "direct" bypasses the page cache.
+        io_threads: The maximum number of threads that read rows at the same time, that prefetch rows, and that write
+            rows back. By default, as many threads read as the disk can serve, up to 64, and half of the cores do the
+            rest.
+        async_io: Read with io_uring, if this build's RocksDB supports it.
+        rocksdb_cache_mb: The size in MiB of RocksDB's block cache, only for `read_mode="direct"`; the other modes use
+            the page cache. Default: 32.
+        rocksdb_options: RocksDB options that override tierbed's settings, as a dict or as RocksDB's options string (the
+            stored form). docs/tiers.md, "RocksDB", lists the names and values. File format options are fields of
+            {"block_based_table_factory": {...}}.
     """
 
     store: str = field(default="cached_ssd", init=False)
@@ -320,7 +335,7 @@ class CachedSsdOptions(CachedHostMemOptions, _HostCached):
             cache_mb = ROCKSDB_CACHE_MB if self.rocksdb_cache_mb is None else self.rocksdb_cache_mb
             self._set("rocksdb_cache_mb", budget_option("rocksdb_cache_mb", cache_mb, zero=True))
         elif self.rocksdb_cache_mb is not None:
-            problem = f"with read_mode={self.read_mode!r} the page cache has the blocks"
+            problem = f"read_mode={self.read_mode!r} uses the page cache instead"
             raise self._wrong("rocksdb_cache_mb", f"{problem}; give read_mode='direct', or leave it out")
         self._set_int("io_threads", "1 to 64", 1, 64)
         check_flags(OptionError, async_io=self.async_io)
@@ -339,17 +354,17 @@ def default_overflow_mb(store: str, cache_mb: float) -> float:
 
 
 def mib(budget: Budget) -> float:
-    """A budget of options whose "auto" budgets were replaced by numbers."""
+    """Returns a budget that is known to be a number, because "auto" was already replaced."""
     assert budget != "auto"
     return budget
 
 
 def require_rocksdb() -> None:
-    """Raises StoreError if the package was built without RocksDB."""
+    """Raise StoreError if the package was built without RocksDB."""
     if not _core.has_rocksdb:
         raise StoreError(
-            "cached_ssd: this build of tierbed has no RocksDB; install it (apt install librocksdb-dev) and build "
-            "tierbed again (pip install --force-reinstall --no-deps . in its source folder)"
+            "cached_ssd: this build of tierbed has no RocksDB; install it (apt install librocksdb-dev) and rebuild "
+            "tierbed (pip install --force-reinstall --no-deps . in its source folder)"
         )
 
 
@@ -359,45 +374,52 @@ make_cached_host_mem_store_options = CachedHostMemOptions
 make_cached_ssd_store_options = CachedSsdOptions
 
 STORES: dict[str, type[StoreOptions]] = {
-    one.store: one for one in (DeviceMemOptions, HostMemOptions, CachedHostMemOptions, CachedSsdOptions)
+    kind.store: kind for kind in (DeviceMemOptions, HostMemOptions, CachedHostMemOptions, CachedSsdOptions)
 }
 for _name, _class in STORES.items():
     _class.maker = f"make_{_name}_store_options"
 
 
 def store_options_from_dict(options: Mapping[str, Any], where: str = "store_options") -> StoreOptions:
-    """Store options from their printed form, `store` and the maker's arguments. Raises OptionError naming `where`."""
+    """Make store options from their printed form: `store` and its arguments. Raises OptionError that names `where`."""
     if isinstance(options, StoreOptions):
         return options
     if not isinstance(options, Mapping):
         raise OptionError(f"{where}={options!r}: make one with make_device_mem_store_options or another maker")
-    given = dict(options)
-    store = given.pop("store", None)
+    arguments = dict(options)
+    store = arguments.pop("store", None)
     if not isinstance(store, str) or store not in STORES:
         raise OptionError(f"{where}: store={store!r}; give one of {', '.join(STORES)}")
     known = [f.name for f in fields(STORES[store]) if f.init]
-    unknown = sorted(set(given) - set(known))
+    unknown = sorted(set(arguments) - set(known))
     if unknown:
         raise OptionError(f"{where}: {store} has no option {', '.join(unknown)}; {nearest(unknown, known)}")
     try:
-        return STORES[store](**given)
+        return STORES[store](**arguments)
     except OptionError as error:
         raise OptionError(f"{where}: {store}: {error}") from None
 
 
 @checked_arguments("path")
 def load_store_options(path: Path_, name: str) -> StoreOptions:
-    """The store options of embedding `name` from a TOML file: a table [name] with `store` and the maker's arguments.
+    """Read an embedding's store options from a TOML file.
 
-    A relative persistent_path is relative to the working directory; `~` and `${NAME}` in it are replaced. `tierbed
-    store options` shows what the options of a file become. Raises OptionError for a missing file or table, bad TOML,
-    unknown options.
+    The file has a table [name] with `store`, such as "cached_ssd", and the arguments of that store's
+    `make_*_store_options`. A relative persistent_path is relative to the working directory. To check a file, run
+    `tierbed store options`.
+
+    Args:
+        path: The TOML file.
+        name: The embedding's name.
+
+    Raises:
+        OptionError: The file or the table is missing, the TOML is invalid, or an option is unknown or wrong.
     """
     tables = read_store_options(path)
     if name in tables and not isinstance(tables[name], dict):
         raise OptionError(
-            f"store options file {os.fspath(path)!r}: {name} is outside a table; put it under [name], the name of "
-            "its embedding"
+            f"store options file {os.fspath(path)!r}: {name} is outside a table; put it under [name], the embedding's "
+            "name"
         )
     if name not in tables:
         raise OptionError(
@@ -407,7 +429,7 @@ def load_store_options(path: Path_, name: str) -> StoreOptions:
 
 
 def read_store_options(path: Path_) -> dict[str, Any]:
-    """The unchecked contents of a TOML file of store options. Raises OptionError for a missing file or bad TOML."""
+    """Read a TOML file of store options without checking them. Raises OptionError for a missing file or bad TOML."""
     try:
         with Path(path).open("rb") as file:
             return tomllib.load(file)

@@ -1,4 +1,4 @@
-"""The names of an embedding's tables: which are legal, how stored names match, and which table a name means."""
+"""Table names: checks, the table that a name refers to, and matching against stored names."""
 
 from __future__ import annotations
 
@@ -9,90 +9,90 @@ from typing import Any
 from ..checks import as_int
 from ..errors import OptionError
 
-FIELD = "table_names"  # of a description: a name or None for each table; without the field no table has a name
-OF_TENSORS = "names_of_tensors"  # of a description: whether an import took these names from tensors
+# Fields of a stored description. FIELD holds a name or None for each table; if it is missing, no table is named.
+FIELD = "table_names"
+OF_TENSORS = "names_of_tensors"  # True if an import named the tables after tensors
 MAX_LENGTH = 200
 
-Names = Sequence[str | None]  # a name for each table, None for a table without a name
+Names = Sequence[str | None]  # one per table; None if the table is unnamed
 
 
 def is_table_name(name: Any) -> bool:
-    """Whether a table may have this name. A name of digits alone would be taken for a number."""
+    """True if a table may have this name. A name made only of digits would look like a table number."""
     if not isinstance(name, str) or not 0 < len(name) <= MAX_LENGTH:
         return False
     return name.isprintable() and name == name.strip() and not name.isdigit()
 
 
 def check_table_name(name: Any) -> str | None:
-    """Raises OptionError for a name that no table may have."""
+    """Returns the name. Raises OptionError if it is neither None nor a legal table name."""
     if name is not None and not is_table_name(name):
         raise OptionError(
-            f"table name={name!r}: give 1 to {MAX_LENGTH} printable characters that are not all digits, without space "
-            "around, or None"
+            f"table name={name!r}: give None, or 1 to {MAX_LENGTH} printable characters, not only digits, without "
+            "leading or trailing spaces"
         )
     return None if name is None else str(name)
 
 
 def check_distinct(names: Names) -> None:
-    """Raises OptionError if two tables have one name."""
+    """Raise OptionError if two tables have the same name."""
     first: dict[str, int] = {}
     for index, name in enumerate(names):
         if name is not None and first.setdefault(name, index) != index:
             raise OptionError(
-                f"tables[{first[name]}] and tables[{index}] both have name={name!r}; give each another name"
+                f"tables[{first[name]}] and tables[{index}] both have name={name!r}; give each table its own name"
             )
 
 
 def labels_of(names: Names) -> tuple[str, ...]:
-    """What messages and metrics call each table: the table's name, else its number. No two labels are alike."""
+    """Returns a unique label for each table, for messages and metrics: its name, or its number if it is unnamed."""
     return tuple(label_of(index, names) for index in range(len(names)))
 
 
 def label_of(table: int, names: Names) -> str:
-    """The label of one table. A foreign file may hold rows of a table that the embedding does not have."""
+    """Returns one table's label. The table may be missing in `names`, because imported files may hold more tables."""
     return with_table_name(table, names).get("table_name", str(table))
 
 
 def names_in(description: Mapping[str, Any]) -> tuple[str | None, ...]:
-    """The table names in a valid description."""
     return tuple(description.get(FIELD) or [None] * len(description["tables"]))
 
 
-def table_number(given: Any, names: Names) -> int | None:
-    """The number of the table that a number or a name means; None if there is no such table."""
-    if isinstance(given, str):
-        return names.index(given) if given in names else None
-    return as_int(given, 0, len(names) - 1)
+def table_number(table: Any, names: Names) -> int | None:
+    """Returns the number of a table given by number or name; None if there is no such table."""
+    if isinstance(table, str):
+        return names.index(table) if table in names else None
+    return as_int(table, 0, len(names) - 1)
 
 
 def choices(names: Names) -> str:
-    """The values that `table_number` accepts, for messages."""
-    given = [repr(name) for name in names if name is not None]
-    return ", ".join([f"0 to {len(names) - 1}", *([f"or by name {given[0]}", *given[1:]] if given else [])])
+    """Returns the values that `table_number` accepts, as text for messages."""
+    quoted = [repr(name) for name in names if name is not None]
+    return ", ".join([f"0 to {len(names) - 1}", *([f"or by name {quoted[0]}", *quoted[1:]] if quoted else [])])
 
 
 def with_table_name(table: int, names: Names) -> dict[str, Any]:
-    """A table as plain values: `table`, its number, and `table_name`, if it has a name."""
+    """Returns {"table": number}, with "table_name" if the table is named."""
     name = names[table] if table < len(names) else None
     return {"table": table} if name is None else {"table": table, "table_name": name}
 
 
 def mismatched_tables(stored: Names, names: Names) -> list[int]:
-    """The tables whose stored name differs. Rows that were stored without a name fit any table."""
+    """Returns the tables whose stored name is different. A table stored without a name matches any name."""
     padded = [*names, *[None] * len(stored)]
     return [index for index, name in enumerate(stored) if name is not None and name != padded[index]]
 
 
 def merged_names(left: Names, right: Names) -> tuple[str | None, ...] | None:
-    """The table names of two descriptions, of which one may lack some names; None if two names differ."""
+    """Returns each table's name from whichever description has one; None if names conflict or tables share one."""
     names = tuple(a or b for a, b in zip_longest(left, right))
-    given = [name for name in names if name is not None]
-    return None if mismatched_tables(right, names) or len(set(given)) < len(given) else names
+    present = [name for name in names if name is not None]
+    return None if mismatched_tables(right, names) or len(set(present)) < len(present) else names
 
 
 def are_names(value: Any, tables: int) -> bool:
-    """Whether a description of this number of tables may have `value` as their names."""
+    """True if `value` is a legal list of table names for this number of tables."""
     if type(value) is not list or len(value) != tables:
         return False
-    given = [name for name in value if name is not None]
-    return all(map(is_table_name, given)) and len(set(given)) == len(given)
+    present = [name for name in value if name is not None]
+    return all(map(is_table_name, present)) and len(set(present)) == len(present)

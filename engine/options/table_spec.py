@@ -1,6 +1,6 @@
-"""What an embedding is, without the store of its rows: names, widths, tables, seed.
+"""`TableSpec` defines an embedding, independent of where its rows are stored: names, widths, tables, seed.
 
-A `TableSpec` makes the native layout and the stored description.
+From it the native layout and the stored description are made.
 """
 
 from __future__ import annotations
@@ -20,39 +20,40 @@ from ..errors import OptionError
 from ..optim.row_optimizer import RowOptimizer
 from ..optim.row_state import RowState
 from ..row_format import STATE_TYPES, RowForm, overflows
-from .initializers import TABLE_FACTS, AnyTableOptions, InitialValues, TableOptions, as_arrays, make_table_options
+from .initializers import ID_OPTIONS, AnyTableOptions, InitialValues, TableOptions, as_arrays, make_table_options
 from .table_names import FIELD, check_distinct, labels_of
 
-DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}  # of stored numbers
-RUN = "run"  # of a description: a random id, drawn when rows begin empty
-REACH = "reach"  # of a description: for each table, a number above its stored ids, or None
+DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}  # that rows are stored in
+# Fields of a stored description. RUN is a random id, drawn whenever the rows start empty.
+RUN = "run"
+REACH = "reach"  # for each table, a number above all stored ids, or None
 KEY_TYPES = {torch.int32: "int32", torch.int64: "int64", torch.uint64: "uint64"}
 
 
 @dataclass(frozen=True)
 class TableSpec:
-    """What an embedding is. `columns`: the widths of the column groups. `padding_idx`: the id that names no row."""
+    """An embedding's definition."""
 
     name: str
-    columns: tuple[int, ...]
+    columns: tuple[int, ...]  # the widths of the column groups
     key_type: torch.dtype
     tables: tuple[AnyTableOptions, ...]
-    padding_idx: int | None
+    padding_idx: int | None  # the id that has no row
     seed: int
-    dtype: str = "float32"  # of the embedding's numbers: a name of NUMBERS
-    state_dtype: str = "float32"  # of the numbers of states that elements have
-    has_own_seed: bool = True  # whether the seed was given; else it is made of the name, or that of the stored rows
-    zero_key: int | None = None  # the 64 bits of the id whose row begins as zeros
-    dim: int = field(init=False)  # numbers of a row, optimizer state apart
+    dtype: str = "float32"  # how embeddings are stored
+    state_dtype: str = "float32"  # how element states are stored; row states are float32
+    has_own_seed: bool = True  # the user gave a seed; otherwise it comes from the name or from stored rows
+    zero_key: int | None = None  # the id, as 64 bits, whose row starts as zeros
+    dim: int = field(init=False)  # elements of a row, without optimizer state
     num_tables: int = field(init=False)
-    padding_key: int | None = field(init=False)  # the 64 bits of `padding_idx`
+    padding_key: int | None = field(init=False)  # `padding_idx` as 64 bits
     # [num_tables] uint64, the last legal id of each table; None if every id of every table is legal
     last_ids: NDArray[np.uint64] | None = field(init=False, compare=False)
-    # for each table, whether lookups drop ids beyond its last one; empty if none does
+    # for each table, True if lookups drop illegal ids; empty if no table does
     drops: tuple[bool, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        # not properties: a step reads them several times
+        # fields rather than properties, because each step reads them several times
         object.__setattr__(self, "dim", sum(self.columns))
         object.__setattr__(self, "num_tables", len(self.tables))
         object.__setattr__(self, "padding_key", None if self.padding_idx is None else self.padding_idx % 2**64)
@@ -64,7 +65,7 @@ class TableSpec:
 
     @property
     def legal_ids(self) -> Hashable:
-        """A value that is equal for embeddings with the same legal ids of each table."""
+        """A value for comparing two embeddings: equal if each table has the same legal ids in both."""
         return self.last_ids is not None and (self.last_ids.tobytes(), self.drops)
 
     @property
@@ -73,16 +74,16 @@ class TableSpec:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """What messages and metrics call each table: the table's name, else its number."""
+        """Each table's name, or its number if it is unnamed, for messages and metrics."""
         return labels_of(self.table_names)
 
     def reach(self, stored: Mapping[str, Any] | None) -> list[int | None]:
-        """For each table a number above its ids, also above those that are stored; None if there is no known one."""
-        own = [table.ids for table in self.tables]
-        known = None if stored is None else stored.get(REACH)
-        theirs = known if isinstance(known, list) else [None] * (0 if stored is None else len(stored["tables"]))
-        both = [(mine, *theirs[number : number + 1]) for number, mine in enumerate(own)]
-        return [max(pair) if all(type(one) is int for one in pair) else None for pair in both]
+        """Returns for each table a number above its legal and its stored ids, or None if such a number is unknown."""
+        own_limits = [table.ids for table in self.tables]
+        field = None if stored is None else stored.get(REACH)
+        stored_limits = field if isinstance(field, list) else [None] * (0 if stored is None else len(stored["tables"]))
+        pairs = [(limit, *stored_limits[table : table + 1]) for table, limit in enumerate(own_limits)]
+        return [max(pair) if all(type(limit) is int for limit in pair) else None for pair in pairs]
 
     def layout(self, state: RowState) -> _core.Layout:
         last_ids = None if self.last_ids is None else self.last_ids.tolist()
@@ -95,25 +96,25 @@ class TableSpec:
         return InitialValues(state.initial, state.widths, seed, self.columns, *arrays, *narrow, self.zero_key)
 
     def form(self, state: RowState) -> RowForm:
-        """The form of a row with that state."""
+        """Returns the row format for this optimizer state."""
         return state.form(self.dim, self.dtype)
 
     def state_of(self, optimizer: RowOptimizer) -> RowState:
-        """The state of rows that an optimizer trains."""
+        """Returns the row state that an optimizer needs."""
         return optimizer.row_state(self.dim, self.state_dtype)
 
     def plain_tables(self) -> list[dict[str, Any]]:
-        """For each table, its options as plain values: how its rows begin."""
+        """Returns for each table, as plain values, the options that determine the initial values of its rows."""
         return [
-            {part: value for part, value in table.as_dict().items() if part not in TABLE_FACTS} for table in self.tables
+            {name: value for name, value in table.as_dict().items() if name not in ID_OPTIONS} for table in self.tables
         ]
 
     def with_stored_seed(self, stored: dict[str, Any]) -> TableSpec:
-        """The spec for stored rows: new rows are drawn with their seed, if no seed was given."""
+        """Returns the spec with the stored rows' seed, unless the user gave one."""
         return self if self.has_own_seed or stored["seed"] == self.seed else replace(self, seed=stored["seed"])
 
     def describe(self, state: RowState, hyper: Sequence[float], step: int) -> dict[str, Any]:
-        """The table's description in MARK and in manifests, as plain values. hyper: the rule's numbers at that step."""
+        """Returns the description stored in MARK and in manifests. `hyper` holds the rule's numbers at `step`."""
         names, form = list(self.table_names), self.form(state)
         return {
             "name": self.name,
@@ -142,9 +143,9 @@ def table_spec(
     dtype: Any = torch.float32,
     state_dtype: Any = torch.float32,
 ) -> TableSpec:
-    """The spec of an embedding from a user's arguments, `tables` with options for each table. Raises OptionError.
+    """Check a user's arguments and make the spec. Raises OptionError.
 
-    seed: None is the CRC-32 of the name, so that embeddings with different names have different initial rows.
+    Without a seed, the name's CRC-32 is used, so embeddings with different names get different initial rows.
     """
     key_type = check_key_type(key_type)
     dtype, state_dtype = check_dtype(dtype), check_state_dtype(state_dtype)
@@ -170,20 +171,20 @@ def table_spec(
 
 
 def check_name(name: Any) -> str:
-    """Raises OptionError for a name that cannot be the name of a folder."""
+    """Returns an embedding's name. Raises OptionError if no folder can have that name."""
     if not is_folder_name(name) or name != name.strip():
         raise OptionError(
-            f"name={name!r}: give 1 to 200 printable bytes that can name a folder: no slashes, no leading dot or "
-            "space around"
+            f"name={name!r}: it names a folder; give 1 to 200 printable bytes without slashes, a leading dot, or "
+            "leading or trailing spaces"
         )
     return str(name)
 
 
 def check_columns(embedding_dim: Any) -> tuple[int, ...]:
-    """The widths of the column groups of `embedding_dim`, an int or a sequence of them. Raises OptionError."""
-    given = embedding_dim if isinstance(embedding_dim, (list, tuple)) else [embedding_dim]
-    columns = tuple(width for one in given if (width := as_int(one, minimum=1)) is not None)
-    if not columns or len(columns) != len(given) or sum(columns) > 1 << 16:
+    """Returns the column groups' widths from `embedding_dim`, an int or a list of ints. Raises OptionError."""
+    dims = embedding_dim if isinstance(embedding_dim, (list, tuple)) else [embedding_dim]
+    columns = tuple(width for dim in dims if (width := as_int(dim, minimum=1)) is not None)
+    if not columns or len(columns) != len(dims) or sum(columns) > 1 << 16:
         raise OptionError(
             f"embedding_dim={embedding_dim!r}: give a whole number from 1 to 65536, or a list of them for several "
             f"columns"
@@ -192,27 +193,27 @@ def check_columns(embedding_dim: Any) -> tuple[int, ...]:
 
 
 def check_key_type(key_type: Any) -> torch.dtype:
-    """Raises OptionError for a key type that rows cannot have."""
+    """Returns the key type. Raises OptionError if it is not supported."""
     if not isinstance(key_type, torch.dtype) or key_type not in KEY_TYPES:
         raise OptionError(f"key_type={key_type!r}: give torch.int32, torch.int64 or torch.uint64")
     return key_type
 
 
 def check_dtype(dtype: Any) -> str:
-    """The name of an embedding's dtype. Raises OptionError for one that stored rows cannot have."""
+    """Returns the dtype's name. Raises OptionError if rows cannot be stored in it."""
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise OptionError(
-            f"dtype={dtype!r}: rows are stored in torch.float32, bfloat16 or float16; give one of them (an "
-            "embedding's output_dtype is that of its lookups' results)"
+            f"dtype={dtype!r}: give the dtype that rows are stored in, torch.float32, torch.bfloat16 or "
+            "torch.float16 (output_dtype sets the dtype that lookups return)"
         )
     return DTYPES[dtype]
 
 
 def check_state_dtype(dtype: Any) -> str:
-    """The name of the dtype of element states. Raises OptionError for one that they cannot have."""
+    """Returns the dtype's name. Raises OptionError if it is not supported for element states."""
     if dtype is torch.float16:
         raise OptionError(
-            "state_dtype=torch.float16: sums of squares under 6e-8 would become 0, and updates infinite; give "
+            "state_dtype=torch.float16: it rounds sums of squares below 6e-8 to 0, and then updates are infinite; give "
             "torch.bfloat16, which has the range of float32, or torch.float32"
         )
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
@@ -221,13 +222,13 @@ def check_state_dtype(dtype: Any) -> str:
 
 
 def check_reach(tables: Sequence[AnyTableOptions], dtype: str) -> None:
-    """Raises OptionError for an initializer with values that a finite number of `dtype` cannot hold."""
+    """Raise OptionError if an initializer can draw a value that overflows `dtype`."""
     for index, table in enumerate(tables):
         for part in [table] if isinstance(table, TableOptions) else table.columns:
-            if overflows(np.array([part.initializer.reach], np.float32), dtype).any():
+            if overflows(np.array([part.initializer.max_magnitude], np.float32), dtype).any():
                 raise OptionError(
-                    f"tables[{index}]: {part.initializer}: values of up to {part.initializer.reach:.6g} overflow "
-                    f"dtype=torch.{dtype}; give smaller ones, or torch.float32"
+                    f"tables[{index}]: {part.initializer}: values up to {part.initializer.max_magnitude:.6g} overflow "
+                    f"dtype=torch.{dtype}; give a narrower initializer, or torch.float32"
                 )
 
 

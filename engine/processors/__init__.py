@@ -1,1 +1,1 @@
-"""What a table asks of a processor, and the processors."""
+"""Processors run a table's operations on a CPU or GPU."""

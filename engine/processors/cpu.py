@@ -21,11 +21,11 @@ from ..store.full import CpuFullStore
 from ..store.table_counts import Counts
 from .processor import Processor
 
-FEW = 256  # ids, as in native/full_table.h
+FEW = 256  # maximum number of ids for `gather_few`, as in native/full_table.h
 
 
 class CpuProcessor(Processor[_core.Batch]):
-    """The `Processor` of the CPU, without deferred errors: all work of a call is done when it returns."""
+    """The `Processor` for the CPU. A call's work is done when it returns, so no errors are deferred."""
 
     def __init__(self, spec: TableSpec, state: RowState, capacity: int | None) -> None:
         self.device = torch.device("cpu")
@@ -82,17 +82,17 @@ class CpuProcessor(Processor[_core.Batch]):
         dtype: torch.dtype,
         out: Tensor | None = None,
     ) -> Tensor:
-        if self._spec.drops and index == 0:  # for all lookups of the batch
+        if self._spec.drops and index == 0:  # once per batch
             self._dropped += batch.dropped
         if out is None:
-            shape = lookup.ids.shape if lookup.pooling is None else lookup.shape  # a step makes few calls
+            shape = lookup.ids.shape if lookup.pooling is None else lookup.shape  # `ids.shape` is faster
             out = empty((*shape, self.layout.dim), dtype)
         mean, scales = lookup.pooling == "mean", None if weights is None else flat(weights)
         _core.gather(batch, self.layout, index, array_of(out), mean, scales, OUTPUT_DTYPES[dtype])
         return out
 
     def weights_grad(self, batch: _core.Batch, index: int, lookup: Lookup, grad: Tensor) -> Tensor:
-        # ids of other features have weights as well
+        # zeros for features that are not looked up: their ids have weights as well
         new = torch.empty if lookup.feature_columns is None else torch.zeros
         out = new(lookup.ids.shape, dtype=torch.float32)
         mean, dtype = lookup.pooling == "mean", OUTPUT_DTYPES[grad.dtype]
@@ -103,13 +103,13 @@ class CpuProcessor(Processor[_core.Batch]):
         self._hyper, self._step, self._scale = hyper, step, scale
 
     def update(self, batch: _core.Batch, gradients: Gradients, rule: str) -> None:
-        given, dtype = arrays_of(gradients), OUTPUT_DTYPES[gradients.dtype]
+        arrays, dtype = arrays_of(gradients), OUTPUT_DTYPES[gradients.dtype]
         hyper, step, scale = self._hyper, self._step, self._scale
-        _core.update(batch, self.layout, *given, rule, hyper, step, dtype, scale, self._written)
+        _core.update(batch, self.layout, *arrays, rule, hyper, step, dtype, scale, self._written)
 
     def square_gradients(self, batch: _core.Batch, gradients: Gradients) -> Tensor:
-        given, dtype = arrays_of(gradients), OUTPUT_DTYPES[gradients.dtype]
-        return torch.from_numpy(_core.square_gradients(batch, self.layout, *given, dtype))
+        arrays, dtype = arrays_of(gradients), OUTPUT_DTYPES[gradients.dtype]
+        return torch.from_numpy(_core.square_gradients(batch, self.layout, *arrays, dtype))
 
     def sum_gradients(
         self,
@@ -119,8 +119,8 @@ class CpuProcessor(Processor[_core.Batch]):
         out: Tensor | None = None,
     ) -> Tensor:
         out = empty((batch.unique, self.layout.dim), torch.float32) if out is None else out
-        given, dtype = arrays_of(gradients), OUTPUT_DTYPES[gradients.dtype]
-        _core.sum_gradients(batch, self.layout, *given, array_of(out), positions, dtype)
+        arrays, dtype = arrays_of(gradients), OUTPUT_DTYPES[gradients.dtype]
+        _core.sum_gradients(batch, self.layout, *arrays, array_of(out), positions, dtype)
         return out
 
     def unique_rows(self, batch: _core.Batch) -> Lookup:

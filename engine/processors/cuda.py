@@ -1,4 +1,4 @@
-"""Tables on an NVIDIA GPU: the `Processor` of engine/processors/processor.py for CUDA devices."""
+"""The `Processor` (engine/processors/processor.py) for tables on an NVIDIA GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .processor import DeferredError, Factory
 
 
 def on_device(device: Device, options: StoreOptions) -> Factory:
-    """The factory of processors for a GPU. Raises OptionError for options that a table on a GPU cannot have."""
+    """Returns the factory that makes processors for a GPU. Raises OptionError for options that GPUs do not support."""
     for name, off in (("eviction", "none"), ("admission", None), ("ttl_steps", None)):
         value = getattr(options, name)
         if value != off:
@@ -44,9 +44,9 @@ def on_device(device: Device, options: StoreOptions) -> Factory:
 
 
 class CudaProcessor:
-    """The `Processor` of a GPU. A call returns before the device has run.
+    """The `Processor` for a GPU. A call returns before the device has run it.
 
-    So bad ids, table ids and offsets, and rows beyond a fixed capacity, raise deferred errors.
+    Therefore illegal ids, table ids and offsets, and rows that exceed a fixed capacity, raise deferred errors.
     """
 
     defers_errors = True
@@ -63,7 +63,7 @@ class CudaProcessor:
         self._written = torch.zeros(spec.num_tables, dtype=torch.int64, device=self.device)
         self._dropped = torch.zeros_like(self._written)
         self._ids = _ids(spec, self.device)
-        self._updates = torch.zeros(1, dtype=torch.int64, device=self.device)  # how many updates were applied
+        self._updates = torch.zeros(1, dtype=torch.int64, device=self.device)  # number of updates applied
         self._numbers = kernels.new_numbers(self.device)
 
     @property
@@ -86,9 +86,9 @@ class CudaProcessor:
             return CudaFullStore(self._layout, self.layout, self._capacity, self._faults, tier)
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise OptionError(
-                f"capacity={self._capacity} is more than {self.device if tier == 'device' else 'the host'} has memory "
-                f"for, with rows of {self._layout.line_bytes} bytes: {error}; give another capacity, or None for a "
-                "table that grows"
+                f"capacity={self._capacity}, with {self._layout.line_bytes} bytes per row, needs more memory than "
+                f"{self.device if tier == 'device' else 'the host'} has: {error}; give a smaller capacity, or None for "
+                "a table that grows"
             ) from None
 
     def cache(self, below: Tier, options: CachedHostMemOptions) -> CudaCachedStore:
@@ -99,8 +99,8 @@ class CudaProcessor:
         return CachedTable(self._layout, host, self._cache(options), self._faults), host
 
     def batch(self, lookups: Sequence[Lookup], dedup_from: Batch | None = None, ahead: bool = False) -> Batch:
-        """`Processor.batch`. A batch that is made ahead has its occurrences grouped by row."""
-        _core.set_threads(torch.get_num_threads())  # for tiers on the host below a cache
+        """See `Processor.batch`. In a batch made ahead, occurrences are already grouped by row."""
+        _core.set_threads(torch.get_num_threads())  # for host tiers below a cache
         if dedup_from is not None:
             return dedup_from.sibling(self._faults.word)
         segments = [_segment(lookup) for lookup in lookups]
@@ -110,16 +110,16 @@ class CudaProcessor:
             for part in (part for lookup in lookups for part in lookup.tensors):
                 if part is not None:
                     self._on.record_stream(part)
-            _ = batch.groups  # made here, not in the step
+            _ = batch.groups  # compute it here rather than in the step
         return batch
 
     def adopt(self, batch: Batch, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
-        batch.record_stream()  # its faults may be in use while its rows are fetched
+        batch.record_stream()  # a fetch of its rows may still use its faults
         differ = [
-            (was != now).any()
+            (old != new).any()
             for pair in zip(announced, lookups, strict=True)
-            for was, now in zip(pair[0].tensors, pair[1].tensors, strict=True)
-            if was is not None and now is not None
+            for old, new in zip(pair[0].tensors, pair[1].tensors, strict=True)
+            if old is not None and new is not None
         ]
         batch.wrong |= torch.stack(differ).any().to(torch.int32) * CHANGED
 
@@ -138,7 +138,7 @@ class CudaProcessor:
         dtype: torch.dtype,
         out: Tensor | None = None,
     ) -> Tensor:
-        if batch.dropped is not None and index == 0:  # for all lookups of the batch
+        if batch.dropped is not None and index == 0:  # once per batch
             self._dropped += batch.dropped
         if out is None:
             out = torch.empty((*lookup.shape, self._layout.dim), dtype=dtype, device=self.device)
@@ -146,7 +146,7 @@ class CudaProcessor:
         return out
 
     def weights_grad(self, batch: Batch, index: int, lookup: Lookup, grad: Tensor) -> Tensor:
-        # ids of other features have weights as well
+        # zeros for features that are not looked up: their ids have weights as well
         new = torch.empty if lookup.feature_columns is None else torch.zeros
         out = new(lookup.ids.shape, dtype=torch.float32, device=self.device)
         kernels.weights_grad(batch, self._layout, index, grad.contiguous(), out, lookup.pooling == "mean")
@@ -156,8 +156,8 @@ class CudaProcessor:
         kernels.write_numbers(self._layout, rule, hyper, step, scale, self._numbers)
 
     def update(self, batch: Batch, gradients: Gradients, rule: str) -> None:
-        given, layout = self._tensors(gradients), self._layout
-        kernels.update(layout, rule, batch, given, self._numbers, self._written, self._faults.word)
+        tensors, layout = self._tensors(gradients), self._layout
+        kernels.update(layout, rule, batch, tensors, self._numbers, self._written, self._faults.word)
         self._updates += self._faults.word == 0
 
     def square_gradients(self, batch: Batch, gradients: Gradients) -> Tensor:
@@ -184,17 +184,17 @@ class CudaProcessor:
         lines = batch.own(rows.contiguous()) + 4 * self._layout.dim * on_device
         if rest is not None:
             other, position = rest
-            behind = on_device >= len(rows)
-            in_rest = position + on_device[behind] - len(rows)
-            lines[behind] = kernels.wide_lines(other, self._layout, in_rest, batch)
+            is_in_rest = on_device >= len(rows)
+            rest_positions = position + on_device[is_in_rest] - len(rows)
+            lines[is_in_rest] = kernels.wide_lines(other, self._layout, rest_positions, batch)
         batch.has_wide_lines = self._layout.is_narrow
         batch.lines[: len(positions)] = lines
 
     def _tensors(self, gradients: Gradients) -> tuple[list[Tensor], list[bool], list[Tensor | None]]:
-        """(gradients, whether bags are means, weights), as arguments of kernels."""
+        """Returns (gradients, True for mean pooling, weights) for each lookup, as kernels expect them."""
         rows = [grad.detach().reshape(-1, self._layout.dim).contiguous() for grad in gradients.grads]
         means = [lookup.pooling == "mean" for lookup in gradients.lookups]
-        return rows, means, [_contiguous(given) for given in gradients.weights]
+        return rows, means, [_contiguous(weights) for weights in gradients.weights]
 
     def assign(self, batch: Batch, values: NDArray[np.float32], step: int) -> None:
         on_device = torch.from_numpy(values).to(self.device)
@@ -215,7 +215,7 @@ class CudaProcessor:
 
 
 def _segment(lookup: Lookup) -> Segment:
-    """A segment of a batch, made on the device only: no value is read here."""
+    """Make a lookup's segment of a batch on the device, without reading values on the host."""
     ids = lookup.ids.detach().reshape(-1).contiguous()
     keys = ids.view(torch.int64) if ids.dtype == torch.uint64 else ids.to(torch.int64)
     tables, offsets = (
@@ -224,13 +224,12 @@ def _segment(lookup: Lookup) -> Segment:
     )
     if offsets is not None or lookup.pooling is None:
         return Segment(keys, tables, offsets, lookup.feature_columns)
-    # bags of no ids are counted by their offsets
+    # bags without ids need offsets, because their number does not follow from the ids
     bags = lookup.ids.shape[-1] or keys.new_zeros(lookup.ids.shape[:-1].numel() + 1)
     return Segment(keys, tables, bags, lookup.feature_columns)
 
 
 def _ids(spec: TableSpec, device: torch.device) -> Ids:
-    """The legal ids of the tables of `spec`."""
     if spec.last_ids is None:
         return Ids(spec.num_tables, spec.padding_key)
     last = torch.from_numpy(spec.last_ids.view(np.int64)).to(device)

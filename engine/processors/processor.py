@@ -1,4 +1,4 @@
-"""The methods of the processor that runs a table's operations. A batch takes the same path on every processor."""
+"""`Processor`, the interface through which a table runs its operations on a CPU or GPU."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ B = TypeVar("B")
 
 
 class DeferredError(NamedTuple):
-    """The error of a call that had returned before it was found. Nothing has changed since that call."""
+    """An error that was found after its call had returned. Nothing has changed since that call."""
 
     error: TierbedError
-    updates: int  # how many of the launched updates were applied
+    updates: int  # how many launched updates were applied
 
 
 class ByOwner(NamedTuple):
-    """The unique rows of a batch ordered by the ranks that own them, in host memory; within a rank in batch order."""
+    """A batch's unique rows in host memory, sorted by the rank that owns them, then in batch order."""
 
     keys: Tensor  # [unique] int64
     tables: Tensor  # [unique] int64
-    positions: NDArray[np.int64]  # [unique] of each row of the batch in this order
-    counts: list[int]  # [ranks]
+    positions: NDArray[np.int64]  # [unique], the position in this order of each row of the batch
+    counts: list[int]  # [ranks], rows of each owner
 
 
 def by_owner(unique: Lookup, ranks: int, last: int) -> ByOwner:
-    """The unique rows of a batch by the ranks that own them, those of rank `last` after all others."""
+    """Sort a batch's unique rows by the rank that owns them, except that rank `last` comes after all others."""
     keys = unique.ids.cpu()
     tables = torch.zeros_like(keys) if unique.table_ids is None else unique.table_ids.cpu()
     owners = _core.owners(tables.numpy().astype(np.uint32), keys.numpy().view(np.uint64), ranks)
     turns = np.where(owners == last, ranks - 1, owners - (owners > last))
-    order = np.argsort(turns.astype(np.uint16), kind="stable")  # of 16 bits by radix
+    order = np.argsort(turns.astype(np.uint16), kind="stable")  # NumPy sorts 16-bit numbers with a fast radix sort
     positions = np.empty_like(order)
     positions[order] = np.arange(len(order))
     counts = np.bincount(owners, minlength=ranks).tolist()
@@ -56,76 +56,78 @@ def by_owner(unique: Lookup, ranks: int, last: int) -> ByOwner:
 
 
 class Processor(Protocol[B]):
-    """Runs the operations of one table on one kind of device. Rows and outputs are bit-identical on all of them.
+    """Runs one table's operations on one kind of device. Rows and outputs are bit-identical on all devices.
 
-    `B` is its batch: the unique rows of lookups, with addresses that a store sets. Tensors are on `device`. By default
-    all work of a call is done when it returns, so that no error is deferred and nothing waits for an event.
+    `B` is the processor's batch type: the unique rows of lookups, with line addresses that a store sets. Tensors are on
+    `device`. The default methods are for a processor that finishes a call's work before it returns: it defers no
+    errors, and its events need no waiting.
     """
 
     device: torch.device
     layout: _core.Layout  # of lines in host memory
-    defers_errors: bool = False  # whether errors of ids are raised by later calls
-    capturer: Any = None  # the Device that captures launches, to replay them
+    defers_errors: bool = False  # True if an error in the input may be raised by a later call
+    capturer: Any = None  # the Device that captures launches and replays them
 
     @property
     def written(self) -> Counts:
-        """How many rows of each table were written for the first time; may wait for the device."""
+        """For each table, how many rows were written for the first time. May wait for the device."""
 
     @property
     def dropped(self) -> Counts:
-        """How many ids of lookups each table dropped by its option `bad_ids`; may wait for the device."""
+        """For each table, how many ids its option `bad_ids` dropped. May wait for the device."""
 
     def deferred_error(self, wait: bool) -> DeferredError | None:
-        """The deferred error since the last call, returned once. wait: whether to wait for all launched work."""
+        """Returns a deferred error once. With `wait`, waits for all launched work first."""
         return None
 
     def free_memory(self) -> FreeMemory | None:
-        """The free memory of the device. None if rows are used in host memory."""
+        """Returns the device's free memory, or None if the processor uses rows in host memory."""
         return None
 
     def full_table(self, tier: str) -> FullStore[B]:
-        """A full table in the memory `tier`, "device" or "host". Raises OptionError if that memory is too small."""
+        """Make a full table in "device" or "host" memory. Raises OptionError if that memory is too small."""
 
     def cache(self, below: Tier, options: CachedHostMemOptions) -> TopTier[B]:
-        """A cache above a tier. Raises OptionError for a budget that cannot work."""
+        """Make a cache above a tier. Raises OptionError for a wrong budget."""
 
     def cached_table(self, options: CachedHostMemOptions) -> tuple[TopTier[B], InMemoryTier]:
-        """A cache above a full table in host memory, and that table. OptionError, as `full_table` and `cache`."""
+        """Make a full table in host memory and a cache above it. Returns (cache, table). Raises OptionError."""
 
     def batch(self, lookups: Sequence[Lookup], dedup_from: B | None = None, ahead: bool = False) -> B:
-        """The unique rows of lookups. InputError, maybe deferred, for offsets, table ids and ids out of range.
+        """Deduplicate lookups into a batch. Raises InputError, maybe deferred, for illegal ids, table ids and offsets.
 
-        dedup_from: a batch of the same lookups for an embedding with the same number of tables and the same padding,
-        whose deduplication is reused. ahead: whether the batch is made before its step, which then raises its errors.
+        If `dedup_from` is given, its deduplication is reused. It must be a batch of the same lookups for an embedding
+        with the same number of tables and the same padding. With `ahead`, the batch is for a later step, and
+        that step raises its errors.
         """
 
     def side_stream(self) -> AbstractContextManager[object]:
-        """A context in which work of this thread runs concurrently with the steps of another thread."""
+        """Returns a context that lets this thread's work run concurrently with another thread's steps."""
         return nullcontext()
 
     def record_event(self) -> Any:
-        """An event that is complete when all work that this thread has launched so far is."""
+        """Returns an event that completes when all work launched by this thread so far is complete."""
         return
 
     def wait_event(self, event: Any) -> None:
-        """Let work that this thread launches later begin when `event` is complete."""
+        """Delay this thread's later work until `event` is complete."""
         return
 
     def wait(self) -> None:
-        """Wait until all work that any thread has launched is complete."""
+        """Wait until all work launched by any thread is complete."""
         return
 
     def adopt(self, batch: B, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
-        """Let this thread use, for `lookups`, a batch that another thread made from the announced lookups."""
+        """Make a batch that another thread made from `announced` usable in this thread for the equal `lookups`."""
         return
 
     def count_written(self, batch: B) -> Counts:
-        """How many rows of each table in a batch were ever written; its lines are set. May wait for the device."""
+        """Returns for each table how many rows in a batch, whose lines are set, were ever written. May wait."""
 
     def gather_few(self, top: TopTier[B], lookup: Lookup, dtype: torch.dtype, trains: bool) -> Tensor | None:
-        """The result of a lookup of few ids, read without making a batch; None if it takes a batch.
+        """Returns the result of a small lookup without making a batch, or None if it needs a batch.
 
-        trains: as of `TopTier.peek`.
+        `trains` is as in `TopTier.peek`.
         """
 
     def gather(
@@ -137,60 +139,62 @@ class Processor(Protocol[B]):
         dtype: torch.dtype,
         out: Tensor | None = None,
     ) -> Tensor:
-        """The rows of lookup number `index`, or its pooled bags: lookup.shape + (dim,), of `dtype`.
+        """Returns the rows or pooled bags of lookup number `index`: [*lookup.shape, dim], in `dtype`.
 
-        out: a contiguous tensor of this shape and dtype, to be written and returned.
+        `out` may be a contiguous tensor of this shape and dtype to write the result to.
         """
 
     def weights_grad(self, batch: B, index: int, lookup: Lookup, grad: Tensor) -> Tensor:
-        """The gradient of a lookup's weights, float32 of its ids' shape, 0 for padding; grad is like its `gather`."""
+        """Returns the gradient of a lookup's weights: float32 in the shape of its ids, 0 for padding.
+
+        `grad` has the shape of the lookup's `gather`.
+        """
 
     def set_numbers(self, rule: str, hyper: Sequence[float], step: int, scale: float = 1.0) -> None:
         """Set the numbers for later calls of `update`, `preview_catch_up` and `catch_up`.
 
-        hyper: the numbers of the rule, from `RowOptimizer.hyper`. step: the embedding's step. scale: multiplies
-        gradients.
+        `hyper` comes from `RowOptimizer.hyper`, `step` is the embedding's step, and `scale` multiplies gradients.
         """
 
     def update(self, batch: B, gradients: Gradients, rule: str) -> None:
-        """Reduce each row's gradients and apply the rule.
+        """Sum each row's gradients and apply the rule.
 
-        Raises TypeError or ValueError for wrong gradients, and nothing is written.
+        Raises TypeError or ValueError for wrong gradients, before anything is written.
         """
 
     def square_gradients(self, batch: B, gradients: Gradients) -> Tensor:
-        """[unique or longer] float32, the sum of the squares of each row's gradient, 0 after the rows."""
+        """Returns each row's sum of squared gradient elements: float32 [unique or longer], padded with 0."""
 
     def sum_gradients(
         self, batch: B, gradients: Gradients, positions: NDArray[np.int64] | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """[unique, dim] float32, the gradient of each row of the batch, reduced as by `update`.
+        """Returns each row's summed gradient, reduced as in `update`: float32 [unique, dim].
 
-        out, positions: a contiguous [*, dim] to write instead, with row u at positions[u]. May wait for the
-        device.
+        With `out`, a contiguous tensor [*, dim], the gradient of row u is written to out[positions[u]] instead. May
+        wait for the device.
         """
 
     def unique_rows(self, batch: B) -> Lookup:
-        """A lookup of the unique rows of the batch, each once, in its order. May wait for the device."""
+        """Returns a lookup that contains each row of the batch once, in the batch's order. May wait for the device."""
 
     def set_lines(
         self, batch: B, rows: Tensor, positions: NDArray[np.int64], rest: tuple[B, int] | None = None
     ) -> None:
-        """Let `gather` and `weights_grad` read row u of the batch from rows[positions[u]], of rows [*, dim] float32.
+        """Make `gather` and `weights_grad` read row u of the batch from rows[positions[u]]; rows are float32 [*, dim].
 
-        rest: (other, at). Position len(rows) + i is the row at position at + i of the batch `other` of this processor,
-        which has to stay pinned while this batch is read.
+        With `rest=(other, start)`, position len(rows) + i means the row at position start + i of the batch `other` of
+        this processor. That batch must stay pinned while this one is read.
         """
 
     def assign(self, batch: B, values: NDArray[np.float32], step: int) -> None:
         """Write values [positions, dim] to the rows of a lookup without bags. The last write wins."""
 
     def preview_catch_up(self, batch: B, rule: str) -> None:
-        """Let lookups read rows as of the beginning of the step, for a rule that catches up. No line changes."""
+        """Make gathers return rows with missed steps applied, without changing lines."""
 
     def catch_up(self, batch: B, rule: str) -> None:
-        """Apply missed steps to the lines of the batch, for a rule that catches up."""
+        """Apply missed steps to the batch's lines."""
 
 
-# (spec, state, the maximum of rows or None) -> the processor of a table
+# (spec, state, maximum number of rows or None) -> a table's processor
 Factory = Callable[[TableSpec, RowState, int | None], Processor[Any]]

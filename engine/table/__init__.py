@@ -1,1 +1,1 @@
-"""The open table of an embedding: the way of one batch through its tiers."""
+"""An embedding's open table and its parts."""

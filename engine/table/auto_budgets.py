@@ -1,4 +1,4 @@
-"""The numbers for "auto" budgets of caches: the free memory, divided and printed."""
+"""Computes cache sizes for "auto" budgets by dividing the free memory, and prints them."""
 
 from __future__ import annotations
 
@@ -21,58 +21,58 @@ TOP, BELOW = "cache_budget_mb", "host_cache_budget_mb"
 
 
 class AutoBudgets:
-    """The options of one embedding with numbers instead of "auto" budgets.
+    """Replaces an embedding's "auto" budgets by numbers.
 
-    Free memory is read once, so a table that opens again has the same budgets. root: the folder of proc and sys. ranks:
-    how many processes divide the host's memory equally.
+    Free memory is read once, so a table that is opened again gets the same budgets. `root` is the folder that contains
+    proc and sys. `ranks` processes divide the host's memory equally.
     """
 
     def __init__(self, name: str, options: StoreOptions, root: Path = ROOT, ranks: int = 1) -> None:
         self._name, self._options, self._root, self._ranks = name, options, root, ranks
         self._free: dict[str, FreeMemory] = {}
-        self._promised: dict[str, int] = {}  # bytes of each memory for caches that may not have touched them yet
+        self._promised: dict[str, int] = {}  # per memory: bytes for this embedding's caches, maybe not yet touched
         self._printed: set[str] = set()
 
     def numbers(self, processor: Processor[Any]) -> StoreOptions:
-        """The options for a table on the processor. Prints each division to stderr, once.
+        """Returns the options for a table on the processor, with numbers. Prints each division to stderr, once.
 
-        Raises OptionError if the system does not report free memory, or if it is too little for a cache.
+        Raises OptionError if the system does not report its free memory, or it is too small for a cache.
         """
         options = self._options
         if not isinstance(options, CachedHostMemOptions) or "auto" not in (options.cache_budget_mb, options.get(BELOW)):
             return options
         self.release()
-        with _one_at_a_time:
-            _of_this_process.add(self)
+        with _lock:
+            _instances.add(self)
         row_bytes = processor.layout.line_bytes + LINE_OVERHEAD_BYTES
-        own = processor.free_memory()
-        if own is not None and options.cache_budget_mb == "auto":
-            split = self._split(TOP, str(processor.device), own, row_bytes, "device")
+        device_memory = processor.free_memory()
+        if device_memory is not None and options.cache_budget_mb == "auto":
+            split = self._split(TOP, str(processor.device), device_memory, row_bytes, "device")
             options = replace(options, cache_budget_mb=split.cache_mb)
         if "auto" not in (options.cache_budget_mb, options.get(BELOW)):
             return options
-        return self._of_host(options, row_bytes, top_is_here=own is None)
+        return self._host_numbers(options, row_bytes, has_top_cache=device_memory is None)
 
     def release(self) -> None:
-        """Give back the memory that the embedding was promised: its caches are closed."""
+        """Release the memory promised to this embedding, whose caches are now closed."""
         if self._promised:
-            with _one_at_a_time:
+            with _lock:
                 self._promised.clear()
 
-    def _of_host(self, options: CachedHostMemOptions, row_bytes: int, top_is_here: bool) -> StoreOptions:
-        """The options with numbers for the caches in host memory. top_is_here: whether the top one is."""
+    def _host_numbers(self, options: CachedHostMemOptions, row_bytes: int, has_top_cache: bool) -> StoreOptions:
+        """Returns the options with numbers for the caches in host memory; the top cache is there if `has_top_cache`."""
         name = TOP if options.cache_budget_mb == "auto" else BELOW
-        others = [options.get(BELOW, 0), options.cache_budget_mb if top_is_here else 0]
-        given = sum(mib(other) + options.overflow_for(mib(other)) for other in others if other and other != "auto")
-        given += options.get("rocksdb_cache_mb") or 0
+        budgets = [options.get(BELOW, 0), options.cache_budget_mb if has_top_cache else 0]
+        fixed_mb = sum(mib(mb) + options.overflow_for(mib(mb)) for mb in budgets if mb and mb != "auto")
+        fixed_mb += options.get("rocksdb_cache_mb") or 0
         shared_with: SharedWith = "rocksdb" if isinstance(options, CachedSsdOptions) else "table"
         free = free_host_memory(self._root)
         if free is not None and self._ranks > 1:
             free = FreeMemory(free.bytes // self._ranks, f"{free.where} for each of {self._ranks} ranks")
-        split = self._split(name, str(self._root), free, row_bytes, shared_with, options.overflow_mb, given)
+        split = self._split(name, str(self._root), free, row_bytes, shared_with, options.overflow_mb, fixed_mb)
         numbers: dict[str, Any] = {name: split.cache_mb, "overflow_mb": split.overflow_mb}
         if name == TOP and options.get(BELOW) == "auto":
-            numbers[BELOW] = 0  # it would be in the memory of the cache above it
+            numbers[BELOW] = 0  # it would be in the same memory as the cache above it
         return replace(options, **numbers)
 
     def _split(
@@ -83,7 +83,7 @@ class AutoBudgets:
         row_bytes: int,
         shared_with: SharedWith,
         overflow_mb: float | None = 0,
-        given_mb: float = 0,
+        fixed_mb: float = 0,
     ) -> MemorySplit:
         option = f"embedding {self._name!r}: {name}='auto'"
         if free is None:
@@ -91,9 +91,9 @@ class AutoBudgets:
                 f"{option}: this system does not report free memory as MemAvailable in "
                 f"{str(self._root / 'proc/meminfo')!r}; give a number of MiB"
             )
-        with _one_at_a_time:
+        with _lock:
             if memory not in self._free:
-                promised = sum(budgets._promised.get(memory, 0) for budgets in _of_this_process)
+                promised = sum(budgets._promised.get(memory, 0) for budgets in _instances)
                 if not promised:
                     _free_at_first[memory] = free.bytes
                 rest = max(min(free.bytes, _free_at_first[memory] - promised), 0)
@@ -101,34 +101,34 @@ class AutoBudgets:
             free = self._free[memory]
             capacity = self._options.capacity
             split = split_memory(
-                free.bytes / MB, row_bytes, shared_with, capacity=capacity, overflow_mb=overflow_mb, given_mb=given_mb
+                free.bytes / MB, row_bytes, shared_with, capacity=capacity, overflow_mb=overflow_mb, given_mb=fixed_mb
             )
             if split.cache_mb * MB < MIN_CACHE_ROWS * row_bytes:
-                taken = f", and other options take {given_mb:.1f}: lower them" if given_mb else ""
+                other_options = f", and other options take {fixed_mb:.1f}: lower them" if fixed_mb else ""
                 raise OptionError(
-                    f"{option}: {split.free_mb:.1f} MiB are free {free.where}{taken}; the cache would get "
-                    f"{split.cache_mb:.1f} MiB, and one of {MIN_CACHE_ROWS} rows takes "
+                    f"{option}: {split.free_mb:.1f} MiB are free {free.where}{other_options}; the cache would get "
+                    f"{split.cache_mb:.1f} MiB, but the minimum of {MIN_CACHE_ROWS} rows takes "
                     f"{MIN_CACHE_ROWS * row_bytes / MB:.1f}; free memory, or give a number of MiB"
                 )
             self._promised[memory] = int((split.free_mb - split.rest_mb) * MB)
         line = f"tierbed: {option} divides {split.free_mb:.1f} MiB free {free.where}: {split}"
         if line not in self._printed and sys.stderr is not None:
             self._printed.add(line)
-            with suppress(OSError, ValueError):  # it was closed
+            with suppress(OSError, ValueError):  # stderr may be closed
                 print(line, file=sys.stderr, flush=True)
         return split
 
 
-_of_this_process: WeakSet[AutoBudgets] = WeakSet()
-_free_at_first: dict[str, int] = {}  # bytes of each memory before the first of the present promises
-_one_at_a_time = Lock()
+_instances: WeakSet[AutoBudgets] = WeakSet()
+_free_at_first: dict[str, int] = {}  # per memory: free bytes before the first promise that is still valid
+_lock = Lock()
 
 
 def _forget_parent() -> None:
-    """A forked child uses none of its parent's caches, and another thread of the parent may hold the copied lock."""
-    global _one_at_a_time
-    _one_at_a_time = Lock()
-    _of_this_process.clear()
+    """Reset a forked child: it uses no caches of its parent, and a thread of the parent may have held the lock."""
+    global _lock
+    _lock = Lock()
+    _instances.clear()
 
 
 os.register_at_fork(after_in_child=_forget_parent)

@@ -1,4 +1,4 @@
-"""Snapshots that a separate thread saves while training continues."""
+"""Saves of snapshots while training continues, by a background thread or by the calling thread."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ..row_format import Chunks
 from ..store.image import Image
 from ..threads import POLL_SECONDS, Thread
 
-NICENESS = 10  # in addition to that of the threads that train
-PAUSE = 5.0  # seconds of pause for each second of work: memory and disk are shared, whatever the priority
+NICENESS = 10  # added to the training threads' niceness
+PAUSE = 5.0  # seconds of pause per second of work, because a low priority does not free memory and disk bandwidth
 
 log = logging.getLogger("tierbed")
 T = TypeVar("T")
 
 
 class SaveHandle(Protocol):
-    """A save in the background. `what` names the snapshot in messages."""
+    """A save that may still be running. `what` names the snapshot in messages."""
 
     what: str
 
@@ -36,9 +36,9 @@ class SaveHandle(Protocol):
 
 
 class ForegroundSave:
-    """A save by the thread that makes this: reads an image of the rows, so that other threads can use them meanwhile.
+    """A save by the calling thread. It reads an image of the rows, so other threads can use the table meanwhile.
 
-    lock: the table's lock, which is held now.
+    `lock` is the table's lock; the caller holds it now.
     """
 
     def __init__(self, what: str, image: Image, lock: Any) -> None:
@@ -48,37 +48,37 @@ class ForegroundSave:
 
     @property
     def is_by_another(self) -> bool:
-        """Whether another thread makes this save now."""
+        """True while another, living thread runs this save."""
         return not self.done and current_thread() is not self._thread and self._thread.is_alive()
 
     def read(self, write: Callable[[Chunks], T]) -> T:
-        """Pass the rows to `write`, and return what it returns. The image is closed then; the save goes on."""
+        """Pass the rows to `write`, close the image, and return the result. The save continues until `end`."""
         self.is_running = True
         try:
-            with closing(self.image.chunks()) as chunks:  # type: ignore[type-var]  # the traceback of an error refers to it
+            with closing(self.image.chunks()) as chunks:  # type: ignore[type-var]  # else a traceback keeps them open
                 return write(chunks)
         finally:
             self.image.close()
 
     def end(self) -> None:
-        """The snapshot has its name, or was dropped. May be called again."""
+        """End the save: the snapshot has its final name, or was dropped. May be called again."""
         self.image.close()
         with self._changed:
             self.done = True
             self._changed.notify_all()
 
     def finish(self) -> None:
-        """Wait until another thread has made this save."""
+        """Wait until this save by another thread ends."""
         with self._changed:
             while self.is_by_another:
                 self._changed.wait(POLL_SECONDS)
 
 
 class BackgroundSave:
-    """Passes the rows of an image to `write` in a separate thread, and closes the image afterwards.
+    """A save by a background thread. It passes an image's rows to `write`, then closes the image.
 
-    `what` names the snapshot in messages. `lock` is the table's lock, which a call that waits releases meanwhile.
-    Raises RuntimeError if the system starts no thread.
+    `what` names the snapshot in messages. `lock` is the table's lock; a call that waits releases it meanwhile. Raises
+    RuntimeError if the system cannot start a thread.
     """
 
     def __init__(self, what: str, image: Image, write: Callable[[Chunks], object], lock: Any) -> None:
@@ -95,9 +95,9 @@ class BackgroundSave:
 
     @property
     def done(self) -> bool:
-        """Whether the save has ended, successfully or not."""
-        alive = self._thread.is_alive()  # read first: a thread sets its result before it ends
-        if not alive and not self._ended.is_set() and self._process == os.getpid():
+        """True once the save has ended, successfully or not."""
+        is_alive = self._thread.is_alive()  # read first: the thread sets `_ended` before it ends
+        if not is_alive and not self._ended.is_set() and self._process == os.getpid():
             death = MemoryError(f"{self.what}: the thread that saves it died without raising an error")
             self._error = self._error or death
             self.image.close()
@@ -106,10 +106,10 @@ class BackgroundSave:
         return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the save ends, for at most `timeout` seconds. Returns False if it continues.
+        """Wait until the save ends, for at most `timeout` seconds. Returns False if it still runs.
 
-        Ctrl-C ends only the wait. Raises the error of the save: then there is no snapshot. Raises StoreError in a
-        forked process, which does not have the thread.
+        Ctrl-C ends the wait, not the save. If the save failed, there is no snapshot, and this raises its error. Raises
+        StoreError in a forked process, where the thread does not exist.
         """
         if not self.done and self._process != os.getpid():
             raise StoreError(f"{self.what} is being saved by process {self._process}; wait for it there")
@@ -120,11 +120,10 @@ class BackgroundSave:
         return done
 
     def hurry(self) -> None:
-        """Let the save continue without pauses."""
         self._hurry.set()
 
     def finish(self) -> BaseException | None:
-        """Wait until the save ends, unless its own thread calls this. Returns its error once, if it was not raised."""
+        """Wait until the save ends, unless its own thread calls this. Returns its error, if not raised yet, once."""
         if self._process == os.getpid() and current_thread() is not self._thread:
             self._wait_for_end()
         if not self.done or self._error_was_raised:
@@ -135,19 +134,19 @@ class BackgroundSave:
     def _wait_for_end(self, timeout: float | None = None) -> bool:
         self._hurry.set()
         end = inf if timeout is None else monotonic() + timeout
-        # a thread that has the lock releases it: a signal's handler waits in the middle of a step. Others need no lock
+        # A signal handler that waits in the middle of a step holds the lock and must release it. Others need no lock.
         is_owned = self._changed._is_owned()  # type: ignore[attr-defined]
         while not self.done and monotonic() < end:
             (self._changed if is_owned else self._ended).wait(min(POLL_SECONDS, end - monotonic()))
         return self.done
 
     def _paced(self, image: Image) -> Chunks:
-        """The rows of the image, read with pauses, so that steps are hardly slower meanwhile."""
+        """Yield the image's rows with pauses, to slow down steps as little as possible."""
         begin = perf_counter()
         with closing(image.chunks()) as chunks:  # type: ignore[type-var]
             for chunk in chunks:
                 yield chunk
-                if not image.is_urgent and main_thread().is_alive():  # otherwise steps or the exit of the process wait
+                if not image.is_urgent and main_thread().is_alive():  # otherwise a step or the process's exit waits
                     self._hurry.wait(PAUSE * (perf_counter() - begin))
                 begin = perf_counter()
 
@@ -156,7 +155,7 @@ class BackgroundSave:
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, get_native_id(), min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS))
             _core.use_own_pool(1)
-            with closing(self._paced(self.image)) as chunks:  # type: ignore[type-var]  # the traceback of an error refers to it
+            with closing(self._paced(self.image)) as chunks:  # type: ignore[type-var]  # else a traceback keeps them open
                 write(chunks)
         except BaseException as error:
             self._error = error

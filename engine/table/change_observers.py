@@ -1,4 +1,12 @@
-"""Observers of an open table's rows while they change: changed keys, an image of all rows, a save in the background."""
+"""Observers of an open table's changes: they track changed keys, and keep images of all rows for saves.
+
+A snapshot shows all rows as they were at one step, but saving it takes longer than a step. So a save reads an *image*:
+the rows as of the save's step. Before a later step changes a row in memory, the table notifies its `ChangeObservers`,
+and the image keeps a copy of the row (a before-image) until the save has read it. With RocksDB as the bottom tier, the
+image is a RocksDB read view and needs no copies.
+
+An incremental snapshot holds only the rows that changed since its parent. `ChangeTracker` records their keys.
+"""
 
 from __future__ import annotations
 
@@ -20,37 +28,35 @@ from ..store.rocksdb import RocksDB
 from .background_save import BackgroundSave, ForegroundSave
 from .row_scan import line_addresses, locked
 
-Table = Any  # an open table, whose file imports this one
-CHUNK_BYTES = 1 << 23  # bytes of rows that are read at once
+Table = Any  # an OpenTable; its file imports this one
+CHUNK_BYTES = 1 << 23  # rows are read in chunks of this size
 
 
 class ChangeTracker:
-    """The keys of rows that changed since the snapshot with the id `since`. All callers hold the table's lock.
+    """The keys of rows that changed since the snapshot with id `since`. Callers hold the table's lock.
 
-    While a snapshot is being saved the keys are in two sets, since changes of that time are not in the snapshot.
+    While a snapshot is being saved, there are two sets of keys, because later changes are not in that snapshot.
     """
 
     def __init__(self, since: str, source: ChangeSource[Any] | None) -> None:
-        """source: of the top tier; None if it lets `_core.ChangedRows` observe its batches."""
+        """`source` tracks changes inside the top tier; None if `_core.ChangedRows` can observe its batches."""
         self.since = since
         self._source = source
-        self._saving: _core.ChangedRows | None = None  # keys up to the last `start_delta`
+        self._saving: _core.ChangedRows | None = None  # keys changed before the last `start_delta`
         self._later = _core.ChangedRows()
 
     def note(self, batch: Any) -> None:
-        """Note the rows of a batch that is written."""
         (self._source or self._later).note(batch)
 
     def note_rows(self, tables: TableIds, keys: Keys) -> None:
-        """Note rows that are erased."""
         self._later.note_rows(tables, keys)
 
     def start_delta(self) -> None:
-        """Start the next delta: begin to save the present changes. If the save fails, the next one has them as well."""
+        """Separate the changes so far, now being saved, from later ones. A failed save leaves them here."""
         if self._source is not None:
             self._later.note_rows(*self._source.names())
             self._source.forget()
-        later = _core.ChangedRows(room=self._later.size)  # about the same number will change again
+        later = _core.ChangedRows(room=self._later.size)  # expect about as many changes again
         if self._saving is None:
             self._saving = self._later
         else:
@@ -58,56 +64,56 @@ class ChangeTracker:
         self._later = later
 
     def saved(self, since: str) -> None:
-        """Note that the changes until the last `start_delta` are in the snapshot with the id `since`."""
+        """Record that the snapshot with id `since` holds all changes before the last `start_delta`."""
         self.since, self._saving = since, None
 
     def rows(self, top: TopTier[Any], dtype: np.dtype[np.void]) -> Iterator[Change]:
-        """The changes until the last `start_delta`, with rows as `top` has them now, in chunks of rows of `dtype`.
+        """Yield the changes before the last `start_delta` in chunks, with each row's current value from `top`.
 
-        Buckets ascend. Within a bucket the rows ascend by (table, key), and so do the keys of removed rows. Some of
-        these keys may be of rows that were inserted after the snapshot and removed again.
+        Buckets ascend. Within a bucket, rows ascend by (table, key), and so do the keys of removed rows. Removed rows
+        may include rows that were inserted after the snapshot.
         """
         changed = self._saving
         assert changed is not None
-        most = max(1, CHUNK_BYTES // dtype.itemsize)
+        size = max(1, CHUNK_BYTES // dtype.itemsize)
         for bucket in range(BUCKETS):
             tables, keys = changed.rows(bucket)
-            for begin in range(0, len(keys), most):
-                rows = np.empty(len(keys[begin : begin + most]), dtype)
-                rows["table"], rows["key"] = tables[begin : begin + most], keys[begin : begin + most]
-                found = top.read(tables[begin : begin + most], keys[begin : begin + most], line_addresses(rows), False)
-                yield bucket, rows if found.all() else rows[found], keys_of(rows[~found])
+            for begin in range(0, len(keys), size):
+                rows = np.empty(len(keys[begin : begin + size]), dtype)
+                rows["table"], rows["key"] = tables[begin : begin + size], keys[begin : begin + size]
+                exists = top.read(tables[begin : begin + size], keys[begin : begin + size], line_addresses(rows), False)
+                yield bucket, rows if exists.all() else rows[exists], keys_of(rows[~exists])
 
 
 class ChangeObservers:
-    """The observers of one table, which the table notifies of rows before it changes them."""
+    """A table's observers. The table notifies them before it changes rows."""
 
     def __init__(self, table: Table) -> None:
         self._table: Table = weakref.proxy(table)
-        self.saving: BackgroundSave | ForegroundSave | None = None  # the last one, which may have ended
+        self.saving: BackgroundSave | ForegroundSave | None = None  # the latest save; it may have ended
         self.changes: ChangeTracker | None = None
         self._image: Image | None = None
-        self.is_active = False  # else `before_update` and `wait_for_memory` need not be called
+        self.is_active = False  # if False, calls of `before_update` and `wait_for_memory` are unnecessary
 
     @property
     def has_image(self) -> bool:
-        """Whether an image is open, which needs before-images."""
+        """True if an image is open; it may need before-images."""
         return self._image is not None
 
     def track_changes(self, since: str) -> None:
-        """Note which rows change from now on. The present rows are those of the snapshot with the id `since`."""
+        """Track changes from now on. The current rows equal the snapshot with id `since`."""
         with self._table.lock:
             if self.changes is not None:
                 self.changes.start_delta()
                 self.changes.saved(since)
             else:
-                self.is_active = True  # first: no signal may come between a change and its observer
+                self.is_active = True  # first, in case a signal handler changes rows in between
                 self.changes = ChangeTracker(since, self._table.ready().change_source())
 
     def changed(self, since: str) -> Iterator[Change] | None:
-        """The changes since the snapshot with the id `since`, read while they are iterated; None if they are unknown.
+        """Returns the changes since the snapshot with id `since`, read during iteration; None if they are unknown.
 
-        Call `changes_saved` once they are saved. Otherwise the next call returns them again, with the later ones.
+        Call `changes_saved` when they are saved. Otherwise the next call returns them again, along with later changes.
         Raises StoreError while a snapshot is being saved in the background.
         """
         with self._table.lock:
@@ -119,16 +125,16 @@ class ChangeObservers:
             return locked(self.changes.rows(store, self._table.form.dtype), self._table.lock, self._table.ready)
 
     def changes_saved(self, since: str) -> None:
-        """Note that the snapshot with the id `since` has the changes of the last `changed`, or the rows of `image`."""
+        """Record that the snapshot with id `since` holds the changes of the last `changed`, or the rows of `image`."""
         with self._table.lock:
             if self.changes is not None:
                 self.changes.saved(since)
 
     def image(self, max_bytes: int = MAX_BEFORE_IMAGE_BYTES) -> Image:
-        """An image of all rows as they are now. Another thread may read it while the rows change.
+        """Open an image of all current rows. Another thread may read it while the rows change.
 
-        max_bytes: for before-images of rows in memory; beyond it steps wait for the reader. Raises StoreError, also
-        while another image is open.
+        `max_bytes` limits the memory for before-images; at the limit, steps wait for the reader. Raises StoreError,
+        also while another image is open.
         """
         with self._table.lock, uninterrupted():
             top = self._table.ready()
@@ -137,7 +143,7 @@ class ChangeObservers:
             if self._image is not None:
                 raise StoreError(f"embedding {self._table.spec.name!r} has an image already; close it first")
             if isinstance(top, CpuCachedStore):
-                top.write_back()  # to be durable takes long, and is the snapshot's
+                top.write_back()  # not a slow flush: the snapshot itself will be durable
             else:
                 top.flush()
             if self.changes is not None:
@@ -153,10 +159,10 @@ class ChangeObservers:
     def save_in_background(
         self, what: str, write: Callable[[Chunks], object], max_bytes: int = MAX_BEFORE_IMAGE_BYTES
     ) -> BackgroundSave:
-        """Let a thread pass all rows as they are now to `write`, which must not wait for a lock that steps hold.
+        """Start a thread that passes all current rows to `write`; this must not wait for a lock that steps hold.
 
-        what: names the snapshot in messages. max_bytes: as in `image`. Raises StoreError as `image` does, and while
-        another snapshot is being saved.
+        `what` names the snapshot in messages; `max_bytes` is as in `image`. Raises the errors of `image`, and
+        StoreError while another snapshot is being saved.
         """
         with self._table.lock:
             image = self.image(max_bytes)
@@ -168,24 +174,23 @@ class ChangeObservers:
             return self.saving
 
     def save_here(self, what: str) -> ForegroundSave:
-        """Begin a save of all rows as they are now by the calling thread, which reads them without the lock."""
+        """Begin a save of all current rows by the calling thread. It reads them without holding the lock."""
         with self._table.lock:
             self.saving = save = ForegroundSave(what, self.image(), self._table.lock)
             return save
 
     @property
     def is_saved_by_another(self) -> bool:
-        """Whether another thread saves the rows in the foreground now."""
+        """True while another thread saves the rows in the foreground."""
         return isinstance(self.saving, ForegroundSave) and self.saving.is_by_another
 
     def wait_for_foreground(self) -> None:
-        """Wait while another thread saves the rows in the foreground."""
         if isinstance(self.saving, ForegroundSave):
             self.saving.finish()
 
     @contextmanager
     def between_saves(self) -> Iterator[None]:
-        """A block with the table's lock, while no other thread saves the rows in the foreground."""
+        """Hold the table's lock for a block, at a time when no other thread saves the rows in the foreground."""
         while True:
             self.wait_for_foreground()
             with self._table.lock:
@@ -194,38 +199,37 @@ class ChangeObservers:
                     return
 
     def check_not_saving(self) -> None:
-        """Raises StoreError while a snapshot is being saved in the background."""
+        """Raise StoreError while a snapshot is being saved in the background."""
         saving = self.saving
         if isinstance(saving, ForegroundSave) and not saving.is_running and not saving.is_by_another:
-            saving.end()  # Ctrl-C came before it ran
+            saving.end()  # Ctrl-C interrupted it before it ran
         elif saving is not None and not saving.done:
             raise StoreError(still_saving(saving.what))
 
     @property
     def is_saving(self) -> bool:
-        """Whether a thread is saving rows in the background."""
         return isinstance(self.saving, BackgroundSave) and not self.saving.done
 
     def finish_saving(self) -> BaseException | None:
-        """Wait for the save in the background. Returns its error, if it was neither raised nor returned before."""
+        """Wait for the background save. Returns its error, if it was neither raised nor returned before."""
         return None if self.saving is None else self.saving.finish()
 
     def before_update(self, batch: Any) -> None:
-        """Notify the observers of a pinned batch before its lines are written."""
+        """Notify the observers before a pinned batch's lines are written."""
         if self._image is not None:
             self._image.before_write(batch)
         if self.changes is not None:
             self.changes.note(batch)
 
     def before_erase(self, tables: TableIds, keys: Keys) -> None:
-        """Notify the observers of rows, given once each, before they are erased."""
+        """Notify the observers before rows, without duplicates, are erased."""
         if self._image is not None:
             self._image.before_erase(tables, keys)
         if self.changes is not None:
             self.changes.note_rows(tables, keys)
 
     def wait_for_memory(self) -> None:
-        """Wait while an image has no memory for more before-images. Called before rows change."""
+        """Wait while the image has no memory for more before-images. Called before rows change."""
         if self._image is not None:
             with self._table.lock:
                 if self._image is not None:
@@ -241,13 +245,13 @@ class ChangeObservers:
         self.is_active = self.changes is not None
 
     def _is_unread(self) -> bool:
-        """Whether the thread that read the image has ended."""
+        """True if nobody reads the image any more, because its save has ended."""
         return self.saving is not None and self.saving.image is self._image and self.saving.done
 
 
 def still_saving(what: str) -> str:
-    """The error for a save that another save in the background prevents."""
+    """Returns the error text for a save that must wait for a background save."""
     return (
-        f"{what} is still being saved in the background, and there is one save at a time: call wait() of what "
-        "save_snapshot returned, then try again"
+        f"{what} is still being saved in the background, and only one save can run at a time: call wait() on the "
+        "result of save_snapshot, then try again"
     )

@@ -1,10 +1,15 @@
-"""Prefetch: a separate thread deduplicates the ids of announced lookups and fetches their rows before their step.
+"""Prefetch: a separate thread prepares the batches of future steps while the current step runs.
 
-An announcement is a hint. A step uses a prepared batch only if its ids are the announced ones, and it reads values when
-it runs. So hints change when work is done, but never a row.
+The user announces the lookups of future steps. For each announced step in order, the thread deduplicates the ids into a
+batch, announces the batch to the store (so the store knows which rows to keep cached), and fetches and pins its rows.
+When the step runs, it takes the prepared batch instead of making its own.
 
-A step may take several announcements, as where gradients accumulate over micro-batches. The first step that has the
-lookups of several shows how many belong together; their batch is prepared once all of them are announced.
+An announcement is only a hint. A step uses a prepared batch only if its ids equal the announced ids, and reads row
+values only when it runs. So announcements change when work is done, but never a row. If a step was not announced, or
+out of order, the thread is paused, the store forgets all batches, and the remaining ones are announced again later.
+
+One step may match several announcements, for example when gradients accumulate over micro-batches. The first such step
+shows how many announcements belong together; from then on, a batch is prepared once all of them are there.
 """
 
 from __future__ import annotations
@@ -27,32 +32,32 @@ from ..processors.processor import Processor
 from ..store.contract import TopTier
 from ..threads import Thread, wait_for
 
-WINDOW = 31  # announced batches that a store knows, in addition to the batch of the step; more wait here
-QUEUE = 4 * WINDOW  # the maximum of batches that wait
+WINDOW = 31  # batches announced to the store, in addition to the step's own batch; others wait here
+QUEUE = 4 * WINDOW  # maximum number of waiting announcements
 
 NOTHING_ANNOUNCED = {"prefetch_hits": 0, "prefetch_misses": 0, "prefetch_dropped": 0}
 
 
 class _AnnouncedLookups:
-    """The lookups of an announcement. They are copies, since the caller may reuse its tensors.
+    """An announcement's lookups, copied because the caller may reuse its tensors.
 
-    The first announcement of a step also has the step's batch.
+    A step's first announcement also holds the step's batch.
     """
 
     def __init__(self, lookups: Sequence[Lookup], processor: Processor[Any]) -> None:
         copy = torch.clone if processor.defers_errors else _copy
         self.lookups = [copied(lookup, copy) for lookup in lookups]
         self.copied = processor.record_event()
-        # if comparing ids would wait for a device, the same memory counts as equal; `adopt` checks it asynchronously
+        # On a GPU, comparing ids would wait. Lookups in the same memory count as equal; `adopt` checks the ids later.
         self._memories = [_memory(lookup) for lookup in lookups] if processor.defers_errors else None
-        self._kept = lookups  # so that no other tensor gets their memory
+        self._originals = lookups  # kept alive, so no other tensor gets their memory
         self.batch: Any = None
-        self.ready_event: Any = None  # an event: the batch exists
-        self.is_known = False  # whether the store knows the batch
-        self.is_fetched = False  # whether its rows are resident
+        self.ready_event: Any = None  # recorded when the batch exists
+        self.is_known = False  # the batch was announced to the store
+        self.is_fetched = False  # the batch's rows are resident
         self.error: BaseException | None = None
 
-    def is_of(self, lookups: Sequence[Lookup]) -> bool:
+    def matches(self, lookups: Sequence[Lookup]) -> bool:
         if self._memories is not None and self._memories == [_memory(lookup) for lookup in lookups]:
             return True
         return same_lookups(self.lookups, lookups)
@@ -63,18 +68,18 @@ def _lookups(step: Sequence[_AnnouncedLookups]) -> list[Lookup]:
 
 
 def _copy(part: Tensor) -> Tensor:
-    """A copy on the CPU. Torch makes a large one on its threads, which would wait for cores that fetch rows."""
+    """Copy a CPU tensor with NumPy: torch would use its threads for large ones, and slow down row fetches."""
     return torch.from_numpy(part.numpy().copy())
 
 
 def _memory(lookup: Lookup) -> tuple[Any, ...]:
-    """A value that is equal for lookups of the same memory, unless torch has written to it in between."""
+    """Returns a value that two lookups share if they use the same memory and torch did not write to it in between."""
     memory = (fingerprint(part, by_memory=True) for part in lookup.tensors)
     return lookup.pooling, lookup.feature_columns, *memory
 
 
 class Prefetcher:
-    """Prepares the announced batches of one table in their order. Its thread starts at the first announcement."""
+    """Prepares a table's announced batches in order. Its thread starts at the first announcement."""
 
     def __init__(self, processor: Processor[Any], store: TopTier[Any], threads: int) -> None:
         self._processor = processor
@@ -83,25 +88,25 @@ class Prefetcher:
         self.counts = dict(NOTHING_ANNOUNCED)
         self._announced: deque[_AnnouncedLookups] = deque()  # empty if there is no thread
         self._changed = Condition()
-        self._thread: Thread | None = None  # the thread that continues; any other one ends
-        self._process = 0  # of the thread
-        self._busy = False  # whether the thread works without the lock
-        self._paused = False  # whether the thread may begin no work
-        self._steps_done = 0  # how many steps have ended
-        self._full = False  # whether the store can fetch nothing more until a step ends
-        self._unmatched = 0  # how many steps in a row were not announced
-        self._per_step = 1  # how many announcements the last announced step took
+        self._thread: Thread | None = None  # the current thread; a replaced one ends
+        self._process = 0  # the process that started the thread
+        self._busy = False  # the thread is working, without the lock
+        self._paused = False  # the thread must not begin work
+        self._steps_done = 0
+        self._full = False  # the store cannot fetch more until a step ends
+        self._unmatched = 0  # consecutive steps that were not announced
+        self._per_step = 1  # announcements per step, as in the last announced step
 
     @property
     def has_thread(self) -> bool:
         return self._thread is not None
 
     def announce(self, lookups: Sequence[Lookup]) -> None:
-        """Announce the lookups of a future step. Steps are announced in their order.
+        """Announce the lookups of a future step, in the order of steps.
 
-        Raises RuntimeError if the system starts no thread.
+        Raises RuntimeError if the system cannot start a thread.
         """
-        if len(self._announced) == QUEUE:  # no step uses these batches
+        if len(self._announced) == QUEUE:  # so far no step uses them
             self.counts["prefetch_dropped"] += 1
             if not self._is_idle:
                 return
@@ -110,7 +115,7 @@ class Prefetcher:
             if self._thread is None or not self._thread.is_alive():
                 self._busy = False
                 thread = Thread(target=self._run, name="tierbed-prefetch", daemon=True)
-                thread.start()  # start may fail; the thread waits for the lock
+                thread.start()  # this may fail; the new thread waits for the lock
                 self._thread, self._process = thread, os.getpid()
             if len(self._announced) == QUEUE:
                 self._announced.popleft()
@@ -119,36 +124,37 @@ class Prefetcher:
 
     @property
     def _is_idle(self) -> bool:
-        """True after many steps that were not announced. Announcements then wait until a step has one of them."""
+        """True after many steps that were not announced. The thread then does nothing until a step was announced."""
         return self._unmatched > WINDOW
 
     @contextmanager
     def step(self, lookups: Sequence[Lookup] | None) -> Iterator[Any]:
-        """A block that pins the rows of a step. Yields the step's batch if it was announced and prepared, else None.
+        """Enter a block that pins a step's rows. Yields the step's prepared batch, or None if there is none.
 
-        Without `lookups` the block is not a step, and uses no announced batch. Raises the error of making the batch.
+        Without `lookups`, the block is not a step and uses no announced batch. If preparing the batch failed, this
+        raises the error.
         """
         if not self._announced:
             yield None
             return
-        found = self._find(lookups) if lookups else None
-        if lookups is not None and found == (0, self._per_step) and not self._is_idle:
+        match = self._find(lookups) if lookups else None
+        if lookups is not None and match == (0, self._per_step) and not self._is_idle:
             batch = self._take(lookups)
             try:
                 yield batch
-            except BaseException:  # the batch may not be pinned: the store forgets it as well
+            except BaseException:  # the batch may not be pinned, so the store must forget it as well
                 self._interrupt(None, None)
                 self._resume()
                 raise
             return
-        batch = self._interrupt(found, lookups)
+        batch = self._interrupt(match, lookups)
         try:
             yield batch
         finally:
             self._resume()
 
     def step_ended(self) -> None:
-        """Note that a step has ended, after which the store may fetch another batch."""
+        """Note that a step has ended, so the store may have room to fetch another batch."""
         if self._thread is not None:
             with self._changed:
                 self._steps_done += 1
@@ -156,7 +162,7 @@ class Prefetcher:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Forget the announced batches and end the thread; the next announcement starts another."""
+        """Forget the announced batches and end the thread. The next announcement starts a new one."""
         thread = self._thread
         if thread is None or self._process != os.getpid():
             return
@@ -165,29 +171,29 @@ class Prefetcher:
             self._unmatched = 0
             self._announced.clear()
             self._changed.notify_all()
-        if thread is not current_thread():  # garbage collection in the thread may close the table
+        if thread is not current_thread():  # a garbage collection in the thread itself may close the table
             thread.join()
         self._busy = self._full = False
         self._store.cancel()
 
     def _find(self, lookups: Sequence[Lookup]) -> tuple[int, int] | None:
-        """The position and the number of the announcements that together have these lookups, if there are any."""
+        """Returns (position, count) of consecutive announcements that together hold these lookups, or None."""
         for start in range(len(self._announced)):
             end = 0
             for count, announced in enumerate(islice(self._announced, start, None), 1):
                 begin, end = end, end + len(announced.lookups)
-                if not announced.is_of(lookups[begin:end]):
+                if not announced.matches(lookups[begin:end]):
                     break
                 if end == len(lookups):
                     return start, count
         return None
 
     def _take(self, lookups: Sequence[Lookup]) -> Any:
-        """Take the oldest announced batch. Its lookups are those of the step."""
+        """Remove and return the oldest announced batch, known to match the step."""
         with self._changed:
             first = self._announced[0]
             if not wait_for(self._changed, lambda: first.is_known or first.error, self._thread):
-                while len(self._announced) > self._per_step:  # the steps of these are not prefetched
+                while len(self._announced) > self._per_step:  # later steps are not prefetched
                     self._announced.pop()
                 first.error = MemoryError("the prefetch thread died without raising an error")
             if first.error is None:
@@ -198,11 +204,11 @@ class Prefetcher:
         self._resume()
         raise first.error
 
-    def _interrupt(self, found: tuple[int, int] | None, lookups: Sequence[Lookup] | None) -> Any:
-        """Pause the thread and let the store forget every batch. Batches are announced again after `_resume`.
+    def _interrupt(self, match: tuple[int, int] | None, lookups: Sequence[Lookup] | None) -> Any:
+        """Pause the thread and make the store forget every batch. After `_resume`, batches are announced again.
 
-        Returns the batch of the announcements that `_find` found, or None if it is not made, and drops them and those
-        before them. lookups: those of the step, if there is one.
+        If a step's `lookups` match announcements (`match`, from `_find`), drops these and all earlier announcements,
+        and returns their batch, or None if it was not made yet.
         """
         with self._changed:
             self._paused = True
@@ -215,19 +221,19 @@ class Prefetcher:
             if lookups is not None:
                 self.counts["prefetch_misses"] += 1
                 self._unmatched += 1
-            if found is not None and lookups is not None:
-                for _ in range(found[0]):
+            if match is not None and lookups is not None:
+                for _ in range(match[0]):
                     self._announced.popleft()
                 self._unmatched = 0
-                return self._adopt(found[1], lookups)
-            if self._unmatched > QUEUE:  # no step uses the oldest hint
+                return self._adopt(match[1], lookups)
+            if self._unmatched > QUEUE:  # probably no step will match the oldest announcement
                 self._announced.popleft()
                 self._unmatched *= bool(self._announced)
             return None
 
     def _adopt(self, count: int, lookups: Sequence[Lookup]) -> Any:
-        """Drop the oldest announcements, and let the thread of their step use its batch. None if it is not made."""
-        if count != self._per_step:  # batches that are made are of another number of announcements
+        """Drop the `count` oldest announcements and return their batch, usable by this thread; None if not made yet."""
+        if count != self._per_step:  # existing batches combine a different number of announcements
             self._per_step = count
             for announced in self._announced:
                 announced.batch = None
@@ -251,7 +257,7 @@ class Prefetcher:
                     self._busy = False
                     self._changed.notify_all()
                 step = self._changed.wait_for(lambda: self._thread is not me or (not self._paused and self._next()))
-                if not isinstance(step, list):  # another thread continues, or none
+                if not isinstance(step, list):  # this thread was replaced or closed
                     return
                 self._busy = True
             try:
@@ -262,12 +268,15 @@ class Prefetcher:
                     step[0].error = error
 
     def _next(self) -> list[_AnnouncedLookups] | None:
-        """The announcements of the step to work on. The store knows every batch of the window before any is fetched."""
+        """Returns the announcements of the next step to work on, or None.
+
+        All batches in the window are announced to the store before any is fetched.
+        """
         size, position = self._per_step, None
         steps = 0 if self._is_idle else min(len(self._announced) // size, WINDOW)
         for number, announced in enumerate(islice(self._announced, 0, steps * size, size)):
             if announced.error is not None:
-                break  # its step raises the error; later batches wait
+                break  # the step will raise the error; later batches wait until then
             if not announced.is_known:
                 return [*islice(self._announced, number * size, (number + 1) * size)]
             if not announced.is_fetched and not self._full and position is None:

@@ -1,4 +1,4 @@
-"""Scanned rows: checked, loaded into another table, caught up, and read under a lock."""
+"""Functions on scanned rows: check them, load them into a table, catch them up, read them under a lock."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def checked_rows(chunks: Chunks, tables: int) -> Chunks:
     """Yield stored rows unchanged. Raises SnapshotError for a table id >= `tables`, or a row never written."""
     for bucket, rows in chunks:
         if (rows["table"] >= tables).any():
-            raise SnapshotError(f"there are rows of table {rows['table'].max()}, and the embedding has {tables} tables")
+            raise SnapshotError(f"there are rows of table {rows['table'].max()}, but the embedding has {tables} tables")
         if (rows["updates"] == 0).any():
-            raise SnapshotError("there are rows that were never written, which no snapshot has")
+            raise SnapshotError("there are rows with updates=0, although snapshots hold only rows that were written")
         yield bucket, rows
 
 
 def load_rows(stack: Stack, chunks: Chunks, form: RowForm, num_tables: int) -> Counts:
-    """Write scanned rows to the last tier of an empty stack. Returns the number of rows by table.
+    """Write scanned rows to the bottom tier of an empty stack. Returns the number of rows in each table.
 
-    Raises StoreError for rows of another format.
+    Raises StoreError if the rows have a different format.
     """
     counts = np.zeros(num_tables, np.int64)
     for _, rows in chunks:
@@ -50,18 +50,18 @@ def load_rows(stack: Stack, chunks: Chunks, form: RowForm, num_tables: int) -> C
 
 
 def line_addresses(rows: NDArray[np.void]) -> NDArray[np.uint64]:
-    """The addresses of the lines in scanned rows [n]: a row is its row key, followed by its line."""
+    """Returns the addresses of the lines in scanned rows [n]. A row is its row key followed by its line."""
     start = rows.ctypes.data + KEY.itemsize
     return np.arange(len(rows), dtype=np.uint64) * np.uint64(rows.dtype.itemsize) + np.uint64(start)
 
 
 def caught_up(stored: Mapping[str, Any], chunks: Chunks) -> Chunks:
-    """Yield stored rows with the steps applied that they missed. stored: the rows' description."""
+    """Yield stored rows after applying the steps that they missed. `stored` is their description."""
     rule, hyper = stored["optimizer"], stored["hyper"]
     if not (hyper and catches_up(rule)):
         yield from chunks
         return
-    constant = make_table_options(make_constant_initializer(0.0))  # any initializer will do: no row is initial
+    constant = make_table_options(make_constant_initializer(0.0))  # unused, because no row is new
     spec = TableSpec(stored["name"], tuple(stored["columns"]), torch.int64, (constant,), None, 0, stored["dtype"])
     layout = spec.layout(RowState.described(stored))
     for bucket, rows in chunks:
@@ -71,7 +71,7 @@ def caught_up(stored: Mapping[str, Any], chunks: Chunks) -> Chunks:
 
 
 def locked(items: Iterator[T], lock: RLock, check: Callable[[], object]) -> Iterator[T]:
-    """Yield `items`, each read with the table's `lock` held. `check` raises if the table can no longer be used."""
+    """Yield items, reading each under the table's lock. `check` raises if the table can no longer be used."""
     while True:
         with lock, uninterrupted():
             check()

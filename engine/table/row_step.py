@@ -1,7 +1,8 @@
-"""A training step of rows, whoever computed their gradients.
+"""`row_step`, through which every training step updates rows.
 
-Compiled steps, `EagerOptimizer`, optimizers in backward and table-batched embeddings all train rows by `row_step`. One
-thread at a time trains an embedding, by the optimizer of its step, and a step that raises leaves no row pinned.
+Compiled steps, `EagerOptimizer`, optimizers in backward and table-batched embeddings all use it. It makes sure that
+only one thread at a time trains an embedding, that the step's optimizer updates the rows, and that a step that raises
+leaves no row pinned.
 """
 
 from __future__ import annotations
@@ -18,37 +19,40 @@ from ..signals import uninterrupted
 
 T = TypeVar("T")
 
-_training: dict[int, tuple[Thread, str]] = {}  # by the handle of an embedding: its step's thread and owner
+_training: dict[int, tuple[Thread, str]] = {}  # embedding handle -> thread and owner of its current step
 os.register_at_fork(after_in_child=_training.clear)
 
 
 def row_step(
     trained: Sequence[tuple[EmbeddingBase, RowOptimizer]], owner: str, step: Callable[..., T], *arguments: Any
 ) -> T:
-    """The result of `step(*arguments)`, which pins rows of the `trained` embeddings and updates them.
+    """Run `step(*arguments)`, a function that pins and updates rows of the `trained` embeddings. Returns its result.
 
-    Each embedding gets the optimizer beside it first. Ctrl-C waits for the end of the step. If the step raises, its
-    pins end. owner: whose step it is, for errors. GraphError if another thread trains one of the embeddings.
+    Each embedding first gets the optimizer paired with it. Ctrl-C waits until the step ends. If the step raises, its
+    rows are unpinned. `owner` names the step's owner in errors. Raises GraphError if another thread is training one of
+    the embeddings.
     """
-    mine = current_thread(), owner
+    current = current_thread(), owner
     locked: list[int] = []
     with uninterrupted():
         try:
             for embedding, _ in trained:
-                first = _training.setdefault(embedding.handle, mine)
-                if first is mine:
+                holder = _training.setdefault(embedding.handle, current)
+                if holder is current:
                     locked.append(embedding.handle)
-                elif first[0] is not mine[0]:
-                    raise _is_trained_twice(embedding, mine, first)
+                elif holder[0] is not current[0]:
+                    raise _trained_twice_error(embedding, current, holder)
             try:
                 for embedding, rows in trained:
                     if embedding.row_optimizer is not rows:
-                        embedding.use_optimizer(rows)  # another owner trained the embedding since
+                        embedding.use_optimizer(rows)  # another owner trained the embedding in between
                 return step(*arguments)
             except BaseException as error:
                 embeddings = [embedding for embedding, _ in trained]
-                groups = {id(one.group): one.group for one in embeddings if one.group is not None}
-                for group in groups.values():  # first: the pins show which rows have no update
+                groups = {
+                    id(embedding.group): embedding.group for embedding in embeddings if embedding.group is not None
+                }
+                for group in groups.values():  # before release: pins show which rows were not updated
                     group.note_failed_step(embeddings, error)
                 for embedding in embeddings:
                     embedding.release()
@@ -59,15 +63,17 @@ def row_step(
 
 
 def is_trained_elsewhere(embeddings: Iterable[EmbeddingBase]) -> bool:
-    """Whether another thread is in a step of one of them."""
-    threads = [_training[one.handle][0] for one in embeddings if one.handle in _training]
+    """True if another thread is training one of the embeddings."""
+    threads = [_training[embedding.handle][0] for embedding in embeddings if embedding.handle in _training]
     return any(thread is not current_thread() for thread in threads)
 
 
-def _is_trained_twice(embedding: EmbeddingBase, mine: tuple[Thread, str], other: tuple[Thread, str]) -> GraphError:
-    (thread, owner), (other_thread, other_owner) = mine, other
+def _trained_twice_error(
+    embedding: EmbeddingBase, current: tuple[Thread, str], other: tuple[Thread, str]
+) -> GraphError:
+    (thread, owner), (other_thread, other_owner) = current, other
     return GraphError(
         f"a step of {owner} in thread {thread.name!r} trains embedding {embedding.name!r} while a step of "
-        f"{other_owner} in thread {other_thread.name!r} does; let one thread make all training steps of an embedding, "
-        "or hold a lock of your own around each"
+        f"{other_owner} in thread {other_thread.name!r} does; run all training steps of an embedding in one thread, or "
+        "hold a lock around each step"
     )

@@ -1,4 +1,4 @@
-"""The processor and the stack of tiers of an embedding's options, and which of its caches are too small."""
+"""Builds the processor and the stack of tiers from an embedding's options, and finds caches that are too small."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..store.contract import InMemoryTier, Tier, TopTier
 from ..store.rocksdb import READ_THREADS, SHARDS, RocksDB
 
 log = logging.getLogger("tierbed")
-FIRST_STEP = 64  # at which counters are first read; then each time the number of steps has doubled
+FIRST_STEP = 64  # counters are first read at this step, and again each time the number of steps has doubled
 _OPTION = {"device": "cache_budget_mb", "host": "host_cache_budget_mb"}
 
 
@@ -38,35 +38,37 @@ PROCESSORS: dict[str, Callable[[torch.device, StoreOptions], Factory]] = {
 
 
 def processor_of(device: torch.device, options: StoreOptions) -> Factory:
-    """The factory of processors for a torch device. Raises InputError for a device that tables cannot be on,
-    OptionError for options that the device cannot have, and StoreError if its software is not installed.
+    """Returns the factory that makes processors for a torch device.
+
+    Raises InputError if tables cannot be on that device, OptionError if it does not support the options, and StoreError
+    if software for it is not installed.
     """
     if device.type not in PROCESSORS:
         raise InputError(
-            f"the embedding was moved to {device}; tables are on the CPU or on CUDA devices: move it with .cpu() or "
+            f"the embedding was moved to {device}, but tables are on the CPU or a CUDA device; move it with .cpu() or "
             ".cuda()"
         )
     return PROCESSORS[device.type](device, options)
 
 
 class SmallCaches:
-    """Finds the caches of one embedding that are too small, and warns of the first one only."""
+    """Detects an embedding's caches that are too small, and logs a warning for the first one."""
 
     def __init__(self, embedding: str) -> None:
         self._embedding, self._has_warned = embedding, False
 
     def judge(self, tiers: Mapping[str, dict[str, float]]) -> None:
-        """Add `too_small` to the metrics of each cache in `tiers`, the metrics of the whole stack from the top.
+        """Add `too_small` to each cache's metrics. `tiers` holds the metrics of the whole stack, top first.
 
         A cache is too small if it misses more than half of the requested rows because it evicts rows that steps need
-        again. Counted since the store was opened: at least every second miss evicted a row, at least `capacity` rows
-        were evicted, and more than a quarter of the requested rows were in the tier below. This excludes a cache that
-        is still filling, lookups of rows that were never written, and ids that occur once.
+        again. Since the store was opened, three more conditions must hold: at least every second miss evicted a row, at
+        least `capacity` rows were evicted, and more than a quarter of the requested rows were in the tier below. They
+        exclude a cache that is still filling, lookups of rows that were never written, and ids that occur once.
         """
         top = next(iter(tiers.values()))
         requested = top["hits"] + top["misses"]
         for (tier, cache), (_, below) in pairwise(tiers.items()):
-            overflow = cache.get("overflow_evictions", 0)  # of most rows, with prefetch; a GPU's cache has none
+            overflow = cache.get("overflow_evictions", 0)  # with prefetch most evictions; a GPU cache has none
             evicted = cache["evictions_clean"] + cache["evictions_dirty"] + overflow
             misses = requested < 2 * cache["misses"] and requested < 4 * below["hits"]
             is_small = misses and cache["misses"] <= 2 * evicted and evicted >= cache["capacity"]
@@ -75,36 +77,35 @@ class SmallCaches:
                 self._has_warned = True
                 log.warning(
                     "embedding %r: %s is too small: %.0f %% of %d looked-up rows hit, and %d rows (%d of them dirty) "
-                    "were evicted from a capacity of %d; give the budget whose hit rate tierbed.plan(trace) predicts "
-                    "as enough",
+                    "were evicted from a capacity of %d; use tierbed.plan(trace), which predicts hit rates, to choose "
+                    "a larger budget",
                     self._embedding, _OPTION[tier], 100 * (1 - cache["misses"] / requested), requested, evicted,
                     cache["evictions_dirty"], cache["capacity"],
                 )  # fmt: skip
 
 
 class Stack(NamedTuple):
-    """The tiers of a table. `top` serves steps. Rows are loaded into `bottom`, to which every row is written back."""
+    """A table's tiers. `top` serves steps. `bottom` receives loaded rows, and all rows are written back to it."""
 
     top: TopTier[Any]
     bottom: RocksDB | InMemoryTier
 
     def compact(self) -> None:
-        """Call `RocksDB.compact` if RocksDB is the bottom."""
         if isinstance(self.bottom, RocksDB):
             self.bottom.compact()
 
 
 def build_stack(options: StoreOptions, processor: Processor[Any], folder: Path | None, shards: int | None) -> Stack:
-    """Build the tiers. The top is in the processor's memory, and the tiers below a cache are on the host.
+    """Build the tiers. The top tier is in the processor's memory; tiers below a cache are on the host.
 
-    options: with numbers instead of "auto", from `AutoBudgets`. folder: of RocksDB. shards: how many it has; None for a
-    new folder. Raises OptionError, StoreError.
+    `options` has numbers instead of "auto" (see `AutoBudgets`). `folder` is RocksDB's folder, and `shards` the number
+    of databases in it, or None if it is new. Raises OptionError, StoreError.
     """
     layout = processor.layout
     if isinstance(options, CachedSsdOptions):
         assert folder is not None
         if shards is not None and options.shards not in (None, shards):
-            log.warning("shards=%d: %s was made with shards=%d and keeps them", options.shards, folder, shards)
+            log.warning("shards=%d: %s was created with shards=%d, which it keeps", options.shards, folder, shards)
         rocksdb = RocksDB(
             folder,
             layout.width,

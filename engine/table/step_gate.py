@@ -1,4 +1,4 @@
-"""The time between two steps of a table, in which another thread may read its rows."""
+"""`StepGate` lets another thread read rows between two steps."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Any
 
 from ..threads import POLL_SECONDS
 
-Table = Any  # an open table, whose file imports this one
+Table = Any  # an OpenTable; its file imports this one
 
 
 class StepGate:
-    """Lets one other thread at a time, the reader, have a table between two steps, or tables that train together.
+    """Gives one reader thread at a time access to a table, or to all tables of a training group, between two steps.
 
-    A step waits for the reader before it begins. The locks of the tables do not suffice: the thread of the steps may
-    take a lock again before the reader gets it, and between the pin and the update of a step the lock is free, although
-    the rows that the step evicts have left the table.
+    A step that is about to begin waits for the reader. The tables' locks alone are not enough. The training thread
+    could take a lock again before the reader gets it. And between a step's pin and its update the lock is free, while
+    rows that the step evicts have already left the table.
     """
 
     def __init__(self) -> None:
-        self.is_wanted = False  # whether a reader waits; steps read it without a lock
-        self.closed = False  # whether a step has updated one of the tables and will pin others
-        self._one_reader = Lock()
+        self.is_wanted = False  # a reader is waiting; steps read this without a lock
+        self.closed = False  # a step has updated one of the tables and will pin others
+        self._reader_lock = Lock()
         self._tables: Sequence[Table] = ()
-        self._step_waits = Event()  # so no step runs
+        self._step_waits = Event()  # set while the training thread waits, so no step runs
         self._reader_left = Event()
 
     def yield_to_reader(self, table: Table) -> None:
-        """Wait until the reader has left. Called before a step if `is_wanted` is set. Ctrl-C ends the wait.
+        """Wait until the reader is done. Called before a step if `is_wanted` is set. Ctrl-C ends the wait.
 
-        In the middle of a step, while another of the tables is pinned, this returns: the reader waits for its end.
+        Returns immediately if a step is under way in another of the tables; the reader then waits for that step.
         """
         table.release()
         if self.closed or any(other.in_step for other in self._tables):
@@ -41,17 +41,17 @@ class StepGate:
 
     @contextmanager
     def between_steps(self, tables: Callable[[], Sequence[Table]], give_up: Callable[[], bool]) -> Iterator[bool]:
-        """A block of the reader between two steps, which holds the locks of the tables.
+        """Run the reader's block between two steps, with the tables' locks held.
 
-        Yields False if `give_up` returned True while the reader waited; then the block must not use the tables. Raises
-        the deferred error of an earlier step. The thread of the steps raises it as well.
+        Yields False if `give_up` returned True while the reader waited; the block must then not use the tables. Raises
+        the deferred error of an earlier step; the training thread will raise it as well.
         """
-        while not self._one_reader.acquire(timeout=POLL_SECONDS):
+        while not self._reader_lock.acquire(timeout=POLL_SECONDS):
             if give_up():
                 yield False
                 return
         with ExitStack() as stack:
-            stack.callback(self._one_reader.release)
+            stack.callback(self._reader_lock.release)
             self._step_waits.clear()
             self._reader_left.clear()
             self._tables = tables()
@@ -59,7 +59,7 @@ class StepGate:
             stack.callback(self._leave)
             entered = self._enter(stack, give_up)
             for table in self._tables if entered else ():
-                table.processor.wait()  # steps may run on another stream than this thread
+                table.processor.wait()  # steps may use a different stream than this thread
                 if error := table.deferred_error(wait=True):
                     table.raise_later(error)
                     raise error
@@ -77,8 +77,8 @@ class StepGate:
                     table.lock.acquire(timeout=POLL_SECONDS) and locks.callback(table.lock.release) for table in ordered
                 ):
                     continue
-                taken = any(table.in_step or table.observers.is_saved_by_another for table in self._tables)
-                if not self.closed and not taken:
+                is_used = any(table.in_step or table.observers.is_saved_by_another for table in self._tables)
+                if not self.closed and not is_used:
                     stack.enter_context(locks.pop_all())
                     return True
             self._step_waits.wait(POLL_SECONDS)

@@ -1,4 +1,11 @@
-"""The open table of an embedding: the path of one batch through its tiers."""
+"""An embedding's open table. It passes batches through its tiers.
+
+A training step makes three calls. `pin` deduplicates the ids, fetches their rows into the top tier and pins them there,
+unless the prefetcher has already prepared the batch. `PinnedBatch.gather` copies rows or pooled bags into tensors.
+`PinnedBatch.update` applies the optimizer to the rows and unpins them. Meanwhile the lifecycle decides which new rows
+to keep and which rows to delete, and observers see rows before they change, for snapshots. On a GPU, work is
+asynchronous: a later call raises the input errors that kernels find (deferred errors).
+"""
 
 from __future__ import annotations
 
@@ -38,43 +45,42 @@ from .row_scan import locked
 from .stack import FIRST_STEP, SmallCaches, Stack
 from .step_gate import StepGate
 
-_BREATH = 0.0005  # seconds
+_PAUSE_SECONDS = 0.0005  # seconds
 _NOT_ANNOUNCED = nullcontext()
 
 
 class RowsReplaced(ClosedError):
-    """A load replaced the rows while a call waited for them: callers that only read start over with the new rows."""
+    """A load replaced the rows while a call waited. Callers that only read try again with the new rows."""
 
 
 class PinnedBatch:
-    """The unique rows of all lookups of a step, pinned in the top tier until `update` or `release`."""
+    """The unique rows of all lookups in a step, pinned in the top tier until `update` or `release`."""
 
     def __init__(self, table: OpenTable, core: Any, lookups: list[Lookup], dtype: torch.dtype) -> None:
-        """core: the processor's batch. dtype: of gathered rows."""
+        """`core` is the processor's batch; gathered rows have `dtype`."""
         self.table, self.core, self.lookups, self.dtype = table, core, lookups, dtype
 
     def gather(self, index: int, weights: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """The rows of lookup number `index`, or its pooled bags: lookup.shape + (dim,), of `dtype`.
+        """Returns the rows or pooled bags of lookup number `index`: [*lookup.shape, dim], in `dtype`.
 
-        weights: float32 of the shape of its ids, or None. out: a contiguous tensor of the result's elements, which is
-        written and returned.
+        `weights` are float32 in the shape of the ids. `out` may be a contiguous tensor to write the result to.
         """
         with self.table.lock:
             self.table.check_pinned(self)
             return self.table.processor.gather(self.core, index, self.lookups[index], weights, self.dtype, out)
 
     def weights_grad(self, index: int, grad: Tensor) -> Tensor:
-        """The gradient of the weights of lookup number `index`, of the shape of its ids; grad is like its result."""
+        """Returns the gradient of a lookup's weights, in the shape of its ids. `grad` has the shape of its result."""
         with self.table.lock:
             self.table.check_pinned(self)
             return self.table.processor.weights_grad(self.core, index, self.lookups[index], grad)
 
     def square_gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> float:
-        """The sum of the squares of the gradients of the rows, each summed over its occurrences, as `update` does."""
+        """Returns the sum of squared row gradients. Like `update`, it first sums each row's gradients."""
         return total([self.partial_squares(grads, weights)])
 
     def partial_squares(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> NDArray[np.int64]:
-        """`square_gradients` as a partial sum of engine/ops/exact_sum.py, to add to those of other ranks."""
+        """Returns `square_gradients` as a partial sum (engine/ops/exact_sum.py) that can be added to other ranks'."""
         gradients = self.gradients(grads, weights)
         with self.table.lock:
             self.table.check_pinned(self)
@@ -87,10 +93,10 @@ class PinnedBatch:
         scale: float = 1.0,
         clip_value: float | None = None,
     ) -> None:
-        """Apply the optimizer and end the pin.
+        """Apply the optimizer and unpin the rows.
 
-        grads and weights: for each lookup, the gradient of its result and the weights that pooled it. A row's summed
-        gradient is multiplied by `scale`, then each element is clipped to [-clip_value, clip_value].
+        For each lookup, `grads` holds the gradient of its result and `weights` the weights that pooled it. A row's
+        summed gradient is multiplied by `scale`; then each element is clipped to [-clip_value, clip_value].
         """
         try:
             self.table.update(self, self.gradients(grads, weights), scale, clip_value)
@@ -99,21 +105,17 @@ class PinnedBatch:
             raise
 
     def release(self) -> None:
-        """End the pin; the rows are unchanged."""
+        """Unpin the rows without changing them."""
         self.table.release()
 
     def gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None) -> Gradients:
-        """The gradients of a step, checked. `grads` and `weights` are as in `update`. Raises InputError."""
-        given = weights or [None] * len(self.lookups)
-        return checked_gradients(self.table.spec, self.lookups, grads, given, self.dtype)
+        """Check a step's gradients and weights, given as in `update`. Raises InputError."""
+        weights = weights or [None] * len(self.lookups)
+        return checked_gradients(self.table.spec, self.lookups, grads, weights, self.dtype)
 
 
 class OpenTable:
-    """Rows in a stack of tiers, used on a processor, a batch at a time.
-
-    `step` counts the table's updates. `state` is what rows have besides the embedding, `form` their format. `optimizer`
-    is None if the table is open only for reading and `put`. `before_write(step)` precedes each write of that step.
-    """
+    """Rows in a stack of tiers. `before_write(step)` is called before each write at that step."""
 
     def __init__(
         self,
@@ -129,33 +131,33 @@ class OpenTable:
         self.processor, self.layout = processor, processor.layout
         self.stack: Stack | None = stack
         self.hyper: list[float] = []  # the rule's numbers at its last update; empty before the first
-        self.optimizer: RowOptimizer | None = None
-        self.step = 0
-        self.run = ""  # the id of the run in which the rows began
+        self.optimizer: RowOptimizer | None = None  # None if the table is open only for reading and `put`
+        self.step = 0  # counts the table's updates
+        self.run = ""  # id of the run, drawn when the rows started empty
         self.reach = spec.reach(None)
-        self.updates = 0  # how many were launched on the processor
-        self.failure: BaseException | None = None  # what left the rows inconsistent
-        self.is_replaced = False  # whether another table of the embedding has taken its place
-        self.last_metrics: dict[str, dict[str, Any]] | None = None  # for a scrape while another thread has the lock
+        self.updates = 0  # the number of updates launched on the processor
+        self.failure: BaseException | None = None  # the error that left the rows inconsistent
+        self.is_replaced = False  # another table has replaced this one in the embedding
+        self.last_metrics: dict[str, dict[str, Any]] | None = None  # shown while another thread holds the lock
         self.lifecycle = lifecycle
         self.before_write = before_write or (lambda step: None)
         self._pinned: PinnedBatch | None = None
-        self.refused = False  # whether an update of the pinned rows raised
-        self.prefetcher: Prefetcher | None = None  # from the first announcement on
+        self.refused = False  # an update of the pinned rows raised
+        self.prefetcher: Prefetcher | None = None  # made by the first announcement
         self._io_threads = io_threads
-        self.reader_error: TierbedError | None = None  # found by another thread between steps, raised by the next call
+        self.reader_error: TierbedError | None = None  # a reader between steps found it; the next call raises it
         self.step_gate = StepGate()
-        self.lock = RLock()  # native loops let other threads of Python run
+        self.lock = RLock()  # needed because native loops release the interpreter lock
         self.counts = RowCounts(spec.num_tables, processor, lifecycle)
         self.observers = ChangeObservers(self)
-        # rows that are still in a tier, in whole or in part: tables, keys, how many of each table, and why they go
+        # rows to erase that may still be in some tiers: tables, keys, rows in each table, and the cause
         self.pending_erase: tuple[TableIds, Keys, Counts, str] | None = None
         self.small_caches = SmallCaches(spec.name)
         self._next_rare_step = FIRST_STEP
 
     @property
     def is_inconsistent(self) -> bool:
-        """Whether a call that failed halfway left rows inconsistent: they never get a clean marker."""
+        """True if a call that failed halfway left rows inconsistent, so they must not get a clean marker."""
         bottom = None if self.stack is None else self.stack.bottom
         return self.failure is not None or (isinstance(bottom, RocksDB) and bottom.failed)
 
@@ -165,11 +167,11 @@ class OpenTable:
 
     @property
     def rule(self) -> str:
-        """The rule of the next update. Raises OptimizerError."""
+        """The rule of the next update. Raises OptimizerError if there is no optimizer."""
         return self.check_optimizer().rule
 
     def begin(self, optimizer: RowOptimizer | None, run: str, stored: Mapping[str, Any] | None) -> None:
-        """Let the optimizer train the rows, of a run, and begin with the step and the counts of stored ones."""
+        """Set the optimizer and the run, and continue at the step and row counts in the stored rows' description."""
         self.optimizer, self.run = optimizer, run
         if stored is not None:
             self.reach, self.step = self.spec.reach(stored), stored["step"]
@@ -177,22 +179,22 @@ class OpenTable:
             self.hyper = stored["hyper"] if stored["optimizer"] == self.state.rule else []
 
     def use_optimizer(self, optimizer: RowOptimizer, state: RowState) -> None:
-        """Let another optimizer train the rows, which have room for its state."""
+        """Switch to another optimizer. The rows must have room for its state."""
         self.optimizer, self.state = optimizer, state
 
     def use_own_reach(self) -> None:
-        """Let rows have the reach of the spec, which their ids allow."""
+        """Use the spec's `reach`, after a check that no id exceeds it."""
         self.reach = self.spec.reach(None)
 
     def rename(self, name: str) -> None:
         self.spec = replace(self.spec, name=name)
 
     def share_gate(self, gate: StepGate) -> None:
-        """Let steps wait for readers of all tables that are trained together."""
+        """Use the training group's gate, so steps also wait for readers of the group's other tables."""
         self.step_gate = gate
 
     def replaced(self) -> None:
-        """Another table of the embedding has taken this one's place."""
+        """Note that another table has replaced this one in the embedding."""
         self.is_replaced = True
 
     def describe(self) -> dict[str, Any]:
@@ -200,13 +202,13 @@ class OpenTable:
         return {**self.spec.describe(self.state, self.hyper, self.step), RUN: self.run, **reach}
 
     def scan(self) -> Chunks:
-        """Every written row of `form`, as `Tier.scan`. ClosedError if the table is closed meanwhile.
+        """Yield all written rows, in the order of `Tier.scan`. Raises ClosedError if the table is closed meanwhile.
 
-        A scan of rows in memory that are replaced meanwhile continues with the old rows; one of RocksDB raises.
+        If a load replaces the rows, a scan in memory continues with the old rows, but a scan of RocksDB raises.
         """
         top = self.ready()
-        stays = self.stack is not None and isinstance(self.stack.bottom, CpuFullStore)
-        check = (lambda: self.is_replaced or self.ready()) if stays else self.ready
+        keeps_rows = self.stack is not None and isinstance(self.stack.bottom, CpuFullStore)
+        check = (lambda: self.is_replaced or self.ready()) if keeps_rows else self.ready
         yield from self.form.of_words(locked(top.scan(), self.lock, check))
 
     def flush(self) -> None:
@@ -214,20 +216,18 @@ class OpenTable:
             self.ready().flush()
 
     def flush_ahead(self) -> None:
-        """Flush most rows in pieces, between which other threads may use the table: a later flush is short."""
-        with suppress(RowsReplaced):  # the later flush is of the new rows
+        """Flush most rows in pieces, between which other threads may use the table. A later `flush` is then short."""
+        with suppress(RowsReplaced):  # `flush` will flush the new rows
             top = self.ready()
             if isinstance(top, CpuCachedStore):
                 for _ in locked(top.flush_pieces(), self.lock, self.ready):
-                    sleep(_BREATH)  # the lock is not fair
+                    sleep(_PAUSE_SECONDS)  # the lock is not fair: without a pause, other threads would not get it
 
     @property
     def has_thread(self) -> bool:
-        """Whether a thread prefetches announced batches."""
         return self.prefetcher is not None and self.prefetcher.has_thread
 
     def stop_prefetch(self) -> None:
-        """Forget announced batches, and end the thread that prefetches them."""
         with self.lock, uninterrupted():
             if self.prefetcher is not None:
                 self.prefetcher.close()
@@ -242,18 +242,20 @@ class OpenTable:
                 stack.top.close()
 
     def check(self, wait: bool = True) -> None:
-        """Raise the deferred error of an earlier call. InputError, CapacityError."""
+        """Raise the deferred error of an earlier call, an InputError or CapacityError, if there is one."""
         if (error := self.deferred_error(wait)) is not None:
             raise error
 
     def size(self) -> int:
-        """How many rows the table has. Raises deferred errors of earlier steps."""
         with self.lock:
             self.check()
             return self.counts.rows
 
     def deferred_error(self, wait: bool) -> TierbedError | None:
-        """The deferred error of an earlier call, returned once, `wait`: after all work. Steps since changed nothing."""
+        """Returns an earlier call's deferred error, once, and uncounts later steps: they changed nothing.
+
+        With `wait`, waits for all work first.
+        """
         reader_error, self.reader_error = self.reader_error, None
         if reader_error is not None or not self.processor.defers_errors:
             return reader_error
@@ -267,26 +269,26 @@ class OpenTable:
         return deferred.error
 
     def raise_later(self, error: TierbedError) -> None:
-        """Let the next call raise a deferred error that another thread has taken between steps."""
+        """Make the next call raise a deferred error that a reader found between steps."""
         self.reader_error = error
 
     def _erase(self, tables: TableIds, keys: Keys, cause: str, existing: Counts | None = None) -> None:
-        """Erase rows from every tier. existing: by table, how many were written; None if all were.
+        """Erase rows from all tiers. `existing` counts the written rows in each table; None if all were written.
 
-        After a StoreError either no row is erased, or the next call erases the others before it uses a tier.
+        After a StoreError, either no row is erased, or the next call finishes the erasure before it uses a tier.
         """
         existing = counted(tables, self.spec.num_tables) if existing is None else existing
-        self.before_write(self.step)  # first: if the disk is full, the rows can still be read
+        self.before_write(self.step)  # first, so the rows remain readable if this fails because the disk is full
         self.pending_erase = tables, keys, existing, cause
-        self.counts.pending = existing  # they count as erased
+        self.counts.pending = existing  # these rows already count as erased
         self.ready()
 
     def ready(self) -> TopTier[Any]:
-        """The top tier, after pending erases. ClosedError, StoreError."""
+        """Finish pending erasures and return the top tier. Raises ClosedError, StoreError."""
         store = self.require_open()
         if self.pending_erase is not None:
             with self.lock, uninterrupted():
-                if self.pending_erase is None:  # another thread has erased them meanwhile
+                if self.pending_erase is None:  # another thread was faster
                     return self.require_open()
                 tables, keys, existing, cause = self.pending_erase
                 self.observers.before_erase(tables, keys)
@@ -296,14 +298,14 @@ class OpenTable:
                     self.lifecycle.note_removed(tables, keys, existing, cause)
                     self.pending_erase = self.counts.pending = None
                 except StoreError:
-                    raise  # erased again by the next call
+                    raise  # the next call tries again
                 except BaseException as error:
                     self.failure = error
                     raise
         return store
 
     def require_open(self) -> TopTier[Any]:
-        """The top tier. ClosedError, StoreError."""
+        """Returns the top tier. Raises ClosedError if the table is closed, StoreError if it is inconsistent."""
         if self.stack is None:
             raise (RowsReplaced if self.is_replaced else ClosedError)(
                 f"embedding {self.spec.name!r} was closed or its rows were replaced; use the embedding again"
@@ -317,7 +319,7 @@ class OpenTable:
 
     @property
     def catch_up_rule(self) -> str | None:
-        """The rule, if rows may have missed steps that they catch up at their next use; else None."""
+        """The rule, if its rows catch up on missed steps at their next use and may have missed some, or None."""
         return self.state.rule if self.hyper and catches_up(self.state.rule) else None
 
     def hyper_now(self) -> list[float]:
@@ -326,9 +328,9 @@ class OpenTable:
     def read(
         self, lookup: Lookup, weights: Tensor | None = None, dtype: torch.dtype = torch.float32, trains: bool = False
     ) -> Tensor:
-        """Rows of ids, or pooled bags: lookup.shape + (dim,). Unknown rows have initial values and are not inserted.
+        """Returns rows or pooled bags [*lookup.shape, dim]. Unwritten rows have initial values and are not inserted.
 
-        trains: metrics count them as rows of a training step.
+        If `trains`, metrics count the rows as part of a training step.
         """
         with self.lock:
             self.check(wait=False)
@@ -339,24 +341,24 @@ class OpenTable:
             return self.processor.gather(self._peek(lookup, trains), 0, lookup, weights, dtype)
 
     def get(self, lookup: Lookup, trains: bool = False) -> Tensor:
-        """`read`, which also waits for deferred errors and raises them."""
+        """Like `read`, but also waits for deferred errors and raises them."""
         with self.lock:
             rows = self.read(lookup, trains=trains)
             self.check()
             return rows
 
     def read_weights_grad(self, lookup: Lookup, grad: Tensor) -> Tensor:
-        """The gradient of the weights of a lookup that only reads; grad is lookup.shape + (dim,)."""
+        """Returns the weights' gradient for a lookup that only reads. `grad` is lookup.shape + (dim,)."""
         with self.lock:
             return self.processor.weights_grad(self._peek(lookup, trains=True), 0, lookup, grad)
 
     def pin(
         self, lookups: list[Lookup], dtype: torch.dtype = torch.float32, dedup_from: PinnedBatch | None = None
     ) -> PinnedBatch:
-        """Deduplicate the ids, fetch their rows and pin them. dtype: of gathered rows, and of gradients.
+        """Deduplicate the ids, fetch their rows and pin them. Gathered rows and gradients have `dtype`.
 
-        dedup_from: as in `Processor.batch`; a prefetched batch is used first. CapacityError pins nothing. A `row_step`,
-        around the pin and the update, defers signals.
+        A prefetched batch is used if there is one; otherwise `dedup_from` is as in `Processor.batch`. If this raises
+        CapacityError, nothing is pinned. A `row_step` around pin and update defers signals.
         """
         self.yield_to_reader()
         with self.lock:
@@ -367,14 +369,14 @@ class OpenTable:
             return pinned
 
     def yield_to_reader(self) -> None:
-        """Before a training step: let another thread that waits read the rows first."""
+        """Called before a training step: if another thread is waiting to read the rows, wait until it has."""
         self.check_optimizer()
         self.next_step()
         if self.step_gate.is_wanted:
             self.step_gate.yield_to_reader(self)
 
     def announce(self, lookups: list[Lookup]) -> None:
-        """Announce the lookups of a future step, so that it may be prefetched. Steps are announced in their order."""
+        """Announce the lookups of a future step for prefetching, in the order of steps."""
         self.check_optimizer()
         with self.lock, uninterrupted():
             store = self.ready()
@@ -383,7 +385,6 @@ class OpenTable:
             self.prefetcher.announce(lookups)
 
     def update(self, pinned: PinnedBatch, gradients: Gradients, scale: float, clip_value: float | None) -> None:
-        """Apply the optimizer to the rows of a batch, and end its pin."""
         optimizer, step = self.check_optimizer(), self.next_step()
         rule, hyper = optimizer.rule, optimizer.hyper(step, clip_value, self.hyper)
 
@@ -397,19 +398,19 @@ class OpenTable:
         with self.lock:
             self._write(pinned, step, write)
             if self.lifecycle.has_ledger and (expired := self.lifecycle.expired(step)):
-                with suppress(StoreError):  # the step itself succeeded: the next call erases them, or raises
+                with suppress(StoreError):  # the step itself succeeded; the next call erases the rows, or raises
                     self._erase(*expired, "expired")
 
     def updated(self, step: int, hyper: list[float]) -> None:
-        """Note that the update of a step was launched. hyper: the rule's numbers."""
+        """Record that a step's update was launched with these numbers of the rule."""
         self.step, self.hyper = step, hyper
         self.updates += 1
 
     def put(self, lookup: Lookup, values: NDArray[np.float32]) -> None:
-        """Write values [n, dim] to the rows of n ids; the last write wins. Optimizer state is unchanged."""
+        """Write values [n, dim] to the rows of n ids; the last write wins. Optimizer state stays unchanged."""
         if self.state.names and self.optimizer is None:
             raise OptimizerError(
-                f"embedding {self.spec.name!r} is open for reading: its rows carry the state of optimizer "
+                f"embedding {self.spec.name!r} is only open for reading, because its rows have the state of optimizer "
                 f"{self.state.rule}; add that optimizer before put"
             )
 
@@ -426,7 +427,7 @@ class OpenTable:
             self._write(pinned, self.step, write)
 
     def delete(self, lookup: Lookup) -> int:
-        """Delete the rows of ids from every tier. Returns how many had been written."""
+        """Delete the rows of ids from all tiers. Returns how many of them had been written."""
         self.observers.wait_for_memory()
         with self.lock, uninterrupted():
             self.release()
@@ -437,7 +438,7 @@ class OpenTable:
                 return int(existing.sum())
 
     def unique_rows(self, lookups: list[Lookup]) -> Lookup:
-        """The unique rows of lookups, which are a micro-batch of a later step. InputError, if the host can read ids."""
+        """Returns the unique rows of a micro-batch's lookups. On a CPU, raises InputError for illegal ids."""
         with self.lock:
             self.require_open()
             return self.processor.unique_rows(self.processor.batch(lookups, ahead=True))
@@ -445,9 +446,9 @@ class OpenTable:
     def sum_gradients(
         self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None], dtype: torch.dtype
     ) -> tuple[Lookup, Tensor]:
-        """A micro-batch: the unique rows of lookups [n], and the gradient [n, dim] float32 of each.
+        """Reduce a micro-batch: returns its unique rows [n] and their summed gradients [n, dim] in float32.
 
-        grads, of `dtype`, and weights are as in `PinnedBatch.update`. InputError.
+        `grads`, in `dtype`, and `weights` are as in `PinnedBatch.update`. Raises InputError.
         """
         gradients = checked_gradients(self.spec, lookups, grads, weights, dtype)
         with self.lock:
@@ -456,7 +457,7 @@ class OpenTable:
             return self.processor.unique_rows(batch), self.processor.sum_gradients(batch, gradients)
 
     def square_gradients(self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None]) -> float:
-        """`PinnedBatch.square_gradients` of lookups that are not pinned. InputError."""
+        """Returns `PinnedBatch.square_gradients` for lookups that are not pinned. Raises InputError."""
         gradients = checked_gradients(self.spec, lookups, grads, weights, grads[0].dtype)
         with self.lock:
             self.require_open()
@@ -464,14 +465,14 @@ class OpenTable:
             return total([partial(squares.cpu().numpy())])
 
     def count_written(self, lookup: Lookup) -> Counts:
-        """How many rows of ids were ever written, by table."""
+        """Returns for each table how many of the lookup's rows exist, that is, were written."""
         with self.lock:
             counts = self.processor.count_written(self._peek(lookup))
             self.check()
             return counts
 
     def release(self) -> None:
-        """End the pin that a failed step left."""
+        """Unpin the rows that a failed step left pinned."""
         with self.lock, uninterrupted():
             self._release()
 
@@ -484,7 +485,7 @@ class OpenTable:
         self, lookups: list[Lookup], dtype: torch.dtype, dedup_from: PinnedBatch | None, is_step: bool = True
     ) -> PinnedBatch:
         self._release()
-        store = self.ready()  # erases pending rows before rows are counted
+        store = self.ready()  # finish pending erasures before counting rows
         with self.announced(lookups if is_step else None) as batch:
             if batch is None:
                 self.check(wait=False)
@@ -496,12 +497,12 @@ class OpenTable:
         return self.pinned(batch, lookups, dtype)
 
     def pinned(self, batch: Any, lookups: list[Lookup], dtype: torch.dtype) -> PinnedBatch:
-        """The pinned batch of a step, whose rows the top tier has pinned."""
+        """Record the batch that the top tier has pinned for a step."""
         self._pinned = PinnedBatch(self, batch, lookups, dtype)
         return self._pinned
 
     def announced(self, lookups: Sequence[Lookup] | None) -> AbstractContextManager[Any]:
-        """A block that pins the rows of a step, as `Prefetcher.step`."""
+        """Returns the context manager `Prefetcher.step`, or one that yields None without a prefetcher."""
         return _NOT_ANNOUNCED if self.prefetcher is None else self.prefetcher.step(lookups)
 
     def _unpin(self, pinned: PinnedBatch, dirty: bool) -> None:
@@ -511,7 +512,7 @@ class OpenTable:
 
     @property
     def capacity_limit(self) -> CapacityLimit | None:
-        """The limit that the store checks; None without a capacity, or if the lifecycle checks it."""
+        """The limit for the store to check; None without a capacity, or if the lifecycle checks it."""
         capacity = self.lifecycle.capacity
         if capacity is None or self.lifecycle.has_ledger:
             return None
@@ -527,69 +528,68 @@ class OpenTable:
         return batch
 
     def preview_catch_up(self, batch: Any) -> None:
-        """Let lookups of the batch read rows with the missed steps applied."""
+        """Make gathers from the batch return rows with missed steps applied."""
         if rule := self.catch_up_rule:
             self.processor.preview_catch_up(batch, rule)
 
     def set_numbers(self) -> None:
-        """Pass the rule's numbers of the next step to the processor, if rows may have missed steps."""
+        """Pass the rule's numbers for the next step to the processor, if rows may have missed steps."""
         if rule := self.catch_up_rule:
             self.processor.set_numbers(rule, self.hyper_now(), self.step + 1)
 
     def _write(self, pinned: PinnedBatch, step: int, write: Callable[[], None]) -> None:
-        """Call `write`, which writes the lines of a pinned batch at `step`, with signals deferred. Ends the pin."""
+        """Write a pinned batch's lines at `step` by calling `write`, and unpin the batch. Signals are deferred."""
         self.check_pinned(pinned)
         if self.observers.is_active:
             self.observers.before_update(pinned.core)
         self.before_write(step)
-        written = False
+        is_written = False
         try:
             write()
             if self.lifecycle.has_ledger:
                 self.lifecycle.note_written(pinned.core, step)
-            written, self._pinned = True, None
+            is_written, self._pinned = True, None
             self._unpin(pinned, dirty=True)
         except BaseException as error:
-            if written or not isinstance(error, (TypeError, ValueError)):  # these are raised before anything is written
-                # lines, counters and the tiers below may disagree: never serve these rows, and write no clean marker
+            if is_written or not isinstance(error, (TypeError, ValueError)):  # these are raised before any write
+                # Lines, counters and lower tiers may disagree: never serve these rows, and write no clean marker.
                 self.failure, self._pinned = error, None
             raise
 
     def note_refused(self) -> None:
-        """Note that an update of the pinned rows raised."""
         self.refused = True
 
     def note_failure(self, error: BaseException) -> None:
-        """Note what left rows inconsistent: they are never served again, and get no clean marker."""
+        """Record the error that left rows inconsistent: they are never served again, and get no clean marker."""
         self.failure = self.failure or error
 
     def check_pinned(self, pinned: PinnedBatch) -> None:
         if pinned is not self._pinned:
             raise StoreError(
                 f"embedding {self.spec.name!r}: the batch is no longer pinned: put, delete or a load unpinned its rows "
-                "in the middle of the step; let one thread at a time write to it"
+                "in the middle of the step; write to an embedding from one thread at a time"
             )
 
     def check_optimizer(self) -> RowOptimizer:
-        """The optimizer of the rows. Raises OptimizerError if the table has none."""
+        """Returns the rows' optimizer. Raises OptimizerError if there is none."""
         if self.optimizer is None:
             raise OptimizerError(f"embedding {self.spec.name!r} has no optimizer; pass its parameters to add_optimizer")
         return self.optimizer
 
     def next_step(self) -> int:
-        """The number of the next step. Raises StoreError if rows cannot hold it."""
+        """Returns the number of the next step. Raises StoreError if rows cannot store it."""
         if self.step >= self._next_rare_step:
             self._rare_step()
         return self.step + 1
 
     def _rare_step(self) -> None:
-        """Do what few steps do: refuse the step after the last one, and warn of a cache that is too small."""
+        """Make the checks that only few steps need: for the largest step, and for caches that are too small."""
         if self.step >= LAST_STEP:
             raise StoreError(
-                f"embedding {self.spec.name!r} is at step {self.step}, the last that rows can hold: save a snapshot "
+                f"embedding {self.spec.name!r} is at step {self.step}, the last that rows can store: save a snapshot "
                 "and load it with weights_only=True, which restarts steps and the optimizer's state"
             )
-        with self.lock, suppress(StoreError):  # a store that failed raises when its rows are needed
+        with self.lock, suppress(StoreError):  # a failed store raises when its rows are needed
             tiers = self.require_open().metrics()
             self.small_caches.judge(tiers)
             self._next_rare_step = min(2 * self.step, LAST_STEP) if len(tiers) > 1 else LAST_STEP

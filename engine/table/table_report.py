@@ -1,4 +1,4 @@
-"""Reports of an open table: its metrics, the location of one row, and its rows as of the last step."""
+"""Reports on an open table: its metrics, where one row is stored, and all rows as of the last step."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .prefetch import NOTHING_ANNOUNCED
 from .row_scan import line_addresses
 from .table import OpenTable
 
-LOCK_SECONDS = 0.01  # that a read of metrics waits for a call of another thread
+LOCK_SECONDS = 0.01  # how long reading metrics waits for another thread's call
 
 
 def metrics(table: OpenTable, seconds: float = LOCK_SECONDS) -> dict[str, dict[str, Any]]:
-    """The metrics, all as of one step: of all rows (`table`), of each tier from the top, of each table (`tables`).
+    """Returns metrics of all rows ("table"), each tier (top first), and each table ("tables"), all from the same step.
 
-    If another thread uses the table for longer than `seconds`, as in a load, all but `step` and the numbers of rows are
-    those of the last read.
+    If another thread uses the table for longer than `seconds`, for example to load a snapshot, only `step` and the row
+    counts are current; the other metrics are from the last read.
     """
     if not table.lock.acquire(timeout=seconds):
         if table.last_metrics is not None:
@@ -38,20 +38,20 @@ def metrics(table: OpenTable, seconds: float = LOCK_SECONDS) -> dict[str, dict[s
         table.lock.release()
 
 
-def _without_lock(table: OpenTable, found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Metrics of the last read with the numbers that need no lock."""
-    found["table"]["step"] = table.step
+def _without_lock(table: OpenTable, metrics: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Update the numbers that need no lock in the metrics of the last read."""
+    metrics["table"]["step"] = table.step
     if not table.processor.defers_errors and (rows := table.counts.known_by_table) is not None:  # a GPU would wait
-        found["table"]["rows"] = int(rows.sum())
+        metrics["table"]["rows"] = int(rows.sum())
         for label, count in zip(table.spec.labels, rows.tolist(), strict=True):
-            found["tables"][label]["rows"] = count
-    return found
+            metrics["tables"][label]["rows"] = count
+    return metrics
 
 
 def note_metrics(table: OpenTable) -> None:
-    """Read the metrics before a call that takes long, unless that takes a scan."""
+    """Read the metrics before a long call, so that others can be shown them, unless this would need a scan."""
     if table.counts.known_by_table is not None:
-        with suppress(TierbedError):  # the call itself raises why the table cannot be used
+        with suppress(TierbedError):  # the long call itself will raise this error
             table.last_metrics = _read_metrics(table)
 
 
@@ -63,7 +63,7 @@ def _read_metrics(table: OpenTable) -> dict[str, dict[str, Any]]:
         tiers, (hits, misses) = store.metrics(), store.hit_counts().T
         top, last = next(iter(tiers.values())), next(reversed(tiers.values()))
         top.update(hits=int(hits.sum()), misses=int(misses.sum()))
-        # rows that steps and evaluation requested, which the top tier had, a tier below had, and none had
+        # requested rows that the top tier had, that a lower tier had, and that no tier had
         requested = {"hits": top["hits"], "misses": top["misses"] - last["misses"], "unknown": last["misses"]}
         peeked = dict(zip(requested, store.peeked(), strict=True))
         counts |= {f"train_{name}": count - peeked[name] for name, count in requested.items()}
@@ -80,7 +80,7 @@ def _read_metrics(table: OpenTable) -> dict[str, dict[str, Any]]:
 
 
 def locate(table: OpenTable, lookup: Lookup) -> tuple[list[dict[str, Any]], str | None]:
-    """The tiers that have the row of one id, as `TierBase.locate`, and why it is not stored, or None."""
+    """Returns the tiers that hold one id's row (see `TierBase.locate`), and why it is not stored, or None."""
     with table.lock:
         store = table.ready()
         table.check()
@@ -94,13 +94,13 @@ def locate(table: OpenTable, lookup: Lookup) -> tuple[list[dict[str, Any]], str 
 
 
 def new_rows(table: OpenTable, lookup: Lookup) -> int:
-    """How many rows of ids without bags were never written."""
+    """Returns how many rows of a lookup without bags were never written."""
     tables, _ = rows_of(table.spec, lookup)
     return len(tables) - int(table.count_written(lookup).sum())
 
 
 def scan_caught_up(table: OpenTable) -> Chunks:
-    """Scan every written row as of the last step: steps that it missed are applied to a copy."""
+    """Scan all written rows, with the steps that they missed applied to a copy of them."""
     for bucket, rows in table.scan():
         if rule := table.catch_up_rule:
             rows = rows.copy()

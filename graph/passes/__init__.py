@@ -1,1 +1,1 @@
-"""Rewriting a trace into a step that trains."""
+"""Passes that rewrite a trace into a training step."""

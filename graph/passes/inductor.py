@@ -1,6 +1,6 @@
-"""The pass that lets TorchInductor compile the dense part of a step.
+"""The pass that compiles the dense part of a step with TorchInductor.
 
-Ops that draw random numbers, change memory in place or work on rows are not compiled, and keep their order.
+Ops that draw random numbers, change memory in place or work on rows are not compiled and keep their order.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import create_op_support
 
 from ...engine.errors import GraphError
-from ..trace.alias import is_random, memory, written
+from ..trace.alias import is_random, memory_of, writes
 from .lookups import sources_of
 
 
 class Compiled(nn.Module):
-    """A part of a step, as Inductor compiled it."""
+    """A part of a step, compiled by Inductor."""
 
     def __init__(self, part: fx.GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> None:
         super().__init__()
@@ -28,8 +28,8 @@ class Compiled(nn.Module):
             self._run = torch._inductor.compile(part, inputs, options=dict(options))
         except Exception as error:
             raise GraphError(
-                f"compile_dense: TorchInductor could not compile the dense part: {error}; it needs a C++ compiler and "
-                "valid options; leave compile_dense out to run without"
+                f"compile_dense: TorchInductor could not compile the dense part: {error}; check its options and "
+                "the C++ compiler, or leave out compile_dense"
             ) from error
 
     def forward(self, *inputs: Any) -> Any:
@@ -37,9 +37,9 @@ class Compiled(nn.Module):
 
 
 def compile_dense(module: fx.GraphModule, options: Mapping[str, Any]) -> fx.GraphModule:
-    """The same step, with groups of pure aten ops, as large as possible, compiled for their shapes.
+    """Return the same step with its pure aten ops compiled, in groups as large as possible.
 
-    Ops that make ids, and ops on dynamic shapes, are not compiled. GraphError if Inductor cannot compile.
+    Ops that make ids, and ops on dynamic shapes, are not compiled. GraphError if Inductor fails.
     """
     pure = _pure(module.graph)
     supported = create_op_support(lambda _, node: node in pure)
@@ -54,17 +54,17 @@ def compile_dense(module: fx.GraphModule, options: Mapping[str, Any]) -> fx.Grap
 
 
 def _pure(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that Inductor may compile."""
-    changed: set[int] = set().union(*map(written, graph.nodes))
+    """Return the nodes that Inductor may compile."""
+    changed: set[int] = set().union(*map(writes, graph.nodes))
     lookups = [node for method in ("pin", "read") for node in graph.find_nodes(op="call_method", target=method)]
-    ids = set().union(*(sources_of(node, node.args) for node in lookups))
+    id_sources = set().union(*(sources_of(node, node.args) for node in lookups))
     return {
         node
         for node in graph.nodes
         if isinstance(node.target, torch._ops.OpOverload)
-        and node not in ids
+        and node not in id_sources
         and not is_random(node.target, node.args)
-        and not memory((node, *node.all_input_nodes)) & changed
+        and not memory_of((node, *node.all_input_nodes)) & changed
         and isinstance(node.meta.get("val"), Tensor | tuple | list)
-        and not has_free_symbols([one.meta.get("val") for one in (node, *node.all_input_nodes)])
+        and not has_free_symbols([operand.meta.get("val") for operand in (node, *node.all_input_nodes)])
     }

@@ -1,7 +1,10 @@
-"""The passes over lookups: pin, gather and update; one deduplication of ids that embeddings share; ids known ahead.
+"""The passes over lookups.
 
-For the last, the ops that make the ids of training lookups are extracted from a compiled step and run on the inputs of
-a later batch. These ids are hints: each step computes its ids itself.
+An embedding's trained lookups become one `pin` (deduplicate all ids, fetch and pin their rows), one `gather` per
+lookup, and one `update`; other lookups become `read`. Embeddings that train on the same ids share one deduplication.
+
+`extract_id_graph` copies the ops that make ids into a small graph. `Graph.run` runs it on later batches. The ids it
+finds are hints: each step computes its ids itself.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from ...embedding.autograd import lookup_op
 from ...engine.errors import GraphError
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.options.lookup import Lookup
-from ..trace.alias import called, external, is_random, memory, stable, storages, with_sources, written
+from ..trace.alias import call_target, external_storages, is_random, memory_of, storages, value_at, with_sources, writes
 from .nodes import add_attribute, replace
 from .step_epilogue import accumulate
 
@@ -28,25 +31,25 @@ KnownLookups = list[tuple[EmbeddingBase, list[Lookup]]]
 LOOKUP = torch.ops.tierbed.lookup.default
 LOOKUP_GRAD = torch.ops.tierbed.lookup_grad.default
 WEIGHTS_GRAD = torch.ops.tierbed.lookup_weights_grad.default
-# ops by which autograd adds up and copies the gradients of one parameter, and the argument that an op copies
+# ops that autograd uses to sum and copy a parameter's gradients, with the argument that is copied
 _ADD = torch.ops.aten.add.Tensor
 _SUMS = {_ADD, torch.ops.aten.add_.Tensor}
 _COPIES = {torch.ops.aten.clone.default: 0, torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}
 
 
-def share_batches(module: fx.GraphModule) -> None:
-    """Let a pin take the unique rows of an earlier pin of the same lookups by another embedding.
+def share_rows(module: fx.GraphModule) -> None:
+    """Make a pin reuse the unique rows of another embedding's earlier pin with the same lookups.
 
-    Lookups are the same if the same ops of torch make their tensors of the same tensors. Nothing may write to these
-    tensors anywhere in the step. Embeddings must agree in their number of tables, key type, padding and legal ids.
+    Lookups are the same if the same torch ops make their tensors from the same tensors, and nothing in the step
+    writes to these tensors. The embeddings must have equal table counts, key types, padding and legal ids.
     """
-    changed = set().union(*map(written, module.graph.nodes))
+    changed = set().union(*map(writes, module.graph.nodes))
     values: dict[Hashable, int] = {}
     value_of: dict[fx.Node, int] = {}
     first: dict[Hashable, fx.Node] = {}
     for node in module.graph.nodes:
-        is_constant = not memory((node, *node.all_input_nodes)) & changed
-        if is_constant and called(node) == "pin":
+        is_constant = not memory_of((node, *node.all_input_nodes)) & changed
+        if is_constant and call_target(node) == "pin":
             embedding, lookups = node.args
             spec = getattr(module, embedding.target).spec
             key = (spec.num_tables, spec.key_type, spec.padding_idx, spec.legal_ids, _key(lookups, value_of))
@@ -54,14 +57,14 @@ def share_batches(module: fx.GraphModule) -> None:
             if earlier is not node:
                 node.update_arg(1, earlier.args[1])
                 node.insert_arg(2, earlier)
-        same: Hashable = (node.op, node.target) if node.op == "get_attr" else node
+        value_key: Hashable = (node.op, node.target) if node.op == "get_attr" else node
         if is_constant and node.op == "call_function" and is_repeatable(node, set()):
-            same = (node.target, _key((node.args, *node.kwargs.items()), value_of))
-        value_of[node] = values.setdefault(same, len(values))
+            value_key = (node.target, _key((node.args, *node.kwargs.items()), value_of))
+        value_of[node] = values.setdefault(value_key, len(values))
 
 
 def _key(argument: Any, value_of: dict[fx.Node, int]) -> Hashable:
-    """A key that is equal for arguments of equal values: of a node by its value, of a number by its type as well."""
+    """Return a key that is equal for equal arguments: nodes compare by value, numbers also by type."""
     if isinstance(argument, fx.Node):
         return fx.Node, value_of[argument]
     if isinstance(argument, list | tuple):
@@ -70,119 +73,121 @@ def _key(argument: Any, value_of: dict[fx.Node, int]) -> Hashable:
 
 
 def extract_id_graph(module: fx.GraphModule) -> fx.GraphModule | None:
-    """A module with the placeholders of the compiled `module`, which returns (embedding, lookups) for all it trains.
+    """Return a module with the placeholders of `module` that returns (embedding, lookups) pairs for what it trains.
 
-    A lookup is the tuple of its fields there, since a module of torch 2.11 returns no NamedTuple. Lookups are left out
-    if their ids depend on rows, on random numbers, on what this step changes outside of it, or on an op that is not
-    torch's own. None if no lookup remains.
+    Lookups are plain tuples there: a module of torch 2.11 returns no NamedTuple. Lookups are left out if their ids
+    depend on rows, random numbers, custom ops, or what the step changes outside itself. None if no lookup is left.
     """
     known = prefetchable_lookups(module)
     if not known:
         return None
     needed = set().union(*(sources_of(node, lookups) for node, lookups in known))
-    cut = fx.Graph()
+    id_graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
         if node in needed or node.op == "placeholder":
-            copies[node] = cut.node_copy(node, copies.__getitem__)
-    found = [(rows, [tuple(lookup) for lookup in lookups]) for _, (rows, lookups) in known]
-    cut.output(fx.map_arg(found, copies.__getitem__))
-    return fx.GraphModule(module, cut)
+            copies[node] = id_graph.node_copy(node, copies.__getitem__)
+    lookups = [(rows, [tuple(lookup) for lookup in parts]) for _, (rows, parts) in known]
+    id_graph.output(fx.map_arg(lookups, copies.__getitem__))
+    return fx.GraphModule(module, id_graph)
 
 
 def prefetchable_lookups(module: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
-    """The nodes that pin rows which can be fetched before the step runs, with their (embedding, lookups)."""
+    """Return nodes whose rows can be fetched before the step runs, with their (embedding, lookups)."""
     trained: list[tuple[fx.Node, Any]] = []
     for node in module.graph.find_nodes(op="call_method", target="pin"):
         trained.append((node, node.args[:2]))
     for node in module.graph.find_nodes(op="call_function", target=accumulate):
         rows: Any = node.args[1]
         trained += [(node, row[:2]) for row in rows]
-    outside = external(module.graph)
+    external = external_storages(module.graph)
     return [
         (node, lookups)
         for node, lookups in trained
-        if all(is_repeatable(source, outside) for source in sources_of(node, lookups))
+        if all(is_repeatable(source, external) for source in sources_of(node, lookups))
     ]
 
 
 def sources_of(user: fx.Node, arguments: Any) -> set[fx.Node]:
-    """The nodes that make these arguments of `user`, and the nodes that wrote to their memory before `user`."""
+    """Return the nodes that make these arguments for `user`, and earlier writers to their memory."""
     used = (node for node in pytree.tree_leaves(arguments) if isinstance(node, fx.Node))
     return with_sources(used, takewhile(lambda node: node is not user, user.graph.nodes))
 
 
-def is_repeatable(node: fx.Node, outside: set[int]) -> bool:
-    """Whether a node computes the same again if nothing of the step ran before: no rows, random numbers, own ops."""
-    if called(node) is None or isinstance(node.meta.get("val"), torch.SymInt):
+def is_repeatable(node: fx.Node, external: set[int]) -> bool:
+    """True if a node gives the same result before the step runs: it uses no rows, random numbers or custom ops."""
+    if call_target(node) is None or isinstance(node.meta.get("val"), torch.SymInt):
         return True
     is_torch = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("aten", "prims")
-    return is_torch and not (is_random(node.target, node.args) or written(node) & outside)
+    return is_torch and not (is_random(node.target, node.args) or writes(node) & external)
 
 
 class SharedLookup(NamedTuple):
-    """A lookup of a batch, which equal lookups of the step share. Nodes compare by identity."""
+    """A lookup in a batch. Equal lookups in a step share it; nodes compare by identity."""
 
     lookup: Lookup
     weights: Any
-    changed: fx.Node | None  # the node that wrote to the weights last
+    changed: fx.Node | None  # the last node that wrote the weights
 
 
-def expand_reads(module: fx.GraphModule, name_of: Callable[[int], str]) -> None:
-    """Replace every remaining lookup, and every remaining gradient of weights, by a read, which changes nothing."""
+def expand_reads(module: fx.GraphModule, path_of: Callable[[int], str]) -> None:
+    """Replace all remaining lookups and weight gradients with reads. Reads change nothing."""
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=LOOKUP):
         with graph.inserting_before(node):
-            replace(node, _read(graph, _attribute(module, node.args[-1], name_of), node))
+            replace(node, _read(graph, _attribute(module, node.args[-1], path_of), node))
     for node in graph.find_nodes(op="call_function", target=WEIGHTS_GRAD):
-        embedding = _attribute(module, node.args[-1], name_of)
+        embedding = _attribute(module, node.args[-1], path_of)
         with graph.inserting_before(node):
             read = graph.call_method("read_weights_grad", (embedding, _lookup(node), node.args[0]))
             replace(node, read)
 
 
-def expand_trained(module: fx.GraphModule, handle: int, grad: fx.Node, name_of: Callable[[int], str]) -> None:
-    """Make one pin before the first lookup with a gradient, a gather for each, and one update at the step's end.
+def expand_trained(module: fx.GraphModule, handle: int, grad: fx.Node, path_of: Callable[[int], str]) -> None:
+    """Make one pin before the first trained lookup, a gather for each lookup, and one update at the end of the step.
 
-    Gradients of weights are computed in between, where build needs them, from the rows as they were gathered.
+    Weight gradients are computed in between, where build needs them, from the gathered rows.
 
-    grad: what build left as the gradient of the embedding's parameter. Raises GraphError if `grad` is more than a sum
-    of lookups' gradients, or if hoisting would change the ids of a lookup or the order of random draws.
+    grad: the node that build left as gradient of the embedding's parameter. Raises GraphError if `grad` is not a
+    plain sum of lookup gradients, or if moving ids up would change a lookup's ids or the order of random draws.
     """
     graph = module.graph
     grads: dict[SharedLookup, list[Any]] = defaultdict(list)
     weights: dict[SharedLookup, Any] = {}
-    for node in _terms(graph, handle, grad, name_of(handle)):
-        one = _shared_lookup(node)
-        grads[one].append(stable(graph, node, node.args[0]))
-        if one not in weights:
-            weights[one] = stable(graph, node, one.weights)
+    for node in _summands(graph, handle, grad, path_of(handle)):
+        key = _shared_lookup(node)
+        grads[key].append(value_at(graph, node, node.args[0]))
+        if key not in weights:
+            weights[key] = value_at(graph, node, key.weights)
     lookups = [n for n in graph.find_nodes(op="call_function", target=LOOKUP) if n.args[-1] == handle]
-    trained = {node: one for node in lookups if (one := _shared_lookup(node)) in grads}
+    trained = {node: key for node in lookups if (key := _shared_lookup(node)) in grads}
     shared = list(dict.fromkeys(trained.values()))
     if len(shared) != len(grads):
         raise GraphError(
-            f"embedding {name_of(handle)!r}: the ids or weights that backward() saved are not those of the lookup; "
+            f"embedding {path_of(handle)!r}: backward() saved other ids or weights than the lookup used; "
             "leave lookups out of saved_tensors_hooks"
         )
-    embedding = _attribute(module, handle, name_of)
+    embedding = _attribute(module, handle, path_of)
     lookups = list(trained)
-    _hoist_ids(graph, lookups, embedding, name_of(handle))
+    _move_ids_up(graph, lookups, embedding, path_of(handle))
     with graph.inserting_before(lookups[0]):
-        batch = graph.call_method("pin", (embedding, [one.lookup for one in shared]))
+        batch = graph.call_method("pin", (embedding, [key.lookup for key in shared]))
     _expand_weights_grads(graph, handle, batch, shared)
-    for node, one in trained.items():
+    for node, key in trained.items():
         with graph.inserting_before(node):
-            replace(node, graph.call_method("gather", (batch, shared.index(one), *_weights_argument(one.weights))))
+            replace(
+                node,
+                graph.call_method("gather", (batch, shared.index(key), *_weights_argument(key.weights))),
+            )
     with graph.inserting_before(graph.output_node()):
-        used = [weights[one] for one in shared]
-        totals = [reduce(lambda a, b: graph.call_function(_ADD, (a, b)), grads[one]) for one in shared]
+        used = [weights[key] for key in shared]
+        totals = [reduce(lambda a, b: graph.call_function(_ADD, (a, b)), grads[key]) for key in shared]
         graph.call_method("update", (batch, totals, *([used] if any(used) else [])))
 
 
 def _expand_weights_grads(graph: fx.Graph, handle: int, batch: fx.Node, shared: list[SharedLookup]) -> None:
-    """Let the gradients of weights use the rows of the batch if it has them. Rows do not depend on the weights."""
-    index_of = {one.lookup: index for index, one in enumerate(shared)}
+    """Compute weight gradients from the batch's rows if it has them. Rows do not depend on the weights."""
+    index_of = {key.lookup: index for index, key in enumerate(shared)}
     for node in graph.find_nodes(op="call_function", target=WEIGHTS_GRAD):
         lookup = _lookup(node)
         if node.args[-1] == handle and node > batch and lookup in index_of:
@@ -191,7 +196,7 @@ def _expand_weights_grads(graph: fx.Graph, handle: int, batch: fx.Node, shared: 
 
 
 def _lookup(node: fx.Node) -> Lookup:
-    """The `Lookup` of a node, a lookup or one of its gradients. Their arguments differ in the first alone."""
+    """Return the `Lookup` for a lookup node or its gradient nodes. Only their first arguments differ."""
     arguments: Any = node.args[1:6]
     return lookup_op.lookup_of(*arguments)
 
@@ -201,7 +206,7 @@ def _shared_lookup(node: fx.Node) -> SharedLookup:
     changed = None
     if weights is not None:
         changed = node.prev
-        while changed.op != "root" and not written(changed) & storages(weights):
+        while changed.op != "root" and not writes(changed) & storages(weights):
             changed = changed.prev
     return SharedLookup(_lookup(node), weights, changed)
 
@@ -214,36 +219,36 @@ def _weights_argument(weights: Any) -> tuple[Any, ...]:
     return () if weights is None else (weights,)
 
 
-def refuse_used(graph: fx.Graph, shadows: dict[fx.Node, str], name_of: Callable[[int], str]) -> None:
-    """GraphError if a node still uses an embedding's parameter or its gradient, since neither has a value.
+def refuse_uses(graph: fx.Graph, shadows: dict[fx.Node, str], path_of: Callable[[int], str]) -> None:
+    """Raise GraphError if a node still uses an embedding's parameter or its gradient, since neither holds values.
 
     shadows: the nodes of these parameters. Runs after lookups are expanded and dead nodes are dropped.
     """
     for shadow, name in shadows.items():
         if shadow.users:
-            raise _no_tensor(name)
+            raise _shadow_error(name)
     for node in graph.find_nodes(op="call_function", target=LOOKUP_GRAD):
-        raise _no_tensor(name_of(node.args[-1]))
+        raise _shadow_error(path_of(node.args[-1]))
 
 
-def _no_tensor(name: str) -> GraphError:
+def _shadow_error(name: str) -> GraphError:
     return GraphError(
         f"build uses the parameter of embedding {name!r}, or its gradient, as a tensor, but no tensor holds the rows; "
-        "clip by self.clip_grad_norm(max_norm) in __init__ instead of clip_grad_norm_, leave the embedding's "
-        "parameters out of sums over self.parameters(), and work on the rows that its lookup returns; "
-        "default_initializer= chooses initial rows, and load_dense writes them"
+        "call self.clip_grad_norm(max_norm) in __init__ instead of clip_grad_norm_, leave the embedding out of "
+        "sums over self.parameters(), and use the rows that its lookup returns; default_initializer= chooses "
+        "initial rows, and load_dense writes rows"
     )
 
 
-def _terms(graph: fx.Graph, handle: int, grad: fx.Node, name: str) -> list[fx.Node]:
-    """The lookup gradients whose plain sum is `grad`, one that counts twice listed twice. GraphError otherwise."""
+def _summands(graph: fx.Graph, handle: int, grad: fx.Node, name: str) -> list[fx.Node]:
+    """Return the lookup gradients that add up to `grad`; repeated ones repeat. GraphError if it is no plain sum."""
     counts: Counter[fx.Node] = Counter()
     summed: set[fx.Node] = set()
     pending: list[Any] = [grad]
     while pending:
         node = pending.pop()
         if not isinstance(node, fx.Node):
-            raise _no_tensor(name)
+            raise _shadow_error(name)
         summed.add(node)
         if node.target is LOOKUP_GRAD and node.args[-1] == handle:
             counts[node] += 1
@@ -252,54 +257,56 @@ def _terms(graph: fx.Graph, handle: int, grad: fx.Node, name: str) -> list[fx.No
         elif node.target in _COPIES:
             pending.append(node.args[_COPIES[node.target]])
         else:
-            raise _no_tensor(name)
-    changed = memory(summed)
-    if any(written(node) & changed for node in graph.nodes if node not in summed):
-        raise _no_tensor(name)
+            raise _shadow_error(name)
+    changed = memory_of(summed)
+    if any(writes(node) & changed for node in graph.nodes if node not in summed):
+        raise _shadow_error(name)
     return [node for node in graph.find_nodes(op="call_function", target=LOOKUP_GRAD) for _ in range(counts[node])]
 
 
-def _attribute(module: fx.GraphModule, handle: int, name_of: Callable[[int], str]) -> fx.Node:
-    """The node of an embedding: one for the whole step, at its top."""
+def _attribute(module: fx.GraphModule, handle: int, path_of: Callable[[int], str]) -> fx.Node:
+    """Return the embedding's node. There is one per step, at its top."""
     embedding = lookup_op.embedding_of(handle)
     for node in module.graph.find_nodes(op="get_attr"):
         if getattr(module, node.target) is embedding:
             return node
     first = next(node for node in module.graph.nodes if node.op != "placeholder")
     with module.graph.inserting_before(first):
-        return add_attribute(module, name_of(handle), embedding)
+        return add_attribute(module, path_of(handle), embedding)
 
 
-def _hoist_ids(graph: fx.Graph, lookups: list[fx.Node], embedding: fx.Node, name: str) -> None:
-    """Move the ops that make the ids of later lookups before the first lookup.
+def _move_ids_up(graph: fx.Graph, lookups: list[fx.Node], embedding: fx.Node, name: str) -> None:
+    """Move the ops that make later lookups' ids before the first lookup.
 
-    If ids are made from rows of an earlier lookup, those rows are read first, since a batch is pinned as a whole.
+    If ids are made from an earlier lookup's rows, these rows are read first, because a batch is pinned as a whole.
     """
     from_first = dropwhile(lambda node: node is not lookups[0], graph.nodes)
     between = [*takewhile(lambda node: node is not lookups[-1], from_first)]
-    read = {n for lookup in lookups for n in lookup.args[1:4] if isinstance(n, fx.Node)}  # not their weights
+    id_sources = {
+        source for lookup in lookups for source in lookup.args[1:4] if isinstance(source, fx.Node)
+    }  # not the weights
     for node in reversed(between):
-        if node in read:
-            read.update(node.all_input_nodes)
-    changed = memory(read)
-    if any(written(node) & changed for node in between):
+        if node in id_sources:
+            id_sources.update(node.all_input_nodes)
+    changed = memory_of(id_sources)
+    if any(writes(node) & changed for node in between):
         raise GraphError(
             f"embedding {name!r}: ids of a later lookup are changed in place after the first lookup; "
-            "compute the ids of all lookups first, or out of place"
+            "compute the ids of all lookups first, or do not change them in place"
         )
-    drawn = [node in read for node in between if is_random(node.target, node.args)]
-    if drawn != sorted(drawn, reverse=True):
+    draws_ids = [node in id_sources for node in between if is_random(node.target, node.args)]
+    if draws_ids != sorted(draws_ids, reverse=True):
         raise GraphError(
-            f"embedding {name!r}: ids of a later lookup are drawn at random after another draw, such as dropout, that "
-            "follows the first lookup; draw the ids of all lookups first"
+            f"embedding {name!r}: ids of a later lookup are drawn at random after another draw, such as dropout, "
+            "that follows the first lookup; draw the ids of all lookups first"
         )
     reads: dict[fx.Node, fx.Node] = {}
     for node in between:
-        if node in read and node in lookups:
+        if node in id_sources and node in lookups:
             with graph.inserting_before(lookups[0]):
                 reads[node] = _read(graph, embedding, node)
             reads[node].meta["val"] = node.meta["val"]
-        elif node in read:
+        elif node in id_sources:
             for lookup, early in reads.items():
                 node.replace_input_with(lookup, early)
             lookups[0].prepend(node)

@@ -1,6 +1,6 @@
-"""The end of a step: gradients are accumulated, unscaled and clipped, then rows and dense parameters are updated.
+"""The end of a step: accumulate, unscale and clip gradients, then update rows and dense parameters.
 
-If gradients need none of this, a step ends in a node for each embedding and each optimizer instead.
+A step that needs none of this, in one process, ends with one node per embedding and per optimizer instead.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.options.lookup import Lookup
 from ..trace.swap import set_grads, trace_lock
 
-# of lookups of one embedding that only read; FX writes no named tuple that is inside another
+# embedding, lookups, their gradients and pooling weights; FX cannot print a nested named tuple
 LookupGrads = tuple[Any, list[Lookup], list[Tensor], list[Tensor | None]]
 
-_NO_EFFECT_WITHOUT_GRADIENTS = ("torch.optim.", "tierbed.engine.optim.")  # modules of optimizers
+_NO_EFFECT_WITHOUT_GRADIENTS = ("torch.optim.", "tierbed.engine.optim.")  # for optimizers of these modules
 
 
 class _DenseSteps(threading.local):
-    """count: how many steps of dense optimizers this thread has started."""
+    """The number of optimizer steps that this thread has started."""
 
     count = 0
 
@@ -44,11 +44,11 @@ dense_steps = _DenseSteps()
 
 
 def dense_step(optimizer: Optimizer, params: list[Tensor], grads: list[Tensor]) -> None:
-    """`optimizer.step()` with these gradients. Its learning rates, schedulers and step counts are live.
+    """Call `optimizer.step()` with these gradients. Learning rates, schedulers and step counts are live.
 
-    A parameter of the optimizer that is not in `params` keeps `grad` None, so torch does not change it.
+    Parameters of the optimizer outside `params` keep `grad` None, so torch does not change them.
     """
-    with trace_lock, DisableTorchFunctionSubclass():  # which a `Shadow` would call for each attribute
+    with trace_lock, DisableTorchFunctionSubclass():  # a `Shadow` would otherwise be called for each attribute
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
@@ -65,17 +65,17 @@ def dense_step(optimizer: Optimizer, params: list[Tensor], grads: list[Tensor]) 
 
 
 def _does_nothing(optimizer: Optimizer) -> bool:
-    """Whether `step()` without a gradient has no effect: it is torch's or ours, without hooks and schedulers."""
+    """True if a `step()` without gradients does nothing: torch's or tierbed's, without hooks or schedulers."""
     return (
         type(optimizer).__module__.startswith(_NO_EFFECT_WITHOUT_GRADIENTS)
-        and "step" not in vars(optimizer)  # a scheduler counts steps there
+        and "step" not in vars(optimizer)  # a scheduler wraps it to count steps
         and not (_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
         and not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
     )
 
 
-def numbers_of(optimizers: Sequence[Optimizer]) -> dict[str, dict[str, Any]]:
-    """The settings of optimizers by name and group, which ranks compare."""
+def settings_of(optimizers: Sequence[Optimizer]) -> dict[str, dict[str, Any]]:
+    """Return the optimizers' settings by name and param group. Ranks compare them."""
     return {
         f"{type(optimizer).__name__} {number}, group {index}": {
             name: _plain(value) for name, value in group.items() if name != "params"
@@ -94,7 +94,7 @@ def _plain(value: Any) -> Any:
 
 
 class DenseGrads(NamedTuple):
-    """The gradients of those parameters of one optimizer that backward() reached."""
+    """An optimizer's gradients, for those parameters that backward() reached."""
 
     optimizer: Optimizer
     params: list[Tensor]
@@ -102,7 +102,7 @@ class DenseGrads(NamedTuple):
 
 
 class RowGrads(NamedTuple):
-    """The gradients of a pinned batch's lookups, with the weights that pooled them."""
+    """Gradients for a pinned batch's lookups, and the weights that pooled them."""
 
     batch: Any
     grads: list[Tensor]
@@ -110,26 +110,26 @@ class RowGrads(NamedTuple):
 
 
 class StepEpilogue:
-    """What a graph does with its gradients, and the gradients that wait for an update."""
+    """A graph's settings for gradients, and gradients that wait for their update."""
 
     def __init__(self) -> None:
         self.max_norm: float | None = None
         self.clip_value: float | None = None
         self.scaler: GradScaler | None = None
-        self.accumulate_steps = 1  # the number of calls whose gradients are summed
-        self.mean = False  # whether their sum is divided by `accumulate_steps`
-        self.waiting_calls = 0  # accumulated calls whose gradients wait for their update
-        self.present = False  # over ranks, whether this one had a batch in one of these calls
+        self.accumulate_steps = 1  # how many calls' gradients are summed
+        self.mean = False  # divide the sums by `accumulate_steps`
+        self.waiting_calls = 0  # calls whose gradients wait for their update
+        self.present = False  # over ranks: True if this rank had a batch for one of these calls
         self._dense: dict[Optimizer, dict[Tensor, Tensor]] = {}
-        self._rows: dict[EmbeddingBase, list[tuple[Lookup, Tensor]]] = {}  # the rows and gradients of each step
+        self._rows: dict[EmbeddingBase, list[tuple[Lookup, Tensor]]] = {}  # unique rows and gradients, per call
 
     @property
     def is_plain(self) -> bool:
-        """Whether optimizers get the gradients unchanged."""
+        """True if optimizers get the gradients unchanged."""
         return self.max_norm is None and self.clip_value is None and self.scaler is None and self.accumulate_steps == 1
 
     def key(self) -> Hashable:
-        """A key that changes with the settings that a compiled step depends on."""
+        """Return a key for the settings that a compiled step depends on."""
         return self.is_plain, self.accumulate_steps > 1, None if self.scaler is None else self.scaling()
 
     def clip_norm(self, max_norm: float | None) -> None:
@@ -142,7 +142,7 @@ class StepEpilogue:
         self.scaler = scaler
 
     def accumulate(self, steps: int, mean: bool) -> None:
-        """Set the number of calls whose gradients are summed, and whether their mean is taken. OptimizerError."""
+        """Set how many calls' gradients are summed before an update, or averaged. OptimizerError."""
         count = as_int(steps, minimum=1)
         if count is None:
             raise OptimizerError(f"steps={steps!r}: give a whole number of calls > 0")
@@ -150,12 +150,12 @@ class StepEpilogue:
         if self.waiting_calls:
             raise OptimizerError(
                 f"steps={steps}: gradients of {self.waiting_calls} of {self.accumulate_steps} calls wait for their "
-                "update; change it after the last of them, or call drop_grads() first"
+                "update; set it after the last of these calls, or call drop_grads() first"
             )
         self.accumulate_steps, self.mean = count, mean
 
     def scaling(self) -> Hashable:
-        """A key that changes with the tensor that a compiled step multiplies its loss by, and so keeps alive."""
+        """Return a key for the scale tensor: a compiled step multiplies its loss by it and keeps it alive."""
         return None if self._scale is None else id(self._scale)
 
     @property
@@ -163,7 +163,7 @@ class StepEpilogue:
         return None if self.scaler is None or not self.scaler.is_enabled() else self.scaler._scale
 
     def check_scaled(self, module: fx.GraphModule) -> None:
-        """GraphError if the loss of a traced step is not multiplied by the scale that its end divides by."""
+        """Raise GraphError if a traced step does not multiply its loss by the scale that its end divides by."""
         scale = self._scale
         nodes = module.graph.find_nodes(op="get_attr")
         if scale is not None and not any(getattr(module, node.target, None) is scale for node in nodes):
@@ -173,9 +173,9 @@ class StepEpilogue:
             )
 
     def add(self, looked_up: list[LookupGrads], dense: list[DenseGrads], present: bool) -> None:
-        """Add the gradients of one more call to those that wait, summed by row.
+        """Add one more call's gradients to the waiting ones, summed per row.
 
-        present: over ranks, whether this one has a batch in the call.
+        present: over ranks, True if this rank has a batch for the call.
         """
         self.present = self.present or present
         micro_batches = [
@@ -187,19 +187,19 @@ class StepEpilogue:
         for optimizer, params, grads in dense:
             sums = self._dense.setdefault(optimizer, {})
             for param, grad in zip(params, grads, strict=True):
-                # cloned: it may be a view of an argument
+                # clone: it may be a view of an argument
                 sums[param] = sums[param] + grad if param in sums else grad.clone()
         self.waiting_calls += 1
 
     def pinned_gradients(self) -> tuple[list[RowGrads], list[DenseGrads]]:
-        """All gradients that wait, with their rows pinned."""
+        """Return all waiting gradients, and pin their rows."""
         rows = []
         for embedding, micro_batches in self._rows.items():
             lookups, grads = map(list, zip(*micro_batches, strict=True))
             for lookup in lookups:
                 if lookup.ids.device != embedding.device:
                     raise InputError(
-                        f"gradients of embedding {embedding.name!r} wait on {lookup.ids.device}, and the embedding is "
+                        f"gradients of embedding {embedding.name!r} wait on {lookup.ids.device}, but the embedding is "
                         f"on {embedding.device}; call drop_grads() after moving a module"
                     )
             rows.append(RowGrads(embedding.pin(lookups, dtype=torch.float32), grads, [None] * len(lookups)))
@@ -208,12 +208,12 @@ class StepEpilogue:
 
     @property
     def embeddings(self) -> list[EmbeddingBase]:
-        """The embeddings whose gradients wait, in the order in which `pinned_gradients` pins them."""
+        """The embeddings whose gradients wait, in the order of `pinned_gradients`."""
         return list(self._rows)
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The dense parameters whose gradients wait, in the order of these."""
+        """The dense parameters whose gradients wait, in the order of `pinned_gradients`."""
         return [parameter for sums in self._dense.values() for parameter in sums]
 
     def clear(self) -> None:
@@ -224,11 +224,11 @@ class StepEpilogue:
 
 
 def apply_gradients(end: StepEpilogue, rows: list[RowGrads], dense: list[DenseGrads], vote: Vote | None = None) -> bool:
-    """Unscale and clip all gradients together, then update rows and dense parameters. Returns whether it did.
+    """Unscale and clip all gradients together, then update rows and dense parameters. Returns True if it updated them.
 
-    If a gradient scaler is set and a gradient is not finite, nothing is updated, and the scale is lowered.
+    With a gradient scaler and a non-finite gradient, nothing is updated and the scale is lowered.
 
-    vote: over ranks, which train the mean of their gradients; the gradients of rows have been sent.
+    vote: over ranks, where the mean of the ranks' gradients is trained. Row gradients have already been sent.
     """
     scale, finite = 1.0 / end.accumulate_steps if end.mean else 1.0, True
     if vote is not None:
@@ -261,21 +261,21 @@ def are_finite(grads: list[Tensor]) -> bool:
 
 def step_dense(end: StepEpilogue, dense: list[DenseGrads], scale: float = 1.0) -> bool:
     for optimizer, params, grads in dense:
-        dense_step(optimizer, params, _changed(grads, scale, end.clip_value))
+        dense_step(optimizer, params, _scale_and_clip(grads, scale, end.clip_value))
     return True
 
 
 def accumulate(
     end: StepEpilogue, rows: list[LookupGrads], dense: list[DenseGrads], collectives: Any = None, present: bool = True
 ) -> bool:
-    """Add the gradients of a call. After the last of `end.accumulate_steps` calls, do `apply_gradients` with the sums.
+    """Add a call's gradients, and after the last of `accumulate_steps` calls apply their sums.
 
-    If `apply_gradients` raises, as on a full capacity, the gradients are dropped, and accumulation starts again.
+    If that raises, say because the capacity is reached, the gradients are dropped and accumulation starts again.
 
-    collectives: those of a step over ranks. present: whether this rank has a batch in this call.
+    collectives: the step's collectives over ranks, or None. present: as in `StepEpilogue.add`.
     """
     if collectives is not None:
-        collectives.vote([], finite=True)  # if one rank failed, no rank adds its gradients
+        collectives.vote([], finite=True)  # if one rank failed, no rank adds gradients
     end.add(rows, dense, present)
     if end.waiting_calls < end.accumulate_steps:
         return False
@@ -292,13 +292,13 @@ def accumulate(
 
 
 def schedule(scheduler: LRScheduler, stepped: bool = True) -> None:
-    """One step of a learning rate schedule, if the optimizers had a step."""
+    """Step a learning rate scheduler if the optimizers stepped."""
     if stepped:
         scheduler.step()
 
 
-def _changed(grads: list[Tensor], scale: float, clip_value: float | None) -> list[Tensor]:
-    """Scaled and clipped gradients. Not in place: a gradient may be a view, or a result of the step."""
+def _scale_and_clip(grads: list[Tensor], scale: float, clip_value: float | None) -> list[Tensor]:
+    """Return scaled and clipped gradients. Not in place: a gradient may be a view or a result of the step."""
     if grads and scale != 1.0:
         grads = list(torch._foreach_mul(grads, scale))
     if grads and clip_value is not None:
@@ -307,7 +307,7 @@ def _changed(grads: list[Tensor], scale: float, clip_value: float | None) -> lis
 
 
 def _update_scaler(scaler: GradScaler, finite: bool) -> None:
-    """Let the scaler adapt its scale. It reads an optimizer's gradients: here one number that is finite or not."""
+    """Make the scaler adapt its scale. It reads an optimizer's gradients: here one finite or infinite number."""
     probe = torch.zeros(())
     set_grads([probe], [torch.tensor(0.0 if finite else math.inf)])
     scaler.unscale_(torch.optim.SGD([probe], lr=0.0))

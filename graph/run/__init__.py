@@ -1,1 +1,1 @@
-"""Running compiled steps."""
+"""Run compiled steps."""

@@ -1,4 +1,12 @@
-"""A compiled step: the passes in their order, and how the step runs."""
+"""Compile a trace into a step: run all passes, and run the result.
+
+A trace is a flat list of aten calls for forward and backward, with one `lookup` call per embedding lookup.
+`compile_step` rewrites it in this order: trained lookups become pin, gather and update calls; gradients of dense
+parameters become optimizer steps; updates are merged into one node if gradients are clipped, scaled, accumulated or
+summed over ranks; remaining lookups become reads; equal lookups share one deduplication; dead nodes are dropped. A
+copy of the ops that make ids lets `Graph.run` prefetch rows. The step may also be compiled by TorchInductor, captured
+as a CUDA graph, or made undoable (dynamic shapes).
+"""
 
 from __future__ import annotations
 
@@ -19,9 +27,9 @@ from ...engine.options.lookup import Lookup
 from ...engine.signals import uninterrupted
 from ...engine.table.row_step import row_step
 from ..passes import rewrite
-from ..passes.collectives import pin_early, refuse_worlds, schedule_collectives
+from ..passes.collectives import common_world, pin_early, schedule_collectives
 from ..passes.inductor import compile_dense
-from ..passes.lookups import KnownLookups, expand_reads, expand_trained, extract_id_graph, refuse_used, share_batches
+from ..passes.lookups import KnownLookups, expand_reads, expand_trained, extract_id_graph, refuse_uses, share_rows
 from ..passes.step_epilogue import DenseGrads, StepEpilogue
 from ..show.listing import listing
 from ..state.optimizer_set import OptimizerSet, embeddings_by_shadow, embeddings_of
@@ -37,53 +45,53 @@ Forward = Callable[[fx.GraphModule, list[Any]], Any]
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A step of the graph `owner`. `module` takes the input tensors of a call, then the graph's live tensors."""
+    """A step of the graph `owner`. `module` takes a call's input tensors, then the graph's parameters and buffers."""
 
     owner: str
     module: fx.GraphModule
-    lookups: fx.GraphModule | None  # made by `extract_id_graph`
+    lookups: fx.GraphModule | None  # from `extract_id_graph`
     trained: list[tuple[EmbeddingBase, RowOptimizer]]
     returned: Returned  # by build
     captured: CudaGraphStep | None = None  # set if training steps run as a CUDA graph
-    rollback: RollbackStep | None = None  # set in a dynamic-shape step
-    guard: ShapeGuard | None = None  # set with it: whether the step accepts inputs of these sizes
-    key: Hashable = None  # what it depends on beside the program, by which equal programs share a step
-    program: Hashable = None  # of its trace
+    rollback: RollbackStep | None = None  # set in dynamic-shape steps
+    guard: ShapeGuard | None = None  # set in dynamic-shape steps: tests input sizes
+    key: Hashable = None  # steps with equal key and equal program are shared
+    program: Hashable = None  # the trace's program
 
     def accepts(self, inputs: Sequence[Tensor]) -> bool:
-        """Whether the step is right for inputs of its signature. The key of a static-shape step has all sizes."""
+        """True if the step can run these inputs. A static-shape step accepts all inputs of its key."""
         return self.guard is None or self.guard(inputs)
 
     def known_lookups(self, tensors: list[Tensor]) -> KnownLookups | None:
-        """The lookups that a later run on these tensors trains, as far as they are known. That run raises errors."""
+        """Return the lookups that a later run on these tensors trains, if known. Errors are left to that run."""
         if self.lookups is None:
             return None
         try:
             with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
-                return [(rows, [Lookup(*parts) for parts in found]) for rows, found in self.lookups.forward(*tensors)]
+                return [(rows, [Lookup(*fields) for fields in parts]) for rows, parts in self.lookups.forward(*tensors)]
         except Exception:
             return None
 
     def run(self, tensors: list[Tensor], forward: Forward | None = None) -> Any:
-        """Run the step and return what build returned. If an op raises, pins are dropped, and the exception is raised.
+        """Run the step and return the result of `build`. If an op raises, rows are unpinned first.
 
-        forward: runs the step's module on tensors, instead of the module's `forward`.
+        forward: runs a module on tensors; None for the module's own `forward`.
 
-        GraphError while another thread trains the same rows. DynamicStepFailed if a static-shape step may run instead.
+        GraphError while another thread trains the same rows. DynamicStepFailed if a static-shape step should run.
         """
         if self.trained:
             outputs = row_step(self.trained, self.owner, self._forward, tensors, forward)
         else:
             outputs = self._forward(tensors, forward)
-        following = iter(outputs)
+        values = iter(outputs)
         leaves = [
-            next(following) if tensor else constant
-            for tensor, constant in zip(self.returned.is_tensor, self.returned.constants, strict=True)
+            next(values) if is_tensor else constant
+            for is_tensor, constant in zip(self.returned.is_tensor, self.returned.constants, strict=True)
         ]
         return pytree.tree_unflatten(leaves, self.returned.spec)
 
     def _forward(self, tensors: list[Tensor], forward: Forward | None) -> Any:
-        # not no_grad: some kernels depend on gradient mode, which has to be that of the trace
+        # not no_grad: some kernels depend on gradient mode, and it must be the trace's
         with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
             if self.rollback is not None:
                 return self.rollback.run(tensors, forward or (lambda module, tensors: module.forward(*tensors)))
@@ -94,27 +102,27 @@ class CompiledStep:
             return self.module.forward(*tensors)
 
     def code(self) -> str:
-        """The step as Python, one op a line, with shapes, dtypes and stores as comments."""
+        """Return the step as Python, one op per line, with shapes, dtypes and stores as comments."""
         is_captured = self.captured is not None and self.captured.captured_graph is not None
         return ("# captured as a CUDA graph\n" if is_captured else "") + listing(self.module)
 
 
 @dataclass(frozen=True)
 class RankStep(CompiledStep):
-    """A compiled step of embeddings with a world."""
+    """A compiled step over ranks."""
 
     collectives: StepCollectives = field(kw_only=True)
-    first_values: dict[str, int] = field(kw_only=True)  # indices of parameters and buffers in tensors, by name
-    in_training: bool = field(kw_only=True)  # whether it is for a graph in the mode of `train()`
+    first_values: dict[str, int] = field(kw_only=True)  # indices into tensors, by name of parameter or buffer
+    in_training: bool = field(kw_only=True)  # compiled for `train()` mode
 
     def _forward(self, tensors: list[Tensor], forward: Forward | None) -> Any:
         self.collectives.rank_state.note_run(self.in_training, self.collectives.trains, self.join)
-        first_values = ((name, tensors[at]) for name, at in self.first_values.items())
+        first_values = ((name, tensors[index]) for name, index in self.first_values.items())
         with uninterrupted(), self.collectives.step(first_values):
             return super()._forward(tensors, forward) if tensors else self.collectives.join()
 
     def join(self) -> None:
-        """Take part in the step without a batch, for ranks that have one."""
+        """Take part in the step without a batch."""
         row_step(self.trained, self.owner, self._forward, [], None)
 
 
@@ -122,32 +130,32 @@ def compile_step(
     root: HasBuild,
     traced: Trace,
     optimizers: OptimizerSet,
-    end: StepEpilogue,
+    epilogue: StepEpilogue,
     tensors: list[Tensor],
     inductor: Mapping[str, Any] | None,
     cuda_graph: bool,
     rank_state: RankStepState,
 ) -> CompiledStep:
-    """Rewrite a trace into a step that trains if `root.training` and build called backward().
+    """Rewrite a trace into a step. It trains if `root.training` is set and build called backward().
 
-    inductor: options of TorchInductor if it compiles the dense part. cuda_graph: whether training steps are captured.
+    inductor: TorchInductor options, or None to leave the dense part uncompiled. cuda_graph: capture training steps.
 
-    OptimizerError if backward() reached a parameter that no optimizer of the graph holds.
+    Raises OptimizerError if backward() reached a parameter that no optimizer of the graph holds.
     """
     module = traced.module
     graph = module.graph
     returned = traced.returned
     embeddings = embeddings_of(root)
-    world = refuse_worlds(embeddings)
+    world = common_world(embeddings)
     if world is not None and cuda_graph:
         raise OptionError(
-            "cuda_graph: rows of a world are sent between ranks through host memory, by the host in the middle of the "
-            "step, and a captured step runs without the host; call cuda_graph(False)"
+            "cuda_graph: ranks exchange rows through host memory in the middle of the step, and a captured step "
+            "cannot do that; call cuda_graph(False)"
         )
-    embedding_at = dict(zip([m.handle for m in embeddings.values()], identifiers(list(embeddings)), strict=True))
+    path_by_handle = dict(zip([m.handle for m in embeddings.values()], identifiers(list(embeddings)), strict=True))
 
     def label(handle: int) -> str:
-        return embedding_at.get(handle) or embedding_of(handle).name
+        return path_by_handle.get(handle) or embedding_of(handle).name
 
     placeholders = graph.find_nodes(op="placeholder")
     live = placeholders[len(traced.inputs) :]
@@ -164,7 +172,7 @@ def compile_step(
     values: Any = graph.output_node().args[0]
     trained: list[tuple[EmbeddingBase, RowOptimizer]] = []
     schedulers = optimizers.schedulers() if with_grad else []
-    ended: fx.Node | None = None
+    end_node: fx.Node | None = None
     holders = optimizers.holders()
     for index, grad in zip(with_grad, values[count:], strict=False):
         parameter = tensors[index]
@@ -178,7 +186,7 @@ def compile_step(
         if embedding is not None:
             expand_trained(module, embedding.handle, grad, label)
             trained.append((embedding, optimizers.rows[id(embedding.shadow)]))
-    # only now: a gradient of weights may be a dense gradient, and was replaced
+    # only now: the gradient of bag weights may be a dense gradient, and was replaced above
     grads = rewrite.keep_outputs(graph, count)
     dense = [
         (holders[id(tensors[index])], live[index], grad)
@@ -187,35 +195,35 @@ def compile_step(
     ]
     if with_grad:
         rewrite.add_dense_steps(module, optimizers, dense)
-        end.check_scaled(module)
-        if world is not None or not end.is_plain:
-            ended = rewrite.end_together(module, end)
-        rewrite.add_schedules(module, schedulers, ended)
+        epilogue.check_scaled(module)
+        if world is not None or not epilogue.is_plain:
+            end_node = rewrite.merge_updates(module, epilogue)
+        rewrite.add_schedules(module, schedulers, end_node)
     expand_reads(module, label)
-    share_batches(module)
+    share_rows(module)
     rewrite.drop_dead(graph)
     shadows = {
         node: label(by_shadow[id(t)].handle) for node, t in zip(live, tensors, strict=True) if id(t) in by_shadow
     }
-    refuse_used(graph, shadows, label)
+    refuse_uses(graph, shadows, label)
     collectives: StepCollectives | None = None
     if world is not None:
-        parts: list[DenseGrads] = []
+        dense_parts: list[DenseGrads] = []
         for optimizer in optimizers:
             params = [tensors[live.index(node)] for holder, node, _ in dense if holder is optimizer]
-            parts.append(DenseGrads(optimizer, params, params))
+            dense_parts.append(DenseGrads(optimizer, params, params))
         pin_early(module)
-        own = [embedding for embedding, _ in trained], parts, schedulers, ended is not None
+        trained_parts = [embedding for embedding, _ in trained], dense_parts, schedulers, end_node is not None
         collectives = schedule_collectives(
-            module, ended, partial(StepCollectives, world, rank_state, type(root).__name__, end, *own)
+            module, end_node, partial(StepCollectives, world, rank_state, type(root).__name__, epilogue, *trained_parts)
         )
     graph.lint()
     module.recompile()
-    lookups = None if cuda_graph and trained else extract_id_graph(module)  # a captured step makes its batches itself
+    lookups = None if cuda_graph and trained else extract_id_graph(module)  # a captured step makes its own batches
     if inductor is not None:
         module = compile_dense(module, inductor)
     captured = (
-        CudaGraphStep(module, len(traced.inputs), [e for e, _ in trained], end) if cuda_graph and trained else None
+        CudaGraphStep(module, len(traced.inputs), [e for e, _ in trained], epilogue) if cuda_graph and trained else None
     )
     rollback = None if traced.guard is None else RollbackStep(module)
     rewrite.bind_ops(module)
@@ -223,8 +231,8 @@ def compile_step(
     step = CompiledStep(name, module, lookups, trained, returned, captured, rollback, guard)
     if collectives is None:
         return step
-    first: dict[str, int] = {}
+    first_values: dict[str, int] = {}
     for index, tensor in enumerate(tensors, len(traced.inputs)):
         if id(tensor) not in by_shadow:
-            first.setdefault(paths[id(tensor)], index)
-    return RankStep(**vars(step), collectives=collectives, first_values=first, in_training=root.training)
+            first_values.setdefault(paths[id(tensor)], index)
+    return RankStep(**vars(step), collectives=collectives, first_values=first_values, in_training=root.training)

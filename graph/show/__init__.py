@@ -1,1 +1,1 @@
-"""Showing a step to people: listing, drawing, profile, and why it was compiled."""
+"""Show a step to people: listing, drawing, profile, and why it was compiled."""

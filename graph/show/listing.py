@@ -1,7 +1,7 @@
-"""A compiled step for people: its stages, the step as text, and `Graph.draw` as a flowchart in Mermaid.
+"""Show a compiled step to people: as text, and as a flowchart in Mermaid for `Graph.draw`.
 
-The text is Python, one op a line, with what each op makes as a comment. The flowchart has a group for each stage. A
-chain of elementwise ops and views is one box. Parameters are no boxes; the boxes that read them name them.
+The text is Python, one op per line, with a comment on each result. The flowchart groups ops by stage, and draws a
+chain of elementwise ops and views as one box. Parameters get no boxes; the boxes that read them list their names.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ...engine.ops.rows_contract import EmbeddingBase
 from ..passes.collectives import sum_over_ranks
 from ..passes.lookups import prefetchable_lookups
 from ..passes.step_epilogue import accumulate, apply_gradients, dense_step, schedule
-from ..trace.alias import called
+from ..trace.alias import call_target
 from ..trace.trace import BACKWARD, LIVE
 
-# compiled: forward and backward together, as `compile_dense` makes it
+# compiled: forward and backward together, after `compile_dense`
 STAGES = ("inputs", "pin", "gather", "forward", "compiled", "backward", "exchange", "update", "dense step", "outputs")
-_OF_OP = {"placeholder": "inputs", "get_attr": "inputs", "call_module": "compiled", "output": "outputs"}
-_OF_CALL: dict[Any, str] = {
+_STAGE_OF_OP = {"placeholder": "inputs", "get_attr": "inputs", "call_module": "compiled", "output": "outputs"}
+_STAGE_OF_CALL: dict[Any, str] = {
     "pin": "pin",
     "gather": "gather",
     "read": "gather",
@@ -40,85 +40,85 @@ _OF_CALL: dict[Any, str] = {
     dense_step: "dense step",
     schedule: "dense step",
 }
-_MAX_NAMED = 3  # the most parameters that a box names
+_MAX_NAMED = 3  # parameters that a box names
 
 
 def stages(graph: fx.Graph) -> dict[fx.Node, str]:
-    """The stage of each node, one of `STAGES`. What is made of gradients, such as clipping, counts as backward."""
-    found: dict[fx.Node, str] = {}
+    """Return each node's stage, one of `STAGES`. Nodes computed from gradients, such as clipping, are backward."""
+    stage_of: dict[fx.Node, str] = {}
     for node in graph.nodes:
-        known = _OF_OP.get(node.op) or _OF_CALL.get(called(node))
-        of_inputs = [found[source] for source in node.all_input_nodes]
+        stage = _STAGE_OF_OP.get(node.op) or _STAGE_OF_CALL.get(call_target(node))
+        input_stages = [stage_of[source] for source in node.all_input_nodes]
         if node.target is operator.getitem:
-            known = of_inputs[0]
-        after = BACKWARD in node.meta or "backward" in of_inputs
-        found[node] = known or ("backward" if after else "forward")
-    return found
+            stage = input_stages[0]
+        is_backward = BACKWARD in node.meta or "backward" in input_stages
+        stage_of[node] = stage or ("backward" if is_backward else "forward")
+    return stage_of
 
 
-def rows_at(module: fx.GraphModule, node: fx.Node) -> str | None:
-    """The embedding whose rows a node pins, reads or updates, and its store: `users in cached_ssd`. Else None."""
+def row_source(module: fx.GraphModule, node: fx.Node) -> str | None:
+    """Return the embedding whose rows a node uses, and its store: `users in cached_ssd`. None for other nodes."""
     if node.op == "get_attr":
         value = getattr(module, str(node.target))
         is_embedding = isinstance(value, EmbeddingBase)
         return f"{node.target} in {value.store_options.store}" if is_embedding else None
-    if called(node) not in _OF_CALL:
+    if call_target(node) not in _STAGE_OF_CALL:
         return None
-    fetched = called(node) != "pin"  # the batch that a pin is like has rows of another embedding
-    sources = [n for n in node.all_input_nodes if n.op == "get_attr" or (fetched and called(n) == "pin")]
-    found = [rows for source in sources if (rows := rows_at(module, source)) is not None]
-    return ", ".join(dict.fromkeys(found)) or None
+    follows_pins = call_target(node) != "pin"  # a pin's second batch argument has another embedding's rows
+    sources = [n for n in node.all_input_nodes if n.op == "get_attr" or (follows_pins and call_target(n) == "pin")]
+    row_sources = [text for source in sources if (text := row_source(module, source)) is not None]
+    return ", ".join(dict.fromkeys(row_sources)) or None
 
 
 def draw(module: fx.GraphModule, title: str, ahead: bool) -> str:
-    """The step as a flowchart in Mermaid. ahead: whether `Graph.run` fetches rows before the step begins."""
-    stage_of, named = stages(module.graph), _names_without_box(module)
-    box_of = _boxes(module.graph, stage_of, named)
+    """Return the step as a Mermaid flowchart. ahead: `Graph.run` fetches rows before the step begins."""
+    stage_of, unboxed = stages(module.graph), _unboxed_names(module)
+    box_of = _boxes(module.graph, stage_of, unboxed)
     boxes = [box for node, box in box_of.items() if node is box[-1]]
-    fetched = {node: source.target for node, (source, _) in prefetchable_lookups(module)} if ahead else {}
-    name_of = {box[-1]: f"n{number}" for number, box in enumerate(boxes)}
+    prefetched = {node: source.target for node, (source, _) in prefetchable_lookups(module)} if ahead else {}
+    box_names = {box[-1]: f"n{number}" for number, box in enumerate(boxes)}
     lines = ["---", f"title: {json.dumps(title)}", "---", "flowchart TB"]
     for number, stage in enumerate(STAGES):
-        if own := [box for box in boxes if stage_of[box[-1]] == stage]:
+        if stage_boxes := [box for box in boxes if stage_of[box[-1]] == stage]:
             lines.append(f'subgraph s{number}["{stage}"]')
-            for box in own:
-                texts = [*_lines(module, box, named)]
-                if box[-1] in fetched:  # all other work is done in order, on one stream
-                    on_gpu = getattr(module, fetched[box[-1]]).shadow.is_cuda
+            for box in stage_boxes:
+                texts = [*_lines(module, box, unboxed)]
+                if box[-1] in prefetched:  # everything else runs in order, on one stream
+                    on_gpu = getattr(module, prefetched[box[-1]]).shadow.is_cuda
                     texts.append(f"ahead, on a separate {'stream' if on_gpu else 'thread'}")
-                lines.append(f"    {name_of[box[-1]]}{_shape(texts, rows_at(module, box[-1]) is not None)}")
+                lines.append(f"    {box_names[box[-1]]}{_shape(texts, row_source(module, box[-1]) is not None)}")
             lines.append("end")
     for box in boxes:
         sources = dict.fromkeys(box_of[s][-1] for node in box for s in node.all_input_nodes if s in box_of)
-        lines += (f"{name_of[source]} --> {name_of[box[-1]]}" for source in sources if source is not box[-1])
+        lines += (f"{box_names[source]} --> {box_names[box[-1]]}" for source in sources if source is not box[-1])
     return "\n".join(lines) + "\n"
 
 
-def _shape(lines: list[str], is_of_store: bool) -> str:
-    """The text of a box in brackets; those of a store draw a cylinder."""
+def _shape(lines: list[str], uses_store: bool) -> str:
+    """Return a box's text in Mermaid brackets. Boxes of a store are cylinders."""
     escaped = (html.escape(line.replace("#", "#35;"), quote=False).replace("&", "#") for line in lines)
     text = "<br>".join(escaped).replace('"', "#quot;")
-    return f'[("{text}")]' if is_of_store else f'["{text}"]'
+    return f'[("{text}")]' if uses_store else f'["{text}"]'
 
 
-def _boxes(graph: fx.Graph, stage_of: dict[fx.Node, str], named: dict[fx.Node, str]) -> dict[fx.Node, list[fx.Node]]:
-    """The box of each node that has one: the nodes that are drawn together, in their order."""
+def _boxes(graph: fx.Graph, stage_of: dict[fx.Node, str], unboxed: dict[fx.Node, str]) -> dict[fx.Node, list[fx.Node]]:
+    """Return each node's box: the list of nodes that are drawn together, in order."""
     box_of: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
-        if node in named or (node.op == "placeholder" and not node.users):
+        if node in unboxed or (node.op == "placeholder" and not node.users):
             continue
-        chained = (s for s in node.all_input_nodes if s in box_of and stage_of[s] == stage_of[node])
-        joined = next((source for source in chained if _continues(source, node)), None)
-        box_of[node] = box = [] if joined is None else box_of[joined]
+        candidates = (s for s in node.all_input_nodes if s in box_of and stage_of[s] == stage_of[node])
+        previous = next((source for source in candidates if _continues(source, node)), None)
+        box_of[node] = box = [] if previous is None else box_of[previous]
         box.append(node)
     return box_of
 
 
-def _names_without_box(module: fx.GraphModule) -> dict[fx.Node, str]:
-    """Names of nodes without boxes: parameters and other tensors that a step keeps, their views, optimizers."""
+def _unboxed_names(module: fx.GraphModule) -> dict[fx.Node, str]:
+    """Return names for nodes without boxes: parameters and other kept tensors, their views, and optimizers."""
     named: dict[fx.Node, str] = {}
     for node in module.graph.nodes:
-        if LIVE in node.meta or (node.op == "get_attr" and rows_at(module, node) is None):
+        if LIVE in node.meta or (node.op == "get_attr" and row_source(module, node) is None):
             named[node] = node.name
         elif _is_view(node) and all(source in named for source in node.all_input_nodes):
             named[node] = named[node.all_input_nodes[0]]
@@ -126,7 +126,7 @@ def _names_without_box(module: fx.GraphModule) -> dict[fx.Node, str]:
 
 
 def _continues(source: fx.Node, node: fx.Node) -> bool:
-    """Whether both nodes belong to one chain of ops, drawn as one box."""
+    """True if both nodes belong to one chain of ops, drawn as one box."""
     are_simple = all(_is_view(op) or torch.Tag.pointwise in getattr(op.target, "tags", ()) for op in (source, node))
     return len(source.users) == 1 and are_simple
 
@@ -135,8 +135,8 @@ def _is_view(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
 
-def _lines(module: fx.GraphModule, nodes: list[fx.Node], named: dict[fx.Node, str]) -> Iterator[str]:
-    """The text of a box: its ops, what the last op makes, and the parameters that they read."""
+def _lines(module: fx.GraphModule, nodes: list[fx.Node], unboxed: dict[fx.Node, str]) -> Iterator[str]:
+    """Yield a box's lines: its ops, the last op's result, and the parameters that it reads."""
     last = nodes[-1]
     if last.op.startswith("call"):
         names = [_op_name(node.target).removeprefix("aten.").split(".")[0] for node in nodes]
@@ -145,16 +145,16 @@ def _lines(module: fx.GraphModule, nodes: list[fx.Node], named: dict[fx.Node, st
         )
     else:
         yield last.name
-    if made := describe(module, last):
-        yield made
-    reads = list(dict.fromkeys(named[s] for node in nodes for s in node.all_input_nodes if s in named))
-    yield from reads[:_MAX_NAMED]
-    if len(reads) > _MAX_NAMED:
-        yield f"and {len(reads) - _MAX_NAMED} more"
+    if result := describe(module, last):
+        yield result
+    parameters = list(dict.fromkeys(unboxed[s] for node in nodes for s in node.all_input_nodes if s in unboxed))
+    yield from parameters[:_MAX_NAMED]
+    if len(parameters) > _MAX_NAMED:
+        yield f"and {len(parameters) - _MAX_NAMED} more"
 
 
 def listing(module: fx.GraphModule) -> str:
-    """The step: a heading for each stage, and after each op the dtype and shape of its result, or its store."""
+    """Return the step as text: a heading per stage, and each op with its result's dtype and shape or its store."""
     stage_of = stages(module.graph)
     arguments = ["self", *(node.name for node in module.graph.find_nodes(op="placeholder"))]
     lines = [f"def forward({', '.join(arguments)}):"]
@@ -172,7 +172,7 @@ def listing(module: fx.GraphModule) -> str:
 
 
 def statement(node: fx.Node) -> str:
-    """The line of Python for a node."""
+    """Return a node as a line of Python."""
     if node.op == "output":
         return f"return {node.args[0]}"
     if node.op == "get_attr":
@@ -185,26 +185,26 @@ def statement(node: fx.Node) -> str:
 
 
 def _op_name(target: Callable[..., Any] | str) -> str:
-    """The name of an op, such as `aten.addmm.default`, `gather` or `dense_0`."""
+    """Return an op's name, such as `aten.addmm.default`, `gather` or `dense_0`."""
     return str(target) if isinstance(target, torch._ops.OpOverload | str) else target.__name__
 
 
 def describe(module: fx.GraphModule, node: fx.Node) -> str:
-    """What a node returns, and of which rows: `float32 [8, 12]`, `float32 [8, 3, 4], users in cached_ssd`."""
+    """Describe a node's result and rows: `float32 [8, 12]`, `float32 [8, 3, 4], users in cached_ssd`."""
     values = pytree.tree_leaves(node.meta.get("val"))
     parts = [tensor_text(value) for value in values if isinstance(value, Tensor)]
-    rows = rows_at(module, node)
+    rows = row_source(module, node)
     return ", ".join(parts if rows is None else [*parts, rows])
 
 
 def tensor_text(value: Tensor) -> str:
-    """Dtype and shape of a tensor, such as `float32 [8, 12]`, with the device unless it is the CPU."""
+    """Return a tensor's dtype and shape, such as `float32 [8, 12]`, and its device unless that is the CPU."""
     dtype = str(value.dtype).removeprefix("torch.")
     return f"{dtype} {list(value.shape)}" + ("" if value.device.type == "cpu" else f" {value.device}")
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a Lookup, without unused fields at its end
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a Lookup: omit unused fields at its end
         used = max((count for count, part in enumerate(value, 1) if part is not None), default=0)
         return f"{type(value).__name__}({', '.join(map(_text, value[:used]))})"
     if isinstance(value, list | tuple):

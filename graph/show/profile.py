@@ -1,7 +1,7 @@
-"""`Graph.profile`: steps of a run with a clock after each op, as tables and as a Chrome trace.
+"""`Graph.profile`: run steps with a clock after each op, and report tables and a Chrome trace.
 
-A profiled step is the compiled step with a clock read after each op, so it computes the same. The profile also reports
-how long threads of this process waited for a core, and the remedy if idle threads occupy the cores.
+A profiled step is the compiled step with a clock read after each op, so it computes the same results. The profile
+also reports how long this process's threads waited for a core, and what to do if idle threads occupy the cores.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from torch._ops import OpOverload
 
 from ...engine.checks import as_int
 from ...engine.errors import InputError
-from ..trace.names import path_of
+from ..trace.names import as_path
 from .listing import STAGES, describe, stages
 from .why import RecompileLog
 
-_WAITING_SHARE = 0.1  # of the elapsed time; there is advice above it
+_WAITING_SHARE = 0.1  # share in the elapsed time; more gets advice
 _CLOCK = "_clock"
-_AROUND = "Python around"
+_PYTHON = "Python around"
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "convolution_backward"}
-_FUSED_SHARE = 0.25  # of a step, of the time of ops that fuse; there is advice above it
+_FUSED_SHARE = 0.25  # share in a step spent in fusible ops; more gets advice
 
 
 def _waiting_advice(waited: float, elapsed: float) -> str:
-    """A line of advice if spinning threads of torch may occupy the cores, else an empty string.
+    """Return a line of advice if torch's spinning threads may occupy the cores, otherwise an empty string.
 
-    waited: the seconds that all threads waited for a core, 0 on systems that do not count it, which are all but Linux.
+    waited: the seconds that all threads waited for a core. Only Linux counts these; elsewhere it is 0.
     """
     spin = torch.get_num_threads() > 1 and os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive"
     if not spin or waited <= _WAITING_SHARE * elapsed:
@@ -45,19 +45,19 @@ def _waiting_advice(waited: float, elapsed: float) -> str:
     )
 
 
-def _waited() -> dict[str, int]:
-    """By thread of this process, the nanoseconds for which it was ready to run and had no core."""
-    waited = {}
+def _core_wait_times() -> dict[str, int]:
+    """Return the nanoseconds that each thread of this process was ready to run but had no core."""
+    times = {}
     for thread in Path("/proc/self/task").glob("*"):
-        with suppress(OSError, IndexError):  # the thread has ended, or this system does not count it
-            waited[thread.name] = int((thread / "schedstat").read_text().split()[1])
-    return waited
+        with suppress(OSError, IndexError):  # the thread ended, or the system does not count this
+            times[thread.name] = int((thread / "schedstat").read_text().split()[1])
+    return times
 
 
 class Op(NamedTuple):
-    """A node of a compiled step: its name in `print(graph)`, its stage, and what it returns.
+    """A compiled step's node: its name in `print(graph)`, its stage, and its result.
 
-    fuses: whether TorchInductor would fuse it with its neighbours.
+    fuses: TorchInductor would fuse it with its neighbours.
     """
 
     name: str
@@ -67,32 +67,32 @@ class Op(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A stretch of time, in nanoseconds of one clock."""
+    """A time span in nanoseconds."""
 
     begin: int
     end: int
 
 
 class Step(NamedTuple):
-    """One step of a profile: its whole time, and the known parts of it."""
+    """One profiled step: its total time, and the known parts."""
 
     span: Span
     loader: list[Span]
-    compiling: int  # ns of compiling
+    compiling: int  # nanoseconds
     ops: list[tuple[Op, Span]]
 
 
 class Timer:
-    """Runs compiled steps and records the time of each op. On a GPU it waits for each op to end."""
+    """Runs compiled steps and records each op's time. On a GPU it waits for each op to finish."""
 
     def __init__(self, compiles: RecompileLog) -> None:
         self._compiles = compiles
         self._timed: dict[fx.GraphModule, tuple[fx.GraphModule, list[int], list[Op]]] = {}
         self._ran: list[tuple[Op, Span]] = []
-        self._preparing = 0  # ns of adding the clock
+        self._preparing = 0  # nanoseconds spent on adding clocks
 
     def forward(self, module: fx.GraphModule, tensors: list[Tensor]) -> Any:
-        """The result of `module.forward(*tensors)`, with a clock after each op."""
+        """Return `module.forward(*tensors)`, timing each op."""
         if module not in self._timed:
             begin = perf_counter_ns()
             self._timed[module] = _with_clock(module)
@@ -104,11 +104,11 @@ class Timer:
         return outputs
 
     def compiling(self) -> int:
-        """The ns of all compiles of the graph, and of adding the clock."""
+        """Return the nanoseconds spent on compiling steps of the graph and adding clocks."""
         return int(self._compiles.seconds * 1e9) + self._preparing
 
     def take(self) -> list[tuple[Op, Span]]:
-        """The ops that ran since the last `take`, with their times."""
+        """Return the ops that ran since the last `take`, with their times."""
         ran, self._ran = self._ran, []
         return ran
 
@@ -116,27 +116,29 @@ class Timer:
 class Profile:
     """Where the time of steps went. `print(profile)` shows it by stage, `print(profile.by_op())` by op.
 
-    steps: the number of steps. stages: the seconds of each stage, of all steps. `Python around` is the rest of the
-    steps: the check of the signature, the arguments, the window of batches. compile_seconds: the seconds of compiling
-    and of adding the clock, which are not part of the stages.
+    Attributes:
+        steps: how many steps ran.
+        stages: seconds per stage, summed over all steps. `Python around` is the rest: checking the signature,
+            unpacking arguments, and drawing batches ahead.
+        compile_seconds: seconds spent on compiling and on adding clocks, not included in `stages`.
     """
 
     def __init__(self, name: str, steps: list[Step], advice: str, may_compile: bool) -> None:
         self._name, self._steps, self._advice, self._may_compile = name, steps, advice, may_compile
         self.steps = len(steps)
         self.compile_seconds = sum(step.compiling for step in steps) / 1e9
-        spent: dict[str, int] = dict.fromkeys(["loader", *STAGES, _AROUND], 0)
+        spent: dict[str, int] = dict.fromkeys(["loader", *STAGES, _PYTHON], 0)
         for step in steps:
             spans = [("loader", span) for span in step.loader] + [(op.stage, span) for op, span in step.ops]
             for stage, (begin, end) in spans:
                 spent[stage] += end - begin
-            spent[_AROUND] += step.span.end - step.span.begin - step.compiling - sum(e - b for _, (b, e) in spans)
+            spent[_PYTHON] += step.span.end - step.span.begin - step.compiling - sum(e - b for _, (b, e) in spans)
         self.stages = {stage: ns / 1e9 for stage, ns in spent.items() if ns}
 
     def __str__(self) -> str:
-        """A table with the total, the mean of a step and the share of each stage.
+        """Return a table with each stage's total, mean per step and share.
 
-        Lines below it say whether to try `compile_dense`, and whether threads waited for a core.
+        Lines below it suggest `compile_dense`, and report threads that waited for a core.
         """
         seconds = sum(self.stages.values())
         rows = [*self.stages.items(), ("step", seconds)]
@@ -148,7 +150,7 @@ class Profile:
         return "\n".join([*lines, *filter(None, [self._compile_advice(seconds), self._advice])])
 
     def by_op(self, most: int = 20) -> str:
-        """A table of the `most` ops that took longest, each by its name in `print(graph)`. InputError for most < 1."""
+        """Return a table of the `most` slowest ops, by their names in `print(graph)`. InputError for most < 1."""
         if as_int(most, minimum=1) is None:
             raise InputError(f"most={most!r}: give a whole number of ops > 0")
         spent: dict[Op, int] = {}
@@ -164,7 +166,7 @@ class Profile:
         return "\n".join(lines)
 
     def chrome_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the steps for chrome://tracing or ui.perfetto.dev: JSON, one event an op and step. InputError."""
+        """Write the steps as JSON for chrome://tracing or ui.perfetto.dev, one event per op and step. InputError."""
         start = self._steps[0].span.begin if self._steps else 0
         track = {"pid": 0, "tid": 0}
         events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "args": {"name": self._name}, **track}]
@@ -179,15 +181,15 @@ class Profile:
                 add("loader", "loader", span, step=number)
             for op, span in step.ops:
                 add(op.name, op.stage, span, step=number, makes=op.makes)
-        path_of(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        as_path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
     def _compile_advice(self, seconds: float) -> str:
         fused = sum(span.end - span.begin for step in self._steps for op, span in step.ops if op.fuses) / 1e9
         if not self._may_compile or fused <= _FUSED_SHARE * seconds:
             return ""
         return (
-            f"{fused / seconds:.0%} went to ops of the dense part that TorchInductor can fuse: try compile_dense(); "
-            "the first call of each shape takes seconds longer then"
+            f"{fused / seconds:.0%} went to dense ops that TorchInductor can fuse: try compile_dense(); "
+            "the first call of each shape then takes seconds longer"
         )
 
     def _figures(self, spent: float, seconds: float) -> str:
@@ -199,31 +201,31 @@ class Profile:
 def profile(
     name: str, run: Callable[[Iterable[Any]], Iterator[Any]], batches: Iterable[Any], timer: Timer, may_compile: bool
 ) -> Profile:
-    """The profile of `run` on all batches. may_compile: whether `compile_dense` is off and could be on."""
-    drawn: list[Span] = []
+    """Profile `run` on all batches. may_compile: `compile_dense` is off and could be turned on."""
+    loader_spans: list[Span] = []
     steps: list[Step] = []
-    before, start = _waited(), perf_counter_ns()
-    running = run(_timed(batches, drawn))
+    waits_before, start = _core_wait_times(), perf_counter_ns()
+    results = run(_timed(batches, loader_spans))
     begin, compiled = perf_counter_ns(), timer.compiling()
-    for _ in running:
+    for _ in results:
         span, compiling = Span(begin, perf_counter_ns()), timer.compiling() - compiled
-        steps.append(Step(span, list(drawn), compiling, timer.take()))
-        drawn.clear()
+        steps.append(Step(span, list(loader_spans), compiling, timer.take()))
+        loader_spans.clear()
         begin, compiled = perf_counter_ns(), timer.compiling()
-    waited = sum(ns - before.get(thread, 0) for thread, ns in _waited().items())
+    waited = sum(ns - waits_before.get(thread, 0) for thread, ns in _core_wait_times().items())
     return Profile(name, steps, _waiting_advice(waited / 1e9, (perf_counter_ns() - start) / 1e9), may_compile)
 
 
-def _timed(batches: Iterable[Any], drawn: list[Span]) -> Iterator[Any]:
+def _timed(batches: Iterable[Any], loader_spans: list[Span]) -> Iterator[Any]:
     begin = perf_counter_ns()
     for batch in batches:
-        drawn.append(Span(begin, perf_counter_ns()))
+        loader_spans.append(Span(begin, perf_counter_ns()))
         yield batch
         begin = perf_counter_ns()
 
 
 def _with_clock(module: fx.GraphModule) -> tuple[fx.GraphModule, list[int], list[Op]]:
-    """A module that computes the same, and appends the time to a list at its beginning and after each op."""
+    """Return a module that computes the same, and logs the time at its start and after each op in a list."""
     stage_of = stages(module.graph)
     values = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
     on_gpu = any(isinstance(value, Tensor) and value.is_cuda for value in values)
@@ -232,17 +234,17 @@ def _with_clock(module: fx.GraphModule) -> tuple[fx.GraphModule, list[int], list
     ops: list[Op] = []
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    read: fx.Node | None = None
+    clock_node: fx.Node | None = None
     for node in module.graph.nodes:
-        if read is None and node.op != "placeholder":
-            read = graph.get_attr(_CLOCK)
-            graph.call_function(stamp, (read,))
+        if clock_node is None and node.op != "placeholder":
+            clock_node = graph.get_attr(_CLOCK)
+            graph.call_function(stamp, (clock_node,))
         copies[node] = graph.node_copy(node, copies.__getitem__)
         if node.op.startswith("call"):
-            graph.call_function(stamp, (read,))
+            graph.call_function(stamp, (clock_node,))
             stage = stage_of[node]
-            is_of_torch = stage in ("forward", "backward") and isinstance(node.target, OpOverload)
-            fuses = is_of_torch and node.target.overloadpacket.__name__ not in _PRODUCTS
+            is_torch_op = stage in ("forward", "backward") and isinstance(node.target, OpOverload)
+            fuses = is_torch_op and node.target.overloadpacket.__name__ not in _PRODUCTS
             ops.append(Op(node.name, stage, describe(module, node), fuses))
     names = (node.target for node in module.graph.nodes if node.op in ("get_attr", "call_module"))
     attributes = {name: getattr(module, name) for name in names}

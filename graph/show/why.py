@@ -1,6 +1,6 @@
-"""Why a graph compiled another step: how a call differs from the nearest signature that was compiled before.
+"""Explain why a graph compiled another step: how the call differs from the most similar signature compiled before.
 
-A signature is fast to compare, but has no names; these facts are read from the same objects at each compile.
+Signatures are quick to compare but have no names. So each compile also collects the same properties with names.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ..passes.step_epilogue import StepEpilogue
 from ..trace.names import HasBuild, tensor_names
 from ..trace.signature import MODULE_HOOKS, Call, argument_names
 
-_MAX_SHOWN = 6  # differences of one step
-_VALUE = "value"  # traces that read others differ in something else
+_MAX_SHOWN = 6  # differences shown per step
+_VALUE = "value"  # if two traces read different values, they also differ in something else
 _ATTRIBUTES = frozenset(vars(nn.Module()))
 _OF_MODULES = ("module", "training flag of", "hooks of", "attribute", "parameter", "buffer")
 
@@ -28,7 +28,7 @@ log = logging.getLogger("tierbed")
 
 
 class Fact(NamedTuple):
-    """What a signature has: as text, with a key for what the text leaves out. fields: of a tensor."""
+    """A property in a signature: text, and a key for what the text leaves out. fields: a tensor's properties."""
 
     text: str
     key: Hashable = None
@@ -41,7 +41,7 @@ Facts = dict[tuple[str, str], Fact]  # by (kind, name or path)
 
 
 class RecompileLog:
-    """The steps that a graph has compiled: facts and reasons of the last `most` steps, the time of all steps."""
+    """The steps that a graph has compiled: facts and reasons of the last `most`, and the time of all."""
 
     def __init__(self, most: int) -> None:
         self._facts: deque[Facts] = deque(maxlen=most)
@@ -50,13 +50,13 @@ class RecompileLog:
         self.seconds = 0.0
 
     def add(self, name: str, new: Facts, seconds: float) -> None:
-        """Add a step of the graph `name`. From the second on it has a reason, which is logged."""
+        """Add a step of the graph `name`. Every step except the first gets a reason, and it is logged."""
         if self._facts:
             nearest = min((_differences(new, old) for old in reversed(self._facts)), key=len)
-            more = [f"and {len(nearest) - _MAX_SHOWN} more"] * (len(nearest) > _MAX_SHOWN)
-            shown = "; ".join([*nearest[:_MAX_SHOWN], *more])
-            same = "an equal step was dropped, or tensors are tied in another way"
-            self.reasons.append(f"step {self.count}: {shown or same}")
+            rest = [f"and {len(nearest) - _MAX_SHOWN} more"] * (len(nearest) > _MAX_SHOWN)
+            shown = "; ".join([*nearest[:_MAX_SHOWN], *rest])
+            fallback = "an equal step was evicted, or tensors are tied differently"
+            self.reasons.append(f"step {self.count}: {shown or fallback}")
             log.info("%s compiled %s", name, self.reasons[-1])
         self._facts.append(new)
         self.count += 1
@@ -72,54 +72,54 @@ def guard_facts(
     settings: Mapping[str, str],
     values: Mapping[str, tuple[str, Hashable]],
 ) -> Facts:
-    """What a step of `root` for a call depends on, by the user's name for it. is_dynamic: whether it takes other sizes.
+    """Return what a call's step of `root` depends on, by the user's names. is_dynamic: the step accepts other sizes.
 
-    values: the Python values that build reads, each as text and as a key.
+    values: the Python values that build reads, as text and as a key.
     """
     dynamic_dims = call.dynamic_dims if is_dynamic else ()
-    found: Facts = {}
+    facts: Facts = {}
     number = 0
-    for name, leaf in zip(argument_names(root.build, call.given), call.leaves, strict=True):
+    for name, leaf in zip(argument_names(root.build, call.arguments), call.leaves, strict=True):
         if isinstance(leaf, Tensor):
-            found["argument", name] = _describe(leaf, dynamic=[d for i, d in dynamic_dims if i == number])
+            facts["argument", name] = _describe(leaf, dynamic=[d for i, d in dynamic_dims if i == number])
             number += 1
         else:
-            found["argument", name] = Fact(repr(leaf))
-    found["arguments", ""] = Fact("structure of lists, tuples, dicts and keywords", str(call.spec))
-    found["gradient mode", ""] = Fact(str(torch.is_grad_enabled()))
-    found["default dtype", ""] = Fact(str(torch.get_default_dtype()))
+            facts["argument", name] = Fact(repr(leaf))
+    facts["arguments", ""] = Fact("structure of lists, tuples, dicts and keywords", str(call.spec))
+    facts["gradient mode", ""] = Fact(str(torch.is_grad_enabled()))
+    facts["default dtype", ""] = Fact(str(torch.get_default_dtype()))
     for kind in ("cpu", "cuda"):
         is_on = torch.is_autocast_enabled(kind)
-        found["autocast on", kind] = Fact(str(torch.get_autocast_dtype(kind)) if is_on else "off")
+        facts["autocast on", kind] = Fact(str(torch.get_autocast_dtype(kind)) if is_on else "off")
     for i, optimizer in enumerate(optimizers):
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         text = f"{type(optimizer).__name__} of {' + '.join(map(str, sizes))} parameters"
-        found["optimizer", str(i)] = Fact(text, (id(optimizer), *sizes))
-    found["gradients", ""] = Fact(
+        facts["optimizer", str(i)] = Fact(text, (id(optimizer), *sizes))
+    facts["gradients", ""] = Fact(
         "accumulated" if end.accumulate_steps > 1 else "as they are" if end.is_plain else "clipped or unscaled"
     )
-    found["gradient scaler", ""] = Fact("none" if end.scaler is None else "GradScaler", end.scaling())
-    found.update({(name, ""): Fact(setting) for name, setting in settings.items()})
-    found.update({(_VALUE, label): Fact(*value) for label, value in values.items()})
+    facts["gradient scaler", ""] = Fact("none" if end.scaler is None else "GradScaler", end.scaling())
+    facts.update({(name, ""): Fact(setting) for name, setting in settings.items()})
+    facts.update({(_VALUE, label): Fact(*value) for label, value in values.items()})
     for path, module in root.named_modules():
         hooks = [number for hooks in MODULE_HOOKS(module) for number in hooks]
-        found["module", path] = Fact(type(module).__name__, id(module))
-        found["training flag of", path] = Fact(str(module.training))
-        found["hooks of", path] = Fact(str(len(hooks)), tuple(hooks))
+        facts["module", path] = Fact(type(module).__name__, id(module))
+        facts["training flag of", path] = Fact(str(module.training))
+        facts["hooks of", path] = Fact(str(len(hooks)), tuple(hooks))
         for name, value in vars(module).items():
             if name not in _ATTRIBUTES:
-                known = _describe(value, id(value)) if isinstance(value, Tensor) else _NO_TENSOR
-                found["attribute", f"{path}.{name}" if path else name] = known
+                fact = _describe(value, id(value)) if isinstance(value, Tensor) else _NO_TENSOR
+                facts["attribute", f"{path}.{name}" if path else name] = fact
     names = tensor_names(root)
     for parameter in root.parameters():
-        found["parameter", names[id(parameter)]] = _describe(parameter, id(parameter))
+        facts["parameter", names[id(parameter)]] = _describe(parameter, id(parameter))
     for buffer in root.buffers():
-        found["buffer", names[id(buffer)]] = _describe(buffer)
-    return found
+        facts["buffer", names[id(buffer)]] = _describe(buffer)
+    return facts
 
 
 def _describe(tensor: Tensor, identity: int | None = None, dynamic: Collection[int] = ()) -> Fact:
-    """A tensor as a signature has it, with its id if a step keeps the object. dynamic: dimensions of any size."""
+    """Describe a tensor as in a signature, with its id if steps keep the object. dynamic: dimensions of any size."""
     sizes = ", ".join("any" if d in dynamic else str(size) for d, size in enumerate(tensor.shape))
     shape = f"({sizes}{',' * (tensor.dim() == 1)})"
     fields = {name: str(getattr(tensor, name)) for name in ("dtype", "device", "requires_grad", "layout")}
@@ -138,7 +138,7 @@ def _differences(new: Facts, old: Facts) -> list[str]:
     return [
         f"{kind} {path or 'the graph' if kind in _OF_MODULES else path}".rstrip() + f": {text}"
         for (kind, path), text in changed.items()
-        if not _follows(kind, path, changed)
+        if not _is_explained(kind, path, changed)
     ]
 
 
@@ -146,16 +146,16 @@ def _difference(new: Fact, old: Fact) -> str:
     if new.fields and old.fields:
         fields = [field for field, value in new.fields.items() if value != old.fields[field]]
         if "shape" in fields and "strides" in fields:
-            fields.remove("strides")  # strides mostly follow the shape
+            fields.remove("strides")  # strides usually follow from the shape
         return ", ".join(f"{f} {new.fields[f]}, was {old.fields[f]}" for f in fields) or "another tensor"
     return f"{new.text}, was {old.text}" if new.text != old.text else f"another {new.text}"
 
 
-def _follows(kind: str, path: str, changed: dict[tuple[str, str], str]) -> bool:
-    """Whether another difference explains this one: a replaced module around it, or `eval()` of a module around it."""
+def _is_explained(kind: str, path: str, changed: dict[tuple[str, str], str]) -> bool:
+    """True if another difference explains this one: an outer module was replaced or switched by `eval()`."""
     if kind not in _OF_MODULES or not path:
         return False
-    around = ["", *accumulate(path.split(".")[:-1], "{}.{}".format)]
-    if kind == "training flag of" and any(changed.get((kind, p)) == changed[kind, path] for p in around):
+    outer_paths = ["", *accumulate(path.split(".")[:-1], "{}.{}".format)]
+    if kind == "training flag of" and any(changed.get((kind, p)) == changed[kind, path] for p in outer_paths):
         return True
-    return any(("module", p) in changed for p in (around if kind == "module" else [*around, path]))
+    return any(("module", p) in changed for p in (outer_paths if kind == "module" else [*outer_paths, path]))

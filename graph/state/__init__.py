@@ -1,1 +1,1 @@
-"""Optimizers of a graph, their state, and checkpoints."""
+"""A graph's optimizers, their state, and checkpoints."""

@@ -1,4 +1,8 @@
-"""The extra state in a graph's state_dict, next to parameters and buffers, and the check that one fits a graph."""
+"""A graph's extra state in its state_dict, and the checks that a saved state fits.
+
+Torch's optimizers and schedulers accept almost any state, and fail later in a step. So a saved state's structure,
+types and shapes are compared with the current state before anything is loaded.
+"""
 
 from __future__ import annotations
 
@@ -20,32 +24,32 @@ from ...engine.errors import GraphError, TierbedError
 from ...engine.optim.row_optimizer import RowOptimizer
 from ..passes.step_epilogue import StepEpilogue
 from ..trace.swap import set_grads
-from .checkpoint import copied, error_text, others_random, own_random, shared_world, versions_of
+from .checkpoint import copied, error_text, gather_random_states, select_random_state, shared_world, versions_of
 from .kept import MALFORMED
 from .optimizer_set import OptimizerSet, embeddings_of
 
-_SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}  # that schedules add to param groups
+_SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}  # schedulers add these to param groups
 
 
-def check_not_waiting(end: StepEpilogue) -> None:
-    """GraphError while accumulated gradients wait for their update, since no state holds these."""
+def check_nothing_accumulated(end: StepEpilogue) -> None:
+    """Raise GraphError while accumulated gradients wait for their update; a state cannot hold them."""
     if end.waiting_calls:
         raise GraphError(
             f"gradients of {end.waiting_calls} of {end.accumulate_steps} accumulated calls wait for their update, and "
-            "a state cannot hold them; take it after the last of these calls, or call drop_grads() first"
+            "a state cannot hold them; save after the last of these calls, or call drop_grads() first"
         )
 
 
 class Training(NamedTuple):
-    """What trains a model. of: what has it. remedies: how the user gives it the same as before."""
+    """A model's optimizers, schedulers and scaler. owner and remedies are for error texts."""
 
     optimizers: Sequence[Optimizer]
     rows: Sequence[RowOptimizer]
     schedules: Sequence[Any]
     scaler: Any
-    of: str
+    owner: str
     remedy: str
-    remedy_of_scaler: str
+    scaler_remedy: str
 
     def state(self) -> dict[str, Any]:
         return {
@@ -56,16 +60,16 @@ class Training(NamedTuple):
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Load what `state` returned, from a copy: optimizers train the tensors that they are given.
+        """Load the result of `state`, from a copy because optimizers train the tensors they are given.
 
-        Raises one of MALFORMED or GraphError in the middle if a value is of another type.
+        If a value's type is wrong, raises GraphError or one of MALFORMED halfway through.
         """
         state = copy.deepcopy(state)
         for number, (optimizer, loaded) in enumerate(zip(self.optimizers, state["optimizers"], strict=True)):
             optimizer.load_state_dict(loaded)
-            try_step(optimizer, f"optimizer {number} of the state")
+            check_can_step(optimizer, f"optimizer {number} of the state")
         for rows in self.rows:
-            rows.hyper(1)  # the errors of its group
+            rows.hyper(1)  # raises the errors of its param group
         for scheduler, loaded in zip(self.schedules, state["schedules"], strict=True):
             scheduler.load_state_dict(loaded)
         if self.scaler is not None and state["scaler"]:
@@ -76,14 +80,14 @@ class Training(NamedTuple):
             torch.cuda.set_rng_state_all(cuda[: torch.cuda.device_count()])
 
 
-def training_of(optimizers: OptimizerSet, end: StepEpilogue) -> Training:
-    """What trains a graph."""
-    remedy = "add the same by add_optimizer, or if it only scores, graph.load(path, optimizers=False)"
+def training_of_graph(optimizers: OptimizerSet, epilogue: StepEpilogue) -> Training:
+    """Return a graph's `Training`."""
+    remedy = "add the same optimizers with add_optimizer, or to score only, call graph.load(path, optimizers=False)"
     return Training(
         [*optimizers],
         [*optimizers.rows.values()],
         optimizers.schedulers(),
-        end.scaler,
+        epilogue.scaler,
         "this graph",
         remedy,
         "call set_grad_scaler({})",
@@ -91,62 +95,62 @@ def training_of(optimizers: OptimizerSet, end: StepEpilogue) -> Training:
 
 
 def check_extra_state(training: Training, state: dict[str, Any]) -> None:
-    """GraphError if the numbers of optimizers, schedules, parameters in a group, or scalers differ.
+    """Raise GraphError if numbers of optimizers, schedulers, parameters per group, or scalers differ.
 
-    One of MALFORMED or GraphError for a value of another type.
+    Raises GraphError or one of MALFORMED if a value's type is wrong.
     """
     optimizers = training.optimizers
-    for what, mine in (("optimizers", optimizers), ("schedules", training.schedules)):
-        if len(mine) != len(state[what]):
+    for name, current in (("optimizers", optimizers), ("schedules", training.schedules)):
+        if len(current) != len(state[name]):
             raise GraphError(
-                f"the state has {len(state[what])} {what}, and {training.of} {len(mine)}; {training.remedy}"
+                f"the state has {len(state[name])} {name}, and {training.owner} has {len(current)}; {training.remedy}"
             )
     for number, (optimizer, saved) in enumerate(zip(optimizers, state["optimizers"], strict=True)):
-        theirs, ours = (
+        saved_sizes, sizes = (
             [len(g["params"]) for g in groups] for groups in (saved["param_groups"], optimizer.param_groups)
         )
-        if theirs != ours:
+        if saved_sizes != sizes:
             raise GraphError(
-                f"optimizer {number} of the state, the first being 0, has groups of {theirs} parameters, and that of "
-                f"{training.of} of {ours}; make it over the same parameters"
+                f"optimizer {number} (counted from 0) has groups of {saved_sizes} parameters in the state, and of "
+                f"{sizes} in {training.owner}; create it over the same parameters"
             )
         check_like({}, saved["state"], f"optimizer {number}: state")
-        for key, of_parameter in saved["state"].items():
-            if type(key) is int:  # another key is an optimizer's own
-                check_like({}, of_parameter, f"optimizer {number}: state")
-        scheduled = _SCHEDULED if training.schedules else ()  # else no state is of a schedule
+        for key, parameter_state in saved["state"].items():
+            if type(key) is int:  # other keys belong to the optimizer itself
+                check_like({}, parameter_state, f"optimizer {number}: state")
+        scheduled = _SCHEDULED if training.schedules else ()  # without schedulers nothing may be missing
         optional = [name for name, value in optimizer.defaults.items() if value is None]
-        for group, theirs in zip(optimizer.state_dict()["param_groups"], saved["param_groups"], strict=True):
+        for group, saved_group in zip(optimizer.state_dict()["param_groups"], saved["param_groups"], strict=True):
             typed = group | dict.fromkeys(optional)
-            check_like(typed, theirs, f"optimizer {number}: param group", typed.keys() - scheduled)
-            if any(_kind(theirs.get(name)) not in ("NoneType", "bool", "number") for name in optional):
+            check_like(typed, saved_group, f"optimizer {number}: param group", typed.keys() - scheduled)
+            if any(_kind(saved_group.get(name)) not in ("NoneType", "bool", "number") for name in optional):
                 raise _malformed(f"optimizer {number}: one of {optional} is neither a number nor None in the state")
-            if group["params"] != theirs["params"] and all(type(one) is int for one in group["params"]):
-                raise _malformed(f"optimizer {number} has parameters {theirs['params']} in the state")
+            if group["params"] != saved_group["params"] and all(type(item) is int for item in group["params"]):
+                raise _malformed(f"optimizer {number} has parameters {saved_group['params']} in the state")
     for scheduler, saved in zip(training.schedules, state["schedules"], strict=True):
-        mine = scheduler.state_dict()
-        if type(scheduler).__module__ == LRScheduler.__module__:  # a user's own may change types
-            check_like(mine, saved, type(scheduler).__name__, mine.keys())
-            phases = saved.get("_schedule_phases", [])  # OneCycleLR's, which name numbers of param groups
-            if {one for phase in phases for one in phase.values() if isinstance(one, str)} - _SCHEDULED:
+        current = scheduler.state_dict()
+        if type(scheduler).__module__ == LRScheduler.__module__:  # a user's scheduler may change types
+            check_like(current, saved, type(scheduler).__name__, current.keys())
+            phases = saved.get("_schedule_phases", [])  # of OneCycleLR; they name settings of param groups
+            if {item for phase in phases for item in phase.values() if isinstance(item, str)} - _SCHEDULED:
                 raise _malformed(f"{type(scheduler).__name__}: a phase names no number of param groups in the state")
         for name in saved.keys() & {"base_lrs", "_last_lr"}:
             if len(saved[name]) != len(scheduler.optimizer.param_groups):
                 raise _malformed(f"{type(scheduler).__name__} has {len(saved[name])} learning rates in the state")
-    for of_rank in [state["random"], *state.get("ranks", [])]:
-        check_like([None], of_rank, "the random states")
-        if any(not isinstance(one, Tensor) or one.dtype != torch.uint8 for one in of_rank):
+    for rank_state in [state["random"], *state.get("ranks", [])]:
+        check_like([None], rank_state, "the random states")
+        if any(not isinstance(item, Tensor) or item.dtype != torch.uint8 for item in rank_state):
             raise _malformed("a random state is no tensor of bytes")
     scales, scaled = training.scaler is not None and training.scaler.is_enabled(), bool(state["scaler"])
     if scales != scaled:
-        has, lacks = ("the state", training.of) if scaled else (training.of, "the state")
+        holder, other = ("the state", training.owner) if scaled else (training.owner, "the state")
         raise GraphError(
-            f"{has} has a gradient scaler, and {lacks} has none, or one that is not enabled; "
-            f"{training.remedy_of_scaler.format('scaler' if scaled else None)} before loading"
+            f"{holder} has a gradient scaler, and {other} has no enabled one; "
+            f"{training.scaler_remedy.format('scaler' if scaled else None)} before loading"
         )
     if scaled:
-        mine = training.scaler.state_dict()
-        check_like(mine, state["scaler"], "the gradient scaler")
+        current = training.scaler.state_dict()
+        check_like(current, state["scaler"], "the gradient scaler")
         if any(type(state["scaler"][name]) is not int for name in ("growth_interval", "_growth_tracker")):
             raise _malformed("the gradient scaler counts in fractions in the state")
 
@@ -155,75 +159,77 @@ def _malformed(what: str) -> GraphError:
     return GraphError(f"{what}: the state is malformed; load another")
 
 
-def check_like(mine: Any, theirs: Any, where: str, may_lack: Collection[Any] = ()) -> None:
-    """GraphError if a saved value is of another kind than the one it replaces, or lacks a name. None takes any.
+def check_like(current: Any, saved: Any, where: str, may_lack: Collection[Any] = ()) -> None:
+    """Raise GraphError if a saved value's kind differs from the value it replaces, or if it lacks a key.
 
-    may_lack: names that it may lack. A list has items like those that it replaces, any number of them.
+    A current value of None accepts anything. may_lack: keys that may be missing. A saved list may be longer or
+    shorter; its items must be like the current ones.
     """
-    if isinstance(mine, dict):
-        fits = isinstance(theirs, dict) and (not mine or {*map(type, theirs)} <= {*map(type, mine)})
-        for key in mine if fits else ():
-            if key in theirs:
-                check_like(mine[key], theirs[key], f"{where}[{key!r}]")
+    if isinstance(current, dict):
+        fits = isinstance(saved, dict) and (not current or {*map(type, saved)} <= {*map(type, current)})
+        for key in current if fits else ():
+            if key in saved:
+                check_like(current[key], saved[key], f"{where}[{key!r}]")
             elif isinstance(key, str) and key not in may_lack:
                 raise _malformed(f"{where} lacks {key!r} in the state")
-    elif isinstance(mine, list | tuple):
-        fits = isinstance(theirs, list | tuple) and bool(theirs) >= bool(mine)
-        for place, item in enumerate(theirs if fits and mine else ()):
-            check_like(mine[min(place, len(mine) - 1)], item, f"{where}[{place}]")
+    elif isinstance(current, list | tuple):
+        fits = isinstance(saved, list | tuple) and bool(saved) >= bool(current)
+        for index, item in enumerate(saved if fits and current else ()):
+            check_like(current[min(index, len(current) - 1)], item, f"{where}[{index}]")
     else:
-        are_tensors = isinstance(mine, Tensor) and isinstance(theirs, Tensor)
-        fits = mine is None or are_tensors or _kind(mine) == _kind(theirs)
+        are_tensors = isinstance(current, Tensor) and isinstance(saved, Tensor)
+        fits = current is None or are_tensors or _kind(current) == _kind(saved)
     if not fits:
-        raise _malformed(f"{where} is {type(theirs).__name__} {theirs!r:.80} in the state, and not a {_kind(mine)}")
+        raise _malformed(f"{where} is {type(saved).__name__} {saved!r:.80} in the state, and not a {_kind(current)}")
 
 
 def _kind(value: Any) -> str:
-    """How values of types that stand for each other are called."""
+    """Return a value's kind. Values of one kind can replace each other."""
     is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
     return "number" if is_number and not isinstance(value, bool) else type(value).__name__
 
 
-def try_step(optimizer: Optimizer, where: str) -> None:
-    """GraphError or one of MALFORMED if an optimizer cannot step with what it has loaded.
+def check_can_step(optimizer: Optimizer, where: str) -> None:
+    """Raise GraphError or one of MALFORMED if an optimizer cannot step with its loaded state.
 
-    A torch optimizer takes any value, and raises in the step. One of torch's own tries a step with a parameter of two
-    numbers a dimension, whose state then shows what that of the others needs.
+    A torch optimizer accepts any state and raises only in the step. For optimizers in torch.optim, this steps a copy
+    with a tiny parameter (two elements per dimension), whose state shows what the loaded states must look like.
     """
     optimizer = optimizer.optimizer if isinstance(optimizer, EagerOptimizer) else optimizer
-    kind: Any = type(optimizer)
-    tried: dict[Any, dict[str, Any]] = {}
-    if not kind.__module__.startswith("torch.optim.") or kind.__name__ in ("LBFGS", "SparseAdam"):
+    cls: Any = type(optimizer)
+    expected: dict[Any, dict[str, Any]] = {}
+    if not cls.__module__.startswith("torch.optim.") or cls.__name__ in ("LBFGS", "SparseAdam"):
         return
     if any(not isinstance(key, Tensor) for key in optimizer.state):
         raise _malformed(f"{where} has state of parameters that it lacks")
     for number, group in enumerate(optimizer.param_groups):
-        if lacking := optimizer.defaults.keys() - group.keys():
-            raise _malformed(f"{where}: group {number} lacks {sorted(lacking)}")
+        if missing := optimizer.defaults.keys() - group.keys():
+            raise _malformed(f"{where}: group {number} lacks {sorted(missing)}")
         for parameter in group["params"]:
-            form = number, parameter.dim(), parameter.dtype, parameter.device
-            if form not in tried:
-                one = torch.zeros([2] * parameter.dim(), dtype=form[2], device=form[3], requires_grad=True)
-                set_grads([one], [torch.zeros_like(one)])
-                trial = kind([{**group, "params": [one]}])
+            signature = number, parameter.dim(), parameter.dtype, parameter.device
+            if signature not in expected:
+                probe = torch.zeros([2] * parameter.dim(), dtype=signature[2], device=signature[3], requires_grad=True)
+                set_grads([probe], [torch.zeros_like(probe)])
+                trial = cls([{**group, "params": [probe]}])
                 trial.step()
-                tried[form] = {k: (v, getattr(v, "shape", None) == one.shape) for k, v in trial.state[one].items()}
+                state = trial.state[probe].items()
+                expected[signature] = {k: (v, getattr(v, "shape", None) == probe.shape) for k, v in state}
             loaded = optimizer.state.get(parameter, {})
-            check_like(dict.fromkeys(tried[form] if loaded else ()), loaded, where)
-            for name in tried[form].keys() & loaded.keys():
-                value, is_like_parameter = tried[form][name]
+            check_like(dict.fromkeys(expected[signature] if loaded else ()), loaded, where)
+            for name in expected[signature].keys() & loaded.keys():
+                value, is_like_parameter = expected[signature][name]
                 check_like(value, loaded[name], f"{where}: {name}")
                 shapes = [loaded[name].shape, parameter.shape] if is_like_parameter else []
-                if len({*shapes}) > 1 and {shape.numel() for shape in shapes} != {1}:  # an old shadow is [1]
+                if len({*shapes}) > 1 and {shape.numel() for shape in shapes} != {1}:  # an old shadow has shape [1]
                     raise _malformed(f"{where}: {name} has shape {list(loaded[name].shape)}")
                 if name == "step" and not 0 <= float(loaded[name]) < math.inf:
                     raise _malformed(f"{where}: its step is {float(loaded[name])}")
 
 
 def check_modules(root: nn.Module, state: dict[str, Any], thing: str) -> None:
-    """GraphError if a state_dict has other names or shapes than that of `root`.
+    """Raise GraphError if a state_dict's names or shapes differ from the state_dict of `root`.
 
-    Modules of another version migrate their tensors themselves, and shapes of lazy modules are not known yet.
+    Skips modules of another version, since they migrate their tensors themselves, and lazy modules' unknown shapes.
     """
     versions = versions_of(state) or {}
     migrating = tuple(
@@ -231,68 +237,69 @@ def check_modules(root: nn.Module, state: dict[str, Any], thing: str) -> None:
         for path, module in root.named_modules(remove_duplicate=False)
         if path in versions and versions[path].get("version") != module._version
     )
-    mine, theirs = ({k: v for k, v in one.items() if not k.startswith(migrating)} for one in (root.state_dict(), state))
-    lacking, foreign = sorted(mine.keys() - theirs.keys()), sorted(theirs.keys() - mine.keys())
-    if lacking or foreign:
+    both = root.state_dict(), state
+    current, saved = ({k: v for k, v in one.items() if not k.startswith(migrating)} for one in both)
+    missing, unexpected = sorted(current.keys() - saved.keys()), sorted(saved.keys() - current.keys())
+    if missing or unexpected:
         raise GraphError(
-            f"the state lacks {lacking}, and has {foreign} that the {thing} lacks; load it into a {thing} with the "
-            "modules of the one that saved it"
+            f"the state lacks {missing} and has {unexpected}, which the {thing} lacks; load it into a {thing} "
+            "with the same modules as when it was saved"
         )
-    for name, value in mine.items():
+    for name, value in current.items():
         if not isinstance(value, Tensor) or is_lazy(value) or name.endswith(EXTRA):
             continue
-        if not isinstance(theirs[name], Tensor):
-            raise _malformed(f"{name} is a {type(theirs[name]).__name__} in the state, and not a tensor")
-        shape = theirs[name].shape
+        if not isinstance(saved[name], Tensor):
+            raise _malformed(f"{name} is a {type(saved[name]).__name__} in the state, and not a tensor")
+        shape = saved[name].shape
         if value.shape != shape:
             raise GraphError(
                 f"{name} has shape {list(shape)} in the state, and {list(value.shape)} in the {thing}; give its module "
-                "the size that it was saved with"
+                "the size it had when it was saved"
             )
 
 
-def without_rows(root: nn.Module, state: dict[str, Any], optimizers: bool) -> dict[str, Any]:
-    """The state_dict of a checkpoint without rows, which were loaded before. optimizers: whether with optimizers."""
+def drop_row_state(root: nn.Module, state: dict[str, Any], optimizers: bool) -> dict[str, Any]:
+    """Remove rows from a state_dict, since they are loaded separately. Without `optimizers`, also the extra state."""
     for path, module in root.named_modules(remove_duplicate=False):
         if isinstance(module, SavedRows):
             state.pop(f"{path}.{EXTRA}", None)
     if EXTRA in state:
-        state[EXTRA] = {field: of for field, of in state[EXTRA].items() if field != "embeddings"} if optimizers else {}
+        state[EXTRA] = {k: v for k, v in state[EXTRA].items() if k != "embeddings"} if optimizers else {}
     return state
 
 
-def of_all_ranks(root: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """The extra state with the random states of all ranks, which all call this."""
-    others = others_random(shared_world(embeddings_of(root)), "state_dict() of a graph", state["random"])
-    return {**state, "ranks": others} if others else state
+def with_rank_states(root: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the extra state with all ranks' random states. All ranks call this."""
+    other_ranks = gather_random_states(shared_world(embeddings_of(root)), "state_dict() of a graph", state["random"])
+    return {**state, "ranks": other_ranks} if other_ranks else state
 
 
-def load_extra_state(root: nn.Module, optimizers: OptimizerSet, end: StepEpilogue, state: Any) -> None:
-    """Load what `extra_state` returned, or a tuple of `of_all_ranks`; nothing if it is empty. Rows do not change.
+def load_extra_state(root: nn.Module, optimizers: OptimizerSet, epilogue: StepEpilogue, state: Any) -> None:
+    """Load the result of `get_extra_state`: the dict, or a tuple that holds it. An empty dict loads nothing.
 
-    GraphError for a state that does not fit or is malformed; nothing is replaced then.
+    Rows do not change. Raises GraphError if the state does not fit or is malformed; then nothing is replaced.
     """
-    training = training_of(optimizers, end)
-    before: Any = None
+    training = training_of_graph(optimizers, epilogue)
+    backup: Any = None
     try:
         (state,) = state if isinstance(state, tuple) else (state,)
-        if state == {}:  # a load without optimizers
+        if state == {}:  # loaded without optimizers
             return
         check_extra_state(training, state)
         if "ranks" in state:
             world = shared_world(embeddings_of(root))
-            state = {**state, "random": own_random(world, state["random"], state["ranks"])}
-        before = copied(training.state())
+            state = {**state, "random": select_random_state(world, state["random"], state["ranks"])}
+        backup = copied(training.state())
         training.load(state)
     except MALFORMED as error:
-        if before is not None:
-            training.load(before)
+        if backup is not None:
+            training.load(backup)
         if isinstance(error, TierbedError):
             raise
         raise GraphError(f"the state is malformed: {error_text(error)}; load one that state_dict() returned") from error
-    end.clear()
+    epilogue.clear()
     embeddings = embeddings_of(root)
-    for path, saved in state.get("embeddings", {}).items():  # of an older state, in which embeddings had none
+    for path, reference in state.get("embeddings", {}).items():  # older states keep the embeddings' references here
         embedding = embeddings.get(path)
         if isinstance(embedding, SavedRows):
-            embedding.await_rows(RowsReference(saved["step"], saved["snapshot"], None))
+            embedding.await_rows(RowsReference(reference["step"], reference["snapshot"], None))

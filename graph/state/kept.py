@@ -1,4 +1,4 @@
-"""Checkpoints on disk: what each holds, and whether it is damaged. Reading them does not import torch."""
+"""Checkpoints on disk: list, verify and prune them. Importing this does not import torch."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ STATE, TENSORS, ROWS = CHECKPOINT, "tensors.safetensors", "rows"
 FORMATS = {"graph": 2, "loop": 3}
 CALLS = {"graph": ("graph.save", "graph.load"), "loop": ("save_checkpoint", "load_checkpoint")}
 _CHUNK = 1 << 24
-# what reading or loading a value of another type raises
+# raised when a value with a wrong type is read or loaded
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, AssertionError, RuntimeError, ArithmeticError)
 
 
 @dataclass(frozen=True)
 class Kept:
-    """One checkpoint. of: "graph" or "loop". rows: the snapshot of each embedding, by its path in the model.
+    """A checkpoint on disk. of: "graph" or "loop". rows: each embedding's snapshot, by its path in the model.
 
-    bytes: of all its files; rows may be shared with a store folder.
+    bytes: total file size, including files shared with a store folder.
     """
 
     path: Path
@@ -39,47 +39,49 @@ class Kept:
     rows: dict[str, Snapshot]
 
     def tensors(self) -> dict[str, Any]:
-        """The entry of each tensor in the header of the file of tensors. Raises SnapshotError."""
+        """Return each tensor's entry in the header of the tensor file. SnapshotError."""
         try:
             with open_regular(self.path / TENSORS) as file:
                 header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            return {name: of for name, of in header.items() if name != "__metadata__"}
+            return {name: entry for name, entry in header.items() if name != "__metadata__"}
         except (OSError, ValueError, AttributeError) as error:
             raise SnapshotError(f"checkpoint {str(self.path)!r}: {TENSORS} cannot be read: {error}") from error
 
     def verify(self) -> None:
-        """Read every file, and compare it with its checksum. Raises SnapshotError."""
+        """Read every file and compare its checksum. SnapshotError."""
         try:
-            sound = checksum(self.path / TENSORS) == self.checksum
+            is_intact = checksum(self.path / TENSORS) == self.checksum
         except OSError as error:
             raise SnapshotError(f"checkpoint {str(self.path)!r}: {TENSORS} cannot be read: {error}") from error
-        if not sound:
+        if not is_intact:
             raise SnapshotError(f"checkpoint {str(self.path)!r}: {TENSORS} is damaged: its checksum does not match")
         for snapshot in self.rows.values():
             snapshot.verify()
 
 
 def kept(folder: Path) -> Kept:
-    """A checkpoint. Raises SnapshotError if it cannot be read."""
+    """Read a checkpoint's record. SnapshotError if it cannot be read."""
     try:
         record = read_format(folder)
         names = record["embeddings"]
-        rows = {path: Snapshot.open(folder / ROWS / str(at) / record["snapshot"]) for at, path in enumerate(names)}
+        rows = {
+            path: Snapshot.open(folder / ROWS / str(number) / record["snapshot"]) for number, path in enumerate(names)
+        }
         files = [(folder / name).stat() for name in (STATE, TENSORS)]
         size = sum(file.st_size for file in files) + sum(snapshot.manifest.total_bytes for snapshot in rows.values())
-        created = record.get("created", files[0].st_mtime_ns)  # earlier versions did not write it
+        created = record.get("created", files[0].st_mtime_ns)  # earlier versions did not record it
         return Kept(folder, record.get("of", "graph"), int(created), size, record["checksum"], rows)
     except (OSError, ValueError) as error:
         raise SnapshotError(f"checkpoint {str(folder)!r} cannot be read: {error}") from error
 
 
 def read_format(folder: Path) -> dict[str, Any]:
-    """The record of a checkpoint of a known format, with fields of the types that a save gives. OSError, ValueError."""
+    """Read a checkpoint's record, and check its format and field types. OSError, ValueError."""
     record: Any = unseal(read_record(folder / STATE))
     if not isinstance(record, dict) or type(record.get("format")) is not int:
-        raise ValueError(f"{STATE} is of another program")
+        raise ValueError(f"{STATE} was not written by tierbed")
     if record["format"] not in range(1, max(FORMATS.values()) + 1):
-        raise ValueError(f"format {record['format']}, and this tierbed reads 1 to {max(FORMATS.values())}")
+        raise ValueError(f"format {record['format']}, but this tierbed reads 1 to {max(FORMATS.values())}")
     names = record.get("embeddings")
     valid = {
         "of": record.get("of", "graph") in (*CALLS,),
@@ -98,56 +100,54 @@ def read_format(folder: Path) -> dict[str, Any]:
 
 
 def checksum(path: Path) -> int:
-    """The CRC-32 of a file. Raises OSError."""
-    found = 0
+    """Return a file's CRC-32. OSError."""
+    crc = 0
     with open_regular(path) as file:
-        while part := file.read(_CHUNK):
-            found = zlib.crc32(part, found)
-    return found
+        while chunk := file.read(_CHUNK):
+            crc = zlib.crc32(chunk, crc)
+    return crc
 
 
 def kept_at(path: Path) -> tuple[list[Kept], dict[str, SnapshotError]]:
-    """The checkpoints at a path, or in it, the oldest first, and errors of damaged ones. SnapshotError for none."""
-    found, damaged, folders = [], {}, []
+    """Return checkpoints at or in a path, oldest first, and the damaged ones' errors. SnapshotError if none."""
+    checkpoints, damaged, folders = [], {}, []
     if os.path.lexists(path / STATE):
         folders = [path.resolve()]
     elif path.is_dir():
-        visible = (one for one in sorted(path.resolve().iterdir()) if not one.name.startswith("."))
-        folders = [one for one in visible if not one.is_symlink() and (one / STATE).is_file()]
+        visible = (entry for entry in sorted(path.resolve().iterdir()) if not entry.name.startswith("."))
+        folders = [entry for entry in visible if not entry.is_symlink() and (entry / STATE).is_file()]
     for folder in folders:
         try:
-            found.append(kept(folder))
+            checkpoints.append(kept(folder))
         except SnapshotError as error:
             damaged[folder.name] = error
-    if not found and not damaged:
+    if not checkpoints and not damaged:
         if stores_in(path) or (path / "snapshots").is_dir():
-            raise SnapshotError(
-                f"{str(path)!r} is a folder of stores, without a checkpoint: use `tierbed snapshot` for it"
-            )
+            raise SnapshotError(f"{str(path)!r} is a folder of stores, not of checkpoints: use `tierbed snapshot`")
         raise SnapshotError(
-            f"{str(path)!r} is not a checkpoint and has none: give one of graph.save or save_checkpoint, or a folder "
-            "of them"
+            f"{str(path)!r} is not a checkpoint and contains none: give a checkpoint of graph.save or save_checkpoint, "
+            "or a folder of checkpoints"
         )
-    return sorted(found, key=lambda one: (one.created, one.path.name)), damaged
+    return sorted(checkpoints, key=lambda entry: (entry.created, entry.path.name)), damaged
 
 
 def prune(path: Path, keep_last: int, dry_run: bool = False) -> tuple[list[Kept], list[Kept]]:
-    """Remove the checkpoints in a folder but the latest `keep_last`, the oldest first. Returns kept and removed.
+    """Remove all checkpoints in a folder except the latest `keep_last`. Returns (retained, removed).
 
-    A kill leaves each complete or absent. Snapshots in store folders are not removed. dry_run: remove nothing. Raises
-    SnapshotError if one cannot be read.
+    Removes the oldest first; a kill leaves each one complete or absent. Snapshots in store folders stay. dry_run:
+    remove nothing. Raises SnapshotError if a checkpoint cannot be read.
     """
-    found, damaged = kept_at(path)
+    checkpoints, damaged = kept_at(path)
     for error in damaged.values():
         raise SnapshotError(f"nothing is pruned while a checkpoint cannot be read: {error}") from error
-    removed, retained = found[:-keep_last], found[-keep_last:]
+    removed, retained = checkpoints[:-keep_last], checkpoints[-keep_last:]
     if dry_run:
         return retained, removed
     try:
-        for leftover in path.glob(f"{TEMPORARY}.*/"):  # of a killed removal
+        for leftover in path.glob(f"{TEMPORARY}.*/"):  # left by a killed removal
             remove_folder(leftover)
-        for one in removed:
-            remove_snapshot(one.path)
+        for checkpoint in removed:
+            remove_snapshot(checkpoint.path)
     except (OSError, SnapshotError) as error:
         raise SnapshotError(f"checkpoints in {str(path)!r} cannot be removed: {error}") from error
     return retained, removed

@@ -1,1 +1,1 @@
-"""Tracing a user's step: what it depends on, and what it holds."""
+"""Trace a user's step, and find what the trace depends on."""

@@ -1,4 +1,8 @@
-"""Which memory a node of a trace reads and writes. A trace keeps in-place ops, so liveness is decided by memory."""
+"""Find the memory that a node of a trace reads and writes.
+
+A trace keeps in-place ops and views. So a value may change after its node, and a node without users may still matter.
+Passes therefore decide by storage: which storages a node writes, and which nodes read them.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,12 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-# their schemas hide that running mean and variance (arguments 3 and 4) change when argument 5 (training) is true
+# schemas do not say that running mean and variance (arguments 3, 4) change if argument 5 (training) is true
 _BATCH_NORMS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
 
 
 def storages(node: fx.Node) -> set[int]:
-    """The storages of a node's tensors. Views of one tensor share one."""
+    """Return the storages of a node's tensors. All views of a tensor share one."""
     values = pytree.tree_leaves(node.meta.get("val"))
     return {
         value.untyped_storage()._cdata
@@ -24,25 +28,25 @@ def storages(node: fx.Node) -> set[int]:
     }
 
 
-def memory(nodes: Iterable[fx.Node]) -> set[int]:
+def memory_of(nodes: Iterable[fx.Node]) -> set[int]:
     return set().union(*map(storages, nodes))
 
 
-def called(node: fx.Node) -> Callable[..., Any] | str | None:
-    """The function that a node calls, or the name of the method; None for other nodes."""
+def call_target(node: fx.Node) -> Callable[..., Any] | str | None:
+    """Return the function or the method name that a node calls; None for other nodes."""
     return node.target if node.op in ("call_function", "call_method") else None
 
 
 def is_random(target: Any, args: Sequence[Any]) -> bool:
-    """Whether a call draws random numbers. Attention without dropout is tagged as if it did."""
+    """True if a call draws random numbers. Attention without dropout is tagged as random but is not."""
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     names = [argument.name for argument in target._schema.arguments]
     return "dropout_p" not in names or any(args[names.index("dropout_p") :][:1])
 
 
-def written(node: fx.Node) -> set[int]:
-    """The storages that a node changes in place."""
+def writes(node: fx.Node) -> set[int]:
+    """Return the storages that a node changes in place."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return set()
     schema = node.target._schema
@@ -54,64 +58,64 @@ def written(node: fx.Node) -> set[int]:
             for i, argument in enumerate(schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
-    return memory(n for n in pytree.tree_leaves(changed) if isinstance(n, fx.Node))
+    return memory_of(n for n in pytree.tree_leaves(changed) if isinstance(n, fx.Node))
 
 
-def reshaped(graph: fx.Graph) -> set[int]:
-    """The storages of tensors whose shape the step changes in place."""
-    return set().union(*(written(node) for node in graph.nodes if is_reshape(node)))
+def reshaped_storages(graph: fx.Graph) -> set[int]:
+    """Return the storages of tensors whose shape the step changes in place."""
+    return set().union(*(writes(node) for node in graph.nodes if is_reshape(node)))
 
 
 def is_reshape(node: fx.Node) -> bool:
-    """Whether a node changes the shape of its first argument in place, as `transpose_` does."""
+    """True if a node changes the shape of its first argument in place, like `transpose_`."""
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.inplace_view in node.target.tags
 
 
-def stable(graph: fx.Graph, node: fx.Node, value: Any) -> Any:
-    """An argument with the value that it has at `node`: a copy if a later op writes to its memory."""
+def value_at(graph: fx.Graph, node: fx.Node, value: Any) -> Any:
+    """Return an argument as it is at `node`: a copy if a later op writes to its memory."""
     later = node.next
     while isinstance(value, fx.Node) and later.op != "output":
-        if written(later) & storages(value):
+        if writes(later) & storages(value):
             with graph.inserting_before(node):
                 return graph.call_function(torch.ops.aten.clone.default, (value,))
         later = later.next
     return value
 
 
-def external(graph: fx.Graph) -> set[int]:
-    """The storages that live longer than a call: arguments, parameters, buffers and closure tensors."""
-    return memory(node for node in graph.nodes if node.op in ("placeholder", "get_attr"))
+def external_storages(graph: fx.Graph) -> set[int]:
+    """Return the storages that outlive a call: arguments, parameters, buffers and closure tensors."""
+    return memory_of(node for node in graph.nodes if node.op in ("placeholder", "get_attr"))
 
 
 def live_nodes(graph: fx.Graph, effects: set[Any]) -> set[fx.Node]:
-    """The nodes that an output, a call of one of `effects`, an outside tensor or the random generator depends on."""
-    outside = external(graph)
-    return with_sources((n for n in graph.nodes if called(n) in effects or _has_effect(n, outside)), graph.nodes)
+    """Return all nodes that outputs, calls of `effects`, external tensors or the random generator depend on."""
+    external = external_storages(graph)
+    return with_sources((n for n in graph.nodes if call_target(n) in effects or _has_effect(n, external)), graph.nodes)
 
 
 def with_sources(nodes: Iterable[fx.Node], before: Iterable[fx.Node]) -> set[fx.Node]:
-    """Nodes, the nodes that they depend on, and those of `before` that write to the memory of any of these."""
+    """Return nodes with all their dependencies, including nodes in `before` that write to their memory."""
     writers: dict[int, list[fx.Node]] = defaultdict(list)
     for node in before:
-        for storage in written(node):
+        for storage in writes(node):
             writers[storage].append(node)
-    found: set[fx.Node] = set()
+    closure: set[fx.Node] = set()
     pending = [*nodes]
     while pending:
         node = pending.pop()
-        if node not in found:
-            found.add(node)
+        if node not in closure:
+            closure.add(node)
             pending += node.all_input_nodes
             pending += [writer for storage in storages(node) for writer in writers[storage]]
-    return found
+    return closure
 
 
-def _has_effect(node: fx.Node, outside: set[int]) -> bool:
+def _has_effect(node: fx.Node, external: set[int]) -> bool:
     if node.op != "call_function":
         return node.op not in ("call_method", "get_attr")
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.is_impure()
-    changed = written(node)
-    if changed & outside or is_random(node.target, node.args):
+    changed = writes(node)
+    if changed & external or is_random(node.target, node.args):
         return True
     return not changed and (node.is_impure() or not node.target._schema.returns)

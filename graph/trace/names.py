@@ -1,4 +1,4 @@
-"""What a trace needs of a graph: its `build`, names of tensors for errors and files, and paths that users give."""
+"""Names for tensors in errors and files, and the base class with `build`."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from ...engine.ops.rows_contract import NoTorchScript
 
 
 class HasBuild(NoTorchScript, nn.Module):
-    """A module whose `build` is one step, such as a subclass of `Graph`."""
+    """A module with a method `build` that is one step, such as a subclass of `Graph`."""
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
-        """The step, written by the subclass."""
+        """The step. Subclasses must define it."""
         raise NotImplementedError(f"{type(self).__name__} defines no build(self, ...)")
 
 
 def tensor_names(root: nn.Module) -> dict[int, str]:
-    """The path of each parameter and buffer under `root`, by id; of a tied tensor, the first path."""
+    """Return the path of each parameter and buffer under `root`, by id; the first path for tied tensors."""
     return {id(tensor): name for name, tensor in [*root.named_buffers(), *root.named_parameters()]}
 
 
 def name_of(root: HasBuild, tensor: Tensor) -> str:
-    """A tensor's path under `root`, else its name in the closure or globals of `root.build`, else its shape."""
+    """Return a tensor's path under `root`, or its name in `build`'s closure or globals, or its shape."""
     path = tensor_names(root).get(id(tensor)) or _closure_name(root.build, tensor)
     return repr(path) if path else f"of shape {tuple(tensor.shape)}"
 
@@ -46,43 +46,43 @@ def _closure_name(function: Callable[..., Any], tensor: Tensor) -> str | None:
     return None
 
 
-def identifiers(wanted: list[str], reserved: list[str] | None = None) -> list[str]:
-    """Each name as a unique identifier, none of `reserved`: `model.emb` becomes model_emb, a second `adam` adam_1."""
-    taken, names = {"self", *(reserved or [])}, []
-    for name in wanted:
+def identifiers(names: list[str], reserved: list[str] | None = None) -> list[str]:
+    """Make each name a unique identifier: `model.emb` becomes model_emb, a second `adam` becomes adam_1."""
+    used, unique = {"self", *(reserved or [])}, []
+    for name in names:
         base = "".join(c if c.isalnum() else "_" for c in name)
         candidates = chain([base], (f"{base}_{number}" for number in count(1)))
-        names.append(next(one for one in candidates if one not in taken))
-        taken.add(names[-1])
-    return names
+        unique.append(next(candidate for candidate in candidates if candidate not in used))
+        used.add(unique[-1])
+    return unique
 
 
-def _wrapped(module: nn.Module) -> str | None:
-    """The name of the module that a wrapper wraps; None for any other module."""
-    names = (WRAPPERS.get(kind.__name__) for kind in type(module).__mro__)
+def _wrapped_attribute(module: nn.Module) -> str | None:
+    """Return the attribute that holds a wrapper's module; None if `module` is not a wrapper."""
+    names = (WRAPPERS.get(cls.__name__) for cls in type(module).__mro__)
     return next((name for name in names if isinstance(getattr(module, name or "", None), nn.Module)), None)
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
-    """The module in wrappers, such as DistributedModelParallel, DistributedDataParallel or that of torch.compile."""
-    while (name := _wrapped(module)) is not None:
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the module inside wrappers such as DistributedModelParallel, DistributedDataParallel, torch.compile's."""
+    while (name := _wrapped_attribute(module)) is not None:
         module = module.get_submodule(name)
     return module
 
 
-def plain_names(root: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Paths under `root` of modules and tensors, each with the path that it has without wrappers under `root`."""
+def unwrapped_names(root: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Map paths of modules and tensors under `root` to their paths without wrappers."""
     plain = {name: f"{name}." for name in names}
     for path, module in reversed([*root.named_modules(remove_duplicate=False)]):  # inner wrappers first
-        if (child := _wrapped(module)) is not None:
+        if (child := _wrapped_attribute(module)) is not None:
             inner = f"{path}.{child}."
-            changed = (name for name, one in plain.items() if one.startswith(inner))
+            changed = (name for name, plain_name in plain.items() if plain_name.startswith(inner))
             plain |= {name: f"{path}.{plain[name].removeprefix(inner)}" for name in changed}
-    return {name: one[:-1] for name, one in plain.items()}
+    return {name: plain_name[:-1] for name, plain_name in plain.items()}
 
 
-def path_of(path: Any) -> Path:
-    """A user's argument as a path. InputError if it is of another type."""
+def as_path(path: Any) -> Path:
+    """Convert a user's argument to a path. InputError if it is not one."""
     try:
         return Path(path)
     except TypeError:

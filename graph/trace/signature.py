@@ -1,4 +1,8 @@
-"""The signature that a compiled step is valid for: the arguments of a call, and the state of the graph's modules."""
+"""The signature of a call: everything that a compiled step is valid for.
+
+A signature consists of the call's arguments (`call_key`) and the state of the graph's modules (`Structure`). It is
+computed at every call, so it is optimized for few interpreter steps.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +26,12 @@ from torch.utils import _pytree as pytree
 from ...embedding.optim.ddp_guard import refuse_ranks
 from ...engine.errors import GraphError
 
-Given = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments, as the user gave them
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments, as passed by the user
 Dims = frozenset[tuple[int, int]]  # (input tensor, dimension) pairs
 
 NO_DYNAMIC: frozenset[int] = frozenset()
 
-# the containers of TorchRec by module and name, with the leaves that have an element for each id
+# TorchRec's containers, with the leaves that have one element per id
 _TORCHREC = "torchrec.sparse.jagged_tensor"
 _OF_TORCHREC = {"JaggedTensor": frozenset({0, 1}), "KeyedJaggedTensor": frozenset({0, 1})}
 _TRAINING = attrgetter("training")
@@ -41,9 +45,9 @@ _INEXACT = (float, complex, np.generic)
 
 
 class Call(NamedTuple):
-    """The arguments of a call, flattened. dynamic_leaves: those whose first dimension a container makes dynamic."""
+    """A call's arguments, flattened. dynamic_leaves: leaves whose first dimension a container makes dynamic."""
 
-    given: Given
+    arguments: Arguments
     leaves: list[Any]
     spec: pytree.TreeSpec
     dynamic_leaves: frozenset[int]
@@ -55,22 +59,22 @@ class Call(NamedTuple):
     @property
     def dynamic_dims(self) -> Dims:
         """The dimensions that are dynamic from the first call on."""
-        where = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+        tensor_leaves = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
         return frozenset(
-            (i, 0) for i, leaf in enumerate(where) if leaf in self.dynamic_leaves and can_be_dynamic(self.leaves[leaf])
+            (i, 0) for i, n in enumerate(tensor_leaves) if n in self.dynamic_leaves and can_be_dynamic(self.leaves[n])
         )
 
 
 @cache
 def tensors_spec(count: int) -> pytree.TreeSpec:
-    """The tree of a call with `count` tensors and nothing else. Cached, since flattening takes a while."""
+    """Return the tree of a call with `count` tensors and nothing else. Cached, because flattening is slow."""
     return pytree.tree_structure((tuple(range(count)), {}))
 
 
 def dynamic_leaves_of(spec: pytree.TreeSpec) -> frozenset[int]:
-    """The leaves whose first dimension may change from call to call.
+    """Return the leaves whose first dimension may change from call to call.
 
-    A container declares them by its class attribute `open_leaves`: their positions in what it flattens to.
+    A container lists them in its class attribute `open_leaves`, as positions in its flattened form.
     """
     dynamic_leaves: set[int] = set()
     first, pending = 0, [spec]
@@ -89,31 +93,31 @@ def dynamic_leaves_of(spec: pytree.TreeSpec) -> frozenset[int]:
     return frozenset(dynamic_leaves)
 
 
-def split_by_key(given: Given) -> Given:
-    """The arguments of a call, in which containers with a method `split_by_key` have a leaf for the values of each key.
+def split_by_key(arguments: Arguments) -> Arguments:
+    """Return the arguments with keyed containers split into one leaf per key, using their method `split_by_key`.
 
-    A step then has the number of values of each key, which differs from call to call.
+    The step then sees how many values each key has. These numbers differ from call to call.
     """
-    split: Given = pytree.tree_map(lambda one: one.split_by_key() if _splits(one) else one, given, is_leaf=_splits)
+    split: Arguments = pytree.tree_map(lambda x: x.split_by_key() if _is_keyed(x) else x, arguments, is_leaf=_is_keyed)
     return split
 
 
-def can_split(given: Given) -> bool:
-    return any(map(_splits, pytree.tree_leaves(given, is_leaf=_splits)))
+def can_split(arguments: Arguments) -> bool:
+    return any(map(_is_keyed, pytree.tree_leaves(arguments, is_leaf=_is_keyed)))
 
 
-def _splits(value: Any) -> bool:
+def _is_keyed(value: Any) -> bool:
     return hasattr(value, "split_by_key")
 
 
 def can_be_dynamic(tensor: Tensor) -> bool:
-    """Whether the first dimension of a container's leaf can be dynamic: the strides do not depend on its size."""
+    """True if the first dimension of a container's leaf can be dynamic: strides do not depend on its size."""
     return tensor.layout is torch.strided and tensor.dim() > 0 and tensor.is_contiguous()
 
 
-def argument_names(build: Callable[..., Any], given: Given) -> list[str]:
-    """How the user wrote each leaf of a call: `ids`, `batch['user']`, `features.values`. Makes no container again."""
-    args, kwargs = given
+def argument_names(build: Callable[..., Any], arguments: Arguments) -> list[str]:
+    """Return each leaf as the user wrote it: `ids`, `batch['user']`, `features.values`."""
+    args, kwargs = arguments
     names = list(inspect.signature(build).parameters)
     names += [f"number {i}" for i in range(len(names), len(args))]
     named = [*zip(names, args, strict=False), *kwargs.items()]
@@ -123,25 +127,25 @@ def argument_names(build: Callable[..., Any], given: Given) -> list[str]:
 def _paths(value: Any) -> list[str]:
     try:
         return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(value)[0]]
-    except ValueError:  # it has an object of a class that was registered without field names
+    except ValueError:  # it contains a class that was registered without field names
         return [""] * len(pytree.tree_leaves(value))
 
 
 class Structure:
-    """The modules under `root`, and their state: parameters, buffers, and tensors in plain attributes of a module.
+    """The modules under `root` and their state: parameters, buffers, and tensors in plain attributes.
 
-    Each call reads the state, so it is read in few steps of the interpreter.
+    The state is read at every call, so reading it takes few interpreter steps.
     """
 
     def __init__(self, root: nn.Module, optimizers: Collection[Optimizer]) -> None:
-        """optimizers: those of a graph, in an object that may grow."""
+        """optimizers: the graph's optimizers, in an object that may grow."""
         refuse_ranks(root)
         for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
             if is_lazy(tensor):
                 raise GraphError(f"{name} has no shape yet; run its module once on a sample before the graph")
         modules = list(root.modules())
         self._modules, self._optimizers = modules, optimizers
-        # the dicts themselves: a module keeps its dicts for life
+        # hold the dicts themselves: a module never replaces its dicts
         self._parameters = [module._parameters for module in modules]
         self._buffers = [module._buffers for module in modules]
         self._children = [module._modules for module in modules]
@@ -152,15 +156,15 @@ class Structure:
         self._shape = self._read_shape()
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # a copied graph reads its own modules
+        return type(None), ()  # a copied graph builds its own
 
     def live(self) -> tuple[list[Tensor], tuple[Hashable, ...]] | None:
-        """Parameters and buffers as they are now, tied ones repeated, and a key of these, optimizers and torch's state.
+        """Return the current parameters and buffers (tied ones repeated), and a key of the whole state.
 
-        None if modules, their hooks or the number of their attributes have changed. The key has parameters by identity,
-        since an optimizer holds the object itself. It has tensors in plain attributes by identity too, since a step
-        holds those that it uses. It has buffers by type and description alone, and optimizers with their numbers of
-        parameters.
+        Returns None if modules, their hooks or the number of their attributes have changed. The key has parameters by
+        identity, because optimizers hold the objects, and tensors in plain attributes by identity, because steps hold
+        them. Buffers enter by type and description, optimizers with the sizes of their param groups. Gradient mode,
+        default dtype and autocast are part of the key.
         """
         if self._read_shape() != self._shape:
             return None
@@ -170,11 +174,11 @@ class Structure:
         tensors = [tensor for tensor in parameters + buffers if tensor is not None]
         attributes = map(dict.get, self._with_tensors, self._tensor_names)
         autocast = torch._C._is_any_autocast_enabled() and tuple(
-            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
+            (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
         )
         with DisableTorchFunctionSubclass():
-            # a step that uses a tensor keeps it alive, so no other gets its id; other values are frozen
-            own = [
+            # a step keeps its tensors alive, so ids are not reused; other values are frozen
+            attribute_key = [
                 (id(v), _DESCRIBE(v), _STRIDE(v)) if v is not None and isinstance(v, Tensor) else None
                 for v in attributes
             ]
@@ -184,7 +188,7 @@ class Structure:
                 tuple(map(_TRAINING, self._modules)),
                 tuple(map(id, parameters)),
                 distinct,
-                tuple(own),
+                tuple(attribute_key),
                 tuple(map(type, buffers)),
                 any(map(_HOOKS, tensors)) or any(map(_POST_HOOKS, tensors)),
                 tuple([(id(o), *[len(group["params"]) for group in o.param_groups]) for o in self._optimizers]),
@@ -193,7 +197,7 @@ class Structure:
             )
 
     def _read_shape(self) -> tuple[list[Any], list[int], list[int]]:
-        # no two hooks ever get the same number
+        # hooks never share a number
         return _values(self._children), list(map(len, self._attributes)), list(chain.from_iterable(self._hooks))
 
 
@@ -202,17 +206,17 @@ def _values(dicts: list[Any]) -> list[Any]:
 
 
 def call_key(
-    leaves: list[Any], dynamic_leaves: frozenset[int], build: Callable[..., Any], given: Given
+    leaves: list[Any], dynamic_leaves: frozenset[int], build: Callable[..., Any], arguments: Arguments
 ) -> tuple[Hashable, ...]:
-    """The key of a call's arguments: tensors by description, plain values by type and value. GraphError for others.
+    """Return the key of a call's arguments: tensors by description, plain values by type and value.
 
-    dynamic_leaves: leaves whose first dimension is left out of the key.
+    dynamic_leaves: leaves whose first dimension is left out. Raises GraphError for values of other types.
     """
     key: list[Hashable] = []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             if leaf.is_nested:
-                raise _no_argument(leaf, argument_names(build, given)[i])
+                raise _argument_error(leaf, argument_names(build, arguments)[i])
             if i in dynamic_leaves and can_be_dynamic(leaf):
                 key.append((leaf.shape[1:], *_DESCRIBE(leaf)[1:]))
             else:
@@ -221,40 +225,40 @@ def call_key(
             # by repr: 0.0 equals -0.0, and nan does not equal itself
             key.append((type(leaf), repr(leaf) if isinstance(leaf, _INEXACT) else leaf))
         else:
-            raise _no_argument(leaf, argument_names(build, given)[i])
+            raise _argument_error(leaf, argument_names(build, arguments)[i])
     return tuple(key)
 
 
-def _no_argument(leaf: Any, name: str) -> GraphError:
-    """The error for an argument that a step cannot take."""
+def _argument_error(leaf: Any, name: str) -> GraphError:
+    """Return the error for an argument that a step cannot accept."""
     if isinstance(leaf, Tensor):
         return GraphError(
-            f"argument {name} is a nested tensor, which a static graph does not hold; make it with "
-            f"layout=torch.jagged, and pass tierbed.jagged.JaggedTensor.from_nested({name}), or several features by "
-            "tierbed.jagged.KeyedJaggedTensor.from_nested"
+            f"argument {name} is a nested tensor, which a static graph does not hold; create it with "
+            f"layout=torch.jagged and pass tierbed.jagged.JaggedTensor.from_nested({name}), or "
+            "tierbed.jagged.KeyedJaggedTensor.from_nested for several features"
         )
     if isinstance(leaf, np.ndarray):
         return GraphError(f"argument {name} is a NumPy array, which a step would freeze; pass torch.from_numpy({name})")
     return GraphError(
         f"argument {name} is a {type(leaf).__name__}, which cannot be compared by value; pass tensors, numbers, "
-        f"strings, or lists, tuples and dicts of them, assign modules to self, and {registered(leaf)}"
+        f"strings, or lists, tuples and dicts of them, assign modules to self, and {registration_hint(leaf)}"
     )
 
 
-def registered(value: Any) -> str:
-    """The last part of an error, which says how objects of a user's class can be arguments."""
-    return f"make a class of fields a dataclass and call torch.export.register_dataclass({type(value).__name__}) once"
+def registration_hint(value: Any) -> str:
+    """Return the end of an error text: how to make a user's class usable as an argument."""
+    return f"make the class a dataclass and call torch.export.register_dataclass({type(value).__name__}) once"
 
 
-def without_sizes(key: tuple[Hashable, ...], leaves: list[Any]) -> tuple[Hashable, ...]:
-    """A `call_key` that is the same for tensors of other sizes with the same number of dimensions."""
+def key_without_sizes(key: tuple[Hashable, ...], leaves: list[Any]) -> tuple[Hashable, ...]:
+    """Return a `call_key` without sizes: tensors need only have equal numbers of dimensions."""
     sizeless = (
-        (leaf.dim(), leaf.dtype, leaf.device, leaf.requires_grad, leaf.layout) if isinstance(leaf, Tensor) else one
-        for leaf, one in zip(leaves, key, strict=True)
+        (leaf.dim(), leaf.dtype, leaf.device, leaf.requires_grad, leaf.layout) if isinstance(leaf, Tensor) else entry
+        for leaf, entry in zip(leaves, key, strict=True)
     )
     return tuple(sizeless)
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is of an immutable type, so that it can be in a key or a result."""
+    """True if a value's type is immutable, so that it can be part of a key or a result."""
     return isinstance(value, _PLAIN)

@@ -1,4 +1,8 @@
-"""The tensors that `build` gets instead of the live ones while it is traced, and how the live ones are put back."""
+"""Swap live tensors for traced ones while `build` is traced, and put them back afterwards.
+
+`build` reaches parameters and buffers through modules and optimizers, so the swap replaces them there. After the
+trace everything is restored, also after an error, and anything that `build` left behind raises GraphError.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from torch.optim import Optimizer
 from ...engine.errors import GraphError
 from ...engine.ops.rows_contract import EmbeddingBase
 
-trace_lock = RLock()  # modules and optimizers that a trace changes may be shared with a graph of another thread
+trace_lock = RLock()  # another thread's graph may share modules and optimizers that a trace changes
 
 _MUTABLE = dict | list | set | deque
 _TRACED = FakeTensor | torch.SymInt | torch.SymFloat | torch.SymBool
@@ -31,30 +35,30 @@ def set_grads(tensors: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None
 
 
 @contextmanager
-def unused_grads(tensors: list[Tensor]) -> Iterator[dict[int, Tensor]]:
-    """Give each live trainable parameter a `grad` whose use a trace can see, and yield these by the parameter's id.
+def sentinel_grads(tensors: list[Tensor]) -> Iterator[dict[int, Tensor]]:
+    """Give each trainable parameter a `grad` whose use a trace can detect, and yield these by the parameter's id.
 
-    Puts the old gradients back. GraphError if `build` replaced one: it reached a parameter that is not traced.
+    Restores the old gradients. GraphError if `build` replaced one: it then reached a parameter that is not traced.
     """
     live = [*dict.fromkeys(tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor.requires_grad)]
-    before = [parameter.grad for parameter in live]
-    unused = {id(p): torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape).requires_grad_() for p in live}
-    set_grads(live, unused.values())
-    changed = False
+    old_grads = [parameter.grad for parameter in live]
+    sentinels = {id(p): torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape).requires_grad_() for p in live}
+    set_grads(live, sentinels.values())
+    was_replaced = False
     try:
-        yield unused
-        changed = any(parameter.grad is not unused[id(parameter)] for parameter in live)
+        yield sentinels
+        was_replaced = any(parameter.grad is not sentinels[id(parameter)] for parameter in live)
     finally:
-        set_grads(live, before)
-    if changed:
+        set_grads(live, old_grads)
+    if was_replaced:
         raise GraphError(
-            "build sets the gradient of a parameter that it does not reach through self: by a list of parameters made "
-            "earlier, or by an optimizer that is not the graph's; use self.<module>.parameters(), and add_optimizer"
+            "build sets the gradient of a parameter that it does not reach through self, but through an older list of "
+            "parameters or another optimizer; use self.<module>.parameters(), and add_optimizer"
         )
 
 
 class _Settings(dict[str, Any]):
-    """A param group during a trace, read-only."""
+    """A read-only param group for use during a trace."""
 
     def __init__(self, group: dict[str, Any], optimizer: Optimizer) -> None:
         super().__init__(group)
@@ -68,11 +72,11 @@ class _Settings(dict[str, Any]):
 
 
 def changed_setting(optimizer: Optimizer, name: str) -> GraphError:
-    """The error for a `build` that changes a setting of a param group: only its trace would change it."""
+    """Return the error for a `build` that changes a param group: the trace would change it, later calls would not."""
     return GraphError(
         f"build sets {name!r} of a param group of {type(optimizer).__name__}, as step() of a scheduler does, and a "
-        "compiled step does not repeat that; leave it out: add_optimizer(optimizer, lr_sch=scheduler) steps a "
-        "scheduler, and anything else may be set between calls"
+        "compiled step does not repeat that; call add_optimizer(optimizer, lr_sch=scheduler) to step a scheduler, "
+        "and set anything else between calls"
     )
 
 
@@ -80,26 +84,26 @@ def changed_setting(optimizer: Optimizer, name: str) -> GraphError:
 def swapped(
     root: nn.Module, optimizers: Iterable[Optimizer], swaps: dict[int, Tensor], names: dict[int, str]
 ) -> Iterator[None]:
-    """Replace the tensors that modules and optimizers of the graph hold by those of `swaps`, found by id, in a block.
+    """Replace the tensors in modules and optimizers of the graph. `swaps` maps ids of live tensors to replacements.
 
-    Undone at the end. GraphError if build left another tensor on a module, called step() of an optimizer or of its
-    schedule, or set a learning rate.
+    Everything is restored at the end. GraphError if build left another tensor on a module, called step() of an
+    optimizer or its scheduler, or set a learning rate.
     """
-    before = [(value, value.copy()) for _, value in _reachable(root) if isinstance(value, _MUTABLE)]
+    containers = [(value, value.copy()) for _, value in _reachable(root) if isinstance(value, _MUTABLE)]
     slots = [
-        (module, "shadow" if isinstance(module, EmbeddingBase) else name, live)  # `weight` of an Embedding is its rows
+        (module, "shadow" if isinstance(module, EmbeddingBase) else name, live)  # an Embedding's `weight` is its rows
         for module in root.modules()
         for name, live in [*module._parameters.items(), *module._buffers.items()]
         if live is not None
     ]
-    groups = [(optimizer, list(optimizer.param_groups)) for optimizer in optimizers]
-    params = [(group, group["params"]) for _, own in groups for group in own]
+    optimizer_groups = [(optimizer, list(optimizer.param_groups)) for optimizer in optimizers]
+    params = [(group, group["params"]) for _, param_groups in optimizer_groups for group in param_groups]
     hooks = [optimizer.register_step_pre_hook(_refuse_step) for optimizer in optimizers]
     _put((module, name, swaps[id(live)]) for module, name, live in slots)
-    for group, parameters in params:  # which build may have kept from before
+    for group, parameters in params:  # build may hold an older reference to the group
         group["params"] = [swaps[id(live)] for live in parameters]
-    for optimizer, own in groups:
-        optimizer.param_groups[:] = map(_Settings, own, repeat(optimizer))
+    for optimizer, param_groups in optimizer_groups:
+        optimizer.param_groups[:] = map(_Settings, param_groups, repeat(optimizer))
     rebound = leaked = None
     try:
         yield
@@ -107,29 +111,29 @@ def swapped(
     finally:
         for hook in hooks:
             hook.remove()
-        for optimizer, own in groups:
-            optimizer.param_groups[:] = own
+        for optimizer, param_groups in optimizer_groups:
+            optimizer.param_groups[:] = param_groups
         for group, parameters in params:
             group["params"] = parameters
         _put(slots)
-        leaked = next((where for where, value in _reachable(root) if isinstance(value, _TRACED)), None)
+        leaked = next((attribute for attribute, value in _reachable(root) if isinstance(value, _TRACED)), None)
         if leaked is not None or rebound is not None:
-            for container, copy in before:
+            for container, old_items in containers:
                 container.clear()
-                (container.update if isinstance(container, dict | set) else container.extend)(copy)
+                (container.update if isinstance(container, dict | set) else container.extend)(old_items)
     if rebound is not None:
-        raise GraphError(f"build replaces {names[id(rebound)]} by another tensor; change it in place (copy_, add_)")
+        raise GraphError(f"build replaces {names[id(rebound)]} with another tensor; change it in place (copy_, add_)")
     if leaked is not None:
         raise GraphError(
             f"build keeps a tensor in the attribute {leaked}, which only the first call would set; return it, or "
-            "register a buffer in __init__ and write to it in place (copy_); for nn.utils.weight_norm and "
-            "spectral_norm use those of torch.nn.utils.parametrizations"
+            "register a buffer in __init__ and write to it in place (copy_); instead of nn.utils.weight_norm and "
+            "spectral_norm, use torch.nn.utils.parametrizations"
         )
 
 
 def _put(slots: Iterable[tuple[nn.Module, str, Tensor]]) -> None:
     for module, name, tensor in slots:
-        setattr(module, name, tensor)  # not into the dicts: an LSTM also keeps a list of its tensors
+        setattr(module, name, tensor)  # not into the dicts directly: an LSTM also keeps a list of its tensors
 
 
 def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -139,19 +143,19 @@ def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _reachable(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The objects that modules under `root` hold, in attributes and in containers, each with the attribute's name."""
+    """Yield the objects that modules under `root` hold, in attributes and containers, with the attribute's name."""
     seen: set[int] = set()
     pending: list[tuple[str, Any]] = [("", root)]
     while pending:
-        where, value = pending.pop()
+        attribute, value = pending.pop()
         if isinstance(value, nn.Module):
-            where, value = type(value).__name__, vars(value)
-        yield where, value
+            attribute, value = type(value).__name__, vars(value)
+        yield attribute, value
         if isinstance(value, _MUTABLE | tuple) and id(value) not in seen:
             seen.add(id(value))
             items = value.items() if isinstance(value, dict) else ((None, item) for item in value)
             pending += (
-                (where if key is None or key in _TABLES else f"{where}.{key}", item)
+                (attribute if key is None or key in _TABLES else f"{attribute}.{key}", item)
                 for key, item in items
-                if isinstance(item, _WALKED)  # a vocabulary may have millions of words
+                if isinstance(item, _WALKED)  # skip the rest: a vocabulary may have millions of words
             )

@@ -1,4 +1,10 @@
-"""Traces `build`: one run on fake tensors, which gives its forward and backward as aten calls."""
+"""Trace `build`: run it once on fake tensors and record its forward and backward as aten calls.
+
+`make_fx` records every aten call made while `build` runs, also inside autograd. Fake tensors have shapes but
+no values, so a `build` that needs a value raises. During the trace, modules and optimizers hold fake parameters
+instead of live ones (swap.py); a dispatch mode refuses ops that the trace would get wrong; and `Reads` collects the
+Python values that `build` reads, since they become constants of the step.
+"""
 
 from __future__ import annotations
 
@@ -38,51 +44,51 @@ from ...engine.ops.rows_contract import REMEDY, TRACED
 from .alias import is_random
 from .names import HasBuild, name_of, tensor_names
 from .reads import Reads
-from .signature import Call, Dims, argument_names, is_plain, registered
-from .swap import changed_setting, swapped, unused_grads
+from .signature import Call, Dims, argument_names, is_plain, registration_hint
+from .swap import changed_setting, sentinel_grads, swapped
 
-_LIBRARIES = tuple(
+_LIBRARY_FOLDERS = tuple(
     f"{folder}{os.sep}"
     for folder in (
         Path(torch.__file__).parent,
         *(Path(__file__).parents[2] / own for own in ("engine", "embedding", "graph")),
     )
 )
-_INPUT = re.compile(r"L\['t(\d+)'\]")  # input tensor number \1 in a guard of torch
-_OFFSET = re.compile(r"L\[\d+\]\.storage_offset\(\) == \d+")  # a step does not depend on where a view begins
-_COMMON = 64
+_INPUT = re.compile(r"L\['t(\d+)'\]")  # input tensor number \1 in one of torch's guards
+_OFFSET = re.compile(r"L\[\d+\]\.storage_offset\(\) == \d+")  # where a view begins does not matter to a step
+_ORDINARY_SIZE = 64
 _SEED = 0x7165_7262_6564
-BACKWARD = "backward"  # in the meta of nodes that autograd added
-LIVE = "live"  # in the meta of placeholders that are parameters or buffers
+BACKWARD = "backward"  # in the meta of nodes added by autograd
+LIVE = "live"  # in the meta of placeholders for parameters and buffers
 
-ShapeGuard = Callable[[Sequence[Tensor]], bool]  # whether a step accepts inputs of these sizes
+ShapeGuard = Callable[[Sequence[Tensor]], bool]  # True if a step accepts inputs of these sizes
 
 
 @dataclass(frozen=True)
 class Returned:
-    """What build returned, and which live tensors it gave a gradient."""
+    """The result of build, and which live tensors it gave a gradient."""
 
     spec: pytree.TreeSpec
-    constants: list[Any]  # the leaves of the result, None for tensors, which the trace returns
+    constants: list[Any]  # the result's leaves; None for tensors: the trace returns them
     is_tensor: list[bool]
     with_grad: list[int]  # live tensors whose gradients follow the results in the trace's output
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A traced step. Its placeholders are the input tensors, then the live tensors; its output is one flat list."""
+    """A traced step. Its placeholders are the inputs and then the parameters and buffers (the live tensors)."""
 
     module: fx.GraphModule
     returned: Returned
     inputs: list[str]  # names of the input tensors
-    guard: ShapeGuard | None  # whether the step accepts other inputs; None for a static-shape step
-    reads: Reads  # the Python values that are constants of it
+    guard: ShapeGuard | None  # None for a static-shape step
+    reads: Reads  # the Python values that became constants
 
     def program(self) -> Hashable:
-        """What is equal for traces of one signature that give equal steps, as long as no pass has changed them."""
+        """Return a key that is equal for traces of equal steps with one signature. Call it before any pass runs."""
         graph, returned = self.module.graph, self.returned
         grads = graph.find_nodes(op="call_function", target=torch.ops.tierbed.lookup_grad.default)
-        orders = sorted(node.args[-2] for node in grads)  # counted over all calls of the process
+        orders = sorted(node.args[-2] for node in grads)  # numbered over all calls of the process
         nodes = []
         for node in graph.nodes:
             args: Any = node.args
@@ -90,9 +96,9 @@ class Trace:
                 args = *args[:-2], orders.index(args[-2]), args[-1]
             constant = getattr(self.module, node.target) if node.op == "get_attr" else None
             if isinstance(constant, Tensor) and all("lift_fresh" in str(user.target) for user in node.users):
-                constant = repr(constant.tolist())  # made by build: another one with each trace
+                constant = repr(constant.tolist())  # made by build, so it is new in each trace
             else:
-                constant = id(constant)  # read at each call
+                constant = id(constant)  # read at every call
             nodes.append((node.op, node.name, str(node.target), repr(args), repr(node.kwargs), constant))
         constants = [(type(value), repr(value)) for value in returned.constants]
         guard = self.guard and self.guard.__code__
@@ -102,16 +108,16 @@ class Trace:
 def trace(
     root: HasBuild, call: Call, tensors: list[Tensor], optimizers: Iterable[Optimizer], dynamic: Dims | None = None
 ) -> Trace:
-    """Trace `root.build` for the arguments of a call. GraphError for what a static graph cannot hold.
+    """Trace `root.build` for a call's arguments. GraphError if a static graph cannot express it.
 
-    tensors: the parameters and buffers under `root`; a tied one may be repeated. dynamic: the dynamic dimensions, for a
-    dynamic-shape step; None for a static-shape step.
+    tensors: the parameters and buffers under `root`; tied ones may repeat. dynamic: the dynamic dimensions, or None
+    for a static-shape step.
     """
-    leaves, inputs, arguments_of = call.leaves, call.inputs, argument_names(root.build, call.given)
+    leaves, inputs, arguments_of = call.leaves, call.inputs, argument_names(root.build, call.arguments)
     names = tensor_names(root)
     _refuse_hooks(tensors, names, optimizers)
-    where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    settings = {
+    tensor_leaves = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    group_tensors = {
         id(value): (optimizer, name)
         for optimizer in optimizers
         for group in optimizer.param_groups
@@ -124,19 +130,19 @@ def trace(
     def step(*flat: Tensor) -> list[Tensor]:
         nonlocal returned
         arguments = list(leaves)
-        for i, fake in zip(where, flat, strict=False):
+        for i, fake in zip(tensor_leaves, flat, strict=False):
             arguments[i] = fake.detach().requires_grad_(leaves[i].requires_grad)
         swaps: dict[int, Tensor] = {}
         for fake, live in zip(flat[len(inputs) :], tensors, strict=True):
             swaps.setdefault(id(live), _leaf(fake, live))
         args, kwargs = pytree.tree_unflatten(arguments, call.spec)
         op_guard = _OpGuard(
-            root, {**names, **{id(grad): f"{names[live]}.grad" for live, grad in unused.items()}}, settings
+            root, {**names, **{id(grad): f"{names[live]}.grad" for live, grad in sentinels.items()}}, group_tensors
         )
-        with swapped(root, optimizers, swaps, names), op_guard, _NoData(), reads:
+        with swapped(root, optimizers, swaps, names), op_guard, _NoDataAssignment(), reads:
             result = root.build(*args, **kwargs)
         op_guard.check_seed()
-        for i in where:
+        for i in tensor_leaves:
             if arguments[i].grad is not None:
                 raise GraphError(
                     f"argument {arguments_of[i]} requires grad, but a graph keeps no "
@@ -147,7 +153,7 @@ def trace(
             if not isinstance(value, Tensor) and not is_plain(value):
                 raise GraphError(
                     f"build returns a {type(value).__name__}; return tensors, plain values, and lists, tuples and "
-                    f"dicts of them, or {registered(value)}"
+                    f"dicts of them, or {registration_hint(value)}"
                 )
         outputs = [value for value in values if isinstance(value, Tensor)]
         grads = {live: swap.grad for live, swap in swaps.items() if swap.grad is not None}
@@ -163,32 +169,32 @@ def trace(
         ]
 
     shapes: ShapeEnv | None = None
-    if dynamic is not None:  # what depends on values raises, as in a static-shape trace
+    if dynamic is not None:  # value-dependent ops raise, as in a static-shape trace
         shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False, duck_shape=False)
-    from_start = call.dynamic_dims if dynamic else Dims()
+    open_dims = call.dynamic_dims if dynamic else Dims()
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
     grad_mode = torch.is_grad_enabled()  # inference_mode(False) turns gradients on
-    # torch neither assumes that dynamic sizes of containers are not 0 or 1, nor compares them with these
-    any_size = symbolic.patch(backed_size_oblivious=bool(from_start))  # type: ignore[attr-defined]
+    # torch must neither assume nor test that containers' dynamic sizes differ from 0 and 1
+    any_size = symbolic.patch(backed_size_oblivious=bool(open_dims))  # type: ignore[attr-defined]
     with torch.inference_mode(False), torch.set_grad_enabled(grad_mode), any_size:
-        # detach: a tensor that is passed twice gets two fakes, since another call may pass two tensors
-        fakes = [_fake(mode, tensor.detach(), i, dynamic, from_start) for i, tensor in enumerate([*inputs, *tensors])]
-        # modules under torch.compile are traced as what they wrap
+        # detach: a tensor passed twice gets two fakes, because another call may pass two tensors
+        fakes = [_fake(mode, tensor.detach(), i, dynamic, open_dims) for i, tensor in enumerate([*inputs, *tensors])]
+        # trace modules under torch.compile as the module they wrap
         inlined = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
-        with unused_grads(tensors) as unused, torch.random.fork_rng(devices=[]), inlined, _raised_alone(), mode:
-            try:  # an empty table: without one torch 2.14 records detach as alias
+        with sentinel_grads(tensors) as sentinels, torch.random.fork_rng(devices=[]), inlined, _mute_log(), mode:
+            try:  # an empty table: without it, torch 2.14 records detach as alias
                 module = make_fx(step, decomposition_table={}, _allow_non_fake_inputs=True)(*fakes)
             except Exception as error:
                 if _is_data_dependent(error):
                     raise GraphError(
-                        f"{_line(error)} needs the value of a tensor, and a static graph is traced without values; "
+                        f"{_user_line(error)} needs a tensor's value, but a static graph is traced without values; "
                         f"{_remedy(error)}"
                     ) from error
                 raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-                if isinstance(error, ZeroDivisionError) and raised_in.startswith(_LIBRARIES):
+                if isinstance(error, ZeroDivisionError) and raised_in.startswith(_LIBRARY_FOLDERS):
                     raise GraphError(
-                        f"{_line(error)} has torch divide by a size that is 0 in this batch; leave such batches out, "
-                        "or sum where it takes a mean"
+                        f"{_user_line(error)} makes torch divide by a size that is 0 in this batch; skip such batches, "
+                        "or use a sum instead of a mean"
                     ) from error
                 raise
             _merge_attributes(module, mode)
@@ -196,14 +202,14 @@ def trace(
         node.meta[LIVE] = True
     assert returned is not None
     guard = None if shapes is None else _shape_guard(shapes, fakes[: len(inputs)])
-    return Trace(module, returned, [arguments_of[i] for i in where], guard, reads)
+    return Trace(module, returned, [arguments_of[i] for i in tensor_leaves], guard, reads)
 
 
-def _fake(mode: FakeTensorMode, tensor: Tensor, index: int, dynamic: Dims | None, from_start: Dims) -> FakeTensor:
+def _fake(mode: FakeTensorMode, tensor: Tensor, index: int, dynamic: Dims | None, open_dims: Dims) -> FakeTensor:
     if dynamic is None:
         return mode.from_tensor(tensor)
-    if (index, 0) in from_start:  # no view: torch would take the size from its base
-        size = len(tensor) + _COMMON * (len(tensor) < 2)  # torch reads a size that may be any
+    if (index, 0) in open_dims:  # not a view: torch would use the size of its base
+        size = len(tensor) + _ORDINARY_SIZE * (len(tensor) < 2)  # a size that torch does not treat as special
         tensor = tensor.new_empty((size, *tensor.shape[1:]))
     sizes = [DimDynamic.DYNAMIC if (index, d) in dynamic else DimDynamic.STATIC for d in range(tensor.dim())]
     context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
@@ -211,18 +217,18 @@ def _fake(mode: FakeTensorMode, tensor: Tensor, index: int, dynamic: Dims | None
 
 
 def _shape_guard(shapes: ShapeEnv, fakes: Sequence[Any]) -> ShapeGuard:
-    """A function that checks whether inputs have the sizes that the trace assumed."""
+    """Return a function that tests whether inputs have sizes that the trace assumed."""
     code = shapes.produce_guards_expression(fakes, ignore_static=False)
     if code is None:
         return lambda inputs: True
     code = _OFFSET.sub("True", _INPUT.sub(r"L[\1]", code))
-    # once: torch's own function parses it at each call
+    # compiled once here; torch's own function parses it at each call
     guard: ShapeGuard = eval(f"lambda L: {code}", dict(SYMPY_INTERP))
     return guard
 
 
 def _merge_attributes(module: fx.GraphModule, mode: FakeTensorMode) -> None:
-    """Make one node for each closure tensor: the trace made a node for each use."""
+    """Keep one node per closure tensor; the trace made one per use."""
     first: dict[Any, fx.Node] = {}
     for node in module.graph.find_nodes(op="get_attr"):
         value = getattr(module, node.target)
@@ -234,7 +240,7 @@ def _merge_attributes(module: fx.GraphModule, mode: FakeTensorMode) -> None:
 
 
 def _leaf(fake: Tensor, live: Tensor) -> Tensor:
-    """A tensor for build instead of a parameter or buffer: a leaf, so that no gradient reaches the live tensor."""
+    """Return a stand-in for a parameter or buffer. It is a leaf, so gradients never reach the live tensor."""
     if not isinstance(live, nn.Parameter):
         return fake
     leaf = nn.Parameter(fake, live.requires_grad)
@@ -243,28 +249,27 @@ def _leaf(fake: Tensor, live: Tensor) -> Tensor:
 
 
 def _refuse_hooks(tensors: list[Tensor], names: dict[int, str], optimizers: Iterable[Optimizer]) -> None:
-    own = [*map(id, optimizers)]
+    own_ids = [*map(id, optimizers)]
     for tensor in tensors:
         if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
             raise GraphError(
                 f"{names[id(tensor)]} has a gradient hook, which a graph would skip; change gradients in build"
             )
         in_backward = getattr(tensor, "_in_backward_optimizers", None)
-        if in_backward is not None and any(id(getattr(one, "optimizer", one)) not in own for one in in_backward):
+        if in_backward is not None and any(id(getattr(o, "optimizer", o)) not in own_ids for o in in_backward):
             raise GraphError(
-                f"{names[id(tensor)]} was given to apply_optimizer_in_backward, which a graph would skip; make the "
-                "module again, and give its parameters to an optimizer that add_optimizer takes"
+                f"{names[id(tensor)]} was given to apply_optimizer_in_backward, which a graph would skip; create "
+                "the module again, and pass its parameters to an optimizer of add_optimizer"
             )
 
 
 class _OpGuard(TorchDispatchMode):
     """Raises GraphError for ops that a trace would get wrong.
 
-    Such ops work on trainable tensors that are not traced, reseed random numbers, or write to a learning rate. It also
-    sets `BACKWARD` on the nodes that autograd adds, hooks included.
+    Such ops use trainable tensors that are not traced, reseed random numbers, or write to a learning rate. The guard
+    also sets `BACKWARD` on nodes that autograd adds, including hooks.
 
-    names: the names of the live tensors, and of their gradients during the trace, by id. settings: the tensors in param
-    groups.
+    names: by id, names for live tensors and for their gradients during the trace. settings: tensors in param groups.
     """
 
     supports_higher_order_operators = True
@@ -288,12 +293,12 @@ class _OpGuard(TorchDispatchMode):
             raise changed_setting(*self._settings[id(args[0])])
         for value in pytree.tree_leaves((kwargs or {}).get("out", args[:1])) if func._schema.is_mutable else ():
             is_strided = isinstance(value, Tensor) and value.layout == torch.strided
-            if is_strided and (remedy := getattr(value.untyped_storage(), REMEDY, None)):  # a table's weight
+            if is_strided and (remedy := getattr(value.untyped_storage(), REMEDY, None)):  # the weight of a table
                 raise InputError(remedy)
         if func is torch.ops.aten._local_scalar_dense.default and not isinstance(args[0], FakeTensor):
             raise GraphError(
-                f"build reads the value of the tensor {name_of(self._root, args[0])}, which would be frozen into the "
-                "step; compute with the tensor itself, or pass the number to the graph"
+                f"build reads the value of the tensor {name_of(self._root, args[0])}, and the step would keep that "
+                "value forever; compute with the tensor itself, or pass the number to the graph"
             )
         if is_random(func, args):
             self.check_seed()
@@ -308,26 +313,26 @@ class _OpGuard(TorchDispatchMode):
         return result
 
     def check_seed(self) -> None:
-        """GraphError if build reset the random generator. Fake tensors draw nothing, so the seed shows it."""
+        """Raise GraphError if build reset the random generator. Fake tensors draw nothing, so the seed reveals it."""
         if torch.default_generator.initial_seed() != self._seed:
             raise GraphError(
-                "build sets the state of the random numbers, which a compiled step does not repeat; leave out "
+                "build sets the state of the random generator, which a compiled step does not repeat; leave out "
                 "torch.manual_seed and fork_rng, and dropout inside torch.utils.checkpoint"
             )
 
     def _refuse(self, value: Tensor) -> None:
         frames = (frame for frame, _ in traceback.walk_stack(None))
-        below = itertools.takewhile(lambda frame: frame.f_code is not type(self._root).build.__code__, frames)
-        owners = (frame.f_locals.get("self") for frame in below)
+        build_frames = itertools.takewhile(lambda frame: frame.f_code is not type(self._root).build.__code__, frames)
+        owners = (frame.f_locals.get("self") for frame in build_frames)
         optimizer = next((owner for owner in owners if isinstance(owner, Optimizer)), None)
         if optimizer is not None:
             raise GraphError(
-                f"build calls {type(optimizer).__name__}, an optimizer that the graph does not have; give it to "
-                "add_optimizer in __init__, and do not call its step() in build: the graph does at the end of each call"
+                f"build calls {type(optimizer).__name__}, an optimizer that the graph does not have; pass it to "
+                "add_optimizer in __init__ and leave step() out of build: the graph calls it at the end of each call"
             )
         if id(value) in self._names:
             raise GraphError(
-                f"build uses {self._names[id(value)]} by a reference that was made earlier, such as a list of "
+                f"build uses {self._names[id(value)]} through an older reference, such as a list of "
                 "parameters; reach it through self.<module>"
             )
         raise GraphError(
@@ -336,12 +341,12 @@ class _OpGuard(TorchDispatchMode):
         )
 
 
-class _NoData(TorchFunctionMode):
-    """Raises GraphError for an assignment to `.data`, which a trace does not see."""
+class _NoDataAssignment(TorchFunctionMode):
+    """Raises GraphError for an assignment to `.data`, because a trace does not see it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
-            raise GraphError("build assigns to .data of a tensor; write to it in place under torch.no_grad(), by copy_")
+            raise GraphError("build assigns to .data of a tensor; use copy_ under torch.no_grad() instead")
         return func(*args, **(kwargs or {}))
 
 
@@ -353,23 +358,23 @@ def _is_data_dependent(error: Exception) -> bool:
 
 
 def _remedy(error: Exception) -> str:
-    """The remedy for a step that needs the value of a tensor."""
+    """Return the remedy for a step that needs a tensor's value."""
     owners = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
     if any(isinstance(owner, _BatchNorm) and owner.momentum is None for owner in owners):
-        return "give the batch norm a momentum, such as 0.1: with momentum=None it divides by a count of its batches"
-    return "use torch.where or a mask, or compute it outside and pass it to the graph"
+        return "give the batch norm a momentum, such as 0.1: with momentum=None it divides by its batch count"
+    return "use torch.where or a mask, or compute the value outside and pass it to the graph"
 
 
-def _line(error: Exception) -> str:
-    """The user's line that led to an error."""
+def _user_line(error: Exception) -> str:
+    """Return the user's line that led to an error."""
     frames = traceback.extract_tb(error.__traceback__)
-    frame = ([f for f in frames if not f.filename.startswith(_LIBRARIES)] or frames)[-1]
+    frame = ([f for f in frames if not f.filename.startswith(_LIBRARY_FOLDERS)] or frames)[-1]
     return f'File "{frame.filename}", line {frame.lineno}, in {frame.name}: `{frame.line}`'
 
 
 @contextmanager
-def _raised_alone() -> Iterator[None]:
-    """Keep torch from logging an exception of this trace with its whole stack, since it is also raised."""
+def _mute_log() -> Iterator[None]:
+    """Stop torch from logging this trace's exception with its stack; the trace raises it anyway."""
     thread = get_ident()
 
     def is_other(record: logging.LogRecord) -> bool:

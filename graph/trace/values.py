@@ -1,4 +1,9 @@
-"""Guards of the Python values that a graph's steps were traced with: after a change a call gets another step."""
+"""Guard the Python values that a graph's steps were traced with.
+
+`Reads` finds expressions that read these values. The guards compare the values at every call, with one generated
+function. Each combination of values gets a number, and that number is part of every call's signature: after a change
+the call finds another step, or is traced again; if the old values return, so does the old number.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +21,9 @@ from ...engine.errors import GraphError
 from .reads import MISSING, Reads, is_constant
 from .swap import trace_lock
 
-MAX_CHANGES = 8  # of one value, if each gives another step
-MAX_VALUES = 64  # of one value in all
-MAX_PLACES = 20_000
+MAX_CHANGES = 8  # changes of one value that each give another step
+MAX_VALUES = 64  # different values of one expression
+MAX_EXPRESSIONS = 20_000
 
 Keys = tuple[Hashable, ...]
 
@@ -27,85 +32,85 @@ _DEFAULT = {*dir(object), "__getnewargs__"} - {"__eq__", "__ne__", "__lt__", "__
 
 
 class ValueGuards:
-    """The values at all places that `build` was seen to read, as they are now and as they were at earlier traces.
+    """The values of all expressions that `build` was seen to read, now and at earlier traces.
 
-    number: stands for the values as they are now, and is part of each signature. holds: returns whether the values are
-    still those; if not, call `renew`.
+    number: identifies the current combination of values; part of each signature. holds: returns True while the values
+    are unchanged; otherwise call `renew`.
     """
 
     def __init__(self) -> None:
         self.number = 0
         self.holds: Callable[[], bool] = True.__bool__
-        self._max_places = MAX_PLACES
-        self._labels: dict[str, str] = {}  # by place, the user's name for the value
-        self._names: dict[str, Any] = {"read": _read}  # in the code that reads places
+        self._max_expressions = MAX_EXPRESSIONS
+        self._labels: dict[str, str] = {}  # expression -> the user's name for the value
+        self._names: dict[str, Any] = {"read": _read}  # globals of the generated code
         self._reads: list[Callable[[], Any]] = []
         self._is_missing: list[bool] = []
         self._values: list[Any] = []
         self._keys: Keys = ()
         self._numbers: dict[Keys, int] = {(): 0}
         self._next_number = count(1)
-        self._had: dict[str, dict[Hashable, Any]] = defaultdict(dict)  # keeps objects whose ids are in keys
-        self._changed: dict[str, Any] = {}  # the values at places that changed last
-        self._changes: Counter[str] = Counter()  # that gave another step
-        self._written: set[str] = set()  # places that build may write
+        self._past: dict[str, dict[Hashable, Any]] = defaultdict(dict)  # keeps objects alive whose ids are in keys
+        self._changed: dict[str, Any] = {}  # expression -> value, for the last change
+        self._changes: Counter[str] = Counter()  # changes per expression that gave another step
+        self._written: set[str] = set()  # expressions that build itself may write
         self._dropped: set[str] = set()
 
     def __reduce__(self) -> Any:
-        return ValueGuards, ()  # a copied graph has values of its own
+        return ValueGuards, ()  # a copied graph starts with its own
 
     def renew(self) -> int:
-        """The number of the values as they are now. GraphError for a value that changes too often."""
+        """Return the number of the current values. GraphError if a value changes too often."""
         with trace_lock:
             values = [*map(_read, self._reads)]
             keys = tuple(map(_key, values))
             if keys != self._keys:
-                old = zip(self._labels, self._keys, keys, self._values, values, strict=True)
-                changed = {place: (before, value) for place, mine, its, before, value in old if mine != its}
+                pairs = zip(self._labels, self._keys, keys, self._values, values, strict=True)
+                changed = {expr: (before, value) for expr, old, new, before, value in pairs if old != new}
                 if keys not in self._numbers:
-                    for place, (before, value) in changed.items():
-                        self._refuse_many(place, before, value)
+                    for expr, (before, value) in changed.items():
+                        self._check_change_count(expr, before, value)
                     self._numbers[keys] = next(self._next_number)
-                self._changed = {place: value for place, (_, value) in changed.items()}
+                self._changed = {expr: value for expr, (_, value) in changed.items()}
                 self.number = self._numbers[keys]
-            self._set(values, keys)
+            self._set_values(values, keys)
             return self.number
 
     def add(self, reads: Reads) -> None:
-        """Add what a trace read. The number now also stands for the values that the trace left behind."""
-        seen = {place: found for place, found in reads.places.items() if place not in self._dropped}
+        """Add what a trace read. The current number then also stands for the values after the trace."""
+        seen = {expr: entry for expr, entry in reads.values.items() if expr not in self._dropped}
         self._written |= set(filter(reads.may_be_written, seen))
-        self._max_places = max(MAX_PLACES, 2 * len(seen))  # else a trace that reads more would never be kept
-        new = {place: found for place, found in seen.items() if place not in self._labels}
-        if new:
+        self._max_expressions = max(MAX_EXPRESSIONS, 2 * len(seen))  # always leave room for this trace
+        added = {expr: entry for expr, entry in seen.items() if expr not in self._labels}
+        if added:
             self._names.update(reads.names)
-            self._labels.update((place, label) for place, (label, _) in new.items())
-            self._values += [value for _, value in new.values()]
-            keys = tuple(_key(value) for _, value in new.values())
+            self._labels.update((expr, label) for expr, (label, _) in added.items())
+            self._values += [value for _, value in added.values()]
+            keys = tuple(_key(value) for _, value in added.values())
             self._numbers = {(*before, *keys): number for before, number in self._numbers.items()}
             self._keys += keys
-            self._generate()
+            self._compile_checks()
         values = [
-            seen[place][1] if place in seen and place not in self._written else value
-            for place, value in zip(self._labels, self._values, strict=True)
+            seen[expr][1] if expr in seen and expr not in self._written else value
+            for expr, value in zip(self._labels, self._values, strict=True)
         ]
-        if (keys := tuple(map(_key, values))) != self._keys:  # another thread wrote one before the trace read it
-            self._numbers = {old: number for old, number in self._numbers.items() if number != self.number}
+        if (keys := tuple(map(_key, values))) != self._keys:  # another thread wrote a value before the trace read it
+            self._numbers = {key: number for key, number in self._numbers.items() if number != self.number}
             self._values, self._keys, self.number = values, keys, next(self._next_number)
-        self._settle()
+        self._renumber()
 
     @property
     def is_full(self) -> bool:
-        """Whether there are too many places, as if each call passes another function: the graph then starts again."""
-        return len(self._labels) > self._max_places
+        """True if there are too many expressions (a new function at each call, say): the graph starts over."""
+        return len(self._labels) > self._max_expressions
 
     def equal_step(self, alike: list[Any], program: Hashable, again: Callable[[], Hashable]) -> Any:
-        """The step that was compiled for an equal program, or None. alike: steps that differ in values of places alone.
+        """Return the step that was compiled for an equal program, or None.
 
-        A changed value that gave an equal program is no longer guarded if `build` uses its text alone. `again` traces
-        the program once more to find that out.
+        alike: steps that differ only in guarded values. If a changed value gave an equal program and `build` uses
+        only its text, the value is no longer guarded. `again` traces the program once more to find that out.
         """
-        step = next((one for one in alike if one.program == program), None)
+        step = next((candidate for candidate in alike if candidate.program == program), None)
         if step is not None:
             self._drop_unused(program, again)
         elif alike:
@@ -113,78 +118,78 @@ class ValueGuards:
         return step
 
     def texts(self) -> Mapping[str, tuple[str, Hashable]]:
-        """By the user's name for it, each value as text and as a key."""
+        """Return each value as text and as a key, by the user's name for it."""
         shown = zip(map(_text, self._values), self._keys, strict=True)
         return dict(zip(self._labels.values(), shown, strict=True))
 
-    def _refuse_many(self, place: str, before: Any, value: Any) -> None:
-        had = self._had[place]
-        if _key(value) not in had and (self._changes[place] >= MAX_CHANGES or len(had) >= MAX_VALUES):
+    def _check_change_count(self, expr: str, before: Any, value: Any) -> None:
+        past = self._past[expr]
+        if _key(value) not in past and (self._changes[expr] >= MAX_CHANGES or len(past) >= MAX_VALUES):
             raise GraphError(
-                f"{self._labels[place]} changed to {_text(value)} from {_text(before)}, and has had {len(had)} values; "
+                f"{self._labels[expr]} changed to {_text(value)} from {_text(before)}, and has had {len(past)} values; "
                 "build reads it and is traced again for each; pass it to the graph as a tensor, or make it a buffer "
-                "and change that in place (fill_, copy_), and do what computes no tensor around the call"
+                "and change it in place (fill_, copy_), and move code that computes no tensor out of build"
             )
 
     def _drop_unused(self, program: Hashable, again: Callable[[], Hashable]) -> None:
-        """Drop guards of changed numbers and strings of which `build` uses the text alone, as `print` does."""
+        """Stop guarding changed numbers and strings if `build` uses only their text, as `print` does."""
         probes: dict[str, tuple[Any, list[str]]] = {}
-        for place, value in self._changed.items():
+        for expr, value in self._changed.items():
             if isinstance(value, int | float | str) and not isinstance(value, bool):
                 used: list[str] = []
-                with suppress(Exception):  # it cannot be set
-                    exec(f"{place} = probe", {**self._names, "probe": (probe := _probe(value, used))})
-                    probes[place] = probe, used
-        same = False
+                with suppress(Exception):  # not assignable
+                    exec(f"{expr} = probe", {**self._names, "probe": (probe := _probe(value, used))})
+                    probes[expr] = probe, used
+        is_equal = False
         try:
             with suppress(Exception):
-                same = bool(probes) and again() == program
+                is_equal = bool(probes) and again() == program
         finally:
-            for place, (probe, used) in probes.items():
-                if eval(place, self._names) is probe:
-                    exec(f"{place} = value", {**self._names, "value": self._changed[place]})
+            for expr, (probe, used) in probes.items():
+                if eval(expr, self._names) is probe:
+                    exec(f"{expr} = value", {**self._names, "value": self._changed[expr]})
                 else:
                     used.append("written")
-        unused = {place for place, (_, used) in probes.items() if same and not used}
-        stay = [place not in unused for place in self._labels]
+        unused = {expr for expr, (_, used) in probes.items() if is_equal and not used}
+        retained = [expr not in unused for expr in self._labels]
         self._dropped |= unused
-        self._labels = {place: label for place, label in self._labels.items() if place not in unused}
-        self._values, self._keys = [*compress(self._values, stay)], tuple(compress(self._keys, stay))
-        merged = [(tuple(compress(keys, stay)), number) for keys, number in self._numbers.items()]
-        self._numbers = dict(reversed(merged))  # the oldest number of those that are equal now
-        self._generate()
-        self._settle()
+        self._labels = {expr: label for expr, label in self._labels.items() if expr not in unused}
+        self._values, self._keys = [*compress(self._values, retained)], tuple(compress(self._keys, retained))
+        merged = [(tuple(compress(keys, retained)), number) for keys, number in self._numbers.items()]
+        self._numbers = dict(reversed(merged))  # of equal keys, keep the oldest number
+        self._compile_checks()
+        self._renumber()
 
-    def _generate(self) -> None:
-        """Make the functions that read and compare values. Comparison by identity is fast, and 1 is not True."""
+    def _compile_checks(self) -> None:
+        """Generate the functions that read and compare values. Comparing by identity is fast, and 1 is not True."""
         names = self._names
-        exec(f"reads = [{', '.join(f'lambda: {place}' for place in self._labels)}]", names)
+        exec(f"reads = [{', '.join(f'lambda: {expr}' for expr in self._labels)}]", names)
         self._reads = names["reads"]
         self._is_missing = missing = [_read(read) is MISSING for read in self._reads]
         tests = [
-            f"{f'read(reads[{i}])' if missing[i] else place} {'==' if place[:4] == 'len(' else 'is'} v{i}"
-            for i, place in enumerate(self._labels)
+            f"{f'read(reads[{i}])' if missing[i] else expr} {'==' if expr[:4] == 'len(' else 'is'} v{i}"
+            for i, expr in enumerate(self._labels)
         ]
         exec(f"def holds():\n try: return {' and '.join(tests) or True}\n except Exception: return False", names)
         self.holds = names["holds"]
 
-    def _settle(self) -> None:
-        """Let the number also stand for what build wrote. What another thread wrote is found by `holds`."""
+    def _renumber(self) -> None:
+        """Make the number also stand for values that build wrote. `holds` finds writes of other threads."""
         values = [
-            _read(read) if place in self._written else value
-            for place, read, value in zip(self._labels, self._reads, self._values, strict=True)
+            _read(read) if expr in self._written else value
+            for expr, read, value in zip(self._labels, self._reads, self._values, strict=True)
         ]
         keys = tuple(map(_key, values))
         self.number = self._numbers.setdefault(keys, self.number)
-        self._set(values, keys)
+        self._set_values(values, keys)
 
-    def _set(self, values: list[Any], keys: Keys) -> None:
+    def _set_values(self, values: list[Any], keys: Keys) -> None:
         self._values, self._keys = values, keys
         if [value is MISSING for value in values] != self._is_missing:
-            self._generate()
-        for i, (place, key, value) in enumerate(zip(self._labels, keys, values, strict=True)):
+            self._compile_checks()
+        for i, (expr, key, value) in enumerate(zip(self._labels, keys, values, strict=True)):
             self._names[f"v{i}"] = value
-            self._had[place].setdefault(key, value)
+            self._past[expr].setdefault(key, value)
 
 
 def _text(value: Any) -> str:
@@ -201,17 +206,17 @@ def _read(read: Callable[[], Any]) -> Any:
 
 
 def _key(value: Any) -> Hashable:
-    """What is equal for values that give equal steps."""
+    """Return a key that is equal for values that give equal steps."""
     if isinstance(value, tuple):
         return (type(value), *map(_key, value))
     if not is_constant(value):
         return type(value), id(value)
-    # by repr: 0.0 equals -0.0, and nan does not equal itself
+    # by repr: 0.0 equals -0.0, and nan differs from itself
     return type(value), repr(value) if isinstance(value, Number | np.generic) else value
 
 
 def _probe(value: Any, used: list[str]) -> Any:
-    """An object that acts as `value`, and adds to `used` what is done with it other than showing its text."""
+    """Return an object that acts as `value` and records in `used` every use except showing its text."""
 
     def method(name: str) -> Callable[..., Any]:
         def use(_: Any, *args: Any, **kwargs: Any) -> Any:

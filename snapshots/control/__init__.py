@@ -1,1 +1,1 @@
-"""The control socket: other processes ask the lock holder of a store to save, prune, or report."""
+"""The control socket: other processes ask a store's lock holder to save, prune or report."""

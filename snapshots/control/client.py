@@ -1,7 +1,7 @@
-"""Sends requests to the process that has a store open, over the socket in the store folder.
+"""Sends requests to a store's lock holder, the process that has it open, over the socket in the store folder.
 
-Each returns None if no process has the store open, or if it does not serve the folder. It raises StoreError if the
-process does not answer for `timeout` seconds, or exits, and what the process raises.
+Each function returns None if there is no lock holder, or if it does not serve the folder. It raises StoreError if the
+process exits or sends nothing for `timeout` seconds. Errors in that process are raised here too.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ RowsWritten = Callable[[int, int | None], None]
 
 
 def request_status(store: Path, timeout: float = TIMEOUT) -> dict[str, Any] | None:
-    """`name`, `step`, `rows`, `pid` and `saving` of the process that has the store open.
+    """Returns the lock holder's `name`, `step`, `rows`, `pid` and `saving`.
 
-    saving: `name`, `rows` so far and `of`, the total if it is known, of a save for another process; None without one.
+    saving: None, or the save that it runs for another process: `name`, `rows` so far, and `of`, the total if known.
     """
     return _answer(store, {"do": "status"}, "report its status", timeout, "status")
 
@@ -43,17 +43,17 @@ def request_save(
     overwrite: bool = False,
     stores: Sequence[Path] = (),
 ) -> Manifest | None:
-    """Have the process that has the store open save a snapshot at the end of its current step.
+    """Ask the lock holder to save a snapshot after its current step, and wait until it is durable.
 
-    Returns when the snapshot is durable. `progress` is called with the number of rows written and the total, None if
-    that is unknown. stores: stores of that process to save, all or none.
+    progress: called with the number of rows written and the total, None if unknown. stores: that process's stores to
+    save together, all or none.
     """
     check_name(name)
     folder = store / "snapshots" / name
     before = snapshot_id(folder)
     paths = [os.path.realpath(path) for path in stores]
     request: Message = {"do": "save", "name": name, "kind": kind, "overwrite": overwrite}
-    if len(paths) > 1:  # a request that an older trainer refuses: it would save one store only
+    if len(paths) > 1:  # an older trainer refuses this request; it could save only one store
         request |= {"do": "save all", "stores": paths}
     pid, answers = _ask(store, request, f"save snapshot {name!r}", timeout)
     if pid is None:
@@ -71,30 +71,30 @@ def request_save(
 def request_prune(
     store: Path, keep_last: int, keep_every: int | None, timeout: float = TIMEOUT
 ) -> tuple[list[str], list[str]] | None:
-    """Have the process that has the store open prune its snapshots. Returns the names of removed and of kept ones."""
+    """Ask the lock holder to prune. Returns the names of removed and of kept snapshots."""
     done = _answer(store, {"do": "prune", "keep_last": keep_last, "keep_every": keep_every}, "prune", timeout)
     return None if done is None else (done["removed"], done["kept"])
 
 
 def request_row(store: Path, table: int | str, key: int, timeout: float = TIMEOUT) -> dict[str, Any] | None:
-    """A row, as of `plain_row`, from the process that has the store open; {} if it was never written."""
+    """Read a row, like `plain_row`, from the lock holder; {} if it was never written."""
     return _answer(store, {"do": "get", "table": table, "key": key}, "read a row", timeout)
 
 
-def _answer(store: Path, request: Message, wish: str, timeout: float, field: str = "done") -> dict[str, Any] | None:
-    """The field that the answer has."""
-    pid, answers = _ask(store, request, wish, timeout)
+def _answer(store: Path, request: Message, action: str, timeout: float, field: str = "done") -> dict[str, Any] | None:
+    """Send a request and return the answer's `field`."""
+    pid, answers = _ask(store, request, action, timeout)
     if pid is None:
         return None
     for answer in answers:
         if field in answer:
-            found: dict[str, Any] = answer[field]
-            return found
+            result: dict[str, Any] = answer[field]
+            return result
     raise StoreError(f"process {pid} exited before it answered; ask again")
 
 
-def _ask(store: Path, request: Message, wish: str, timeout: float) -> tuple[int | None, Iterator[Message]]:
-    """The id of the process at the socket of a store folder, None if there is none, and its answers to a request."""
+def _ask(store: Path, request: Message, action: str, timeout: float) -> tuple[int | None, Iterator[Message]]:
+    """Send a request. Returns the process id at the socket, None if there is none, and the answers."""
     try:
         connection = connect(store, timeout)
     except PermissionError as error:
@@ -104,13 +104,13 @@ def _ask(store: Path, request: Message, wish: str, timeout: float) -> tuple[int 
     if connection is None:
         return None, iter(())
     pid, _ = peer_of(connection)
-    return pid, _answers(connection, pid, request, wish, timeout)
+    return pid, _answers(connection, pid, request, action, timeout)
 
 
-def _answers(connection: socket.socket, pid: int, request: Message, wish: str, timeout: float) -> Iterator[Message]:
-    """The messages of the server until the connection ends. Each message of progress restarts the timeout."""
-    # an InputError is a step's of the other process, unless the caller gave an input
-    raised = {**_RAISED, InputError.__name__: InputError} if request["do"] == "get" else _RAISED
+def _answers(connection: socket.socket, pid: int, request: Message, action: str, timeout: float) -> Iterator[Message]:
+    """Yields the server's messages until the connection ends. Each progress message restarts the timeout."""
+    # Only `get` passes an input that may be wrong. Any other InputError comes from a step in that process.
+    error_types = {**_RAISED, InputError.__name__: InputError} if request["do"] == "get" else _RAISED
     problem, deadline = "did not answer", monotonic() + timeout
     with connection:
         with suppress(BrokenPipeError):  # the server has sent an error and closed
@@ -120,11 +120,11 @@ def _answers(connection: socket.socket, pid: int, request: Message, wish: str, t
                 connection.settimeout(max(deadline - monotonic(), 1e-3))
                 try:
                     answer = receive(connection, MAX_PACKETS)
-                except ConnectionResetError:  # is raised first if the server closed without reading everything
+                except ConnectionResetError:  # comes first if the server closed before it read everything
                     answer = receive(connection, MAX_PACKETS)
             except TimeoutError:
                 raise StoreError(
-                    f"process {pid} was asked to {wish} and {problem} for {timeout:g} seconds. If it is "
+                    f"process {pid} was asked to {action} and {problem} for {timeout:g} seconds. If it is "
                     "running, check whether it did so later, or ask again with a longer timeout; if it is stopped, "
                     "let it continue, or end it and use the closed store"
                 ) from None
@@ -133,7 +133,7 @@ def _answers(connection: socket.socket, pid: int, request: Message, wish: str, t
             if answer is None:
                 return
             if "error" in answer:
-                raise raised.get(str(answer.get("type")), StoreError)(str(answer["error"]))
+                raise error_types.get(str(answer.get("type")), StoreError)(str(answer["error"]))
             if "waiting" in answer:
                 problem = "did not finish its current step"
             else:

@@ -1,8 +1,8 @@
-"""The socket in the folder of an open store, by which other processes of its user send requests to the lock holder.
+"""The socket in an open store's folder, where other processes of the same user send requests to the lock holder.
 
-A message is one JSON document in one packet of a Unix socket (SOCK_SEQPACKET), so it is bounded, and complete or
-absent. A longer answer is split into several packets, of which all but the last begin with a zero byte. The client
-sends the first message, the request. docs/cli.md lists requests and answers.
+A message is one JSON document. It is one packet of a Unix socket (SOCK_SEQPACKET), so its size is bounded, and it
+arrives whole or not at all. A longer answer is split into several packets; all but the last begin with a zero byte.
+The client sends the first message, the request. docs/cli.md lists requests and answers.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from typing import Any
 
 SOCKET = "SOCKET"
 LIMIT = 1 << 16  # bytes of a packet
-MAX_PACKETS = 1024  # of an answer
+MAX_PACKETS = 1024  # in an answer
 
-_MORE = b"\0"  # the first byte of a packet that another one continues
-_WAITING = 64  # clients that wait to be accepted
+_MORE = b"\0"  # the first byte of a packet that is continued in the next
+_WAITING = 64  # clients that may wait to be accepted
 
 Message = dict[str, Any]
 
 
 def open_folder(path: Path) -> int:
-    """A descriptor of a folder, which the caller closes. Raises OSError."""
+    """Open a descriptor of a folder. The caller closes it. Raises OSError."""
     return os.open(path, os.O_PATH | os.O_DIRECTORY)
 
 
 def listen(folder: int) -> socket.socket:
-    """A listening socket in the folder, which replaces a dead one. The caller has the lock. Raises OSError."""
+    """Listen on a socket in the folder, replacing a dead one. The caller is the lock holder. Raises OSError."""
     remove(folder)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        os.fchmod(listener.fileno(), 0o600)  # before `bind`, so that the socket never has another mode
+        os.fchmod(listener.fileno(), 0o600)  # before `bind`, so the socket never has another mode
         listener.bind(_address(folder))
         listener.listen(_WAITING)
     except BaseException:
@@ -51,7 +51,7 @@ def remove(folder: int) -> None:
 
 
 def connect(path: Path, timeout: float) -> socket.socket | None:
-    """A connection to what listens in the folder `path`, or None. timeout: seconds for each call on it. OSError."""
+    """Connect to the folder's socket. None if no process listens. timeout: seconds for each call. Raises OSError."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.settimeout(timeout)
@@ -69,7 +69,7 @@ def connect(path: Path, timeout: float) -> socket.socket | None:
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """The ids of the process at the other end of a connection and of its user. Raises OSError."""
+    """The process id and user id at the other end of a connection. Raises OSError."""
     pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, uid
 
@@ -84,7 +84,10 @@ def send(connection: socket.socket, message: Message) -> None:
 
 
 def receive(connection: socket.socket, packets: int = 1) -> Message | None:
-    """The next message, in at most that many packets; None at the end. OSError, TimeoutError, ValueError if invalid."""
+    """Receive the next message, in at most `packets` packets. Returns None when the connection has ended.
+
+    Raises OSError, TimeoutError, or ValueError if the message is invalid.
+    """
     data = b""
     for _ in range(packets):
         packet, _, flags, _ = connection.recvmsg(LIMIT)
@@ -105,5 +108,5 @@ def receive(connection: socket.socket, packets: int = 1) -> Message | None:
 
 
 def _address(folder: int) -> str:
-    # the path of the folder may be longer than the 108 bytes of an address
+    # an address has 108 bytes, and the folder's path may be longer
     return f"/proc/self/fd/{folder}/{SOCKET}"

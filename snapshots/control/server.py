@@ -1,4 +1,4 @@
-"""Serves requests of other processes while this process has a store open: saves, prunes, rows and status."""
+"""Serves other processes' requests for an open store: saves, prunes, rows and status."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from .protocol import Message, listen, open_folder, peer_of, receive, remove, se
 
 log = logging.getLogger("tierbed")
 
-_MAX_CLIENTS = 8  # at a time
-_CLIENT_SECONDS = 5.0  # timeout for receiving a request and for sending an answer
-_PROGRESS_SECONDS = 0.1  # between two messages of progress
+_MAX_CLIENTS = 8  # at the same time
+_CLIENT_SECONDS = 5.0  # timeout to receive a request and to send an answer
+_PROGRESS_SECONDS = 0.1  # between two progress messages
 _MAX_ERROR = 8000  # characters
 
 _services: weakref.WeakSet[Service] = weakref.WeakSet()
@@ -40,31 +40,30 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class SaveTarget(Protocol):
-    """What the server needs of an open table."""
+    """What the server needs from an open table."""
 
     def save_between_steps(self, save: RequestedSave) -> Manifest | None:
-        """Save a snapshot between two steps. Called in a thread of the server.
+        """Save a snapshot between two steps. Called in a thread of the server. Raises TierbedError.
 
-        Returns None and saves nothing if `save.is_given_up` returns True before the save starts. `save.progress` is
-        called with 0 when the save starts, then with the rows of each chunk of each store; an exception that it raises
-        undoes the save. Raises TierbedError.
+        Returns None without saving if `save.is_given_up` returns True before the save starts. Calls `save.progress`
+        with 0 when the save starts, then with the rows in each chunk of each store. If it raises, the save is undone.
         """
 
     def prune_between_steps(self, keep_last: int, keep_every: int | None) -> tuple[list[str], list[str]]:
         """Prune the snapshots. Returns the names of removed and of kept ones. Raises TierbedError."""
 
     def row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
-        """A row between two steps, as plain values; {} for none, None as `save_between_steps`."""
+        """Read a row between two steps, as plain values; {} if there is none, None if `give_up` returns True."""
 
     def status(self) -> dict[str, Any]:
-        """`name`, `step`, and the number of `rows`. Raises TierbedError."""
+        """Returns `name`, `step`, and the number of `rows`. Raises TierbedError."""
 
 
 class Service:
-    """Serves a store from `start` to `stop`, which defer signal handlers: the socket in its folder, and its threads.
+    """Serves a store from `start` to `stop`, over a socket in its folder. Both defer signal handlers.
 
-    One thread blocks in `accept`; each client has its own thread. A forked child has no server. Not a `socketserver`:
-    that polls for its shutdown, and does not join or bound the daemon threads of clients.
+    One thread blocks in `accept`, and each client gets its own thread. A forked child has no server. `socketserver`
+    is not used: it polls for its shutdown, and neither joins its daemon threads nor limits their number.
     """
 
     def __init__(self) -> None:
@@ -74,11 +73,11 @@ class Service:
         self._clients: dict[Thread, socket.socket] = {}
 
     def start(self, folder: Path, target: SaveTarget) -> None:
-        """Serve the store in `folder`, which this process has locked. Logs the reason if it cannot."""
+        """Serve the store in `folder`, which this process has locked. If it cannot, log the reason."""
         with uninterrupted():
             try:
                 self._start(folder, target)
-            except (OSError, RuntimeError) as error:  # no sockets there, or no descriptor or thread left
+            except (OSError, RuntimeError) as error:  # the folder allows no socket, or no descriptor or thread is left
                 log.info("store folder %s: no `tierbed snapshot save` while it is open: %s", folder, error)
 
     def _start(self, folder: Path, target: SaveTarget) -> None:
@@ -99,13 +98,13 @@ class Service:
         self._is_running = True
 
     def stop(self) -> None:
-        """Remove the socket, undo a running save, and end every thread. One of them may call it, in a collection."""
+        """Remove the socket, undo a running save, and end all threads. A client's thread may call it too."""
         if not self._is_running:
             return
         with uninterrupted():
             self._stopping.set()
             with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)  # this ends accept
+                self._listener.shutdown(socket.SHUT_RDWR)  # ends `accept`
             self._join(self._thread)
             for thread, client in list(self._clients.items()):
                 with contextlib.suppress(OSError):
@@ -136,16 +135,16 @@ class Service:
     def _accept(self) -> None:
         while not self._stopping.is_set():
             try:
-                self._take(self._listener.accept()[0])
+                self._start_client(self._listener.accept()[0])
             except OSError:  # the server stops, or no descriptor is left
                 self._stopping.wait(1)
             except Exception:
                 log.warning("a client of store folder %s was not served", self._path, exc_info=True)
                 self._stopping.wait(1)
 
-    def _take(self, client: socket.socket) -> None:
+    def _start_client(self, client: socket.socket) -> None:
         client.settimeout(_CLIENT_SECONDS)
-        for thread, connection in list(self._clients.items()):  # threads remove themselves at any time
+        for thread, connection in list(self._clients.items()):  # a copy: threads remove themselves at any time
             if not thread.is_alive():  # it died without removing itself
                 self._clients.pop(thread, None)
                 connection.close()
@@ -210,10 +209,10 @@ class Service:
         save = RequestedSave(client, self._stopping, self._target, name, kind, overwrite, stores)
         if (given_up := save.is_given_up()) or not self._saving.acquire(blocking=False):
             client.settimeout(_CLIENT_SECONDS)
-            if given_up:  # while this process was stopped: another save may be running
+            if given_up:  # the client left while this process was stopped; another save may be running
                 raise save.undone()
-            what = "another snapshot" if self._save is None else f"snapshot {self._save.name!r}"
-            raise StoreError(f"process {os.getpid()} is saving {what}; ask again when it is done")
+            other = "another snapshot" if self._save is None else f"snapshot {self._save.name!r}"
+            raise StoreError(f"process {os.getpid()} is saving {other}; ask again when it is done")
         self._save = save
         try:
             save.send({"waiting": "for the end of a step"})
@@ -234,7 +233,7 @@ class Service:
 
 @dataclass(eq=False)
 class RequestedSave:
-    """A save for a client, which gets messages of progress as long as it receives them.
+    """A save that a client requested. The client receives progress messages for as long as it listens.
 
     stores: the real paths of stores to save, all or none; empty for the target's own.
     """
@@ -247,14 +246,14 @@ class RequestedSave:
     overwrite: bool
     stores: Sequence[str]
     rows: int = 0
-    of: int | None = None  # total; unknown before the save starts, and if it is not of all rows of the target
+    of: int | None = None  # the total; known once a full save of one store has started
     _due: float = 0.0
 
     def __post_init__(self) -> None:
         self._client.setblocking(False)
 
     def is_given_up(self) -> bool:
-        """Whether no client waits for the save, which has not started."""
+        """True if the save has not started and no client waits for it any more."""
         if self._stopping.is_set():
             return True
         try:
@@ -283,7 +282,7 @@ class RequestedSave:
             self.send({"rows": self.rows, "of": self.of})
 
     def send(self, message: Message) -> None:
-        with contextlib.suppress(OSError):  # the client has exited, or does not receive: the save continues
+        with contextlib.suppress(OSError):  # the client has exited or does not receive; the save continues
             send(self._client, message)
 
 

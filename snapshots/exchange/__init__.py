@@ -1,4 +1,4 @@
-"""Rows of snapshots to and from other formats and NumPy arrays."""
+"""Converts rows of snapshots from and to other formats and NumPy arrays."""
 
 import lazy_loader
 

@@ -1,7 +1,7 @@
 """Named arrays in memory, in NumPy's `.npz` or in safetensors, read together and in order.
 
-Both files are written in bounded memory, which the safetensors library cannot do, and `.npz` without pickle.
-Layout: https://github.com/huggingface/safetensors#format
+Writing takes bounded memory, unlike the safetensors library, and no pickle. The layout of safetensors:
+https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from ...engine.durable import MAX_SEALED
 from ...engine.errors import InputError
 from .columns import Columns
 
-METADATA = "tierbed"  # the name of the description in a file, as JSON
+METADATA = "tierbed"  # the name in a file under which the description is stored, as JSON
 _SUFFIX = ".npy"
 _COPY_BYTES = 1 << 20
 _NAMES = {"float32": "F32", "int32": "I32", "int64": "I64", "uint32": "U32", "uint64": "U64"}
 
 
 class Column(NamedTuple):
-    """An array [n, ...] that is read by rows in ascending order, each row once.
+    """An array [n, ...] that is read row by row in ascending order, each row once.
 
-    dtype_name: NumPy's name of the dtype, if it has one. read: returns the rows from `begin` to `end`,
-    begin < end <= n; bfloat16, which NumPy lacks, as float32.
+    dtype_name: NumPy's name if there is one. read: returns the rows from `begin` to `end`, begin < end <= n. NumPy
+    lacks bfloat16, so these rows are returned as float32.
     """
 
     dtype_name: str
@@ -48,7 +48,7 @@ class Column(NamedTuple):
 
 
 def column_of(array: NDArray[Any] | Tensor) -> Column:
-    """The column of an array, which may be mapped from a file, or of a tensor on any device."""
+    """Wrap an array, maybe mapped from a file, or a tensor on any device."""
     return Column(str(array.dtype).removeprefix("torch."), tuple(array.shape), partial(_read, array))
 
 
@@ -61,17 +61,17 @@ def _read(array: Any, begin: int, end: int) -> NDArray[Any]:
 
 
 def mapped_npy(path: Path) -> NDArray[Any]:
-    """The array of a `.npy`, mapped from the disk. Raises OSError, and ValueError for anything else, as an `.npz`."""
+    """Map the array in a `.npy` from disk. Raises OSError, and ValueError for any other content, such as an `.npz`."""
     try:
         return npy.open_memmap(path, "r")
     except (OSError, ValueError):
         raise
-    except Exception as error:  # NumPy evaluates the header, and raises what happens to it then
+    except Exception as error:  # NumPy evaluates the header, so anything may be raised
         raise ValueError(f"its header is damaged: {error}") from error
 
 
 class NamedArrays:
-    """The arrays of an open file. `metadata`: the text stored under METADATA."""
+    """The arrays in an open file. metadata: the text stored under METADATA."""
 
     def __init__(self, columns: Mapping[str, Column], metadata: str | None = None) -> None:
         self.columns = columns
@@ -79,16 +79,16 @@ class NamedArrays:
         self.shapes = {name: (column.dtype_name, column.shape) for name, column in columns.items()}
 
     def batches(self, names: Iterable[str], max_rows: int) -> Iterator[dict[str, NDArray[Any]]]:
-        """The arrays with these `names`, all of one length, `max_rows` rows at a time."""
-        chosen = {name: self.columns[name] for name in names}
-        count = next(iter(chosen.values())).shape[0]
+        """Yields the arrays called `names`, all equally long, `max_rows` rows at a time."""
+        columns = {name: self.columns[name] for name in names}
+        count = next(iter(columns.values())).shape[0]
         for begin in range(0, count, max_rows):
             end = min(begin + max_rows, count)
-            yield {name: column.read(begin, end) for name, column in chosen.items()}
+            yield {name: column.read(begin, end) for name, column in columns.items()}
 
 
 class SpilledColumn(NamedTuple):
-    """A column in a temporary file. The file has no name, so the kernel removes it when the process ends."""
+    """A column in a temporary file without a name, which the kernel removes when the process ends."""
 
     file: IO[bytes]
     dtype: np.dtype[Any]
@@ -99,10 +99,10 @@ Spilled = Mapping[str, SpilledColumn]
 
 
 @contextmanager
-def spilled_columns(place: Path, columns: Columns, chunks: Iterable[NDArray[np.void]]) -> Iterator[Spilled]:
-    """The columns of rows by name, each file at its start. `place`: a folder with space for all rows."""
+def spilled_columns(folder: Path, columns: Columns, chunks: Iterable[NDArray[np.void]]) -> Iterator[Spilled]:
+    """Yield the columns of rows by name, each file at its start. folder: must have space for all rows."""
     with ExitStack() as stack:
-        files = {name: stack.enter_context(tempfile.TemporaryFile(dir=place)) for name in columns.shapes()}
+        files = {name: stack.enter_context(tempfile.TemporaryFile(dir=folder)) for name in columns.shapes()}
         count = 0
         for rows in chunks:
             count += len(rows)
@@ -115,13 +115,13 @@ def spilled_columns(place: Path, columns: Columns, chunks: Iterable[NDArray[np.v
 
 
 def write_npz(path: Path, columns: Spilled, metadata: str) -> None:
-    """Write columns as the arrays of an uncompressed `.npz`, and the metadata as a 0-d array of text."""
+    """Write columns as arrays in an uncompressed `.npz`, and the metadata as a 0-d text array."""
     text = np.array(metadata)
     arrays = {**columns, METADATA: SpilledColumn(BytesIO(text.tobytes()), text.dtype, text.shape)}
     with ZipFile(path, "x", ZIP_STORED) as archive:
         for name, column in arrays.items():
             header = {"descr": npy.dtype_to_descr(column.dtype), "fortran_order": False, "shape": column.shape}
-            member = ZipInfo(name + _SUFFIX)  # of a fixed date: equal rows make equal bytes
+            member = ZipInfo(name + _SUFFIX)  # with a fixed date, so equal rows make equal bytes
             with archive.open(member, "w", force_zip64=True) as file:
                 npy.write_array_header_1_0(file, header)
                 shutil.copyfileobj(column.file, file, _COPY_BYTES)
@@ -129,7 +129,7 @@ def write_npz(path: Path, columns: Spilled, metadata: str) -> None:
 
 @contextmanager
 def open_npz(path: Path) -> Iterator[NamedArrays]:
-    """The arrays of a `.npz`, compressed or not. Each can be read once, from start to end."""
+    """Yield the arrays in an `.npz`, compressed or not. Each can be read once, from start to end."""
     with ZipFile(path) as archive:
         columns: dict[str, Column] = {}
         metadata = None
@@ -147,8 +147,6 @@ def open_npz(path: Path) -> Iterator[NamedArrays]:
 
 
 class _NpyColumn:
-    """An array in a `.npy` stream."""
-
     def __init__(self, file: IO[bytes], name: str) -> None:
         self._file = file
         version = npy.read_magic(file)
@@ -163,23 +161,23 @@ class _NpyColumn:
             raise ValueError(f"array {name!r} has the shape {self.shape}")
         self._by_columns = by_columns and len(self.shape) > 1
         self._name = name
-        self._at = 0
+        self._position = 0
 
     def read(self, begin: int, end: int) -> NDArray[Any]:
         if self._by_columns:
             raise InputError(f"array {self._name!r} is in Fortran order: save np.ascontiguousarray of it")
-        if begin != self._at:
+        if begin != self._position:
             raise InputError(f"array {self._name!r} is requested twice, but a .npz is read once: name another")
-        self._at = end
+        self._position = end
         return self.read_items((end - begin) * math.prod(self.shape[1:])).reshape(end - begin, *self.shape[1:])
 
     def read_items(self, count: int) -> NDArray[Any]:
-        """The next `count` numbers."""
+        """Returns the next `count` numbers."""
         if self.dtype.hasobject:
             raise InputError(f"array {self._name!r} holds Python objects, which need pickle; save plain numbers")
-        wanted = count * self.dtype.itemsize
-        data = self._file.read(wanted)
-        if len(data) != wanted:
+        size = count * self.dtype.itemsize
+        data = self._file.read(size)
+        if len(data) != size:
             raise ValueError(f"array {self._name!r} was cut off")
         return np.frombuffer(data, self.dtype)
 
@@ -192,7 +190,7 @@ def write_safetensors(path: Path, columns: Spilled, metadata: str) -> None:
     """Write columns as tensors, and `metadata` in the file's metadata."""
     header: dict[str, Any] = {"__metadata__": {METADATA: metadata}}
     end = 0
-    for name, column in columns.items():  # keys are first, so that all tensors are aligned
+    for name, column in columns.items():  # keys come first, so all tensors are aligned
         begin, end = end, end + column.dtype.itemsize * int(np.prod(column.shape, dtype=np.int64))
         header[name] = {"dtype": _NAMES[str(column.dtype)], "shape": column.shape, "data_offsets": (begin, end)}
     text = json.dumps(header).encode()
@@ -205,7 +203,7 @@ def write_safetensors(path: Path, columns: Spilled, metadata: str) -> None:
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[NamedArrays]:
-    """The tensors of a file, read when they are sliced."""
+    """Yield the tensors in a file. They are read when they are sliced."""
     with safe_open(path, "np") as file, safe_open(path, "pt") as of_torch:
         columns: dict[str, Column] = {}
         for name in file.keys():  # noqa: SIM118

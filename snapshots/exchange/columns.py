@@ -1,4 +1,4 @@
-"""Rows as named arrays, the form of exports and imports."""
+"""Rows as named arrays, as in exports and imports."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from ...engine.row_format import EMBEDDING as EMBEDDING
 from ...engine.row_format import RowForm, overflows
 
 TABLE, KEY, UPDATES, STEP = "table", "key", "updates", "step"
-TABLE_NAME = "table_name"  # a column in addition to the table's number, in formats with text
-VALUES = "values"  # all numbers of a row in one array, instead of the embedding and the states
+TABLE_NAME = "table_name"  # an additional column, in formats with text
+VALUES = "values"  # one array with all numbers of a row, instead of the embedding and the states
 KEY_DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name) for name in ("int32", "int64", "uint64")}
 
 _OTHERS = {TABLE, TABLE_NAME, KEY, EMBEDDING, UPDATES, STEP, VALUES}
 _CHUNK_ROWS = 65536
 _CHUNK_BYTES = 1 << 25
 
-Arrays = Mapping[str, Any]  # NumPy arrays of n rows each; `table` may be one table for all, by number or name
+Arrays = Mapping[str, Any]  # NumPy arrays of n rows each; `table` may be one number or name for all rows
 
 
 def chunk_rows(row_bytes: int) -> int:
-    """The number of rows of that size to process at once: at most 65,536, and about 32 MiB."""
+    """The number of rows of this size to process together: at most 65,536, and about 32 MiB."""
     return max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // row_bytes))
 
 
 class Columns:
-    """The columns of the rows that a valid description describes, as of `shapes`.
+    """The columns of the rows that a valid description describes; see `shapes`.
 
     The embedding and each optimizer state, under its own name, are float32.
     """
@@ -52,10 +52,10 @@ class Columns:
             if state in _OTHERS or times > 1:
                 raise SnapshotError(f"optimizer state {state!r} has the name of another column: use state=False")
         self.form = RowForm.described(description)
-        self.storage_dim = sum(self.form.counts.values())  # numbers of a row
+        self.storage_dim = sum(self.form.counts.values())  # numbers in a row
 
     def shapes(self) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
-        """The dtype of each column and the shape of one row in it, in their order."""
+        """For each column, in order, the dtype and the shape of one row."""
         integer, single = np.dtype(np.uint32), np.dtype(np.float32)
         return {
             KEY: (self.key_dtype, ()),
@@ -66,7 +66,7 @@ class Columns:
         }
 
     def split(self, rows: NDArray[np.void]) -> dict[str, NDArray[Any]]:
-        """The columns of rows [n] of `form.dtype`, each contiguous."""
+        """The columns of rows [n] with dtype `form.dtype`, each contiguous."""
         columns = {
             KEY: self.user_keys(rows["key"]),
             TABLE: rows["table"],
@@ -77,14 +77,14 @@ class Columns:
         return {name: np.ascontiguousarray(column) for name, column in columns.items()}
 
     def user_keys(self, stored: NDArray[np.uint64]) -> NDArray[Any]:
-        """Stored keys [n] as users have them, of the key type."""
+        """Convert stored keys [n] to the key type, as users have them."""
         return stored.astype(np.int64).astype(self.key_dtype) if self.key_dtype.kind == "i" else stored.copy()
 
     def rows(self, arrays: Arrays, where: str) -> Iterator[NDArray[np.void]]:
-        """Chunks of rows of `form.dtype`, from arrays by name. All arrays are checked before this returns.
+        """Convert arrays by name to chunks of rows of `form.dtype`. All arrays are checked before this returns.
 
-        Without `table`, rows belong to the only table. Without `updates` and `step`, rows count as written once, at the
-        step of the description. where: the source, for messages. Raises InputError.
+        Without `table`, rows belong to the only table. Without `updates` and `step`, rows count as written once, at
+        the description's step. where: names the source in messages. Raises InputError.
         """
         keys = arrays[KEY]
         _check(keys, self.key_dtype, (None,), f"{where}: {KEY}")
@@ -98,23 +98,23 @@ class Columns:
         self._check_range(keys, arrays, where)
         padding = self.description["padding_idx"]
         if padding is not None and (keys == padding).any():
-            raise InputError(f"{where}: keys hold padding_idx={padding}, which is never a row; leave that key out")
-        self._check_records(arrays, count, where)
-        return self._packed({**arrays, TABLE: self._tables(arrays.get(TABLE), count, f"{where}: {TABLE}")})
+            raise InputError(f"{where}: keys contain padding_idx={padding}, which is never a row; leave it out")
+        self._check_counters(arrays, count, where)
+        return self._pack({**arrays, TABLE: self._table_numbers(arrays.get(TABLE), count, f"{where}: {TABLE}")})
 
-    def _packed(self, arrays: Arrays) -> Iterator[NDArray[np.void]]:
-        given = {UPDATES: 1, STEP: self.description["step"], **arrays}
+    def _pack(self, arrays: Arrays) -> Iterator[NDArray[np.void]]:
+        values = {UPDATES: 1, STEP: self.description["step"], **arrays}
         limit = chunk_rows(self.form.dtype.itemsize)
-        for begin in range(0, len(given[KEY]), limit):
-            chosen = slice(begin, begin + limit)
-            keys = given[KEY][chosen]
+        for begin in range(0, len(values[KEY]), limit):
+            chunk = slice(begin, begin + limit)
+            keys = values[KEY][chunk]
             rows = np.zeros(len(keys), self.form.dtype)
             rows["key"] = keys.astype(np.int64).view(np.uint64) if keys.dtype.kind == "i" else keys
             for name in self.form.counts:
-                self.form.set_numbers(rows, name, given[name][chosen])
+                self.form.set_numbers(rows, name, values[name][chunk])
             for name in (TABLE, UPDATES, STEP):
-                value = given[name]
-                rows[name] = value[chosen] if isinstance(value, np.ndarray) else value
+                value = values[name]
+                rows[name] = value[chunk] if isinstance(value, np.ndarray) else value
             yield rows
 
     def _check_range(self, keys: NDArray[Any], arrays: Arrays, where: str) -> None:
@@ -127,19 +127,18 @@ class Columns:
                     f"overflows {field.type}; give smaller numbers, or dtype=torch.float32"
                 )
 
-    def _tables(self, tables: Any, count: int, what: str) -> int | NDArray[Any]:
-        """The number of the table of each row, or of all rows."""
+    def _table_numbers(self, tables: Any, count: int, what: str) -> int | NDArray[Any]:
         number = len(self.table_names)
         if tables is None:
             if number != 1:
                 raise InputError(
-                    f"{what}: it is unknown which of {number} tables a row belongs to; give a column {TABLE!r}, or "
-                    "table_ids"
+                    f"{what}: there are {number} tables, and nothing says which one a row belongs to; give a column "
+                    f"{TABLE!r}, or table_ids"
                 )
             return 0
         if isinstance(tables, np.ndarray):
             if tables.dtype.kind not in "iu" or tables.shape != (count,):
-                raise InputError(f"{what} is {_kind(tables)}; give an array of whole numbers of shape ({count},)")
+                raise InputError(f"{what} is {_describe(tables)}; give an array of whole numbers of shape ({count},)")
             bad = tables[(tables < 0) | (tables >= number)]
             if not len(bad):
                 return tables
@@ -150,7 +149,7 @@ class Columns:
             raise InputError(f"{what} is {tables!r}; give one whole number, or a NumPy array with one for each key")
         raise InputError(f"{what} holds {tables}; give table ids from {choices(self.table_names)}")
 
-    def _check_records(self, arrays: Arrays, count: int, where: str) -> None:
+    def _check_counters(self, arrays: Arrays, count: int, where: str) -> None:
         for name in (UPDATES, STEP):
             if name in arrays:
                 _check(arrays[name], np.dtype(np.uint32), (count,), f"{where}: {name}")
@@ -165,13 +164,13 @@ class Columns:
 
 
 def _check(array: Any, dtype: np.dtype[Any], shape: tuple[int | None, ...], what: str) -> None:
-    """Raises InputError unless `array` is an array of `dtype` and `shape`; None in the shape is any length."""
-    good = isinstance(array, np.ndarray) and array.dtype == dtype and array.ndim == len(shape)
-    if not good or any(wanted not in (None, got) for wanted, got in zip(shape, array.shape, strict=True)):
-        wanted = ", ".join("n" if length is None else str(length) for length in shape)
+    """Raises InputError unless `array` is an array of this dtype and shape. In the shape, None is any length."""
+    is_valid = isinstance(array, np.ndarray) and array.dtype == dtype and array.ndim == len(shape)
+    if not is_valid or any(expected not in (None, actual) for expected, actual in zip(shape, array.shape, strict=True)):
+        expected = ", ".join("n" if length is None else str(length) for length in shape)
         comma = "," if len(shape) == 1 else ""
-        raise InputError(f"{what} is {_kind(array)}; give a NumPy array of {dtype} ({wanted}{comma})")
+        raise InputError(f"{what} is {_describe(array)}; give a NumPy array of {dtype} ({expected}{comma})")
 
 
-def _kind(value: Any) -> str:
+def _describe(value: Any) -> str:
     return f"{value.dtype} {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__

@@ -1,4 +1,4 @@
-"""The description of the table of imported rows: given, from its store, or by the defaults of an embedding."""
+"""The description of imported rows' table: given, from its store, or by an embedding's defaults."""
 
 from __future__ import annotations
 
@@ -34,12 +34,19 @@ def description_for(
     dtype: torch.dtype = torch.float32,
     state_dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
-    """The description of a table, as in a snapshot of an embedding with the same arguments.
+    """Describe a table, as in a snapshot of an embedding with the same arguments.
 
-    optimizer: from `tierbed.row_optimizer`, for rows with its state; None for rows without state, which any optimizer
-    may train. step: the number of steps that the rows were trained. dtype, state_dtype: as for an embedding.
+    Args:
+        name, embedding_dim, key_type, tables, padding_idx, seed, dtype, state_dtype: as for an embedding.
+        optimizer: from `tierbed.row_optimizer`, for rows with its state; None for rows without state, which any
+            optimizer may train.
+        step: the number of steps that the rows were trained.
 
-    Raises OptionError, OptimizerError.
+    Returns:
+        The description.
+
+    Raises:
+        OptionError, OptimizerError: an argument is invalid.
     """
     tables = [make_normal_initializer(0.0, 0.05)] if tables is None else tables
     if not isinstance(tables, (list, tuple)):
@@ -53,31 +60,32 @@ def description_for(
 
 
 def stored_description(store: StoreFolder) -> dict[str, Any] | None:
-    """The description of a store's rows; None for an empty store.
+    """Returns the description of a store's rows, or None if the store is empty.
 
-    It describes the live rows if the store was closed cleanly, else the recovery snapshot. Rows without state have no
-    optimizer in it. Raises StoreError, SnapshotError, and InputError if another version of tierbed wrote MARK.
+    Describes the live rows if the store was closed cleanly, otherwise the recovery snapshot. Rows without state are
+    described without an optimizer. Raises StoreError, SnapshotError, and InputError if another tierbed version wrote
+    MARK.
     """
     marker, file = store.clean_marker, GroupFile(store)
     if marker is not None:
-        found = described(marker)
+        stored = described(marker)
     elif (commit := file.record.commit[file.store]) != EMPTY:
-        found = snapshot_by_id(store.snapshots, commit).description
+        stored = snapshot_by_id(store.snapshots, commit).description
     elif snapshots := list_snapshots(store.snapshots).snapshots:
-        found = snapshots[-1].description
+        stored = snapshots[-1].description
     else:
         return None
-    description = checked_description(found, f"store folder {str(store.path)!r}")
+    description = checked_description(stored, f"store folder {str(store.path)!r}")
     return description if description["states"] else without_state(description)
 
 
 def without_state(description: Mapping[str, Any]) -> dict[str, Any]:
-    """The description of the same rows without optimizer state, at step 0: an optimizer starts with new state."""
+    """The same description without optimizer state, at step 0: an optimizer starts with new state."""
     return Selection(state=False).description(dict(description))
 
 
 def checked_description(description: Any, where: str) -> dict[str, Any]:
-    """The description. Raises InputError if it is invalid."""
+    """Returns a copy of the description. Raises InputError if it is invalid."""
     try:
         check_description(description)
     except ValueError as error:

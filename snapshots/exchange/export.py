@@ -1,4 +1,4 @@
-"""Exports snapshots to formats of other programs, streamed. A file is complete or absent."""
+"""Exports snapshots to other programs' formats, streamed. A file is complete or absent."""
 
 from __future__ import annotations
 
@@ -35,19 +35,31 @@ def export_snapshot(
     state: bool = True,
     overwrite: bool = False,
 ) -> int:
-    """Write the rows of a snapshot of any kind to `path`, in bounded memory. Returns their number.
+    """Write a snapshot's rows to a file or to a full snapshot, in bounded memory. The snapshot may be of any kind.
 
-    format: "parquet", "npz" or "safetensors", a file with the columns of `columns.Columns` and the description, so that
-    an import gives bit-identical rows; or "snapshot", a full snapshot. "npz" and "safetensors" store one column after
-    the other: while such a file is written, temporary files next to `path` hold the columns as well.
-    tables: ids or names of the tables to write, None for all. state: whether optimizer state is written; without it,
-    rows are as a lookup returns them, of a table at step 0 that no optimizer has trained.
-    overwrite: whether an existing file is replaced, atomically once the new one is durable; not for snapshots.
-    progress: called with the number of rows of each chunk of the snapshot.
+    A file is written under a temporary name and renamed once it is durable. If this raises, it leaves no file, or the
+    error says so.
 
-    The file is written under a temporary name and renamed when it is durable. If this raises, it leaves no file behind,
-    or the error says so. Raises InputError for an invalid argument, SnapshotError if `path` exists or cannot be written
-    or if the snapshot is damaged, OptionError if pyarrow is missing.
+    Args:
+        snapshot: from `Snapshot.open`.
+        path: the file or snapshot folder to write.
+        format: "parquet", "npz" or "safetensors", for a file with the columns of `columns.Columns` and the
+            description, so an import gives bit-identical rows; or "snapshot", for a full snapshot. "npz" and
+            "safetensors" store column after column, so temporary files next to `path` hold the columns too until the
+            file is written.
+        progress: called with the number of rows in each chunk read.
+        tables: ids or names of the tables to write; None means all.
+        state: write optimizer state. Without it, rows are as a lookup returns them, from a table that was never
+            trained.
+        overwrite: replace an existing file, atomically once the new one is durable. Not for snapshots.
+
+    Returns:
+        The number of rows written.
+
+    Raises:
+        InputError: an argument is invalid.
+        SnapshotError: `path` exists or cannot be written, or the snapshot is damaged.
+        OptionError: pyarrow is missing.
     """
     if not isinstance(snapshot, Snapshot):
         raise InputError(f"snapshot={snapshot!r}: give Snapshot.open(<store folder>/snapshots/<name>)")
@@ -72,7 +84,7 @@ def export_snapshot(
     temporary = temporary_path(path)
     try:
         make_folder(path.parent)
-        temporary.unlink(missing_ok=True)  # left by a killed export
+        temporary.unlink(missing_ok=True)  # a killed export may have left it
         columns, metadata, rows = Columns(description), json.dumps(description), (rows for _, rows in chunks)
         if format == "parquet":
             write_parquet(temporary, columns, rows, metadata)
@@ -90,14 +102,13 @@ def export_snapshot(
         ) from error
     finally:
         with suppress(OSError):
-            temporary.unlink()  # missing once it was renamed
+            temporary.unlink()  # gone if it was renamed
     return report.rows
 
 
 def _numbers_of(tables: Any, names: Names) -> list[int]:
-    """The numbers of tables given by number or name."""
-    given = [table_number(table, names) for table in tables] if isinstance(tables, (list, tuple)) else [None]
-    numbers = [number for number in given if number is not None]
-    if len(numbers) < len(given):
+    resolved = [table_number(table, names) for table in tables] if isinstance(tables, (list, tuple)) else [None]
+    numbers = [number for number in resolved if number is not None]
+    if len(numbers) < len(resolved):
         raise InputError(f"tables={tables!r}: give a list of table ids from {choices(names)}, or None for all")
     return numbers

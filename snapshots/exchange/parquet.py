@@ -1,4 +1,4 @@
-"""Parquet files of rows, with pyarrow, which is imported when it is needed."""
+"""Parquet files of rows. pyarrow is imported only when it is needed."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def _pyarrow() -> Any:
 
 
 def write_parquet(path: Path, columns: Columns, chunks: Iterable[NDArray[np.void]], metadata: str) -> None:
-    """Write rows in row groups of about 32 MiB, floats as fixed-size lists, `metadata` in the file's metadata.
+    """Write row groups of about 32 MiB, floats as fixed-size lists, and `metadata` into the file's metadata.
 
-    If tables have names, an additional column has the name of the table, for other programs.
+    If tables have names, an additional column contains them, for other programs.
     """
     pa = _pyarrow()
     types = {name: _type(pa, dtype, shape) for name, (dtype, shape) in columns.shapes().items()}
@@ -37,12 +37,12 @@ def write_parquet(path: Path, columns: Columns, chunks: Iterable[NDArray[np.void
     names = pa.array([*columns.table_names, None], pa.string())
     named = [pa.field(TABLE_NAME, pa.string())] if any(columns.table_names) else []
     schema = pa.schema([*fields, *named], {METADATA: metadata})
-    # no dictionary for floats: they rarely repeat
+    # floats need no dictionary, since they rarely repeat
     with pa.parquet.ParquetWriter(path, schema, use_dictionary=[TABLE_NAME], write_page_checksum=True) as writer:
-        for rows in _grouped(chunks):
+        for rows in _regroup(chunks):
             arrays = columns.split(rows)
             written = [_array(pa, arrays[name], kind) for name, kind in types.items()]
-            indexes = np.minimum(arrays[TABLE], len(columns.table_names))  # rows of no table have no name
+            indexes = np.minimum(arrays[TABLE], len(columns.table_names))  # rows of unknown tables get no name
             written += [names.take(pa.array(indexes)) for _ in named]
             writer.write_table(pa.table(written, schema))
 
@@ -56,32 +56,32 @@ def _array(pa: Any, array: NDArray[Any], kind: Any) -> Any:
     return pa.FixedSizeListArray.from_arrays(array.reshape(-1), type=kind) if array.ndim > 1 else pa.array(array)
 
 
-def _grouped(chunks: Iterable[NDArray[np.void]]) -> Iterator[NDArray[np.void]]:
-    """The rows in groups whose size does not depend on the chunks: equal rows make equal files."""
-    waiting: list[NDArray[np.void]] = []
+def _regroup(chunks: Iterable[NDArray[np.void]]) -> Iterator[NDArray[np.void]]:
+    """Yields the rows in groups whose size does not depend on the chunks, so equal rows make equal files."""
+    pending: list[NDArray[np.void]] = []
     count = 0
     for rows in chunks:
         most = max(1, min(_GROUP_ROWS, _GROUP_BYTES // rows.itemsize))
         rest = rows.copy()  # the memory of `rows` may be reused
         while count + len(rest) >= most:
-            waiting.append(rest[: most - count])
+            pending.append(rest[: most - count])
             rest, count = rest[most - count :], 0
-            yield np.concatenate(waiting)
-            waiting = []
-        waiting.append(rest)
+            yield np.concatenate(pending)
+            pending = []
+        pending.append(rest)
         count += len(rest)
     if count:
-        yield np.concatenate(waiting)
+        yield np.concatenate(pending)
 
 
 class ParquetRows:
-    """The rows of an open file. `shapes`: the name of the dtype and the shape of each column."""
+    """The rows in an open file. shapes: for each column the name of its dtype, and its shape."""
 
     def __init__(self, file: Any, pa: Any) -> None:
         self._file = file
         self._pa = pa
-        found = (file.schema_arrow.metadata or {}).get(METADATA.encode())
-        self.metadata = None if found is None else found.decode()
+        metadata = (file.schema_arrow.metadata or {}).get(METADATA.encode())
+        self.metadata = None if metadata is None else metadata.decode()
         self.shapes = {field.name: self._shape(field) for field in file.schema_arrow}
 
     def _shape(self, field: Any) -> tuple[str, tuple[int, ...]]:
@@ -89,7 +89,7 @@ class ParquetRows:
         if types.is_fixed_size_list(field.type):
             return self._name(field.type.value_type), (count, field.type.list_size)
         if types.is_list(field.type) or types.is_large_list(field.type):
-            first = next(self._file.iter_batches(1, columns=[field.name]), None)  # all rows must be as long as this one
+            first = next(self._file.iter_batches(1, columns=[field.name]), None)  # all rows must have this length
             length = 0 if first is None or not first.column(0).is_valid()[0].as_py() else len(first.column(0)[0])
             return self._name(field.type.value_type), (count, length)
         return self._name(field.type), (count,)
@@ -98,7 +98,7 @@ class ParquetRows:
         return {"float": "float32", "double": "float64"}.get(str(kind), str(kind))
 
     def batches(self, names: Iterable[str], max_rows: int) -> Iterator[dict[str, NDArray[Any]]]:
-        """The columns with these `names`, `max_rows` rows at a time. Raises InputError for rows that lack a value."""
+        """Yields the columns called `names`, `max_rows` rows at a time. Raises InputError for missing values."""
         names = list(names)
         for batch in self._file.iter_batches(max_rows, columns=names):
             yield {name: self._values(name, batch.column(name)) for name in names}
@@ -121,7 +121,7 @@ class ParquetRows:
 
 @contextmanager
 def open_parquet(path: Path) -> Iterator[ParquetRows]:
-    """The rows of a file. Raises OptionError without pyarrow, ValueError or OSError if it cannot be read."""
+    """Yield the rows in a file. Raises OptionError without pyarrow, ValueError or OSError if it cannot be read."""
     pa = _pyarrow()
     with pa.parquet.ParquetFile(path, page_checksum_verification=True) as file:
         yield ParquetRows(file, pa)

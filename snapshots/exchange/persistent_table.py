@@ -1,4 +1,4 @@
-"""Reads and writes rows of a snapshot as NumPy arrays of keys and values, without an embedding."""
+"""Reads and writes a snapshot's rows as NumPy arrays of keys and values, without an embedding."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Chunk = tuple[NDArray[Any], ...]
 
 
 class PersistentTableReader(AbstractContextManager["PersistentTableReader"], Iterator[Chunk]):
-    """Iterates over a snapshot's rows, as of `make_persistent_table_reader`. A context manager closes its files."""
+    """Iterates over a snapshot's rows; see `make_persistent_table_reader`. A `with` block closes its files."""
 
     def __init__(self, snapshot: Snapshot, storage_dim: int, table_ids: bool) -> None:
         self._name, self._closed = snapshot.name, False
@@ -37,16 +37,16 @@ class PersistentTableReader(AbstractContextManager["PersistentTableReader"], Ite
         self._dim = storage_dim
         self._table_ids = table_ids
         chunks = snapshot.chunks()
-        whole = storage_dim == self._columns.storage_dim
-        self._chunks = chunks if whole else caught_up(snapshot.description, chunks)
+        is_whole = storage_dim == self._columns.storage_dim
+        self._chunks = chunks if is_whole else caught_up(snapshot.description, chunks)
 
     def __next__(self) -> Chunk:
         if self._closed:
             raise ClosedError(f"the reader of snapshot {self._name!r} was closed: make another")
         _, rows = next(self._chunks)
         form = self._columns.form
-        parts = [form.numbers(rows, name) for name in (form.counts if self._dim > form.dim else (EMBEDDING,))]
-        keys, values = self._columns.user_keys(rows["key"]), np.concatenate(parts, axis=1)
+        columns = [form.numbers(rows, name) for name in (form.counts if self._dim > form.dim else (EMBEDDING,))]
+        keys, values = self._columns.user_keys(rows["key"]), np.concatenate(columns, axis=1)
         return (keys, values, rows["table"].copy()) if self._table_ids else (keys, values)
 
     def close(self) -> None:
@@ -59,39 +59,46 @@ class PersistentTableReader(AbstractContextManager["PersistentTableReader"], Ite
 
 
 class PersistentTableWriter(AbstractContextManager["PersistentTableWriter"]):
-    """Writes a snapshot, as of `make_persistent_table_writer`: call `write` any number of times, then `close`."""
+    """Writes a snapshot; see `make_persistent_table_writer`. Call `write` any number of times, then `close`."""
 
     def __init__(self, folder: StoreFolder, name: str, description: Mapping[str, Any]) -> None:
         self._folder = folder
-        self._place = folder.snapshots / name
+        self._target = folder.snapshots / name
         self._description = dict(description)
         self._columns = Columns(description)
         self._sorter = RowSorter(folder.snapshots, self._columns.form.dtype)
         self._closed = False
 
     def write(self, keys: NDArray[Any], values: NDArray[np.float32], table_ids: Any = None) -> None:
-        """Add rows in any order; of rows with the same (table, key), the last is used.
+        """Add rows in any order. If several rows share (table, key), the last one is used.
 
-        keys: [n] of the key type. values: float32 [n, storage_dim]. table_ids: whole numbers [n], or one table for
-        all rows, by number or name; None if there is one table. Raises InputError and adds no row; SnapshotError,
-        ClosedError.
+        Args:
+            keys: [n] of the key type.
+            values: float32 [n, storage_dim].
+            table_ids: whole numbers [n], or one table for all rows, by number or name. Optional if there is one
+                table.
+
+        Raises:
+            InputError: an argument is invalid; no row is added.
+            SnapshotError: the rows cannot be stored.
+            ClosedError: the writer is closed.
         """
         if self._closed:
-            raise ClosedError(f"the writer of snapshot {self._place.name!r} was closed: make another")
+            raise ClosedError(f"the writer of snapshot {self._target.name!r} was closed: make another")
         arrays = {KEY: keys, VALUES: values} | ({} if table_ids is None else {TABLE: table_ids})
-        for rows in self._columns.rows(arrays, f"snapshot {self._place.name!r}"):
+        for rows in self._columns.rows(arrays, f"snapshot {self._target.name!r}"):
             self._sorter.add(rows)
 
     def close(self) -> None:
-        """Write the snapshot, durable when this returns. May be called again. Raises SnapshotError."""
+        """Write the snapshot durably. May be called again. Raises SnapshotError."""
         if not self._closed:
             try:
-                write_snapshot(self._place, self._description, self._sorter.chunks())
+                write_snapshot(self._target, self._description, self._sorter.chunks())
             finally:
                 self.discard()
 
     def discard(self) -> None:
-        """Drop what was written, and make no snapshot. May be called again."""
+        """Drop the rows and make no snapshot. May be called again."""
         self._closed = True
         self._sorter.close()
         self._folder.release()
@@ -114,17 +121,28 @@ def make_persistent_table_reader(
     *,
     table_ids: bool = False,
 ) -> PersistentTableReader:
-    """Read a snapshot of any kind as chunks of (keys [n] of the key type, values float32 [n, storage_dim]) in NumPy.
+    """Iterate over the rows of a snapshot of any kind, as NumPy arrays.
 
-    path: the store folder, `<persistent_path>/<embedding name>`; a running trainer may have it open.
-    value_type: torch.float32. storage_dim: how many floats of a row are read: those of the embedding, or also
-    those of the optimizer's states after them. physical_block_size: has no effect; for OneFlow's signature.
-    table_ids: whether chunks are (keys, values, table_ids uint32 [n]), which several tables need.
+    Without optimizer state, values are as a lookup returns them. With it, they are as the row's latest write left
+    them; only `export_snapshot` also exports the step of that write. A checksum is compared while its bucket is read,
+    so a damaged bucket raises SnapshotError at its end.
 
-    Without the states, values are what a lookup returns. With the states, values are those of the latest write of a
-    row; only `export_snapshot` has the step of that write. Checksums are compared while a bucket is read, so that a
-    damaged bucket raises SnapshotError at its end. Raises InputError for an argument that does not fit the snapshot,
-    SnapshotError if it is missing, StoreError if there is no store.
+    Args:
+        path: the store folder, `<persistent_path>/<embedding name>`. A running trainer may have it open.
+        snapshot_name: the snapshot's name.
+        key_type: the keys' dtype, as in the snapshot.
+        value_type: torch.float32.
+        storage_dim: how many floats to read per row: the embedding's, or the embedding's and all optimizer states'.
+        physical_block_size: ignored; for compatibility with OneFlow.
+        table_ids: yield table ids too. Required if there are several tables.
+
+    Returns:
+        An iterator of (keys [n], values float32 [n, storage_dim]); with `table_ids`, also table ids uint32 [n].
+
+    Raises:
+        InputError: an argument does not fit the snapshot.
+        SnapshotError: the snapshot is missing or damaged.
+        StoreError: there is no store.
     """
     _check_value_type(value_type)
     check_name(snapshot_name)
@@ -149,16 +167,25 @@ def make_persistent_table_writer(
     *,
     description: Mapping[str, Any] | None = None,
 ) -> PersistentTableWriter:
-    """A writer that makes snapshot `snapshot_name` of rows given as NumPy arrays, which `load` then makes live.
+    """Create a writer that makes a snapshot from NumPy arrays, for `load_snapshot` or `tierbed snapshot load`.
 
-    path: the store folder, created if it is missing, and locked until the writer is closed. The next arguments are as
-    of `make_persistent_table_reader`. description: of the table, from `description_for`; None for that of the store, or
-    for an empty store that of an embedding of one table with defaults.
+    Rows count as written once, at the description's step. They are kept in 64 temporary files and sorted one file at
+    a time, in a few times the memory of 1/64 of all rows. If an exception leaves the `with` block, no snapshot is
+    made.
 
-    Rows count as written once, at the step of the description. They are stored in 64 temporary files and sorted one
-    file at a time in memory, which takes a few times 1/64 of all rows. Leaving the `with` block by an exception makes
-    no snapshot. Raises InputError for an argument that does not fit the table, SnapshotError for a name that is taken
-    or invalid, StoreError if the store is in use.
+    Args:
+        path: the store folder. It is created if missing, and locked until the writer is closed.
+        snapshot_name, key_type, value_type, storage_dim, physical_block_size: see `make_persistent_table_reader`.
+        description: from `description_for`. None means the store's, or for an empty store an embedding's with one
+            table and defaults.
+
+    Returns:
+        The writer, for a `with` block.
+
+    Raises:
+        InputError: an argument does not fit the table.
+        SnapshotError: the name is taken or invalid.
+        StoreError: the store is in use.
     """
     _check_value_type(value_type)
     check_key_type(key_type)
@@ -182,7 +209,7 @@ def make_persistent_table_writer(
 def _check_value_type(value_type: Any) -> None:
     if value_type is not torch.float32:
         raise OptionError(
-            f"value_type={value_type!r}: values are float32, whatever the dtype of stored rows; give that"
+            f"value_type={value_type!r}: values are float32, whatever the dtype of stored rows; give torch.float32"
         )
 
 
@@ -190,7 +217,7 @@ def _check_kind(description: Mapping[str, Any], key_type: torch.dtype, storage_d
     if KEY_TYPES[check_key_type(key_type)] != description["key_type"]:
         raise InputError(f"key_type={key_type}: {what} has keys of {description['key_type']}; give that")
     dim = sum(description["columns"])
-    whole = dim + sum(description["state_widths"])
-    if type(storage_dim) is not int or storage_dim not in (dim, whole):
-        states = f", or {whole} with optimizer state {', '.join(description['states'])}" if whole > dim else ""
+    full_dim = dim + sum(description["state_widths"])
+    if type(storage_dim) is not int or storage_dim not in (dim, full_dim):
+        states = f", or {full_dim} with optimizer state {', '.join(description['states'])}" if full_dim > dim else ""
         raise InputError(f"storage_dim={storage_dim!r}: {what} has rows of {dim} floats{states}; give that")

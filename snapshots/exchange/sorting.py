@@ -1,4 +1,4 @@
-"""Sorts rows into the order of a snapshot in bounded memory."""
+"""Sorts rows into the order of a snapshot, in bounded memory."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ _BUFFER_BYTES = 1 << 16
 
 
 class RowSorter:
-    """Takes rows [n] of `dtype` in any order, and yields them in the order of `write_snapshot`.
+    """Accepts rows [n] of `dtype` in any order, and yields them in the order for `write_snapshot`.
 
-    Of rows with the same (table, key), the last added is used. Rows are stored in a temporary file for each bucket, on
-    the file system of `place`, which must have space for all rows. The files have no names, so the kernel removes them
-    when the process ends. Memory: a few times the rows of one bucket, about 1/64 of all.
+    If several rows share (table, key), the last one added is used. Rows are kept in one temporary file per bucket, in
+    `folder`, which is created if missing and needs space for all rows. The files are nameless, so the kernel removes
+    them when the process ends. Sorting needs a few times the memory of one bucket, about 1/64 of all rows.
     """
 
-    def __init__(self, place: Path, dtype: np.dtype[np.void]) -> None:
-        """`place`: a folder, created if it is missing."""
-        self._place = place
+    def __init__(self, folder: Path, dtype: np.dtype[np.void]) -> None:
+        self._folder = folder
         self._dtype = dtype
         self._limit = chunk_rows(dtype.itemsize)
         self._files: dict[int, IO[bytes]] = {}
@@ -45,20 +44,20 @@ class RowSorter:
         with self._errors():
             for bucket in np.flatnonzero(np.diff(bounds)).tolist():
                 if bucket not in self._files:
-                    make_folder(self._place)
-                    file = tempfile.TemporaryFile(buffering=_BUFFER_BYTES, dir=self._place)  # noqa: SIM115
+                    make_folder(self._folder)
+                    file = tempfile.TemporaryFile(buffering=_BUFFER_BYTES, dir=self._folder)  # noqa: SIM115
                     self._files[bucket] = file
                 self._files[bucket].write(ordered[bounds[bucket] : bounds[bucket + 1]].view(np.uint8).data)
 
     def chunks(self) -> Chunks:
-        """Every row once, as (bucket, rows): buckets ascend, and (table, key) ascends within a bucket."""
+        """Yields every row once, as (bucket, rows). Buckets ascend, and (table, key) ascends within a bucket."""
         for bucket in sorted(self._files):
             with self._errors(), self._files.pop(bucket) as file:
                 file.flush()
                 rows = np.empty(os.fstat(file.fileno()).st_size // self._dtype.itemsize, self._dtype)
                 file.seek(0)
                 file.readinto(rows.view(np.uint8).data)  # type: ignore[attr-defined]
-            order = np.lexsort((rows["key"], rows["table"]))  # stable: rows of one key keep the order of `add`
+            order = np.lexsort((rows["key"], rows["table"]))  # stable: rows with the same key stay in order
             tables, keys = rows["table"][order], rows["key"][order]
             is_last = np.ones(len(order), np.bool_)
             is_last[:-1] = (tables[1:] != tables[:-1]) | (keys[1:] != keys[:-1])
@@ -70,7 +69,7 @@ class RowSorter:
         """Remove the files. May be called again."""
         files, self._files = self._files, {}
         for file in files.values():
-            with contextlib.suppress(OSError):  # the rows are not needed any more
+            with contextlib.suppress(OSError):  # the rows are no longer needed
                 file.close()
 
     @contextlib.contextmanager
@@ -79,6 +78,6 @@ class RowSorter:
             yield
         except OSError as error:
             raise SnapshotError(
-                f"rows cannot be sorted in {str(self._place)!r}: {error}. There must be space for all rows twice: for "
-                "sorting, and for the snapshot"
+                f"rows cannot be sorted in {str(self._folder)!r}: {error}. Free space for all rows twice, for "
+                "sorting and for the snapshot"
             ) from error

@@ -37,8 +37,6 @@ Shape = tuple[str, tuple[int, ...]]  # the name of the dtype, and the shape
 
 
 class _SnapshotRows:
-    """The rows of a snapshot by columns."""
-
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
         self._columns = Columns(snapshot.description)
@@ -57,19 +55,19 @@ FileOpener = Callable[[], AbstractContextManager[OpenFile]]
 
 
 class SourceTable(NamedTuple):
-    """A table of a source. `columns`: from names of `Columns` to those of the source. `table`: if no column has it."""
+    """A table in a source. columns: from names in `Columns` to the source's. table: given if no column has it."""
 
     columns: dict[str, str]
     table: int | str | None = None
 
 
 class Source:
-    """Rows to import. Before `batches` only headers are read.
+    """Rows to import. Only headers are read before `batches`.
 
-    Attributes: `what` names it in messages; `rows` and `dim`; `names` of its columns; `key_type`, None if keys are row
-    numbers; `tables`, the number of tables, None if a column has the table of a row; `table_names`, None for tensors
-    that are not named as TorchRec does; `description`, only of exports and snapshots; `padding_idx` of an
-    `nn.Embedding`; `states` that were given for dense tables, by name.
+    what: names the source in messages. rows, dim: the number of rows, and an embedding's length. names: the columns'
+    names. key_type: None if row numbers are keys. tables: the number of tables; None if a column says each row's
+    table. table_names: None for tensors without a TorchRec name. description: None unless it is an export or a
+    snapshot. padding_idx: an `nn.Embedding`'s. states: the states' names, if they were given for dense tables.
     """
 
     def __init__(
@@ -80,10 +78,10 @@ class Source:
         states: Iterable[str] = (),
         padding_idx: int | None = None,
     ) -> None:
-        """parts: chooses the tables among the arrays of the file. Raises InputError, SnapshotError, OptionError."""
+        """parts: chooses the tables among the file's arrays. Raises InputError, SnapshotError, OptionError."""
         self.what, self.states, self.padding_idx = what, frozenset(states), padding_idx
         self._opener = opener
-        with _reading(what), opener() as file:
+        with _convert_errors(what), opener() as file:
             shapes, metadata = file.shapes, file.metadata
             self._parts = parts(shapes)
         self.names = frozenset(self._parts[0].columns)
@@ -95,7 +93,7 @@ class Source:
         self.key_type = shapes[self._parts[0].columns[KEY]][0] if KEY in self.names else None
         if self.key_type not in (None, *KEY_DTYPES):
             raise InputError(f"{what}: {KEY} is {self.key_type}; save keys as one of {', '.join(KEY_DTYPES)}")
-        self.description = None if metadata is None else _parsed(metadata, what)
+        self.description = None if metadata is None else _parse_description(metadata, what)
 
     def _add(self, part: SourceTable, shapes: Mapping[str, Shape]) -> None:
         name = part.columns[EMBEDDING]
@@ -113,45 +111,45 @@ class Source:
         self.rows += shape[0]
 
     def batches(self, names: Iterable[str]) -> Iterator[dict[str, Any]]:
-        """The columns with these `names`, in bounded chunks. Without keys, KEY is the row number, int64.
+        """Yields the columns with these `names`, in bounded chunks. Without keys, KEY is the row number, int64.
 
         Raises SnapshotError if columns cannot be read, InputError for values that cannot be a row.
         """
-        wanted = [name for name in names if name in self.names]
-        with _reading(self.what), self._opener() as file:
+        present = [name for name in names if name in self.names]
+        with _convert_errors(self.what), self._opener() as file:
             for part in self._parts:
                 begin = 0
-                for batch in file.batches([part.columns[name] for name in wanted], chunk_rows(4 * self.dim)):
-                    columns: dict[str, Any] = {name: batch[part.columns[name]] for name in wanted}
+                for batch in file.batches([part.columns[name] for name in present], chunk_rows(4 * self.dim)):
+                    columns: dict[str, Any] = {name: batch[part.columns[name]] for name in present}
                     end = begin + len(columns[EMBEDDING])
                     columns[EMBEDDING] = columns[EMBEDDING].astype(np.float32, copy=False)
                     for state in self.states.intersection(columns):
-                        numbers = _single(columns[state], f"states[{state!r}]")
+                        numbers = _to_float32(columns[state], f"states[{state!r}]")
                         columns[state] = numbers[:, None] if numbers.ndim == 1 else numbers
                     columns.setdefault(KEY, np.arange(begin, end))
                     begin = end
                     yield columns if part.table is None else {**columns, TABLE: part.table}
 
 
-def _single(numbers: NDArray[Any], where: str) -> NDArray[np.float32]:
-    """The numbers as float32. InputError for integers, and numbers that it does not hold."""
+def _to_float32(numbers: NDArray[Any], where: str) -> NDArray[np.float32]:
+    """Convert numbers to float32. Raises InputError for integers, and for numbers that overflow it."""
     with np.errstate(over="ignore"):
         single: NDArray[np.float32] = numbers.astype(np.float32, copy=False)
     if numbers.dtype.kind in "iub" or (np.isfinite(numbers) & ~np.isfinite(single)).any():
-        raise InputError(f"{where}: it is {numbers.dtype}, or beyond float32; give floats that float32 holds")
+        raise InputError(f"{where}: it is {numbers.dtype}, or overflows float32; give floats that fit into float32")
     return single
 
 
 def open_source(
     source: Any, keys: Any = None, table_ids: Any = None, tensor: Any = None, states: Mapping[str, Any] | None = None
 ) -> Source:
-    """The rows that `importing.import_snapshot` imports with these arguments."""
+    """Open the rows that `importing.import_snapshot` imports with these arguments."""
     if isinstance(source, Source):
         return source
     states = states or {}
-    one_table = isinstance(table_ids, str) and not table_ids.endswith(".npy")  # the name of a table
-    given = ((KEY, keys, "keys"), (TABLE, None if one_table else table_ids, "table_ids"))
-    extra = {name: _array(value, argument) for name, value, argument in given if _is_array(value)}
+    is_name = isinstance(table_ids, str) and not table_ids.endswith(".npy")  # a table's name
+    arguments = ((KEY, keys, "keys"), (TABLE, None if is_name else table_ids, "table_ids"))
+    extra = {name: _array(value, argument) for name, value, argument in arguments if _is_array(value)}
     if tensor is None:
         for name, value in states.items():
             if not _is_array(value):
@@ -161,14 +159,14 @@ def open_source(
     if TABLE in extra and KEY not in extra:
         raise InputError("table_ids: an array of ids needs keys; give keys, or one table id")
 
-    def of_array(what: str, name: str, array: NDArray[Any] | Tensor, padding_idx: int | None = None) -> Source:
+    def array_source(what: str, name: str, array: NDArray[Any] | Tensor, padding_idx: int | None = None) -> Source:
         arrays = NamedArrays({name: column_of(array), **extra})
-        return Source(what, lambda: nullcontext(arrays), _dense(name, extra, table), states, padding_idx)
+        return Source(what, lambda: nullcontext(arrays), _choose_dense(name, extra, table), states, padding_idx)
 
     if isinstance(source, nn.Embedding):
-        return of_array("nn.Embedding", "weight", source.weight, source.padding_idx)
+        return array_source("nn.Embedding", "weight", source.weight, source.padding_idx)
     if isinstance(source, (Tensor, np.ndarray)):
-        return of_array(type(source).__name__, "values", source)
+        return array_source(type(source).__name__, "values", source)
     if not isinstance(source, (str, os.PathLike)):
         raise InputError(
             f"source: got {type(source).__name__}; give a path, a NumPy array, a tensor or an nn.Embedding"
@@ -178,20 +176,20 @@ def open_source(
     if path.suffix == ".npy":
         if tensor is not None:
             raise InputError(f"tensor={tensor!r}: a .npy file is one array; leave it out")
-        return of_array(what, "values", _npy(path, "source"))
+        return array_source(what, "values", _npy(path, "source"))
     opener = _opener_of(path)
     if tensor is not None:
-        return Source(what, partial(_with, opener, extra), _dense(tensor, extra, table, states), states)
+        return Source(what, partial(_open_with, opener, extra), _choose_dense(tensor, extra, table, states), states)
     if extra or table is not None:
         raise InputError(
             f"keys and table_ids need a dense tensor, which tensor= names; other files have their own columns {KEY!r} "
             f"and {TABLE!r}"
         )
-    return Source(what, opener, _by_name, states)
+    return Source(what, opener, _choose_by_name, states)
 
 
 def _opener_of(path: Path) -> FileOpener:
-    if os.path.isdir(path):  # False for what is no path, where Path.is_dir raises
+    if os.path.isdir(path):  # False for an invalid path, where Path.is_dir raises
         return lambda: nullcontext(_SnapshotRows(Snapshot.open(path)))
     openers: dict[str, Callable[[Path], AbstractContextManager[OpenFile]]] = {
         ".npz": open_npz,
@@ -207,8 +205,7 @@ def _opener_of(path: Path) -> FileOpener:
     return partial(openers[path.suffix], path)
 
 
-def _by_name(shapes: Mapping[str, Shape]) -> list[SourceTable]:
-    """The columns of an export."""
+def _choose_by_name(shapes: Mapping[str, Shape]) -> list[SourceTable]:
     columns = {name: name for name, (_, shape) in shapes.items() if shape}  # a 0-d array is not a column
     if not {KEY, EMBEDDING} <= columns.keys():
         raise InputError(
@@ -218,20 +215,20 @@ def _by_name(shapes: Mapping[str, Shape]) -> list[SourceTable]:
     return [SourceTable(columns)]
 
 
-def _dense(
+def _choose_dense(
     tensor: Any, extra: Mapping[str, Column], table: Any, states: Mapping[str, Any] | None = None
 ) -> Callable[[Mapping[str, Shape]], list[SourceTable]]:
-    """The table of one array, or the tables of a list of arrays. states: the names of their states in the file."""
+    """Choose one array as the table, or a list of arrays as tables. states: the names of their states in the file."""
 
     def parts(shapes: Mapping[str, Shape]) -> list[SourceTable]:
         lists = {
-            column: [given] if isinstance(given, str) else list(given)
-            for column, given in {EMBEDDING: tensor, **(states or {})}.items()
+            column: [value] if isinstance(value, str) else list(value)
+            for column, value in {EMBEDDING: tensor, **(states or {})}.items()
         }
         names = lists[EMBEDDING]
-        for state, given in lists.items():
-            if len(given) != len(names):
-                raise InputError(f"states[{state!r}]={given!r}: give the name of a tensor for each of {names}")
+        for state, value in lists.items():
+            if len(value) != len(names):
+                raise InputError(f"states[{state!r}]={value!r}: give the name of a tensor for each of {names}")
         for name in chain(*lists.values()):
             if name not in shapes:
                 raise InputError(f"tensor={name!r} does not exist; there are {', '.join(sorted(shapes))}")
@@ -239,21 +236,21 @@ def _dense(
         if isinstance(tensor, str):
             return [SourceTable({**tables[0], **{name: name for name in extra}}, table)]
         if extra or table is not None or not names:
-            raise InputError(f"tensor={tensor!r}: a list has one name a table, and no keys or table_ids")
+            raise InputError(f"tensor={tensor!r}: give a list with one name for each table, without keys or table_ids")
         return [SourceTable(columns, index) for index, columns in enumerate(tables)]
 
     return parts
 
 
 def _torchrec_table(tensor: str) -> str | None:
-    """The table of a tensor of TorchRec's state_dict(); None for any other tensor."""
-    found = re.search(r"(?:^|\.)(?:embedding_bags|embeddings)\.([^.]+)\.weight$", tensor)
-    return found[1] if found is not None and is_table_name(found[1]) else None
+    """The table of a tensor in TorchRec's state_dict(); None for any other tensor."""
+    match = re.search(r"(?:^|\.)(?:embedding_bags|embeddings)\.([^.]+)\.weight$", tensor)
+    return match[1] if match is not None and is_table_name(match[1]) else None
 
 
 @contextmanager
-def _with(opener: FileOpener, extra: Mapping[str, Column]) -> Iterator[NamedArrays]:
-    """The arrays of a file, and the arrays of `extra`."""
+def _open_with(opener: FileOpener, extra: Mapping[str, Column]) -> Iterator[NamedArrays]:
+    """Yield a file's arrays together with the arrays in `extra`."""
     with opener() as file:
         if not isinstance(file, NamedArrays):
             raise InputError("tensor= is for .npz, .safetensors and torch files; leave it out")
@@ -261,7 +258,7 @@ def _with(opener: FileOpener, extra: Mapping[str, Column]) -> Iterator[NamedArra
 
 
 def path_of(value: Any, argument: str) -> Path:
-    """A path. Raises InputError for any other `value`."""
+    """Returns the path. Raises InputError if `value` is not one."""
     if not isinstance(value, (str, os.PathLike)):
         raise InputError(f"{argument}={value!r}: give a path, as str or pathlib.Path")
     return Path(value)
@@ -276,16 +273,16 @@ def _array(value: Any, argument: str) -> Column:
 
 
 def _npy(path: Path, argument: str) -> NDArray[Any]:
-    with _reading(f"{argument}={str(path)!r}", "give a .npy file that numpy.save wrote"):
+    with _convert_errors(f"{argument}={str(path)!r}", "give a .npy file that numpy.save wrote"):
         return mapped_npy(path)
 
 
 @contextmanager
 def _open_state_dict(path: Path) -> Iterator[NamedArrays]:
-    """The tensors of a `torch.save`, mapped from the disk. No code is run: anything but plain data is refused."""
+    """Yield the tensors of a `torch.save`, mapped from disk. Runs no code: anything except plain data is refused."""
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError:  # the message of torch recommends to run its code
+    except pickle.UnpicklingError:  # torch's message recommends to run the file's code
         raise InputError(
             f"{str(path)!r} holds more than tensors, or is damaged: save the state_dict() of a module, not the module"
         ) from None
@@ -300,7 +297,7 @@ def _tensors(value: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
             yield from _tensors(inner, f"{prefix}{name}.")
 
 
-def _parsed(metadata: str, what: str) -> dict[str, Any]:
+def _parse_description(metadata: str, what: str) -> dict[str, Any]:
     try:
         description = json.loads(metadata)
     except (ValueError, RecursionError) as error:
@@ -309,8 +306,8 @@ def _parsed(metadata: str, what: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _reading(what: str, remedy: str = "write the file again, or give another") -> Iterator[None]:
-    """Converts errors of libraries for a damaged or foreign file to SnapshotError."""
+def _convert_errors(what: str, remedy: str = "write the file again, or give another") -> Iterator[None]:
+    """Convert library errors for a damaged or foreign file to SnapshotError."""
     try:
         yield
     except TierbedError as error:

@@ -1,4 +1,4 @@
-"""The manifest of a snapshot of format 2, 3 or 4, and its row files. docs/snapshots.md describes both."""
+"""The manifest of a snapshot of format 2, 3 or 4, and the layout of row files. docs/snapshots.md describes both."""
 
 from __future__ import annotations
 
@@ -30,60 +30,59 @@ MAX_SHARDS = 1024
 
 _NAME = re.compile(r"(bucket|deleted)-([0-9]{2})(?:-([0-9]{4}))?\.npy")
 _MAX_COUNT = 1 << 62
-_HASH_SLOTS = 1 << 16  # values of the bits of a hash that choose a shard
-FORMAT = 3  # of sharded snapshots and of rows that are not all float32; others have format 2
-GROUP_FORMAT = 4  # of snapshots of stores that are trained together
+_HASH_SLOTS = 1 << 16  # 16 bits of the hash choose the shard
+FORMAT = 3  # for shards, or rows that are not all float32; other snapshots have format 2
+GROUP_FORMAT = 4  # an earlier version wrote it for stores that train together
 MANIFEST = "manifest.msgpack"
-ROCKSDB = "rocksdb"  # the folder of RocksDB's files in a checkpoint
+ROCKSDB = "rocksdb"  # a checkpoint's subfolder with RocksDB's files
 Kind = Literal["full", "incremental", "checkpoint"]
 KINDS: tuple[Kind, ...] = ("full", "incremental", "checkpoint")
 _MAX_WIDTH = 1 << 20
 _MAX_DIM = 1 << 16  # of an embedding
 LAST_SEQUENCE = (1 << 48) - 1
-_MAX_DEPTH = 32  # of lists and maps in a description
+_MAX_DEPTH = 32  # of nested lists and maps in a description
 _MAX_FIELDS = 1000
-_MAX_DESCRIPTION = 12 << 20  # bytes, so that a manifest or MARK has space for its other fields
-LIVE = "version"  # the field of a clean marker with the version of the live rows
-OLD_CANDIDATES = "base"  # the field of MARK by which an earlier version named the recovery snapshot
-OLD_GROUP = "group"  # the field of MARK by which an earlier version noted which stores are trained together
-# fields of MARK beside the clean marker
+_MAX_DESCRIPTION = 12 << 20  # bytes; leaves space for the other fields of a manifest or MARK
+LIVE = "version"  # clean marker: the version of the live rows
+OLD_CANDIDATES = "base"  # MARK of an earlier version: names of the recovery snapshot
+OLD_GROUP = "group"  # MARK of an earlier version: the stores that are trained together
+# MARK: fields besides the clean marker
 FOLDER_FIELDS = ("place", "ranks", "store", "record", "link", OLD_CANDIDATES, OLD_GROUP, "at")
-SHARE = "share"  # the field of MARK that names the rank of a shard
-FILES = "live_files"  # the field of MARK that identifies the files of its live rows
-# fields of MARK in addition to the description of a snapshot
+SHARE = "share"  # MARK of a shard: its rank
+FILES = "live_files"  # MARK: identifies the files of the live rows
+# clean marker: fields that a snapshot's description lacks
 MARKER_FIELDS = ("live", "rows", "shards", TABLE_ROWS, SHARE, LIVE, FILES)
 _MAX_SHARDS = BUCKETS
 _ROCKSDB_FILE = re.compile(r"shard-([0-9]{1,2})/(CURRENT|MANIFEST-[0-9]{1,20}|OPTIONS-[0-9]{1,20}|[0-9]{1,20}\.sst)")
 _STATE = re.compile(r"[a-z][a-z0-9_]{0,63}(?<!_padding)")
-_MAX_NAMED = 16  # states that are NumPy fields, named in the header
+_MAX_NAMED = 16  # states that are NumPy fields, whose names are in the header
 _OWN_FIELDS = ("table", "table_name", "key", "embedding", "values", "updates", "step")
 _ID = re.compile(r"[0-9a-f]{32}")
 
 
 class HashShard(NamedTuple):
-    """The rows whose hashes are in one of `of` equal intervals: shard `number`, from 0."""
+    """One of `of` equal intervals of hash values. Holds the rows whose hash is in interval `number`, from 0."""
 
     number: int
     of: int
 
     @property
     def slots(self) -> range:
-        """The hash slots of the shard, of 2^16."""
+        """The shard's range of the 2^16 hash slots."""
         return range(*(-(-number * _HASH_SLOTS // self.of) for number in (self.number, self.number + 1)))
 
     def meets(self, other: HashShard) -> bool:
-        """Whether a row may be in both shards."""
+        """True if some row may be in both shards."""
         return max(self.slots.start, other.slots.start) < min(self.slots.stop, other.slots.stop)
 
     def rows(self, rows: RowArray) -> RowArray:
-        """The rows, or row keys, that are in the shard."""
         owners = _core.owners(rows["table"].copy(), rows["key"].copy(), self.of)
         return rows[owners == self.number]
 
 
 @dataclass(frozen=True)
 class RowFile:
-    """A file of rows or of keys of deleted rows: their count, its bytes with the header, the crc32 after the header."""
+    """A file of rows or deleted rows' keys: row count, size with header, and the crc32 of all after the header."""
 
     rows: int
     bytes: int
@@ -91,33 +90,32 @@ class RowFile:
 
 
 def bucket_file(bucket: int, shard: int | None = None) -> str:
-    """The name of the file of a bucket's rows, or of those of one shard."""
+    """The name of the file for a bucket's rows, or for one shard of them."""
     return f"bucket-{bucket:02d}.npy" if shard is None else f"bucket-{bucket:02d}-{shard:04d}.npy"
 
 
 def deleted_file(bucket: int, shard: int | None = None) -> str:
-    """The name of the file of the keys of a bucket's deleted rows, or of those of one shard."""
+    """The name of the file for the keys of a bucket's deleted rows, or for one shard of them."""
     return bucket_file(bucket, shard).replace("bucket", "deleted")
 
 
 def is_deleted(name: str) -> bool:
-    """Whether a file of a manifest holds keys of deleted rows."""
+    """True if a manifest's file holds deleted rows' keys."""
     return name.startswith("deleted")
 
 
 def bucket_of(name: str) -> int:
-    """The bucket of a file of a manifest."""
     return int(name.split("-")[1][:2])
 
 
 def shard_number(name: str) -> int | None:
-    """The number of the shard that a file of a manifest is of; None if it is not sharded."""
+    """The shard number of a manifest's file; None if the snapshot is not sharded."""
     words = name.removesuffix(".npy").split("-")
     return int(words[2]) if len(words) > 2 else None
 
 
 def decode_file(name: str, entry: Any, form: RowForm, parts: int | None) -> RowFile:
-    """The entry of a file in a manifest with that many parts. Raises ValueError."""
+    """Check and decode a file's entry in a manifest with `parts` shards. Raises ValueError."""
     match = _NAME.fullmatch(name)
     if match is None or int(match[2]) >= BUCKETS or (parts is None) != (match[3] is None):
         raise ValueError(f"it names a foreign file {name!r}")
@@ -131,35 +129,34 @@ def decode_file(name: str, entry: Any, form: RowForm, parts: int | None) -> RowF
 
 
 def row_check(description: dict[str, Any], bucket: int, shard: HashShard | None = None) -> _core.RowCheck:
-    """The check that finds rows, or keys of deleted rows, that a bucket of a table, or of its `shard`, cannot have."""
+    """Returns a check for rows, or deleted rows' keys, that cannot be in this bucket and shard of the table."""
     number, of = shard or (0, 1)
     return _core.RowCheck(bucket, len(description["tables"]), description["key_type"] == "int32", number, of)
 
 
 def dtype_of(name: str, form: RowForm) -> np.dtype[np.void]:
-    """The dtype of the array in a file of a manifest."""
+    """The dtype of the array in a manifest's file."""
     return KEY if is_deleted(name) else form.dtype
 
 
-@cache  # a save asks for each of its thousands of files
+@cache  # a save calls it for thousands of files
 def header_bytes(dtype: np.dtype[np.void]) -> int:
-    """The bytes of the header of a row file, for any number of rows: 256 if all numbers are float32."""
-    return -(-(len(_description(dtype, _MAX_COUNT)) + 11) // _HEADER_STEP) * _HEADER_STEP
+    """The size of a row file's header. It is the same for any row count: 256 if all numbers are float32."""
+    return -(-(len(_header_text(dtype, _MAX_COUNT)) + 11) // _HEADER_STEP) * _HEADER_STEP
 
 
 def file_bytes(dtype: np.dtype[np.void], rows: int) -> int:
-    """The bytes of a row file."""
     return header_bytes(dtype) + rows * dtype.itemsize
 
 
 def npy_header(dtype: np.dtype[np.void], rows: int) -> bytes:
-    """The header of a row file, the same for every NumPy version."""
+    """A row file's header. It does not depend on the NumPy version."""
     size = header_bytes(dtype)
     magic = b"\x93NUMPY\x01\x00" + (size - 10).to_bytes(2, "little")
-    return magic + _description(dtype, rows).ljust(size - len(magic) - 1) + b"\n"
+    return magic + _header_text(dtype, rows).ljust(size - len(magic) - 1) + b"\n"
 
 
-def _description(dtype: np.dtype[np.void], rows: int) -> bytes:
+def _header_text(dtype: np.dtype[np.void], rows: int) -> bytes:
     return f"{{'descr': {dtype.descr!r}, 'fortran_order': False, 'shape': ({rows},), }}".encode()
 
 
@@ -173,7 +170,7 @@ class Parent:
 
 @dataclasses.dataclass(frozen=True)
 class RocksDBFiles:
-    """The files of a checkpoint of `shards` RocksDB databases: `bytes` and `crc32c` of each file `shard-N/<file>`."""
+    """A checkpoint's files, from `shard-N/<file>` to `bytes` and `crc32c`. shards: how many databases it has."""
 
     shards: int
     files: dict[str, dict[str, int]]
@@ -183,10 +180,19 @@ class RocksDBFiles:
 class Manifest:
     """What a snapshot holds.
 
-    `rows`: the number of rows of the table once the snapshot is loaded. `deleted`: the number of keys of deleted rows
-    in the snapshot's own files. `files` is ordered by name. `created` is in ns since 1970, UTC. The latest snapshot has
-    the largest `sequence`. `id`: 32 hex digits, unique to the snapshot. `parts`: the number of shards, each with its
-    own files; None for a snapshot of one writer. `moment`: equal in snapshots that an earlier version saved together.
+    Attributes:
+        kind: "full", "incremental" or "checkpoint".
+        id: 32 hex digits, unique to the snapshot.
+        parent: an incremental snapshot's parent.
+        description: the table that the rows belong to.
+        rows: the number of rows in the table after a load.
+        deleted: the number of deleted rows' keys in the snapshot's own files.
+        files: the row files, ordered by name.
+        rocksdb: a checkpoint's files.
+        created: nanoseconds since 1970, UTC.
+        sequence: larger than in all earlier snapshots of the folder.
+        parts: the number of shards, each with its own files; None if there was one writer.
+        moment: equal in snapshots that an earlier version saved together.
     """
 
     kind: Kind
@@ -215,17 +221,17 @@ class Manifest:
 
     @property
     def own_rows(self) -> int:
-        """The number of rows in the snapshot's own files, keys of deleted rows included."""
+        """The number of rows in the snapshot's own files, including deleted rows' keys."""
         return self.rows if self.rocksdb is not None else sum(file.rows for file in self.files.values())
 
     @property
     def total_bytes(self) -> int:
-        """The bytes of all files except the manifest."""
+        """The size of all files except the manifest."""
         rocksdb = [] if self.rocksdb is None else [file["bytes"] for file in self.rocksdb.files.values()]
         return sum(file.bytes for file in self.files.values()) + sum(rocksdb)
 
     def encode(self) -> bytes:
-        """The manifest file. Raises ValueError if `decode` would refuse it."""
+        """Returns the manifest file's content. Raises ValueError if `decode` would refuse it."""
         format = FORMAT - 1 if self.parts is None and not self.form.is_narrow else FORMAT
         omitted = ("moment",) if format == FORMAT else ("moment", "parts")
         names = (field.name for field in dataclasses.fields(self) if field.name not in omitted)
@@ -238,25 +244,25 @@ class Manifest:
 
     @staticmethod
     def decode(data: bytes) -> Manifest:
-        """Read a manifest file that may be forged. Raises ValueError naming the error."""
+        """Decode a manifest file that may be forged. Raises ValueError that names the problem."""
         decode = Manifest._decode if len(data) < 1 << 16 else Manifest._decode.__wrapped__
         manifest: Manifest = decode(data)
         return dataclasses.replace(manifest, description=deepcopy(manifest.description), files={**manifest.files})
 
     @staticmethod
-    @lru_cache(maxsize=256)  # a save reads all manifests of a store several times
+    @lru_cache(maxsize=256)  # a save reads each manifest of a store several times
     def _decode(data: bytes) -> Manifest:
         value = unseal(data)
         _require(type(value) is dict and _is_count(value.get("format")), "it is not a manifest")
         format = value["format"]
         _require(
             FORMAT - 1 <= format <= GROUP_FORMAT,
-            f"its format is {format}, and this tierbed reads {FORMAT - 1} to {GROUP_FORMAT}: use the one that wrote it",
+            f"its format is {format}, but this tierbed reads {FORMAT - 1} to {GROUP_FORMAT}: use the one that wrote it",
         )
         fields = {field.name for field in dataclasses.fields(Manifest)} - {"moment"}
         fields -= {"parts"} if format < FORMAT else set()
-        of_group = {"instant"} if format == GROUP_FORMAT else set()
-        _require(value.keys() == fields | of_group | {"format"}, "fields are missing or foreign")
+        group_fields = {"instant"} if format == GROUP_FORMAT else set()
+        _require(value.keys() == fields | group_fields | {"format"}, "fields are missing or foreign")
         check_description(value["description"])
         form, parts = RowForm.described(value["description"]), value.get("parts")
         needs_parts = format == FORMAT and not form.is_narrow
@@ -265,13 +271,13 @@ class Manifest:
             f"its parts are {parts!r}, and a snapshot has 1 to {MAX_SHARDS}",
         )
         _require(format >= FORMAT or not form.is_narrow, f"rows that are not float32 are of format {FORMAT}")
-        versions = value["instant"].get("versions") if of_group and type(value["instant"]) is dict else None
-        _require(not of_group or type(versions) is dict, "instant has no versions")
+        versions = value["instant"].get("versions") if group_fields and type(value["instant"]) is dict else None
+        _require(not group_fields or type(versions) is dict, "instant has no versions")
         moment = None if versions is None else repr(sorted(versions.items()))
         kind = value["kind"]
         _require(kind in KINDS, f"its kind is {kind!r}, and there are {', '.join(KINDS)}")
         _require(_is_id(value["id"]), "id is not 32 hex digits")
-        _check_room(value["description"])
+        _check_size(value["description"])
         for field in ("rows", "deleted", "created", "sequence"):
             _require(_is_count(value[field]), f"{field} is not a count")
         _require(value["sequence"] <= LAST_SEQUENCE, f"its sequence is beyond {LAST_SEQUENCE}, which no save reaches")
@@ -318,7 +324,7 @@ def _decode_rocksdb(value: Any) -> RocksDBFiles | None:
 
 
 def check_description(value: Any) -> None:
-    """Raises ValueError naming a field of a description that is missing or invalid. Other fields are allowed."""
+    """Raises ValueError that names a field if a description lacks it or it is invalid. More fields are allowed."""
     _require(type(value) is dict, "description is not a map")
     valid = {
         "name": lambda x: type(x) is str,
@@ -352,7 +358,7 @@ def check_description(value: Any) -> None:
 
 
 def _check_types(value: dict[str, Any], dim: int) -> None:
-    """Raises ValueError if the types of states are invalid, or are given although all numbers are float32."""
+    """Raises ValueError if the states' types are invalid, or are given although all numbers are float32."""
     if STATE_TYPES not in value:
         _require(value["dtype"] == "float32", f"description has no {STATE_TYPES!r}, which its 'dtype' needs")
         return
@@ -361,8 +367,10 @@ def _check_types(value: dict[str, Any], dim: int) -> None:
     _require(valid, f"description has no valid {STATE_TYPES!r}")
     _require({value["dtype"], *types} != {"float32"}, f"description has {STATE_TYPES!r} though all numbers are float32")
     narrow = [width for width, type in zip(widths, types, strict=True) if type != "float32"]
-    first = types == ["bfloat16"] * len(narrow) + ["float32"] * (len(types) - len(narrow))
-    _require(first and all(w == dim for w in narrow), f"description has {STATE_TYPES!r} of other than the first states")
+    are_first = types == ["bfloat16"] * len(narrow) + ["float32"] * (len(types) - len(narrow))
+    _require(
+        are_first and all(w == dim for w in narrow), f"description has {STATE_TYPES!r} of other than the first states"
+    )
     names = value["states"]
     _require(len(names) <= _MAX_NAMED, f"description has more than {_MAX_NAMED} 'states' next to numbers of 2 bytes")
     _require(
@@ -371,17 +379,17 @@ def _check_types(value: dict[str, Any], dim: int) -> None:
     )
 
 
-def _check_room(description: dict[str, Any]) -> None:
-    """Raises ValueError if a description leaves no space for other fields of MARK or a manifest, or has their names."""
-    taken = description.keys() & {*MARKER_FIELDS, *FOLDER_FIELDS}
-    _require(not taken, f"description has fields of MARK: {', '.join(sorted(taken))}")
+def _check_size(description: dict[str, Any]) -> None:
+    """Raises ValueError if a description is too large for MARK or a manifest, or uses one of their field names."""
+    reserved = description.keys() & {*MARKER_FIELDS, *FOLDER_FIELDS}
+    _require(not reserved, f"description has fields of MARK: {', '.join(sorted(reserved))}")
     _require(len(description) <= _MAX_FIELDS, f"description has more than {_MAX_FIELDS} fields")
     size = len(seal(description))
     _require(size <= _MAX_DESCRIPTION, f"description has {size} bytes, more than {_MAX_DESCRIPTION}")
 
 
 def _is_plain(value: Any, depth: int) -> bool:
-    """Whether JSON can store `value` unchanged: it has no bytes and no NaN."""
+    """True if JSON can store `value` unchanged: it contains no bytes and no NaN."""
     if isinstance(value, dict):
         return depth > 0 and all(isinstance(name, str) and _is_plain(item, depth - 1) for name, item in value.items())
     if isinstance(value, (list, tuple)):
@@ -397,25 +405,27 @@ def _check_rule(value: dict[str, Any], dim: int) -> None:
     except KeyError:
         return
     states = list(zip(kernel.states, kernel.state_widths(dim), strict=True))
-    found = list(zip(value["states"], value["state_widths"], strict=True))
-    _require(found == states, f"description has 'states' and 'state_widths' {found}, and rule {name!r} has {states}")
+    stored = list(zip(value["states"], value["state_widths"], strict=True))
+    _require(stored == states, f"description has 'states' and 'state_widths' {stored}, and rule {name!r} has {states}")
     types = value.get(STATE_TYPES, [])[: len(kernel.element_states)]
     _require(len({*types}) <= 1, f"description has {STATE_TYPES!r} {types}, and rule {name!r} has one for all of them")
-    of_rows = value.get(STATE_TYPES, [])[len(kernel.element_states) :]
-    _require({*of_rows} <= {"float32"}, f"description has {STATE_TYPES!r} {of_rows} of states with one number a row")
-    given, most = len(value["hyper"]), len(kernel.all_hypers) + len(LIMITS)  # the last is omitted if it is None
-    past = kernel.catch_up is not None and given > most and is_past(value["hyper"][most:], value["step"])
-    fits = given in (0, most - 1, most) or past
-    _require(fits, f"description has 'hyper' of {given} numbers, and rule {name!r} takes {most - 1}")
+    row_types = value.get(STATE_TYPES, [])[len(kernel.element_states) :]
+    _require(
+        {*row_types} <= {"float32"}, f"description has {STATE_TYPES!r} {row_types} of states with one number a row"
+    )
+    count, most = len(value["hyper"]), len(kernel.all_hypers) + len(LIMITS)  # the last is omitted if None
+    has_past_rates = kernel.catch_up is not None and count > most and is_past(value["hyper"][most:], value["step"])
+    is_valid = count in (0, most - 1, most) or has_past_rates
+    _require(is_valid, f"description has 'hyper' of {count} numbers, and rule {name!r} takes {most - 1}")
 
 
 def with_named_hyper(description: dict[str, Any]) -> dict[str, Any]:
-    """The description with `hyper` as numbers by name, or as the stored list if the rule is unknown."""
+    """The description with `hyper` as a dict by name, or unchanged if the rule is unknown."""
     try:
         names = (*kernels()[description["optimizer"]].all_hypers, *LIMITS)
     except KeyError:
         return description
-    hyper = dict(zip(names, description["hyper"], strict=False))  # the list has no number yet, or all
+    hyper = dict(zip(names, description["hyper"], strict=False))  # the list is empty before the first update
     return {**description, "hyper": hyper}
 
 
@@ -433,14 +443,14 @@ def _require(condition: bool, problem: str) -> None:
 
 
 def fits(older: dict[str, Any], newer: dict[str, Any]) -> bool:
-    """Whether rows of a table with description `older` are valid in one with description `newer`."""
-    same = all(older[field] == newer[field] for field in ("key_type", "columns"))
-    of_one_form = RowForm.described(older).dtype == RowForm.described(newer).dtype
-    return same and of_one_form and len(older["tables"]) <= len(newer["tables"])
+    """True if rows from a table described by `older` are valid in a table described by `newer`."""
+    same_keys = all(older[field] == newer[field] for field in ("key_type", "columns"))
+    same_form = RowForm.described(older).dtype == RowForm.described(newer).dtype
+    return same_keys and same_form and len(older["tables"]) <= len(newer["tables"])
 
 
 def check_name(name: str) -> None:
-    """Raises SnapshotError unless a name is 1 to 200 printable bytes of UTF-8, without separators and a leading dot."""
+    """Raises SnapshotError unless a name is 1 to 200 printable UTF-8 bytes, with no separator or leading dot."""
     if not is_folder_name(name):
         raise SnapshotError(
             f"snapshot name {name!r} cannot be used: give 1 to 200 printable bytes, "
@@ -449,9 +459,9 @@ def check_name(name: str) -> None:
 
 
 def snapshot_id(folder: Path) -> str:
-    """The id of a snapshot; "" if there is no snapshot that can be read.
+    """Returns the id of the snapshot in a folder; "" if none can be read there.
 
-    Raises StoreError if this process lacks descriptors or memory, since the id is unknown then.
+    Raises StoreError if this process is out of descriptors or memory, since the id is unknown then.
     """
     try:
         content = unseal(read_record(folder / MANIFEST))

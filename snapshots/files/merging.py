@@ -1,4 +1,4 @@
-"""Sorted streams of rows: reads two in parallel, compares them, applies changes to one, and merges several."""
+"""Works on sorted streams of rows: compares two, applies changes to one, and merges several."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from ...engine import _core
 from ...engine.row_format import BUCKETS, KEY, Change, Chunks, RowArray, keys_of
 
-NEW = 2  # the state of a row that the table before lacks
+NEW = 2  # the state of a row that only the later table has
 _NONE: RowArray = np.empty(0, KEY)
 
 
 class RowCursor:
-    """Reads a stream of sorted chunks: `rows` of `bucket` come next. It holds one chunk, or two after `has_more`."""
+    """Reads a stream of sorted chunks. `rows` are next, in `bucket`. Holds one chunk, or two after `has_more`."""
 
     def __init__(self, chunks: Chunks) -> None:
         self._chunks = chunks
@@ -26,7 +26,7 @@ class RowCursor:
 
     @property
     def bucket(self) -> int:
-        """The bucket of the next row; `BUCKETS` at the end. `rows` is not empty before the end once this was read."""
+        """The bucket of the next row; `BUCKETS` at the end. After reading it, `rows` is empty only at the end."""
         if not len(self.rows) and self._bucket < BUCKETS:
             self._bucket, self.rows = self._following or self._read()
             self._following = None
@@ -34,15 +34,15 @@ class RowCursor:
 
     @property
     def has_more(self) -> bool:
-        """Whether the bucket has rows after `rows`."""
+        """True if the bucket has rows after `rows`."""
         self._following = self._following or self._read()
         return self._following[0] == self._bucket
 
     def take(self, count: int | None = None) -> RowArray:
-        """Take the first `count` of `rows`, or all."""
+        """Remove and return the first `count` of `rows`, by default all."""
         count = len(self.rows) if count is None else count
-        taken, self.rows = self.rows[:count], self.rows[count:]
-        return taken
+        rows, self.rows = self.rows[:count], self.rows[count:]
+        return rows
 
     def _read(self) -> tuple[int, RowArray]:
         for bucket, rows in self._chunks:
@@ -51,13 +51,14 @@ class RowCursor:
         return BUCKETS, _NONE
 
 
-def joined(
+def join_tables(
     before: Chunks, after: Chunks
 ) -> Iterator[tuple[int, RowArray, RowArray, NDArray[np.uint8], NDArray[np.uint8]]]:
-    """Two tables in pieces of one range of keys: (bucket, rows before, rows after, gone, state) as of `join_rows`.
+    """Read two tables in parallel, in pieces that cover the same key range.
 
-    Both are streams as `Tier.scan` yields them. Rows of two types are compared by their records. One chunk of each
-    table is in memory at a time. Raises what the chunks raise.
+    Yields (bucket, rows before, rows after, gone, state); `join_rows` defines gone and state. Both inputs are streams
+    like `Tier.scan`. Rows of two types are compared by their counters only. Holds one chunk of each table in memory.
+    Raises what the chunks raise.
     """
     old, now = RowCursor(before), RowCursor(after)
     while (bucket := min(old.bucket, now.bucket)) < BUCKETS:
@@ -74,11 +75,11 @@ def joined(
         yield bucket, old.take(len(gone)), now.take(len(state)), gone, state
 
 
-def changed(older: Chunks, newer: Chunks, deleted: Chunks, twice: Callable[[int], Exception]) -> Chunks:
-    """The rows of `older` as they are after changes: without the `deleted` keys, and with the rows of `newer`.
+def apply_changes(older: Chunks, newer: Chunks, deleted: Chunks, conflict_error: Callable[[int], Exception]) -> Chunks:
+    """Apply changes to `older`: drop the `deleted` keys, and replace or add the rows in `newer`.
 
-    Raises `twice(bucket)` if a key of the bucket is both in `newer` and in `deleted`. All three may be streams of keys
-    alone.
+    Raises `conflict_error(bucket)` if a key is in both `newer` and `deleted`. All three may also be streams of keys
+    only.
     """
     cursors = [RowCursor(chunks) for chunks in (older, newer, deleted)]
     while (bucket := min(cursor.bucket for cursor in cursors)) < BUCKETS:
@@ -88,9 +89,9 @@ def changed(older: Chunks, newer: Chunks, deleted: Chunks, twice: Callable[[int]
             continue
         dtype = present[0].rows.dtype
         before, after, gone = (_bytes(cursor.rows if cursor in present else _NONE) for cursor in cursors)
-        merged, *counts, both = _core.merge_rows(before, after, gone, dtype.itemsize)
-        if both:
-            raise twice(bucket)
+        merged, *counts, has_conflict = _core.merge_rows(before, after, gone, dtype.itemsize)
+        if has_conflict:
+            raise conflict_error(bucket)
         for cursor, count in zip(cursors, counts, strict=True):
             if cursor in present:
                 cursor.take(count)
@@ -99,8 +100,8 @@ def changed(older: Chunks, newer: Chunks, deleted: Chunks, twice: Callable[[int]
 
 
 def changes_between(before: Chunks, after: Chunks) -> Iterator[Change]:
-    """The changes that make the table `after` from the table `before`, of one row type, in the order of `joined`."""
-    for bucket, old, new, gone, state in joined(before, after):
+    """Yields the changes from table `before` to `after`, in the order of `join_tables`. Both have one row type."""
+    for bucket, old, new, gone, state in join_tables(before, after):
         if gone.any() or state.any():
             yield bucket, new[state > 0], keys_of(old[gone > 0])
 
@@ -110,9 +111,9 @@ def _bytes(rows: RowArray) -> NDArray[np.uint8]:
 
 
 def merge_sorted(parts: Sequence[Chunks]) -> Chunks:
-    """The rows of `parts` by bucket, in order of (table, key). In each they strictly ascend, and none is in two.
+    """Merge sorted parts into one stream, by bucket and in order of (table, key). No row may be in two parts.
 
-    Two chunks of each part are in memory at a time. A merged chunk has at most the rows of those.
+    Holds two chunks of each part in memory. A merged chunk is at most as large as these together.
     """
     cursors = [RowCursor(part) for part in parts]
     while (bucket := min((cursor.bucket for cursor in cursors), default=BUCKETS)) < BUCKETS:

@@ -1,7 +1,7 @@
-"""Reads rows ahead of the code that uses them, and writes files behind the code that makes them, each in a thread.
+"""Threads that read rows ahead of their use, and write files behind the code that fills them.
 
-Reading, checksums and writing release the GIL, so that disk, checksums and the table work at the same time. At the end
-of the interpreter, when no thread can be started any more, the caller does all of it.
+Reading, checksums and writing release the GIL, so disk, checksums and the table work in parallel. While the
+interpreter exits and no thread can start, the caller does all the work.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ T = TypeVar("T")
 Task = Callable[[], Any]
 
 _END = object()
-_AHEAD = 3  # items of a source that are taken ahead
-_WAITING = 2  # tasks that may wait before another is done
+_AHEAD = 3  # items read ahead
+_WAITING = 2  # tasks that may wait before `do` blocks
 _SLOW_SECONDS, _SYNC_THREADS = 3e-3, 4
 
 
 @contextmanager
 def read_ahead(source: Generator[T, None, None]) -> Iterator[Iterator[T]]:
-    """The items of `source`. A thread takes some of them ahead; it ends when the block ends.
+    """Yield an iterator over `source` that a thread fills a few items ahead. The thread ends with the block.
 
-    An exception of the source is raised instead of the item that it prevented.
+    If the source raises, the iterator raises in place of that item.
     """
     thread, take = TaskThread("tierbed-ahead"), partial(next, source, _END)
 
@@ -48,39 +48,39 @@ def read_ahead(source: Generator[T, None, None]) -> Iterator[Iterator[T]]:
         yield take_items()
     finally:
         thread.cancel()
-        thread.add(source.close)  # in the thread, which may be running it
+        thread.add(source.close)  # in the thread, since it may be using it
         thread.end()
 
 
 def do_all(tasks: Sequence[Task]) -> None:
-    """Do tasks that sync files. Once they take long, several threads do the rest: a disk merges syncs that overlap."""
-    begin, done = perf_counter(), 0
-    while done < len(tasks) and perf_counter() - begin < _SLOW_SECONDS:
-        tasks[done]()
-        done += 1
+    """Do tasks that sync files. If they are slow, several threads do the rest, as a disk merges overlapping syncs."""
+    start, count = perf_counter(), 0
+    while count < len(tasks) and perf_counter() - start < _SLOW_SECONDS:
+        tasks[count]()
+        count += 1
     with ExitStack() as stack:
-        threads = [stack.enter_context(TaskThread("tierbed-sync")) for _ in tasks[done : done + _SYNC_THREADS]]
-        for thread, task in zip(cycle(threads), tasks[done:], strict=False):
+        threads = [stack.enter_context(TaskThread("tierbed-sync")) for _ in tasks[count : count + _SYNC_THREADS]]
+        for thread, task in zip(cycle(threads), tasks[count:], strict=False):
             thread.add(task)
 
 
 class TaskThread:
-    """Does tasks in a thread, in the order in which they are added, and none after one that failed.
+    """Does tasks in a thread, in the order they were added. After one fails, it does no more.
 
-    An executor of one thread, but no wait for it hangs if the thread dies, as it may if memory runs out.
+    Like an executor with one thread, except that waiting never hangs if the thread dies because memory runs out.
     """
 
     def __init__(self, name: str) -> None:
         self._pending: deque[Future[Any]] = deque()
         self._errors: list[BaseException] = []
-        self._queue: SimpleQueue[tuple[Task, Future[Any]] | None] = SimpleQueue()  # may be used by a finalizer
-        # Ctrl-C may interrupt __enter__ or __exit__: the thread also ends when this object is collected
+        self._queue: SimpleQueue[tuple[Task, Future[Any]] | None] = SimpleQueue()  # safe to use in a finalizer
+        # Ctrl-C may interrupt __enter__ or __exit__, so the thread also ends when this object is collected
         finalize(self, self._queue.put, None).atexit = False
         self._thread = Thread(target=_run, args=(self._queue, self._errors), name=name, daemon=True)
-        self._has_thread = _starts(self._thread)
+        self._has_thread = _start_thread(self._thread)
 
     def add(self, task: Task) -> None:
-        """Add a task, whose result `next_result` returns after those of earlier tasks."""
+        """Add a task. `next_result` returns the tasks' results in order."""
         future: Future[Any] = Future()
         self._pending.append(future)
         if self._has_thread:
@@ -89,29 +89,29 @@ class TaskThread:
             _do(task, future, self._errors)
 
     def next_result(self) -> Any:
-        """Wait for the earliest task whose result was not returned yet. Raises what the task, or one before it, did."""
+        """Wait for the next task's result and return it. Raises the error of this task or of an earlier one."""
         future = self._pending.popleft()
         while not future.done() and self._thread.is_alive():
-            with suppress(TimeoutError):  # of this wait: a TimeoutError of the task is returned
+            with suppress(TimeoutError):  # raised by the wait; an error of the task is returned
                 future.exception(POLL_SECONDS)
         if not future.done():
             raise MemoryError(f"thread {self._thread.name} died without raising an error")
         return future.result()
 
     def do(self, task: Task) -> None:
-        """Add a task that has no result. Raises what an earlier one did."""
+        """Add a task without a result. Raises the error of an earlier one."""
         if len(self._pending) > _WAITING:
             self.next_result()
         self.add(task)
 
     def cancel(self) -> None:
-        """Drop the tasks that have not begun."""
+        """Drop the tasks that have not started."""
         with suppress(IndexError):
-            while True:  # another thread may add some meanwhile
+            while True:  # another thread may add tasks meanwhile
                 self._pending.popleft().cancel()
 
     def end(self) -> None:
-        """Wait until all tasks are done and the thread has ended. Raises nothing of theirs."""
+        """Wait until all tasks are done and the thread has ended. Raises no error of a task."""
         if self._has_thread:
             self._queue.put(None)
             self._thread.join()
@@ -130,7 +130,7 @@ class TaskThread:
 
 
 def _run(queue: SimpleQueue[tuple[Task, Future[Any]] | None], errors: list[BaseException]) -> None:
-    """The thread. It holds no reference to its `TaskThread`, which can be collected while it runs."""
+    """The thread's loop. It holds no reference to its `TaskThread`, so that can be collected while it runs."""
     while (item := queue.get()) is not None:
         _do(*item, errors)
         del item
@@ -148,8 +148,8 @@ def _do(task: Task, future: Future[Any], errors: list[BaseException]) -> None:
         future.set_exception(error)
 
 
-def _starts(thread: Thread) -> bool:
-    if sys.is_finalizing():  # a close that Ctrl-C delayed until here: Python 3.11 would wait for a thread forever
+def _start_thread(thread: Thread) -> bool:
+    if sys.is_finalizing():  # Ctrl-C may delay a close until here; Python 3.11 would wait forever for a thread
         return False
     try:
         thread.start()

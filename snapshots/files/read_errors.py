@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from ...engine.durable import MORE_FILES
-from ...engine.errors import SnapshotError as SnapshotError  # exported by the package face
+from ...engine.errors import SnapshotError as SnapshotError  # exported by tierbed.snapshots
 
 _OF_PROCESS = {
     errno.EMFILE: MORE_FILES,
@@ -27,7 +27,7 @@ _OF_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 
 
 class ReadIOError(SnapshotError):
-    """The snapshot may be sound: this process lacks a resource, or another snapshot replaced it."""
+    """The snapshot may be intact: this process lacks a resource, or another snapshot replaced it."""
 
 
 def read_error(path: Path, error: OSError, folder: Path) -> SnapshotError:
@@ -48,10 +48,10 @@ def damaged(path: Path, problem: str, folder: Path) -> SnapshotError:
 
 
 def remedy_of(folder: Path) -> str:
-    """What to do about a damaged snapshot."""
+    """What a user can do about a damaged snapshot."""
     return f"Restore the folder {str(folder)!r} from a copy, or delete it and use another snapshot"
 
 
 def os_error_in(error: Exception | str) -> OSError | None:
-    """The system's error behind an error of another library, which may have it only as text."""
+    """The system error behind another library's error, whose text may be the only sign of it."""
     return next((OSError(code, os.strerror(code)) for code in _OF_SYSTEM if os.strerror(code) in str(error)), None)

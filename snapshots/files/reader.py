@@ -1,4 +1,4 @@
-"""Reading snapshots: opening, verifying, the rows of a chain in chunks, and the latest snapshot of a folder."""
+"""Reads snapshots: opens and verifies them, yields a chain's rows in chunks, and finds a folder's latest."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ from .format import (
     shard_number,
     snapshot_id,
 )
-from .merging import changed, merge_sorted
+from .merging import apply_changes, merge_sorted
 from .pipeline import read_ahead
 from .read_errors import ReadIOError, damaged, read_error, remedy_of
 
 _CHUNK_BYTES = 1 << 25
 
-Piece = tuple[str, RowArray]  # file, rows
+Piece = tuple[str, RowArray]  # file name, rows
 ProgressCallback = Callable[[int], None]
-MAX_CHAIN = 100  # of snapshots; each is read by its own files and threads
+MAX_CHAIN = 100  # snapshots; each needs its own open files and threads
 
 
 def count_progress(chunks: Chunks, progress: ProgressCallback | None, keys_only: bool = False) -> Chunks:
-    """The chunks. `progress` is called with the rows of each; then, if `keys_only`, the chunks are keys."""
+    """Yields the chunks and calls `progress` with each one's rows. Then, if `keys_only`, the chunks are keys."""
     for bucket, rows in chunks:
         if progress is None:
             yield bucket, rows
@@ -59,15 +59,14 @@ def count_progress(chunks: Chunks, progress: ProgressCallback | None, keys_only:
 
 
 def read_all(chunks: Chunks) -> None:
-    """Read all chunks and drop them."""
     deque(chunks, maxlen=0)
 
 
 class Snapshot:
-    """A finished snapshot. Opening reads its manifest; `chunks` and `verify` read and check the rows.
+    """A finished snapshot. `open` reads its manifest; `chunks` and `verify` read and check the rows.
 
-    shard: the shard of the rows that is read, None for every row. Manifests do not have the row count of a shard:
-    `shard_rows` has it, by the name of each snapshot in the chain, after `chunks` has yielded its last chunk.
+    shard: the shard of the rows to read, None for every row. shard_rows: the shard's row count in each snapshot of
+    the chain, by name; known once `chunks` has yielded its last chunk, since manifests lack it.
     """
 
     def __init__(
@@ -80,13 +79,20 @@ class Snapshot:
 
     @classmethod
     def open(cls, folder: Path) -> Snapshot:
-        """Open a snapshot. Raises SnapshotError if it is missing, foreign, damaged or of an unknown format."""
+        """Open a snapshot by reading its manifest.
+
+        Args:
+            folder: the snapshot's folder, `<persistent_path>/<embedding name>/snapshots/<name>`.
+
+        Raises:
+            SnapshotError: it is missing, foreign, damaged or of an unknown format.
+        """
         folder = Path(folder)
         if not os.path.isdir(folder):
-            if _leads_nowhere(folder):
+            if _is_broken_link(folder):
                 problem = f"it is a link to {str(folder.readlink())!r}, which does not exist or cannot be reached"
                 raise damaged(folder, problem, folder)
-            names = ", ".join(repr(name) for name in _names(folder.parent)) or "none"
+            names = ", ".join(repr(name) for name in _snapshot_names(folder.parent)) or "none"
             raise SnapshotError(
                 f"there is no snapshot {folder.name!r} in {str(folder.parent)!r}; existing ones: {names}"
             )
@@ -113,39 +119,39 @@ class Snapshot:
 
     @property
     def description(self) -> dict[str, Any]:
-        """The table of the rows, as the engine described it."""
+        """The description of the table that the rows belong to."""
         return self.manifest.description
 
     def of_shard(self, shard: HashShard) -> Snapshot:
-        """The same snapshot, of whose chain one shard of the rows is read."""
+        """Returns the same snapshot, restricted to one shard."""
         return Snapshot(self.folder, self.manifest, shard)
 
     @property
     def parent(self) -> Snapshot | None:
-        """The parent of an incremental snapshot. Raises SnapshotError if it is missing."""
-        wanted = self.manifest.parent
-        if wanted is None:
+        """An incremental snapshot's parent; None for other kinds. Raises SnapshotError if it is missing."""
+        link = self.manifest.parent
+        if link is None:
             return None
-        remedy = f"put {wanted.name!r} back next to {self.name!r}, with that name, or use another snapshot"
+        remedy = f"put {link.name!r} back next to {self.name!r}, with that name, or use another snapshot"
         try:
-            parent = Snapshot.open(self.folder.parent / wanted.name)
+            parent = Snapshot.open(self.folder.parent / link.name)
         except ReadIOError:
             raise
         except SnapshotError as error:
             raise SnapshotError(f"snapshot {self.name!r} lacks its parent: {error}; {remedy}") from error
-        if parent.manifest.id != wanted.id:
+        if parent.manifest.id != link.id:
             raise SnapshotError(
-                f"the parent {wanted.name!r} of snapshot {self.name!r} was replaced by another snapshot; {remedy}"
+                f"the parent {link.name!r} of snapshot {self.name!r} was replaced by another snapshot; {remedy}"
             )
         if parent.manifest.sequence >= self.manifest.sequence or not fits(parent.description, self.description):
-            raise SnapshotError(f"snapshot {self.name!r} does not fit its parent {wanted.name!r}; {remedy}")
+            raise SnapshotError(f"snapshot {self.name!r} does not fit its parent {link.name!r}; {remedy}")
         return Snapshot(parent.folder, parent.manifest, self.shard, self.shard_rows)
 
     @property
     def chain(self) -> list[Snapshot]:
-        """The snapshots that the rows are read from: the full one first, this one last. Raises SnapshotError."""
+        """The snapshots that hold the rows: the full one first, this one last. Raises SnapshotError."""
         chain = [self]
-        while (parent := chain[-1].parent) is not None:  # the loop ends: sequences descend
+        while (parent := chain[-1].parent) is not None:  # ends, because sequences descend
             chain.append(parent)
         if len(chain) > MAX_CHAIN:
             raise SnapshotError(
@@ -155,24 +161,32 @@ class Snapshot:
         return chain[::-1]
 
     def verify(self, progress: Callable[[int], None] | None = None) -> None:
-        """Read all files of the chain and check what a load checks. Raises SnapshotError naming the file.
+        """Read all files of the chain and check them as a load does. Raises SnapshotError that names a damaged file.
 
-        progress: called with the rows of each chunk; their sum is that of `own_rows` over the chain.
+        progress: called with the number of rows in each chunk. The numbers add up to `own_rows` over the chain.
         """
         read_all(self._table(65536, progress or (lambda count: None)))
 
     def chunks(self, max_rows: int = 65536) -> Chunks:
-        """Every row of the table as (bucket, rows [n] of its `RowForm.dtype`), ordered as by `Tier.scan`.
+        """Yields every row of the table, in the order of `Tier.scan`.
 
-        n is at most `max_rows`, and a chunk at most about 32 MiB, for each snapshot in the chain. The existence, size
-        and header of every file are checked before the first chunk, its checksum before its last chunk, and the number
-        of rows after the last. A caller that must not keep damaged rows calls `verify` first, or uses what it builds
-        only after the end. Raises SnapshotError naming the file.
+        Before the first chunk, every file's existence, size and header are checked; before a file's last chunk, its
+        checksum; after the last chunk, the row count. A caller that must not keep damaged rows calls `verify` first,
+        or waits for the end before it uses what it built.
+
+        Args:
+            max_rows: the most rows in a chunk. A chunk also holds at most about 32 MiB per snapshot in the chain.
+
+        Returns:
+            An iterator of (bucket, rows), where rows is an array [n] with the dtype of `RowForm`.
+
+        Raises:
+            SnapshotError: a file is damaged or missing; the message names it.
         """
         return self._table(max_rows)
 
     def _table(self, max_rows: int, progress: ProgressCallback | None = None) -> Chunks:
-        """As `chunks`. progress: called with the rows of each chunk; with it, several snapshots yield row keys only."""
+        """Like `chunks`, but calls `progress` with each chunk's rows. Then a chain of several yields only row keys."""
         table: Chunks = iter(())
         for snapshot in (chain := self.chain):
             table = snapshot.apply_to(table, max_rows, progress, len(chain) > 1)
@@ -185,17 +199,17 @@ class Snapshot:
         progress: ProgressCallback | None = None,
         keys_only: bool = False,
     ) -> Chunks:
-        """The rows of the table after this snapshot. Their number is checked at the end.
+        """Yields the rows of the table after this snapshot, and checks their number at the end.
 
-        table: before it, empty for a full one. If None, only the snapshot's own files are read and checked. progress,
-        keys_only: as `count_progress`.
+        table: the rows before it; empty for a full snapshot. None reads and checks only the snapshot's own files.
+        progress, keys_only: see `count_progress`.
         """
         rows, deleted = (count_progress(part, progress, keys_only) for part in self.parts(max_rows))
         if self.manifest.parent is not None:
-            rows = changed(iter(()) if table is None else table, rows, deleted, self._conflicting_key_error)
-        return rows if table is None else self._counted(rows)
+            rows = apply_changes(iter(()) if table is None else table, rows, deleted, self._conflicting_key_error)
+        return rows if table is None else self._count(rows)
 
-    def _counted(self, chunks: Chunks) -> Chunks:
+    def _count(self, chunks: Chunks) -> Chunks:
         count = 0
         for bucket, rows in chunks:
             count += len(rows)
@@ -206,12 +220,12 @@ class Snapshot:
             self.check_count(count)
 
     def parts(self, max_rows: int = 65536) -> tuple[Chunks, Chunks]:
-        """Rows in its own files, as of `chunks`, and keys [n] of deleted ones. Checksums are known at the ends only."""
+        """The rows in its own files, and deleted rows' keys. A file's checksum is compared only at its end."""
         if self.manifest.rocksdb is not None:
-            from .rocksdb_files import checkpoint_chunks  # only for snapshots of RocksDB
+            from .rocksdb_files import checkpoint_chunks  # needs RocksDB
 
             chunks = checkpoint_chunks(self.folder, self.manifest, max_rows)
-            return self._unless_replaced(self._in_shard(self._checked(chunks))), iter(())
+            return self._detect_replacement(self._select_shard(self._check_checkpoint(chunks))), iter(())
         files: tuple[dict[str, RowFile], dict[str, RowFile]] = {}, {}
         for name, file in self.manifest.files.items():
             shard = self._shard_of(name)
@@ -220,38 +234,38 @@ class Snapshot:
         return self.read_files(files[0], max_rows), self.read_files(files[1], max_rows)
 
     def read_files(self, files: dict[str, RowFile], max_rows: int = 65536) -> Chunks:
-        """The rows in some of the manifest's files, as `chunks` yields them. Raises SnapshotError naming the file."""
-        return self._unless_replaced(self._of_files(files, max_rows))
+        """Yields the rows in some of the manifest's files, like `chunks`. Raises SnapshotError that names the file."""
+        return self._detect_replacement(self._file_rows(files, max_rows))
 
-    def _of_files(self, files: dict[str, RowFile], max_rows: int) -> Chunks:
+    def _file_rows(self, files: dict[str, RowFile], max_rows: int) -> Chunks:
         for name, entry in files.items():
             self._open(name, entry).close()
         if self.manifest.parts is None:
-            with read_ahead(self._read(files, max_rows)) as pieces, read_ahead(self._sums(pieces)) as chunks:
-                yield from self._in_shard(chunks)
+            with read_ahead(self._read(files, max_rows)) as pieces, read_ahead(self._check_files(pieces)) as chunks:
+                yield from self._select_shard(chunks)
         else:
-            with read_ahead(self._merged(files, max_rows)) as chunks:
+            with read_ahead(self._merge_shards(files, max_rows)) as chunks:
                 yield from chunks
 
-    def _merged(self, files: dict[str, RowFile], max_rows: int) -> Generator[tuple[int, RowArray], None, None]:
-        """The rows of all shards, merged."""
+    def _merge_shards(self, files: dict[str, RowFile], max_rows: int) -> Generator[tuple[int, RowArray], None, None]:
         by_shard: dict[int | None, dict[str, RowFile]] = {}
         for name, entry in files.items():
             by_shard.setdefault(shard_number(name), {})[name] = entry
-        most = max_rows // (len(by_shard) or 1), _CHUNK_BYTES // (2 * len(by_shard) or 1)  # each holds two chunks
-        shards = [self._in_shard(self._sums(self._read(entries, *most))) for entries in by_shard.values()]
+        # the merge holds two chunks of each shard
+        limits = max_rows // (len(by_shard) or 1), _CHUNK_BYTES // (2 * len(by_shard) or 1)
+        shards = [self._select_shard(self._check_files(self._read(entries, *limits))) for entries in by_shard.values()]
         for bucket, rows in merge_sorted(shards):
             for begin in range(0, len(rows), max_rows):
                 yield bucket, rows[begin : begin + max_rows]
 
-    def _in_shard(self, chunks: Chunks) -> Chunks:
-        """The rows of the shard among those of files."""
+    def _select_shard(self, chunks: Chunks) -> Chunks:
+        """Yields only the rows that are in `shard`."""
         shard = self.shard
         for bucket, rows in chunks:
             yield bucket, rows if shard is None or shard.of == self.manifest.parts else shard.rows(rows)
 
-    def _sums(self, pieces: Iterator[Piece]) -> Generator[tuple[int, RowArray], None, None]:
-        """The rows of files as (bucket, rows). A file's checksum is compared before its last chunk is passed on."""
+    def _check_files(self, pieces: Iterator[Piece]) -> Generator[tuple[int, RowArray], None, None]:
+        """Yields rows as (bucket, rows). Compares a file's checksum before it yields the file's last chunk."""
         for name, group in groupby(pieces, key=itemgetter(0)):
             entry, count, checksum = self.manifest.files[name], 0, 0
             check = row_check(self.description, bucket_of(name), self._shard_of(name))
@@ -260,39 +274,39 @@ class Snapshot:
                 checksum = zlib.crc32(data.data, checksum)
                 count += len(rows)
                 if count == entry.rows and checksum != entry.crc32:
-                    raise self._damaged(name, "its checksum does not match")
+                    raise self._damage_error(name, "its checksum does not match")
                 if problem := check.problem(data, rows.dtype.itemsize):
-                    raise self._damaged(name, problem)
+                    raise self._damage_error(name, problem)
                 yield bucket_of(name), rows
 
-    def _checked(self, chunks: Chunks) -> Chunks:
-        """The rows of a RocksDB checkpoint, checked."""
+    def _check_checkpoint(self, chunks: Chunks) -> Chunks:
+        """Checks and yields the rows of a RocksDB checkpoint."""
         for bucket, group in groupby(chunks, key=itemgetter(0)):
             check = row_check(self.description, bucket)
             for _, rows in group:
                 if problem := check.problem(rows.view(np.uint8), rows.dtype.itemsize):
-                    raise self._damaged(ROCKSDB, problem)
+                    raise self._damage_error(ROCKSDB, problem)
                 yield bucket, rows
 
     def _read(
         self, files: dict[str, RowFile], max_rows: int, max_bytes: int = _CHUNK_BYTES
     ) -> Generator[Piece, None, None]:
-        # read, not mapped: a failing disk raises here, where a mapping would kill the process
+        # read, not mapped: if the disk fails, a read raises, but a mapping kills the process
         for name, entry in files.items():
             dtype = dtype_of(name, self.manifest.form)
             limit = max(1, min(max_rows, max_bytes // dtype.itemsize))
             for begin in range(0, entry.rows, limit):
                 rows = np.empty(min(limit, entry.rows - begin), dtype)
-                # opened for each piece: a snapshot may have a file of each bucket and rank
+                # opened for each piece, since there may be a file for each bucket and rank
                 with self._open(name, entry) as file, self._read_errors(name):
                     file.seek(header_bytes(dtype) + begin * dtype.itemsize)
                     count = file.readinto(rows.view(np.uint8).data)  # type: ignore[attr-defined]
                 if count != rows.nbytes:
-                    raise self._damaged(name, "it was truncated while being read")
+                    raise self._damage_error(name, "it was truncated while being read")
                 yield name, rows
 
     def _open(self, name: str, entry: RowFile) -> BinaryIO:
-        """The open file. Its header is checked."""
+        """Open a file and check its size and header."""
         with self._read_errors(name):
             file = open_regular(self.folder / name)
         size, dtype = os.fstat(file.fileno()).st_size, dtype_of(name, self.manifest.form)
@@ -303,7 +317,7 @@ class Snapshot:
         else:
             return file
         file.close()
-        raise self._damaged(name, problem)
+        raise self._damage_error(name, problem)
 
     @contextmanager
     def _read_errors(self, name: str) -> Iterator[None]:
@@ -313,12 +327,12 @@ class Snapshot:
             raise read_error(self.folder / name, error, self.folder) from error
 
     def _shard_of(self, name: str) -> HashShard | None:
-        """The shard that a file is of; None without shards."""
+        """A file's shard; None if the snapshot is not sharded."""
         number, of = shard_number(name), self.manifest.parts
         return None if number is None or of is None else HashShard(number, of)
 
-    def _unless_replaced(self, chunks: Chunks) -> Chunks:
-        """The chunks. If another snapshot has replaced this one meanwhile, their errors become a ReadIOError."""
+    def _detect_replacement(self, chunks: Chunks) -> Chunks:
+        """Yields the chunks. An error becomes a ReadIOError if another snapshot has replaced this one meanwhile."""
         try:
             yield from chunks
         except ReadIOError:
@@ -333,22 +347,22 @@ class Snapshot:
     def check_count(self, rows: int) -> None:
         """Raises SnapshotError if the manifest has another number of rows."""
         if rows != self.manifest.rows:
-            raise self._damaged("", f"it has {rows} rows instead of {self.manifest.rows}")
+            raise self._damage_error("", f"it has {rows} rows instead of {self.manifest.rows}")
 
     def _conflicting_key_error(self, bucket: int) -> SnapshotError:
-        """The error for a bucket that has a key both of a written and of a deleted row."""
+        """The error for a bucket in which a key is both written and deleted."""
         rows, keys = bucket_file(bucket), deleted_file(bucket)
         if self.manifest.parts is None:
-            return self._damaged(keys, f"it has keys of rows that {rows} has")
-        return self._damaged("", f"parts of {keys} have keys of rows that parts of {rows} have")
+            return self._damage_error(keys, f"it has keys of rows that {rows} has")
+        return self._damage_error("", f"parts of {keys} have keys of rows that parts of {rows} have")
 
-    def _damaged(self, name: str, problem: str) -> SnapshotError:
-        """The error for damage to a file of the snapshot, or to all of it: ""."""
+    def _damage_error(self, name: str, problem: str) -> SnapshotError:
+        """The error for damage to a file of the snapshot, or, if `name` is "", to all of it."""
         return damaged(self.folder / name, problem, self.folder)
 
 
 class Listing(NamedTuple):
-    """The snapshots of a folder: the readable ones from the oldest to the latest, and an error for each other name."""
+    """A folder's snapshots: the readable ones from oldest to latest, and an error for each unreadable name."""
 
     snapshots: list[Snapshot]
     damaged: dict[str, SnapshotError]
@@ -356,12 +370,16 @@ class Listing(NamedTuple):
 
 @checked_arguments("folder")
 def list_snapshots(folder: str | Path) -> Listing:
-    """Open every snapshot in a folder, reading only manifests; none if the folder does not exist.
+    """Open every snapshot in a folder. Reads only the manifests.
 
-    Raises SnapshotError if the folder cannot be listed, or if this process lacks descriptors or memory.
+    Args:
+        folder: a folder of snapshots. If it does not exist, the result is empty.
+
+    Raises:
+        SnapshotError: the folder cannot be listed, or this process is out of descriptors or memory.
     """
     listing = Listing([], {})
-    for name in _names(Path(folder)):
+    for name in _snapshot_names(Path(folder)):
         try:
             listing.snapshots.append(Snapshot.open(Path(folder) / name))
         except ReadIOError:
@@ -374,10 +392,12 @@ def list_snapshots(folder: str | Path) -> Listing:
 
 @checked_arguments("folder")
 def latest_snapshot(folder: str | Path) -> Snapshot | None:
-    """The latest snapshot in a folder, verified; None if there is none.
+    """Return the latest snapshot in a folder after verifying it; None if there are none.
 
-    An older snapshot never replaces a damaged one: SnapshotError is raised if the latest does not verify, or if any
-    manifest cannot be read, since that snapshot might be the latest.
+    Never falls back to an older snapshot.
+
+    Raises:
+        SnapshotError: the latest snapshot is damaged, or a manifest is unreadable and might be the latest snapshot's.
     """
     snapshots, damaged = list_snapshots(folder)
     for error in damaged.values():
@@ -389,7 +409,7 @@ def latest_snapshot(folder: str | Path) -> Snapshot | None:
 
 
 def name_of(folder: Path, id: str) -> str | None:
-    """The name of the snapshot of an id in a folder; None if there is none."""
+    """The name of the snapshot with this id in a folder; None if there is none."""
     try:
         return snapshot_by_id(folder, id).name
     except SnapshotError:
@@ -397,25 +417,25 @@ def name_of(folder: Path, id: str) -> str | None:
 
 
 def snapshot_by_id(folder: Path, id: str) -> Snapshot:
-    """The snapshot of an id in a folder. Of several names, the one that a user gave. Raises SnapshotError."""
+    """The snapshot with this id in a folder. If it has several names, takes a user's. Raises SnapshotError."""
     snapshots, damaged = list_snapshots(folder)
     named = sorted((one for one in snapshots if one.manifest.id == id), key=lambda one: one.name.endswith(id))
     if named:
         return named[0]
     for error in damaged.values():
         raise error
-    raise SnapshotError(f"{str(folder)!r} lacks the snapshot of id {id}: put it back, or load another snapshot")
+    raise SnapshotError(f"{str(folder)!r} lacks the snapshot with id {id}: put it back, or load another snapshot")
 
 
-def _names(folder: Path) -> list[str]:
+def _snapshot_names(folder: Path) -> list[str]:
     try:
         entries = (entry for entry in os.scandir(folder) if not entry.name.startswith("."))
-        return sorted(entry.name for entry in entries if _leads_nowhere(Path(entry)) or entry.is_dir())
+        return sorted(entry.name for entry in entries if _is_broken_link(Path(entry)) or entry.is_dir())
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise SnapshotError(f"the snapshots in {str(folder)!r} cannot be listed: {error}") from error
 
 
-def _leads_nowhere(path: Path) -> bool:
+def _is_broken_link(path: Path) -> bool:
     return path.is_symlink() and not os.path.exists(path)

@@ -10,16 +10,16 @@ import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
-HEADER = struct.Struct("<BI")  # a bucket and how many of its rows follow, or one of the codes below
-READY = 253  # comes first: without it, the Python cannot run this script
+HEADER = struct.Struct("<BI")  # a bucket and the number of its rows that follow, or a code below
+READY = 253  # comes first; without it, this Python cannot run the script
 END = 254  # no more rows
-FAILED = 255  # RocksDB refused the files: that many bytes of text follow
+FAILED = 255  # RocksDB refused the files; that many bytes of text follow
 
-_ROW_BYTES = 20  # bytes of a row in addition to its words
+_ROW_BYTES = 20  # bytes of a row besides its words
 
 
 def main(core: str, folder: str, width: int, shards: int, most: int) -> None:
-    """Write the rows of RocksDB's files in `folder` to stdout, at most `most` after each header."""
+    """Write the rows in RocksDB's files in `folder` to stdout, at most `most` after each header."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     spec = spec_from_file_location("_core", core)
     assert spec is not None
@@ -44,8 +44,8 @@ def main(core: str, folder: str, width: int, shards: int, most: int) -> None:
             options=[],
         )
         scan = tier.scan()
-        while (found := scan.next(rows, most))[1]:
-            bucket, count = found
+        while (chunk := scan.next(rows, most))[1]:
+            bucket, count = chunk
             _write(HEADER.pack(bucket, count))
             _write(rows[: count * (_ROW_BYTES + 4 * width)])
     except BrokenPipeError:
@@ -60,9 +60,9 @@ def main(core: str, folder: str, width: int, shards: int, most: int) -> None:
 
 
 def _write(data: bytes | memoryview) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[os.write(1, left) :]
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(1, rest) :]
 
 
 if __name__ == "__main__":

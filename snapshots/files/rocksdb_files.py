@@ -1,4 +1,4 @@
-"""RocksDB's files in a checkpoint: shares those of a store on SSD by hard links, and checks and scans them.
+"""RocksDB's files in a checkpoint: links them from a store on SSD, checks them, and scans their rows.
 
 A separate process scans the rows, since forged files may crash it.
 """
@@ -39,10 +39,10 @@ _PIECE_BYTES = 4 << 20
 
 
 def checkpoint_chunks(folder: Path, manifest: Manifest, max_rows: int = 65536) -> Chunks:
-    """The rows of a checkpoint as `Snapshot.chunks` yields them. Every file is compared before the first chunk.
+    """Yields a checkpoint's rows, like `Snapshot.chunks`. Compares all files before the first chunk.
 
-    Nothing is written into the folder. Hard links share the bytes of a file, so damage to the file of the running store
-    is found as well. Raises SnapshotError naming a file that is missing, changed, or foreign.
+    Writes nothing into the folder. Hard links share their bytes with the running store, so damage to the store's file
+    is found too. Raises SnapshotError that names a missing, changed or foreign file.
     """
     assert manifest.rocksdb is not None
     try:
@@ -58,13 +58,13 @@ def checkpoint_chunks(folder: Path, manifest: Manifest, max_rows: int = 65536) -
 
 
 def _scan(folder: Path, form: RowForm, shards: int, max_rows: int) -> Chunks:
-    """The rows of `form` in the files, `max_rows` at a time. Raises SnapshotError, OSError."""
+    """Yields the rows in the files, `max_rows` at a time. Raises SnapshotError, OSError."""
     dtype = form.dtype
     most = max(1, min(max_rows, SCAN_BYTES // dtype.itemsize))
-    with _child(folder, form.width, shards, most) as (stdout, stderr, process):
+    with _start_child(folder, form.width, shards, most) as (stdout, stderr, process):
         if stdout.read(HEADER.size) != HEADER.pack(READY, 0):
-            stdout.close()  # a process that is not our script may write forever
-            raise _not_started(folder, f"{_python()!r} {_end_of(process, stderr)}")
+            stdout.close()  # a process other than our script may write forever
+            raise _start_error(folder, f"{_python()!r} {_describe_end(process, stderr)}")
         while True:
             header = stdout.read(HEADER.size)
             if len(header) < HEADER.size:
@@ -74,23 +74,23 @@ def _scan(folder: Path, form: RowForm, shards: int, max_rows: int) -> Chunks:
                 return
             if bucket == FAILED:
                 text = stdout.read(count).decode("utf-8", "replace")
-                raise _failed(folder, text.rpartition("; ")[0] or text)  # without the remedy, which is for a store
+                raise _scan_error(folder, text.rpartition("; ")[0] or text)  # drop the remedy: it is for stores
             rows = np.empty(min(count, most), dtype)
             if stdout.readinto(rows.view(np.uint8).data) < rows.nbytes:  # type: ignore[attr-defined]
                 break
             yield bucket, rows
-        raise _failed(folder, f"the process that reads it {_end_of(process, stderr)}")
+        raise _scan_error(folder, f"the process that reads it {_describe_end(process, stderr)}")
 
 
-def _failed(folder: Path, problem: str) -> SnapshotError:
-    """The error for rows whose end was not reached: RocksDB refused the files, or they crashed the process."""
-    of_system = os_error_in(problem)
-    if of_system is not None:
-        return read_error(folder / ROCKSDB, of_system, folder)
+def _scan_error(folder: Path, problem: str) -> SnapshotError:
+    """The error for an incomplete scan: RocksDB refused the files, or they crashed the process."""
+    system_error = os_error_in(problem)
+    if system_error is not None:
+        return read_error(folder / ROCKSDB, system_error, folder)
     return damaged(folder / ROCKSDB, problem, folder)
 
 
-def _not_started(folder: Path, problem: str) -> ReadIOError:
+def _start_error(folder: Path, problem: str) -> ReadIOError:
     return ReadIOError(
         f"{str(folder / ROCKSDB)!r} cannot be read: the Python that reads it did not start: {problem}. The snapshot "
         "may be sound: free memory, or give the path of a Python to multiprocessing.set_executable(), "
@@ -99,7 +99,7 @@ def _not_started(folder: Path, problem: str) -> ReadIOError:
 
 
 @contextlib.contextmanager
-def _child(
+def _start_child(
     folder: Path, width: int, shards: int, most: int
 ) -> Iterator[tuple[IO[bytes], int, subprocess.Popen[bytes]]]:
     script = str(Path(__file__).with_name("rocksdb_child.py"))
@@ -112,16 +112,16 @@ def _child(
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                process_group=0,  # Ctrl-C goes to this process only, which then kills the subprocess
+                process_group=0,  # Ctrl-C reaches only this process, and it kills the subprocess
             )
         except OSError as error:
             if error.filename is None:  # raised by fork
                 raise
-            raise _not_started(folder, str(error)) from error
+            raise _start_error(folder, str(error)) from error
         assert process.stdout is not None
         with process:
             try:
-                with contextlib.suppress(OSError):  # the user may have reached the limit of pipe memory
+                with contextlib.suppress(OSError):  # the user may be at the limit of pipe memory
                     fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
                 yield process.stdout, stderr.fileno(), process
             finally:
@@ -129,14 +129,14 @@ def _child(
 
 
 def _python() -> str:
-    """The Python that `multiprocessing` starts. A program that embeds Python can set it with `set_executable`."""
+    """The Python that `multiprocessing` starts. Programs that embed Python can set it with `set_executable`."""
     return os.fsdecode(get_executable() or "")
 
 
-def _end_of(process: subprocess.Popen[bytes], stderr: int) -> str:
-    """How the process ended, and the last line of its errors."""
+def _describe_end(process: subprocess.Popen[bytes], stderr: int) -> str:
+    """Describes how the process ended, with the last line of its errors."""
     status = process.wait()
-    if status == -signal.SIGKILL:  # by the system if memory runs out, or by a user
+    if status == -signal.SIGKILL:  # from the system if memory runs out, or from a user
         raise ChildProcessError(errno.ECHILD, "the process that reads it was killed")
     end = f"ended with status {status}" if status >= 0 else f"was ended by signal {-status}"
     with contextlib.suppress(ValueError):
@@ -157,7 +157,7 @@ def checksum_of(path: Path, size: int) -> int:
 
 
 def pieces_of(file: BinaryIO, size: int) -> Iterator[NDArray[np.uint8]]:
-    """The first `size` bytes of a file in pieces, which share one buffer. Raises OSError if there are fewer."""
+    """Yields the first `size` bytes of a file in pieces that share one buffer. Raises OSError if there are fewer."""
     memory = np.empty(min(size, _PIECE_BYTES), np.uint8)
     while size:
         piece = memory[: min(size, len(memory))]
@@ -168,18 +168,18 @@ def pieces_of(file: BinaryIO, size: int) -> Iterator[NDArray[np.uint8]]:
 
 
 def _check_files(folder: Path, files: dict[str, dict[str, int]]) -> None:
-    """Raises SnapshotError unless the folder has exactly these files with these sizes and checksums."""
+    """Raises SnapshotError unless the folder has exactly these files, with these sizes and checksums."""
     top = folder / ROCKSDB
     try:
-        found = {str(path.relative_to(top)): path for path in _files_in(top)}
+        present = {str(path.relative_to(top)): path for path in _files_in(top)}
     except OSError as error:
         raise read_error(top, error, folder) from error
-    for name in sorted(found.keys() - files.keys()):
+    for name in sorted(present.keys() - files.keys()):
         raise SnapshotError(f"{str(top / name)!r} is a foreign file in snapshot {folder.name!r}: remove it")
     for name, entry in files.items():
-        if name not in found:
+        if name not in present:
             raise damaged(top / name, "it is missing", folder)
-        path = found[name]
+        path = present[name]
         try:
             check_regular(path)
             size = path.stat().st_size
@@ -192,7 +192,7 @@ def _check_files(folder: Path, files: dict[str, dict[str, int]]) -> None:
 
 
 def _files_in(folder: Path) -> Iterator[Path]:
-    """The files in a folder and in its subfolders, which may be links."""
+    """Yields the files in a folder and its subfolders. Subfolders may be links."""
     for entry in os.scandir(folder):
         if entry.is_dir():
             yield from (folder / entry.name / inner for inner in os.listdir(entry))
@@ -201,15 +201,15 @@ def _files_in(folder: Path) -> Iterator[Path]:
 
 
 def write_rocksdb(
-    place: Path, name: str, rows: int, tier: RocksDB, progress: Callable[[int], None] | None = None
+    temporary: Path, name: str, rows: int, tier: RocksDB, progress: Callable[[int], None] | None = None
 ) -> RocksDBFiles:
-    """Write all `rows` rows of `tier` as files of the checkpoint `name` into its temporary folder.
+    """Write the `rows` rows of `tier` as checkpoint `name`'s files, into the temporary folder `place`.
 
-    Row files are linked, so the time does not depend on their size. Their checksums are those that RocksDB stored when
-    it wrote them; a file of an older tierbed, which stored none, is read once. If the file system cannot link, files
-    are copied and a warning is logged. Raises OSError, SnapshotError, StoreError.
+    Row files are linked, so their size does not matter. RocksDB stored their checksums; files of an older tierbed
+    have none and are read once. If the file system cannot link, files are copied, with a warning. Raises OSError,
+    SnapshotError, StoreError.
     """
-    top, entries, refusal = place / ROCKSDB, dict[str, dict[str, int]](), None
+    top, entries, refusal = temporary / ROCKSDB, dict[str, dict[str, int]](), None
     with tier.live_files() as files:
         size, written = sum(file.size for file in files), 0
         for file in files:
@@ -217,25 +217,25 @@ def write_rocksdb(
             target.parent.mkdir(parents=True, exist_ok=True)
             if not file.name.endswith(".sst"):
                 crc32c = _copy(source, target, file)
-            elif (refused := _link(source, target, file)) is None:
+            elif (link_error := _link(source, target, file)) is None:
                 crc32c = checksum_of(target, file.size) if file.crc32c is None else file.crc32c
             else:
-                refusal, crc32c = refused, _copy(source, target, file)
+                refusal, crc32c = link_error, _copy(source, target, file)
             entries[file.name] = {"bytes": file.size, "crc32c": crc32c}
-            before, written = rows * written // size, written + file.size
-            if progress is not None and (count := rows * written // size - before):
+            reported, written = rows * written // size, written + file.size
+            if progress is not None and (count := rows * written // size - reported):
                 progress(count)
         for folder in (*top.iterdir(), top):
             fsync_dir(folder)
     if refusal is not None:
-        other = refusal.errno == errno.EXDEV
-        reason = f"is on another filesystem than {tier.folder}" if other else f"cannot have links: {refusal}"
-        log.warning("snapshot %r: copied, not linked, because %s %s", name, place.parent, reason)
+        is_other = refusal.errno == errno.EXDEV
+        reason = f"is on another filesystem than {tier.folder}" if is_other else f"cannot have links: {refusal}"
+        log.warning("snapshot %r: copied, not linked, because %s %s", name, temporary.parent, reason)
     return RocksDBFiles(tier.shards, entries)
 
 
 def _link(source: Path, target: Path, file: LiveFile) -> OSError | None:
-    """Link a row file, which RocksDB made durable. Returns the error of a file system that cannot link, else None."""
+    """Link a row file, already durable. Returns the error if the file system cannot link, None if it did."""
     try:
         os.link(source.resolve(), target)  # follows a symbolic link
     except OSError as error:
@@ -243,12 +243,12 @@ def _link(source: Path, target: Path, file: LiveFile) -> OSError | None:
             raise
         return error
     if (size := target.stat().st_size) != file.size:
-        raise _damaged_store(source, f"it has {size} bytes instead of {file.size}")
+        raise _store_error(source, f"it has {size} bytes instead of {file.size}")
     return None
 
 
 def _copy(source: Path, target: Path, file: LiveFile) -> int:
-    """Copy a file durably, or write its `content`. Returns the checksum, which must equal that of RocksDB."""
+    """Copy a file durably, or write its `content`. Returns the checksum after comparing it with RocksDB's."""
     checksum = _core.Crc32c()
     with open_regular(source) as from_, target.open("xb") as to:
         content = file.content
@@ -260,9 +260,9 @@ def _copy(source: Path, target: Path, file: LiveFile) -> int:
         os.fsync(to.fileno())
     crc32c = checksum.finish()
     if file.crc32c not in (None, crc32c):
-        raise _damaged_store(source, "its checksum does not match")
+        raise _store_error(source, "its checksum does not match")
     return crc32c
 
 
-def _damaged_store(path: Path, problem: str) -> SnapshotError:
+def _store_error(path: Path, problem: str) -> SnapshotError:
     return SnapshotError(f"{str(path)!r}, of the running store, is damaged: {problem}; load the last snapshot")

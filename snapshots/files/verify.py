@@ -1,4 +1,4 @@
-"""Finds the damaged snapshots of a folder. A chain is read once for all snapshots in it."""
+"""Finds the damaged snapshots in a folder. A chain is read once for all its snapshots."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Damaged = dict[str, SnapshotError]
 
 
 def chains_of(snapshots: Iterable[Snapshot]) -> tuple[dict[str, Chain], Damaged]:
-    """The chain of each snapshot by name, and errors for those without one. Raises ReadIOError."""
+    """Returns each snapshot's chain by name, and the errors of snapshots without one. Raises ReadIOError."""
     chains, damaged = {}, {}
     for snapshot in snapshots:
         try:
@@ -28,27 +28,27 @@ def chains_of(snapshots: Iterable[Snapshot]) -> tuple[dict[str, Chain], Damaged]
 
 
 def verify_all(chains: dict[str, Chain], damaged: Damaged, progress: ProgressCallback) -> Damaged:
-    """The errors of damaged snapshots and parents by name: those of `damaged`, and those that reading finds.
+    """Find damaged snapshots and parents. Returns their errors by name, including those in `damaged`.
 
-    A chain is read once for all snapshots in it. Of a snapshot with a damaged parent, its own files are checked.
+    Reads each chain once for all its snapshots. Children of a damaged parent are checked by their own files only.
     Raises ReadIOError.
     """
-    found, sound = dict(damaged), set[str]()  # sound: also children of damaged ones, if their own files are
+    errors, sound = dict(damaged), set[str]()  # sound: their own files are; a parent may be damaged
 
     def note_damage(snapshot: Snapshot, table: Chunks) -> Chunks:
         try:
             yield from table
         except SnapshotError as error:
-            if error not in found.values():  # the error of a parent
-                found[snapshot.name] = error
+            if error not in errors.values():  # else it comes from a parent
+                errors[snapshot.name] = error
             raise
 
     def verify(chain: Chain) -> None:
-        """Verify the snapshots of a chain that are not verified yet."""
+        """Verify the snapshots in a chain that are not verified yet."""
         names = [snapshot.name for snapshot in chain]
-        if sound.union(found).issuperset(names):
+        if sound.union(errors).issuperset(names):
             return
-        if found.keys().isdisjoint(names):
+        if errors.keys().isdisjoint(names):
             with suppress_damage():
                 table: Chunks = iter(())
                 for snapshot in chain:
@@ -56,27 +56,27 @@ def verify_all(chains: dict[str, Chain], damaged: Damaged, progress: ProgressCal
                 read_all(table)
                 sound.update(names)
                 return
-        first = next(number for number, name in enumerate(names) if name in found)
+        first = next(number for number, name in enumerate(names) if name in errors)
         verify(chain[:first])
         for snapshot in chain[first + 1 :]:
-            if snapshot.name not in sound and snapshot.name not in found:
+            if snapshot.name not in sound and snapshot.name not in errors:
                 with suppress_damage():
                     read_all(note_damage(snapshot, snapshot.apply_to(None, progress=progress, keys_only=True)))
                     sound.add(snapshot.name)
 
     for chain in sorted(chains.values(), key=len, reverse=True):
         verify(chain)
-    of_parents = {}
+    inherited = {}
     for name, chain in chains.items():
-        parent = next((snapshot.name for snapshot in chain if snapshot.name in found), None)
-        if parent is not None and name not in found:
-            of_parents[name] = SnapshotError(f"its parent {parent!r} is damaged")
-    return found | of_parents
+        parent = next((snapshot.name for snapshot in chain if snapshot.name in errors), None)
+        if parent is not None and name not in errors:
+            inherited[name] = SnapshotError(f"its parent {parent!r} is damaged")
+    return errors | inherited
 
 
 @contextmanager
 def suppress_damage() -> Iterator[None]:
-    """A block that ends at a SnapshotError that says something about the snapshot."""
+    """Suppress a SnapshotError that says the snapshot is damaged; pass a ReadIOError on."""
     try:
         yield
     except ReadIOError:

@@ -1,9 +1,9 @@
-"""Writes a snapshot: streamed into a temporary folder, synced, renamed into place.
+"""Writes a snapshot into a temporary folder, syncs it, and renames it.
 
-Several writers can write one snapshot, each its shard of the rows, in a folder that all of them see. One of them enters
-`NewSnapshots`, and each calls `write_rows` in the `temporary_path` of the snapshot. When all have returned, the first
-calls `finish` and `put_in_place`. If a writer fails, the block has to raise, which removes all files. The snapshots of
-several stores are written in the same way.
+Several writers can write one snapshot, each a shard, in a folder that all of them see. One of them opens a
+`NewSnapshots` block, and each calls `write_rows` in the snapshot's `temporary_path`. When all have returned, the
+first calls `finish` and `put_in_place`. If a writer fails, the block must raise, so that all files are removed.
+Snapshots of several stores are written in the same way.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ from .reader import ProgressCallback as ProgressCallback
 from .reader import Snapshot, list_snapshots
 
 Files = dict[str, RowFile]
-_OPEN_FILES = 8  # of a table that wait to be synced, since many tables may be saved at once
-_SMALL_BYTES = 1 << 18  # of a first chunk, which takes less time to write than to pass to a thread
+_OPEN_FILES = 8  # that may wait to be synced, for each table; many tables may be saved together
+_SMALL_BYTES = 1 << 18  # a first chunk of fewer bytes is written faster than it is passed to a thread
 
 
 def write_changes(
@@ -64,17 +64,17 @@ def write_changes(
     progress: ProgressCallback | None = None,
     shard: HashShard | None = None,
 ) -> Files:
-    """Write changes, as `write_incremental` takes them, like `write_rows`."""
+    """Write changes (see `write_incremental`) like `write_rows`."""
     deleted: list[tuple[int, RowArray]] = []
 
-    def without_deleted() -> Iterator[tuple[int, RowArray]]:
+    def written_rows() -> Iterator[tuple[int, RowArray]]:
         for bucket, rows, keys in changes:
             if len(keys):
                 deleted.append((bucket, keys))
             if len(rows):
                 yield bucket, rows
 
-    files = write_rows(folder, description, without_deleted(), progress, shard)
+    files = write_rows(folder, description, written_rows(), progress, shard)
     return files | write_rows(folder, description, deleted, progress, shard, deleted_file)
 
 
@@ -86,10 +86,10 @@ def write_rows(
     shard: HashShard | None = None,
     name_of: Callable[[int, int | None], str] = bucket_file,
 ) -> Files:
-    """Write rows, as `write_snapshot` takes them, or those of one shard, durably to a file for each bucket.
+    """Write `chunks` (see `write_snapshot`), or one shard of the rows, durably to one file per bucket.
 
-    The next chunk is made while earlier ones are being written and synced, if they are large. The names of the files
-    are durable once the folder is synced. Raises SnapshotError for invalid rows, OSError.
+    While large chunks are written and synced, the next one is made. File names are durable only after the folder is
+    synced. Raises SnapshotError for invalid rows, OSError.
     """
     files, threads, syncs_of_small = dict[str, _File](), list[TaskThread](), list[Task]()
     do: Callable[[Task], object]
@@ -103,12 +103,12 @@ def write_rows(
                 )
             previous, name = bucket, name_of(bucket, None if shard is None else shard.number)
             file, do, then = None, (lambda task: task()), syncs_of_small.append
-            for rows in _checked(bucket, dtype_of(name, form), row_check(description, bucket, shard), group):
+            for rows in _check_chunks(bucket, dtype_of(name, form), row_check(description, bucket, shard), group):
                 if file is None:
                     file = files[name] = opened.enter_context(closing(_File(f"{folder}/{name}", rows.dtype)))
                     if rows.nbytes >= _SMALL_BYTES:
                         if not threads:
-                            threads = [running.enter_context(TaskThread(f"tierbed-{one}")) for one in ("sync", "write")]
+                            threads = [running.enter_context(TaskThread(f"tierbed-{job}")) for job in ("sync", "write")]
                         then, do = (thread.do for thread in threads)
                 do(partial(file.write, rows))
                 if progress is not None:
@@ -123,7 +123,7 @@ def write_rows(
 
 
 class _File:
-    """A row file that is being written: `write` each chunk, then `finish`."""
+    """A row file that is being written: call `write` for each chunk, then `finish`."""
 
     def __init__(self, path: str, dtype: np.dtype[np.void]) -> None:
         self._dtype = dtype
@@ -156,36 +156,37 @@ class _File:
         return RowFile(self._count, file_bytes(self._dtype, self._count), self._checksum)
 
 
-def _checked(
+def _check_chunks(
     bucket: int, dtype: np.dtype[np.void], check: _core.RowCheck, group: Iterable[tuple[int, RowArray]]
 ) -> Iterator[RowArray]:
-    """The non-empty chunks of a bucket, contiguous and checked."""
+    """Yields the non-empty chunks of a bucket, contiguous and checked."""
     for _, rows in group:
         if rows.dtype != dtype or rows.ndim != 1:
             raise SnapshotError(f"bucket {bucket} has {rows.dtype} {rows.shape} instead of {dtype}")
         if len(rows) == 0:
             continue
-        whole = np.ascontiguousarray(rows)
-        if problem := check.problem(whole.view(np.uint8), dtype.itemsize):
+        contiguous = np.ascontiguousarray(rows)
+        if problem := check.problem(contiguous.view(np.uint8), dtype.itemsize):
             raise SnapshotError(f"bucket {bucket} cannot be written: {problem}")
-        yield whole
+        yield contiguous
 
 
 def children_of(folder: Path) -> list[str]:
-    """Names of the snapshots whose parent is `folder`. Raises SnapshotError if a snapshot next to it cannot be read."""
+    """Names of the snapshots whose parent is `folder`. Raises SnapshotError if a snapshot next to it is unreadable."""
     own_id, listing = snapshot_id(folder), list_snapshots(folder.parent)
     for name, error in listing.damaged.items():
         if name != folder.name and os.path.lexists(folder.parent / name / MANIFEST):
-            raise SnapshotError(f"it is unknown whether {folder.name!r} is the parent of {name!r}: {error}") from error
+            raise SnapshotError(f"{name!r} may be a child of {folder.name!r}, but is unreadable: {error}") from error
     parents = ((snapshot.name, snapshot.manifest.parent) for snapshot in listing.snapshots)
-    return [name for name, one in parents if one and one.name == folder.name and own_id in ("", one.id)]
+    return [name for name, parent in parents if parent and parent.name == folder.name and own_id in ("", parent.id)]
 
 
 class NewSnapshots(AbstractContextManager["NewSnapshots"]):
-    """The snapshots of one save. All are durable under temporary names before the first of them gets its name.
+    """The snapshots of one save. All are durable under temporary names before the first gets its final name.
 
-    So a save that raises leaves none of them, unless its error says so. A kill between two of the renames leaves some,
-    which recovery does not use, since no record names them. Use it as a block: what has no name at its end is removed.
+    So a save that raises leaves none, unless its error says so. A kill between two renames leaves some; recovery
+    ignores them, since no record names them. Use it as a `with` block: its end removes snapshots without a final
+    name.
     """
 
     def __init__(self) -> None:
@@ -198,17 +199,17 @@ class NewSnapshots(AbstractContextManager["NewSnapshots"]):
             self._new.pop().drop()
 
     def pop_all(self) -> NewSnapshots:
-        """The same save, for a block that ends later. This one removes nothing any more."""
+        """Hand the snapshots over to a new object, for a block that ends later. This one removes nothing any more."""
         later = copy(self)
         self._new = []
         return later
 
     def new_id(self) -> str:
-        """An id for one of them. The ids of one save share their first half."""
+        """Returns an id for one of the snapshots. The ids of one save share their first half."""
         return self._begin_of_ids + secrets.token_hex(8)
 
     def begin(self, folder: Path, description: dict[str, Any], overwrite: bool = False) -> Path:
-        """Begin the snapshot `folder`. Returns its temporary folder. Raises as `write_snapshot`."""
+        """Begin the snapshot `folder`. Returns its temporary folder. Raises what `write_snapshot` raises."""
         check_free(folder, overwrite)
         try:
             check_description(description)
@@ -219,11 +220,11 @@ class NewSnapshots(AbstractContextManager["NewSnapshots"]):
         return self._new[-1].temporary
 
     def then(self, call: Callable[[], object]) -> None:
-        """Do `call` once all of them have their names. If it raises, they lose these, and old ones are back."""
+        """Register a call for when all snapshots have their names. If it raises, the old folders come back."""
         self._then.append(call)
 
     def put_in_place(self) -> None:
-        """Give each its name, then do what follows. SnapshotError: it says which of them exist, if any do."""
+        """Give each snapshot its name, then do the `then` calls. A SnapshotError says which snapshots exist, if any."""
         for new in self._new:
             with write_errors(new.path):
                 fsync_dir(new.temporary)
@@ -233,13 +234,13 @@ class NewSnapshots(AbstractContextManager["NewSnapshots"]):
                 new = self._new[0]
                 try:
                     new.put_in_place()
-                except UnsyncedError as error:  # it exists, and a power loss may restore the old one: keep that
+                except UnsyncedError as error:  # it exists; keep the old one, as a power failure may restore it
                     del self._new[0]
                     raise self._error(new.path, "was", error, [*placed, new]) from error
                 except OSError as error:
                     raise self._error(new.path, "was not", error, placed) from error
                 placed.append(self._new.pop(0))
-                dropping.callback(new.drop)  # the old one
+                dropping.callback(new.drop)  # removes the old one
             try:
                 for call in self._then:
                     call()
@@ -248,18 +249,18 @@ class NewSnapshots(AbstractContextManager["NewSnapshots"]):
                     new.take_back()
                 raise
 
-    def _error(self, folder: Path, was: str, error: OSError, placed: list[NewFolder]) -> SnapshotError:
-        text = f"snapshot {folder.name!r} {was} written to {str(folder.parent)!r}: {error}"
+    def _error(self, folder: Path, verb: str, error: OSError, placed: list[NewFolder]) -> SnapshotError:
+        text = f"snapshot {folder.name!r} {verb} written to {str(folder.parent)!r}: {error}"
         if placed and self._new:
-            there = ", ".join(repr(str(new.path.parent)) for new in placed)
+            saved = ", ".join(repr(str(new.path.parent)) for new in placed)
             missing = ", ".join(repr(str(new.path.parent)) for new in self._new)
-            text += f". It is saved in {there}, and not in {missing}: save all again with overwrite=True"
+            text += f". It is saved in {saved}, and not in {missing}: save all again with overwrite=True"
         return SnapshotError(text)
 
 
 @contextmanager
 def write_errors(folder: Path, shard: HashShard | None = None) -> Iterator[None]:
-    """A block that writes the snapshot `folder`, or a shard of it: an OSError becomes a SnapshotError."""
+    """Wrap a block that writes the snapshot `folder`, or a shard: an OSError becomes a SnapshotError."""
     try:
         yield
     except OSError as error:
@@ -275,21 +276,30 @@ def write_snapshot(
     overwrite: bool = False,
     id: str | None = None,
 ) -> Manifest:
-    """Write the full snapshot `folder`, and create its parent folders. One writer at a time in a parent folder.
+    """Write the full snapshot `folder`, durably and atomically. A parent folder may have one writer at a time.
 
-    `chunks` are (bucket, rows [n] of `RowForm.dtype`): buckets ascending, within one (table, key) strictly ascending,
-    as `Tier.scan` yields them; a few are in memory while they are written. `progress` is called with the number of rows
-    of each chunk. When this returns, the snapshot is durable. When it raises, it leaves no files behind, or the error
-    says that the snapshot exists and may be lost in a power loss. With `overwrite` it atomically replaces a snapshot of
-    that name once it is durable.
+    If this raises, it leaves no files, or the error says that the snapshot exists but may be lost in a power failure.
 
-    Raises SnapshotError if the name is invalid or taken, if what has it cannot be replaced, if the description or a
-    chunk is invalid, or if the device fails; and what `chunks` raises.
+    Args:
+        folder: where the snapshot will be. Missing parent folders are created.
+        description: the table that the rows belong to, as in a manifest.
+        chunks: (bucket, rows) pairs, like `Tier.scan`: rows is an array [n] with the dtype of `RowForm`, buckets
+            ascend, and (table, key) strictly ascends within a bucket. A few chunks are held in memory.
+        progress: called with the number of rows in each chunk.
+        overwrite: atomically replace an existing snapshot once the new one is durable.
+        id: by default random.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        SnapshotError: the name is invalid or taken, the existing folder cannot be replaced, the description or a
+            chunk is invalid, or the device fails. Errors in `chunks` are passed on.
     """
-    with new_snapshot(folder, description, overwrite) as place:
-        files = write_rows(place, description, chunks, progress)
+    with new_snapshot(folder, description, overwrite) as temporary:
+        files = write_rows(temporary, description, chunks, progress)
         rows = sum(file.rows for file in files.values())
-        return finish(place, description, rows, files=files, id=id)
+        return finish(temporary, description, rows, files=files, id=id)
 
 
 def write_incremental(
@@ -302,16 +312,18 @@ def write_incremental(
     overwrite: bool = False,
     id: str | None = None,
 ) -> Manifest:
-    """Write what changed since `parent`, a snapshot next to `folder`, as `write_snapshot`. rows: of the whole table.
+    """Write the changes since `parent`, a snapshot next to `folder`. See `write_snapshot` for the other arguments.
 
-    changes: (bucket, rows [n] in their present state, keys [m] of `KEY` of deleted rows). Rows and keys are each
-    ordered as `chunks` of `write_snapshot`, and no row is in both.
+    Args:
+        rows: the number of rows in the whole table.
+        changes: (bucket, rows, keys) triples: the present state of written rows [n], and deleted rows' keys [m] with
+            the dtype `KEY`. Each is ordered like `chunks` in `write_snapshot`, and no row is in both.
     """
     folder = Path(folder)
     check_parent(folder, parent, description)
-    with new_snapshot(folder, description, overwrite) as place:
-        files = write_changes(place, description, changes, progress)
-        return finish(place, description, rows, files=files, parent=parent, id=id)
+    with new_snapshot(folder, description, overwrite) as temporary:
+        files = write_changes(temporary, description, changes, progress)
+        return finish(temporary, description, rows, files=files, parent=parent, id=id)
 
 
 def check_parent(folder: Path, parent: Snapshot, description: dict[str, Any]) -> None:
@@ -330,20 +342,20 @@ def check_parent(folder: Path, parent: Snapshot, description: dict[str, Any]) ->
 
 @contextmanager
 def new_snapshot(folder: Path, description: dict[str, Any], overwrite: bool = False) -> Iterator[Path]:
-    """`atomic_folder` for the snapshot `folder`; `finish` completes it. SnapshotError, also for an OSError in it."""
+    """Yield a temporary folder for the snapshot `folder`; call `finish` in it. An OSError becomes a SnapshotError."""
     folder = Path(folder)
     with NewSnapshots() as new:
-        place = new.begin(folder, description, overwrite)
+        temporary = new.begin(folder, description, overwrite)
         with write_errors(folder):
-            yield place
+            yield temporary
         new.put_in_place()
 
 
 def check_free(folder: Path, overwrite: bool | None = False) -> None:
     """Raises SnapshotError if a snapshot's name is invalid, or taken by one that must not be replaced.
 
-    overwrite: whether it may be replaced, which needs a snapshot without children on a file system that can exchange
-    folders; None is for callers that cannot replace a snapshot.
+    overwrite: allow replacing it; requires that it has no children and the file system can exchange folders. None is
+    for callers that never replace: the message then does not offer it.
     """
     check_name(folder.name)
     if not os.path.lexists(folder):
@@ -379,25 +391,27 @@ def finish(
     parts: int | None = None,
     id: str | None = None,
 ) -> Manifest:
-    """Write the manifest of the files in `place`, which must be durable. Raises OSError, SnapshotError.
+    """Write the manifest for the durable files in `place`. Raises OSError, SnapshotError.
 
-    rocksdb: of a checkpoint. parent: of an incremental snapshot; a snapshot with neither is full. parts: the number of
-    shards, None for a snapshot of one writer.
+    rocksdb: a checkpoint's files. parent: an incremental snapshot's. Without either, the snapshot is full. parts: the
+    number of shards; None if there was one writer.
     """
     files = files or {}
     deleted = sum(file.rows for name, file in files.items() if is_deleted(name))
-    latest = max(list_snapshots(place.parent).snapshots, key=lambda s: s.manifest.sequence, default=None)
+    latest = max(list_snapshots(place.parent).snapshots, key=lambda snapshot: snapshot.manifest.sequence, default=None)
     sequence = 1 if latest is None else latest.manifest.sequence + 1
     if latest is not None and sequence > LAST_SEQUENCE:
         raise SnapshotError(
-            f"snapshot {latest.name!r} has the largest sequence, {LAST_SEQUENCE}, so no snapshot can follow it: "
+            f"snapshot {latest.name!r} has the largest sequence, {LAST_SEQUENCE}, so no snapshot can follow it; "
             f"tierbed did not write it. Move {str(latest.folder)!r} elsewhere, or remove it"
         )
     identity = id or secrets.token_hex(16)
     created = time.time_ns()
-    of = None if parent is None else Parent(parent.name, parent.manifest.id)
+    parent_link = None if parent is None else Parent(parent.name, parent.manifest.id)
     kind: Kind = "checkpoint" if rocksdb is not None else "full" if parent is None else "incremental"
-    manifest = Manifest(kind, identity, of, description, rows, deleted, files, rocksdb, created, sequence, parts)
+    manifest = Manifest(
+        kind, identity, parent_link, description, rows, deleted, files, rocksdb, created, sequence, parts
+    )
     try:
         data = manifest.encode()
     except ValueError as error:

@@ -1,1 +1,1 @@
-"""Inspects snapshots: rows, summaries, differences and plots."""
+"""Inspects snapshots: single rows, summaries, differences and plots."""

@@ -1,4 +1,4 @@
-"""Compares two snapshots: which rows differ, by how much, and the descriptions of their tables."""
+"""Compares two snapshots: which rows differ, by how much, and how the descriptions of their tables differ."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...engine.options.table_names import Names, labels_of, merged_names, names_
 from ...engine.row_format import RowArray
 from ..exchange.columns import EMBEDDING, Columns
 from ..files.format import with_named_hyper
-from ..files.merging import NEW, joined
+from ..files.merging import NEW, join_tables
 from ..files.reader import Snapshot
 
 Sort = Literal["added", "changed", "gone"]
@@ -23,7 +23,7 @@ _MUST_AGREE = ("key_type", "columns")
 
 
 class RowDiff(NamedTuple):
-    """A row that differs. `key`: in the key type. `largest`: of the embedding, None if one side lacks the row."""
+    """A row that differs. key: of the key type. largest: of the embedding; None if one side lacks the row."""
 
     sort: Sort
     table: int
@@ -34,15 +34,15 @@ class RowDiff(NamedTuple):
 class Comparison:
     """The differences from one snapshot to another.
 
-    `counts`: of rows by table id, for each of SORTS. A row is changed if any of its bytes is, state, updates and step
-    included. `same`: the number of equal rows. `largest`: by "embedding" and state, the greatest absolute difference
-    over the rows of both, infinite between a number and NaN; states are compared if both snapshots have the same
-    states. Numbers of different dtypes are compared as float32. `fields`: the fields in which the descriptions differ,
-    with both values; of `hyper` the differing numbers. `names`: of the tables. `first`: the first rows that differ.
+    counts: for each of SORTS the number of rows by table id. A changed row differs in any byte, including state,
+    updates and step. same: the number of equal rows. largest: for "embedding" and each state, the greatest absolute
+    difference over rows in both snapshots; infinite between a number and NaN. States are compared only if both
+    snapshots have the same ones. Different dtypes are compared as float32. fields: the fields that differ between the
+    descriptions, with both values; for `hyper`, only the numbers that differ. names: the tables' names. first: the
+    first `most` rows that differ.
     """
 
     def __init__(self, fields: dict[str, tuple[Any, Any]], names: Names, old: Columns, new: Columns, most: int) -> None:
-        """most: the number of rows to keep in `first`."""
         self.fields, self.names = fields, names
         self.counts = {sort: Counter[int]() for sort in SORTS}
         self.same, self.first = 0, list[RowDiff]()
@@ -52,24 +52,23 @@ class Comparison:
 
     @property
     def differs(self) -> bool:
-        """Whether anything differs."""
         return bool(self.fields or any(self.counts.values()))
 
     def add(self, old: RowArray, new: RowArray, is_gone: NDArray[np.bool_], is_new: NDArray[np.bool_]) -> None:
-        """Compare the rows of one range of keys. is_gone, is_new: those that the other side lacks."""
+        """Compare the rows in one range of keys. is_gone, is_new: True for rows that the other side lacks."""
         if not is_new.all():
-            self._both(old[~is_gone], new[~is_new])
+            self._compare_common(old[~is_gone], new[~is_new])
         self._count("gone", old[is_gone], None)
         self._count("added", new[is_new], None)
 
-    def _both(self, old: RowArray, new: RowArray) -> None:
-        """Compare rows [n] of the same keys."""
+    def _compare_common(self, old: RowArray, new: RowArray) -> None:
         changed = (old["updates"] != new["updates"]) | (old["step"] != new["step"])
         if not self._has_same_states:
             changed[:] = True
         largest = {}
         for name in self.largest:
-            largest[name] = _largest(self._before.numbers(old, name), self._columns.form.numbers(new, name), changed)
+            before, after = self._before.numbers(old, name), self._columns.form.numbers(new, name)
+            largest[name] = _largest_differences(before, after, changed)
             self.largest[name] = max(self.largest[name], float(largest[name].max(initial=0.0)))
         self.same += len(new) - int(changed.sum())
         self._count("changed", new[changed], largest[EMBEDDING][changed])
@@ -86,9 +85,9 @@ class Comparison:
 def compare(
     before: Snapshot, after: Snapshot, progress: Callable[[int], None] | None = None, first: int = 0
 ) -> Comparison:
-    """How `after` differs from `before`, with the `first` differing rows. progress: called with the rows read of both.
+    """Compare two snapshots, keeping the `first` rows that differ. progress: called with the number of rows read.
 
-    Raises SnapshotError for snapshots of tables that cannot share rows, and for damaged snapshots.
+    Raises SnapshotError if a snapshot is damaged, or if their tables cannot share rows.
     """
     old, new = before.description, after.description
     reasons = [f"{name} is {old[name]!r} and {new[name]!r}" for name in _MUST_AGREE if old[name] != new[name]]
@@ -100,31 +99,32 @@ def compare(
             f"snapshots {before.name!r} and {after.name!r} cannot be compared: their {reasons[0]}; compare snapshots "
             "of one embedding"
         )
-    fields = _differing(with_named_hyper(old), with_named_hyper(new))
+    fields = _differences(with_named_hyper(old), with_named_hyper(new))
     was, now = fields.get("hyper", (None, None))
     if isinstance(was, dict) and isinstance(now, dict):
-        numbers = _differing(was, now)
+        numbers = _differences(was, now)
         fields["hyper"] = ({n: was[n] for n in was if n in numbers}, {n: now[n] for n in now if n in numbers})
     result = Comparison(fields, names, Columns(old), Columns(new), first)
-    for _, left, right, gone, state in joined(before.chunks(), after.chunks()):
+    for _, left, right, gone, state in join_tables(before.chunks(), after.chunks()):
         result.add(left, right, gone > 0, state == NEW)
         if progress is not None:
             progress(len(left) + len(right))
     return result
 
 
-def _differing(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The fields that differ, with both values."""
+def _differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     return {name: (old.get(name), new.get(name)) for name in {**old, **new} if old.get(name) != new.get(name)}
 
 
-def _largest(old: NDArray[np.float32], new: NDArray[np.float32], changed: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """[n]: the greatest absolute difference in each row. Sets `changed` [n] for rows that differ in any bit."""
+def _largest_differences(
+    old: NDArray[np.float32], new: NDArray[np.float32], changed: NDArray[np.bool_]
+) -> NDArray[np.float64]:
+    """Returns each row's greatest absolute difference [n]. Sets `changed` [n] for rows that differ in any bit."""
     differ = np.ascontiguousarray(old).view(np.uint32) != np.ascontiguousarray(new).view(np.uint32)
     changed |= differ.any(axis=1)
     with np.errstate(invalid="ignore"):
         distance = np.abs(new.astype(np.float64) - old.astype(np.float64))
     distance[np.isnan(distance)] = np.inf
-    distance[~differ] = 0.0  # equal NaN or infinity
+    distance[~differ] = 0.0  # equal NaNs or infinities
     largest: NDArray[np.float64] = distance.max(axis=1, initial=0.0)
     return largest

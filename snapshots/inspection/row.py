@@ -1,4 +1,4 @@
-"""Reads one row of a closed store or of a snapshot, without the others."""
+"""Reads one row from a closed store or a snapshot, without the others."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ..store.closed_store import require_clean_marker
 from ..store.folder import StoreFolder
 from ..store.folder_state import shard_folder
 
-Row = NDArray[np.void]  # [1] of the `RowForm.dtype` of its description
+Row = NDArray[np.void]  # [1], with the `RowForm.dtype` of its description
 
 
 def live_row(store: StoreFolder, table: int | str, key: int) -> tuple[Row | None, dict[str, Any]]:
-    """A live row of a store that was closed cleanly, None if it was never written, and the description.
+    """Read a live row of a cleanly closed store. Returns it, or None if it was never written, and the description.
 
-    key: as users pass it. Raises StoreError, SnapshotError if the rows cannot be read or if another rank owns the row,
-    InputError for a key that the store cannot have.
+    key: as users pass it. Raises InputError for a key that the store cannot have, and StoreError or SnapshotError if
+    the rows cannot be read or another rank owns the row.
     """
     marker = require_clean_marker(store)
     number, bits = row_key_of(marker, table, key)
@@ -36,11 +36,11 @@ def live_row(store: StoreFolder, table: int | str, key: int) -> tuple[Row | None
         rank, ranks = marker[SHARE]["rank"], marker[SHARE]["ranks"]
         owner = int(_core.owners(np.array([number], np.uint32), np.array([bits], np.uint64), ranks)[0])
         if owner != rank:
-            place = shard_folder(store.path.parent.parent, owner, ranks)
-            raise StoreError(f"rank {owner} of {ranks} owns that row: give its shard, {str(place)!r}")
+            folder = shard_folder(store.path.parent.parent, owner, ranks)
+            raise StoreError(f"rank {owner} of {ranks} owns that row: give its shard, {str(folder)!r}")
     if marker["live"] == "rows":
         return _find(Snapshot.open(store.live), number, bits), marker
-    from ...engine.store.rocksdb import RocksDB  # only if RocksDB has the rows
+    from ...engine.store.rocksdb import RocksDB  # needs RocksDB
 
     form = RowForm.described(marker)
     with closing(RocksDB(store.live, form.width, marker["shards"], read_only=True)) as tier:
@@ -48,12 +48,12 @@ def live_row(store: StoreFolder, table: int | str, key: int) -> tuple[Row | None
 
 
 def snapshot_row(snapshot: Snapshot, table: int | str, key: int) -> Row | None:
-    """The row in a snapshot, None if the snapshot lacks it. Raises as `live_row`."""
+    """Read a row from a snapshot; None if it is not there. Raises the errors of `live_row`."""
     return _find(snapshot, *row_key_of(snapshot.description, table, key))
 
 
 def row_key_of(description: dict[str, Any], table: int | str, key: int) -> tuple[int, int]:
-    """The number of a table, given by number or name, and the 64 bits of a key. InputError if there is no such one."""
+    """The number of a table given by number or name, and the 64 bits of a key. Raises InputError if one is invalid."""
     names = names_in(description)
     number = table_number(table, names)
     if number is None:
@@ -65,52 +65,52 @@ def row_key_of(description: dict[str, Any], table: int | str, key: int) -> tuple
 
 
 def plain_row(row: Any, description: dict[str, Any]) -> dict[str, Any]:
-    """A row as plain values: `table`, any name of it, `key`, `embedding`, `states` by name, `updates`, `step`."""
-    parts = {name: column[0] for name, column in Columns(description).split(np.array([row])).items()}
+    """A row as plain values: `table`, `table_name` if any, `key`, `embedding`, `states`, `updates`, `step`."""
+    columns = {name: column[0] for name, column in Columns(description).split(np.array([row])).items()}
     return {
-        **with_table_name(int(parts[TABLE]), names_in(description)),
-        "key": int(parts[KEY]),
-        "embedding": plain_floats(parts[EMBEDDING]),
-        "states": {name: plain_floats(parts[name]) for name in description["states"]},
-        "updates": int(parts[UPDATES]),
-        "step": int(parts[STEP]),
+        **with_table_name(int(columns[TABLE]), names_in(description)),
+        "key": int(columns[KEY]),
+        "embedding": plain_floats(columns[EMBEDDING]),
+        "states": {name: plain_floats(columns[name]) for name in description["states"]},
+        "updates": int(columns[UPDATES]),
+        "step": int(columns[STEP]),
     }
 
 
 def plain_floats(values: NDArray[np.float32]) -> list[float | str]:
-    """The shortest decimals that give these float32 numbers. NaN and infinities are text, since JSON has none."""
+    """The shortest decimals that give these float32 numbers. NaN and infinities become text, since JSON lacks them."""
     return [float(str(value)) if np.isfinite(value) else str(value) for value in values]
 
 
 def _find(snapshot: Snapshot, table: int, key: int) -> Row | None:
-    """The row in the file of the key's bucket, in the latest snapshot of the chain that has the key."""
-    name = np.array([table], np.uint32), np.array([key], np.uint64)
-    bucket = int(_core.buckets(*name)[0])
-    for one in reversed(snapshot.chain):
-        if one.manifest.rocksdb is not None:
-            return _among(one.parts()[0], table, key)
-        parts = one.manifest.parts
-        shard = None if parts is None else int(_core.owners(*name, parts)[0])
+    """Find the row in the key's bucket, in the chain's latest snapshot with that key."""
+    row_key = np.array([table], np.uint32), np.array([key], np.uint64)
+    bucket = int(_core.buckets(*row_key)[0])
+    for member in reversed(snapshot.chain):
+        if member.manifest.rocksdb is not None:
+            return _find_in_chunks(member.parts()[0], table, key)
+        parts = member.manifest.parts
+        shard = None if parts is None else int(_core.owners(*row_key, parts)[0])
         for file in (bucket_file(bucket, shard), deleted_file(bucket, shard)):
-            entry = one.manifest.files.get(file)
-            found = None if entry is None else _among(one.read_files({file: entry}), table, key)
-            if found is not None:
-                return None if is_deleted(file) else found
+            entry = member.manifest.files.get(file)
+            row = None if entry is None else _find_in_chunks(member.read_files({file: entry}), table, key)
+            if row is not None:
+                return None if is_deleted(file) else row
     return None
 
 
-def _among(chunks: Chunks, table: int, key: int) -> NDArray[np.void] | None:
-    """The row of the key among chunks, or None."""
-    found = None
-    for _, rows in chunks:  # to the end: damage may be detected only there
+def _find_in_chunks(chunks: Chunks, table: int, key: int) -> NDArray[np.void] | None:
+    """Find the key's row in the chunks; None if it is not there."""
+    row = None
+    for _, rows in chunks:  # to the end, where damage may be detected
         matches = rows[(rows["table"] == table) & (rows["key"] == key)]
         if len(matches):
-            found = matches.copy()
-    return found
+            row = matches.copy()
+    return row
 
 
 def read_row(tier: Tier | TopTier[Any], form: RowForm, table: int, key: int) -> Row | None:
-    """The row of a tier, or of a stack of tiers, with rows of that form; None if it was never written."""
+    """Read a row of this form from a tier or a stack of tiers; None if it was never written."""
     row = np.zeros(1, form.dtype)
     row["table"], row["key"] = table, key
     line = np.array([row.ctypes.data + ROW_NAME.itemsize], np.uint64)  # its address

@@ -1,4 +1,4 @@
-"""Figures of a snapshot that need a pass over its rows."""
+"""Statistics about a snapshot's rows, from one pass over them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _BARS = 60
 
 @dataclass
 class Summary:
-    """Figures of rows.
+    """Statistics about rows.
 
-    `tables`, `updates`: the number of rows with each value. `norms` [80,001]: the number of rows whose Euclidean norm
-    of the embedding is between two of `NORM_EDGES`. `not_finite`: the number of rows with NaN or an infinity, without
-    norm. `first`: the first rows, of the snapshot's `RowForm.dtype`.
+    tables, updates: the number of rows with each value. norms: int64 [80,001], how many rows have an embedding whose
+    Euclidean norm is between two `NORM_EDGES`. not_finite: the number of rows with NaN or an infinity; they have no
+    norm. first: the first rows, with the snapshot's `RowForm.dtype`.
     """
 
     tables: Counter[int] = field(default_factory=Counter)
@@ -43,7 +43,7 @@ class Summary:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Rows by table id; smallest, lower median and largest `updates`; norms; `not_finite`. None of no rows."""
+        """Rows by table id; smallest, lower median and largest `updates`; norms; `not_finite`. Without rows, None."""
         finite = int(self.norms.sum())
         norm = {"min": self._norm_min, "mean": self._norm_sum / finite, "max": self._norm_max} if finite else None
         return {
@@ -54,7 +54,6 @@ class Summary:
         }
 
     def add(self, rows: NDArray[np.void], form: RowForm) -> None:
-        """Count rows of a form."""
         _count(self.tables, rows["table"])
         _count(self.updates, rows["updates"])
         embedding = form.numbers(rows, EMBEDDING)
@@ -69,7 +68,7 @@ class Summary:
 
 
 def summarise(snapshot: Snapshot, progress: Callable[[int], None] | None = None, first: int = 0) -> Summary:
-    """The summary of all rows of a snapshot, with the `first` rows. Raises SnapshotError."""
+    """Summarise a snapshot's rows, keeping the `first` ones. Raises SnapshotError."""
     summary = Summary()
     form = snapshot.manifest.form
     for _, rows in snapshot.chunks():
@@ -108,16 +107,16 @@ def check_plot(path: Path) -> None:
 
 
 def draw(summary: Summary, title: str, path: Path, names: Names) -> None:
-    """Draw row norms, update counts and the rows of each table, by its name. OptionError if it cannot be written."""
+    """Draw row norms, update counts and each table's row count. Raises OptionError if `path` cannot be written."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(15, 4.5), layout="constrained")
     figure.suptitle(f"{title}: {summary.tables.total():,} rows")
     norms, updates, tables = figure.subplots(1, 3)
-    _norms(norms, summary)
-    _bars(updates, summary.updates, "updates of a row", "How often rows were updated")
-    _bars(tables, summary.tables, "table", "Rows of each table")
+    _draw_norms(norms, summary)
+    _draw_bars(updates, summary.updates, "updates of a row", "How often rows were updated")
+    _draw_bars(tables, summary.tables, "table", "Rows of each table")
     if any(names) and len(names) <= _BARS:
         tables.set_xticks(range(len(names)), labels_of(names), rotation=45, ha="right")
     for axes in (norms, updates, tables):
@@ -133,11 +132,11 @@ def draw(summary: Summary, title: str, path: Path, names: Names) -> None:
         raise OptionError(f"{str(path)!r} cannot be written: {error}") from error
 
 
-def _norms(axes: Any, summary: Summary) -> None:
+def _draw_norms(axes: Any, summary: Summary) -> None:
     axes.set(xlabel="Euclidean norm of the embedding", ylabel="rows", title="Row norms")
     filled = np.flatnonzero(summary.norms)
     if len(filled) == 0:
-        _say_empty(axes)
+        _draw_empty(axes)
         return
     middle = (NORM_EDGES[filled] + NORM_EDGES[filled + 1]) / 2
     low, high = 0.999 * middle[0], 1.001 * middle[-1]
@@ -149,13 +148,13 @@ def _norms(axes: Any, summary: Summary) -> None:
         axes.set_title(f"Row norms; {summary.not_finite:,} rows are not finite")
 
 
-def _bars(axes: Any, counter: Counter[int], label: str, title: str) -> None:
-    """Draw a bar for each value, or for each range of values if there are many."""
+def _draw_bars(axes: Any, counter: Counter[int], label: str, title: str) -> None:
+    """Draw a bar for each value, or for ranges of values if there are many."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set(xlabel=label, title=title)
     if not counter:
-        _say_empty(axes)
+        _draw_empty(axes)
         return
     low, high = min(counter), max(counter)
     bars = high - low + 1 if high - low < 2 * _BARS else _BARS
@@ -164,5 +163,5 @@ def _bars(axes: Any, counter: Counter[int], label: str, title: str) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
-def _say_empty(axes: Any) -> None:
+def _draw_empty(axes: Any) -> None:
     axes.text(0.5, 0.5, "no rows", ha="center", va="center", transform=axes.transAxes)

@@ -1,1 +1,1 @@
-"""The snapshots of a store folder: saving, keeping, removing and selecting them."""
+"""A store folder's snapshots: saves, keeps, removes and selects them."""

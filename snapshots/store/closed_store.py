@@ -1,4 +1,4 @@
-"""Saves, loads and compacts closed stores, of one process or of ranks, for `tierbed snapshot` and `tierbed store`."""
+"""Saves, loads and compacts stores that no process has open, for `tierbed snapshot` and `tierbed store`."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from .selection import ALL, LoadReport, Selection, types_of
 if TYPE_CHECKING:
     from ...engine.store.rocksdb import RocksDB
 
-# files store how to read them, but only a run with the options of the store should merge them
+# Files can be read without the store's options, but only a run with these options should merge files.
 _AS_IS = "disable_auto_compactions=true"
 
 
 def merged_clean_marker(state: FolderState) -> dict[str, Any] | None:
-    """The clean marker of all shards of ranks, as for one table with all their rows; None if they are not all clean.
+    """Merge the clean markers of ranks' shards, as for a table with all their rows. None if not all shards are clean.
 
-    It lacks `rows` if other hosts have some of the shards. Raises StoreError.
+    The result lacks `rows` if some shards are on other hosts. Raises StoreError.
     """
     markers = clean_markers(state.path, state.ranks)
-    found = [marker for marker in markers.values() if marker is not None]
-    if len(found) < len(markers) or len({live_version(marker) for marker in found}) != 1:
+    clean = [marker for marker in markers.values() if marker is not None]
+    if len(clean) < len(markers) or len({live_version(marker) for marker in clean}) != 1:
         return None
-    common = {field: value for field, value in found[0].items() if field not in (SHARE, "rows", "shards", FIELD, FILES)}
-    return common | ({"rows": sum(marker["rows"] for marker in found)} if len(found) == state.ranks else {})
+    common = {field: value for field, value in clean[0].items() if field not in (SHARE, "rows", "shards", FIELD, FILES)}
+    return common | ({"rows": sum(marker["rows"] for marker in clean)} if len(clean) == state.ranks else {})
 
 
-def _locked_shards(store: StoreFolder, locks: ExitStack) -> tuple[dict[str, Any], Chunks]:
-    """The merged clean marker of the shards, which are locked, and their rows. StoreError."""
+def _lock_shards(store: StoreFolder, locks: ExitStack) -> tuple[dict[str, Any], Chunks]:
+    """Lock the shards. Returns their merged clean marker and their rows. Raises StoreError."""
     ranks = store.ranks
     shards = [locks.enter_context(StoreFolder(shard.path)) for shard in shards_in(store.path, ranks).values()]
     marker = merged_clean_marker(store)
@@ -66,27 +66,27 @@ def save_closed_stores(
     kind: str = "full",
     overwrite: bool = False,
 ) -> list[Manifest]:
-    """Write the live rows of closed stores, also of ranks, as snapshot `name` of each. The live rows are unchanged.
+    """Write closed stores' live rows as snapshot `name` in each. The live rows stay as they are.
 
-    An incremental one of several is full in a store that has no parent for it. Raises StoreError if a store has no
-    clean marker, SnapshotError and OptionError as `check_save` and `begin_save`.
+    With several stores, an incremental save is full where a store has no parent for it. Raises StoreError if a store
+    is not clean, and the SnapshotError and OptionError of `check_save` and `begin_save`.
     """
     check_name(name)
     manifests, new_ids = [], {}
-    with ExitStack() as closing_all, NewSnapshots() as new:
+    with ExitStack() as open_stores, NewSnapshots() as new:
         for store in stores:
             member = open_store(store, "resume")
-            closing_all.callback(member.leave)
-            source = _source(store, member, new.new_id(), closing_all)
-            its_kind = kind
+            open_stores.callback(member.leave)
+            source = _source(store, member, new.new_id(), open_stores)
+            store_kind = kind
             if kind == "incremental" and len(stores) > 1 and source.parent == EMPTY:
-                its_kind = "full"
+                store_kind = "full"
             capture = member.capture()
-            check_save(store.snapshot_store, name, its_kind, source, overwrite)
-            folder, parent = begin_save(store.snapshot_store, name, its_kind, source, overwrite, new)
-            part = write_part(folder, its_kind, source, parent, progress)
-            place = temporary_path(folder)
-            manifests.append(finish(place, source.description, *part, parent=parent, id=source.id))
+            check_save(store.snapshot_store, name, store_kind, source, overwrite)
+            folder, parent = begin_save(store.snapshot_store, name, store_kind, source, overwrite, new)
+            part = write_part(folder, store_kind, source, parent, progress)
+            temporary = temporary_path(folder)
+            manifests.append(finish(temporary, source.description, *part, parent=parent, id=source.id))
             new_ids[capture] = manifests[-1].id
         new.then(lambda: saved(new_ids))
         new.put_in_place()
@@ -96,20 +96,20 @@ def save_closed_stores(
 
 
 def _source(store: StoreFolder, member: Member, id: str, reading: ExitStack) -> SaveSource:
-    """The live rows of a store that was closed cleanly, to be saved. Raises StoreError if it has no clean marker."""
+    """The live rows of a cleanly closed store, as the source for a save. Raises StoreError if it is not clean."""
     if store.path.parent.name == RANKS:
-        place = str(store.path.parent.parent)
-        raise StoreError(f"{str(store.path)!r} has only the shard of one rank: give the store folder, {place!r}")
+        store_folder = str(store.path.parent.parent)
+        raise StoreError(f"{str(store.path)!r} has only the shard of one rank: give the store folder, {store_folder!r}")
     if store.ranks:
-        marker, chunks = _locked_shards(store, reading)
+        marker, chunks = _lock_shards(store, reading)
         scan, tier = (lambda: chunks), None
     else:
         marker = require_clean_marker(store)
-        scan, tier = reading.enter_context(_live(store, marker))
+        scan, tier = reading.enter_context(_open_live(store, marker))
     if member.entry.live is None:
         raise StoreError(
-            f"the live rows of {str(store.path)!r} are later than those of embeddings that are trained together "
-            "with it, and recovery rolls back to its snapshot: load that, or open and close the embeddings"
+            f"the live rows of {str(store.path)!r} are newer than those of embeddings that are trained together "
+            "with it, and recovery will go back to its snapshot: load that, or open and close the embeddings"
         )
     return SaveSource(described(marker), marker["rows"], scan, member.group.record, member.id, tier, id=id)
 
@@ -120,57 +120,59 @@ def load_into_stores(
     progress: ProgressCallback | None = None,
     selection: Selection = ALL,
 ) -> list[tuple[Manifest, LoadReport]]:
-    """Verify the rows of snapshots and make them the live rows, from which the next training run resumes.
+    """Verify snapshots and make their rows the live rows that the next training run starts with.
 
-    Recovery rolls back to these snapshots, unless only a selection of rows or converted numbers are loaded. Returns the
-    manifests of the new live rows. A kill leaves the old live rows of all stores, or the new ones. Raises SnapshotError
-    if a snapshot is damaged, of another table, or of another dtype without `convert`; clean live rows are unchanged
-    then. Raises StoreError for a folder that has only the snapshots of other store folders.
+    After a kill, recovery goes back to these snapshots, unless only a selection of rows or converted numbers were
+    loaded. If this call is killed, all stores keep the old live rows, or all get the new ones. Returns the new live
+    rows' manifests.
+
+    Raises StoreError for a folder that only holds other stores' snapshots. Raises SnapshotError if a snapshot is
+    damaged, belongs to another table, or needs `convert`; clean live rows are then unchanged.
     """
-    both = [*zip(stores, snapshots, strict=True)]
-    selections = [check_load(store, snapshot, selection) for store, snapshot in both]
-    made = []
-    with ExitStack() as ending:
+    pairs = [*zip(stores, snapshots, strict=True)]
+    selections = [check_load(store, snapshot, selection) for store, snapshot in pairs]
+    results = []
+    with ExitStack() as cleanup:
         members = []
         for store in stores:
             members.append(open_store(store, "resume", for_load=True))
-            ending.callback(members[-1].leave)
-        for (store, snapshot), selected in zip(both, selections, strict=True):
+            cleanup.callback(members[-1].leave)
+        for (store, snapshot), choice in zip(pairs, selections, strict=True):
             if store.clean_marker is None:
-                store.discard_live()  # frees space: no run uses these rows again
-            ending.callback(remove_folder, store.incoming)  # missing once it has replaced the live rows
+                store.discard_live()  # frees space; no run uses these rows again
+            cleanup.callback(remove_folder, store.incoming)  # gone if it has become the live rows
             report = LoadReport()
-            chosen = selected.rows_of(snapshot, report, progress)
-            description = selected.description(snapshot.description)
-            made.append((write_snapshot(store.incoming, description, chosen), report))
-        wholes = [m for m, one in zip(members, selections, strict=True) if one.is_whole]
+            rows = choice.rows_of(snapshot, report, progress)
+            description = choice.description(snapshot.description)
+            results.append((write_snapshot(store.incoming, description, rows), report))
+        whole_loads = [member for member, choice in zip(members, selections, strict=True) if choice.is_whole]
         ids = {member: snapshot.manifest.id for member, snapshot in zip(members, snapshots, strict=True)}
-        with loading({member: ids[member] for member in wholes}) if wholes else nullcontext():
-            for store, member, (manifest, _) in zip(stores, members, made, strict=True):
-                if member not in wholes:
+        with loading({member: ids[member] for member in whole_loads}) if whole_loads else nullcontext():
+            for store, member, (manifest, _) in zip(stores, members, results, strict=True):
+                if member not in whole_loads:
                     member.begin_change(replaces=True)
                     member.write()
                 if member.home is not store:
                     member.copy_to(store)
-                version = f"{ids[member]}:0" if member in wholes else member.version
+                version = f"{ids[member]}:0" if member in whole_loads else member.version
                 marker = {**manifest.description, "live": "rows", "rows": manifest.rows, LIVE: version}
                 store.replace_live(store.incoming, marker)
-                if member in wholes:
+                if member in whole_loads:
                     member.replaced(ids[member])
                 member.move_to(store)
         for member in members:
             member.closed(member.version)
-    return made
+    return results
 
 
 def check_load(store: StoreFolder, snapshot: Snapshot, selection: Selection) -> Selection:
-    """The selection that `load_into_stores` loads, with the types to convert to. Raises its errors that need no row."""
+    """Returns the selection for `load_into_stores`, with types to convert to. Raises its errors that need no row."""
     marker = store.clean_marker
-    others = [] if store.live.exists() else stores_recorded_for(store.snapshots)
-    if others:
+    linked_stores = [] if store.live.exists() else stores_recorded_for(store.snapshots)
+    if linked_stores:
         raise StoreError(
             f"{str(store.path)!r} has only the snapshots of other store folders, and no live rows: give the store "
-            f"folder, {' or '.join(repr(str(other)) for other in others)}, on the host that has it"
+            f"folder, {' or '.join(repr(str(path)) for path in linked_stores)}, on the host that has it"
         )
     if marker is None:
         if selection.convert:
@@ -183,37 +185,38 @@ def check_load(store: StoreFolder, snapshot: Snapshot, selection: Selection) -> 
         if marker.get(field) != snapshot.description[field]:
             raise SnapshotError(
                 f"snapshot {snapshot.name!r} is of another table than the rows in {str(store.path)!r}: its {field} "
-                f"is {snapshot.description[field]!r} instead of {marker.get(field)!r}. Load it into the store that it "
-                "was saved from"
+                f"is {snapshot.description[field]!r} instead of {marker.get(field)!r}. Load it into the store that "
+                "saved it"
             )
-    ours, theirs = types_of(marker), types_of(selection.description(snapshot.description))
-    of_states = theirs[1] if None in (ours[1], theirs[1]) else ours[1]  # rows without states accept any
-    if (ours[0], of_states) == theirs:
+    store_types, snapshot_types = types_of(marker), types_of(selection.description(snapshot.description))
+    state_types = store_types[1], snapshot_types[1]
+    state_type = snapshot_types[1] if None in state_types else store_types[1]  # rows without states accept any
+    if (store_types[0], state_type) == snapshot_types:
         return selection
     if not selection.convert:
         raise SnapshotError(
-            f"snapshot {snapshot.name!r} is of rows of dtype {_describe_types(theirs)}, and the rows in "
-            f"{str(store.path)!r} are of {_describe_types(ours)}. Convert them: convert=True (--convert in a shell), "
-            "load_snapshot(name, convert=True) of the embedding, or import_snapshot with dtype= (--dtype in a shell)"
+            f"snapshot {snapshot.name!r} is of rows of dtype {_describe_types(snapshot_types)}, and the rows in "
+            f"{str(store.path)!r} are of {_describe_types(store_types)}. Convert them: convert=True (--convert in a "
+            "shell), load_snapshot(name, convert=True), or import_snapshot with dtype= (--dtype in a shell)"
         )
-    return replace(selection, types=(ours[0], of_states or "float32"))
+    return replace(selection, types=(store_types[0], state_type or "float32"))
 
 
 def _describe_types(types: tuple[str, str | None]) -> str:
-    dtype, of_states = types
-    return dtype if of_states is None else f"{dtype} with states of {of_states}"
+    dtype, state_type = types
+    return dtype if state_type is None else f"{dtype} with states of {state_type}"
 
 
 def compact_live(store: StoreFolder, options: str = "") -> tuple[int, int] | None:
-    """Merge the RocksDB files of a closed store. Returns their bytes before and after; None if it has none.
+    """Merge a closed store's RocksDB files. Returns their bytes before and after; None if there are none.
 
     options: the store's `rocksdb_options`. A kill loses no row. Raises StoreError, OptionError.
     """
     marker = require_clean_marker(store)
     if marker["live"] != "rocksdb":
         return None
-    from ...engine.options.rocksdb_options import options_text  # only if it has the rows
-    from ...engine.store.rocksdb import RocksDB  # only if it has the rows
+    from ...engine.options.rocksdb_options import options_text  # needs RocksDB
+    from ...engine.store.rocksdb import RocksDB
 
     def file_bytes() -> int:
         return sum(file.stat().st_size for file in store.live.glob("shard-*/*.sst"))
@@ -227,20 +230,20 @@ def compact_live(store: StoreFolder, options: str = "") -> tuple[int, int] | Non
 
 @contextmanager
 def scan_live_rows(store: StoreFolder, marker: dict[str, Any]) -> Iterator[Chunks]:
-    """The live rows of a clean marker, as `Tier.scan` yields them. Raises SnapshotError, StoreError."""
-    with _live(store, marker) as (scan, _):
+    """Yield a scan of the live rows described by a clean marker, like `Tier.scan`. SnapshotError, StoreError."""
+    with _open_live(store, marker) as (scan, _):
         yield scan()
 
 
 @contextmanager
-def _live(store: StoreFolder, marker: dict[str, Any]) -> Iterator[tuple[Callable[[], Chunks], RocksDB | None]]:
-    """A scan of the live rows, and their RocksDB if they have one."""
+def _open_live(store: StoreFolder, marker: dict[str, Any]) -> Iterator[tuple[Callable[[], Chunks], RocksDB | None]]:
+    """Yield a function that scans the live rows, and their RocksDB or None."""
     if marker.get("live") == "rows":
         snapshot = Snapshot.open(store.live)
         check_live(store, marker)
         yield snapshot.chunks, None
     elif marker.get("live") == "rocksdb":
-        from ...engine.store.rocksdb import RocksDB  # only if it has the rows
+        from ...engine.store.rocksdb import RocksDB  # needs RocksDB
 
         with closing(RocksDB(store.live, marker["width"], marker["shards"], options=_AS_IS)) as tier:
             check_live(store, marker, tier)
@@ -250,29 +253,31 @@ def _live(store: StoreFolder, marker: dict[str, Any]) -> Iterator[tuple[Callable
 
 
 def check_live(store: FolderState, marker: Mapping[str, Any], tier: RocksDB | None = None) -> None:
-    """Raises StoreError if the live rows are not those of the last close: a file was cut or replaced.
+    """Raises StoreError if a live file was cut or replaced since the last close.
 
-    RocksDB opens such files without an error. Stores that an earlier version closed are not checked.
+    RocksDB would open such files without an error. Stores that an earlier version closed are not checked.
     """
-    noted, found = marker.get(FILES), snapshot_id(store.live) if tier is None else tier.versions()
-    if noted in (None, found):
+    recorded, present = marker.get(FILES), snapshot_id(store.live) if tier is None else tier.versions()
+    if recorded in (None, present):
         return
-    wrong = [""]
-    if isinstance(noted, list) and isinstance(found, list):
-        wrong = [f"/shard-{shard}" for shard, version in enumerate(found) if version not in noted[shard : shard + 1]]
+    suffixes = [""]
+    if isinstance(recorded, list) and isinstance(present, list):
+        suffixes = [
+            f"/shard-{shard}" for shard, version in enumerate(present) if version not in recorded[shard : shard + 1]
+        ]
     raise StoreError(
-        f"{store.live}{wrong[0]} does not have the rows of the last close: a file in it was cut, or is of another "
-        "time; load the last snapshot"
+        f"{store.live}{suffixes[0]} does not have the rows of the last close: a file in it was cut or replaced. "
+        "Load the last snapshot"
     )
 
 
 def described(marker: dict[str, Any]) -> dict[str, Any]:
-    """The description in a clean marker, as a snapshot has it."""
+    """A clean marker's description, as a snapshot has it."""
     return {field: value for field, value in marker.items() if field not in MARKER_FIELDS}
 
 
 def require_clean_marker(store: StoreFolder) -> dict[str, Any]:
-    """The clean marker of a store. Raises StoreError if it has none."""
+    """Returns a store's clean marker. Raises StoreError if there is none."""
     marker = store.clean_marker
     if store.ranks:
         raise StoreError(
@@ -282,7 +287,7 @@ def require_clean_marker(store: StoreFolder) -> dict[str, Any]:
     if marker is None:
         raise StoreError(
             f"the live rows of {str(store.path)!r} are not clean: the last process did not close the embedding. Load "
-            "a snapshot with `tierbed snapshot load`, or open and close the embedding, which recovers from the "
-            "snapshot that was saved or loaded last"
+            "a snapshot with `tierbed snapshot load`, or open and close the embedding, which recovers the snapshot "
+            "that was saved or loaded last"
         )
     return marker

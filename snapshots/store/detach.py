@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 from ...engine.errors import SnapshotError, StoreError
 from .folder import StoreFolder
-from .group_file import GroupFile, lock_of_group, put, remove
+from .group_file import GroupFile, RecordError, lock_of_group, put, remove
 from .recovery_rule import NOTHING, union
 
 
 class Detached(NamedTuple):
-    """What a store was taken out of: the names of the other stores of its group, as far as they are known.
+    """The names of the other stores in the group that a store left, as far as they are known.
 
-    problem: what is wrong with the record of the group, if anything.
+    problem: what is wrong with the group's record, or None.
     """
 
     others: list[str]
@@ -22,16 +22,17 @@ class Detached(NamedTuple):
 
 
 def detach(store: StoreFolder) -> Detached:
-    """Take a store out of its group: it has a record of its own from here on, with the rows that it would open with.
+    """Take a store out of its group. It gets its own record, with the rows that it would have opened with.
 
-    If the group's record is missing or damaged or does not list this folder, as with a copy, it keeps clean live rows,
-    and recovers from its latest snapshot after a kill. A kill leaves it in its group, or out of it. Raises StoreError.
+    If the group's record is missing or damaged, or does not list this folder because it is a copy, the store keeps
+    its clean live rows, and after a kill it recovers its latest snapshot. If this call is killed, the store is still
+    in its group, or out of it. Raises StoreError.
     """
     try:
         file = GroupFile(store)
     except StoreError as error:
-        _separate(store, GroupFile(store, is_alone=True))
-        return Detached([], str(error))
+        _write_own_record(store, GroupFile(store, is_alone=True))
+        return Detached([], error.problem if isinstance(error, RecordError) else str(error))
     if file.path is None:
         return Detached([])
     lock = lock_of_group(file)
@@ -41,23 +42,23 @@ def detach(store: StoreFolder) -> Detached:
             return _detach(store, locked)
     finally:
         lock.release()
-    return detach(store)  # it was joined with another group in between
+    return detach(store)  # its group was joined with another one meanwhile
 
 
 def _detach(store: StoreFolder, file: GroupFile) -> Detached:
-    """Take a store out of the group of a record that is locked."""
+    """Take a store out of the group whose record is locked."""
     record, path, entries = file.record, file.path, file.record.now
     assert path is not None
-    names = sorted(place.name for other, place in record.places.items() if other != file.store)
-    if NOTHING in entries.values():  # a run was killed: all go back, this one as well
+    names = sorted(location.name for other, location in record.places.items() if other != file.store)
+    if NOTHING in entries.values():  # a run was killed: this store is recovered like the others
         try:
             entries = file.target()
-            record = replace(record, trained=frozenset(entries))  # the next run of each notes what it goes back over
-        except (StoreError, SnapshotError):  # which the others raise when they open, or what is lost is back
+            record = replace(record, trained=frozenset(entries))  # so the next run records what it undoes
+        except (StoreError, SnapshotError):  # the others raise it when they open, unless it is repaired by then
             entries = {**record.now, file.store: file.newest()[file.store]}
-    put(path, replace(record, joining=True).plain())  # from here on it is no member once it does not lead here
+    put(path, replace(record, joining=True).plain())  # it stops being a member when its MARK changes
     own = union([record], {file.store: entries[file.store]})
-    _separate(store, file.but(path=None, record=replace(own, places={})))
+    _write_own_record(store, file.copy_with(path=None, record=replace(own, places={})))
     if others := {other: entry for other, entry in entries.items() if other != file.store}:
         put(path, union([record], others).plain())
     else:
@@ -65,10 +66,10 @@ def _detach(store: StoreFolder, file: GroupFile) -> Detached:
     return Detached(names)
 
 
-def _separate(store: StoreFolder, file: GroupFile) -> None:
-    """Let a store have its own record. Raises StoreError."""
+def _write_own_record(store: StoreFolder, file: GroupFile) -> None:
+    """Give a store its own record. Raises StoreError."""
     home = store.snapshot_store if store.ranks else store
-    file.lead(home, file.store)
+    file.write_mark(home, file.store)
     for other in {store, store.snapshot_store} - {home}:
         if other.mark.link is not None:
             other.change(store="", record=None, link=None)

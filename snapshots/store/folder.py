@@ -1,4 +1,4 @@
-"""The folder of a store: its lock, its live rows, and whether these are clean."""
+"""A store's folder while it is open: its lock, its live rows, and their clean marker."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from .mark import LIVE_FOLDERS, Mark
 
 
 class StoreFolder(FolderState):
-    """A store folder, `<persistent_path>/<embedding name>`, locked until `release` or the end of the process.
+    """A store folder, `<persistent_path>/<embedding name>`, locked until `release` or the process ends.
 
-    `path` and its parents are created, and remains of killed processes are removed. docs/snapshots.md lists the files.
-    The clean marker in MARK describes the live rows if all of them are at one step and durable. It is cleared before a
-    run writes the first row, and live rows are never served without it.
+    Creates `path` and its parents, and removes what killed processes left. docs/snapshots.md lists the files. MARK
+    contains a clean marker while the live rows are durable and all at one step. A run clears it before it writes the
+    first row. Without it, live rows are never used.
 
-    user: what in this process has locked the folder, for error messages. snapshots: the folder for snapshots,
-    `<snapshot_path>/<embedding name>/snapshots`, whose parent becomes a store folder that is locked like this one. None
-    leaves them where they are. Raises StoreError if the path or a parent is a file or cannot be written, or if another
-    process has the lock.
+    user: what in this process locks the folder, for error messages. snapshots: the folder for snapshots,
+    `<snapshot_path>/<embedding name>/snapshots`. Its parent becomes a store folder and is locked too. None leaves the
+    snapshots where they are. Raises StoreError if the path or a parent is a file or cannot be written, or if another
+    process holds the lock.
     """
 
     remedy = "persistent_path must be a folder that this user can write, on a device with free space"
@@ -55,7 +55,7 @@ class StoreFolder(FolderState):
             raise
 
     def _lock_snapshot_store(self, snapshots: Path | None) -> None:
-        """Lock the store folder that has the snapshots, if it is another one."""
+        """Lock the store folder with the snapshots, if it is another one."""
         path = FolderState(self.path).snapshot_store.path if snapshots is None else snapshots.parent
         if os.path.realpath(path) == os.path.realpath(self.path):
             return
@@ -68,11 +68,11 @@ class StoreFolder(FolderState):
         try:
             return FileLock(self.path / LOCK, self.user)
         except InUseError as error:
-            used = f"store folder {str(self.path)!r} is in use by process {error.holder}"
+            problem = f"store folder {str(self.path)!r} is in use by process {error.holder}"
             if error.user:
-                raise StoreError(f"{used}, this one, where {error.user} has it open: close that first") from None
+                raise StoreError(f"{problem}, this one, where {error.user} has it open: close that first") from None
             raise StoreError(
-                f"{used}: close the embedding there, or end that process, or choose another persistent_path or name"
+                f"{problem}: close the embedding there, or end that process, or choose another persistent_path or name"
             ) from None
 
     def release(self) -> None:
@@ -84,7 +84,7 @@ class StoreFolder(FolderState):
         self._close_step_file()
 
     def check(self) -> None:
-        """StoreError if the folder was removed since it was opened, or replaced. ClosedError after `release`."""
+        """Raises StoreError if the folder was removed or replaced while it was open, ClosedError after `release`."""
         if self._lock is None or not self._lock.is_locked:
             raise ClosedError(f"{self.user} was closed; create it again")
         with self._errors("find"):
@@ -112,7 +112,7 @@ class StoreFolder(FolderState):
             remove_leftovers(self.path)
 
     def clear_snapshots(self) -> None:
-        """Remove the remains of killed or failed saves, while nothing is being saved. Raises SnapshotError."""
+        """Remove what killed or failed saves left. No save may be running. Raises SnapshotError."""
         try:
             remove_leftovers(self.snapshots)
         except OSError as error:
@@ -129,13 +129,13 @@ class StoreFolder(FolderState):
         self.check()
         with self._errors("write MARK of"):
             if self._mark_file.exists() and Mark.parse(data) == self.mark:
-                fsync_dir(self.path)  # a full disk has no space to write the same content again
+                fsync_dir(self.path)  # same content, and a full disk may lack space to rewrite it
             else:
                 write_atomically(self._mark_file, data)
         self.mark = Mark.parse(data)
 
     def write_clean_marker(self, description: dict[str, Any]) -> None:
-        """Write the clean marker for live rows, which are durable; `live` is their kind. Raises StoreError."""
+        """Write the clean marker of durable live rows; its field `live` is their kind. Raises StoreError."""
         self.change(clean_marker=description, ranks=None)
         self._forget_step()
 
@@ -144,7 +144,7 @@ class StoreFolder(FolderState):
         self.change(clean_marker=None, ranks=None)
 
     def note_step(self, step: int) -> None:
-        """Store the step of the live rows, for messages after a kill. Costs a write to the page cache."""
+        """Store the live rows' step, for messages after a kill. Costs a write to the page cache."""
         with contextlib.suppress(OSError):
             if self._step_file is None:
                 self._step_file = os.open(self.path / "STEP", os.O_WRONLY | os.O_CREAT, 0o644)
@@ -175,7 +175,7 @@ class StoreFolder(FolderState):
     def discard_live(self) -> None:
         """Clear the clean marker and remove the live rows. Raises StoreError."""
         self.check()
-        if self.mark.clean_marker is not None:  # else nothing is written: the disk may be full
+        if self.mark.clean_marker is not None:  # else write nothing: the disk may be full
             self.clear_clean_marker()
         with self._errors("remove the live rows of"):
             for name in LIVE_FOLDERS:
@@ -183,10 +183,10 @@ class StoreFolder(FolderState):
             fsync_dir(self.path)
 
     def replace_live(self, new: Path, description: dict[str, Any], **fields: Any) -> None:
-        """Make a durable folder of the same file system the live rows, with a clean marker.
+        """Make a durable folder on the same file system the live rows, with a clean marker.
 
-        A kill leaves the old rows with the old marker, or the new rows with the new one. fields: others of MARK that
-        change. Raises StoreError.
+        A kill leaves the old rows with the old marker, or the new rows with the new one. fields: other fields of MARK
+        to change. Raises StoreError.
         """
         self.check()
         old = self.live
@@ -196,8 +196,8 @@ class StoreFolder(FolderState):
             new.rename(self.path / name)
             fsync_dir(self.path)
         id = snapshot_id(self.path / name) if description["live"] == "rows" else ""
-        of_files = {FILES: id} if id else {}
-        self.change(clean_marker={**description, **of_files}, ranks=None, live=name, **fields)
+        files_field = {FILES: id} if id else {}
+        self.change(clean_marker={**description, **files_field}, ranks=None, live=name, **fields)
         self._forget_step()
         if name != old.name:
             with self._errors("remove the replaced rows of"):

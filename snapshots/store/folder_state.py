@@ -18,13 +18,13 @@ from ..files.format import SHARE
 from .mark import Mark, live_version
 
 LOCK = "LOCK"
-RANKS = "ranks"  # the folder of the shards in a store folder
+RANKS = "ranks"  # the subfolder of a store folder with the shards
 SNAPSHOTS = "snapshots"
-_LINKED_FROM = ".live-rows-"  # prefix of a file next to `snapshots` that names a linking store
+_LINKED_FROM = ".live-rows-"  # prefix of files next to `snapshots`; each names a store that links there
 
 
 class FolderState:
-    """The folder of a store, which another process may have locked. `StoreFolder` describes its files."""
+    """A store's folder, without its lock: another process may have it locked. `StoreFolder` is the locked folder."""
 
     remedy = "give <persistent_path>/<embedding name>, and run as a user that can"
 
@@ -35,7 +35,7 @@ class FolderState:
 
     @cached_property
     def mark(self) -> Mark:
-        """What MARK said when this object first read it. Raises StoreError."""
+        """MARK's content when this object first read it. Raises StoreError."""
         with self._errors("read MARK of"):
             try:
                 return Mark.parse(read_record(self._mark_file))
@@ -44,47 +44,46 @@ class FolderState:
 
     @property
     def live(self) -> Path:
-        """The folder of the live rows."""
         return self.path / self.mark.live
 
     @property
     def clean_marker(self) -> dict[str, Any] | None:
-        """The clean marker; None if live rows are not clean or absent, or if MARK is damaged. Raises StoreError."""
+        """The clean marker; None if live rows are absent or not clean, or if MARK is damaged. Raises StoreError."""
         return self.mark.clean_marker
 
     @cached_property
     def snapshot_store(self) -> FolderState:
-        """The store folder that has the snapshots: this one, or the one that `snapshots` links to."""
+        """The store folder with the snapshots: this one, or the one that the link `snapshots` leads to."""
         target = Path(os.path.realpath(self.snapshots)).parent
         is_linked = self.snapshots.is_symlink() and (target / LOCK).is_file()
         return FolderState(target) if is_linked else self
 
     @property
     def recovery_folder(self) -> FolderState:
-        """The store folder whose MARK has the record or leads to it: of ranks, the one with the snapshots."""
+        """The store folder whose MARK leads to the record. For ranks, it is the one with the snapshots."""
         is_lost = not self.mark.exists and self.snapshot_store.mark.link is not None
         return self.snapshot_store if self.ranks or is_lost else self
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that have the live rows as shards; 0 if one process has them."""
+        """How many ranks share the live rows as shards; 0 if one process has them."""
         record = self.snapshot_store.mark.ranks
         return 0 if record is None or self.mark.clean_marker is not None else record.ranks
 
     @property
     def sharing(self) -> list[FolderState]:
-        """The store folders on this host that have the same snapshots, this one first."""
-        found, place = [self], self.snapshot_store.snapshots
+        """The store folders on this host with the same snapshots, this one first."""
+        stores, folder = [self], self.snapshot_store.snapshots
         with self._errors("read which stores have their snapshots in"):
-            for store in stores_recorded_for(place):
+            for store in stores_recorded_for(folder):
                 with contextlib.suppress(OSError):
-                    if os.path.samefile(store / SNAPSHOTS, place) and not os.path.samefile(store, self.path):
-                        found.append(FolderState(store))
-        return found
+                    if os.path.samefile(store / SNAPSHOTS, folder) and not os.path.samefile(store, self.path):
+                        stores.append(FolderState(store))
+        return stores
 
     @property
     def noted_step(self) -> int | None:
-        """The last step of `note_step` since the last clean marker; None if unknown."""
+        """The step that `note_step` last stored since the last clean marker; None if unknown."""
         try:
             return int((self.path / "STEP").read_bytes())
         except (OSError, ValueError):
@@ -92,13 +91,13 @@ class FolderState:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a run has ever written rows here. If not, a folder without a clean marker is new."""
+        """True if a run ever wrote rows here. Otherwise a folder without a clean marker is new."""
         with self._errors("list the snapshots of"):
             return self._mark_file.exists() or self.live.exists() or has_snapshots(self.snapshots)
 
     @property
     def was_open(self) -> bool:
-        """Whether the folder ever had live rows. If not, its snapshots were copied here."""
+        """True if the folder ever had live rows. Otherwise its snapshots were copied here."""
         return self._mark_file.exists() or self.live.exists() or self.noted_step is not None
 
     @contextlib.contextmanager
@@ -111,12 +110,12 @@ class FolderState:
 
 
 def holder(path: Path) -> int | None:
-    """The id of the process that has a store folder open, 0 if unknown; None for no process. Raises StoreError."""
+    """The id of the process that locks a store folder, 0 if unknown; None if it is not locked. Raises StoreError."""
     content = b""
     try:
         with open(path / LOCK, "rb") as file:
-            # a released lock file is blank. That of a killed process, and an empty one, for which a full disk had no
-            # space, are locked here for a moment
+            # A released lock file is blank. One with an id may be a killed process's, and a full disk leaves an empty
+            # one. In both cases, locking it shows if it is free.
             content = file.read(20)
             if not content.isspace():
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -130,18 +129,18 @@ def holder(path: Path) -> int | None:
 
 
 def shard_folder(store: Path, rank: int, ranks: int) -> Path:
-    """The store folder of a rank's shard, in the store folder `store`."""
+    """The folder of a rank's shard; `store` is the store folder around it."""
     return store / RANKS / f"{rank}-of-{ranks}"
 
 
 def shards_in(store: Path, ranks: int, of: Iterable[int] | None = None) -> dict[int, FolderState]:
-    """The folders of the shards of `ranks` ranks that this host has, by rank. of: ranks, by default all."""
+    """This host's shard folders, by rank. of: the ranks to look for, by default all."""
     folders = ((rank, shard_folder(store, rank, ranks)) for rank in (range(ranks) if of is None else of))
     return {rank: FolderState(folder) for rank, folder in folders if folder.is_dir()}
 
 
 def clean_markers(store: Path, ranks: int, of: Iterable[int] | None = None) -> dict[int, dict[str, Any] | None]:
-    """The clean markers of `shards_in`; None for a shard that is not clean, or is of another rank. StoreError."""
+    """The clean markers in `shards_in`; None for a shard that is unclean or another rank's. Raises StoreError."""
     markers: dict[int, dict[str, Any] | None] = {}
     for rank, shard in shards_in(store, ranks, of).items():
         marker = shard.clean_marker
@@ -159,57 +158,57 @@ def shard_versions(store: Path, ranks: int, of: Iterable[int] | None = None) -> 
 
 
 def last_step(store: Path, ranks: int) -> int | None:
-    """The last step of the shards of `ranks` ranks on this host, clean or not; None if unknown."""
+    """The last step of this host's shards, clean or not; None if unknown."""
     shards = shards_in(store, ranks).values()
-    steps = (one.noted_step if one.clean_marker is None else one.clean_marker["step"] for one in shards)
+    steps = (shard.noted_step if shard.clean_marker is None else shard.clean_marker["step"] for shard in shards)
     return max((step for step in steps if step is not None), default=None)
 
 
 def remove_other_shares(store: Path, ranks: int) -> None:
-    """Remove the shards of other numbers of ranks, which no run uses again, as far as possible."""
-    for place in (store / RANKS).glob("*-of-*"):
-        if not place.name.endswith(f"-of-{ranks}"):
-            shutil.rmtree(place, ignore_errors=True)
+    """Remove shards for other numbers of ranks; no run uses them again. Errors are ignored."""
+    for folder in (store / RANKS).glob("*-of-*"):
+        if not folder.name.endswith(f"-of-{ranks}"):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def snapshot_folder_of(snapshot_path: str | os.PathLike[str] | None, name: str) -> Path | None:
-    """The folder of the snapshots of embedding `name` by the store option; None for that in the store folder."""
+    """The folder for embedding `name`'s snapshots by the option `snapshot_path`; None if there is no such option."""
     return None if snapshot_path is None else Path(os.path.abspath(snapshot_path)) / name / SNAPSHOTS
 
 
-def link_to(link: Path, place: Path) -> None:
-    """Make `link`, the snapshots of a store folder, a durable link to the folder `place`. Both are created if missing.
+def link_to(link: Path, folder: Path) -> None:
+    """Make `link`, a store folder's `snapshots`, a durable link to `folder`. Creates what is missing.
 
-    Raises StoreError if the store folder has other snapshots, OSError.
+    Raises StoreError if the store folder already has other snapshots, OSError.
     """
-    make_folder(place)
+    make_folder(folder)
     path = os.fsencode(os.path.realpath(link.parent))
-    note = place.parent / f"{_LINKED_FROM}{hashlib.sha256(path).hexdigest()[:16]}"
+    note = folder.parent / f"{_LINKED_FROM}{hashlib.sha256(path).hexdigest()[:16]}"
     if not note.exists():
         with contextlib.suppress(OSError):  # on a full disk, rows can still be read
             write_atomically(note, path)
-    if os.path.exists(link) and os.path.samefile(link, place):
+    if os.path.exists(link) and os.path.samefile(link, folder):
         return
     if has_snapshots(link):
         raise StoreError(
             f"{str(link.parent)!r} has its snapshots in {os.path.realpath(link)!r}, but snapshot_path is "
-            f"{str(place)!r}: move them there, or leave snapshot_path as it was"
+            f"{str(folder)!r}: move them there, or set snapshot_path back"
         )
     if link.is_symlink():
         link.unlink()
     elif link.exists():
         link.rmdir()
-    link.symlink_to(place)
+    link.symlink_to(folder)
     fsync_dir(link.parent)
 
 
-def stores_recorded_for(place: Path) -> list[Path]:
-    """The store folders that were ever linked to the snapshots in `place`. Raises OSError."""
-    return [Path(os.fsdecode(note.read_bytes())) for note in sorted(place.parent.glob(f"{_LINKED_FROM}*"))]
+def stores_recorded_for(folder: Path) -> list[Path]:
+    """The store folders that were ever linked to this folder of snapshots. Raises OSError."""
+    return [Path(os.fsdecode(note.read_bytes())) for note in sorted(folder.parent.glob(f"{_LINKED_FROM}*"))]
 
 
 def has_snapshots(folder: Path) -> bool:
-    """Whether a folder of snapshots has anything except remains of killed saves. Raises OSError."""
+    """True if a folder of snapshots contains more than what killed saves left. Raises OSError."""
     try:
         with os.scandir(folder) as entries:
             return any(not entry.name.startswith(".") for entry in entries)

@@ -1,8 +1,13 @@
-"""The stores of a group that this process has open: which durable rows equal theirs, and the writes of their record.
+"""The stores that this process has open, and what their group's record says about them.
 
-A store opens with its entry of the record, and takes no lock of the group. The first write, save or load takes it, and
-the close of the last store releases it. In between the `Group` has the rows of each member, of closed ones as well.
-A moment is a point between two steps at which rows were saved or loaded; the process counts them.
+Opening a store reads its entry in the record (`recovery_rule` explains records and moments) and keeps no lock. The
+first write, save or load locks the group: from then on only this process writes the record, and a `Group` keeps track
+of all members, closed ones included. Closing the last open store releases the lock. When stores of two groups begin
+to train together, the groups are joined under a new record.
+
+The process counts moments with `clock`, when a save begins and when a load ends. `Rows` remembers during which
+moments a store had a snapshot's rows. `Group.write` finds the newest moment for which every store has a snapshot, and
+records it as the commit.
 """
 
 from __future__ import annotations
@@ -27,17 +32,17 @@ from .group_file import GroupFile, Shards, lock_file, lock_of_group, put, remove
 from .lock import FileLock, InUseError
 from .mark import Link, RanksRecord
 from .old_stores import PREFIX
-from .recovery_rule import EMPTY, FOREVER, NOTHING, Entry, Interval, Place, Record, newest_moment, next_record, union
+from .recovery_rule import EMPTY, FOREVER, NOTHING, Entry, Interval, Location, Record, newest_moment, next_record, union
 
 log = logging.getLogger("tierbed")
-OPEN_ATTEMPTS = 20  # while another process has the lock
+OPEN_ATTEMPTS = 20  # to open a store while another process locks the group
 LOADING = "its rows are being replaced by a load"
-_groups: set[Group] = set()  # that have open stores
-_changing = RLock()  # groups and their records, by one thread at a time
+_groups: set[Group] = set()  # with open stores
+_changing = RLock()  # one thread at a time changes groups and records
 
 
 class Clock:
-    """Counts the moments of this process: `now` is the last one."""
+    """Counts the moments of this process. `now` is the current one."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -51,28 +56,28 @@ os.register_at_fork(after_in_child=_groups.clear)
 
 
 class Rows:
-    """The rows of a store, open or closed, while this process has its group's lock.
+    """A store's rows, open or closed, while this process holds the group's lock.
 
-    now: the durable rows that equal the present ones. first: the first moment at which the store had these. spans: the
-    moments at which it had the rows of each snapshot, also of saves that have not ended.
+    now: the durable rows that equal the present ones. first: the first moment with the present rows. spans: the
+    moments during which it had each snapshot's rows, including unfinished saves.
     """
 
     def __init__(self, now: Entry = NOTHING) -> None:
         self.now, self.first, self.spans = now, 0, list[Interval]()
 
     def begin(self, now: Entry) -> None:
-        """The process has taken the lock. Rows fit those of stores that join later at any moment until they change."""
+        """Start with these rows, when the lock is taken. Until they change, they fit any store that joins later."""
         self.now = now
         self.spans = [Interval(now.snapshot, 0)] if now.snapshot else []
 
     def change(self, now: Entry = NOTHING) -> None:
-        """The rows change: what snapshots have, and saves that have begun, are those of before."""
+        """Called when the rows change. Existing snapshots, and saves in progress, keep the rows from before."""
         for span in self.spans:
             span.end(clock.now)
         self.now = now
 
-    def equal(self, now: Entry) -> None:
-        """The record says that these durable rows are the present ones, or are about to be."""
+    def set_entry(self, now: Entry) -> None:
+        """Note which durable rows equal the present ones, as the record says or is about to say."""
         self.now = now
 
     def forget_before(self, moment: int) -> None:
@@ -85,71 +90,71 @@ class Rows:
 class Member(Rows):
     """A store that this process has open.
 
-    store: its folder. home: the folder whose MARK has the record or leads to it, of the snapshots if ranks share the
-    rows. entry: the durable rows that it opens with. broken: why rows may not be written or saved before a load; "" if
-    they may. partners: returns the stores that this process trains together with it. expect_change: called when the
-    next change of the rows has to be noted.
+    store: its folder. home: the folder whose MARK leads to the record; if ranks share the rows, the snapshots'
+    folder. entry: the durable rows that it opens with. broken: why rows may not be written or saved before a load,
+    else "". partners: returns the stores trained together with it. expect_change: called when the next change must be
+    recorded.
     """
 
     def __init__(self, store: StoreFolder, home: StoreFolder, id: str, group: Group, entry: Entry, broken: str) -> None:
-        past = group.rows.get(id, Rows(entry))
-        self.now, self.first, self.spans = NOTHING if broken else past.now, past.first, past.spans
+        rows = group.rows.get(id, Rows(entry))
+        self.now, self.first, self.spans = NOTHING if broken else rows.now, rows.first, rows.spans
         self.store, self.home, self.id, self.group, self.entry, self.broken = store, home, id, group, entry, broken
         self.partners: Callable[[], Iterable[Member]] = tuple
         self.expect_change: Callable[[], None] = lambda: None
-        self._writes = 0  # how often rows were written here
-        self._came_as = 0, entry.live or f"{entry.snapshot}:0"
-        self._run = secrets.token_hex(8)  # names the writes among those of all processes, and of each time it is open
+        self._writes = 0  # writes since the store was opened
+        self._named_version = 0, entry.live or f"{entry.snapshot}:0"
+        self._run = secrets.token_hex(8)  # makes versions unique over processes and openings
 
     def attach(self, expect_change: Callable[[], None], partners: Callable[[], Iterable[Member]]) -> None:
-        """Call these from here on, as the class says."""
+        """Set the two callbacks that the class describes."""
         self.expect_change, self.partners = expect_change, partners
 
     def tear(self, why: str) -> None:
-        """Let the rows not be written or saved, or be marked clean, before a load."""
+        """Forbid writing, saving and closing cleanly until the rows are loaded again. `why` is the error's text."""
         self.broken = why
         self.expect_change()
 
     @property
     def version(self) -> str:
-        """The version of the rows, which is known again in the next run."""
-        since, version = self._came_as
-        return version if self._writes == since else f"{self._run}:{self._writes}"
+        """The version of the rows. It is the same in the next run if the rows are."""
+        writes, version = self._named_version
+        return version if self._writes == writes else f"{self._run}:{self._writes}"
 
     def lock(self) -> None:
-        """Take the lock of the group, and write what a recovery chooses. StoreError, SnapshotError."""
+        """Lock the group, and write what recovery chooses. Raises StoreError, SnapshotError."""
         with _changing:
-            _locked(self)
+            _lock_all(self)
 
-    def check_whole(self) -> None:
-        """Raises StoreError if the rows may not be written or saved."""
+    def check_usable(self) -> None:
+        """Raises StoreError if the rows must not be written or saved."""
         if self.broken:
             raise StoreError(self.broken)
 
     def begin_change(self, replaces: bool = False) -> None:
-        """Note, durably, that the rows are about to change. The caller has the table's lock. StoreError.
+        """Record durably that the rows are about to change. The caller holds the table's lock. Raises StoreError.
 
-        replaces: whether all of them are replaced, whatever they are.
+        replaces: True if all rows are replaced, whatever they are.
         """
         if not replaces:
-            self.check_whole()
+            self.check_usable()
         with _changing:
-            group = _locked(self)
-            if self.id not in group.record.trained:  # else the record has no live part to clear, and a disk may be full
+            group = _lock_all(self)
+            if self.id not in group.record.trained:  # else there is nothing to clear, and the disk may be full
                 group.warn_of_lone_saves(self)
                 group.write({self.id: Entry(self.now.snapshot)}, trained=group.record.trained | {self.id})
             self.change()
 
     def write(self) -> None:
-        """Count a write of rows, which `begin_change` has noted."""
+        """Count a write of rows that `begin_change` has recorded."""
         self._writes += 1
         self.first = clock.now + 1
 
     def capture(self) -> Capture:
-        """Begin a save of the rows as they are now. The caller has the table's lock. StoreError."""
-        self.check_whole()
+        """Begin a save of the present rows. The caller holds the table's lock. Raises StoreError."""
+        self.check_usable()
         with _changing:
-            _locked(self)
+            _lock_all(self)
             clock.tick()
             capture = Capture("", self.first, member=self)
             self.spans.append(capture)
@@ -157,15 +162,15 @@ class Member(Rows):
             return capture
 
     def saved(self, snapshot: str) -> None:
-        """The present rows have become a snapshot."""
-        self._came_as = self._writes, f"{snapshot}:0"
+        """Note that the present rows equal a snapshot's."""
+        self._named_version = self._writes, f"{snapshot}:0"
 
     def begin_load(self) -> None:
-        """The record is about to say which snapshot's rows the store is to have."""
+        """Called before the record names the snapshot that is being loaded."""
         self.broken = LOADING
 
     def replaced(self, snapshot: str | None) -> None:
-        """The rows were replaced: by those of a snapshot, as the record says already (`loading`), or by others."""
+        """Called after the rows were replaced: by a snapshot's that `loading` has recorded, or by others."""
         with _changing:
             self.write()
             self.broken = ""
@@ -176,31 +181,31 @@ class Member(Rows):
                 self.expect_change()
 
     def end_failed_load(self, now: Entry, broken: str) -> None:
-        """A load raised. now, broken: what they were before it. Replaced rows without the others' are of no moment."""
+        """Called after a load raised, with the values from before it. Rows replaced so far belong to no moment."""
         if broken or self.broken != LOADING:
             self.change()
         else:
-            self.equal(now)
+            self.set_entry(now)
         if self.broken == LOADING:
             self.broken = broken
 
     def closed(self, live: str) -> None:
-        """The rows are live rows of a version, which have a clean marker. StoreError."""
+        """Record that the live rows are clean, with this version. Raises StoreError."""
         with _changing:
             try:
-                group = _locked(self)
+                group = _lock_all(self)
             except StoreError:
                 if not self.group.is_locked:
-                    return  # another process trains the group, and these rows are those that the record names
+                    return  # another process trains the group; these rows are unchanged since the record named them
                 raise
             group.write({self.id: Entry(self.now.snapshot, live)}, trained=group.record.trained - {self.id})
 
     def copy_to(self, home: StoreFolder, ranks: RanksRecord | None = None) -> None:
-        """Let another MARK have the record or lead to it as well, as that of these ranks. StoreError."""
-        self.group.file.lead(home, self.id, ranks=ranks)
+        """Also store the record, or the link to it, in another MARK, for these ranks. Raises StoreError."""
+        self.group.file.write_mark(home, self.id, ranks=ranks)
 
     def move_to(self, home: StoreFolder, ranks: RanksRecord | None = None) -> None:
-        """Let another MARK have the record or lead to it, as that of these ranks, or of one process. StoreError."""
+        """Move the record, or the link to it, to another MARK. ranks: None for one process. Raises StoreError."""
         if home is not self.home:
             self.copy_to(home, ranks)
             self.home.change(store="", record=None, link=None, old={}, ranks=None)
@@ -209,25 +214,25 @@ class Member(Rows):
             home.change(ranks=ranks)
 
     def join(self, group: Group) -> None:
-        """Be of another group from here on, which has its rows."""
+        """Move to another group that already includes this store's rows."""
         self.group.leave(self)
         self.group = group
         group.enter(self)
 
     def leave(self) -> None:
-        """The store is no longer open here."""
+        """Called when the store is closed in this process."""
         with _changing:
             self.group.leave(self)
 
 
 @dataclass(eq=False, kw_only=True)
 class Capture(Interval):
-    """Rows of a store that are being saved, and the moments during which it has them."""
+    """A store's rows while they are being saved, and the moments during which the store has these rows."""
 
     member: Member
 
     def name(self, snapshot: str) -> None:
-        """The rows have become a snapshot, or none: ""."""
+        """Set the id of the finished snapshot, or "" if the save failed."""
         self.snapshot = snapshot
 
 
@@ -238,10 +243,10 @@ def open_store(
     shards: Shards | None = None,
     beside: Sequence[Path] = (),
 ) -> Member:
-    """A store that this process opens, with the entry of its rows.
+    """Open a store in this process, with the rows that its entry names. Raises StoreError, SnapshotError.
 
-    mode: the store option `open`. for_load: whether its rows are about to be replaced: if no rows can be had, it is
-    broken until then. shards, beside: as of `GroupFile`. Raises StoreError, SnapshotError.
+    mode: the store option `open`. for_load: the rows are about to be replaced. If they cannot be recovered, the store
+    opens broken until then. shards, beside: see `GroupFile`.
     """
     with _changing:
         file = GroupFile(store, shards, beside)
@@ -249,7 +254,7 @@ def open_store(
         entry, broken = Entry(EMPTY), ""
         try:
             if mode == "fresh":
-                broken = "its rows are about to be emptied"  # whatever they are, they settle nothing
+                broken = "its rows are about to be emptied"  # so they need not be recovered
             else:
                 entry = group.entry_of(file, mode)
         except (StoreError, SnapshotError) as error:
@@ -270,16 +275,16 @@ def open_store(
 
 
 class Group:
-    """The stores that share a record. file: of one of them.
+    """The stores that share a record. file: the record, as one of them reads it.
 
-    rows: of all members while it is locked, open or closed; else of those that are open.
+    rows: all members' while the group is locked, otherwise only the open ones'. rows and lock are given if it is
+    locked.
     """
 
     def __init__(self, file: GroupFile, rows: Mapping[str, Rows] | None = None, lock: FileLock | None = None) -> None:
-        """rows, lock: if it is locked already."""
         self.file, self.rows, self._lock, self.is_locked = file, dict(rows or {}), lock, lock is not None
-        self.members: dict[str, Member] = {}  # that are open here
-        self.mode = "resume"  # how the last one was opened before it was locked
+        self.members: dict[str, Member] = {}  # open in this process
+        self.mode = "resume"  # of the last store opened before the lock was taken
 
     @property
     def record(self) -> Record:
@@ -287,7 +292,7 @@ class Group:
 
     @property
     def accepts_loss(self) -> bool:
-        """Whether stores whose folder is missing, or is another one, are left out."""
+        """True if stores with a missing or foreign folder are left out."""
         return self.mode in ("mixed", "fresh")
 
     def enter(self, member: Member, mode: str = "") -> None:
@@ -297,7 +302,7 @@ class Group:
         _groups.add(self)
 
     def leave(self, member: Member) -> None:
-        if self.members.get(member.id) is member:  # else it was left before, and is open again
+        if self.members.get(member.id) is member:  # else it left before, and the store was opened again
             del self.members[member.id]
         if not self.members:
             _groups.discard(self)
@@ -311,14 +316,14 @@ class Group:
             lock.release()
 
     def entry_of(self, file: GroupFile, mode: str) -> Entry:
-        """What a store opens with. StoreError, SnapshotError."""
+        """Choose what a store opens with. Raises StoreError, SnapshotError."""
         if self.is_locked:
             return self._entry_beside(file)
         self.file = file
         with ExitStack() as guard:
             for number in range(OPEN_ATTEMPTS if file.path is not None else 0):
                 assert file.path is not None
-                try:  # nobody may change the record, or clear a clean marker, while this reads them
+                try:  # lock, so that nobody changes the record or a clean marker while they are read
                     lock = FileLock(lock_file(file.path), f"the open of {file.folder.path.name!r}")
                     guard.callback(lock.release)
                     break
@@ -328,9 +333,9 @@ class Group:
                     if number == OPEN_ATTEMPTS - 1:
                         raise StoreError(
                             f"{str(file.folder.path)!r} was not closed cleanly, and process {error.holder} trains "
-                            "embeddings of its group: end that process, so that the next open recovers them together"
+                            "embeddings of its group: end that process; the next open recovers them together"
                         ) from None
-                    sleep(POLL_SECONDS)  # it may only be opening one of them
+                    sleep(POLL_SECONDS)  # that process may only be opening a store
                     self.file = file = file.read_again()
             self.file = file = file.read_again()
             if mode == "error":
@@ -338,20 +343,20 @@ class Group:
             return file.newest()[file.store] if mode == "mixed" else file.target()[file.store]
 
     def _entry_beside(self, file: GroupFile) -> Entry:
-        """What a store opens with beside others that are open here. StoreError."""
+        """Choose what a store opens with while this process has others of its group locked. Raises StoreError."""
         rows, commit = self.rows.get(file.store, Rows()), self.record.commit
         if rows.now != NOTHING:
             return rows.now
         if all(self.rows[x].now.snapshot == id for x, id in commit.items() if x != file.store):
-            return Entry(commit[file.store])  # the others have not changed since
+            return Entry(commit[file.store])  # the others still have the commit's rows
         names = ", ".join(sorted(repr(one.store.path.name) for one in self.members.values()))
         raise StoreError(
-            f"{str(file.folder.path)!r} was not closed cleanly, and what is trained together with it is open here: "
-            f"close {names}, so that the next open recovers all of them together"
+            f"{str(file.folder.path)!r} was not closed cleanly, and embeddings that are trained together with it are "
+            f"open in this process: close {names}; the next open recovers all of them together"
         )
 
     def lock(self) -> None:
-        """Take the lock, and write what a recovery chooses. Raises StoreError, SnapshotError."""
+        """Lock the group, and write what recovery chooses. Raises StoreError, SnapshotError."""
         if self.is_locked:
             return
         try:
@@ -359,7 +364,7 @@ class Group:
                 self._lock = lock_of_group(self.file)
                 store = next(iter(self.members.values())).store
                 file = GroupFile(store, self.file.shards, self.file.beside)
-                if file.key != self.file.key:  # another process let it join others, or took it out
+                if file.key != self.file.key:  # another process joined it with others, or detached it
                     raise StoreError(_changed_text(store))
                 self.file = file
             self._recover()
@@ -378,7 +383,7 @@ class Group:
             except (StoreError, SnapshotError):
                 if not any(member.broken for member in self.members.values()):
                     raise
-                target = self.record.unchanged  # the others are loaded before they are used
+                target = self.record.unchanged  # broken stores are loaded before they are used
         for id, member in self.members.items():
             if not member.broken and not _is_same(member.entry, target[id]):
                 raise StoreError(_changed_text(member.store))
@@ -389,76 +394,76 @@ class Group:
         known = {id: entry for id, entry in target.items() if entry != NOTHING}
         if self.record.trained or any(not _is_same(self.record.now[id], entry) for id, entry in known.items()):
             folders = self.file.members(lenient=True)
-            undone = {id: _undone(folders[id], entry) for id, entry in known.items() if id in folders}
+            undone = {id: _skipped(folders[id], entry) for id, entry in known.items() if id in folders}
             parents = {id: entry.snapshot for id, entry in known.items() if entry.snapshot}
             self.write(
                 trained=self.record.trained & (self.rows.keys() - known.keys()),
                 parents={**self.record.parents, **parents},
                 undone={**self.record.undone, **undone},
             )
-        elif self.record.now != self.at:
+        elif self.record.now != self.entries:
             self.write()
 
     @property
-    def at(self) -> dict[str, Entry]:
-        """The durable rows that equal the present ones of each store."""
+    def entries(self) -> dict[str, Entry]:
+        """For each store the durable rows that equal its present ones."""
         return {id: rows.now for id, rows in self.rows.items()}
 
     def write(self, now: Mapping[str, Entry] | None = None, **fields: Any) -> None:
-        """Write the record of now, if it says something new. StoreError.
+        """Write the record if it changes. Raises StoreError.
 
-        now: the entries that change. fields: others of the record that do.
+        now: entries to replace. fields: other fields to replace.
         """
         now, path = now or {}, self.file.path
         moment, snapshots = self._newest_moment() or (0, None)
-        record = replace(next_record(self.record, {**self.at, **now}, snapshots), **fields)
+        record = replace(next_record(self.record, {**self.entries, **now}, snapshots), **fields)
         if path is not None:
-            open_here = [(one.id, one.store.path, one.store.snapshot_store.path) for one in self.members.values()]
-            places = {id: Place.of(store, snapshots_of, path.parent) for id, store, snapshots_of in open_here}
+            stores = {id: member.store for id, member in self.members.items()}
+            places = {id: Location.of(one.path, one.snapshot_store.path, path.parent) for id, one in stores.items()}
             record = replace(record, places={**record.places, **places})
             if record != self.record:
                 put(path, record.plain())
-        file = self.file.but(record=record)
-        for one in self.members.values():
-            homes = {one.home, one.store.snapshot_store}  # the second one leads here if the store folder is lost
-            for home in homes if path is not None else {one.home}:
-                file.lead(home, one.id)
+        file = self.file.copy_with(record=record)
+        for member in self.members.values():
+            homes = {member.home, member.store.snapshot_store}  # the latter, in case the store folder is lost
+            for home in homes if path is not None else {member.home}:
+                file.write_mark(home, member.id)
         self.file = file
         for id, entry in now.items():
-            self.rows[id].equal(entry)
+            self.rows[id].set_entry(entry)
         if snapshots is not None and record.commit == snapshots:
             for rows in self.rows.values():
                 rows.forget_before(moment)
 
     def warn_of_lone_saves(self, member: Member) -> None:
-        """The first change of a store since its last close, with whose rows saves and loads of others alone counted."""
+        """Warn before a store changes that was closed but not saved: lone saves of others then stop counting."""
         now, commit = self.record.now, self.record.commit
         alone = [id for id, one in now.items() if id != member.id and one.snapshot not in (None, commit[id])]
         if alone and member.now.snapshot is None and NOTHING not in now.values():
             log.warning(
-                "embedding %r is trained from here on, and no snapshot has the rows that it had, so a kill takes back "
-                "what was saved or loaded of %s alone: save a snapshot of all of them",
+                "embedding %r is trained from now on, and no snapshot has the rows that it was closed with. So a kill "
+                "undoes what was saved or loaded of %s alone: save a snapshot of all of them",
                 member.store.path.name,
                 ", ".join(sorted(repr(self.record.places[id].name) for id in alone)),
             )
 
     def _newest_moment(self) -> tuple[int, Mapping[str, str]] | None:
-        """The newest moment that snapshots cover, and these. Those that were removed since are forgotten."""
-        while found := newest_moment({id: rows.spans for id, rows in self.rows.items()}, clock.now):
-            snapshots = found[1]
+        """Find the newest moment that snapshots cover, and these. Forgets snapshots that were removed."""
+        while newest := newest_moment({id: rows.spans for id, rows in self.rows.items()}, clock.now):
+            snapshots = newest[1]
             if snapshots == self.record.commit:
                 break
-            there = {id: self.file.files(folder).snapshots for id, folder in self.file.members(lenient=True).items()}
-            gone = [id for id, one in snapshots.items() if one != EMPTY and one not in there.get(id, ())]
-            if not gone:
+            present = {id: self.file.files(folder).snapshots for id, folder in self.file.members(lenient=True).items()}
+            missing = [id for id, one in snapshots.items() if one != EMPTY and one not in present.get(id, ())]
+            if not missing:
                 break
-            for id in gone:
+            for id in missing:
                 self.rows[id].forget(snapshots[id])
-        return found
+        return newest
 
 
-def _locked(member: Member) -> Group:
-    """The group of a store whose rows are about to change or be saved, locked, and joined with its partners'."""
+def _lock_all(member: Member) -> Group:
+    """Lock the store's group before a change or save, and join it with its partners' groups."""
     groups = {id(one.group): one.group for one in (member, *member.partners())}
     for group in groups.values():
         group.lock()
@@ -468,54 +473,55 @@ def _locked(member: Member) -> Group:
 
 
 def _join(groups: Sequence[Group]) -> None:
-    """One record for all, to which each old one leads. A kill leaves each old group whole, here or there."""
-    members = sorted((one for group in groups for one in group.members.values()), key=lambda one: one.store.path.name)
+    """Give several groups one record that the old ones forward to. A kill leaves each group whole, old or joined."""
+    members = [member for group in groups for member in group.members.values()]
+    members.sort(key=lambda member: member.store.path.name)
     path = members[0].store.snapshot_store.path.parent / f"{PREFIX}{secrets.token_hex(8)}"
     lock = FileLock(lock_file(path), f"the group of {members[0].store.path.name!r}")
-    folders = {id: one for group in groups for id, one in group.file.members(group.accepts_loss).items()}
-    places = {id: Place.of(one.path, one.snapshot_store.path, path.parent) for id, one in folders.items()}
-    rows = {id: one for group in groups for id, one in group.rows.items() if id in folders}
-    for one in members:
-        if one.now.snapshot is None and one.group.mode != "mixed":
-            others = ", ".join(repr(place.name) for id, place in places.items() if id != one.id)
+    folders = {id: folder for group in groups for id, folder in group.file.members(group.accepts_loss).items()}
+    places = {id: Location.of(one.path, one.snapshot_store.path, path.parent) for id, one in folders.items()}
+    rows = {id: rows for group in groups for id, rows in group.rows.items() if id in folders}
+    for member in members:
+        if member.now.snapshot is None and member.group.mode != "mixed":
+            others = ", ".join(repr(location.name) for id, location in places.items() if id != member.id)
             log.warning(
-                "embedding %r is trained together with %s from here on, and no snapshot has its rows: save a snapshot "
-                "of all of them, since after a kill they have no step in common before that",
-                one.store.path.name,
+                "embedding %r is trained together with %s from now on, and no snapshot has its rows: save a snapshot "
+                "of all of them, since a kill before that leaves them no saved step in common",
+                member.store.path.name,
                 others,
             )
-    record = union([group.record for group in groups], {id: one.now for id, one in rows.items()})
-    file = groups[0].file.but(path=path, record=replace(record, places=places, joining=True))
+    record = union([group.record for group in groups], {id: present.now for id, present in rows.items()})
+    file = groups[0].file.copy_with(path=path, record=replace(record, places=places, joining=True))
     put(path, file.record.plain())
     for group in groups:
         if group.file.path is not None:
             put(group.file.path, {"forward": Link.to(path, group.file.path.parent)})
-        for one in group.members.values() if group.file.path is None else ():
-            file.lead(one.home, one.id)
+        for member in group.members.values() if group.file.path is None else ():
+            file.write_mark(member.home, member.id)
     joined = Group(file, rows, lock)
-    for one in members:
-        one.join(joined)
-    joined.write()  # by which the union is complete
+    for member in members:
+        member.join(joined)
+    joined.write()  # completes the union
     for group in groups:
         if group.file.path is not None and not group.rows.keys() - joined.members.keys():
-            remove(group.file.path)  # nothing leads there any more
+            remove(group.file.path)  # no store leads to it any more
 
 
 @contextmanager
 def loading(snapshots: Mapping[Member, str]) -> Iterator[None]:
-    """A block that replaces the rows of stores by those of snapshots, and calls `Member.replaced` for each.
+    """Wrap a block that replaces rows by verified snapshots' rows, and calls `Member.replaced` for each store.
 
-    The rows are verified. The record says the snapshots first, so that a kill finishes the load; if the block raises,
-    it says what each store has. Raises StoreError.
+    The record names the snapshots before the block runs, so a kill finishes the load. If the block raises, the record
+    is rewritten to what each store has then. Raises StoreError.
     """
-    if all(member.broken == LOADING for member in snapshots):  # by a block around this one, of several stores
+    if all(member.broken == LOADING for member in snapshots):  # an outer block loads several stores
         yield
         return
     before = {}
     try:
         with _changing:
             for member in snapshots:
-                _locked(member)
+                _lock_all(member)
             before = {member: (member.now, member.broken) for member in snapshots}
             for member in snapshots:
                 member.begin_load()
@@ -534,19 +540,19 @@ def loading(snapshots: Mapping[Member, str]) -> Iterator[None]:
 
 
 def saved(snapshots: Mapping[Capture, str], is_parent: bool = True) -> None:
-    """Snapshots of captured rows have their names: they count from here on. StoreError.
+    """Record that captured rows were saved as snapshots under their final names. Raises StoreError.
 
-    is_parent: whether the next incremental snapshots are based on them.
+    is_parent: True if the next incremental snapshots are based on these.
     """
     with _changing:
         present = {capture.member: id for capture, id in snapshots.items() if capture.last == FOREVER}
         groups = _by_group({capture.member: id for capture, id in snapshots.items()})
-        before = [(group, {**vars(group.record), "now": group.at}) for group, _ in groups]
+        before = [(group, {**vars(group.record), "now": group.entries}) for group, _ in groups]
         try:
             for capture, snapshot in snapshots.items():
                 capture.name(snapshot)
             for group, ids in groups:
-                now = {one.id: Entry(id, one.now.live) for one, id in present.items() if one.group is group}
+                now = {member.id: Entry(id, member.now.live) for member, id in present.items() if member.group is group}
                 group.write(now, parents={**group.record.parents, **(ids if is_parent else {})})
         except BaseException:
             for capture in snapshots:
@@ -560,32 +566,32 @@ def saved(snapshots: Mapping[Capture, str], is_parent: bool = True) -> None:
 
 
 def _by_group(snapshots: Mapping[Member, Any]) -> list[tuple[Group, dict[str, Any]]]:
-    """The groups of stores, and by the ids of the stores of each what is given for them."""
-    groups = {one.group for one in snapshots}
-    return [(group, {one.id: given for one, given in snapshots.items() if one.group is group}) for group in groups]
+    """Sort the values by training group; in each group they are keyed by store id."""
+    groups = {member.group for member in snapshots}
+    return [(group, {one.id: value for one, value in snapshots.items() if one.group is group}) for group in groups]
 
 
 def file_of(store: FolderState) -> GroupFile:
-    """The record of a store's group, as it is read, or as this process knows it that has the group locked."""
-    here = [one for group in list(_groups) if group.is_locked for one in list(group.members.values())]
+    """Returns the record of a store's group: from memory if this process locks the group, otherwise from disk."""
+    locked = [group for group in list(_groups) if group.is_locked]
+    members = [member for group in locked for member in list(group.members.values())]
     path = os.path.realpath(store.path)
-    member = next((one for one in here if os.path.realpath(one.store.path) == path), None)
-    return GroupFile(store) if member is None else member.group.file.but(folder=store, store=member.id)
+    member = next((member for member in members if os.path.realpath(member.store.path) == path), None)
+    return GroupFile(store) if member is None else member.group.file.copy_with(folder=store, store=member.id)
 
 
 def _is_same(one: Entry, other: Entry) -> bool:
     return bool(one.live and one.live == other.live) or bool(one.snapshot and one.snapshot == other.snapshot)
 
 
-def _undone(folder: FolderState, entry: Entry) -> tuple[int, int]:
-    """The sequence numbers of the snapshots of a store that a recovery does not use."""
-    sequences = {one.manifest.id: one.manifest.sequence for one in list_snapshots(folder.snapshots).snapshots}
+def _skipped(folder: FolderState, entry: Entry) -> tuple[int, int]:
+    """Returns the sequence numbers (low, high] of the snapshots that a recovery to `entry` skips."""
+    manifests = [snapshot.manifest for snapshot in list_snapshots(folder.snapshots).snapshots]
+    sequences = {manifest.id: manifest.sequence for manifest in manifests}
     high = max(sequences.values(), default=0)
     return sequences.get(entry.snapshot or "", high if entry.live else 0), high
 
 
 def _changed_text(store: FolderState) -> str:
-    return (
-        f"{str(store.path)!r} was recovered or trained by another process since it was opened here: make the embedding "
-        "again"
-    )
+    problem = "was recovered or trained by another process since it was opened here"
+    return f"{str(store.path)!r} {problem}: create the embedding again"

@@ -1,7 +1,9 @@
-"""Where the record of a group is: in MARK of a store that is trained alone, else in a file GROUP-<id> of its own.
+"""Finds, reads and writes a group's record.
 
-The file lies in the folder of the model, beside one of the stores. Each store's MARK leads to it, and it lists the
-stores: a store is a member if both hold.
+A store that trains alone keeps its record in its own MARK. Stores that train together share a file GROUP-<id> in the
+model's folder, next to the stores. Each store's MARK leads to the file, and the file lists the stores. A store is a
+member only if both agree, so a copied or restored folder is noticed. Folders may move: the record and MARK store
+relative and absolute paths, and both are tried.
 """
 
 from __future__ import annotations
@@ -23,17 +25,27 @@ from .folder import StoreFolder
 from .folder_state import SNAPSHOTS, FolderState, shard_versions
 from .lock import FileLock, InUseError
 from .mark import Link, live_version
-from .old_stores import PREFIX, OldGroup, record_of_group, record_of_store
+from .old_stores import PREFIX, UNKNOWN, OldGroup, record_of_group, record_of_store
 from .recovery_rule import EMPTY, NOTHING, Entry, Files, Record, choose, needed, usable
 
 INVALID = (ValueError, TypeError, KeyError, AttributeError)  # what reading a damaged record raises
-Shards = Mapping[str, Mapping[int, str | None]]  # by the paths of stores, the versions of their shards on all hosts
+Shards = Mapping[str, Mapping[int, str | None]]  # from a store's path to the versions of its shards on all hosts
+
+
+class RecordError(StoreError):
+    """The store cannot use its group's record. problem: the message without its remedy."""
+
+    def __init__(self, problem: str, remedy: str = "") -> None:
+        super().__init__(f"{problem}: {remedy}" if remedy else problem)
+        self.problem = problem
 
 
 class GroupFile:
-    """The record of the group of a store, as it was read. Raises StoreError.
+    """The record of a store's group, as it was read. Raises StoreError.
 
-    path: of the file; None if it is in the store's MARK. store: the store's id in it.
+    path: the record file's; None if the record is in the store's MARK. store: the store's id in the record. shards:
+    the shard versions of stores that ranks share, by default those on this host. beside: folders to search for other
+    members, in case they were moved. is_alone: the store is new and without a group, whatever its MARK says.
     """
 
     def __init__(
@@ -43,50 +55,44 @@ class GroupFile:
         beside: Sequence[Path] = (),
         is_alone: bool = False,
     ) -> None:
-        """folder: of the store. shards: of stores whose rows ranks share; those on this host if it is not given.
-
-        beside: folders where others of the group may be now, if they have been moved. is_alone: whether it has no
-        group, whatever its MARK leads to, and is a new store for others.
-        """
         self.folder, self.shards, self.beside = folder, shards or {}, beside
-        self._folders = {os.path.realpath(folder.path): folder}  # by real path, so that each MARK is read once
-        self.home = folder.recovery_folder  # whose MARK has the record, or leads to it
+        self._folders = {os.path.realpath(folder.path): folder}  # by real path; each MARK is read once
+        self.home = folder.recovery_folder  # its MARK contains the record, or leads to it
         mark, group = self.home.mark, OldGroup.of(self.home.mark)
         self.path: Path | None = None
         self.store = mark.store or (group.id if group is not None else secrets.token_hex(8))
         if is_alone:
             self.store = secrets.token_hex(8)
-            self.record = self._record_alone()
+            self.record = self._own_record()
         elif mark.link is not None:
             self.path, self.record = self._follow(mark.link)
         elif group is not None:
             path, record = record_of_group(folder, group, self.files)
-            follow = self._follow(Link.to(path, self.home.path)) if record is None else (path, record)
-            self.path, self.record = follow
-        elif mark.exists or not self._find_by_place():
-            self.record = mark.record or self._record_alone()
+            linked = self._follow(Link.to(path, self.home.path)) if record is None else (path, record)
+            self.path, self.record = linked
+        elif mark.exists or not self._find_by_path():
+            self.record = mark.record or self._own_record()
         if self.path is not None:
             self._check_listed()
 
-    def _record_alone(self) -> Record:
+    def _own_record(self) -> Record:
         live, shards = self.files(self.folder).one_live, self.shards_of(self.folder)
         return record_of_store(self.store, self.folder, live, shards)
 
-    def but(self, **attributes: Any) -> Self:
-        """A copy with other attributes."""
-        made = copy(self)
-        if "path" in attributes:  # to which the MARKs of its stores will lead
+    def copy_with(self, **attributes: Any) -> Self:
+        result = copy(self)
+        if "path" in attributes:  # the MARKs of its stores will change
             attributes["_folders"] = {}
-        vars(made).update(attributes)
-        return made
+        vars(result).update(attributes)
+        return result
 
     def read_again(self) -> Self:
-        """The record as it is now, of a group whose lock was not taken before. StoreError."""
+        """Read the record again, since it may have changed before its lock was taken. Raises StoreError."""
         return self if self.path is None else type(self)(self.folder, self.shards, self.beside)
 
     @property
     def key(self) -> str:
-        """What all stores of the group have alike."""
+        """A path that is equal for all stores of the group, and for no others."""
         return os.path.realpath(self.home.path if self.path is None else self.path)
 
     def _follow(self, link: Link) -> tuple[Path, Record]:
@@ -99,47 +105,50 @@ class GroupFile:
                         return path, Record.parse(content)
                     link, folder = Link(*map(str, content["forward"])), path.parent
                     break
-                except (OSError, *INVALID) as wrong:
-                    error = error or f"{str(path)!r}: {wrong}"
+                except (OSError, *INVALID) as cause:
+                    error = error or f"{str(path)!r}: {cause}"
             else:
-                named = ", ".join(repr(one.name) for one in self.listing.snapshots) or "none"
-                raise StoreError(
-                    f"{str(self.folder.path)!r} is trained together with other embeddings, and the record of what they "
-                    f"hold is missing or damaged, {error}: put that file back; or take the store out of its group by "
-                    f"`tierbed store detach`, and load one of its snapshots ({named})"
+                names = ", ".join(repr(snapshot.name) for snapshot in self.listing.snapshots) or "none"
+                raise RecordError(
+                    f"{str(self.folder.path)!r} is trained together with other embeddings, and the group's record is "
+                    f"missing or damaged, {error}",
+                    "put that file back; or take the store out of its group by `tierbed store detach`, and load one "
+                    f"of its snapshots ({names})",
                 )
 
     def _check_listed(self) -> None:
-        """Raises StoreError if the record does not list this store, or another folder for it that leads there too."""
+        """Raises StoreError if the record does not list this store, or lists another folder with the same id."""
         if self.store not in self.record.now:
-            raise StoreError(
-                f"{str(self.folder.path)!r} is not listed in {str(self.path)!r}, to which it leads: it is from before "
-                "it was taken out; load one of its snapshots after `tierbed store detach`"
+            raise RecordError(
+                f"{str(self.folder.path)!r} leads to the record {str(self.path)!r}, which does not list it: the "
+                "folder is a copy from before the store was taken out of the group",
+                "run `tierbed store detach` on it, and load one of its snapshots",
             )
-        same = [one for one in self._listed(self.store) if one.recovery_folder.mark.store == self.store]
-        ours = (self.folder.path, self.folder.snapshot_store.path)
-        if same and not any(os.path.samefile(one.path, path) for one in same for path in ours):
-            raise StoreError(
-                f"{str(self.folder.path)!r} is a copy of {str(same[0].path)!r}, which is trained together with other "
-                "embeddings: move the latter away if this one is to take its place, or make this one a store of its "
-                "own by `tierbed store detach`"
+        twins = [twin for twin in self._find_folders(self.store) if twin.recovery_folder.mark.store == self.store]
+        own_paths = (self.folder.path, self.folder.snapshot_store.path)
+        if twins and not any(os.path.samefile(twin.path, path) for twin in twins for path in own_paths):
+            raise RecordError(
+                f"{str(self.folder.path)!r} is a copy of {str(twins[0].path)!r}, which is trained together with other "
+                "embeddings",
+                "move the original away if the copy replaces it, or make the copy an independent store by `tierbed "
+                "store detach`",
             )
 
-    def _find_by_place(self) -> bool:
-        """Whether a record in the folder of the model lists this folder, whose MARK is lost, but not its snapshots."""
+    def _find_by_path(self) -> bool:
+        """Find the record by this folder's path if MARK is lost and the snapshots are not. True if found."""
         if self.listing.snapshots:
             for path in sorted(self.folder.path.parent.glob(f"{PREFIX}*")):
                 with suppress(OSError, *INVALID):
                     record = Record.parse(unseal(read_record(path)))
-                    for store, place in record.places.items() if not record.joining else ():
-                        there = [one for one in place.paths(path.parent) if one.is_dir()]
-                        if any(os.path.samefile(one, self.folder.path) for one in there):
+                    for store, location in record.places.items() if not record.joining else ():
+                        folders = [folder for folder in location.paths(path.parent) if folder.is_dir()]
+                        if any(os.path.samefile(folder, self.folder.path) for folder in folders):
                             self.path, self.record, self.store = path, record, store
                             return True
         return False
 
-    def lead(self, home: StoreFolder, store: str, **fields: Any) -> None:
-        """Let the MARK of a store have the record, or lead to its file. fields: others that change. StoreError."""
+    def write_mark(self, home: StoreFolder, store: str, **fields: Any) -> None:
+        """Make a store's MARK contain the record, or lead to its file. fields: others to change. Raises StoreError."""
         record, link = (self.record, None) if self.path is None else (None, Link.to(self.path, home.path))
         if fields or (home.mark.record, home.mark.link) != (record, link):
             home.change(store=store, record=record, link=link, old={}, **fields)
@@ -150,73 +159,75 @@ class GroupFile:
 
     @property
     def last_snapshot(self) -> str | None:
-        """The name of the snapshot of the last step that the record has of all stores; None for none."""
+        """The name of the store's snapshot in the commit; None if there is none."""
         id = self.record.commit[self.store]
         return None if id == EMPTY else name_of(self.folder.snapshots, id)
 
     @property
     def needed(self) -> set[str]:
-        """The ids of the snapshots of the store that may not be removed."""
+        """The ids of the store's snapshots that must not be removed."""
         return needed(self.record, self.store)
 
     def members(self, lenient: bool = False) -> dict[str, FolderState]:
-        """The folders of the stores, by id. StoreError if one is missing, or is from before it joined the group.
+        """Returns the members' folders by store id.
 
-        lenient: leave these out instead.
+        Raises StoreError if one is missing, or is from before it joined the group. lenient: leave such stores out
+        instead.
         """
-        found = {self.store: self.folder}
-        for store, place in self.record.places.items():
-            if store in found:
+        folders = {self.store: self.folder}
+        for store, location in self.record.places.items():
+            if store in folders:
                 continue
-            there = self._listed(store)
-            if not there and not lenient:
+            candidates = self._find_folders(store)
+            if not candidates and not lenient:
                 raise StoreError(
-                    f"the rows of embedding {place.name!r}, which was trained together with {self.folder.path.name!r}, "
-                    f"are lost: {place.absolute!r} is missing. Put it back; or start over with the store option "
-                    'open="fresh" in each; or accept it without rows with open="mixed"'
+                    f"{location.absolute!r} is missing, the folder of embedding {location.name!r}, which was trained "
+                    f"together with {self.folder.path.name!r}. Put it back; or start over with the store option "
+                    'open="fresh" in each; or continue without its rows with open="mixed"'
                 )
-            ours = next((one for one in there if self._leads_here(one, store)), None)
-            if ours is not None:
-                found[store] = ours
+            member = next((candidate for candidate in candidates if self._leads_here(candidate, store)), None)
+            if member is not None:
+                folders[store] = member
             elif not self.record.joining and not lenient:
                 raise StoreError(
-                    f"{str(there[0].path)!r} is not of the group that {self.folder.path.name!r} is trained in: it is "
-                    "new, from before it was trained together with it, or another store. Put the right folder back; or "
-                    'start over with the store option open="fresh" in each; or accept it as it is with open="mixed"'
+                    f"{str(candidates[0].path)!r} is not in the group of {self.folder.path.name!r}: it is new, a copy "
+                    "from before they were trained together, or another store. Put the right folder back; or start "
+                    'over with the store option open="fresh" in each; or accept it as it is with open="mixed"'
                 )
-        return found
+        return folders
 
-    def _listed(self, store: str) -> list[FolderState]:
-        """The folders that exist where the record says that a store is, or where others have been moved."""
+    def _find_folders(self, store: str) -> list[FolderState]:
+        """The existing folders at the paths that the record has for a store, or in `beside`."""
         assert self.path is not None
-        place = self.record.places[store]
-        moved = [] if store == self.store else [path for path in self.beside if path.name == place.name]
-        there = {os.path.realpath(path): path for path in (*place.paths(self.path.parent), *moved) if path.is_dir()}
-        return [self._folders.setdefault(real, FolderState(path)) for real, path in there.items()]
+        location = self.record.places[store]
+        moved = [] if store == self.store else [path for path in self.beside if path.name == location.name]
+        folders = {
+            os.path.realpath(path): path for path in (*location.paths(self.path.parent), *moved) if path.is_dir()
+        }
+        return [self._folders.setdefault(real_path, FolderState(path)) for real_path, path in folders.items()]
 
     def _leads_here(self, folder: FolderState, store: str) -> bool:
         mark = folder.recovery_folder.mark
         if not mark.exists:  # it is lost
             return bool(list_snapshots(folder.snapshots).snapshots)
-        if mark.link is None:  # it has not been opened since an earlier version trained it with these
+        if mark.link is None:  # an earlier version trained it, and it was not opened since
             group = OldGroup.of(mark)
             return group is not None and group.id == store and self.store in group.others
-        direct = any(os.path.realpath(path) == self.key for path in mark.link.paths(folder.recovery_folder.path))
-        return mark.store == store and (direct or GroupFile(folder).key == self.key)
+        is_direct = any(os.path.realpath(path) == self.key for path in mark.link.paths(folder.recovery_folder.path))
+        return mark.store == store and (is_direct or GroupFile(folder).key == self.key)
 
     def files(self, folder: FolderState) -> Files:
-        """What recovery reads of a store."""
         versions = self.shards_of(folder)
         live = [versions.get(rank) for rank in range(folder.ranks)] or [live_version(folder.clean_marker)]
-        return Files(live, {one.manifest.id for one in list_snapshots(folder.snapshots).snapshots})
+        return Files(live, {snapshot.manifest.id for snapshot in list_snapshots(folder.snapshots).snapshots})
 
     def shards_of(self, folder: FolderState) -> Mapping[int, str | None]:
-        """The versions of the shards of a store, by rank, without those that are on other hosts."""
-        known = self.shards.get(str(folder.path))
-        return shard_versions(folder.path, folder.ranks) if known is None else known
+        """The versions of a store's shards by rank, without shards on other hosts."""
+        versions = self.shards.get(str(folder.path))
+        return shard_versions(folder.path, folder.ranks) if versions is None else versions
 
     def check_closed(self) -> None:
-        """Raises StoreError if their last run has not closed all stores, for open="error"."""
+        """Raises StoreError if the last run left a store unclosed. Called for open="error"."""
         unclean = []
         for store, folder in self.members(lenient=True).items():
             live = self.record.now[store].live if folder.ranks else None
@@ -229,102 +240,116 @@ class GroupFile:
             )
         if unclean:
             raise StoreError(
-                f"{', '.join(sorted(unclean))} of the store folders that are trained together were not closed by their "
-                'last run, so their live rows cannot be used; open="resume" recovers the last step of which all have '
-                "the rows"
+                f"store folders {', '.join(sorted(unclean))} are trained together and were not closed by their last "
+                'run, so their live rows cannot be used; open="resume" recovers the last step that all of them saved'
             )
 
-    def _check_here(self, store: str, folder: FolderState) -> None:
-        """Raises StoreError if live rows that no snapshot has may be in shards of ranks on other hosts."""
+    def _check_remote_shards(self, store: str, folder: FolderState) -> None:
+        """Raises StoreError if shards on other hosts may hold live rows that no snapshot has."""
         entry, shards, ranks = self.record.now[store], self.shards_of(folder), folder.ranks
-        away = [str(rank) for rank in range(ranks) if rank not in shards]
+        remote = [str(rank) for rank in range(ranks) if rank not in shards]
         is_saved = usable(entry, self.files(folder)).snapshot is not None
-        if away and entry.live and {*shards.values()} <= {entry.live} and not is_saved:
-            lacks = f"the shards of rank {', '.join(away)} are not" if shards else "none of their shards is"
+        if remote and entry.live and {*shards.values()} <= {entry.live} and not is_saved:
+            problem = f"the shards of rank {', '.join(remote)} are not" if shards else "none of their shards is"
             raise StoreError(
-                f"store folder {str(folder.path)!r} has live rows of {ranks} ranks, and {lacks} here: open it where "
+                f"store folder {str(folder.path)!r} has live rows of {ranks} ranks, and {problem} here: open it where "
                 f"they are, with {ranks} ranks, and save a snapshot. To do without these rows, `tierbed snapshot load` "
                 'loads a snapshot, and open="fresh" starts empty'
             )
 
     def target(self) -> dict[str, Entry]:
-        """What each member opens with, if no process trains one of them. StoreError, SnapshotError."""
-        members, record = self.members(), self.record
+        """Choose what each member opens with, if no process trains one of them.
+
+        Raises StoreError if no moment is complete, SnapshotError if a damaged snapshot makes the choice uncertain.
+        """
+        members, record, commit = self.members(), self.record, self.record.commit
         for store, folder in members.items():
-            self._check_here(store, folder)
+            self._check_remote_shards(store, folder)
         chosen = choose(record, {store: self.files(folder) for store, folder in members.items()})
-        if chosen is None or any(e.snapshot != record.commit[x] and not e.live for x, e in chosen.items()):
+        if chosen is None or any(entry.snapshot != commit[id] and not entry.live for id, entry in chosen.items()):
             _check_damage(members.values())
         if chosen is not None:
             was_saved = any(record.parents.get(store, EMPTY) != EMPTY for store in members)
-            starts_over = {*chosen.values()} == {Entry(EMPTY)} and chosen != {x: record.now[x] for x in chosen}
+            starts_over = {*chosen.values()} == {Entry(EMPTY)} and chosen != {id: record.now[id] for id in chosen}
             if not (was_saved and starts_over):
                 return chosen
-        has = ", ".join(_text_of(one) for one in sorted(members.values(), key=lambda one: one.path.name))
+        in_order = sorted(members.items(), key=lambda item: item[1].path.name)
+        rows = ", ".join(_describe_rows(folder) for _, folder in in_order)
+        lost = [text for store, folder in in_order if (text := self._missing_commit(store, folder, members))]
         raise StoreError(
-            "embeddings that are trained together were not closed by their last run, and there is no step of which all "
-            f"have the rows: {has}. Load a checkpoint by graph.load or load_checkpoint; or a snapshot into "
-            'each by load_snapshot, or `tierbed snapshot load`; or start over with the store option open="fresh" in '
-            'each; or accept these rows as they are with open="mixed"'
+            "embeddings that are trained together were not closed by their last run, and they have no saved step in "
+            f"common: {rows}. {''.join(f'{text}: put it back. ' for text in lost)}Load a checkpoint by "
+            "graph.load or load_checkpoint; or a snapshot into each by load_snapshot, or `tierbed snapshot load`; or "
+            'start over with the store option open="fresh" in each; or accept these rows as they are with open="mixed"'
         )
 
+    def _missing_commit(self, store: str, folder: FolderState, members: Mapping[str, FolderState]) -> str:
+        """Describe the store's snapshot of the commit if it is missing; "" otherwise."""
+        id = self.record.commit[store]
+        if id in (EMPTY, UNKNOWN) or id in self.files(folder).snapshots:
+            return ""
+        listings = [list_snapshots(member.snapshots).snapshots for member in members.values()]
+        same_save = [one.name for listing in listings for one in listing if one.manifest.id[:16] == id[:16]]
+        name = f"{same_save[0]!r} " if same_save else ""
+        return f"{folder.path.name!r} lacks snapshot {name}(id {id}) of the last step that all had saved"
+
     def after_kill(self) -> dict[str, Entry]:
-        """What each member would open with if the processes that have stores open were killed now."""
+        """What each member would open with if every process with an open store were killed now."""
         now = {store: Entry(entry.snapshot) for store, entry in self.record.now.items()}
-        return self.but(record=replace(self.record, now=now)).target()
+        return self.copy_with(record=replace(self.record, now=now)).target()
 
     def own_entry(self) -> Entry:
-        """What the store opens with while another process trains others of its group. NOTHING if it is unknown."""
+        """What the store opens with while another process trains members of its group. NOTHING if unknown."""
         return usable(self.record.now[self.store], self.files(self.folder))
 
     def newest(self) -> dict[str, Entry]:
-        """What each member has by itself, for open="mixed"."""
+        """Each member's newest durable rows, whatever the others have. Used by open="mixed"."""
         chosen = {}
         for store, folder in self.members(lenient=True).items():
-            files, ids = self.files(folder), [one.manifest.id for one in list_snapshots(folder.snapshots).snapshots]
-            last = Entry(self.record.parents.get(store, self.record.commit[store]))
-            own = (usable(one, files) for one in (self.record.now[store], last))
-            chosen[store] = next((one for one in own if one != NOTHING), Entry(ids[-1] if ids else EMPTY))
+            files, ids = self.files(folder), [entry.manifest.id for entry in list_snapshots(folder.snapshots).snapshots]
+            parent = Entry(self.record.parents.get(store, self.record.commit[store]))
+            entries = (usable(entry, files) for entry in (self.record.now[store], parent))
+            chosen[store] = next((entry for entry in entries if entry != NOTHING), Entry(ids[-1] if ids else EMPTY))
         return chosen
 
 
 def check_one_moment(names: Sequence[str], snapshots: Sequence[Snapshot]) -> None:
-    """Raises SnapshotError if the snapshots of embeddings of these names were saved at different steps.
+    """Raises SnapshotError if the snapshots were saved at different steps. `names` are their embeddings.
 
-    The ids of one save have their first half alike; for those of an earlier version see `Manifest.moment`.
+    Ids from one save share their first half. For snapshots of an earlier version, see `Manifest.moment`.
     """
     manifests = [snapshot.manifest for snapshot in snapshots]
-    moments = {one.moment for one in manifests}
-    of_one_save = len({one.id[:16] for one in manifests}) == 1 or (len(moments) == 1 and None not in moments)
-    if not of_one_save and len({one.description["step"] for one in snapshots}) > 1:
-        both = zip(names, snapshots, strict=True)
-        steps = ", ".join(f"{name!r} at step {one.description['step']}" for name, one in both)
+    moments = {snapshot.moment for snapshot in manifests}
+    is_one_save = len({snapshot.id[:16] for snapshot in manifests}) == 1 or (len(moments) == 1 and None not in moments)
+    if not is_one_save and len({snapshot.description["step"] for snapshot in snapshots}) > 1:
+        pairs = zip(names, snapshots, strict=True)
+        steps = ", ".join(f"{name!r} at step {snapshot.description['step']}" for name, snapshot in pairs)
         raise SnapshotError(
             f"the snapshots {snapshots[0].name!r} were not saved together, and have rows of different steps: {steps}. "
-            "Load each by itself, or the name of a save of all of them"
+            "Load each by itself, or give the name of a save of all of them"
         )
 
 
 def lock_of_group(file: GroupFile) -> FileLock:
-    """The lock of the group whose record is in a file, as it was read. StoreError."""
+    """Lock the group whose record was read. Raises StoreError if another process holds the lock."""
     assert file.path is not None
     try:
         return FileLock(lock_file(file.path), f"the group of {file.folder.path.name!r}")
     except InUseError as error:
-        names = ", ".join(sorted(repr(place.name) for place in file.record.places.values()))
+        names = ", ".join(sorted(repr(location.name) for location in file.record.places.values()))
         raise StoreError(
-            f"process {error.holder} trains embeddings of the group {names}, and one process at a time can: train them "
-            "in one process or one world, or take a store out by `tierbed store detach` when that process has ended"
+            f"process {error.holder} trains embeddings of the group {names}, and only one process at a time can. Train "
+            "them in one process or one world, or take a store out by `tierbed store detach` after that process ends"
         ) from None
 
 
 def lock_file(path: Path) -> Path:
-    """The file that whoever writes the record of a file, or rows of its stores, has locked."""
+    """The lock file next to a record file. A process locks it before it writes the record or any member's rows."""
     return path.with_name(f"{path.name}.LOCK")
 
 
 def put(path: Path, content: Mapping[str, Any]) -> None:
-    """Write the file of a record, or a forward. StoreError."""
+    """Write a record file, or a forward to another. Raises StoreError."""
     try:
         write_atomically(path, seal(content))
     except OSError as error:
@@ -332,14 +357,13 @@ def put(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove the file of a record to which no store leads any more, and its lock, as far as possible."""
+    """Remove a record file that no store leads to any more, and its lock. Errors are ignored."""
     with suppress(OSError):
         path.unlink()
         lock_file(path).unlink()
 
 
-def _text_of(folder: FolderState) -> str:
-    """The rows that a store has."""
+def _describe_rows(folder: FolderState) -> str:
     snapshots, marker = list_snapshots(folder.snapshots).snapshots, folder.clean_marker
     if marker is not None:
         return f"{folder.path.name!r} has live rows at step {marker['step']}"
@@ -350,8 +374,8 @@ def _text_of(folder: FolderState) -> str:
 
 
 def _check_damage(folders: Iterable[FolderState]) -> None:
-    """Raises SnapshotError if a snapshot cannot be read, which may be one that recovery needs."""
+    """Raises SnapshotError if a snapshot cannot be read, since recovery may need that one."""
     for folder in folders:
         for name, error in list_snapshots(folder.snapshots).damaged.items():
             if os.path.lexists(folder.path / SNAPSHOTS / name / MANIFEST):
-                raise SnapshotError(f"it is unknown which step is the latest: {error}") from error
+                raise SnapshotError(f"recovery cannot tell which step is the latest: {error}") from error

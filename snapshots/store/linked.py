@@ -1,4 +1,4 @@
-"""Links a snapshot into a second folder, without a copy of its rows if the file system allows it."""
+"""Links a snapshot into a second folder, without copying its rows if the file system allows it."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from ..files.reader import Snapshot
 from .folder_state import FolderState
 from .group_file import GroupFile
 
-REPLACED = "replaced-"  # prefix of a snapshot that a save has replaced, but recovery may need
-OF_STATE = "state_dict-"  # prefix of a snapshot that a `state_dict()` has made
+REPLACED = "replaced-"  # name prefix of a snapshot that was overwritten, but recovery may need
+OF_STATE = "state_dict-"  # name prefix of a snapshot that a `state_dict()` made
 
 
 def link_snapshot(snapshot: Snapshot, folder: Path) -> None:
-    """Make `folder` the same snapshot, by hard links, or by copies on another file system. Durable on return.
+    """Make `folder` the same snapshot, by hard links, or by copies on another file system. It is durable on return.
 
-    Symbolic links are followed. Raises SnapshotError and then leaves no files.
+    Follows symbolic links. Raises SnapshotError and then leaves no files.
     """
     try:
-        with atomic_folder(folder) as place:
+        with atomic_folder(folder) as target:
             for name in snapshot.manifest.files:
-                _link(f"{snapshot.folder}/{name}", f"{place}/{name}")
+                _link(f"{snapshot.folder}/{name}", f"{target}/{name}")
             rocksdb = snapshot.manifest.rocksdb
             for name in () if rocksdb is None else rocksdb.files:
-                (place / ROCKSDB / name).parent.mkdir(parents=True, exist_ok=True)
-                _link(f"{snapshot.folder}/{ROCKSDB}/{name}", f"{place}/{ROCKSDB}/{name}")
-            for inside in (*place.glob(f"{ROCKSDB}/*"), *place.glob(ROCKSDB)):
-                fsync_dir(inside)
-            _link(f"{snapshot.folder}/{MANIFEST}", f"{place}/{MANIFEST}")
+                (target / ROCKSDB / name).parent.mkdir(parents=True, exist_ok=True)
+                _link(f"{snapshot.folder}/{ROCKSDB}/{name}", f"{target}/{ROCKSDB}/{name}")
+            for subfolder in (*target.glob(f"{ROCKSDB}/*"), *target.glob(ROCKSDB)):
+                fsync_dir(subfolder)
+            _link(f"{snapshot.folder}/{MANIFEST}", f"{target}/{MANIFEST}")
     except OSError as error:
         raise SnapshotError(
             f"snapshot {snapshot.name!r} was not linked into {str(folder.parent)!r}: {error}"
@@ -42,25 +42,25 @@ def link_snapshot(snapshot: Snapshot, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def linked(place: Path, store: FolderState) -> Iterator[Snapshot]:
-    """The snapshot `place` in a store, where it is linked if the store does not have it.
+def linked(source: Path, store: FolderState) -> Iterator[Snapshot]:
+    """Yield the snapshot at `source` from within a store, linking it there if the store does not have it.
 
-    If the block fails, a snapshot that was linked is removed, unless it is the recovery snapshot by then.
+    If the block fails, a newly linked snapshot is removed, unless recovery needs it by then.
     """
-    snapshot, folder = Snapshot.open(place), store.snapshots / place.name
-    new = not os.path.lexists(folder)
-    if new:
+    snapshot, folder = Snapshot.open(source), store.snapshots / source.name
+    is_new = not os.path.lexists(folder)
+    if is_new:
         link_snapshot(snapshot, folder)
     try:
         yield Snapshot.open(folder)
     except Exception:
-        if new and snapshot.manifest.id not in GroupFile(store).needed:
+        if is_new and snapshot.manifest.id not in GroupFile(store).needed:
             remove_snapshot(folder)
         raise
 
 
 def check_linked(snapshot: Snapshot, folder: Path) -> None:
-    """Raises SnapshotError if `folder` exists and is not a sound copy of `snapshot`."""
+    """Raises SnapshotError if `folder` exists and is not an intact copy of `snapshot`."""
     if not os.path.lexists(folder):
         return
     existing = Snapshot.open(folder)
@@ -84,7 +84,7 @@ def _link(file: str, to: str) -> None:
 
 def remove_snapshot(folder: Path) -> None:
     """Remove a snapshot if it exists. A kill leaves it complete or absent. Raises SnapshotError."""
-    temporary = folder.parent / f"{TEMPORARY}.{folder.name}"  # not the temporary name of a save, which may be running
+    temporary = folder.parent / f"{TEMPORARY}.{folder.name}"  # differs from a save's temporary name; one may be running
     try:
         remove_folder(temporary)
         if folder.is_dir():

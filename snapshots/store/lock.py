@@ -1,4 +1,4 @@
-"""A file that one process at a time has locked, and that says which."""
+"""A lock file that one process at a time holds. The file's content is the holder's process id."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ os.register_at_fork(after_in_child=_close_after_fork)
 
 
 class InUseError(Exception):
-    """The file is locked. holder: the id of the process, "unknown" if the disk was full. user: what locked it, here."""
+    """The file is locked. holder: the process id; "unknown" after a full disk. user: what locked it in this process."""
 
     def __init__(self, holder: str, user: str = "") -> None:
         super().__init__(holder)
@@ -29,9 +29,9 @@ class InUseError(Exception):
 
 
 class FileLock:
-    """A file that this process has locked, until `release` or the end of the process. Raises InUseError, OSError.
+    """A locked file, until `release` or the process ends. Raises InUseError, OSError.
 
-    user: what in this process has locked it, for messages.
+    user: what in this process locked it, for messages.
     """
 
     def __init__(self, path: Path, user: str) -> None:
@@ -44,33 +44,33 @@ class FileLock:
             holder = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()
             self._close()
             if isinstance(error, BlockingIOError):
-                raise InUseError(holder, self._user_here(holder)) from None
+                raise InUseError(holder, self._find_user(holder)) from None
             raise
-        self._note(b"%d" % os.getpid())
+        self._write_holder(b"%d" % os.getpid())
         _locked.add(self)
 
-    def _user_here(self, holder: str) -> str:
-        same = os.path.realpath(self.path)
-        here = (one for one in list(_locked) if one.is_locked and os.path.realpath(one.path) == same)
-        return next((one.user for one in here), "") if holder == str(os.getpid()) else ""
+    def _find_user(self, holder: str) -> str:
+        real_path = os.path.realpath(self.path)
+        locks = (lock for lock in list(_locked) if lock.is_locked and os.path.realpath(lock.path) == real_path)
+        return next((lock.user for lock in locks), "") if holder == str(os.getpid()) else ""
 
     @property
     def is_locked(self) -> bool:
         return self._descriptor is not None
 
     def has(self, status: os.stat_result) -> bool:
-        """Whether a file is the one that is locked."""
+        """True if `status` is the locked file's."""
         return self._descriptor is not None and os.path.samestat(status, os.fstat(self._descriptor))
 
     def release(self) -> None:
-        """May be called again."""
+        """Release the lock. May be called again."""
         if self._descriptor is not None:
-            self._note(b"")
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a child that is being forked may have a copy
+            self._write_holder(b"")
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a forked child may still hold a copy of the descriptor
             self._close()
 
-    def _note(self, process: bytes) -> None:
-        """Overwrite the process id, which takes no disk space. If it fails, the holder is unknown."""
+    def _write_holder(self, process: bytes) -> None:
+        """Overwrite the process id. Needs no disk space; if it fails, the holder is unknown."""
         assert self._descriptor is not None
         with contextlib.suppress(OSError):
             os.pwrite(self._descriptor, process.rjust(20) + b"\n", 0)

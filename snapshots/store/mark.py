@@ -1,4 +1,4 @@
-"""The file MARK of a store folder as a value: read once, passed along, and replaced as a whole."""
+"""A store folder's file MARK as a value. It is read once, passed along, and replaced as a whole."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ LIVE_FOLDERS = ("live", "live-2")
 
 
 class RanksRecord(NamedTuple):
-    """How many ranks have the live rows as shards.
+    """How many ranks share the live rows as shards.
 
-    Of stores of an earlier version, `run`: the id of the run in which the rows began. `saved`: the number of collective
-    writes since then when the recovery snapshot was saved or loaded.
+    An earlier version also stored `run`, the id of the run that wrote the first rows, and `saved`, how many
+    collective writes that run had made when the recovery snapshot was saved or loaded.
     """
 
     ranks: int
@@ -28,7 +28,7 @@ class RanksRecord(NamedTuple):
 
 
 class Link(NamedTuple):
-    """Where the file of a group's record is: relative to what names it, and absolute."""
+    """The path of a group's record file: relative to the folder that stores it, and absolute."""
 
     relative: str
     absolute: str
@@ -38,18 +38,18 @@ class Link(NamedTuple):
         return cls(os.path.relpath(file, folder), str(file))
 
     def paths(self, folder: Path) -> list[Path]:
-        """Where the file may be, named by something in `folder`."""
+        """Returns the paths where the file may be, for a link stored in `folder`."""
         return [Path(os.path.normpath(folder / self.relative)), Path(self.absolute)]
 
 
 @dataclass(frozen=True)
 class Mark:
-    """What MARK says.
+    """MARK's content.
 
-    exists: whether there is such a file, undamaged. clean_marker: the description of the live rows, None if they are
-    not clean or absent. live: their folder. ranks: of shards. store: the id of the store. record: of a store that is
-    trained alone. link: to the file with the record of its group otherwise. A store that an earlier version wrote has
-    neither, but fields that `old_stores` reads: `old`.
+    exists: False if the file is missing or damaged. clean_marker: the live rows' description; None if they are absent
+    or not clean. live: their folder. ranks: set if ranks share the rows. store: the store's id. record: set if the
+    store trains alone; otherwise `link` leads to the group's record file. old: the fields of a store from an earlier
+    version, which lacks a record and a link.
     """
 
     exists: bool = True
@@ -74,7 +74,7 @@ class Mark:
 
     @classmethod
     def parse(cls, data: bytes) -> Mark:
-        """From the content of the file; one that does not exist if it is damaged."""
+        """Parse the file's content. If it is damaged, the result does not exist."""
         try:
             content = unseal(data)
             if not isinstance(content, dict) or not content:
@@ -95,7 +95,7 @@ class Mark:
 
 
 def live_version(marker: Mapping[str, Any] | None) -> str | None:
-    """The version of the live rows that a clean marker describes; None without one."""
+    """The version of the live rows described by a clean marker; None without a marker."""
     if marker is None:
         return None
     match marker.get(SHARE), marker.get(LIVE):
@@ -103,6 +103,6 @@ def live_version(marker: Mapping[str, Any] | None) -> str | None:
             return f"{run}:{writes}"
         case _, str(version):
             return version
-        case _, [[str(epoch), int(writes)], _]:  # of an earlier version
+        case _, [[str(epoch), int(writes)], _]:  # an earlier version wrote it
             return f"{epoch}:{writes}"
-    return "unnamed"  # of an earlier version
+    return "unnamed"  # an earlier version wrote it

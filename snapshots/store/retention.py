@@ -1,4 +1,4 @@
-"""Retention: which snapshots of a store to keep, and removal of the others."""
+"""Retention: decides which of a store's snapshots to keep, and removes the others."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ log = logging.getLogger("tierbed")
 
 
 class PrunePlan(NamedTuple):
-    """The snapshots that a prune keeps and removes, each from the oldest to the latest.
+    """The snapshots that a prune keeps and removes, each from oldest to latest.
 
-    kept_for_recovery: those of `kept` that only recovery needs.
+    kept_for_recovery: the part of `kept` that only recovery needs.
     """
 
     kept: list[Snapshot]
@@ -39,37 +39,41 @@ def plan_prune(
     recovery_snapshots: Collection[str] = (),
     of_states: Collection[str] = (),
 ) -> PrunePlan:
-    """Which of `snapshots`, from the oldest to the latest, a prune keeps.
+    """Decide which of `snapshots` a prune keeps. Parents of kept snapshots are kept as well.
 
-    keep_last: how many of the latest to keep, at least 1. keep_every: also keep the first snapshot that reached each
-    multiple of this many steps. recovery_snapshots: those that recovery may load. of_states: those that saved states
-    name, which are not counted in keep_last. These are kept, and so are the parents of all kept snapshots. Raises
-    OptionError, and SnapshotError if a parent is missing.
+    Args:
+        snapshots: a store's snapshots, from oldest to latest.
+        keep_last: how many of the latest to keep, at least 1.
+        keep_every: also keep the first snapshot that reached each multiple of this many steps.
+        recovery_snapshots: names that recovery may load; kept.
+        of_states: names that saved state_dicts refer to; kept, and not counted in keep_last.
+
+    Raises OptionError for invalid numbers, SnapshotError if a parent is missing.
     """
     keep_last = int_option("keep_last", keep_last, "a whole number from 1", 1)
     if keep_every is not None:
         keep_every = int_option("keep_every", keep_every, "a whole number from 1", 1)
-    counted = [s for s in snapshots if s.name not in of_states]
-    wanted = {s.name for s in counted[-keep_last:]}.union(of_states)
+    counted = [snapshot for snapshot in snapshots if snapshot.name not in of_states]
+    policy_names = {snapshot.name for snapshot in counted[-keep_last:]}.union(of_states)
     reached = -1
     for snapshot in counted:
         if keep_every is not None and (multiple := snapshot.description["step"] // keep_every) > reached:
             reached = multiple
-            wanted.add(snapshot.name)
+            policy_names.add(snapshot.name)
     required, for_recovery = (
-        {one.name for snapshot in snapshots if snapshot.name in names for one in snapshot.chain}
-        for names in (wanted, recovery_snapshots)
+        {ancestor.name for snapshot in snapshots if snapshot.name in names for ancestor in snapshot.chain}
+        for names in (policy_names, recovery_snapshots)
     )
     kept = required | for_recovery
     return PrunePlan(
-        [s for s in snapshots if s.name in kept],
-        [s for s in snapshots if s.name not in kept],
-        [s for s in snapshots if s.name in kept - required],
+        [snapshot for snapshot in snapshots if snapshot.name in kept],
+        [snapshot for snapshot in snapshots if snapshot.name not in kept],
+        [snapshot for snapshot in snapshots if snapshot.name in kept - required],
     )
 
 
 def plan_for(store: FolderState, keep_last: int, keep_every: int | None = None) -> PrunePlan:
-    """What `prune` would do. Raises what `prune` raises."""
+    """Returns what `prune` would do, and raises what it would raise."""
     snapshots, damaged = list_snapshots(store.snapshots)
     for error in damaged.values():
         raise SnapshotError(f"nothing is pruned while a snapshot cannot be read: {error}") from error
@@ -78,53 +82,53 @@ def plan_for(store: FolderState, keep_last: int, keep_every: int | None = None) 
 
 
 def needed_names(store: FolderState) -> set[str]:
-    """The names of the snapshots that recovery of any store with these snapshots may load, or that are parents.
+    """The names of snapshots that recovery or an incremental save may need, in any store with these snapshots.
 
     Raises SnapshotError, StoreError.
     """
-    ids = {id for one in store.sharing for id in file_of(one).needed}
+    ids = {id for snapshot in store.sharing for id in file_of(snapshot).needed}
     snapshots = list_snapshots(store.snapshots).snapshots
-    return {snapshot_by_id(store.snapshots, id).name for id in ids & {one.manifest.id for one in snapshots}}
+    return {snapshot_by_id(store.snapshots, id).name for id in ids & {snapshot.manifest.id for snapshot in snapshots}}
 
 
 def undone_names(snapshots: Path, record: Record, store: str) -> set[str]:
-    """The names of the snapshots of a store that a recovery has undone, so that a run may save these names again."""
+    """The names of a store's snapshots that recovery skipped. A run may save these names again."""
     low, high = record.undone.get(store, (0, 0))
-    kept = needed(record, store)
+    needed_ids = needed(record, store)
     return {
-        one.name
-        for one in (list_snapshots(snapshots).snapshots if high > low else ())
-        if low < one.manifest.sequence <= high and one.manifest.id not in kept
+        snapshot.name
+        for snapshot in (list_snapshots(snapshots).snapshots if high > low else ())
+        if low < snapshot.manifest.sequence <= high and snapshot.manifest.id not in needed_ids
     }
 
 
 def state_snapshot(store: StoreFolder, id: str | None, keep: int | None) -> Path | None:
-    """The snapshot for a `state_dict()` of the rows of snapshot `id`: a link to it. Raises SnapshotError.
+    """Link snapshot `id` for a `state_dict()`. Returns the link, or None if `id` is None. Raises SnapshotError.
 
-    None if no snapshot has them. Before a new one is linked, all but the latest `keep` snapshots of states are removed.
+    Before a new link is made, all but the latest `keep` such links are removed.
     """
-    made = None if id is None else snapshot_by_id(store.snapshots, id)
-    place = None if made is None else store.snapshots / (OF_STATE + made.manifest.id)
-    if keep is not None and (place is None or not place.is_dir()):
+    snapshot = None if id is None else snapshot_by_id(store.snapshots, id)
+    link = None if snapshot is None else store.snapshots / (OF_STATE + snapshot.manifest.id)
+    if keep is not None and (link is None or not link.is_dir()):
         _prune_states(store, keep)
-    if made is not None and place is not None and not place.is_dir():
-        link_snapshot(made, place)
-    return place
+    if snapshot is not None and link is not None and not link.is_dir():
+        link_snapshot(snapshot, link)
+    return link
 
 
 def is_of_state(snapshot: Snapshot) -> bool:
-    """Whether a `state_dict()` made the snapshot: its name has its id."""
+    """True if a `state_dict()` made the snapshot: its name contains its id."""
     return snapshot.name == OF_STATE + snapshot.manifest.id
 
 
 def _prune_states(store: StoreFolder, keep: int) -> None:
-    """Remove snapshots of states, except the latest `keep` and those that recovery or children need. SnapshotError."""
-    of_states = [snapshot for snapshot in list_snapshots(store.snapshots).snapshots if is_of_state(snapshot)]
-    of_states.sort(key=lambda one: one.folder.stat().st_mtime_ns)  # the link to an old snapshot may be new
-    before = of_states[:-keep]
-    kept = needed_names(store) if before else set()
-    for snapshot in before:
-        if snapshot.name in kept or children_of(snapshot.folder):
+    """Remove all but the latest `keep` state_dicts' snapshots, except those that recovery or children need."""
+    snapshots = [snapshot for snapshot in list_snapshots(store.snapshots).snapshots if is_of_state(snapshot)]
+    snapshots.sort(key=lambda snapshot: snapshot.folder.stat().st_mtime_ns)  # when it was linked, not when it was saved
+    removable = snapshots[:-keep]
+    needed = needed_names(store) if removable else set()
+    for snapshot in removable:
+        if snapshot.name in needed or children_of(snapshot.folder):
             continue
         remove_snapshot(snapshot.folder)
         log.info(
@@ -136,37 +140,36 @@ def _prune_states(store: StoreFolder, keep: int) -> None:
 
 
 def keep_replaced(folder: Path) -> None:
-    """Give a snapshot that a save is about to replace a second name, as recovery may need it. SnapshotError."""
+    """Link a snapshot that is about to be overwritten under a second name, as recovery may need it. SnapshotError."""
     snapshot = Snapshot.open(folder)
-    place = folder.with_name(f"{REPLACED}{snapshot.manifest.id}")
-    if not place.is_dir():  # else a failed save left it
-        link_snapshot(snapshot, place)
+    link = folder.with_name(f"{REPLACED}{snapshot.manifest.id}")
+    if not link.is_dir():  # a failed save may have left it
+        link_snapshot(snapshot, link)
 
 
 def drop_replaced(store: StoreFolder) -> None:
-    """Remove snapshots of `keep_replaced` that recovery does not need any more. Raises SnapshotError."""
+    """Remove links made by `keep_replaced` that recovery no longer needs. Raises SnapshotError."""
     try:
-        kept = [place for place in store.snapshots.glob(f"{REPLACED}*/") if is_replaced(place)]
+        replaced = [folder for folder in store.snapshots.glob(f"{REPLACED}*/") if is_replaced(folder)]
     except OSError as error:
         raise SnapshotError(f"the snapshots in {str(store.snapshots)!r} cannot be listed: {error}") from error
-    if kept:
-        needed_now = needed_names(store)
-        for place in kept:
-            if place.name not in needed_now and not children_of(place):
-                remove_snapshot(place)
+    if replaced:
+        needed = needed_names(store)
+        for folder in replaced:
+            if folder.name not in needed and not children_of(folder):
+                remove_snapshot(folder)
 
 
 def is_replaced(folder: Path) -> bool:
-    """Whether a snapshot has a name of `keep_replaced`."""
+    """True if `keep_replaced` gave the snapshot its name."""
     return folder.name == f"{REPLACED}{snapshot_id(folder)}"
 
 
 def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> PrunePlan:
-    """Remove the snapshots of a store that `plan_prune` does not keep. Returns what was kept and removed.
+    """Remove a store's snapshots that `plan_prune` does not keep. Returns what was kept and removed.
 
-    Snapshots are removed one by one, the latest first, so that every remaining snapshot has its parents at any time,
-    also after a kill. Raises SnapshotError and removes nothing if a manifest is damaged, since the parent of that
-    snapshot is unknown.
+    Removes the latest first, so every remaining snapshot always has its parents, even after a kill. Raises
+    SnapshotError and removes nothing if a manifest is damaged, since that snapshot's parent is unknown.
     """
     drop_replaced(store)
     plan = plan_for(store, keep_last, keep_every)
@@ -176,7 +179,7 @@ def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> 
 
 
 def remove_if_unreferenced(store: StoreFolder, saved: Snapshot) -> None:
-    """Remove a snapshot, unless recovery or a child needs it, or another has replaced it. Raises SnapshotError."""
-    place = store.snapshots / saved.name
-    if snapshot_id(place) == saved.manifest.id and saved.name not in needed_names(store) and not children_of(place):
-        remove_snapshot(place)
+    """Remove a snapshot unless recovery or a child needs it, or another replaced it. Raises SnapshotError."""
+    folder = store.snapshots / saved.name
+    if snapshot_id(folder) == saved.manifest.id and saved.name not in needed_names(store) and not children_of(folder):
+        remove_snapshot(folder)

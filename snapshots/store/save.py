@@ -1,4 +1,4 @@
-"""Saves rows as a snapshot of a store, of any kind, for open tables and for the command line."""
+"""Saves a store's rows as a snapshot of any kind, for open tables and the command line."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ log = logging.getLogger("tierbed")
 
 
 class SaveSource(NamedTuple):
-    """Rows to save.
+    """The rows to save, and how to read them.
 
-    `scan`: yields all rows. `rocksdb`: the database that has all rows after `flush`, or None. `changes`: returns the
-    changes since the snapshot with a given id, None if they are unknown. `id`: of the new snapshot. `record`, `store`:
-    the record of the store's group, and its id there.
+    scan: yields all rows. record, store: the group's record, and the store's id in it. rocksdb: the database with all
+    rows after `flush`, or None. changes: returns the changes since the snapshot with a given id, or None if they are
+    unknown. id: the new snapshot's.
     """
 
     description: dict[str, Any]
@@ -56,18 +56,18 @@ class SaveSource(NamedTuple):
 
     @property
     def parent(self) -> str:
-        """The id of the parent of an incremental snapshot; EMPTY for none."""
+        """The id of an incremental snapshot's parent; EMPTY if there is none."""
         return self.record.parents.get(self.store, EMPTY)
 
 
 def check_save(store: StoreFolder, name: str, kind: str, source: SaveSource, overwrite: bool) -> None:
-    """Raise the OptionError or SnapshotError of a save as snapshot `name`, before it changes anything."""
+    """Raises the OptionError or SnapshotError that saving as snapshot `name` would raise. Changes nothing."""
     check_kind(kind)
-    drop_replaced(store)  # they may be children of the snapshot that this one replaces
-    place = store.snapshots / name
-    left = undone_names(store.snapshots, source.record, source.store)
-    if name not in left or not left.issuperset(children_of(place)):
-        check_free(place, overwrite or name in left)
+    drop_replaced(store)  # one may be a child of the snapshot that this one replaces
+    folder = store.snapshots / name
+    reusable = undone_names(store.snapshots, source.record, source.store)
+    if name not in reusable or not reusable.issuperset(children_of(folder)):
+        check_free(folder, overwrite or name in reusable)
     if kind == "checkpoint" and source.rocksdb is None:
         raise OptionError("kind='checkpoint' needs RocksDB's files, which only cached_ssd stores have; give 'full'")
 
@@ -77,25 +77,25 @@ def begin_save(
 ) -> tuple[Path, Snapshot | None]:
     """Begin a snapshot that `check_save` has checked. Raises SnapshotError, StoreError.
 
-    Returns its folder, still under a temporary name, and the parent of an incremental one as of `parent_for`.
+    Returns its final folder (it is still under a temporary name), and `parent_for` it if it is incremental.
     """
-    place = store.snapshots / name
+    folder = store.snapshots / name
     parent = parent_for(store, name, source) if kind == "incremental" else None
     if parent is not None:
-        check_parent(place, parent, source.description)
+        check_parent(folder, parent, source.description)
     store.clear_snapshots()
     if name in undone_names(store.snapshots, source.record, source.store):
         for other in reversed(list_snapshots(store.snapshots).snapshots):
-            if any(one.name == name for one in other.chain[:-1]):
-                remove_snapshot(other.folder)  # its parent was left behind, so it was as well
-    if os.path.lexists(place) and snapshot_id(place) in needed(source.record, source.store):
-        keep_replaced(place)
-    new.begin(place, source.description, overwrite or os.path.lexists(place))
-    return place, parent
+            if any(ancestor.name == name for ancestor in other.chain[:-1]):
+                remove_snapshot(other.folder)  # recovery skipped its parent, so it skipped this one too
+    if os.path.lexists(folder) and snapshot_id(folder) in needed(source.record, source.store):
+        keep_replaced(folder)
+    new.begin(folder, source.description, overwrite or os.path.lexists(folder))
+    return folder, parent
 
 
 class Part(NamedTuple):
-    """What one writer has written of a snapshot: `rows`, as many as its part of the table has, and its files."""
+    """What one writer wrote: the number of rows in its part of the table, and its files."""
 
     rows: int
     files: Files
@@ -111,42 +111,41 @@ def write_part(
     shard: HashShard | None = None,
     chunks: Chunks | None = None,
 ) -> Part:
-    """Write a source's rows durably as part of the snapshot `folder`, which has begun. SnapshotError, StoreError.
+    """Write a source's rows durably into the begun snapshot `folder`. Raises SnapshotError, StoreError.
 
-    parent: what `begin_save` returned, or this shard of it. shard: if others write rows as well. chunks: the rows,
-    instead of a scan.
+    parent: from `begin_save`, or this shard of it. shard: given if other writers write the other shards. chunks: the
+    rows to write; by default they are scanned.
     """
-    place = temporary_path(folder)
+    temporary = temporary_path(folder)
     with write_errors(folder, shard):
         if kind == "checkpoint":
-            from ..files.rocksdb_files import write_rocksdb  # only with RocksDB
+            from ..files.rocksdb_files import write_rocksdb  # needs RocksDB
 
             assert source.rocksdb is not None
-            return Part(source.rows, {}, write_rocksdb(place, folder.name, source.rows, source.rocksdb, progress))
+            return Part(source.rows, {}, write_rocksdb(temporary, folder.name, source.rows, source.rocksdb, progress))
         if parent is not None:
-            changed = source.changes(parent.manifest.id)
-            if changed is None:
-                changed = changes_between(parent.chunks(), source.scan())
-            files = write_changes(place, source.description, changed, progress, shard)
+            changes = source.changes(parent.manifest.id)
+            if changes is None:
+                changes = changes_between(parent.chunks(), source.scan())
+            files = write_changes(temporary, source.description, changes, progress, shard)
             rows = source.rows
         else:
-            rows_of_all = source.scan() if chunks is None else chunks
-            files = write_rows(place, source.description, rows_of_all, progress, shard)
+            all_rows = source.scan() if chunks is None else chunks
+            files = write_rows(temporary, source.description, all_rows, progress, shard)
             rows = sum(file.rows for file in files.values())
-        if shard is not None:  # another process puts the snapshot in place, maybe on another host
-            fsync_dir(place)
+        if shard is not None:  # another process renames the folder, maybe on another host
+            fsync_dir(temporary)
         return Part(rows, files)
 
 
 def check_kind(kind: str) -> None:
-    """Raises OptionError for an unknown kind of snapshot."""
     choice_option("kind", kind, KINDS)
 
 
 def parent_for(store: StoreFolder, name: str, source: SaveSource) -> Snapshot | None:
-    """The parent of the incremental snapshot `name`: the one saved or loaded last. Raises SnapshotError.
+    """Returns the incremental snapshot's parent: the snapshot saved or loaded last. Raises SnapshotError.
 
-    None, with a warning, if the chain would be too long or if a `state_dict()` made that parent.
+    Returns None, with a warning, if the chain would be too long or if a `state_dict()` made that snapshot.
     """
     if source.parent == EMPTY:
         raise SnapshotError(
@@ -155,10 +154,10 @@ def parent_for(store: StoreFolder, name: str, source: SaveSource) -> Snapshot | 
         )
     parent = snapshot_by_id(store.snapshots, source.parent)
     if is_of_state(parent):
-        why = "the rows were loaded from it, and a state_dict made it"
+        reason = "the rows were loaded from it, and a state_dict made it"
     elif len(parent.chain) >= MAX_CHAIN:
-        why = f"it has a chain of {MAX_CHAIN - 1} parents, and at most that many can be read"
+        reason = f"it has a chain of {MAX_CHAIN - 1} parents, and at most that many can be read"
     else:
         return parent
-    log.warning("snapshot %r is full, not incremental with parent %r: %s", name, parent.name, why)
+    log.warning("snapshot %r is full, not incremental with parent %r: %s", name, parent.name, reason)
     return None

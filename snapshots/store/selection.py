@@ -1,6 +1,6 @@
-"""Selects what to load of a snapshot: some tables or keys, or weights without optimizer state, or converted numbers.
+"""Selects what a load takes from a snapshot: tables, keys, weights without optimizer state, or converted numbers.
 
-Widening a number is exact, narrowing rounds to nearest even.
+Conversion to a wider type is exact; to a narrower one it rounds to nearest even.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from ...engine.optim.kernel import kernels
 from ...engine.row_format import STATE_TYPES, Chunks, RowArray, RowForm, overflows
 from ..files.reader import Snapshot, count_progress
 
-Types = tuple[str, str]  # of the embedding, and of states with one number for each element
+Types = tuple[str, str]  # of the embedding, and of states with one number per element
 Where = Callable[[NDArray[np.uint32], NDArray[np.int64] | NDArray[np.uint64]], NDArray[np.bool_]]
 
 
 def converted_description(description: dict[str, Any], types: Types) -> dict[str, Any]:
-    """The description of the same rows with numbers of other types."""
+    """The same rows' description after their numbers are converted to `types`."""
     dtype, state_type = types
     kernel = kernels().get(description["optimizer"])
     widths, dim = description["state_widths"], sum(description["columns"])
-    of_elements = widths.count(dim) if kernel is None else len(kernel.element_states)
-    of_states = [state_type] * of_elements + ["float32"] * (len(widths) - of_elements)
-    kept = {name: value for name, value in description.items() if name != STATE_TYPES}
-    kept["dtype"] = dtype
-    if {dtype, *of_states} != {"float32"}:
-        kept[STATE_TYPES] = of_states
-    return {**kept, "width": RowForm.described(kept).width}
+    element_states = widths.count(dim) if kernel is None else len(kernel.element_states)
+    state_types = [state_type] * element_states + ["float32"] * (len(widths) - element_states)
+    result = {name: value for name, value in description.items() if name != STATE_TYPES}
+    result["dtype"] = dtype
+    if {dtype, *state_types} != {"float32"}:
+        result[STATE_TYPES] = state_types
+    return {**result, "width": RowForm.described(result).width}
 
 
 def types_of(description: Mapping[str, Any]) -> tuple[str, str | None]:
-    """The types of the rows of a valid description, None if they have no states."""
+    """The types of the rows in a valid description. The second is None if they have no states."""
     widths = description["state_widths"]
     states = description.get(STATE_TYPES, ["float32"] * len(widths))
     return description["dtype"], states[0] if states else None
 
 
 def converted(rows: RowArray, old: RowForm, new: RowForm, signed: bool) -> RowArray:
-    """Rows [n] of form `old` as new rows of form `new`, whose fields are the first of those of `old`.
+    """Convert rows [n] of form `old` to form `new`, whose fields are the first fields of `old`.
 
-    signed: whether keys are signed. Raises InputError for a finite number beyond the largest of its type.
+    signed: True if keys are signed. Raises InputError for a finite number that overflows its new type.
     """
     out = np.zeros(len(rows), new.dtype)
     for name in ("table", "key", "updates", "step"):
@@ -66,7 +66,11 @@ def converted(rows: RowArray, old: RowForm, new: RowForm, signed: bool) -> RowAr
 
 @dataclass
 class LoadReport:
-    """What a load did: `rows` loaded and `left_out`. `remarks` say what did not fit and how it was handled."""
+    """What a load did.
+
+    rows: how many rows were loaded. left_out: how many were skipped. remarks: what did not fit, and how it was
+    handled.
+    """
 
     rows: int = 0
     left_out: int = 0
@@ -75,12 +79,11 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class Selection:
-    """What to load of a snapshot.
+    """What to load from a snapshot.
 
-    `tables`: indexes, or names until `fitting` resolves them. `where`: a function of (tables [n], keys [n]) that
-    returns bool [n], the rows to load. `state`: whether to load optimizer state. `convert`: whether numbers of another
-    type are converted to `types`, which `fitting` sets. `padding`: the 64 bits of padding_idx, which is not a key of
-    the table.
+    tables: indexes, or names until `fitting` resolves them. where: a function of (tables [n], keys [n]) that returns
+    bool [n], True for rows to load. state: load optimizer state. convert: convert numbers to `types`, which `fitting`
+    sets, if their type differs. padding: padding_idx as 64 bits; that key is never a row.
     """
 
     tables: Collection[int | str] | None = None
@@ -92,36 +95,36 @@ class Selection:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the selection is the whole snapshot, bit for bit."""
+        """True if the selection is the whole snapshot, bit for bit."""
         return self.has_every_row and self.state and self.types is None
 
     @property
     def can_recover(self) -> bool:
-        """Whether the loaded rows equal those of the snapshot bit for bit, so that recovery may load it."""
+        """True if the loaded rows equal the snapshot's bit for bit, so that recovery may load it."""
         return self.is_whole and not self.convert
 
     @property
     def has_every_row(self) -> bool:
-        """Whether no row is skipped."""
+        """True if no row is skipped."""
         return self.tables is None and self.where is None and self.padding is None
 
     def description(self, description: dict[str, Any]) -> dict[str, Any]:
-        """The description of the selected rows; without state, of a table that no optimizer has trained."""
+        """The selected rows' description. Without state, it describes a table that was never trained."""
         if self.types is not None:
             description = converted_description(description, self.types)
         if self.state:
             return description
-        bare: dict[str, Any] = {"optimizer": None, "step": 0}
-        bare |= {name: [] for name in ("states", "state_widths", "initial", "hyper")}
+        untrained: dict[str, Any] = {"optimizer": None, "step": 0}
+        untrained |= {name: [] for name in ("states", "state_widths", "initial", "hyper")}
         if description["dtype"] != "float32":
-            bare[STATE_TYPES] = []
-        kept = {name: value for name, value in description.items() if name != STATE_TYPES}
-        return {**kept, **bare, "width": RowForm(sum(kept["columns"]), kept["dtype"]).width}
+            untrained[STATE_TYPES] = []
+        result = {name: value for name, value in description.items() if name != STATE_TYPES}
+        return {**result, **untrained, "width": RowForm(sum(result["columns"]), result["dtype"]).width}
 
     def rows_of(self, snapshot: Snapshot, report: LoadReport, progress: Callable[[int], None] | None = None) -> Chunks:
-        """The selected rows of a snapshot, counted in `report`; without state, as a lookup returns them.
+        """Yields a snapshot's selected rows, counted in `report`. Without state, they are as a lookup returns them.
 
-        progress: called with the number of rows of each chunk read.
+        progress: called with the number of rows in each chunk read.
         """
         chunks = snapshot.chunks()
         if not self.state:
@@ -131,9 +134,9 @@ class Selection:
         return self.chunks(count_progress(chunks, progress), snapshot.description, report)
 
     def chunks(self, chunks: Chunks, description: dict[str, Any], report: LoadReport) -> Chunks:
-        """The selected rows of a snapshot, counted in `report`."""
+        """Yields the selected rows among `chunks`, and counts them in `report`."""
         signed = description["key_type"] != "uint64"
-        stored, loaded = (RowForm.described(of) for of in (description, self.description(description)))
+        stored, loaded = (RowForm.described(source) for source in (description, self.description(description)))
         for bucket, rows in chunks:
             selected = self._selected(rows, signed)
             report.left_out += len(rows) - len(selected)
@@ -152,13 +155,13 @@ class Selection:
             rows = rows[rows["key"] != np.uint64(self.padding)]
         if self.where is not None:
             keys = rows["key"].copy()
-            wanted = np.asarray(self.where(rows["table"].copy(), keys.view(np.int64) if signed else keys))
-            if wanted.dtype != bool or wanted.shape != keys.shape:
+            is_selected = np.asarray(self.where(rows["table"].copy(), keys.view(np.int64) if signed else keys))
+            if is_selected.dtype != bool or is_selected.shape != keys.shape:
                 raise InputError(
-                    f"where returned {wanted.dtype} of shape {wanted.shape}: return bool of shape {keys.shape}, one "
-                    "for each row"
+                    f"where returned {is_selected.dtype} of shape {is_selected.shape}: return bool of shape "
+                    f"{keys.shape}, one for each row"
                 )
-            rows = rows[wanted]
+            rows = rows[is_selected]
         return rows
 
 

@@ -1,4 +1,4 @@
-"""Reports what a store folder holds and what the next run would do, without the lock."""
+"""Reports what a store folder holds and what the next run would do, without taking the lock."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from .group_file import GroupFile
 from .mark import live_version
 from .recovery_rule import EMPTY
 
-CHECKPOINT = "graph.msgpack"  # a file of checkpoints, which store folders lack
+CHECKPOINT = "graph.msgpack"  # a file that checkpoints have and store folders lack
 
 
 @dataclass(frozen=True)
 class Restart:
     """The rows that the next run starts with.
 
-    `source`: "live" rows, a "snapshot", "empty" for no rows, "nowhere" if the run cannot start because of `problem`, or
-    "elsewhere" if the shards are on other hosts and one process cannot start.
-    `step`: of the rows. `lost_steps`: how many later steps are lost, None if unknown.
+    source: "live" rows, a "snapshot", "empty" for no rows, "nowhere" if the run cannot start because of `problem`, or
+    "elsewhere" if the shards are on other hosts, so that one process cannot start. step: the rows' step. lost_steps:
+    how many later steps are lost; None if unknown.
     """
 
     source: Literal["live", "snapshot", "empty", "nowhere", "elsewhere"]
@@ -39,11 +39,12 @@ class Restart:
 
 
 class MemberStatus(NamedTuple):
-    """What the record of a group says of a store.
+    """What a group's record says about a store.
 
-    live, snapshot: which durable rows are the present ones: live rows, a snapshot, both, or neither if it is open for
-    training or was killed. step: of these; None if unknown. common: the snapshot that it goes back to with the others,
-    None for no rows. common_step: of that.
+    live, snapshot: the durable rows that equal the present ones: live rows, a snapshot, both, or neither if the store
+    is being trained or was killed. step: their step; None if unknown. common: the snapshot that all stores go back to
+    together, as this one has it; None for no rows. common_step: its step. For a missing snapshot, the name is its id
+    and "(missing)".
     """
 
     name: str
@@ -57,15 +58,19 @@ class MemberStatus(NamedTuple):
 
 @dataclass(frozen=True)
 class StoreStatus:
-    """The status of a store folder.
+    """A store folder's status.
 
-    `holder`: the id of the process that has it open, 0 if unknown, None for no process. `marker`: the clean marker,
-    None if the live rows are not clean or absent; for ranks it is merged from those of all shards. `live`: "rows",
-    "rocksdb", "ranks" or None. `ranks`: the number of ranks, None for one process. `rows`: the number of live rows,
-    None without a clean marker. `step`: of the live rows, None if unknown. `recovery_snapshot`: its name, if any.
-    `bytes`: of the live rows, the snapshots and the rest; a file that two of these share counts in the first.
-    `group`: what the record says of each store that is trained together with this one, and of this one; empty if it is
-    trained alone. `restart`: what a run would do that starts now, or if there is a holder, after a kill of it.
+    Attributes:
+        holder: the id of the process that has it open, 0 if unknown; None if no process has.
+        marker: the clean marker; None if the live rows are absent or not clean. For ranks, all shards' merged marker.
+        live: "rows", "rocksdb", "ranks" or None.
+        rows, step: of the live rows; None if unknown. rows is also None without a clean marker.
+        recovery_snapshot: its name, if any.
+        bytes: the size of live rows, snapshots and the rest. A file that several share counts in the first.
+        restart: what a run that starts now would do; if there is a holder, what it would do after the holder is
+            killed.
+        ranks: the number of ranks; None for one process.
+        group: what the record says about each store in the group, this one included; empty if it trains alone.
     """
 
     path: Path
@@ -82,12 +87,12 @@ class StoreStatus:
 
     @property
     def partners(self) -> tuple[str, ...]:
-        """The names of the embeddings that it is trained together with."""
-        return tuple(one.name for one in self.group if one.path != self.path)
+        """The names of the embeddings that are trained together with this one."""
+        return tuple(member.name for member in self.group if member.path != self.path)
 
     @property
     def rows_by_table(self) -> dict[str, int] | None:
-        """The number of live rows by name or number of the table; None if it is unknown."""
+        """The number of live rows by table name or number; None if unknown."""
         counts = None if self.marker is None else counts_in(self.marker, len(self.marker["tables"]))
         if self.marker is None or counts is None:
             return None
@@ -95,7 +100,7 @@ class StoreStatus:
 
     @property
     def state(self) -> Literal["open", "closed", "unclean", "new", "elsewhere"]:
-        """Whether it is open in a process, was closed cleanly or not, was never written, or is on other hosts alone."""
+        """Open in a process, closed cleanly or not, never written, or only on other hosts."""
         if self.holder is not None:
             return "open"
         if self.restart.source == "elsewhere":
@@ -106,13 +111,13 @@ class StoreStatus:
 
 
 def store_status(path: Path) -> StoreStatus:
-    """The status of a store. Raises StoreError if the store cannot be read, SnapshotError if its snapshots cannot."""
+    """Read a store's status. Raises StoreError if that fails, SnapshotError if its snapshots cannot be read."""
     path = existing_store(Path(path))
     folder = FolderState(path)
     ranks, top, marker, noted_step = folder.ranks, folder.live, folder.clean_marker, folder.noted_step
     if ranks:
         top, marker, noted_step = path / RANKS, merged_clean_marker(folder), last_step(path, ranks)
-    live = "ranks" if ranks else _kind_of(folder.live) if marker is None else marker["live"]
+    live = "ranks" if ranks else _live_kind(folder.live) if marker is None else marker["live"]
     group: tuple[MemberStatus, ...] = ()
     name = None
     if ranks and not clean_markers(path, ranks):
@@ -120,7 +125,7 @@ def store_status(path: Path) -> StoreStatus:
     else:
         try:
             file = GroupFile(folder)
-            group = _group_of(file)
+            group = _read_group(file)
             name = file.last_snapshot
             restart = _restart(file, marker, noted_step)
         except (StoreError, SnapshotError) as error:
@@ -132,33 +137,33 @@ def store_status(path: Path) -> StoreStatus:
     return StoreStatus(path, holder(path), marker, live, rows, step, name, sizes, restart, ranks or None, group)
 
 
-def _group_of(file: GroupFile) -> tuple[MemberStatus, ...]:
-    """What a record of several stores says of each, by name."""
+def _read_group(file: GroupFile) -> tuple[MemberStatus, ...]:
+    """What a group's record says about each store, sorted by name."""
     if file.path is None:
         return ()
-    found = []
-    for store, place in file.record.places.items():
-        paths = place.paths(file.path.parent)
+    members = []
+    for store, location in file.record.places.items():
+        paths = location.paths(file.path.parent)
         path = file.folder.path if store == file.store else next((one for one in paths if one.is_dir()), paths[0])
         entry, commit, folder = file.record.now[store], file.record.commit[store], FolderState(path)
-        snapshot, step = _snapshot_of(folder, entry.snapshot)
+        snapshot, step = _find_snapshot(folder, entry.snapshot)
         if entry.live is not None:
-            markers = [folder.clean_marker, *clean_markers(path, folder.ranks).values()]  # of shards on this host
+            markers = [folder.clean_marker, *clean_markers(path, folder.ranks).values()]  # this host's shards
             step = next((one["step"] for one in markers if one and live_version(one) == entry.live), step)
-        common = _snapshot_of(folder, commit)
-        found.append(MemberStatus(place.name, path, entry.live is not None, snapshot, step, *common))
-    return tuple(sorted(found))
+        common = _find_snapshot(folder, commit)
+        members.append(MemberStatus(location.name, path, entry.live is not None, snapshot, step, *common))
+    return tuple(sorted(members))
 
 
-def _snapshot_of(folder: FolderState, id: str | None) -> tuple[str | None, int | None]:
-    """The name and step of a snapshot of a record; its id if it is missing. The step of no rows is 0."""
+def _find_snapshot(folder: FolderState, id: str | None) -> tuple[str | None, int | None]:
+    """The name and step of a record's snapshot. For no rows the step is 0; for a missing snapshot it is None."""
     if id is None or id == EMPTY:
         return None, None if id is None else 0
     try:
-        found = snapshot_by_id(folder.snapshots, id)
+        snapshot = snapshot_by_id(folder.snapshots, id)
     except SnapshotError:
-        return id, None
-    return found.name, int(found.description["step"])
+        return f"{id} (missing)", None
+    return snapshot.name, int(snapshot.description["step"])
 
 
 def _restart(file: GroupFile, marker: dict[str, Any] | None, noted_step: int | None) -> Restart:
@@ -177,7 +182,7 @@ def _restart(file: GroupFile, marker: dict[str, Any] | None, noted_step: int | N
 
 
 def existing_store(path: Path) -> Path:
-    """The path, if it is a store. Raises StoreError otherwise: a mistyped path must not become a store."""
+    """Returns the path if it is a store. Otherwise raises StoreError: a mistyped path must not become a store."""
     if _may_be_store(path):
         return path
     inside = ", ".join(repr(str(store)) for store in stores_in(path))
@@ -188,21 +193,21 @@ def existing_store(path: Path) -> Path:
 
 
 def stores_in(path: Path) -> list[Path]:
-    """The store folders in the folder of a model, without other folders; empty for a store folder."""
+    """The store folders in a model's folder; empty if the path is itself a store folder."""
     if _may_be_store(path) or not os.path.isdir(path):
         return []
-    return sorted(one for one in path.iterdir() if _is_store(one))
+    return sorted(folder for folder in path.iterdir() if _is_store(folder))
 
 
 def _is_store(path: Path) -> bool:
-    """Whether a folder is a store that was written, or that a process has open to write it for the first time."""
+    """True if the folder is a store that was written, or that a process has open to write it for the first time."""
     if os.path.isfile(path / "MARK") or any(path.glob(f"snapshots/*/{MANIFEST}")):
         return True
     return os.path.isfile(path / "LOCK") and holder(path) is not None
 
 
 def is_snapshot(path: Path) -> bool:
-    """Whether the path is the folder of a snapshot in a store or elsewhere, or would be in a store."""
+    """True if the path is a snapshot's folder, in a store or elsewhere, or would be one in a store."""
     in_store = path.parent.name == SNAPSHOTS and _may_be_store(path.parent.parent)
     return (in_store or os.path.isfile(path / MANIFEST)) and not _may_be_store(path)
 
@@ -211,21 +216,21 @@ def _may_be_store(path: Path) -> bool:
     return os.path.isfile(path / "LOCK") or os.path.isdir(path / "snapshots")
 
 
-def _kind_of(live: Path) -> str | None:
+def _live_kind(live: Path) -> str | None:
     if not live.is_dir():
         return None
     return "rocksdb" if any(live.glob("shard-*")) else "rows"
 
 
 def _sizes(path: Path, live: Path) -> dict[str, int]:
-    """The bytes of files, each counted once, as `live`, `snapshots` and `other`. Other processes may change them."""
+    """The size in bytes of `live`, `snapshots` and `other`, each file counted once. Others may change the files."""
     sizes, seen = {"live": 0, "snapshots": 0, "other": 0}, set()
     for part, top in (("live", live), ("snapshots", path / "snapshots"), ("other", path)):
         for folder, _, files in os.walk(top):
             for name in files:
                 with contextlib.suppress(FileNotFoundError):
-                    found = os.lstat(os.path.join(folder, name))
-                    if (found.st_dev, found.st_ino) not in seen:
-                        seen.add((found.st_dev, found.st_ino))
-                        sizes[part] += found.st_size
+                    status = os.lstat(os.path.join(folder, name))
+                    if (status.st_dev, status.st_ino) not in seen:
+                        seen.add((status.st_dev, status.st_ino))
+                        sizes[part] += status.st_size
     return sizes

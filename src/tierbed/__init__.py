@@ -1,15 +1,15 @@
 """tierbed: embedding tables that outgrow one device's memory, for PyTorch.
 
-`import tierbed` has all that users need. A name is resolved at its first use (PEP 562): the import itself loads no
-torch.
+`import tierbed` gives access to the whole public API. Names are resolved at first use (PEP 562), so the import itself
+does not load torch.
 """
 
 try:
     import lazy_loader
-except ImportError as error:  # this package is imported all the same: `tierbed doctor` is a part of it
-    lacking = f"tierbed needs the package lazy-loader ({error}): pip install --force-reinstall lazy-loader"
+except ImportError as error:  # the import must still succeed, because `tierbed doctor` is part of this package
+    message = f"tierbed needs the package lazy-loader ({error}): pip install --force-reinstall lazy-loader"
 
     def __getattr__(name: str) -> object:
-        raise AttributeError(name) if name.startswith("__") else ImportError(lacking)
+        raise AttributeError(name) if name.startswith("__") else ImportError(message)
 else:
     __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

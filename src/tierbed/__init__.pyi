@@ -1,4 +1,4 @@
-"""All that users need, by one import, with types. `__init__.py` resolves each name at its first use."""
+"""The public API, with types. `__init__.py` resolves each name at its first use."""
 
 from . import distributed as distributed
 from . import jagged as jagged

@@ -1,4 +1,4 @@
-"""The optimizers that torch.optim has not, as `import tierbed.optim` finds them; they are those of `engine.optim`."""
+"""Optimizers for rows and dense parameters that `torch.optim` does not have. They are defined in `engine.optim`."""
 
-from .engine.optim import *  # noqa: F403  the stub there is the one list of their names
+from .engine.optim import *  # noqa: F403  the names are listed in its stub
 from .engine.optim import __all__ as __all__  # type: ignore[attr-defined]  # made from that stub

@@ -97,7 +97,7 @@ def test_each_command_names_the_other_for_a_folder_of_the_other(
     for group, command, *more in (("store", "stat"), ("snapshot", "inspect", "x")):
         said = Cli(saved / "store", capsys, group).fails(command, *more)
         assert f"give the path of one of its stores, '{saved}/store/rows'" in said
-    assert "is not a checkpoint and has none" in Cli(saved / "none", capsys, "checkpoint").fails("list")
+    assert "is not a checkpoint and contains none" in Cli(saved / "none", capsys, "checkpoint").fails("list")
 
 
 def test_ages_names_and_links(saved: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -57,6 +58,7 @@ def test_a_closed_store_leaves_with_its_live_rows_and_is_recovered_alone(
     killed(played, tmp_path, STORES, CLOSED)
     assert Cli(tmp_path / "a", capsys, "store").says("detach") == "detached from b\n"
     assert (in_group(tmp_path, "a", capsys), in_group(tmp_path, "b", capsys)) == ([], [])
+    assert "live rows of step 3; after a kill two of step 2" in Cli(tmp_path / "b", capsys, "store").says("stat")
     assert killed(at, tmp_path, "a", 2) == 3
     assert killed(at, tmp_path, "b", 1) == 3  # beside what was killed
     assert (killed(at, tmp_path, "a"), killed(at, tmp_path, "b")) == (2, 2)
@@ -86,7 +88,9 @@ def test_a_copy_becomes_a_store_of_its_own(tmp_path: Path, capsys: pytest.Captur
     shutil.copytree(tmp_path / "a", copy / "a")
     with pytest.raises(StoreError, match=r"is a copy of .*`tierbed store detach`"):
         at(copy, "a")
-    assert "is a copy of" in Cli(copy / "a", capsys, "store").says("detach")
+    said = Cli(copy / "a", capsys, "store").says("detach")
+    assert "is a copy of" in said
+    assert "store detach" not in said
     assert killed(at, copy, "a", 1) == 3
     assert killed(at, copy, "a") == 2
     assert (in_group(copy, "a", capsys), in_group(tmp_path, "a", capsys)) == ([], ["b"])
@@ -125,7 +129,7 @@ def test_stores_whose_record_is_lost_keep_live_rows_and_their_latest_snapshots(
 def test_a_store_leaves_another_that_is_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     killed(played, tmp_path, STORES, "step 2; save two; step 1")
     (tmp_path / "b").rename(tmp_path / "away")
-    with pytest.raises(StoreError, match="are lost"):
+    with pytest.raises(StoreError, match="is missing"):
         at(tmp_path, "a")
     assert Cli(tmp_path / "a", capsys, "store").says("detach") == "detached from b\n"
     assert killed(at, tmp_path, "a") == 2
@@ -220,3 +224,7 @@ def test_stat_prints_what_the_record_says_of_each(tmp_path: Path, capsys: pytest
     assert (a["live"], a["snapshot"], a["step"]) == (False, None, None)
     assert "rows that are not saved; with the others two of step 2" in cli.says("stat")
     assert (restart["snapshot"], restart["step"]) == ("two", 2)
+    shutil.rmtree(tmp_path / "b/snapshots/two")
+    said = cli.says("stat")
+    assert re.search(r"snapshot three of step 3; with the others [0-9a-f]{32} \(missing\)", said)
+    assert "'b' lacks snapshot 'two' (id " in said

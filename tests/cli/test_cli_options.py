@@ -95,7 +95,7 @@ def test_a_store_on_ssd_asks_for_its_caches_and_buffers(tmp_path: Path, capsys: 
     [
         ("chapacity = 5", "host_mem has no option chapacity; did you mean capacity?"),
         ("capacity = 0", "capacity=0"),
-        ('persistent_path = "${TIERBED_UNSET}/x"', "environment variable 'TIERBED_UNSET' is not set"),
+        ('persistent_path = "${TIERBED_UNSET}/x"', "environment variable 'TIERBED_UNSET' is unset"),
         ('persistent_path = "deploy.toml/x"', "'deploy.toml' is not a folder"),
         ('persistent_path = "."\ncapacity = 1000000000000000\nstorage_dim = 8', "rows of storage_dim=8 take"),
     ],
@@ -138,8 +138,8 @@ def test_rows_are_summed_by_disk_and_those_beyond_what_is_free_are_wrong(
 def test_a_value_or_a_name_that_is_no_embedding_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found, _ = checked(capsys, tmp_path, 'title = "x"\n["a/b"]\nstore = "host_mem"\n', code=1)
     assert found["wrong"].keys() == {"title", "a/b"}
-    assert "that can name a folder" in found["wrong"]["a/b"]
-    assert found["wrong"]["title"].endswith("title is outside a table; put it under [name], the name of its embedding")
+    assert "it names a folder" in found["wrong"]["a/b"]
+    assert found["wrong"]["title"].endswith("title is outside a table; put it under [name], the embedding's name")
     (tmp_path / "empty.toml").write_text("")
     assert command("store", "options", tmp_path / "empty.toml") == 1
     assert "empty.toml' is empty; give each embedding a table [name]" in capsys.readouterr().err

@@ -33,7 +33,7 @@ from .record_processes import Rows
 from .trainer import WHEN
 
 KEYS = 40
-NO_STEP = "there is no step of which all have the rows"
+NO_STEP = "they have no saved step in common"
 
 
 def keys_of(number: int) -> NDArray[np.int64]:

@@ -188,7 +188,7 @@ def test_a_move_that_fails_loses_no_rows(tmp_path: Path) -> None:
     for path in (None, tmp_path):
         embedding = make(options("host", path, capacity=100_000), "adam")
         train(embedding, [1, 2, 3])
-        with tables_on(LittleMemory()), pytest.raises(OptionError, match="capacity=100000 is more than the host has"):
+        with tables_on(LittleMemory()), pytest.raises(OptionError, match=r"capacity=100000, .* memory than the host"):
             embedding.table_handle().move(CPU)
         if path is not None:  # it moved by way of its folder
             embedding = make(options("host", path, open="error"), "adam")
@@ -208,12 +208,12 @@ def test_ids_of_another_device_than_the_module_are_refused() -> None:
     embedding = make(options("device"), tables=1).to("meta")
     with pytest.raises(InputError, match=r"are on cpu and the embedding on meta; give ids\.to\('meta'\), or move"):
         embedding(torch.tensor([1]))
-    with pytest.raises(InputError, match=r"moved to meta; tables are on the CPU or on CUDA devices"):
+    with pytest.raises(InputError, match=r"moved to meta, but tables are on the CPU or a CUDA device"):
         embedding.size()
     embedding.to_empty(device="cpu")
     ids = torch.zeros(2, 3, dtype=torch.int64)
     with pytest.raises(
-        InputError, match=r"weights of .* are on meta and the ids on cpu; give weights\.to\(ids\.device\)"
+        InputError, match=r"weights of .* are on meta but the ids are on cpu; give weights\.to\(ids\.device\)"
     ):
         embedding(ids, pooling="sum", weights=torch.ones(2, 3, device="meta"))
 

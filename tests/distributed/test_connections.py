@@ -200,7 +200,7 @@ def test_strangers_give_their_descriptors_to_a_rank_where_there_are_no_more(star
 def test_a_rank_without_a_descriptor_for_another_says_so_at_once(start: Start) -> None:
     with socket.socket() as rank, descriptors(0):
         rank.connect(start.address)
-        with pytest.raises(GroupError, match=r"cannot be accepted \(.*Too many open files\); .*\(ulimit -n\)"):
+        with pytest.raises(GroupError, match=r"cannot accept .*\(.*Too many open files\); .*\(ulimit -n\)"):
             start.outcome.result(60)
 
 

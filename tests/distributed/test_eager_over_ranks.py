@@ -162,7 +162,7 @@ def refused(world: World) -> str:
 
 def test_a_distributed_data_parallel_around_rows_several_worlds_and_clipping_by_one_norm_are_refused() -> None:
     for said in run_ranks(2, refused):
-        assert said.startswith("embedding 'rows' is in the module, a DistributedDataParallel, and its world exchanges")
+        assert said.startswith("embedding 'rows' is in the module, a DistributedDataParallel, but its world exchanges")
 
 
 class Two(nn.Module):

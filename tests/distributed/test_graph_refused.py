@@ -48,7 +48,7 @@ REFUSED: list[tuple[Callable[[Ranked], None], str]] = [
     (no_world, "GraphError: .*one is over a world of 2 ranks, and one is in this process alone"),
     (
         recorded,
-        "OptionError: .*cuda_graph: rows of a world are sent between ranks through host memory.*without the host",
+        "OptionError: .*cuda_graph: ranks exchange rows through host memory",
     ),
     (wrapped, "GraphError: .*after is a DistributedDataParallel: .*give the graph the module without it"),
     (sparse, "GraphError: .*the gradient of parameter 'before_weight' is sparse"),

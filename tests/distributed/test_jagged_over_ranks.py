@@ -211,7 +211,7 @@ def without_memory_for_gradients(world: World, table_batched: bool) -> list[str]
         raise MemoryError("no more")
 
     if world.rank == 1:
-        ShardedBatch.weights_grad = ShardedBatch._start = no_memory  # type: ignore[assignment,method-assign]
+        ShardedBatch.weights_grad = ShardedBatch._start_sending = no_memory  # type: ignore[assignment,method-assign]
     if table_batched:
         specs = [(ROWS, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)]
         tbe = TableBatchedEmbeddingBags(specs, optimizer=OptimType.EXACT_SGD, learning_rate=1.0, world=world)

@@ -68,7 +68,7 @@ def test_all_ranks_go_back_where_one_did_not_close(tmp_path: Path, killed: int, 
     third = run(2, tmp_path, store, 1)
     assert together([before for before, _, _ in third], saved)
     (said,) = third[0][2]
-    assert f"was not closed by rank {killed} of its 2; all ranks: restored its last snapshot 'base', of step 2" in said
+    assert f"was not closed by rank {killed} of its 2; all ranks: restored snapshot 'base', of step 2" in said
     assert said.endswith("steps 3 to 7, is lost")
     assert not third[1][2]
     fourth = run(2, tmp_path, store, 0)
@@ -111,7 +111,7 @@ def test_another_number_of_ranks_begins_with_the_snapshot_of_the_live_step(
     found = [trained(None, tmp_path, store, 2)] if now == 1 else run(now, tmp_path, store, 2)
     assert together([rows for rows, _, _ in found], saved)
     whose = "one process" if before == 1 else f"{before} ranks"
-    assert f"has rows of {whose}; restored its last snapshot 'base', of step 2" in found[0][2][0]
+    assert f"has rows of {whose}; restored snapshot 'base', of step 2" in found[0][2][0]
     again = [trained(None, tmp_path, store, 0)] if now == 1 else run(now, tmp_path, store, 0)
     assert [rows for rows, _, _ in again] == [rows for _, rows, _ in found]
     shares = sorted(os.listdir(tmp_path / "rows" / "ranks")) if now > 1 else []
@@ -145,7 +145,7 @@ def test_another_number_of_ranks_goes_back_where_the_rows_are_lost(tmp_path: Pat
     run(2, tmp_path, "host", 3, killed=0)
     found = [trained(None, tmp_path, "host", 0)] if now == 1 else run(now, tmp_path, "host", 0)
     assert together([rows for rows, _, _ in found], saved)
-    assert "was not closed by rank 0 of its 2; restored its last snapshot 'base', of step 2" in found[0][2][0]
+    assert "was not closed by rank 0 of its 2; restored snapshot 'base', of step 2" in found[0][2][0]
 
 
 def test_an_open_that_may_not_go_back_is_refused_on_all_ranks(tmp_path: Path) -> None:
@@ -209,7 +209,9 @@ def test_snapshots_that_only_one_rank_sees_are_refused_on_all(tmp_path: Path) ->
 def test_ranks_that_differ_are_told_what_differs(tmp_path: Path) -> None:
     for kind, said in run_ranks(2, fails, tmp_path, {}, {1: {"seed": 7, "capacity": 9}}):
         assert kind == "GroupError"
-        assert said.endswith("rank 0: seed=0, capacity=None; rank 1: seed=7, capacity=9; give all ranks the same")
+        assert said.endswith(
+            "rank 0: seed=0, capacity=None; rank 1: seed=7, capacity=9; pass the same values on all ranks"
+        )
     found = run_ranks(2, mixed_stores, tmp_path)
     assert all(rows for _, rows, _ in found)
 

@@ -228,7 +228,7 @@ def test_what_one_rank_cannot_do_is_refused_on_all(tmp_path: Path) -> None:
         "exists and is not a checkpoint",
         "exists: choose another path",
         "there is no checkpoint",
-        "ranks have other values of mlp.2.weight",
+        "ranks have different values of mlp.2.weight",
         "its checksum does not match",
     ]
     assert_all_heard(found, parts)

@@ -292,7 +292,7 @@ def refuse(world: World, folder: Path) -> list[str]:
 def test_what_one_rank_cannot_do_is_raised_on_all_and_leaves_nothing(tmp_path: Path) -> None:
     found = run_ranks(2, refuse, tmp_path)
     parts = [
-        "kind='checkpoint' is of RocksDB's files of one process",
+        "kind='checkpoint' links the RocksDB files of one process",
         "kind='half'",
         "exists: choose another name",
         "exists: choose another name",

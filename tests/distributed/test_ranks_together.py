@@ -136,9 +136,9 @@ def loads_each(world: World, path: Path) -> list[Any]:
 def test_ranks_without_a_common_step_use_no_rows_before_each_is_loaded(tmp_path: Path) -> None:
     killed(2, apart, tmp_path)
     for no_read, no_save, no_open, found in run_ranks(2, loads_each, tmp_path):
-        assert "there is no step of which all have the rows" in no_read
-        assert "there is no step of which all have the rows" in no_save
-        assert "there is no step of which all have the rows" in no_open
+        assert "they have no saved step in common" in no_read
+        assert "they have no saved step in common" in no_save
+        assert "they have no saved step in common" in no_open
         assert found == [1, 2]
     assert run_ranks(2, at, tmp_path) == [[1, 2]] * 2
 
@@ -155,7 +155,7 @@ def test_a_load_of_one_by_ranks_without_a_common_step_mixes_nothing(tmp_path: Pa
     killed(2, apart, tmp_path)
     killed(2, loads_one, tmp_path)
     for said in run_ranks(2, refused, tmp_path, "resume"):
-        assert "there is no step of which all have the rows" in said
+        assert "they have no saved step in common" in said
 
 
 def cannot_note(world: World, path: Path) -> list[Any]:

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import HashStore, Store, TCPStore
 
 from tierbed import GroupError
-from tierbed.distributed.world import of_this_start
+from tierbed.distributed.world import store_of_this_start
 
 RANKS = 3
 LONG = timedelta(seconds=60)
@@ -33,7 +33,7 @@ def test_a_rank_that_is_early_waits_for_those_of_its_start(last: int) -> None:
     with ThreadPoolExecutor(RANKS) as ranks:
 
         def begin(rank: int) -> Future[Store]:
-            return ranks.submit(of_this_start, stores[rank], rank, RANKS, LONG)
+            return ranks.submit(store_of_this_start, stores[rank], rank, RANKS, LONG)
 
         for number in range(3):
             before = reports(stores[last]) if number else []
@@ -51,4 +51,4 @@ def test_a_start_without_rank_0_ends() -> None:
     store = HashStore()
     store.set("tierbed/start", "tierbed/start/old")
     with pytest.raises(GroupError, match="rank 0 did not answer"):
-        of_this_start(store, 1, 2, timedelta(seconds=0.2))
+        store_of_this_start(store, 1, 2, timedelta(seconds=0.2))

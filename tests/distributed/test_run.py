@@ -56,7 +56,7 @@ def test_all_ranks_stop_with_the_shortest_loader_and_say_what_is_left(ahead: int
         assert_equal(found["state"], expected)
         assert found["left"] == min(COUNTS[rank] - 3, ahead + 1)
         (said,) = [text for text in found["said"] if "rank 1 has no more batches" in text]
-        assert f"this rank has {found['left']} more" in said
+        assert f"this rank drew {found['left']} more" in said
 
 
 @AHEAD

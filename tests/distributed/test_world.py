@@ -267,4 +267,4 @@ def made_again(world: World) -> str:
 
 def test_a_second_world_after_the_first_is_refused_not_waited_for() -> None:
     for said in run_ranks(2, made_again):
-        assert "make one World, and close it at the end" in said
+        assert "create one World, and close it at the end" in said

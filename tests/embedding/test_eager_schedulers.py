@@ -95,7 +95,7 @@ def test_a_copy_of_an_eager_optimizer_is_refused_not_made_without_its_rows(make:
 def test_a_graph_refuses_an_eager_optimizer_and_takes_what_it_wraps() -> None:
     model = Model()
     optimizer = wrapped(model)
-    with pytest.raises(OptimizerError, match="pass the optimizer that it wraps"):
+    with pytest.raises(OptimizerError, match="pass its attribute optimizer"):
         Rating(model.rows, model.mlp, optimizer)
     before: Tensor = model.rows.get(IDS)
     Rating(model.rows, model.mlp, optimizer.optimizer)(IDS)

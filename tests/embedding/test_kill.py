@@ -40,9 +40,7 @@ def test_a_killed_run_resumes_from_its_last_snapshot_and_says_which(
     with embedding_at(tmp_path, store) as embedding:
         holds(embedding, 6)
         (said,) = remarks(caplog)
-        assert re.search(
-            r"'rows'.*rows was not closed by its last run; restored its last snapshot 's6', of step 6", said
-        )
+        assert re.search(r"'rows'.*rows was not closed by its last run; restored snapshot 's6', of step 6", said)
         assert said.endswith("what was written since, steps 7 to 10, is lost")
         steps(embedding, 3)
         holds(embedding, 9)
@@ -90,7 +88,7 @@ def test_a_killed_run_is_read_without_an_optimizer_from_its_last_snapshot(
     trainer.train(tmp_path, store, count=5, saves=[3])
     with embedding_at(tmp_path, store, None) as reader:
         holds(reader, 3)
-    assert "restored its last snapshot 's3'" in remarks(caplog)[0]
+    assert "restored snapshot 's3'" in remarks(caplog)[0]
     with embedding_at(tmp_path, store) as embedding:
         steps(embedding, 1)
         holds(embedding, 4)
@@ -162,7 +160,7 @@ def test_kills_at_random_instants_never_serve_mixed_rows(
         said = remarks(caplog)
         if names:  # it had trained
             assert len(said) == 1
-            assert (f"restored its last snapshot 's{last}'" if last else "started empty") in said[0]
+            assert (f"restored snapshot 's{last}'" if last else "started empty") in said[0]
         seen.append((len(names), last))
     assert sum(trained > 0 for trained, _ in seen) >= kills / 4
     assert sum(last > 0 for _, last in seen) >= kills / 4

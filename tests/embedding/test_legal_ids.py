@@ -144,9 +144,9 @@ def test_table_options_print_and_take_ids() -> None:
     assert tierbed.make_table_options(made, ids=6)["ids"] == 6
     assert "ids" not in tierbed.make_table_options(START)
     for wrong in (0, -1, 2**64 + 1, 1.5, "5", True):
-        with pytest.raises(OptionError, match=r"ids=.*: give how many ids the table has"):
+        with pytest.raises(OptionError, match=r"ids=.*: give the number of ids"):
             tierbed.make_table_options(START, ids=wrong)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match=r"bad_ids='skip': give 'raise' or 'drop'"):
         tierbed.make_table_options(START, ids=5, bad_ids="skip")
-    with pytest.raises(OptionError, match=r"bad_ids='drop': without ids every id is legal"):
+    with pytest.raises(OptionError, match=r"bad_ids='drop': without `ids`, every id is legal"):
         tierbed.make_table_options(START, bad_ids="drop")

@@ -158,7 +158,7 @@ def test_a_store_of_another_dtype_is_refused_and_a_snapshot_is_converted(
     with make(place, dtype=torch.bfloat16) as read:
         read.size()
         [said] = [one.message for one in caplog.records if "state_dtype" in one.message]
-        assert "holds state of bfloat16, and state_dtype=torch.float32: its rows can be read" in said
+        assert "holds state of bfloat16, but state_dtype=torch.float32: its rows can be read" in said
         assert said.endswith("give state_dtype=torch.bfloat16")
     kept = make(place, dtype=torch.bfloat16)
     attach(kept, "adam")

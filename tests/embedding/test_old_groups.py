@@ -50,7 +50,7 @@ def test_a_group_of_before(tmp_path: Path, history: str, count: int, ranks: int)
     shutil.copytree(GROUPS / f"{golden}, {history}", path)
     found = opened_as_before(path, count, ranks)
     if history not in SUMS:
-        assert "there is no step of which all have the rows" in found
+        assert "they have no saved step in common" in found
         assert all(f"{name!r} has snapshot 'one-{name}'" in found for name in "abc"[:count])
         assert 'open="mixed"' in found
         assert not [one for one in path.glob(f"{PREFIX}*") if one.suffix != ".LOCK"]

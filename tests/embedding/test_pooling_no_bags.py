@@ -91,7 +91,7 @@ def test_a_mean_over_no_bags_names_its_line_and_a_division_of_builds_own_keeps_i
         return loss
 
     graph = graph_of(build, torch.optim.SGD([*rows.parameters(), *net.parameters()], lr=0.1), rows=rows, net=net)
-    with pytest.raises(GraphError, match=r"no_bags\.py.*in build: `loss\.backward\(\)` has torch divide by"):
+    with pytest.raises(GraphError, match=r"no_bags\.py.*in build: `loss\.backward\(\)` makes torch divide by"):
         graph(NONE, ZERO, False)
     with pytest.raises(ZeroDivisionError):
         graph(NONE, ZERO, True)

@@ -89,7 +89,7 @@ def test_a_folder_that_is_lost_is_an_error_until_that_is_accepted(tmp_path: Path
     (tmp_path / "b").rename(tmp_path / "aside")
     for _ in range(2):
         said = killed(at, tmp_path)
-        assert "the rows of embedding 'b', which was trained together with 'a', are lost" in said
+        assert "is missing, the folder of embedding 'b', which was trained together with 'a'" in said
         assert 'open="fresh"' in said
     (tmp_path / "aside").rename(tmp_path / "b")
     assert killed(at, tmp_path) == [5, 5]
@@ -110,7 +110,7 @@ def test_all_start_over_where_a_refused_open_has_left_an_empty_folder(tmp_path: 
     killed(played, tmp_path, TWO, APART)
     shutil.rmtree(tmp_path / "b")
     said = killed(moved, tmp_path, tmp_path, "ba")
-    assert f"'{tmp_path}/b' is not of the group that 'a' is trained in" in said
+    assert f"'{tmp_path}/b' is not in the group of 'a'" in said
     assert killed(fresh, tmp_path) == [0, 0]
     assert killed(at, tmp_path) == [2, 2]
 
@@ -343,7 +343,7 @@ def test_a_load_that_fails_as_the_first_use_does_not_settle_what_the_steps_are(t
     killed(played, tmp_path, TWO, "step 2; a save s0; step 2; b save s1; step 1")
     for _ in range(2):
         said = in_process(load_of_none, tmp_path)
-        assert all("no step of which all have the rows" in one for one in said[2:])
+        assert all("they have no saved step in common" in one for one in said[2:])
 
 
 def state_of_three(path: Path, part: str) -> list[int] | None:
@@ -484,8 +484,8 @@ def test_a_warning_says_when_saves_of_one_alone_count_no_more(tmp_path: Path, ca
         assert model.at() == [4, 3]
         model.steps(1)
         model.steps(1)
-    (said,) = [record.getMessage() for record in caplog.records if "takes back" in record.getMessage()]
-    assert said.startswith("embedding 'b' is trained from here on")
+    (said,) = [record.getMessage() for record in caplog.records if "undoes" in record.getMessage()]
+    assert said.startswith("embedding 'b' is trained from now on")
     assert "saved or loaded of 'a' alone" in said
     model.close()
 

@@ -220,7 +220,7 @@ def test_a_damaged_mark_is_no_mark(tmp_path: Path, store: str, caplog: pytest.Lo
     flip_bit(tmp_path / "rows" / "MARK", 100)
     with embedding_at(tmp_path, store) as embedding:
         holds(embedding, 2)
-    assert "restored its last snapshot 'two'" in remarks(caplog)[0]
+    assert "restored snapshot 'two'" in remarks(caplog)[0]
 
 
 @pytest.mark.parametrize("loss", ["all", "a part"])

@@ -260,7 +260,7 @@ def test_an_unknown_name_is_told_the_known_ones() -> None:
                     call(ids, unknown)
             with pytest.raises(InputError, match=r"table_ids of embedding 'rows'.*0 to 2, or by name 'a', 'c'"):
                 embedding.put(ids, torch.ones(1, DIM), unknown)
-        with pytest.raises(InputError, match=r"got 'b'; give the key's, from 0 to 2, or by name 'a', 'c'"):
+        with pytest.raises(InputError, match=r"got 'b'; give the key's table, from 0 to 2, or by name 'a', 'c'"):
             embedding.explain(1, "b")
         assert embedding.size() == 0
 

@@ -148,7 +148,7 @@ def test_a_dense_load_begins_the_optimizer_anew_as_a_new_model_would(caplog: pyt
             model.load_state_dict({**model.out.state_dict(prefix="out."), "items.weight": weights})
         else:
             model.items.load_dense(weights)
-        assert ("drops optimizer state, that of 50 steps" in caplog.text) == (kind != "new")
+        assert ("drops the optimizer state of 50 steps" in caplog.text) == (kind != "new")
         step(model, optimizer)
         moved.append(model.items.weight.detach().abs().max())
     assert moved == pytest.approx([0.01] * 3)
@@ -283,11 +283,11 @@ READS: dict[str, Callable[[Any], Any]] = {
 def test_a_read_of_the_parameter_says_once_that_it_finds_no_row(
     read: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(shadow, "_noted", set())
+    monkeypatch.setattr(shadow, "_warned", set())
     model = Model()
     for _ in range(3):
         read(next(model.parameters()))
-    assert caplog.text.count("reads a zero in place of its rows") == len(shadow._noted) > 0
+    assert caplog.text.count("reads a zero in place of its rows") == len(shadow._warned) > 0
 
 
 CHECKS: dict[str, Callable[[Any, Any], Any]] = {
@@ -314,7 +314,7 @@ def test_a_check_of_the_parameter_does_not_answer_for_the_rows(check: Callable[[
 def test_training_and_comparing_states_read_no_parameter(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(shadow, "_noted", set())
+    monkeypatch.setattr(shadow, "_warned", set())
     model = Model()
     optimizer = eager(model)
     step(model, optimizer)
@@ -323,7 +323,7 @@ def test_training_and_comparing_states_read_no_parameter(
     assert all(torch.equal(again[key], state[key]) and state[key].isfinite().all() for key in state)
     optimizer.load_state_dict(optimizer.state_dict())
     print(model, *model.parameters(), optimizer, [torch.zeros_like(p) for p in model.parameters()])
-    assert not shadow._noted
+    assert not shadow._warned
 
 
 class Initialised(tb.Embedding):
@@ -367,7 +367,7 @@ def test_what_the_constructor_refuses_cannot_be_set_later(kind: Any, name: str, 
 @pytest.mark.parametrize("name", ["state", "param_groups"])
 def test_what_rows_do_not_follow_cannot_be_assigned_to_an_optimizer(name: str) -> None:
     optimizer = eager(Model())
-    with pytest.raises(tb.OptimizerError, match=f"{name} = of an EagerOptimizer: no row would follow it"):
+    with pytest.raises(tb.OptimizerError, match=f"{name} of an EagerOptimizer cannot be set: no row would follow it"):
         setattr(optimizer, name, copy.copy(getattr(optimizer, name)))
 
 

@@ -81,7 +81,9 @@ def test_later_saves_of_one_do_not_move_what_all_go_back_to(
     said = remarks(caplog)
     assert len(said) == 2
     for one in said:
-        assert "restored its last snapshot 'all', of step 4; what was written since, steps 5 to " in one
+        assert "restored snapshot 'all', of step 4; what was written since, steps 5 to " in one
+        assert "its later snapshot 'latest', of step " in one
+    assert [member.last_snapshot for member in model.members] == ["all", "all"]
     model.steps(2)
     for _ in range(3):  # over the name that the last run gave: at every instant both have rows of one step
         for member in model.members:
@@ -501,7 +503,7 @@ def test_all_start_empty_if_none_was_saved_and_none_does_if_one_was(tmp_path: Pa
 def test_a_clean_embedding_is_refused_with_an_unclean_one_if_that_is_asked_for(tmp_path: Path) -> None:
     killed(played, tmp_path, ("host", "host"), "step 2; save two; step 1; a close; step 1 b")
     model = Model(tmp_path, ("host", "host"), open="error")
-    with pytest.raises(StoreError, match=rf"'{tmp_path}/b' of the store folders .* were not closed"):
+    with pytest.raises(StoreError, match=rf"store folders '{tmp_path}/b' are trained together and were not closed"):
         model.members[0].size()
     assert killed(at, tmp_path, ("host", "host")) == [2, 2]
 
@@ -519,7 +521,7 @@ def test_an_embedding_that_is_made_again_beside_a_live_one_has_rows_of_its_momen
     if trained == "b":
         assert model.at() == [2, 2]
         return
-    with pytest.raises(StoreError, match=r"b' was not closed cleanly, .*close 'a', so that the next open recovers"):
+    with pytest.raises(StoreError, match=r"b' was not closed cleanly, .*close 'a'; the next open recovers"):
         model.at()
     model.members[0].close()
     assert Model(tmp_path, ("host", "host")).at() == [2, 2]

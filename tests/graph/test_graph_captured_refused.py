@@ -104,7 +104,7 @@ def test_stores_that_wait_for_the_device_are_refused(place: torch.device, store:
 
 
 def test_tables_on_the_cpu_are_refused() -> None:
-    with pytest.raises(GraphError, match=r"cuda_graph: embedding 'rows' is on cpu, .* move the graph by \.cuda\(\)"):
+    with pytest.raises(GraphError, match=r"cuda_graph: embedding 'rows' is on cpu.*call \.cuda\(\) on the graph"):
         Small(options("device", capacity=50))(torch.arange(3), torch.ones(1))
 
 
@@ -113,7 +113,7 @@ def test_arguments_of_another_device_or_changed_in_place_are_refused(place: torc
     ids, away = torch.arange(3, device=place), torch.ones(1, device="meta" if place.type == "cpu" else "cpu")
     with pytest.raises(GraphError, match=r"cuda_graph: argument y is on (meta|cpu), .* make it on (cpu|cuda:0)"):
         Small(options("device", capacity=50), lambda _, y: y * 2).to(place)(ids, away)
-    with pytest.raises(GraphError, match=r"cuda_graph: argument y is a slice or was expanded.*y.contiguous"):
+    with pytest.raises(GraphError, match=r"cuda_graph: argument y is a slice or expanded.*y.contiguous"):
         Small(options("device", capacity=50), lambda _, y: y * 2).to(place)(ids, torch.ones(6, device=place)[::2])
     with pytest.raises(GraphError, match=r"cuda_graph: build changes its argument y in place.* change a clone"):
         Small(options("device", capacity=50), lambda _, y: y.add_(1)).to(place)(ids, torch.ones(1, device=place))

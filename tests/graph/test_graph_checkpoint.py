@@ -126,11 +126,11 @@ def test_checkpoints_that_are_missing_foreign_or_of_another_format_say_so(tmp_pa
     with pytest.raises(SnapshotError, match="there is no checkpoint"):
         graph.load(tmp_path / "none")
     other = Holder(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
-    with pytest.raises(SnapshotError, match=r"embeddings \['rows'\], and this graph has \[\]"):
+    with pytest.raises(SnapshotError, match=r"embeddings \['rows'\], but this graph has \[\]"):
         other.load(tmp_path / "checkpoint")
     record = unseal((tmp_path / "checkpoint" / "graph.msgpack").read_bytes())
     (tmp_path / "checkpoint" / "graph.msgpack").write_bytes(seal({**record, "format": 9}))
-    with pytest.raises(SnapshotError, match="format 9, and this tierbed reads 1"):
+    with pytest.raises(SnapshotError, match="format 9, but this tierbed reads 1"):
         graph.load(tmp_path / "checkpoint")
 
 

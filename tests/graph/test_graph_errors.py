@@ -52,7 +52,7 @@ def draws_ids_after_dropout(graph: Any, x: Tensor) -> None:
     (first * graph.rows(torch.randint(0, 50, (3,)))).sum().backward()
 
 
-NEEDS_VALUES = r"test_graph_errors\.py.*<lambda>.*needs the value of a tensor"
+NEEDS_VALUES = r"test_graph_errors\.py.*<lambda>.*needs a tensor's value"
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "a branch": (branches, r"test_graph_errors\.py.*in branches: `if loss > 0:`.*torch\.where"),
     "an item": (lambda graph, x: x.sum().item(), NEEDS_VALUES),
@@ -206,7 +206,7 @@ def test_a_graph_without_build_or_with_forward_says_so() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.net(x)
 
-    with pytest.raises(GraphError, match=r"Plain defines forward\(\).*name it build\(\)"):
+    with pytest.raises(GraphError, match=r"Plain defines forward\(\).*rename it to build\(\)"):
         Plain()
 
 
@@ -282,7 +282,7 @@ def test_a_step_of_an_optimizer_in_build_is_refused_by_its_name() -> None:
 
     for added in ((), (optimizer,)):
         graph = graph_of(build, *added, net=net)
-        with pytest.raises(GraphError, match=r"build calls .*SGD.*(do not call its step\(\) in build|leave it out)"):
+        with pytest.raises(GraphError, match=r"build calls .*SGD.*(leave step\(\) out of build|leave it out)"):
             graph(torch.ones(3, 2))
 
 

@@ -77,7 +77,7 @@ def test_a_graph_without_the_optimizers_of_a_checkpoint_scores_as_the_one_that_s
 def test_another_graph_is_refused_and_nothing_replaced(best: tuple[Rating, Path]) -> None:
     _, path = best
     score = scoring("device", None)
-    with pytest.raises(SnapshotError, match="has 2 optimizers, and this graph 0"):
+    with pytest.raises(SnapshotError, match="has 2 optimizers, and this graph has 0"):
         score.load(path)
     score.mlp.extra = nn.Parameter(torch.zeros(1))
     with pytest.raises(SnapshotError, match=r"lacks \['mlp.extra'\]"):

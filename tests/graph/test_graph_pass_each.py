@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from support.graphs import embedding
 from tierbed.engine.options.lookup import Lookup
 from tierbed.graph.passes import rewrite
-from tierbed.graph.passes.lookups import extract_id_graph, share_batches
+from tierbed.graph.passes.lookups import extract_id_graph, share_rows
 from tierbed.graph.passes.step_epilogue import StepEpilogue, accumulate, apply_gradients, dense_step, schedule
 
 aten = torch.ops.aten
@@ -88,7 +88,7 @@ def test_end_together_takes_every_update_and_dense_step_into_one_node() -> None:
     dense(sketch)
     module, end = sketch.end(), StepEpilogue()
     end.max_norm = 1.0
-    last = rewrite.end_together(module, end)
+    last = rewrite.merge_updates(module, end)
     assert targets(module.graph) == ["pin", "gather", aten.mul.Tensor, apply_gradients]
     arguments: Any = last.args
     epilogue, rows, dense_grads = arguments
@@ -104,7 +104,7 @@ def test_end_together_lets_accumulated_lookups_read() -> None:
     dense(sketch)
     module, end = sketch.end(), StepEpilogue()
     end.accumulate_steps = 2
-    last = rewrite.end_together(module, end)
+    last = rewrite.merge_updates(module, end)
     assert targets(module.graph) == ["read", aten.mul.Tensor, accumulate]
     arguments: Any = last.args
     assert arguments[1][0][:2] == (sketch.rows, [Lookup(sketch.ids)])
@@ -161,7 +161,7 @@ def test_cut_lookups_of_an_accumulated_step_and_ids_that_change_later() -> None:
     sketch.call(aten.remainder_.Scalar, shifted, 2)
     module, end = sketch.end(), StepEpilogue()
     end.accumulate_steps = 2
-    kept = rewrite.end_together(module, end).args[1][0][1][0].ids  # type: ignore[index,union-attr]
+    kept = rewrite.merge_updates(module, end).args[1][0][1][0].ids  # type: ignore[index,union-attr]
     assert kept.target is aten.clone.default
     cut = extract_id_graph(module)
     assert cut is not None
@@ -176,7 +176,7 @@ def test_drop_dead_keeps_the_end_of_a_step_and_its_schedule() -> None:
     unread = sketch.call(aten.mul.Tensor, sketch.weight, 3.0)
     module, end = sketch.end(), StepEpilogue()
     end.clip_value = 1.0
-    rewrite.end_together(module, end)
+    rewrite.merge_updates(module, end)
     rewrite.drop_dead(module.graph)
     assert unread not in module.graph.nodes
     assert targets(module.graph)[-1] is apply_gradients
@@ -188,7 +188,7 @@ def test_a_prefetch_of_the_same_ids_takes_the_earlier_batch() -> None:
     second = sketch.train(sketch.call(aten.remainder.Scalar, sketch.ids, 10), "others")  # as another function makes it
     other = sketch.train(sketch.call(aten.remainder.Scalar, sketch.ids, 9), "padded")
     module = sketch.end()
-    share_batches(module)
+    share_rows(module)
     rewrite.drop_dead(module.graph)
     module.graph.lint()
     assert second.args == (second.args[0], first.args[1], first)
@@ -209,13 +209,13 @@ def test_what_may_differ_is_not_shared() -> None:
         sketch = Sketch()
         sketch.train(make(sketch))
         second = sketch.train(make(sketch), "others")
-        share_batches(sketch.end())
+        share_rows(sketch.end())
         assert len(second.args) == 2
     for name in ("padded", "tables"):
         sketch = Sketch()
         sketch.train(sketch.ids)
         second = sketch.train(sketch.ids, name)
-        share_batches(sketch.end())
+        share_rows(sketch.end())
         assert len(second.args) == 2
 
 
@@ -226,5 +226,5 @@ def test_ids_that_the_step_writes_to_are_not_shared() -> None:
         sketch.train(made(sketch))
         sketch.call(aten.mul_.Tensor, sketch.ids, 2)
         second = sketch.train(made(sketch), "others")
-        share_batches(sketch.end())
+        share_rows(sketch.end())
         assert len(second.args) == 2

@@ -148,7 +148,7 @@ class Elementwise(Graph):
 
 def test_a_step_of_many_small_ops_is_told_of_compile_dense() -> None:
     batches = [torch.rand(400, 400)] * 3
-    advice = "% went to ops of the dense part that TorchInductor can fuse: try compile_dense()"
+    advice = "% went to dense ops that TorchInductor can fuse: try compile_dense()"
     assert advice in str(Elementwise(True).profile(batches))
     assert advice not in str(Elementwise(False).profile(batches))
     graph = Elementwise(True)

@@ -21,7 +21,7 @@ from support.graph_runs import IDS, LABELS, STEPS, Rating, rating
 from support.graphs import embedding, graph_of, mlp
 from support.stores import ONE_SET_MB, STORES, options
 from tierbed import CapacityError, InputError, MultiTableEmbedding
-from tierbed.graph.run.loop import JUDGED
+from tierbed.graph.run.loop import CHECK_STEPS
 
 
 def hits(rows: MultiTableEmbedding) -> float:
@@ -92,9 +92,7 @@ def test_a_loader_that_fills_a_batch_anew_is_told(ahead: int) -> None:
     graph, plain = rating("device"), rating("device")
     run = graph.run(filled(), ahead=ahead)
     if ahead:
-        with pytest.raises(
-            InputError, match=r"ahead=3: the loader writes the next batch into the tensors of this one.*ahead=0"
-        ):
+        with pytest.raises(InputError, match=r"ahead=3: the loader reuses the tensors of a batch.*ahead=0"):
             next(run)
         assert list(run) == []
         assert graph.rows.metrics()["table"]["step"] == 0
@@ -314,7 +312,7 @@ def test_rows_in_memory_are_announced_only_if_a_number_is_given(caplog: pytest.L
         graph = rating(store)
         assert len(list(graph.run(loader()))) == len(loader())
         assert hits(graph.rows) == 0
-    slower = "ahead=2 makes steps slower, since all rows are in memory; leave it out"
+    slower = "ahead=2 makes steps slower, because all rows are in memory; leave it out"
     assert slower not in caplog.text
     list(rating("device").run(loader(), ahead=2))
     assert slower in caplog.text
@@ -323,7 +321,7 @@ def test_rows_in_memory_are_announced_only_if_a_number_is_given(caplog: pytest.L
 def test_rows_on_ssd_are_announced_while_the_cache_misses_rows(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    batches, some = list(zip(IDS, LABELS, strict=True)), STEPS - JUDGED - 1  # after it judged
+    batches, some = list(zip(IDS, LABELS, strict=True)), STEPS - CHECK_STEPS - 1  # after it checked the miss rate
     missing, holding = (Rating(make(options("ssd", tmp_path / str(mb), mb), None, tables=2)) for mb in (ONE_SET_MB, 1))
     # all rows are new in the first run, and each run begins with the verdict of the one before
     announced = {}
@@ -335,7 +333,7 @@ def test_rows_on_ssd_are_announced_while_the_cache_misses_rows(
     assert announced[holding][0::2] == [some, 0]
     assert announced[holding][1] < 3 * STEPS
     assert contents(missing.rows).tobytes() == contents(holding.rows).tobytes()
-    slower = "ahead=2 makes steps slower, since caches have 100 % of the rows; leave it out"
+    slower = "ahead=2 makes steps slower, because caches have 100 % of the rows; leave it out"
     assert slower not in caplog.text
     list(holding.run(batches, ahead=2))
     assert slower in caplog.text

@@ -155,8 +155,11 @@ def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path: Path) -> None:
         (lambda: load_checkpoint(tmp_path, *first.parts()), r"holds the checkpoints \['of-graph', 'saved'\]"),
         (lambda: load_checkpoint(tmp_path / "of-graph", *first.parts()), "call graph.load"),
         (lambda: graph.load(tmp_path / "saved"), "save_checkpoint wrote it.*call load_checkpoint"),
-        (lambda: load_checkpoint(tmp_path / "saved", model), "has 1 optimizers, and this call 0; give those that were"),
-        (lambda: load_checkpoint(tmp_path / "saved", model, optimizer), "has 1 schedules, and this call 0"),
+        (
+            lambda: load_checkpoint(tmp_path / "saved", model),
+            "has 1 optimizers, and this call has 0; pass the saved ones",
+        ),
+        (lambda: load_checkpoint(tmp_path / "saved", model, optimizer), "has 1 schedules, and this call has 0"),
         (
             lambda: load_checkpoint(tmp_path / "saved", model, optimizer, schedulers),
             "has a gradient scaler.*give scaler=",

@@ -163,7 +163,7 @@ def test_a_table_batched_embedding_names_rows_of_another_precision(
 def test_the_state_of_a_collections_optimizer_has_the_dtype_that_it_is_made_with(kind: Any) -> None:
     config = EmbeddingBagConfig if kind is EmbeddingBagCollection else EmbeddingConfig
     tables = [config(10, 8, "t"), config(10, 4, "u")]
-    with pytest.raises(OptionError, match=r"state_dtype=torch\.float16: sums of squares"):
+    with pytest.raises(OptionError, match=r"state_dtype=torch\.float16: .*sums of squares"):
         kind(tables, make_host_mem_store_options(), state_dtype=torch.float16)
     made = kind(tables, make_host_mem_store_options(), "made", state_dtype=torch.bfloat16)
     optimizer = EagerOptimizer(torch.optim.Adagrad(made.parameters(), lr=0.1), made)

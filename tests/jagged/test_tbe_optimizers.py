@@ -71,7 +71,7 @@ def test_a_row_is_scaled_to_the_largest_norm_that_it_may_have():
 def test_uniform_rows_beyond_the_largest_number_are_refused(used):
     tbe = one(weights_precision="fp16")
     before = tbe(IDS, OFFSETS) if used else None
-    with pytest.raises(OptionError, match=r"values of up to 1e\+06 overflow dtype=torch.float16; give smaller ones"):
+    with pytest.raises(OptionError, match=r"values up to 1e\+06 overflow dtype=torch.float16"):
         tbe.init_embedding_weights_uniform(-1e6, 1e6)
     assert tbe(IDS, OFFSETS).isfinite().all()
     assert before is None or torch.equal(tbe(IDS, OFFSETS), before)

@@ -172,7 +172,7 @@ def test_a_batch_beyond_the_capacity_changes_nothing(eviction: str) -> None:
     embedding = embedding_of(capacity=100, eviction=eviction, ttl_steps=10)
     train(embedding, range(60))
     before = written(embedding)
-    with pytest.raises(CapacityError, match="101 new rows and there is room for"):
+    with pytest.raises(CapacityError, match=r"101 new rows.*there is room for"):
         train(embedding, range(1000, 1101))
     assert written(embedding) == before
     assert embedding.metrics()["table"]["evicted"] == 0
@@ -249,5 +249,5 @@ def test_a_batch_above_the_capacity_is_not_told_to_evict_earlier() -> None:
     with pytest.raises(CapacityError, match=r"capacity=100 of embedding 'rows', eviction='ttl'.*or split the batch"):
         train(embedding, range(101))
     train(embedding, range(100))
-    with pytest.raises(CapacityError, match="or evict rows earlier than after ttl_steps=10"):
+    with pytest.raises(CapacityError, match="or lower ttl_steps=10"):
         train(embedding, range(100, 101))

@@ -146,7 +146,7 @@ def test_stored_rows_above_the_capacity_are_told_where_none_leaves(
     assert caplog.messages == []
     with make(options("host", tmp_path, capacity=20, **policy), "sgd") as embedding:
         assert embedding.size() == 40
-    warning = "embedding 'rows': 40 stored rows are more than capacity=20; all of them stay"
+    warning = "embedding 'rows': 40 stored rows exceed capacity=20; all of them stay"
     assert [message[: len(warning)] for message in caplog.messages] == (
         [] if policy.get("eviction") == "lru" else [warning]
     )
@@ -230,7 +230,7 @@ def test_a_batch_that_finds_no_room_leaves_everything(tmp_path: Path, store: str
         with pytest.raises(NoRoomError):
             model.train((0, key) for key in range(100, 180))
         for _ in range(2):
-            with pytest.raises(CapacityError, match="new rows and there is room for"):
+            with pytest.raises(CapacityError, match="there is room for"):
                 train(embedding, range(100, 180))
             assert state(embedding) == before
         model.train((0, key) for key in range(100, 130))

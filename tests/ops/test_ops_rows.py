@@ -80,6 +80,6 @@ def test_a_checkpoint_that_would_lack_rows_is_refused(tmp_path: Path, call: str)
     path = tmp_path / "checkpoint"
     if call == "load":
         rating("host", None).save(path)
-    with pytest.raises(GraphError, match="rows is a Frozen, whose rows no checkpoint holds"):
+    with pytest.raises(GraphError, match="rows is a Frozen, and a checkpoint cannot hold its rows"):
         getattr(Scoring(torch.zeros(3, 4)), call)(path)
     assert path.exists() == (call == "load")

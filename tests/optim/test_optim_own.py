@@ -155,7 +155,7 @@ def test_a_sparse_gradient_is_refused_before_a_parameter_moved(kind: Any) -> Non
     optimizer = kind([*before.parameters(), *sparse.parameters()], lr=0.1)
     (before(torch.ones(1)) * sparse(torch.tensor([1])).sum()).sum().backward()
     values = [p.clone() for p in (*before.parameters(), *sparse.parameters())]
-    with pytest.raises(OptimizerError, match=r"shape \(5, 3\) has a gradient of layout torch.sparse_coo; give dense"):
+    with pytest.raises(OptimizerError, match=r"shape \(5, 3\) has a gradient of layout torch.sparse_coo; use dense"):
         optimizer.step()
     assert all(map(torch.equal, values, (*before.parameters(), *sparse.parameters())))
 

@@ -162,7 +162,7 @@ def test_too_little_memory_is_refused(tmp_path: Path) -> None:
     options = ssd(tmp_path / "store")
     message = (
         r"embedding 'rows': cache_budget_mb='auto': 0\.1 MiB are free on this machine; the cache would get 0\.1 MiB, "
-        r"and one of 4096 rows takes 0\.\d; free memory, or give a number of MiB"
+        r"but the minimum of 4096 rows takes 0\.\d; free memory, or give a number of MiB"
     )
     with pytest.raises(OptionError, match=message):
         numbers(options, machine(tmp_path / "little", 0.125))

@@ -208,7 +208,7 @@ def test_a_clipping_optimizer_of_torchrec_is_refused_by_its_name() -> None:
 
     with EmbeddingBagCollection(tables=TABLES) as ours:
         keyed = KeyedOptimizerWrapper(dict(ours.named_parameters()), lambda given: torch.optim.SGD(given, lr=0.2))
-        with pytest.raises(OptimizerError, match="GradientClippingOptimizer clips gradients that tensors hold"):
+        with pytest.raises(OptimizerError, match="GradientClippingOptimizer clips gradients"):
             EagerOptimizer(GradientClippingOptimizer(keyed, GradientClipping.NORM), ours)
         assert [name for name, _ in in_backward_optimizer_filter(ours.named_parameters())]
 
@@ -220,7 +220,7 @@ def test_what_is_not_loaded_keeps_its_rows_state_and_step(caplog: pytest.LogCapt
         before, states = whole.to_torchrec_state_dict(), whole.to_torchrec_optimizer_state()
         part = EmbeddingBagCollection(tables=TABLES[:1], name="part", share=whole)
         part.load_state_dict(part.to_torchrec_state_dict())
-        assert "a load of rows drops optimizer state" in caplog.text
+        assert "load of rows drops the optimizer state" in caplog.text
         after = whole.to_torchrec_optimizer_state()
         close(whole.to_torchrec_state_dict(), before)
         for name in (f"embedding_bags.{table}.weight" for table in ("item", "page")):
@@ -259,7 +259,7 @@ def test_a_load_that_fails_changes_no_table() -> None:
         tbe.load_dense(weights, [[torch.ones(20, 4)], [torch.ones(1)]])
     assert all((rows == 0).all() for rows in tbe.split_embedding_weights())
     for states in ([[torch.ones(20, 4)] * 2] * 2, [[], []]):
-        with pytest.raises(InputError, match=r"'another' is none of adagrad|there is no 'sum'"):
+        with pytest.raises(InputError, match=r"'another' is no state of adagrad|there is no 'sum'"):
             tbe.load_dense(weights, states)
     tbe.load_dense(weights)
     assert int(tbe.iter) == 7

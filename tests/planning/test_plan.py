@@ -183,7 +183,7 @@ def test_wrong_arguments(arguments: dict[str, object], message: str) -> None:
     ("trace", "message"),
     [
         ([], "no rows in 0 batches"),
-        ([np.arange(4).reshape(2, 2), np.zeros((2, 2))], "batch 1 of trace: ids are of float64"),
+        ([np.arange(4).reshape(2, 2), np.zeros((2, 2))], "batch 1 of trace: ids are float64"),
         ([np.arange(3)], r"batch 0 of trace: ids of shape \(3,\) are not \(..., 2\)"),
         ([(np.arange(3), np.arange(2))], "do not broadcast"),
         ([(np.arange(3), np.array([0, 1, 2]))], "table ids from 0 to 2"),
@@ -196,17 +196,17 @@ def test_wrong_batches(trace: list[object], message: str) -> None:
 
 def test_wrong_questions() -> None:
     made: Plan = plan([(np.arange(100), 0)], dim=4, state=0, tables=2)
-    with pytest.raises(OptionError, match="give one of them"):
+    with pytest.raises(OptionError, match="give exactly one"):
         made.hit_rate()
-    with pytest.raises(OptionError, match="give one of them"):
+    with pytest.raises(OptionError, match="give exactly one"):
         made.hit_rate(rows=4096, budget_mb=1)
-    with pytest.raises(OptionError, match=r"budget_mb=0\.01: give a number of MiB from 0\.2"):
+    with pytest.raises(OptionError, match=r"budget_mb=0\.01: give a number of MiB >= 0\.2"):
         made.hit_rate(budget_mb=0.01)
     with pytest.raises(OptionError, match="rows=1000"):
         made.hit_rate(rows=1000)
     with pytest.raises(OptionError, match="table=2: tables run from 0 to 1"):
         made.curve(2)
-    with pytest.raises(OptionError, match="no ids of it"):
+    with pytest.raises(OptionError, match="no ids for it"):
         made.hit_rate(rows=4096, table=1)
     with pytest.raises(OptionError, match="points=1"):
         made.curve(points=1)
@@ -235,7 +235,7 @@ def test_bytes_of_a_row_are_those_of_its_line(
 
 
 def test_a_dtype_that_rows_cannot_have_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"dtype=torch\.int8: rows are stored in"):
+    with pytest.raises(OptionError, match=r"dtype=torch\.int8: "):
         plan([torch.arange(2000)], 8, 0, dtype=torch.int8)
     with pytest.raises(OptionError, match=r"state_dtype=torch\.float16"):
         plan([torch.arange(2000)], 8, 8, state_dtype=torch.float16)

@@ -338,5 +338,5 @@ def test_manifests_of_the_other_kinds_are_read(tmp_path: Path) -> None:
 def test_another_format_is_refused_for_its_number_and_not_as_damaged(tmp_path: Path, number: int) -> None:
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / MANIFEST).write_bytes(seal({"format": number, "of": "another time"}))
-    with pytest.raises(SnapshotError, match=f"format is {number}, and this tierbed reads 2 to 4: use the one that"):
+    with pytest.raises(SnapshotError, match=f"format is {number}, but this tierbed reads 2 to 4: use the one that"):
         Snapshot.open(tmp_path / "s")

@@ -220,7 +220,7 @@ def test_the_table_is_the_stores(tmp_path: Path) -> None:
         about = Snapshot.open(path / "snapshots" / name).description
         assert (about["seed"], about["optimizer"], about["step"]) == (3, None, 0)
         (path / "MARK").unlink(missing_ok=True)
-    with pytest.raises(InputError, match="has rows of 4 floats, but the table of 5"):
+    with pytest.raises(InputError, match="has rows of 4 floats, but the table has 5"):
         import_snapshot(path, "s", VALUES[:, :4])
     with pytest.raises(InputError, match="has keys of uint64, and the table of int64: convert them"):
         import_snapshot(path, "s", VALUES, keys=np.arange(40, dtype=np.uint64))
@@ -228,12 +228,12 @@ def test_the_table_is_the_stores(tmp_path: Path) -> None:
 
 def test_the_row_of_padding(tmp_path: Path) -> None:
     about = description_for("t", DIM, padding_idx=3)
-    with pytest.raises(InputError, match="row 3 is that of padding_idx, which lookups return as zeros"):
+    with pytest.raises(InputError, match="row 3 is padding_idx, which lookups return as zeros"):
         import_snapshot(tmp_path / "t", "s", VALUES, description=about)
     zeroed = VALUES.copy()
     zeroed[3] = 0
     assert imported(tmp_path / "t", zeroed, description=about).keys() == dense().keys() - {(0, 3)}
-    with pytest.raises(InputError, match="keys hold padding_idx=3, which is never a row"):
+    with pytest.raises(InputError, match="padding_idx=3, which is never a row"):
         import_snapshot(tmp_path / "u", "s", zeroed, keys=np.arange(40), description=about)
     with pytest.raises(InputError, match="has padding_idx=2, and the table 3: give both the same"):
         import_snapshot(tmp_path / "u", "s", nn.Embedding(9, DIM, padding_idx=2), description=about)
@@ -320,7 +320,7 @@ def test_states_of_a_dense_table_come_with_its_rows(kind: str, tmp_path: Path) -
                     torch.from_numpy(table.form.numbers(chunk, "embedding").copy()), weights[chunk["key"].astype("i8")]
                 )
             del kept
-        with pytest.raises(InputError, match="states: 'other' is none of the description, which has"):
+        with pytest.raises(InputError, match="states: 'other' is not in the description, which has"):
             import_snapshot(store, "t", weights, states={"other": state}, description=description_for(name, DIM))
     with pytest.raises(InputError, match=r"states\['sum'\]=float: give an array"):
         import_snapshot(tmp_path / "x", "s", weights, states={"sum": 1.0}, description=about)
@@ -344,7 +344,7 @@ def test_states_without_their_step_and_beyond_float32_are_refused(tmp_path: Path
     import_snapshot(tmp_path, "s", weights, states=states, description=about(torch.optim.Adam(shadow), 9))
     import_snapshot(tmp_path, "t", weights, description=about(torch.optim.Adam(shadow), 0))  # without states
     for wrong in (state * 1e39, torch.ones(20, DIM, dtype=torch.int64), torch.ones(20, DIM, dtype=torch.bool)):
-        with pytest.raises(InputError, match=r"states\['sum'\]: it is .*, or beyond float32"):
+        with pytest.raises(InputError, match=r"states\['sum'\]: it is .*, or overflows float32"):
             import_snapshot(
                 tmp_path, "u", weights, states={"sum": wrong}, description=about(torch.optim.Adagrad(shadow), 0)
             )

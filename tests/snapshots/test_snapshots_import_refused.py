@@ -222,7 +222,7 @@ def test_arguments_that_are_wrong_or_do_not_go_together(tmp_path: Path) -> None:
         (VALUES, {"table_ids": np.zeros(40, np.int64)}, "an array of ids needs keys"),
         (tmp_path / "x.npz", {"keys": np.arange(4)}, "keys and table_ids need a dense tensor"),
         (tmp_path / "x.parquet", {"tensor": "embedding"}, "tensor= is for .npz"),
-        (tmp_path / "x.npz", {"tensor": ["embedding"], "table_ids": 1}, "a list has one name a table"),
+        (tmp_path / "x.npz", {"tensor": ["embedding"], "table_ids": 1}, "a list with one name for each table"),
         (VALUES, {"description": {}}, "description: description has no valid 'name'; make one by description_for"),
         (VALUES, {"table_ids": 1}, "table holds 1; give table ids from 0 to 0"),
         (VALUES, {"keys": np.arange(39)}, r"key has shape \(39,\)"),
@@ -248,7 +248,5 @@ def test_a_description_with_bad_arguments() -> None:
 
 
 def test_a_dtype_that_is_no_torch_dtype_is_refused_without_options_that_an_import_lacks(tmp_path: Path) -> None:
-    with pytest.raises(
-        OptionError, match=r"dtype='bfloat16'.*give one of them \(an embedding's output_dtype is that of"
-    ):
+    with pytest.raises(OptionError, match=r"dtype='bfloat16'"):
         import_snapshot(tmp_path / "store", "s", VALUES, dtype="bfloat16")  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from tierbed.engine.errors import SnapshotError
 from tierbed.engine.row_format import KEY, row_dtype
 from tierbed.snapshots import Snapshot, list_snapshots, write_incremental, write_snapshot
 from tierbed.snapshots.files import reader
-from tierbed.snapshots.files.merging import NEW, joined
+from tierbed.snapshots.files.merging import NEW, join_tables
 from tierbed.snapshots.files.verify import chains_of, verify_all
 
 Row = tuple[int, int, int]  # bucket, table, key; in the order of snapshots
@@ -115,7 +115,7 @@ def test_joined_pieces_cover_one_range_of_both(left: Table, right: Table, sizes:
     last: Row = (-1, 0, 0)
     seen: list[list[Row]] = [[], []]
     lacking: list[list[Row]] = [[], []]
-    for bucket, *parts, gone, state in joined(iter(chunks_of(left, sizes[0])), iter(chunks_of(right, sizes[1]))):
+    for bucket, *parts, gone, state in join_tables(iter(chunks_of(left, sizes[0])), iter(chunks_of(right, sizes[1]))):
         sides = [[(bucket, int(row["table"]), int(row["key"])) for row in part] for part in parts]
         keys = sides[0] + sides[1]
         assert min(keys) > last

@@ -39,7 +39,7 @@ def heard(world: World, call: Callable[[], object], close: Callable[[], object] 
 def calls(world: World) -> int:
     """How many exchanges this rank has begun."""
     assert world._peers is not None
-    return world._peers.at
+    return world._peers.last_call
 
 
 def until_told(world: World) -> None:

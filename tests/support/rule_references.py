@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from support.arithmetic import power, power_by_squaring, row_sum
 from tierbed.engine.optim.kernel import Kernel
-from tierbed.engine.optim.past_rates import between, knots_of
+from tierbed.engine.optim.past_rates import interpolate, knots_of
 
 # The arguments of a reference, by the names that a kernel's body uses: `w` and element states [n, dim] and row states
 # [n, 1], float32, updated in place; `g` [n, dim], `first` [n, 1], `step`, `dim`; hyper-parameters as NumPy scalars.
@@ -81,7 +81,7 @@ class PastRates:
         index = self._index(step)
         if index == len(self.knots):
             return self.now
-        return self.knots[index][1] if index == 0 else between(self.knots[index - 1], self.knots[index], step)
+        return self.knots[index][1] if index == 0 else interpolate(self.knots[index - 1], self.knots[index], step)
 
     def last(self, step: int) -> float:
         """The last step whose rate is on one line with that of `step`."""

@@ -136,7 +136,9 @@ def test_what_cannot_be_a_row(tmp_path: Path) -> None:
         padding = embedding.explain(-1, 0)
         assert (padding["stored"], padding["why"], padding["tiers"]) == (False, "padding_idx=-1 has no row", [])
         for table in (None, 3, -1, 0.0, [0]):
-            with pytest.raises(InputError, match=r"table of embedding 'rows': got .+; give the key's, from 0 to 2"):
+            with pytest.raises(
+                InputError, match=r"table of embedding 'rows': got .+; give the key's table, from 0 to 2"
+            ):
                 embedding.explain(1, table)  # type: ignore[arg-type]
         for key in ("one", [1], [1, 2], torch.tensor([1, 2]), 2.0):
             with pytest.raises(InputError, match="key of embedding 'rows'"):

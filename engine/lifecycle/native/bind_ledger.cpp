@@ -1,4 +1,4 @@
-// Python binding of the ledger.
+// Python bindings for the ledger.
 #include "ops/native/bind.h"
 #include "ledger.h"
 

@@ -9,10 +9,10 @@
 namespace tierbed {
 namespace {
 
-constexpr std::size_t AHEAD = 8;      // rows whose entries are prefetched before they are probed
-constexpr std::size_t SHARE = 64;     // capacity / SHARE rows are evicted at once: a search is a pass over all rows
-constexpr std::size_t MARGIN = 32;    // rows of a bucket that are candidates beyond its part of the victims
-constexpr std::size_t SMALLEST = 16;  // entries of a bucket
+constexpr std::size_t AHEAD = 8;               // rows whose entries are prefetched before they are probed
+constexpr std::size_t EVICTION_FRACTION = 64;  // evict at least capacity / 64 rows, because each search reads all rows
+constexpr std::size_t SPARE_CANDIDATES = 32;   // candidates per bucket beyond its expected victims
+constexpr std::size_t MIN_ENTRIES = 16;        // initial size of a bucket
 
 u64 age(u32 step, u32 now) { return now > step ? now - step : 0; }
 
@@ -61,7 +61,7 @@ void Ledger::Bucket::grow() {
 }
 
 Ledger::Ledger(const Policy& policy) : policy_(policy) {
-    for (Bucket& bucket : buckets_) bucket.entries.resize(SMALLEST);
+    for (Bucket& bucket : buckets_) bucket.entries.resize(MIN_ENTRIES);
     if (policy.min_lookups > 1) sketch_.begin();
 }
 
@@ -104,17 +104,17 @@ Admitted Ledger::admit(Batch& batch, const Layout& layout, u32 now, bool trainin
     if (admitted.fresh != 0 && rows_before + admitted.fresh > policy_.capacity) {
         const std::size_t excess = rows_before + admitted.fresh - policy_.capacity;
         admitted.victims = choose_victims(excess, now);
-        const std::size_t found = admitted.victims.tables.size();
-        if (found < excess) {
-            admitted.lacking = excess - found;
+        const std::size_t evictable = admitted.victims.tables.size();
+        if (evictable < excess) {
+            admitted.lacking = excess - evictable;
             return admitted;
         }
     }
     if (admitted.refused == 0) return admitted;
     const std::vector<u64> lines = batch.allocate(admitted.refused, layout.shape);
-    std::size_t taken = 0;
+    std::size_t next_line = 0;
     for (std::size_t i = 0; i < batch.unique; ++i)
-        if (own[i]) own[i] = lines[taken++];
+        if (own[i]) own[i] = lines[next_line++];
     parallel_for(BUCKETS, [&](std::size_t b) {
         for (std::size_t k = order.begin[b]; k < order.begin[b + 1]; ++k)
             if (const std::size_t i = order.row(k); own[i])
@@ -150,7 +150,7 @@ u64 Ledger::rank_of(const Entry& entry, u32 now) const {
     if (policy_.eviction != Eviction::distance_lfu) return entry.step;
     const double distance = static_cast<double>(age(entry.step, now) + 1);
     return bits_of(static_cast<double>(entry.updates) /
-                   (distance * distance));  // in the order of the numbers: none is < 0
+                   (distance * distance));  // bits order like the numbers, because none is negative
 }
 
 bool Ledger::Candidate::operator<(const Candidate& other) const {
@@ -172,20 +172,20 @@ std::vector<Ledger::Candidate> Ledger::candidates(u32 bucket, u32 now, const Can
 
 RowKeys Ledger::choose_victims(std::size_t needed, u32 now) const {
     if (policy_.eviction == Eviction::none) return {};
-    const std::size_t target = std::max(needed, policy_.capacity / SHARE);
-    // Hashes spread rows evenly, so one bucket gives an estimate, with a margin, of the highest rank of all victims.
+    const std::size_t target = std::max(needed, policy_.capacity / EVICTION_FRACTION);
+    // Rows are spread evenly over buckets, so the first bucket suffices to estimate the highest rank of all victims.
     constexpr Candidate last{~u64{0}, ~u64{0}, ~u64{0}, ~u32{0}};
     Candidate highest = last;
     std::vector<Candidate> victims = candidates(0, now, last);
-    if (const std::size_t share = target / BUCKETS * 5 / 4 + MARGIN; share < victims.size()) {
-        std::nth_element(victims.begin(), victims.begin() + static_cast<std::ptrdiff_t>(share), victims.end());
-        highest = victims[share];
+    if (const std::size_t nth = target / BUCKETS * 5 / 4 + SPARE_CANDIDATES; nth < victims.size()) {
+        std::nth_element(victims.begin(), victims.begin() + static_cast<std::ptrdiff_t>(nth), victims.end());
+        highest = victims[nth];
     }
-    std::array<std::vector<Candidate>, BUCKETS> found;
+    std::array<std::vector<Candidate>, BUCKETS> by_bucket;
     const auto gather = [&] {
-        parallel_for(BUCKETS, [&](std::size_t b) { found[b] = candidates(static_cast<u32>(b), now, highest); });
+        parallel_for(BUCKETS, [&](std::size_t b) { by_bucket[b] = candidates(static_cast<u32>(b), now, highest); });
         victims.clear();
-        for (const std::vector<Candidate>& part : found) victims.insert(victims.end(), part.begin(), part.end());
+        for (const std::vector<Candidate>& part : by_bucket) victims.insert(victims.end(), part.begin(), part.end());
     };
     gather();
     if (victims.size() < target && highest < last) {

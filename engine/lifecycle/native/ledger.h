@@ -1,8 +1,8 @@
-// The ledger: how often and when each row was written. It decides which new rows are admitted, and which rows expire or
-// are evicted from their table.
+// The ledger records how often and when each row was written. From this it decides which new rows are admitted, and
+// which rows expire or are evicted from their table.
 //
-// The ledger is in host memory, whatever tiers the rows are in, and is used in the order of steps. Its decisions do not
-// depend on tiers or threads, so every stack of tiers has the same rows.
+// The ledger is always in host memory, and is used in the order of steps. Its decisions do not depend on tiers or
+// threads, so every stack of tiers keeps the same rows.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -14,24 +14,24 @@
 
 namespace tierbed {
 
-// Estimates how many training steps looked up each refused row: a count-min sketch (Cormode and Muthukrishnan, 2005)
-// per bucket, of one-byte counts, with conservative update. Counts are halved after COLUMNS / 2 lookups of the bucket.
-// Hashes are those of `hash_row`, since counts decide which rows there are.
+// Estimates how many training steps looked up each refused row. Each bucket has a count-min sketch (Cormode and
+// Muthukrishnan, 2005) of one-byte counts with conservative update, and halves its counts after COLUMNS / 2 lookups.
+// The hash is `hash_row`, equal in every process, because the counts decide which rows exist.
 class FrequencySketch {
 public:
     void begin() { counts_.assign(std::size_t{BUCKETS} * DEPTH * COLUMNS, 0); }
 
-    // Never less than the lookups since the last halving; at most 255.
+    // At least the number of lookups since the last halving, but at most 255.
     u32 count(u64 hash, u32 table) const {
-        u32 least = MAX_COUNT;
-        for (const std::size_t at : cells(hash, table)) least = std::min<u32>(least, counts_[at]);
-        return least;
+        u32 lowest = MAX_COUNT;
+        for (const std::size_t at : cells(hash, table)) lowest = std::min<u32>(lowest, counts_[at]);
+        return lowest;
     }
-    // Several threads may use different buckets.
+    // Threads may call this in parallel for different buckets.
     void add(u64 hash, u32 table) {
-        const u32 least = count(hash, table);
+        const u32 lowest = count(hash, table);
         for (const std::size_t at : cells(hash, table))
-            if (counts_[at] == least && least < MAX_COUNT) ++counts_[at];
+            if (counts_[at] == lowest && lowest < MAX_COUNT) ++counts_[at];
         const u32 bucket = bucket_of(hash);
         if (++lookups_[bucket] < COLUMNS / 2) return;
         lookups_[bucket] = 0;
@@ -60,18 +60,18 @@ enum class Eviction : u32 { none, lru, lfu, ttl, distance_lfu };
 
 struct Policy {
     Eviction eviction;
-    std::size_t capacity;  // rows; SIZE_MAX for no limit
-    u64 ttl_steps;         // 0 for none
-    u32 min_lookups;       // training steps that must look up a new row before it is admitted
-    double chance;         // that a step admits a new row; used if < 1
+    std::size_t capacity;  // maximum row count; SIZE_MAX for no limit
+    u64 ttl_steps;         // 0 if rows do not expire
+    u32 min_lookups;       // how many training steps must look up a new row before it is admitted
+    double chance;         // probability that a step admits a new row; used if < 1
     u64 seed;
 };
 
 struct Admitted {
-    std::size_t fresh = 0;    // new rows that are admitted; 0 if nothing had to be decided
-    std::size_t refused = 0;  // new rows that are not admitted
-    std::size_t lacking = 0;  // rows beyond the capacity: no row of the batch may be written
-    RowKeys victims;          // to be erased before the batch is written
+    std::size_t fresh = 0;    // how many new rows are admitted; 0 if nothing had to be decided
+    std::size_t refused = 0;  // how many new rows are not admitted
+    std::size_t lacking = 0;  // how many rows exceed the capacity; if > 0, no row in the batch may be written
+    RowKeys victims;          // the rows to erase before the batch is written
 };
 
 class Ledger {
@@ -79,17 +79,17 @@ public:
     explicit Ledger(const Policy& policy);
     Ledger(const Ledger&) = delete;
 
-    // Decides which rows of a batch that step `now` writes are admitted. New rows are refused only if `training`. A
-    // refused row gets its initial values in a line of the batch. Counts and ages do not change.
+    // Decides which new rows in a batch to admit, before it is written at step `now`. Only `training` refuses rows.
+    // A refused row gets a line in the batch with its initial values. Counts and ages do not change.
     Admitted admit(Batch& batch, const Layout& layout, u32 now, bool training);
-    // Counts the batch: a write of each admitted row, a lookup of each refused row.
+    // Counts a write of each admitted row in the batch, and a lookup of each refused row.
     void commit(const Batch& batch, u32 now);
-    // The rows whose last write was more than ttl_steps ago.
+    // Returns the rows whose last write was more than ttl_steps ago.
     RowKeys expired(u32 now) const;
 
-    // Adds stored rows, distinct.
+    // Adds stored rows without duplicates.
     void load(const u32* tables, const u64* keys, const u32* updates, const u32* steps, std::size_t n);
-    // Erases rows, distinct. Returns how many of them the ledger had.
+    // Erases rows without duplicates. Returns how many of them the ledger contained.
     std::size_t erase(const u32* tables, const u64* keys, std::size_t n);
 
     std::size_t rows() const;
@@ -101,11 +101,11 @@ private:
         u32 table;
         u32 updates;  // 0 if the entry is free
         u32 step;     // of the last write
-        u32 batch;    // number of the last admission that had the row
+        u32 batch;    // number of the last `admit` call whose batch contained the row
     };
 
-    // Open addressing with linear probing. A row's home slot is proportional to the low half of its hash, so that the
-    // number of entries need not be a power of two and can grow by a quarter.
+    // A hash table with open addressing and linear probing. A row's home slot is proportional to the low half of its
+    // hash, so the number of entries need not be a power of two and can grow by a quarter.
     struct Bucket {
         std::vector<Entry> entries;
         std::size_t rows = 0;
@@ -113,27 +113,27 @@ private:
         std::size_t home(u64 hash) const { return (hash & 0xFFFFFFFFu) * entries.size() >> 32; }
         std::size_t next(std::size_t at) const { return at + 1 == entries.size() ? 0 : at + 1; }
         TIERBED_INLINE void prefetch_slot(u64 hash) const { prefetch(entries.data() + home(hash)); }
-        // The row's slot, or the free slot where its search ends.
+        // Returns the row's slot, or the free slot where its search ends.
         std::size_t find_slot(u64 hash, u32 table) const;
         Entry& find_or_insert(u64 hash, u32 table);
         bool erase(u64 hash, u32 table);
         void grow();
     };
 
-    // Whether a training step admits a new row.
+    // True if a training step admits a new row.
     bool is_admitted(u64 hash, u32 table, u32 now) const;
     bool is_expired(const Entry& entry, u32 now) const;
     u64 rank_of(const Entry& entry, u32 now) const;
     struct Candidate {
-        u64 rank;  // the lowest is evicted first; ties are broken by table and hash
-        u64 hash;  // the same in every process
+        u64 rank;  // the lowest rank is evicted first; ties are broken by table and hash
+        u64 hash;  // `hash_row`, the same in every process
         u64 slot_hash;
         u32 table;
         bool operator<(const Candidate& other) const;
     };
-    // The rows of a bucket that may be evicted, up to `highest`.
+    // Returns the rows of a bucket that may be evicted, up to `highest`.
     std::vector<Candidate> candidates(u32 bucket, u32 now, const Candidate& highest) const;
-    // The lowest-ranked rows that may be evicted: at least `needed`, or all if there are fewer.
+    // Returns the lowest-ranked rows that may be evicted: at least `needed`, or all if there are fewer.
     RowKeys choose_victims(std::size_t needed, u32 now) const;
 
     Policy policy_;

@@ -1,1 +1,1 @@
-"""Tables on an NVIDIA GPU: the operations of `_core` on tensors of a CUDA device, by the same kernel bodies."""
+"""`_core`'s operations for tables on an NVIDIA GPU, compiled from the same kernel bodies as the CPU's."""

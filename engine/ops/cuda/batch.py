@@ -1,7 +1,8 @@
-"""The unique rows of one or several lookups, found on the device.
+"""Deduplicate a step's lookups on the GPU.
 
-Numbers of rows stay on the device, too: kernels are launched for as many rows as there are positions, and stop at
-`count`. After a fault that only the device sees, it changes no row; the host raises the error at a later call.
+The host never waits for the number of unique rows: it launches kernels for as many rows as there are positions (ids),
+and they stop at `count`, which stays on the device. Kernels also check the input. For an error they set a bit in a
+fault word and then change no rows; a later call raises it on the host.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from .program import Program
 
 NO_ROOM, BAD_TABLE, BAD_OFFSETS, BAD_ID = 1, 2, 4, 16  # as in items.h
 CHANGED = 8
-SLOT_HASH = _core.slot_hash()  # kernels/hash.h's SlotHash of this process, by value
+SLOT_HASH = _core.slot_hash()  # the SlotHash in kernels/hash.h, passed by value
 _PROGRAM = Program("ops/cuda/batch.cu")
 _IDS = struct_type("uint64 padding last drops dropped", "uint32 has_padding num_tables")
 
 
 class Faults:
-    """The fault word of a table: `word` [1], uint32 as int32 on the device, whose bits kernels set."""
+    """A table's fault word: `word` [1], uint32 bits as int32 on the device. Kernels set its bits."""
 
     def __init__(self, device: Device, name: str, num_tables: int, capacity: int | None) -> None:
         self.word = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
@@ -40,20 +41,20 @@ class Faults:
         self._name, self._num_tables, self._capacity = name, num_tables, capacity
 
     def post(self, batch: Batch) -> None:
-        """Copy the word to the host without waiting, together with the faults of the step's batch."""
+        """Add the batch's faults to the word and start copying it to the host, without waiting."""
         if batch.faults is not self.word:
             self.word |= batch.faults | batch.wrong
         self._seen.copy_(self.word, non_blocking=True)
 
     def seen(self, wait: bool) -> int:
-        """The bits that were copied to the host; with `wait`, the bits that are set on the device."""
+        """Return the bits last copied to the host; with `wait`, the bits now set on the device."""
         return int(self.word if wait else self._seen)
 
-    def take(self, found: int) -> TierbedError | None:
-        """The error for the bits `found`. Clears the word."""
-        if not found:
+    def take(self, bits: int) -> TierbedError | None:
+        """Clear the word and return the error for `bits`, or None for no bits."""
+        if not bits:
             return None
-        self.seen(wait=True)  # earlier copies must not arrive after this
+        self.seen(wait=True)  # a copy still under way must not arrive after the clearing
         self.word.zero_()
         self._seen.zero_()
         where, since = f"embedding {self._name!r}", "Its batch and the steps since changed nothing"
@@ -61,12 +62,12 @@ class Faults:
             BAD_TABLE: f"table_ids of {where}: one is not from 0 to {self._num_tables - 1}",
             BAD_OFFSETS: f"offsets of {where}: they do not ascend from 0 to the number of ids",
             BAD_ID: f"ids of {where}: one is no id of its table, whose ids are 0 to ids - 1; correct the ids, or make "
-            "the table with a larger ids, ids=None for any id, or bad_ids='drop' to leave such ids out",
-            CHANGED: f"ids of {where}: between being announced and their step they were changed by what torch does not "
-            "see, such as .data, NumPy or DLPack; change them by torch's in-place ops, or give ahead=0",
+            "the table with a larger ids, ids=None to allow any id, or bad_ids='drop' to leave such ids out",
+            CHANGED: f"ids of {where}: they changed between being announced and their step, in a way torch does not "
+            "track, such as .data, NumPy or DLPack; change them with torch's in-place ops, or give ahead=0",
         }
         for bit, mistake in mistakes.items():
-            if found & bit:
+            if bits & bit:
                 return InputError(f"{mistake}. {since}")
         return CapacityError(
             f"capacity of {where}: a batch brought more new rows than {self._capacity} leaves room for; raise "
@@ -74,23 +75,23 @@ class Faults:
         )
 
     def check(self) -> None:
-        """Wait for the device, and raise the error of a fault. InputError, CapacityError."""
+        """Wait for the device and raise the error if there is a fault: InputError or CapacityError."""
         if error := self.take(self.seen(wait=True)):
             raise error
 
 
 class Segment(NamedTuple):
-    """The ids of one lookup."""
+    """One lookup's ids."""
 
     keys: Tensor  # [n] int64
     tables: Tensor | None = None  # [bags] int64, or [columns] with feature_columns
-    bags: int | Tensor | None = None  # None for no bags, their length, or offsets [bags + 1] int64
+    bags: int | Tensor | None = None  # None if unpooled, else the bags' length or offsets [bags + 1] int64
     feature_columns: tuple[int, ...] | None = None  # as `Lookup.feature_columns`
 
 
 @dataclass(frozen=True)
 class Ids:
-    """The legal ids of an embedding's tables. `last` and `drops` are [num_tables], as in `TableSpec`, or None."""
+    """An embedding's legal ids. `last` and `drops`: [num_tables], as in `TableSpec`, or None."""
 
     num_tables: int
     padding: int | None = None
@@ -98,7 +99,7 @@ class Ids:
     drops: Tensor | None = None  # bool
 
     def struct(self, dropped: Tensor | None) -> np.ndarray:
-        """The argument of kernels. dropped [num_tables] int64 counts dropped ids."""
+        """Return the kernels' argument `ids`. Kernels count dropped ids in `dropped` [num_tables], int64."""
         return struct_of(
             _IDS, padding=self.padding, has_padding=self.padding is not None, num_tables=self.num_tables,
             last=self.last, drops=self.drops, dropped=dropped,
@@ -107,44 +108,44 @@ class Ids:
 
 @dataclass(frozen=True)
 class LookupSpan:
-    """A segment of a batch: the positions and output rows of one lookup."""
+    """One lookup's positions and output rows in a batch."""
 
     begin: int  # its first position
     source: int  # its first output row
     size: int
     bags: int  # output rows
-    length: int  # positions per bag, if there are no begins
-    begins: Tensor | None
+    length: int  # positions per bag if begins is None
+    begins: Tensor | None  # [bags + 1] int64, each bag's first position
     pooled: bool
-    features: Tensor | None  # [columns] int32, the feature of each column; None without feature_columns
-    places: Tensor | None  # [features] int32, the column of each feature or -1
+    features: Tensor | None  # [columns] int32, each column's feature; None without feature_columns
+    columns: Tensor | None  # [features] int32, each feature's column or -1
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Occurrences grouped by row, ascending within a row; padding comes first."""
+    """All positions, sorted by row and ascending within a row. Padding comes first."""
 
-    rows: Tensor  # [size] int32, the row of each, -1 for padding
+    rows: Tensor  # [size] int32, each position's row, -1 for padding
     order: Tensor  # [size] int64, positions
-    positions: Tensor  # [size] uint32 as int32
+    positions: Tensor  # [size] uint32 as int32, the same
     sources: Tensor  # [size], output rows; `positions` if nothing is pooled
-    offsets: Tensor  # [unique + 1], at which each row's occurrences begin; the memory is larger
+    offsets: Tensor  # [unique + 1], where each row's positions begin; allocated with size + 1 elements
 
 
 def rows_of(device: Device, tables: NDArray[np.uint32], keys: NDArray[np.uint64], faults: Tensor) -> Batch:
-    """A batch of distinct rows [n] with keys of the host; its unique rows are in this order."""
+    """Make a batch from host arrays with distinct rows [n], in their order."""
     owners = torch.from_numpy(tables.astype(np.int64)).to(device.torch_device)
     ids = torch.from_numpy(keys.view(np.int64)).to(device.torch_device)
     return Batch(device, [Segment(ids, owners)], Ids(int(tables.max(initial=0)) + 1), faults)
 
 
 def one_row(device: Device, table: int, key: int, faults: Tensor) -> Batch:
-    """A batch of one row with a key of the host. key: its 64 bits, unsigned."""
+    """Make a one-row batch. key: 64 bits, unsigned."""
     return rows_of(device, np.array([table], np.uint32), np.array([key], np.uint64), faults)
 
 
 def lines_among(resident: Sequence[Batch], rows: Batch, faults: Tensor) -> Tensor:
-    """[rows.size] int64: the line of each row of `rows` in the batches `resident`, 0 if it is in none; waits."""
+    """Find each row's line in other batches, [rows.size] int64, 0 if in none. Waits for the device."""
     lines = torch.zeros_like(rows.lines)
     for batch in resident:
         lines = torch.where(lines == 0, _lines_in(batch, rows, faults), lines)
@@ -152,45 +153,46 @@ def lines_among(resident: Sequence[Batch], rows: Batch, faults: Tensor) -> Tenso
 
 
 def _lines_in(pinned: Batch, rows: Batch, faults: Tensor) -> Tensor:
+    """Find each row's line in `pinned` by deduplicating both batches together."""
     count = pinned.unique
     if count == 0:
         return torch.zeros_like(rows.lines)
     owners = [batch.tables[: batch.unique].to(torch.int64) for batch in (pinned, rows)]
     segments = [Segment(batch.keys, tables) for batch, tables in zip((pinned, rows), owners, strict=True)]
-    most = 1 + max(int(tables.max()) for tables in owners if len(tables))
-    index = Batch(rows.device, segments, Ids(most), faults).inverse[count:]
+    num_tables = 1 + max(int(tables.max()) for tables in owners if len(tables))
+    index = Batch(rows.device, segments, Ids(num_tables), faults).inverse[count:]
     lines = pinned.lines[index.clamp(max=count - 1).to(torch.int64)]
     return torch.where(index < count, lines, 0)
 
 
 def keys_of(device: Device, hashes: Tensor, tables: Tensor) -> Tensor:
-    """The keys [n] int64 of rows, from their hashes [n] and tables [n]."""
+    """Recover row keys [n], int64, from hashes [n] and tables [n]."""
     keys = torch.empty_like(hashes)
-    given = (hashes.contiguous(), tables.contiguous(), np.uint64(len(hashes)))
-    launch(device, _PROGRAM, "recover_keys", len(hashes), 1, *given, keys, SLOT_HASH)
+    inputs = (hashes.contiguous(), tables.contiguous(), np.uint64(len(hashes)))
+    launch(device, _PROGRAM, "recover_keys", len(hashes), 1, *inputs, keys, SLOT_HASH)
     return keys
 
 
 @cache
-def _on_device(places: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """`LookupSpan.features` and `LookupSpan.feature_columns`."""
-    given = (features_of(places).view(np.int32), np.array(places, np.int32))
-    features, columns = (torch.from_numpy(part).to(device) for part in given)
+def _on_device(feature_columns: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return `LookupSpan.features` and `LookupSpan.columns`."""
+    arrays = (features_of(feature_columns).view(np.int32), np.array(feature_columns, np.int32))
+    features, columns = (torch.from_numpy(array).to(device) for array in arrays)
     return features, columns
 
 
 class Batch:
-    """The unique rows of lookups in order of first occurrence; `count` [1] says how many, the arrays are as long as
-    positions.
+    """Unique rows in a step's lookups, by first occurrence.
 
-    A bad table id or bad offsets set a bit of `wrong` [1] and make padding. `faults` [1] is the fault word of the
-    batch's table; a batch that is made ahead of its step has a word of its own.
+    Row arrays have `size` elements, one per position, but only the first `count` [1] (unique rows) are used. Bad table
+    ids and offsets set bits in `wrong` [1] and count as padding. faults [1]: the table's fault word, or a separate word
+    for a batch made ahead of its step.
     """
 
     def __init__(self, device: Device, segments: Sequence[Segment], ids: Ids, faults: Tensor) -> None:
         self.device = device
-        self.wrong = torch.zeros_like(faults)  # with the ids
-        # [num_tables], ids that were dropped; None if no table drops any
+        self.wrong = torch.zeros_like(faults)  # fault bits for the ids themselves
+        # [num_tables], how many ids were dropped; None if no table drops ids
         self.dropped = None if ids.drops is None else torch.zeros_like(ids.drops, dtype=torch.int64)
         self.lookups: list[LookupSpan] = []
         self.size = self.sources = 0
@@ -205,43 +207,42 @@ class Batch:
             columns = 1 if lookup.features is None else len(lookup.features)
             self._run(
                 "hash_ids", lookup.size, segment.keys, segment.tables, lookup.begins, np.uint64(parts),
-                np.uint64(lookup.length), np.uint64(lookup.size), legal, lookup.places, np.uint64(columns),
+                np.uint64(lookup.length), np.uint64(lookup.size), legal, lookup.columns, np.uint64(columns),
                 np.uint64(lookup.bags // columns), np.uint64(lookup.begin), np.uint64(lookup.source), SLOT_HASH, hashes,
                 tables, self._sources, self.wrong,
             )  # fmt: skip
         self._find_unique(hashes, tables)
-        self._groups: list[Groups] = []  # one element once a sibling has computed it
+        self._groups: list[Groups] = []  # shared with siblings: the first to need the groups appends them
         self._begin(faults)
 
     def sibling(self, faults: Tensor) -> Batch:
-        """A batch of the same ids for another table. It shares what depends on the ids alone, and has other lines."""
+        """Return a batch with the same ids for another table. Shares everything except lines and fault word."""
         other = copy(self)
         other._begin(faults)
         return other
 
     def _begin(self, faults: Tensor) -> None:
-        """Begin as a batch of the table whose fault word is `faults`, with no lines set."""
         self.faults = faults
         faults |= self.wrong
         self.lines = torch.zeros_like(self.hashes)  # addresses
-        self.views = self.lines  # for lookups
-        self.has_wide_lines = False  # whether embeddings in them are float32, whatever the table's type
+        self.views = self.lines  # the lines that lookups read; caught-up copies for a rule that catches up
+        self.has_wide_lines = False  # whether the views' embeddings are float32 although the table's are narrower
         self._owned: list[Tensor] = []
 
     @property
     def unique(self) -> int:
-        """How many rows; waits for the device."""
+        """The number of unique rows. Waits for the device."""
         return int(self.count)
 
     @property
     def keys(self) -> Tensor:
-        """[unique], int64; waits for the device."""
+        """The unique rows' keys, [unique] int64. Waits for the device."""
         count = self.unique
         return keys_of(self.device, self.hashes[:count], self.tables[:count])
 
     @property
     def groups(self) -> Groups:
-        """The occurrences of each row."""
+        """Positions grouped by row."""
         if not self._groups:
             self._groups.append(self._group())
         return self._groups[0]
@@ -257,19 +258,19 @@ class Batch:
         return Groups(rows, order, positions, positions if sources is None else sources, offsets)
 
     def own(self, memory: Tensor) -> int:
-        """Keep memory as long as the batch exists. Returns the address of the memory."""
+        """Keep memory alive as long as the batch. Returns the memory's address."""
         self._owned.append(memory)
         return memory.data_ptr()
 
     def record_stream(self) -> None:
-        """Let this thread use a batch of another thread: keep its memory until this thread's launches are complete."""
+        """Allow this thread to use another's batch: torch keeps its memory until this thread's launches end."""
         parts = [*vars(self).values(), *self._owned, *(lookup.begins for lookup in self.lookups)]
         for part in [*parts, *vars(self.groups).values()]:
             if isinstance(part, Tensor):
                 self.device.record_stream(part)
 
     def empty(self, dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor [size], of at least one element."""
+        """Return an uninitialised tensor [size]. Allocates at least one element, so that it has an address."""
         memory = torch.empty(max(self.size, 1), dtype=dtype, device=self.device.torch_device)
         return memory if self.size else memory[:0]
 
@@ -292,17 +293,17 @@ class Batch:
 
     def _find_unique(self, hashes: Tensor, tables: Tensor) -> None:
         n = np.uint64(self.size)
-        slots = 1 << max(2 * self.size - 1, 1).bit_length()
-        marks = torch.full((slots,), -1, dtype=torch.int32, device=hashes.device)
-        places, firsts = self.empty(torch.int32), self.empty(torch.int32)
-        self._run("mark_rows", self.size, hashes, tables, n, marks, np.uint32(slots - 1), places)
-        self._run("find_firsts", self.size, tables, marks, places, n, firsts)
+        num_slots = 1 << max(2 * self.size - 1, 1).bit_length()
+        marks = torch.full((num_slots,), -1, dtype=torch.int32, device=hashes.device)
+        slots, firsts = self.empty(torch.int32), self.empty(torch.int32)
+        self._run("mark_rows", self.size, hashes, tables, n, marks, np.uint32(num_slots - 1), slots)
+        self._run("find_firsts", self.size, tables, marks, slots, n, firsts)
         ranks = firsts.cumsum(0, dtype=torch.int32)
         self.count = ranks[-1:] if self.size else torch.zeros(1, dtype=torch.int32, device=hashes.device)
         self.hashes, self.tables = self.empty(torch.int64), self.empty(torch.int32)
-        self.inverse = self.empty(torch.int32)  # [size], the row of each position, -1 for padding
+        self.inverse = self.empty(torch.int32)  # [size], each position's row, -1 for padding
         self._run(
-            "number_rows", self.size, hashes, tables, marks, places, ranks, n, self.inverse, self.hashes, self.tables
+            "number_rows", self.size, hashes, tables, marks, slots, ranks, n, self.inverse, self.hashes, self.tables
         )
 
     def _run(self, kernel: str, items: int, *arguments: Argument) -> None:

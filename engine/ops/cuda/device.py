@@ -1,7 +1,4 @@
-"""The device on which kernels run, and the number of their threads.
-
-Memory is torch's, on both sides of a launch: its allocator, its current stream, no copies. CuPy compiles and launches.
-"""
+"""Launch kernels with CuPy, on torch's tensors (without copies) and torch's current stream."""
 
 from __future__ import annotations
 
@@ -22,22 +19,23 @@ from torch import Tensor
 from ...errors import StoreError
 from .program import Program, compiled
 
-THREADS = 256  # of a block
-Argument = Tensor | np.generic | np.ndarray | None  # memory, a number of the parameter's type, a struct by value
+THREADS = 256  # per block
+# a tensor (passed as address), a number with the parameter's type, a struct by value, or a null pointer
+Argument = Tensor | np.generic | np.ndarray | None
 Event = Any  # a point in the order of a thread's launches
 R = TypeVar("R")
 _one_capture = Lock()  # a process captures one CUDA graph at a time
 
 
 def launch(device: Device, program: Program, kernel: str, items: int, lanes: int, *arguments: Argument) -> None:
-    """Run a kernel over `items` that `lanes` threads share each. No items, no launch."""
+    """Launch a kernel over `items`, each shared by `lanes` threads. Does nothing for no items."""
     if items:
         blocks = min(-(-items * lanes // THREADS), device.blocks)
         device.start(program, kernel, blocks, [_value(argument) for argument in arguments])
 
 
 def struct_type(*fields: str | tuple[Any, ...]) -> np.dtype[Any]:
-    """The type of a C++ struct. Each argument is a type and names, as "uint32 count size", or a field of NumPy's."""
+    """Return the NumPy dtype for a C++ struct. A field is a type and names ("uint32 count size") or a NumPy field."""
     declared: list[tuple[Any, ...]] = []
     for field in fields:
         if isinstance(field, tuple):
@@ -49,7 +47,7 @@ def struct_type(*fields: str | tuple[Any, ...]) -> np.dtype[Any]:
 
 
 def struct_of(dtype: np.dtype[Any], **fields: Any) -> np.ndarray:
-    """A struct by value. Of a tensor, it has the address."""
+    """Make a struct from fields, to be passed by value. A tensor becomes its address, None a null pointer."""
     struct = np.zeros((), dtype)
     for name, field in fields.items():
         struct[name] = _value(field) if field is None or isinstance(field, Tensor) else field
@@ -65,17 +63,17 @@ def _value(argument: Argument) -> np.generic | np.ndarray:
 
 
 class _Call:
-    """A kernel, and memory of one thread for its arguments, which a launch copies."""
+    """A kernel with one thread's memory for its arguments. A launch copies them."""
 
     def __init__(self, function: Any, arguments: Sequence[np.generic | np.ndarray]) -> None:
         self.function = function
-        sizes = [-(-argument.nbytes // 8) * 8 for argument in arguments]  # each begins at a multiple of 8
+        sizes = [-(-argument.nbytes // 8) * 8 for argument in arguments]  # arguments are aligned to 8 bytes
         self._format = Struct("".join(f"{size}s" for size in sizes))
         values = np.empty(self._format.size, np.uint8)
         self._values = values.data
         begins = np.cumsum([0, *sizes[:-1]], dtype=np.uint64)
         self._addresses = begins + np.uint64(values.ctypes.data)
-        self.address = self._addresses.ctypes.data  # where the addresses of the arguments are
+        self.address = self._addresses.ctypes.data  # points to the array of argument addresses
 
     def write(self, arguments: Sequence[np.generic | np.ndarray]) -> None:
         self._format.pack_into(self._values, 0, *[argument.tobytes() for argument in arguments])
@@ -87,31 +85,32 @@ class _CallsOfThread(local):
 
 
 class Device:
-    """An NVIDIA GPU. Kernels of one thread run in the order in which the thread launches them.
+    """An NVIDIA GPU. Runs each thread's kernels in launch order, and compiles programs at first use.
 
-    Programs are compiled at their first use. Tests have a device that runs kernels on a CPU.
+    Tests replace it by a device that runs kernels on the CPU.
     """
 
     def __init__(self, index: int) -> None:
         self.torch_device = torch.device("cuda", index)
         self._cupy = _cupy()
         properties = torch.cuda.get_device_properties(index)
-        self.blocks = properties.multi_processor_count * 16  # the maximum of a launch; kernels stride over more items
+        self.blocks = properties.multi_processor_count * 16  # limit per launch; kernels stride over the remaining items
         self._architecture = f"sm_{properties.major}{properties.minor}"
         self._functions: dict[tuple[Program, str], Any] = {}
         self._calls = _CallsOfThread()
         self._second_stream = torch.cuda.Stream(self.torch_device)
-        self._capture_stream = torch.cuda.Stream(self.torch_device, priority=-1)  # torch reuses others
+        # with a priority, since torch reuses default-priority streams
+        self._capture_stream = torch.cuda.Stream(self.torch_device, priority=-1)
 
     def free_memory(self) -> int:
-        """Bytes of the device's memory that torch can still give out."""
+        """Return how many bytes torch can still allocate: free ones, and those its allocator keeps for reuse."""
         free, _ = torch.cuda.mem_get_info(self.torch_device)
-        kept = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
-        return free + kept  # kept by torch's allocator, for later tensors
+        cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        return free + cached
 
     def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
-        """[size], page-locked host memory, which kernels access by its address. Raises MemoryError."""
-        # not by torch's allocator, which rounds up to a power of two
+        """Allocate a tensor [size] in page-locked host memory, which kernels can access. Raises MemoryError."""
+        # torch's allocator would round up to a power of two
         cuda, bytes_ = self._cupy.cuda, max(size, 1) * dtype.itemsize
         try:
             with cuda.Device(self.torch_device.index):
@@ -121,10 +120,10 @@ class Device:
         return torch.frombuffer(memory, dtype=torch.uint8, count=bytes_).view(dtype)[:size]
 
     def start(self, program: Program, kernel: str, blocks: int, arguments: Sequence[np.generic | np.ndarray]) -> None:
-        """Launch a kernel with THREADS threads a block."""
+        """Launch a kernel with THREADS threads per block."""
         cuda, index = self._cupy.cuda, self.torch_device.index
         with cuda.Device(index):
-            # taken out, since a finalizer or a signal handler may launch the same kernel in the midst
+            # popped while in use, since a finalizer or signal handler may launch the same kernel meanwhile
             call = self._calls.by_kernel.pop((program, kernel), None)
             if call is None:
                 call = _Call(self._function(program, kernel), arguments)
@@ -142,34 +141,34 @@ class Device:
         return self._functions[program, kernel]
 
     def side_stream(self) -> AbstractContextManager[object]:
-        """A context in which launches of this thread run concurrently with the steps of other threads."""
+        """Return a context in which this thread's launches run concurrently with other threads' steps."""
         return torch.cuda.stream(self._second_stream)
 
     def record_event(self) -> Event:
-        """An event that is complete when all present launches of this thread are."""
+        """Return an event that completes when this thread's launches so far have."""
         return self._stream.record_event()
 
     def wait_event(self, event: Event) -> None:
-        """Let later launches of this thread begin when `event` is complete."""
+        """Delay this thread's later launches until `event` is complete."""
         self._stream.wait_event(event)
 
     def record_stream(self, memory: Tensor) -> None:
-        """Keep another thread's memory from the allocator until the present launches of this thread are complete."""
+        """Keep torch from reusing another thread's memory until this thread's launches so far are complete."""
         memory.record_stream(self._stream)
 
     def wait(self) -> None:
-        """Wait until the present launches of all threads are complete."""
-        with _one_capture:  # waiting would break a capture
+        """Wait until all threads' launches so far are complete."""
+        with _one_capture:  # waiting would make a capture fail
             torch.cuda.synchronize(self.torch_device)
 
     def capture(self, launches: Callable[[], R]) -> tuple[Callable[[], None], R]:
-        """Capture the kernels and torch ops that `launches` launches. Returns (replay, the result of `launches`).
+        """Capture the kernels and torch ops that `launches` launches, without running them.
 
-        Nothing runs now. Each call of `replay` runs all launches again, with the memory of the capture. Tensors of the
-        result have their values after a replay. Raises RuntimeError if `launches` waits for the device.
+        Returns (replay, the result of `launches`). Each call of `replay` runs the captured launches on the same memory;
+        tensors in the result get their values then. Raises RuntimeError if `launches` waits for the device.
         """
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-        # the outer stream, since torch does not restore it if the capture fails
+        # set the current stream again, since torch does not restore it if the capture fails
         with _one_capture, _without_garbage(), _without_warning(), torch.cuda.stream(self._stream):
             try:
                 with self._capturing(graph, pool):
@@ -181,15 +180,15 @@ class Device:
         return graph.replay, result
 
     def _capturing(self, graph: torch.cuda.CUDAGraph, pool: Any) -> AbstractContextManager[object]:
-        # thread_local: other threads continue
+        # thread_local: other threads may launch and allocate during the capture
         stream = self._capture_stream
         return torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
 
     def _end_failed_capture(self, pool: Any) -> None:
-        """End a failed capture in torch's allocator and, for 2.11, in its random numbers."""
-        with suppress(RuntimeError):  # torch has ended it
+        """End a failed capture in torch's allocator and, for torch 2.11, in its random number generator."""
+        with suppress(RuntimeError):  # raised if torch has already ended it
             torch._C._cuda_endAllocateToPool(self.torch_device.index, pool)
-        # a capture that succeeds; its failure would hide the first
+        # a successful capture resets the generator; if this fails too, the first error matters more
         with suppress(RuntimeError), self._capturing(torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()):
             torch.zeros(1, device=self.torch_device)
 
@@ -200,7 +199,7 @@ class Device:
 
 @contextmanager
 def _without_garbage() -> Iterator[None]:
-    """Collect no garbage in the block: collecting a table closes it, and closing waits for the device."""
+    """Disable garbage collection: collecting a table closes it, and closing waits for the device."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -212,7 +211,7 @@ def _without_garbage() -> Iterator[None]:
 
 @contextmanager
 def _without_warning() -> Iterator[None]:
-    """Let torch end an empty recording in silence: where warnings are errors, one would hide why `launches` failed."""
+    """Ignore torch's warning about an empty capture. If warnings are errors, it would hide why `launches` failed."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The CUDA Graph is empty")
         yield
@@ -220,7 +219,7 @@ def _without_warning() -> Iterator[None]:
 
 @cache
 def cuda_device(index: int) -> Device:
-    """The GPU number `index`. Raises StoreError if CuPy is not installed."""
+    """Return GPU `index`. Raises StoreError if CuPy is not installed."""
     return Device(index)
 
 

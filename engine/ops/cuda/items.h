@@ -1,4 +1,4 @@
-// How kernels share their items: tiles of SIZE lanes stride over the grid, each item is one tile's.
+// Distributes a kernel's items to its threads. Each item goes to one tile of SIZE lanes; tiles stride over the items.
 #pragma once
 #include "ops/kernels/portable.h"
 
@@ -13,31 +13,31 @@ TIERBED_FN void for_each_item(u64 n, const Body& body) {
         body(tile, item);
 }
 
-// The same for single threads: body(item).
+// Calls body(item) for items [0, n), each on one thread.
 template <class Body>
 TIERBED_FN void for_each(u64 n, const Body& body) {
     for_each_item<1>(n, [&](Tile, u64 item) { body(item); });
 }
 
-// Calls body(warp, item, what) for items [0, n), each on all lanes of a warp. what: a What that one lane read for its
-// warp by read(item), and passed on by what.of_lane(warp, lane): a warp waits once for what it needs of 32 items.
-template <class What, class Read, class Body>
+// Calls body(warp, item, data) for items [0, n), each on a whole warp. Each lane reads one item's Data by read(item),
+// and data.of_lane(warp, lane) passes it to the other lanes, so that a warp waits for memory once per 32 items.
+template <class Data, class Read, class Body>
 TIERBED_FN void for_each_ahead(u64 n, const Read& read, const Body& body) {
     const Tile warp{threadIdx.x % 32, 32};
     const u64 warps = static_cast<u64>(gridDim.x) * blockDim.x / 32;
     u64 item = (static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
     while (item < n) {
-        What mine{};
-        if (item + warp.lane * warps < n) mine = read(item + warp.lane * warps);
-        for (u32 lane = 0; lane < 32 && item < n; ++lane, item += warps) body(warp, item, mine.of_lane(warp, lane));
+        Data own{};
+        if (item + warp.lane * warps < n) own = read(item + warp.lane * warps);
+        for (u32 lane = 0; lane < 32 && item < n; ++lane, item += warps) body(warp, item, own.of_lane(warp, lane));
     }
 }
 
-// Faults that a kernel finds. The host raises them, at the latest in the next call.
+// Fault bits: errors that kernels find. The host raises them in the next call at the latest.
 constexpr u32 NO_ROOM = 1, BAD_TABLE = 2, BAD_OFFSETS = 4, BAD_ID = 16;
 
-// Counts in device memory that many threads add to: the sum of COPIES arrays, of which blocks take one each in turn,
-// since additions to one place wait for each other.
+// Counters in device memory that many threads add to. A counter is a sum over COPIES elements, and blocks use
+// different copies, since additions to the same element wait for each other.
 constexpr u32 COPIES = 64;
 
 struct Counters {
@@ -45,7 +45,7 @@ struct Counters {
     u64 size;
 };
 
-// A thread's part of N counts.
+// A thread's additions to N counters.
 template <u32 N>
 struct CountsOf {
     u64 found[N] = {};
@@ -56,29 +56,29 @@ struct CountsOf {
     }
 };
 
-// A thread's part of counts: what it adds to one place in a row takes one addition there.
+// A thread's additions to counters. Combines consecutive additions to the same element into one.
 class Tally {
 public:
     TIERBED_FN explicit Tally(u64* counts) : counts_(counts) {}
     TIERBED_FN explicit Tally(const Counters& all) : counts_(all.counts + blockIdx.x % COPIES * all.size) {}
-    TIERBED_FN void add(u32 place) {
-        if (place != place_) end();
-        place_ = place;
-        ++found_;
+    TIERBED_FN void add(u32 index) {
+        if (index != index_) end();
+        index_ = index;
+        ++pending_;
     }
-    // To be called once nothing more is added.
+    // Must be called after the last `add`.
     TIERBED_FN void end() {
-        if (found_) atomicAdd(&counts_[place_], found_);
-        found_ = 0;
+        if (pending_) atomicAdd(&counts_[index_], pending_);
+        pending_ = 0;
     }
 
 private:
     u64* counts_;
-    u64 found_ = 0;
-    u32 place_ = 0;
+    u64 pending_ = 0;
+    u32 index_ = 0;
 };
 
-// The element of counts [tables, 2], hits and misses, that a lookup of a row adds to.
+// The index of a table's hits or misses in counters [tables, 2].
 TIERBED_FN u32 place_of(u32 table, bool missed) { return 2 * table + missed; }
 
 }  // namespace tierbed

@@ -1,4 +1,4 @@
-// The line that kernels are compiled for, and how many lanes of a warp share one.
+// The line shape that kernels are compiled for, and how many lanes of a warp share a line.
 #pragma once
 #include "ops/kernels/line.h"
 #include "ops/kernels/initialise.h"
@@ -14,7 +14,7 @@ TIERBED_FN constexpr u32 lanes_for(u32 words) {
     while (lanes < words && lanes < 32) lanes *= 2;
     return lanes;
 }
-constexpr u32 COPY_LANES = lanes_for((TIERBED_DIM + 3) / 4);  // 16 bytes a lane
+constexpr u32 COPY_LANES = lanes_for((TIERBED_DIM + 3) / 4);  // 16 bytes per lane
 constexpr u32 COLUMN_LANES = lanes_for(TIERBED_DIM);
 constexpr u32 WARP = 32;
 

@@ -1,4 +1,4 @@
-"""The line's shape and initial values in device memory, and counters of hits by table."""
+"""Line shape and initial values in device memory, and hit counters per table."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _ROW = struct_type(
     "uint64 zero_key",
 )  # fmt: skip
 _COUNTERS, _COPIES = struct_type("uint64 counts size"), 64  # as in items.h
-TYPES = {"float32": "Float32", "float16": "Float16", "bfloat16": "BFloat16"}  # the structs of kernels/half.h
+TYPES = {"float32": "Float32", "float16": "Float16", "bfloat16": "BFloat16"}  # structs in kernels/half.h
 
 
 class Layout:
-    """The format of a line and its initial values. `initial` is kernels/initialise.h's InitialRow, by value."""
+    """A line's format and initial values. `initial` is kernels/initialise.h's InitialRow, passed by value."""
 
     def __init__(self, device: Device, initial: InitialValues) -> None:
         self.device = device
@@ -34,10 +34,9 @@ class Layout:
         ends = words_of(initial.dtype, self.dim) + np.cumsum([0, *widths], dtype=np.uint32)
         self.width = int(ends[-1])
         self.is_narrow = initial.dtype != "float32" or narrow > 0
-        # of a line of the same numbers in float32
-        self.wide_bytes = line_bytes_of(self.dim + sum(initial.state_widths))
+        self.wide_bytes = line_bytes_of(self.dim + sum(initial.state_widths))  # the line decoded to float32
         self.seed = np.uint64(initial.seed)
-        self.stored_bytes = self.width * WORD + RECORD_BYTES  # of a line without its padding
+        self.stored_bytes = self.width * WORD + RECORD_BYTES  # a line without padding
         self.line_bytes = line_bytes_of(self.width)
         self._shape = (
             ("TIERBED_DIM", self.dim),
@@ -47,7 +46,7 @@ class Layout:
             ("TIERBED_STATES", TYPES[initial.state_dtype]),
             ("TIERBED_NARROW_STATES", narrow),
         )
-        self.copy_lanes, self.column_lanes = _lanes((self.dim + 3) // 4), _lanes(self.dim)  # of an item, as in layout.h
+        self.copy_lanes, self.column_lanes = _lanes((self.dim + 3) // 4), _lanes(self.dim)  # as in layout.h
         values = np.zeros(len(initial.kinds), _VALUES)
         values["kind"] = initial.kinds
         values["a"], values["b"] = np.asarray(initial.parameters).T
@@ -65,7 +64,7 @@ class Layout:
         self._memory = list(memory.values())
 
     def program(self, file: str, **macros: str) -> Program:
-        """A program for lines of this shape."""
+        """Return a program specialised for this line shape."""
         key = (file, *macros.values())
         if key not in self._programs:
             self._programs[key] = Program(file, (*self._shape, *macros.items()))
@@ -81,12 +80,12 @@ def _lanes(words: int) -> int:
 
 
 class HitCounters:
-    """Counts [tables, 2]. On the device they are several arrays, whose sum they are."""
+    """Hits and misses [tables, 2], in several copies on the device to avoid contention."""
 
     def __init__(self, layout: Layout) -> None:
         self._copies = torch.zeros((_COPIES, layout.tables, 2), dtype=torch.int64, device=layout.device.torch_device)
-        self.struct = struct_of(_COUNTERS, counts=self._copies, size=2 * layout.tables)  # the Counters of items.h
+        self.struct = struct_of(_COUNTERS, counts=self._copies, size=2 * layout.tables)  # items.h's Counters
 
     def total(self) -> NDArray[np.int64]:
-        """[tables, 2]; waits for the device."""
+        """Return hits and misses [tables, 2]. Waits for the device."""
         return np.asarray(self._copies.sum(0).cpu())

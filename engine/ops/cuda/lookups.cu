@@ -1,4 +1,4 @@
-// Outputs of lookups and gradients of their weights, of one type (TIERBED_GRADIENTS), from embeddings of one type
+// Lookup outputs and weight gradients. Compiled for one output type (TIERBED_GRADIENTS) and one embedding type
 // (TIERBED_ROW).
 #include "ops/kernels/pool.h"
 #include "layout.h"
@@ -9,14 +9,13 @@ using namespace tierbed;
 using Type = TIERBED_GRADIENTS;
 using Row = TIERBED_ROW;
 
-// out [n, dim]: the embedding of each position, zeros for padding (-1)
+// Writes each position's embedding to out [n, dim], zeros for padding (-1).
 extern "C" __global__ void gather(const u64* lines, const i32* inverse, u64 n, Type::Stored* out) {
     for_each_item<COPY_LANES>(n, [&](Tile tile, u64 i) {
         gather_row<Row, Type>(tile, out + i * SHAPE.dim, inverse[i] < 0 ? 0 : lines[inverse[i]], SHAPE.dim);
     });
 }
 
-// The ids of a lookup, in bags.
 struct PooledIds {
     const i32* inverse;
     const float* weights;
@@ -32,14 +31,14 @@ struct PooledIds {
     }
 };
 
-// out [bags, dim]
+// Pools bags to out [bags, dim].
 extern "C" __global__ void pool(const u64* lines, PooledIds ids, Type::Stored* out) {
     for_each_item<COLUMN_LANES>(ids.count, [&](Tile tile, u64 bag) {
         pool_row<Row, Type>(tile, out + ids.bags.row(bag) * SHAPE.dim, lines, ids.at(bag), SHAPE.dim);
     });
 }
 
-// grads [bags, dim] -> out [n]
+// Writes each weight's gradient to out [n], from the output's gradient grads [bags, dim].
 extern "C" __global__ void weights_grad(const u64* lines, PooledIds ids, const Type::Stored* grads, float* out) {
     for_each_item<WARP>(ids.count, [&](Tile tile, u64 bag) {
         pool_weights_grad<Row, Type>(tile, out + ids.begin(bag), lines, ids.at(bag),
@@ -47,12 +46,12 @@ extern "C" __global__ void weights_grad(const u64* lines, PooledIds ids, const T
     });
 }
 
-// scales [n]: what the gradient of each position is multiplied by, its weight and for a mean its share of the bag
+// Writes the factor for each position's gradient to scales [n]: its weight, for a mean divided by the bag's row count.
 extern "C" __global__ void scale_positions(PooledIds ids, float* scales) {
     for_each(ids.count, [&](u64 number) {
         const Bag bag = ids.at(number);
-        const float share = bag.mean ? 1.0f / static_cast<float>(rows_of(bag)) : 1.0f;
+        const float factor = bag.mean ? 1.0f / static_cast<float>(rows_of(bag)) : 1.0f;
         float* out = scales + ids.begin(number);
-        for (u32 i = 0; i < bag.count; ++i) out[i] = bag.weights ? bag.weights[i] * share : share;
+        for (u32 i = 0; i < bag.count; ++i) out[i] = bag.weights ? bag.weights[i] * factor : factor;
     });
 }

@@ -1,8 +1,8 @@
-"""Kernels: a .cu file with its headers as one text, the macros that specialise it, and its machine code.
+"""Compile CUDA programs: a .cu file with its headers inlined, specialised by macros.
 
-The code is compiled once for each GPU's architecture and kept in CuPy's folder for such files. The file's name is a
-hash of the program's text, so the text contains the headers. Programs are compiled by CuPy's interface to NVRTC, since
-RawModule's `code` would add `-ftz=true`: rows would lose denormal numbers, and differ from those of the CPU.
+Machine code is compiled once per GPU architecture and kept in CuPy's kernel cache folder. Its file name is a hash of
+the whole text, so headers are inlined. Programs are compiled with NVRTC directly: CuPy's RawModule would add
+`-ftz=true`, which flushes denormal numbers to zero, and rows would differ from the CPU's.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ...errors import StoreError
 from ...optim.kernel import header
 
 ENGINE = Path(__file__).parents[2]
-# of NVRTC: rows have the bits that the CPU gives them; generic lambdas are device code before CUDA 13.2 as well; a file
-# need not use every constant of its headers (177), and some rules have none (186)
+# for NVRTC: floating-point results equal the CPU's bits; generic lambdas are device code also before CUDA 13.2; no
+# warnings for unused constants in headers (177) and for loops over a rule's states or norms if it has none (186)
 OPTIONS = (
     "--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true",
     "--device-as-default-execution-space", "--diag-suppress=177", "--diag-suppress=186",
@@ -30,9 +30,9 @@ _INCLUDE = re.compile(r'#include "([\w./]+)"\n')
 
 @dataclass(frozen=True)
 class Program:
-    """The kernels of one file. `macros`: values by name."""
+    """A .cu file's kernels."""
 
-    file: str  # its path from engine/
+    file: str  # path relative to engine/
     macros: tuple[tuple[str, str | int], ...] = ()
 
     def __hash__(self) -> int:
@@ -43,12 +43,11 @@ class Program:
         return hash((self.file, self.macros))
 
     def source(self) -> str:
-        """The whole text of the program."""
+        """Return the text to compile."""
         defines = "".join(f"#define {name} {value}\n" for name, value in self.macros)
         return defines + _text(self.file)
 
     def kernels(self) -> list[str]:
-        """The names of the program's entry points."""
         return re.findall(r'extern "C" __global__ void (\w+)\(', _text(self.file))
 
 
@@ -60,19 +59,19 @@ def _text(file: str) -> str:
         if path in included:
             return ""
         included.add(path)
-        # the build makes rules.h from the rules' Python files; here it is made at run time
+        # rules.h is generated from the rules' Python files: for the CPU by the build, here at run time
         text = header() if path.name == "rules.h" else path.read_text(encoding="utf-8")
         text = text.replace("#pragma once\n", "")
-        # a header of the same folder is included by its name, any other by its path from engine/
+        # includes name a header in the same folder, or give a path relative to engine/
         return _INCLUDE.sub(lambda match: expand((ENGINE if "/" in match[1] else path.parent) / match[1]), text)
 
     return expand(ENGINE / file)
 
 
 def compiled(nvrtc: Any, program: Program, architecture: str) -> Path:
-    """A file of the program's machine code for `architecture`, such as "sm_90". Raises StoreError.
+    """Compile a program for `architecture`, such as "sm_90", unless its cubin exists. Returns the cubin's path.
 
-    nvrtc: the module `cupy.cuda.nvrtc`.
+    nvrtc: the module `cupy.cuda.nvrtc`. Raises StoreError if the program does not compile.
     """
     source, options = program.source(), (*OPTIONS, f"--gpu-architecture={architecture}")
     content = "\0".join([source, *options, str(nvrtc.getVersion())])
@@ -83,7 +82,7 @@ def compiled(nvrtc: Any, program: Program, architecture: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}")
         temporary.write_bytes(code)
-        temporary.replace(path)  # other processes may do the same
+        temporary.replace(path)  # atomic: other processes may write the same file
     return path
 
 

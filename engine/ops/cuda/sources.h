@@ -1,9 +1,9 @@
-// The gradients of a batch's rows, of one type (TIERBED_GRADIENTS).
+// Sums the gradients of a batch's rows. Compiled for one gradient type (TIERBED_GRADIENTS).
 //
-// One warp works on one row. Of a row with more than SUM_BLOCK occurrences, blocks after the first are summed by warps
-// of their own before (`sum_blocks`), then added in order, so the result is that of one thread that does it all. Block
-// b of a row whose occurrences begin at `offset` has slot offset / SUM_BLOCK + b: no two blocks after the first share
-// one.
+// One warp works on one row. If a row has more than SUM_BLOCK occurrences, another kernel, `sum_blocks`, has already
+// summed each block after the first with a separate warp; these sums are then added in order, so the result equals a
+// single thread's. Block b of a row whose occurrences begin at `offset` has slot offset / SUM_BLOCK + b. Except for
+// rows' first blocks, no two blocks have the same slot.
 #pragma once
 #include "items.h"
 #include "layout.h"
@@ -15,11 +15,10 @@ using Type = TIERBED_GRADIENTS;
 
 constexpr u32 MAX_PARTS = 8;
 
-// The gradients of all lookups, and the occurrences of all rows.
 struct Sources {
     GradientPart parts[MAX_PARTS];
     u32 count;
-    const i32* rows;      // [n], the row of each occurrence; padding, -1, comes first
+    const i32* rows;      // [n], each occurrence's row; padding (-1) comes first
     const u32* offsets;   // [unique + 1]
     const u32* sources;   // [n]
     const float* scales;  // [n] or null
@@ -31,10 +30,10 @@ struct Sources {
     }
 };
 
-// How many gradients a lane reads before it adds the first: of rows, and of blocks of rows with many.
-constexpr u32 AT_ONCE = 4, MANY_AT_ONCE = 16;
+// How many gradients a lane loads before it adds the first, for rows and in `sum_blocks`.
+constexpr u32 AHEAD = 4, BLOCK_AHEAD = 16;
 
-// The output rows of the next occurrences.
+// The next N occurrences' output rows.
 template <u32 N>
 struct Next {
     u32 sources[N];
@@ -44,7 +43,7 @@ struct Next {
     }
 };
 
-// sum [VEC]: occurrences [first, last) of columns from `begin` on, in order. next: those from `first` on.
+// Sums columns [begin, begin + VEC) over occurrences [first, last), in order, to sum [VEC]. next: read from `first` on.
 template <u32 N>
 TIERBED_FN void sum_occurrences(float* sum, const Gradients& gradients, const Occurrences& row, u32 first, u32 last,
                                 u32 begin, Next<N> next) {
@@ -53,7 +52,7 @@ TIERBED_FN void sum_occurrences(float* sum, const Gradients& gradients, const Oc
         Vector<typename Type::Stored> numbers[N];
         for (u32 k = 0; k < N; ++k) {
             if (i + k < last) numbers[k] = load_vector(gradients.row<Type>(next.sources[k]) + begin);
-            scales[k] = row.scales && i + k < last ? row.scales[i + k] : 1.0f;  // a product with 1 is exact
+            scales[k] = row.scales && i + k < last ? row.scales[i + k] : 1.0f;  // multiplying by 1 is exact
         }
         if (i + N < last) next.read(row.sources + i + N, last - i - N);
         for (u32 k = 0; k < N; ++k)
@@ -65,10 +64,10 @@ TIERBED_FN void sum_occurrences(float* sum, const Gradients& gradients, const Oc
     }
 }
 
-// Where a row and its occurrences are. A lane reads those of a row of its own, which then all lanes of its warp work on.
+// A row's line and occurrences. Each lane reads them for another row; then the whole warp works on row after row.
 struct RowStart {
-    u32 begin, count;
-    Next<AT_ONCE> next;
+    u32 begin, count;  // occurrences
+    Next<AHEAD> next;
     u64 line;
 
     TIERBED_FN static RowStart read(const Sources& from, const u64* lines, u64 row) {
@@ -79,18 +78,18 @@ struct RowStart {
     }
     TIERBED_FN RowStart of_lane(Tile warp, u32 lane) const {
         RowStart start{shuffle(warp, begin, lane), shuffle(warp, count, lane), {}, shuffle(warp, line, lane)};
-        for (u32 k = 0; k < AT_ONCE; ++k) start.next.sources[k] = shuffle(warp, next.sources[k], lane);
+        for (u32 k = 0; k < AHEAD; ++k) start.next.sources[k] = shuffle(warp, next.sources[k], lane);
         return start;
     }
 };
 
-// Calls body(warp, row, start) for rows [0, count). lines: of the rows, or null.
+// Calls body(warp, row, start) for rows [0, count). lines: the rows' lines, or null.
 template <class Body>
 TIERBED_FN void for_each_row(const Sources& from, u64 count, const u64* lines, const Body& body) {
     for_each_ahead<RowStart>(count, [&](u64 row) { return RowStart::read(from, lines, row); }, body);
 }
 
-// The sum of a row's gradients, of which those of blocks after the first are summed already, by slot in `sums`.
+// Sums a row's gradients. sums: `sum_blocks`' results, by slot.
 class RowGradient {
 public:
     TIERBED_FN RowGradient(const Sources& from, const RowStart& start, const float* sums)
@@ -98,7 +97,7 @@ public:
 
     TIERBED_FN u32 occurrences() const { return start_.count; }
 
-    // sum [VEC]: of columns from `begin` on, times `scale`
+    // Writes the sum of columns [begin, begin + VEC), times `scale`, to sum [VEC].
     TIERBED_FN void operator()(float* sum, u32 begin, float scale) const {
         const Occurrences row = from_.of(start_.begin, start_.count);
         const u32 first = start_.count < SUM_BLOCK ? start_.count : SUM_BLOCK;
@@ -118,15 +117,16 @@ private:
     const float* sums_;
 };
 
-TIERBED_FN float* memory_of_warp(float* whole) {
+// This warp's row of memory [warps of the grid, dim], or null.
+TIERBED_FN float* warp_memory(float* memory) {
     const u64 warp = (static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x) / WARP;
-    return whole ? whole + warp * SHAPE.dim : nullptr;
+    return memory ? memory + warp * SHAPE.dim : nullptr;
 }
 
-// sums [n / SUM_BLOCK + 1, dim]: of blocks after a row's first, by slot
+// Writes the sums of all blocks except each row's first to sums [n / SUM_BLOCK + 1, dim], by slot.
 extern "C" __global__ void sum_blocks(const __grid_constant__ Sources from, float* sums) {
     for_each_item<WARP>(from.n / SUM_BLOCK + 1, [&](Tile tile, u64 slot) {
-        // a block of this slot belongs to the row on both sides of the slot's begin
+        // a block has this slot only if the slot's first occurrence and the one before belong to the same row
         const u64 middle = slot * SUM_BLOCK;
         if (middle == 0 || middle >= from.n || from.rows[middle] < 0 || from.rows[middle - 1] != from.rows[middle])
             return;
@@ -137,7 +137,7 @@ extern "C" __global__ void sum_blocks(const __grid_constant__ Sources from, floa
         const u32 last = all.count - first < SUM_BLOCK ? all.count : static_cast<u32>(first) + SUM_BLOCK;
         for_blocks(tile, SHAPE.dim, [&](u32 begin, u32 n) {
             float sum[VEC];
-            Next<MANY_AT_ONCE> next;
+            Next<BLOCK_AHEAD> next;
             next.read(all.sources + first, last - static_cast<u32>(first));
             sum_occurrences(sum, from.gradients(), all, static_cast<u32>(first), last, begin, next);
             store_floats(sums + slot * SHAPE.dim + begin, sum, n);

@@ -1,24 +1,24 @@
-// Lines between device memory and the host memory that tiers below read and write: page-locked, reached by its address.
+// Copies lines between device memory and page-locked host memory, where the tiers below read and write them.
 //
-// flags [n] of 0 and 1 say which rows go; ranks [n], their running sum, say where.
+// Copies the rows with flags [n] 1 (0: skipped). ranks [n], the running sum of `flags`, are their positions plus 1.
 #include "layout.h"
 #include "ops/kernels/hash.h"
 
 using namespace tierbed;
 
-// Identities of flagged rows to host memory for `room` of them, by ranks. Steps: from a row's hash or table to the next.
-extern "C" __global__ void list_flagged(const u64* hashes, u64 hash_step, const u32* row_tables, u64 table_step,
+// Writes tables and keys of flagged rows to host memory with room for `room` rows.
+extern "C" __global__ void list_flagged(const u64* hashes, u64 hash_stride, const u32* row_tables, u64 table_stride,
                                         const i32* flags, const i32* ranks, u64 n, u64 room, u32* tables, u64* keys,
                                         const __grid_constant__ SlotHash slot_hash) {
     for_each(n, [&](u64 i) {
         const u64 at = static_cast<u64>(ranks[i]) - 1;
         if (!flags[i] || at >= room) return;
-        tables[at] = row_tables[i * table_step];
-        keys[at] = slot_hash.key(row_tables[i * table_step], hashes[i * hash_step]);
+        tables[at] = row_tables[i * table_stride];
+        keys[at] = slot_hash.key(row_tables[i * table_stride], hashes[i * hash_stride]);
     });
 }
 
-// Copies flagged lines to host memory for `room` lines, by ranks.
+// Copies flagged lines to host memory with room for `room` lines.
 extern "C" __global__ void lines_to_host(const u64* lines, const i32* flags, const i32* ranks, u64 n, u64 room,
                                          u64 memory) {
     for_each_item<COPY_LANES>(n, [&](Tile tile, u64 i) {
@@ -27,7 +27,7 @@ extern "C" __global__ void lines_to_host(const u64* lines, const i32* flags, con
     });
 }
 
-// Fills flagged lines from host memory where the tier below found them, with initial values where it did not.
+// Fills flagged lines from host memory, or with initial values if the tier below did not find them.
 extern "C" __global__ void lines_from_host(const u64* lines, const i32* flags, const i32* ranks, u64 n, const u8* found,
                                            u64 memory, const u64* hashes, const u32* tables, InitialRow initial,
                                            const __grid_constant__ SlotHash slot_hash) {

@@ -1,4 +1,4 @@
-"""Host memory through which lines are copied between a device and the tiers below it."""
+"""Staging memory on the host, for copying lines between the GPU and the tiers below it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .batch import SLOT_HASH, Batch
 from .device import launch
 from .layout import Layout
 
-Rows = tuple[NDArray[np.uint32], NDArray[np.uint64], NDArray[np.uint64]]  # tables, keys, addresses of lines
+Rows = tuple[NDArray[np.uint32], NDArray[np.uint64], NDArray[np.uint64]]  # tables, keys, line addresses
 
 WARP, MIN_ROWS = 32, 1024
 
 
 class Staging:
-    """Tables, keys and lines of up to `room` rows. The memory grows as more rows are needed."""
+    """Page-locked arrays for the tables, keys and lines of `room` rows. They grow on demand."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -28,28 +28,28 @@ class Staging:
         self.reserve(MIN_ROWS)
 
     def reserve(self, rows: int) -> bool:
-        """Allocate memory for `rows`. Returns whether it is new. The device must not be using the old memory."""
+        """Make room for `rows`. Returns True if memory was reallocated; the device must not be using the old memory."""
         if rows <= self.room:
             return False
         memory = self._layout.device.host_memory
         self.room = max(rows, 2 * self.room)
         self.tables, self.keys = memory(self.room, torch.int32), memory(self.room, torch.int64)
         self.lines = memory(self.room * self._layout.line_bytes, torch.uint8)
-        self.was_found = memory(self.room, torch.uint8)
+        self.found_flags = memory(self.room, torch.uint8)
         return True
 
     def rows(self, count: int) -> Rows:
-        """The first `count` rows, as arguments of tiers."""
+        """Return the first `count` rows as tier arguments."""
         addresses = self.lines.data_ptr() + self._layout.line_bytes * np.arange(count, dtype=np.uint64)
         tables, keys = self.tables[:count].numpy(), self.keys[:count].numpy()
         return tables.view(np.uint32), keys.view(np.uint64), addresses.astype(np.uint64)
 
     def identify(self, hashes: Tensor, tables: Tensor, flags: Tensor, ranks: Tensor) -> None:
-        """Copy tables and keys of flagged rows [n] to the staging memory."""
-        n, steps = len(flags), [np.uint64(names.stride(0)) for names in (hashes, tables)]
+        """Copy the flagged rows' tables and keys to the staging memory. ranks [n]: the running sum of flags [n]."""
+        n, strides = len(flags), [np.uint64(tensor.stride(0)) for tensor in (hashes, tables)]
         self._run(
-            "list_flagged", n, 1, hashes, steps[0], tables, steps[1], flags, ranks, np.uint64(n), np.uint64(self.room),
-            self.tables, self.keys, SLOT_HASH,
+            "list_flagged", n, 1, hashes, strides[0], tables, strides[1], flags, ranks, np.uint64(n),
+            np.uint64(self.room), self.tables, self.keys, SLOT_HASH,
         )  # fmt: skip
 
     def copy_lines(self, lines: Tensor, flags: Tensor, ranks: Tensor) -> None:
@@ -58,36 +58,36 @@ class Staging:
         self._run("lines_to_host", len(lines), WARP, lines, flags, ranks, n, room, self.lines)
 
     def read(self, lines: Tensor) -> NDArray[np.uint8]:
-        """Lines [n] as bytes [n, line_bytes], valid until the next `read` or `copy_lines`; waits for the device."""
+        """Wait for lines [n] and return their bytes [n, line_bytes], valid until the next `read` or `copy_lines`."""
         self.reserve(len(lines))
-        all_of = torch.ones_like(lines, dtype=torch.int32)
-        self.copy_lines(lines, all_of, all_of.cumsum(0, dtype=torch.int32))
-        all_of.cpu()  # waits
+        flags = torch.ones_like(lines, dtype=torch.int32)
+        self.copy_lines(lines, flags, flags.cumsum(0, dtype=torch.int32))
+        flags.cpu()  # waits
         return self.lines.numpy().reshape(-1, self._layout.line_bytes)[: len(lines)]
 
     def pack(
         self, tables: NDArray[np.uint32], keys: NDArray[np.uint64], lines: Tensor, rows: NDArray[np.void]
     ) -> NDArray[np.uint8]:
-        """Fill `rows` [n], of `row_dtype`, from row keys and lines. Returns the lines in `rows`, [n, stored_bytes]."""
+        """Fill `rows` [n] of `row_dtype` from row keys and lines. Returns its view of the lines, [n, stored_bytes]."""
         rows["table"], rows["key"] = tables, keys
         packed = rows.view(np.uint8).reshape(-1, rows.dtype.itemsize)[:, -self._layout.stored_bytes :]
         packed[:] = self.read(lines)[:, : self._layout.stored_bytes]
         return packed
 
     def records(self, lines: Tensor) -> NDArray[np.uint32]:
-        """How often the row of each line was written, and the step that wrote it last, [n, 2]. Reads the lines."""
+        """Return the update counts and last steps of lines [n], [n, 2]. Overwrites the staging memory."""
         end = self._layout.stored_bytes
         return self.read(lines)[:, end - 8 : end].copy().view(np.uint32)
 
     def describe(self, line: Tensor) -> dict[str, int]:
-        """The record of a line [1]."""
+        """Return a line's update count and last step."""
         updates, step = self.records(line)[0].tolist()
         return {"updates": updates, "last_step": step}
 
     def fill(self, batch: Batch, flags: Tensor, ranks: Tensor, found: NDArray[np.bool_]) -> None:
-        """Copy the found rows to the flagged lines of a batch; flagged lines of other rows get initial values."""
-        self.was_found[: len(found)].numpy()[:] = found
+        """Fill a batch's flagged lines from the staging memory, or with initial values if not `found` there."""
+        self.found_flags[: len(found)].numpy()[:] = found
         self._run(
-            "lines_from_host", batch.size, WARP, batch.lines, flags, ranks, np.uint64(batch.size), self.was_found,
+            "lines_from_host", batch.size, WARP, batch.lines, flags, ranks, np.uint64(batch.size), self.found_flags,
             self.lines, batch.hashes, batch.tables, self._layout.initial, SLOT_HASH,
         )  # fmt: skip

@@ -1,15 +1,15 @@
 // Converts lines to and from float32.
 //
-// An optimizer's rule works on float32 lines: a narrow line is decoded to such a line, and the result is encoded.
-// Numbers are rounded to nearest even for initial values, `put` and reads. For updates they are rounded by chance, with
-// noise that is a pure function of (seed, hash of the row, step, column). Padding is zeros.
+// Optimizer rules work on float32 lines, so a narrow line (16-bit floats) is decoded, updated and encoded again.
+// Updates round stochastically, with noise that is a pure function of (seed, row hash, step, column); initial values,
+// `put` and reads round to nearest even. Padding is zeros.
 #pragma once
 #include "line.h"
 
 namespace tierbed {
 
-// The bits of x, mixed: a bijection, by multiplications and shifts of 32 bits alone (Chris Wellons' lowbias32).
-TIERBED_FN u32 mixed(u32 x) {
+// Mixes the bits of x, a bijection (lowbias32 by Chris Wellons). Uses only 32-bit multiplications and shifts.
+TIERBED_FN u32 mix_bits(u32 x) {
     x ^= x >> 16;
     x *= 0x7FEB352Du;
     x ^= x >> 15;
@@ -17,29 +17,29 @@ TIERBED_FN u32 mixed(u32 x) {
     return x ^ x >> 16;
 }
 
-// The noise of one row at one step. A column is a number's position in the float32 line.
+// One row's noise at one step. Columns are counted in the float32 line.
 struct Noise {
     u32 base;
 
     TIERBED_FN Noise(u64 seed, u64 hash, u32 step) {
-        base = mixed(static_cast<u32>(seed) ^ static_cast<u32>(hash));
-        base = mixed(base + static_cast<u32>(seed >> 32));
-        base = mixed(base ^ static_cast<u32>(hash >> 32));
-        base = mixed(base + step * 0x9E3779B9u);
+        base = mix_bits(static_cast<u32>(seed) ^ static_cast<u32>(hash));
+        base = mix_bits(base + static_cast<u32>(seed >> 32));
+        base = mix_bits(base ^ static_cast<u32>(hash >> 32));
+        base = mix_bits(base + step * 0x9E3779B9u);
     }
-    TIERBED_FN u32 operator()(u32 column) const { return mixed(base + column * 0x9E3779B9u); }
+    TIERBED_FN u32 operator()(u32 column) const { return mix_bits(base + column * 0x9E3779B9u); }
 };
 
-// For numbers that are rounded to nearest even.
+// Rounds to nearest even.
 struct NoNoise {};
 
 template <class Type>
-TIERBED_FN typename Type::Stored rounded(float x, const NoNoise&, u32) {
+TIERBED_FN typename Type::Stored round_to(float x, const NoNoise&, u32) {
     return Type::store(x);
 }
 template <class Type>
-TIERBED_FN typename Type::Stored rounded(float x, const Noise& noise, u32 column) {
-    return Type::store_by_chance(x, noise(column));
+TIERBED_FN typename Type::Stored round_to(float x, const Noise& noise, u32 column) {
+    return Type::store_stochastic(x, noise(column));
 }
 
 template <class Type>
@@ -48,29 +48,29 @@ TIERBED_FN void decode(Tile tile, float* to, u64 from, u32 n) {
     for (u32 j = tile.lane; j < n; j += tile.size) to[j] = Type::load(numbers[j]);
 }
 
-// column: of the first number, for the noise
+// column: the first number's, for the noise
 template <class Type, class Noise>
 TIERBED_FN void encode(Tile tile, u64 to, const float* from, u32 n, const Noise& noise, u32 column) {
     auto* numbers = reinterpret_cast<typename Type::Stored*>(to);
-    for (u32 j = tile.lane; j < n; j += tile.size) numbers[j] = rounded<Type>(from[j], noise, column + j);
+    for (u32 j = tile.lane; j < n; j += tile.size) numbers[j] = round_to<Type>(from[j], noise, column + j);
     if (sizeof(*numbers) == 2 && n % 2 == 1 && tile.lane == 0) numbers[n] = 0;
 }
 
 // Calls body(type, address in the line, column in the float32 line) for the embedding and each narrow state. Returns
-// their words.
+// how many words they take.
 template <class Body>
-TIERBED_FN u32 for_narrow(u64 line, const LineShape& shape, const Body& body) {
-    const u32 of_state = words_of(shape.states, shape.dim);
+TIERBED_FN u32 for_each_narrow(u64 line, const LineShape& shape, const Body& body) {
+    const u32 state_words = words_of(shape.states, shape.dim);
     u32 word = words_of(shape.embedding, shape.dim);
     body(shape.embedding, line, 0u);
-    for (u32 k = 1; k <= shape.narrow_states; ++k, word += of_state)
+    for (u32 k = 1; k <= shape.narrow_states; ++k, word += state_words)
         body(shape.states, line + u64{word} * 4, k * shape.dim);
     return word;
 }
 
-// to: a line of the shape `widened(shape)`, record included
+// to: a line shaped as `widened(shape)`, including the record
 TIERBED_FN void decode_line(Tile tile, u64 to, u64 line, const LineShape& shape) {
-    const u32 word = for_narrow(line, shape, [&](FloatType type, u64 from, u32 column) TIERBED_INLINE {
+    const u32 word = for_each_narrow(line, shape, [&](FloatType type, u64 from, u32 column) TIERBED_INLINE {
         with_type(type, [&](auto of) TIERBED_INLINE {
             decode<decltype(of)>(tile, floats(to) + column, from, shape.dim);
         });
@@ -79,10 +79,10 @@ TIERBED_FN void decode_line(Tile tile, u64 to, u64 line, const LineShape& shape)
                (shape.width - word) * 4 + static_cast<u32>(sizeof(Record)));
 }
 
-// from: a line of the shape `widened(shape)`, record included
+// from: a line shaped as `widened(shape)`, including the record
 template <class Noise>
 TIERBED_FN void encode_line(Tile tile, u64 line, u64 from, const LineShape& shape, const Noise& noise) {
-    const u32 word = for_narrow(line, shape, [&](FloatType type, u64 to, u32 column) TIERBED_INLINE {
+    const u32 word = for_each_narrow(line, shape, [&](FloatType type, u64 to, u32 column) TIERBED_INLINE {
         with_type(type, [&](auto of) TIERBED_INLINE {
             encode<decltype(of)>(tile, to, floats(from) + column, shape.dim, noise, column);
         });
@@ -91,7 +91,7 @@ TIERBED_FN void encode_line(Tile tile, u64 line, u64 from, const LineShape& shap
                (shape.width - word) * 4 + static_cast<u32>(sizeof(Record)));
 }
 
-// values [dim] to the embedding of a line, rounded to nearest even
+// Writes values [dim] to a line's embedding, rounded to nearest even.
 TIERBED_FN void set_embedding(Tile tile, u64 line, const float* values, const LineShape& shape) {
     if (shape.embedding == FloatType::float32)
         copy_bytes(tile, floats(line), values, shape.dim * 4);

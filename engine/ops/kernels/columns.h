@@ -1,6 +1,6 @@
-// Columns of matrices moved to other matrices, and the gradients of such moves.
+// Copies column ranges between matrices (`move_columns`), and its gradient (`add_columns`).
 //
-// `add_columns` begins with zeros and adds the moves in their order, each sum rounded to the type.
+// `add_columns` starts from zeros and adds the moves in order, rounding each sum to the type.
 #pragma once
 #include "half.h"
 #include "portable.h"
@@ -14,7 +14,7 @@ struct Float64 {
 };
 
 struct Matrix {
-    u64 address, stride;  // of the first row; bytes from row to row
+    u64 address, stride;  // first row's address; bytes from row to row
     u64 columns;
 
     template <class Stored>
@@ -24,8 +24,8 @@ struct Matrix {
 };
 
 struct Move {
-    u32 source, target;  // matrices
-    u32 from, to;        // their first columns
+    u32 source, target;  // matrix indexes
+    u32 from, to;        // first columns
     u32 count;
 };
 

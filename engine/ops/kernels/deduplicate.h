@@ -1,8 +1,6 @@
-// Deduplicates the rows of one bucket.
+// Deduplicates one bucket's rows. One tile works on one bucket.
 //
-// Entries are in the order of their positions, so unique rows are numbered by first occurrence, with any number of
-// threads. One tile works on one bucket. `marks` is an open-addressing set of unique rows, whose `size` is a power of
-// two and at least twice the number of entries.
+// Entries are ordered by position, so unique rows are numbered by first occurrence, with any number of threads.
 #pragma once
 #include "hash.h"
 
@@ -22,24 +20,25 @@ struct UniqueRow {
     u32 count;  // entries
 };
 
-// The tag, bits of the hash that do not choose the slot, decides most probes.
+// A slot of the hash set. Comparing the tag, hash bits that do not choose the slot, settles most probes.
 struct Mark {
     u32 tag;
     u32 row;
 };
 
-// local [n]: the unique row of each entry; rows [unique]. Returns unique.
+// Writes each entry's unique row to local [n] and the unique rows to `rows`. Returns their number.
+// marks [size]: memory for an open-addressing hash set; size: a power of two, at least 2 * n.
 TIERBED_FN u32 unique_bucket(const Entry* entries, u32 n, Mark* marks, u32 size, u32* local, UniqueRow* rows) {
     for (u32 i = 0; i < size; ++i) marks[i] = Mark{NONE, NONE};
     u32 unique = 0;
     for (u32 i = 0; i < n; ++i) {
         const Entry entry = entries[i];
         const u32 tag = static_cast<u32>(entry.hash >> 26);
-        u32 at = static_cast<u32>(entry.hash) & (size - 1);
-        for (;; at = (at + 1) & (size - 1)) {
-            const Mark seen = marks[at];
+        u32 slot = static_cast<u32>(entry.hash) & (size - 1);
+        for (;; slot = (slot + 1) & (size - 1)) {
+            const Mark seen = marks[slot];
             if (seen.row == NONE) {
-                marks[at] = Mark{tag, unique};
+                marks[slot] = Mark{tag, unique};
                 rows[unique] = UniqueRow{entry.hash, entry.table, 1};
                 local[i] = unique++;
                 break;

@@ -1,8 +1,8 @@
-// The gradient of a row: the sum over its occurrences in a batch.
+// Sums a row's gradient over its occurrences in a batch.
 //
-// An occurrence is a row of the output's gradient, times a scale where its bag was weighted or averaged. They are added
-// in float32 in the order of their positions, in blocks of 256 whose sums are then added in order, so that several
-// warps can share a row with many.
+// An occurrence is a row of an output's gradient, times a scale if its bag was weighted or averaged. Occurrences are
+// added in float32, ordered by position, in blocks of 256; then the blocks' sums are added in order. On a GPU, several
+// warps can thus sum a row with many occurrences.
 #pragma once
 #include "half.h"
 #include "portable.h"
@@ -10,7 +10,7 @@
 namespace tierbed {
 
 #ifndef TIERBED_GPU
-// By constants, so that each half is added as a vector.
+// Recursive with a constant HALF, so that the compiler adds each half as a vector.
 template <u32 HALF>
 TIERBED_FN void add_halves(float* sums) {
     for (u32 j = 0; j < HALF; ++j) sums[j] += sums[j + HALF];
@@ -18,10 +18,10 @@ TIERBED_FN void add_halves(float* sums) {
 }
 #endif
 
-// The sum over the columns of a row, in an order that fits vector registers and warps alike: column c goes to partial
-// sum c % 32, columns ascending, and the 32 partial sums are added by halves: 16 + 16, 8 + 8, 4 + 4, 2 + 2, 1 + 1.
-// value(c) -> float for columns c in [0, n), signed numbers: vectors need an index that cannot wrap around. Every lane
-// has the result.
+// Sums value(c) over columns c in [0, n), in an order that suits both vector registers and warps: column c is added to
+// partial sum c % 32, columns ascending, and the 32 partial sums are added by halves: 16 + 16, 8 + 8, 4 + 4, 2 + 2,
+// 1 + 1. Columns are signed, since compilers vectorise only indexes that cannot wrap around. Returns the sum on every
+// lane.
 template <class Value>
 TIERBED_FN float sum_columns(Tile tile, u32 n, const Value& value) {
 #ifdef TIERBED_GPU
@@ -36,7 +36,7 @@ TIERBED_FN float sum_columns(Tile tile, u32 n, const Value& value) {
     i32 begin = end < 32 ? 0 : 32;
     if (begin == 0)
         for (i32 j = 0; j < 32; ++j) sums[j] = 0.0f;
-    else  // zeros that are not written first, for GCC does so by a slow instruction
+    else  // adds to a constant 0, since GCC would clear `sums` with a slow instruction
         for (i32 j = 0; j < 32; ++j) sums[j] = 0.0f + value(j);
     for (; begin + 32 <= end; begin += 32)
         for (i32 j = 0; j < 32; ++j) sums[j] += value(begin + j);
@@ -48,14 +48,14 @@ TIERBED_FN float sum_columns(Tile tile, u32 n, const Value& value) {
 
 constexpr u32 SUM_BLOCK = 256;
 
-// The gradient of one lookup's output.
+// One lookup's output gradient.
 struct GradientPart {
-    const void* rows;  // [outputs, dim]
-    u32 begin;         // the index of its first row in the outputs of all lookups
+    const void* rows;  // [output rows, dim]
+    u32 begin;         // the first row's number among all lookups' output rows
 };
 
 struct Gradients {
-    const GradientPart* parts;  // [count], by `begin`
+    const GradientPart* parts;  // [count], ordered by `begin`
     u32 count;
     u32 dim;
 
@@ -70,29 +70,29 @@ struct Gradients {
 
 struct Occurrences {
     const u32* sources;   // [count] output rows, ascending by position
-    const float* scales;  // [count], or null where all are 1
+    const float* scales;  // [count], or null if all are 1
     u32 count;
-    const u32* end;  // of the sources of this row and those after it, which are fetched ahead
+    const u32* end;  // end of the sources that may be prefetched, this row's and later ones
 };
 
 constexpr u32 SOURCES_AHEAD = 16;
 
-// Fetches a gradient that is needed soon after that of occurrence i.
+// Prefetches the gradient SOURCES_AHEAD occurrences after i.
 template <class Type>
-TIERBED_FN void fetch_ahead(const Gradients& gradients, const Occurrences& row, u32 i) {
+TIERBED_FN void prefetch_source(const Gradients& gradients, const Occurrences& row, u32 i) {
     if (row.end - row.sources > i + SOURCES_AHEAD)
         prefetch_bytes(reinterpret_cast<u64>(gradients.row<Type>(row.sources[i + SOURCES_AHEAD])),
                        gradients.dim * static_cast<u32>(sizeof(typename Type::Stored)));
 }
 
-// sum [n]: occurrences [first, last) of columns [begin, begin + n)
+// Sums columns [begin, begin + n) over occurrences [first, last) to sum [n].
 template <class Type>
 TIERBED_FN void sum_occurrences(float* sum, const Gradients& gradients, const Occurrences& row, u32 first, u32 last,
                                 u32 begin, u32 n) {
     for (u32 i = first; i < last; ++i) {
-        if (begin == 0) fetch_ahead<Type>(gradients, row, i);
+        if (begin == 0) prefetch_source<Type>(gradients, row, i);
         const typename Type::Stored* source = gradients.row<Type>(row.sources[i]) + begin;
-        const float scale = row.scales ? row.scales[i] : 1.0f;  // a product with 1 is exact
+        const float scale = row.scales ? row.scales[i] : 1.0f;  // multiplying by 1 is exact
         if (i == first)
             for (u32 j = 0; j < n; ++j) sum[j] = scale * Type::load(source[j]);
         else
@@ -100,7 +100,7 @@ TIERBED_FN void sum_occurrences(float* sum, const Gradients& gradients, const Oc
     }
 }
 
-// sum [n]: columns [begin, begin + n) of the row's gradient; count > 0. block [n]: memory for a block's sum.
+// Writes columns [begin, begin + n) of a row's gradient to sum [n]. row.count > 0. block [n]: scratch.
 template <class Type>
 TIERBED_FN void sum_blocks_of(float* sum, float* block, const Gradients& gradients, const Occurrences& row, u32 begin,
                               u32 n) {

@@ -1,19 +1,19 @@
-// The types of stored numbers, of a lookup's output and of its gradient.
+// Float types for stored rows, lookup outputs and gradients.
 //
-// `store` rounds to nearest even. `store_by_chance` rounds to one of the two neighbours: it adds the highest of 32 bits
-// of noise below the last place and truncates, so the nearer neighbour is more likely. A subnormal float16 is first
-// rounded to nearest at 13 bits below its last place. Exact values and infinities do not change. A value beyond the
-// largest finite number becomes that number. Any NaN becomes one quiet NaN, since processors differ in its sign and
-// payload. The operations and their order are fixed, so the bits are the same everywhere.
+// `store` rounds to nearest even. `store_stochastic` rounds to one of the two neighbours, more likely the nearer one:
+// it adds the top bits from 32-bit noise below the last place and truncates. A subnormal float16 is first rounded to
+// nearest at 13 bits below its last place. Exact values and infinities do not change. Values beyond the largest finite
+// number become that number. Every NaN becomes the same quiet NaN, since processors differ in its sign and payload.
+// Operations and their order are fixed, so results have the same bits everywhere.
 #pragma once
 #include "portable.h"
 
 namespace tierbed {
 
-// Choices without branches, so that loops of them become vectors. Numbers are below 2^31.
-TIERBED_FN u32 below(u32 a, u32 b) { return static_cast<u32>(static_cast<i32>(a - b) >> 31); }  // all bits, or none
-TIERBED_FN u32 either(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
-TIERBED_FN u32 smaller(u32 a, u32 b) { return a < b ? a : b; }
+// Selections without branches, so that compilers vectorise loops over them. Operands are below 2^31.
+TIERBED_FN u32 less_mask(u32 a, u32 b) { return static_cast<u32>(static_cast<i32>(a - b) >> 31); }  // all bits if a < b
+TIERBED_FN u32 select(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
+TIERBED_FN u32 minimum(u32 a, u32 b) { return a < b ? a : b; }
 
 enum class FloatType : u32 { float32 = 0, float16 = 1, bfloat16 = 2 };
 constexpr u32 FLOAT_TYPES = 3;
@@ -23,7 +23,7 @@ struct Float32 {
     using Stored = float;
     TIERBED_FN static float load(Stored x) { return x; }
     TIERBED_FN static Stored store(float x) { return x; }
-    TIERBED_FN static Stored store_by_chance(float x, u32) { return x; }
+    TIERBED_FN static Stored store_stochastic(float x, u32) { return x; }
 };
 
 struct BFloat16 {
@@ -35,11 +35,11 @@ struct BFloat16 {
         const u32 rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
         return static_cast<Stored>((bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : rounded);
     }
-    TIERBED_FN static Stored store_by_chance(float x, u32 noise) {
+    TIERBED_FN static Stored store_stochastic(float x, u32 noise) {
         const u32 bits = bits_of(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
-        const u32 finite = sign | smaller((magnitude + (noise >> 16)) >> 16, 0x7F7Fu);
-        const u32 special = either(below(0x7F800000u, magnitude), 0x7FC0u, sign | 0x7F80u);
-        return static_cast<Stored>(either(below(magnitude, 0x7F800000u), finite, special));
+        const u32 finite = sign | minimum((magnitude + (noise >> 16)) >> 16, 0x7F7Fu);
+        const u32 special = select(less_mask(0x7F800000u, magnitude), 0x7FC0u, sign | 0x7F80u);
+        return static_cast<Stored>(select(less_mask(magnitude, 0x7F800000u), finite, special));
     }
 };
 
@@ -50,29 +50,29 @@ struct Float16 {
     TIERBED_FN static float load(Stored x) {
         const u32 sign = (x & 0x8000u) << 16, magnitude = (x & 0x7FFFu) << 13;
         const u32 small = bits_of(float_of(magnitude + 0x38800000u) - SMALLEST_NORMAL);
-        const u32 normal = magnitude + 0x38000000u + (below(0xF7FFFFFu, magnitude) & 0x38000000u);
-        return float_of(sign | either(below(magnitude, 0x800000u), small, normal));
+        const u32 normal = magnitude + 0x38000000u + (less_mask(0xF7FFFFFu, magnitude) & 0x38000000u);
+        return float_of(sign | select(less_mask(magnitude, 0x800000u), small, normal));
     }
     TIERBED_FN static Stored store(float x) {
         const u32 bits = bits_of(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
-        // adding 0.5 rounds a subnormal at its last place, 2^-24
+        // adding 0.5 rounds a subnormal to a multiple of 2^-24, its last place
         const u32 small = bits_of(float_of(magnitude) + 0.5f) - 0x3F000000u;
         const u32 normal = (magnitude - 0x38000000u + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
-        const u32 large = either(below(0x7F800000u, magnitude), 0x7E00u, sign | 0x7C00u);
-        const u32 finite = sign | either(below(magnitude, 0x38800000u), small, normal);
-        return static_cast<Stored>(either(below(magnitude, 0x47800000u), finite, large));
+        const u32 large = select(less_mask(0x7F800000u, magnitude), 0x7E00u, sign | 0x7C00u);
+        const u32 finite = sign | select(less_mask(magnitude, 0x38800000u), small, normal);
+        return static_cast<Stored>(select(less_mask(magnitude, 0x47800000u), finite, large));
     }
-    TIERBED_FN static Stored store_by_chance(float x, u32 noise) {
+    TIERBED_FN static Stored store_stochastic(float x, u32 noise) {
         const u32 bits = bits_of(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
-        const u32 small = bits_of(float_of(magnitude) + SMALLEST_NORMAL) - 0x38800000u;  // of 2^-37
-        const u32 units = either(below(magnitude, 0x38800000u), small, magnitude - 0x38000000u);
-        const u32 finite = sign | smaller((units + (noise >> 19)) >> 13, 0x7BFFu);
-        const u32 special = either(below(0x7F800000u, magnitude), 0x7E00u, sign | 0x7C00u);
-        return static_cast<Stored>(either(below(magnitude, 0x7F800000u), finite, special));
+        const u32 small = bits_of(float_of(magnitude) + SMALLEST_NORMAL) - 0x38800000u;  // in units of 2^-37
+        const u32 units = select(less_mask(magnitude, 0x38800000u), small, magnitude - 0x38000000u);
+        const u32 finite = sign | minimum((units + (noise >> 19)) >> 13, 0x7BFFu);
+        const u32 special = select(less_mask(0x7F800000u, magnitude), 0x7E00u, sign | 0x7C00u);
+        return static_cast<Stored>(select(less_mask(magnitude, 0x7F800000u), finite, special));
     }
 };
 
-// Calls body(Type{}) for the type of that name.
+// Calls body(T{}) with the struct T for `type`.
 template <class Body>
 TIERBED_FN void with_type(FloatType type, const Body& body) {
     if (type == FloatType::bfloat16)

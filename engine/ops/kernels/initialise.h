@@ -1,8 +1,8 @@
-// Initial values of a row: a pure function of (seed, table, key, column), so that a row that was never updated need not
-// be stored. The row of `zero_key`, if there is one, begins as zeros.
+// Initial values of a row. They depend only on (seed, table, key, column), so rows that were never updated need not be
+// stored. The row of `zero_key`, if set, starts as zeros.
 //
-// One tile writes one whole line: embedding, optimizer state, record, padding. Column c takes word c % 4 of Philox with
-// counter (c / 4, table, key low, key high) and the seed as key: every column has other 32 bits.
+// One tile writes one whole line: embedding, optimizer state, record, padding. Column c uses word c % 4 of Philox with
+// counter (c / 4, table, key low, key high) and the seed as Philox key, so every column gets its own 32 bits.
 #pragma once
 #include "codec.h"
 #include "math.h"
@@ -15,7 +15,6 @@ struct Words {
     u32 x[4];
 };
 
-// A pure function: the same 128-bit counter and 64-bit key give the same four words anywhere.
 TIERBED_FN Words philox(Words counter, u64 key) {
     u32 k0 = static_cast<u32>(key), k1 = static_cast<u32>(key >> 32);
     Words c = counter;
@@ -31,7 +30,8 @@ TIERBED_FN Words philox(Words counter, u64 key) {
 
 enum class Initial : u32 { constant = 0, uniform = 1, normal = 2 };
 
-// How one column group of one table begins: constant a | a + u (b - a) | a + b quantile(q0 + u (q1 - q0)).
+// One table's initial values for a column group: constant a | uniform a + u (b - a) |
+// normal a + b quantile(q0 + u (q1 - q0)), with u random in [0, 1).
 struct InitialValues {
     Initial kind;
     float a, b;
@@ -41,52 +41,52 @@ struct InitialValues {
 struct InitialRow {
     u64 seed;
     const InitialValues* values;  // [tables * groups]
-    const u32* group_ends;        // [groups], the column after each group's last
+    const u32* group_ends;        // [groups], each column group's end column
     u32 groups;
-    const float* states;    // [state_count], the initial value of each optimizer state
-    const u32* state_ends;  // [state_count], the word of the line after each state's last
+    const float* states;    // [state_count], each optimizer state's initial value
+    const u32* state_ends;  // [state_count], each state's end, in words from the line's start
     u32 state_count;
     u32 has_zero_key;
-    u64 zero_key;  // of the row whose embedding begins as zeros, in every table
+    u64 zero_key;  // in every table, this key's embedding starts as zeros
 };
 
-TIERBED_FN float initial_value(const InitialValues& how, u32 bits) {
-    if (how.kind == Initial::constant) return how.a;
-    if (how.kind == Initial::uniform) {
+TIERBED_FN float initial_value(const InitialValues& initial, u32 bits) {
+    if (initial.kind == Initial::constant) return initial.a;
+    if (initial.kind == Initial::uniform) {
         const float u = static_cast<float>(bits >> 8) * 5.9604644775390625e-08f;  // 2^-24
-        const float range = how.b - how.a;
-        return how.a + u * range;
+        const float range = initial.b - initial.a;
+        return initial.a + u * range;
     }
     const double u = (static_cast<double>(bits) + 0.5) * 2.3283064365386962890625e-10;  // 2^-32
-    const double z = normal_quantile(how.q0 + u * (how.q1 - how.q0));
-    return static_cast<float>(static_cast<double>(how.a) + static_cast<double>(how.b) * z);
+    const double z = normal_quantile(initial.q0 + u * (initial.q1 - initial.q0));
+    return static_cast<float>(static_cast<double>(initial.a) + static_cast<double>(initial.b) * z);
 }
 
 template <class Type>
 TIERBED_FN void initialise_embedding(Tile tile, u64 line, const LineShape& shape, const InitialRow& row, u32 table,
                                      u64 key) {
     auto* out = reinterpret_cast<typename Type::Stored*>(line);
-    // most rows differ from the key, so it is compared first
-    const u32 drawn = key == row.zero_key && row.has_zero_key != 0 ? 0 : shape.dim;  // columns that are not zero
-    for (u32 block = tile.lane; block * 4 < drawn; block += tile.size) {
+    // columns with random values; keys are compared first, since most differ from the zero key
+    const u32 random = key == row.zero_key && row.has_zero_key != 0 ? 0 : shape.dim;
+    for (u32 block = tile.lane; block * 4 < random; block += tile.size) {
         const Words words = philox(Words{{block, table, static_cast<u32>(key), static_cast<u32>(key >> 32)}}, row.seed);
         u32 group = 0;
-        for (u32 j = 0; j < 4 && block * 4 + j < drawn; ++j) {
+        for (u32 j = 0; j < 4 && block * 4 + j < random; ++j) {
             const u32 column = block * 4 + j;
             while (column >= row.group_ends[group]) ++group;
             out[column] = Type::store(initial_value(row.values[table * row.groups + group], words.x[j]));
         }
     }
-    for (u32 column = drawn + tile.lane; column < shape.dim; column += tile.size) out[column] = Type::store(0.0f);
+    for (u32 column = random + tile.lane; column < shape.dim; column += tile.size) out[column] = Type::store(0.0f);
     if (sizeof(*out) == 2 && shape.dim % 2 == 1 && tile.lane == 0) out[shape.dim] = 0;
 }
 
-// The word of two numbers of a type of 16 bits that are both x.
-TIERBED_FN u32 pair_of(FloatType type, float x) {
+// Packs x twice, as a 16-bit type, into a word.
+TIERBED_FN u32 pack_pair(FloatType type, float x) {
     return (type == FloatType::bfloat16 ? BFloat16::store(x) : Float16::store(x)) * 0x10001u;
 }
 
-// Numbers that are not float32 are rounded to nearest even.
+// 16-bit numbers are rounded to nearest even.
 TIERBED_FN void initialise_line(Tile tile, u64 line, const LineShape& shape, const InitialRow& row, u32 table,
                                 u64 key) {
     with_type(shape.embedding, [&](auto type) TIERBED_INLINE {
@@ -95,7 +95,7 @@ TIERBED_FN void initialise_line(Tile tile, u64 line, const LineShape& shape, con
     u32* const out = reinterpret_cast<u32*>(line);
     for (u32 k = 0; k < row.state_count; ++k) {
         const bool is_narrow = k < shape.narrow_states;
-        const u32 word = is_narrow ? pair_of(shape.states, row.states[k]) : bits_of(row.states[k]);
+        const u32 word = is_narrow ? pack_pair(shape.states, row.states[k]) : bits_of(row.states[k]);
         const u32 begin = k == 0 ? words_of(shape.embedding, shape.dim) : row.state_ends[k - 1], end = row.state_ends[k];
         for (u32 i = begin + tile.lane; i < end; i += tile.size)
             out[i] = is_narrow && shape.dim % 2 == 1 && i + 1 == end ? word & 0xFFFFu : word;  // padding is zeros

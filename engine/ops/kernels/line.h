@@ -1,18 +1,18 @@
-// The layout of a row's line: embedding, optimizer state, lifecycle record (docs/architecture.md).
+// The layout of a row's line: embedding, optimizer state, record (docs/architecture.md).
 //
-// A line is a sequence of 4-byte words, and tiers copy it as such. Only code that reads numbers depends on their types:
-// float32 lines are read in place, others by codec.h.
+// Tiers copy a line as a sequence of 4-byte words. Number types matter only where numbers are read: float32 lines are
+// used in place, others are converted by codec.h.
 #pragma once
 #include "half.h"
 
 namespace tierbed {
 
 struct LineShape {
-    u32 dim;         // numbers of the embedding
-    u32 width;       // words of embedding and state
-    u32 line_bytes;  // record and padding included, a multiple of 16
-    // The embedding, and each of the first `narrow_states` states, are `dim` numbers of their type, padded to a word.
-    // Every other number is a float32.
+    u32 dim;         // embedding columns
+    u32 width;       // words in embedding and states
+    u32 line_bytes;  // including record and padding, a multiple of 16
+    // The embedding and each of the first `narrow_states` states have `dim` numbers of these types, padded to a word.
+    // All other states are float32.
     FloatType embedding = FloatType::float32, states = FloatType::float32;
     u32 narrow_states = 0;
 
@@ -20,16 +20,16 @@ struct LineShape {
 };
 
 struct Record {
-    u32 updates;
-    u32 step;
+    u32 updates;  // how often the row was written
+    u32 step;     // the last write's step
 };
 
 TIERBED_FN constexpr u32 line_bytes_of(u32 width) {
     return (width * 4 + static_cast<u32>(sizeof(Record)) + 15) / 16 * 16;
 }
-// the bytes that a tier on disk stores: the line without its padding
+// The bytes that a tier on disk stores: the line without padding.
 TIERBED_FN u32 stored_bytes_of(u32 width) { return width * 4 + static_cast<u32>(sizeof(Record)); }
-// The words of n numbers.
+// How many words n numbers take.
 TIERBED_FN constexpr u32 words_of(FloatType type, u32 n) { return type == FloatType::float32 ? n : (n + 1) / 2; }
 
 TIERBED_FN float* floats(u64 line) { return reinterpret_cast<float*>(line); }
@@ -37,16 +37,14 @@ TIERBED_FN Record* record(u64 line, const LineShape& shape) {
     return reinterpret_cast<Record*>(floats(line) + shape.width);
 }
 
-// The shape of a line with the same numbers in float32.
+// The line's shape when decoded to float32.
 TIERBED_FN constexpr LineShape widened(const LineShape& shape) {
     const u32 narrow = words_of(shape.embedding, shape.dim) + shape.narrow_states * words_of(shape.states, shape.dim);
     const u32 width = shape.width - narrow + shape.dim * (1 + shape.narrow_states);
     return {shape.dim, width, line_bytes_of(width)};
 }
 
-// Moves whole lines between tiers.
-//
-// `bytes` is a multiple of 4 and both sides are aligned to 4; source and destination do not overlap.
+// Copies bytes, a multiple of 4, between addresses aligned to 4 that do not overlap.
 #ifdef TIERBED_GPU
 struct alignas(16) Sixteen {
     u32 x[4];

@@ -1,14 +1,11 @@
-// The inverse of the standard normal distribution function in fixed IEEE operations, so that normal rows have the same
-// bits anywhere.
-//
-// Wichura, "Algorithm AS 241: The percentage points of the normal distribution", Applied Statistics 37 (1988), routine
-// PPND16, with a logarithm of our own: libm's differs between machines.
+// Logarithm, powers and the inverse normal distribution function, as fixed sequences of IEEE operations. Unlike with
+// libm, results are bit-identical on every machine.
 #pragma once
 #include "portable.h"
 
 namespace tierbed {
 
-// ln x for a normal x > 0, by the series of 2 artanh((m - 1) / (m + 1)) around 1
+// ln x for a normal number x > 0, by the series for 2 artanh((m - 1) / (m + 1)) around m = 1.
 TIERBED_FN double natural_log(double x) {
     const u64 bits = bits_of(x);
     int exponent = static_cast<int>((bits >> 52) & 0x7FF) - 1022;
@@ -39,7 +36,8 @@ TIERBED_FN double horner(const double (&c)[8], double r) {
     return value;
 }
 
-// p in (0, 1)
+// The inverse of the standard normal distribution function at p in (0, 1). Source: Wichura, "Algorithm AS 241: The
+// percentage points of the normal distribution", Applied Statistics 37 (1988), routine PPND16.
 TIERBED_FN double normal_quantile(double p) {
     const double q = p - 0.5;
     if (q <= 0.425 && q >= -0.425) {
@@ -90,8 +88,7 @@ TIERBED_FN double normal_quantile(double p) {
     return q < 0.0 ? -x : x;
 }
 
-// Powers in fixed IEEE operations: libm's differ between machines.
-// base^n by squaring
+// base^n by squaring.
 TIERBED_FN double power(double base, u32 n) {
     double result = 1.0;
     for (; n > 0; n /= 2) {
@@ -101,15 +98,15 @@ TIERBED_FN double power(double base, u32 n) {
     return result;
 }
 
-// e^x for |x| <= 0.35, by its series up to x^13; the rest is below 2^-56
+// e^x for |x| <= 0.35, by its series up to x^13. The remainder is below 2^-56.
 TIERBED_FN double exponential_near_zero(double x) {
     double series = 1.0;
     for (int i = 13; i >= 1; --i) series = 1.0 + x / static_cast<double>(i) * series;
     return series;
 }
 
-// x^exponent for x >= 0, NaN for any other x, as 2^k e^r with ln(x^exponent) = k ln 2 + r. Rounded once from a double
-// whose relative error is below 2^-40.
+// x^exponent for x >= 0, NaN otherwise. Computed as 2^k e^r with ln(x^exponent) = k ln 2 + r, and rounded once from a
+// double with a relative error below 2^-40.
 TIERBED_FN float power(float x, float exponent) {
     const float zero = 0.0f, infinity = float_of(0x7F800000u), not_a_number = float_of(0x7FC00000u);
     if (!(x >= 0.0f)) return not_a_number;

@@ -1,8 +1,8 @@
-// One row of a lookup's output: the rows of a bag of ids, summed, or without pooling the row of an id.
+// Computes one row of a lookup's output: the sum or mean over a bag's rows, or without pooling a copy of the id's row.
 //
-// One tile works on one bag. Rows are added in the order of their positions, in float32 from 0, each multiplied by its
-// weight if there are weights; a mean is divided by the number of rows at the end, and the result is rounded to the
-// output's type. Padding is no row; an empty bag is zeros. `Row` is the type of the embeddings' numbers.
+// One tile works on one bag. Rows are multiplied by their weights, if any, and added in float32, ordered by
+// position, starting from 0. A mean divides the sum by the row count. The result is rounded to the output type.
+// Padding does not count as a row; an empty bag yields zeros. `Row` is the embeddings' float type, `Type` the output's.
 #pragma once
 #include "gradients.h"
 #include "half.h"
@@ -11,17 +11,17 @@
 
 namespace tierbed {
 
-// The ids of each bag of a lookup, and its row of the output.
+// Maps a lookup's bags to their ids and output rows.
 //
-// Bags are numbered in the memory order of their ids: without features in order; with features, bag `column * batch +
-// b` is the one of sample b for the feature of that column, and makes row `b * columns + column`.
+// Without features, bag b has the ids from offsets[b] and output row b. With features, bag `column * batch + b` is the
+// bag of sample b for that column's feature, and its output row is `b * columns + column`.
 struct Bags {
-    const i64* offsets = nullptr;   // [parts + 1] ascending; null for bags of `length`
+    const i64* offsets = nullptr;   // [parts + 1] ascending; null if all bags have `length` ids
     u64 length = 1;
-    const u32* features = nullptr;  // [columns], the place of each column's feature in `offsets`; null for none
+    const u32* features = nullptr;  // [columns], each column's feature; null without features
     u32 columns = 0, batch = 0;     // with features: offsets are [features * batch + 1]
 
-    // The bag's place in `offsets`.
+    // The bag's index in `offsets`.
     TIERBED_FN u64 part(u64 bag) const {
         return features ? static_cast<u64>(features[column(bag)]) * batch + sample(bag) : bag;
     }
@@ -36,31 +36,31 @@ private:
 };
 
 struct Bag {
-    const i32* inverse;    // [count], the unique row of each position or -1
+    const i32* inverse;    // [count], each position's unique row or -1
     const float* weights;  // [count] or null
     u32 count;
     bool mean;
-    const i32* end;  // of the positions of this bag and those after it, whose rows are fetched ahead; null for none
+    const i32* end;  // end of the positions that may be prefetched, this bag's and later ones; null for none
 };
 
 constexpr u32 ROWS_AHEAD = 16;
 
-// Fetches the row of a later position.
+// Prefetches the row ROWS_AHEAD positions later.
 template <class Row>
-TIERBED_FN void fetch_ahead(const u64* lines, const i32* position, const i32* end, u32 dim) {
+TIERBED_FN void prefetch_row(const u64* lines, const i32* position, const i32* end, u32 dim) {
     if (end - position > ROWS_AHEAD && position[ROWS_AHEAD] >= 0)
         prefetch_bytes(lines[position[ROWS_AHEAD]], dim * static_cast<u32>(sizeof(typename Row::Stored)));
 }
 
 template <class Row>
-TIERBED_FN const typename Row::Stored* embedding_of(u64 line) {
+TIERBED_FN const typename Row::Stored* embedding(u64 line) {
     return reinterpret_cast<const typename Row::Stored*>(line);
 }
 
 #ifdef TIERBED_GPU
 constexpr u32 POOL_BLOCK = 1;
 #else
-constexpr u32 POOL_BLOCK = 128;  // columns summed at a time, in registers
+constexpr u32 POOL_BLOCK = 128;  // columns summed together, in registers
 #endif
 
 TIERBED_FN u32 rows_of(const Bag& bag) {
@@ -69,16 +69,16 @@ TIERBED_FN u32 rows_of(const Bag& bag) {
     return rows;
 }
 
-// columns [begin, begin + n) of the output; n <= POOL_BLOCK
+// Writes columns [begin, begin + n) of the output row. n <= POOL_BLOCK.
 template <class Row, class Type>
 TIERBED_FN void pool_block(typename Type::Stored* out, const u64* lines, const Bag& bag, u32 dim, u32 begin, u32 n,
                            float rows) {
-    float memory[POOL_BLOCK], *const sum = unknown(memory);
+    float memory[POOL_BLOCK], *const sum = opaque(memory);
     for (u32 j = 0; j < n; ++j) sum[j] = 0.0f;
     for (u32 i = 0; i < bag.count; ++i) {
-        if (begin == 0) fetch_ahead<Row>(lines, bag.inverse + i, bag.end, dim);
+        if (begin == 0) prefetch_row<Row>(lines, bag.inverse + i, bag.end, dim);
         if (bag.inverse[i] < 0) continue;
-        const auto* row = embedding_of<Row>(lines[bag.inverse[i]]) + begin;
+        const auto* row = embedding<Row>(lines[bag.inverse[i]]) + begin;
         if (bag.weights) {
             const float weight = bag.weights[i];
             for (u32 j = 0; j < n; ++j) sum[j] += weight * Row::load(row[j]);
@@ -99,7 +99,7 @@ TIERBED_FN void pool_row(Tile tile, typename Type::Stored* out, const u64* lines
     u32 begin = tile.lane * POOL_BLOCK;
     for (; begin + POOL_BLOCK <= dim; begin += tile.size * POOL_BLOCK)
         pool_block<Row, Type>(out, lines, bag, dim, begin, POOL_BLOCK, rows);
-#ifndef TIERBED_GPU  // the bag's ids are read again for each block
+#ifndef TIERBED_GPU  // few large blocks, since each block reads the bag's ids again
     const auto pool_rest = [&](u32 n) TIERBED_INLINE {
         if (begin + n > dim) return;
         pool_block<Row, Type>(out, lines, bag, dim, begin, n, rows);
@@ -112,7 +112,7 @@ TIERBED_FN void pool_row(Tile tile, typename Type::Stored* out, const u64* lines
     if (begin < dim) pool_block<Row, Type>(out, lines, bag, dim, begin, dim - begin, rows);
 }
 
-// out [dim]: the embedding of a line, or zeros if `line` is 0 (padding)
+// Copies a line's embedding to out [dim], zeros if `line` is 0 (padding).
 template <class Row, class Type>
 TIERBED_FN void gather_row(Tile tile, typename Type::Stored* out, u64 line, u32 dim) {
     if (!line)
@@ -120,10 +120,11 @@ TIERBED_FN void gather_row(Tile tile, typename Type::Stored* out, u64 line, u32 
     else if (sizeof(*out) == 4 && sizeof(typename Row::Stored) == 4)
         copy_bytes(tile, out, floats(line), dim * 4);
     else
-        for (u32 c = tile.lane; c < dim; c += tile.size) out[c] = Type::store(Row::load(embedding_of<Row>(line)[c]));
+        for (u32 c = tile.lane; c < dim; c += tile.size) out[c] = Type::store(Row::load(embedding<Row>(line)[c]));
 }
 
-// out [count]: the gradient of each weight of a bag, <grad, row>, over the number of rows for a mean; 0 for padding.
+// Writes a bag's weight gradients to out [count]: dot products of grad and row, divided by the row count for a mean; 0
+// for padding.
 template <class Row, class Type>
 TIERBED_FN void pool_weights_grad(Tile tile, float* out, const u64* lines, const Bag& bag,
                                   const typename Type::Stored* grad, u32 dim) {
@@ -131,7 +132,7 @@ TIERBED_FN void pool_weights_grad(Tile tile, float* out, const u64* lines, const
     for (u32 i = 0; i < bag.count; ++i) {
         float product = 0.0f;
         if (bag.inverse[i] >= 0) {
-            const auto* row = embedding_of<Row>(lines[bag.inverse[i]]);
+            const auto* row = embedding<Row>(lines[bag.inverse[i]]);
             product = sum_columns(
                 tile, dim, [&](i32 c) TIERBED_INLINE { return Type::load(grad[c]) * Row::load(row[c]); });
             if (bag.mean) product = product / rows;

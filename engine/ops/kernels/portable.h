@@ -1,9 +1,9 @@
-// What lets one kernel body compile for a CPU and for a GPU.
+// Macros and functions with which the same kernel body compiles for CPU and GPU.
 //
-// A body works on one item (a row, a key, a set) with a *tile*: a warp or a part of one on a GPU, one thread on a CPU.
-// It strides its inner loop by `tile.size` from `tile.lane`; the caller hands each item to exactly one tile. Bodies
-// allocate nothing and call no library but sqrt, so that the same sequence of IEEE operations runs everywhere (build
-// with fp contraction off).
+// A body processes one item (a row, a key, a set) with a *tile*: on a GPU a warp or part of it, on a CPU one thread.
+// Its inner loops start at `tile.lane` and advance by `tile.size`; the caller gives each item to exactly one tile.
+// Bodies do not allocate and call no library function except sqrt, so the same sequence of IEEE operations runs
+// everywhere (build with FP contraction off).
 #pragma once
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
@@ -15,9 +15,9 @@
 #define TIERBED_INLINE
 #else
 #define TIERBED_FN inline __attribute__((always_inline))
-#define TIERBED_INLINE __attribute__((always_inline))  // behind the parameters of a lambda
+#define TIERBED_INLINE __attribute__((always_inline))  // written after a lambda's parameters
 #endif
-// before a loop whose turns reach different floats, which a compiler cannot see
+// Before a loop: promises the compiler that iterations access different floats, so it may vectorise.
 #if defined(TIERBED_GPU)
 #define TIERBED_NO_OVERLAP
 #elif defined(__clang__)
@@ -53,8 +53,7 @@ struct Tile {
 
 #if defined(TIERBED_GPU)
 
-// Neighbouring columns that one lane takes at a time, as neighbouring lanes take neighbouring ones: up to 16 bytes of
-// floats, where no lane of a warp is left without any.
+// How many adjacent columns a lane loads together: up to 16 bytes, as long as no lane in a warp is idle.
 #if defined(TIERBED_DIM) && TIERBED_DIM >= 128 && TIERBED_DIM % 4 == 0
 constexpr u32 VEC = 4;
 #elif defined(TIERBED_DIM) && TIERBED_DIM >= 64 && TIERBED_DIM % 2 == 0
@@ -63,7 +62,7 @@ constexpr u32 VEC = 2;
 constexpr u32 VEC = 1;
 #endif
 
-// VEC numbers, which a lane reads and writes at once.
+// VEC numbers that a lane reads and writes with one instruction.
 template <class T>
 struct alignas(sizeof(T) * VEC) Vector {
     T x[VEC];
@@ -73,7 +72,7 @@ TIERBED_FN Vector<T> load_vector(const T* from) {
     return *reinterpret_cast<const Vector<T>*>(from);
 }
 
-TIERBED_FN float* unknown(float* address) { return address; }
+TIERBED_FN float* opaque(float* address) { return address; }
 TIERBED_FN void prefetch(const void*) {}
 TIERBED_FN void prefetch_bytes(u64, u32) {}
 // n is VEC
@@ -81,7 +80,7 @@ TIERBED_FN void load_floats(float* registers, const float* from, u32) {
     const Vector<float> numbers = load_vector(from);
     for (u32 j = 0; j < VEC; ++j) registers[j] = numbers.x[j];
 }
-TIERBED_FN const float* loaded(float* registers, const float* from, u32 n) {
+TIERBED_FN const float* load_block(float* registers, const float* from, u32 n) {
     load_floats(registers, from, n);
     return registers;
 }
@@ -91,11 +90,11 @@ TIERBED_FN void store_floats(float* to, const float* registers, u32) {
     *reinterpret_cast<Vector<float>*>(to) = numbers;
 }
 TIERBED_FN u32 multiply_high(u32 a, u32 b) { return __umulhi(a, b); }
-// the tile's lanes within its warp: a tile is a warp, or an aligned part of one whose size is a power of two
+// A tile is a warp, or an aligned part of a warp whose size is a power of two.
 TIERBED_FN u32 first_lane(Tile tile) { return (threadIdx.x & 31) - tile.lane; }
-TIERBED_FN u32 lanes_of(Tile tile) { return 0xFFFFFFFFu >> (32 - tile.size) << first_lane(tile); }
+TIERBED_FN u32 lane_mask(Tile tile) { return 0xFFFFFFFFu >> (32 - tile.size) << first_lane(tile); }
 TIERBED_FN u32 ballot(Tile tile, bool predicate) {
-    return __ballot_sync(lanes_of(tile), predicate) >> first_lane(tile);
+    return __ballot_sync(lane_mask(tile), predicate) >> first_lane(tile);
 }
 TIERBED_FN u32 lowest_bit(u32 mask) { return __ffs(mask) - 1; }
 TIERBED_FN u32 bits_of(float x) { return __float_as_uint(x); }
@@ -104,37 +103,37 @@ TIERBED_FN u64 bits_of(double x) { return static_cast<u64>(__double_as_longlong(
 TIERBED_FN double double_of(u64 bits) { return __longlong_as_double(static_cast<long long>(bits)); }
 TIERBED_FN float square_root(float x) { return __fsqrt_rn(x); }
 TIERBED_FN double square_root(double x) { return __dsqrt_rn(x); }
-TIERBED_FN void synchronise(Tile tile) { __syncwarp(lanes_of(tile)); }
-// of the tile's lanes
+TIERBED_FN void synchronise(Tile tile) { __syncwarp(lane_mask(tile)); }
+// Among the tile's lanes.
 template <class T>
 TIERBED_FN T shuffle(Tile tile, T x, u32 lane) {
-    return __shfl_sync(lanes_of(tile), x, static_cast<int>(first_lane(tile) + lane));
+    return __shfl_sync(lane_mask(tile), x, static_cast<int>(first_lane(tile) + lane));
 }
-// of all 32 lanes of a warp
+// Among all 32 lanes in the warp.
 TIERBED_FN float shuffle(float x, u32 lane) { return __shfl_sync(0xFFFFFFFFu, x, static_cast<int>(lane)); }
 TIERBED_FN float shuffle_down(float x, u32 lanes) { return __shfl_down_sync(0xFFFFFFFFu, x, lanes); }
 
 #else
 
-// a block of floats that the compiler turns into vector registers
+// The compiler keeps blocks of so many floats in vector registers.
 constexpr u32 VEC = 16;
 
-// Hides the origin of an address: the compiler would construct an array on the stack again in each turn of a loop.
-TIERBED_FN float* unknown(float* address) {
+// Hides from the compiler where an address comes from. Otherwise it would set up a stack array anew in every iteration.
+TIERBED_FN float* opaque(float* address) {
     asm("" : "+r"(address));
     return address;
 }
 TIERBED_FN void prefetch(const void* address) { __builtin_prefetch(address); }
 TIERBED_FN void load_floats(float* registers, const float* from, u32 n) { __builtin_memcpy(registers, from, n * 4); }
-// the floats where one thread reads them fastest: in memory, as it has too few registers for them
-TIERBED_FN const float* loaded(float*, const float* from, u32) { return from; }
+// Leaves the floats in memory: a CPU thread has too few registers for them.
+TIERBED_FN const float* load_block(float*, const float* from, u32) { return from; }
 TIERBED_FN void store_floats(float* to, const float* registers, u32 n) { __builtin_memcpy(to, registers, n * 4); }
-// every cache line of [address, address + bytes)
+// Prefetches every cache line in [address, address + bytes).
 TIERBED_FN void prefetch_bytes(u64 address, u32 bytes) {
     for (u64 line = address / 64 * 64; line < address + bytes; line += 64)
         prefetch(reinterpret_cast<const void*>(line));
 }
-// the same, in a state that may be written at once
+// The same, for cache lines that will be written.
 TIERBED_FN void prefetch_to_write(u64 address, u32 bytes) {
     for (u64 line = address / 64 * 64; line < address + bytes; line += 64)
         __builtin_prefetch(reinterpret_cast<const void*>(line), 1);
@@ -152,12 +151,12 @@ TIERBED_FN void synchronise(Tile) {}
 
 #endif
 
-// Calls body(begin, n) for the tile's blocks of columns.
+// Calls body(begin, n) for the tile's blocks, n <= VEC columns each.
 template <class Body>
 TIERBED_FN void for_blocks(Tile tile, u32 dim, const Body& body) {
     u32 begin = tile.lane * VEC;
     for (; begin + VEC <= dim; begin += tile.size * VEC) body(begin, VEC);
-#ifndef TIERBED_GPU  // where VEC divides dim
+#ifndef TIERBED_GPU  // there, VEC divides dim
     if (begin < dim) body(begin, dim - begin);
 #endif
 }

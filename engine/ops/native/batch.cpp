@@ -12,27 +12,27 @@
 namespace tierbed {
 namespace {
 
-constexpr std::size_t CHUNK = 4096;  // positions a task; fixed, so that the order does not depend on threads
+constexpr std::size_t CHUNK = 4096;  // positions per task; fixed, so that the order does not depend on threads
 
-// Positions [begin, end) of a segment; with features, of the feature of one column.
+// Positions [begin, end) in a segment; with features, all of one column's feature.
 struct Chunk {
     const Segment* segment;
-    std::size_t first;  // the segment's first position in the batch
-    std::size_t source;
+    std::size_t first;   // the segment's first position in the batch
+    std::size_t source;  // the segment's first output row in the batch
     std::size_t begin, end;
     u32 column;
 };
 
-// Calls body(begin, end, table, row) for the positions [begin, end) of each bag in a chunk, and the bag's output row,
-// counted within the segment.
+// Calls body(begin, end, table, row) for each bag in a chunk, with the bag's positions [begin, end) and its output row
+// in the segment.
 template <class Body>
 void for_each_bag(const Chunk& chunk, u32 num_tables, const Body& body) {
     const Segment& segment = *chunk.segment;
     if (!segment.pooled) {
-        u32 turn = static_cast<u32>(chunk.begin % num_tables);
+        u32 cyclic = static_cast<u32>(chunk.begin % num_tables);
         for (std::size_t i = chunk.begin; i < chunk.end; ++i) {
-            body(i, i + 1, segment.tables ? segment.tables[i] : turn, i);
-            if (++turn == num_tables) turn = 0;
+            body(i, i + 1, segment.tables ? segment.tables[i] : cyclic, i);
+            if (++cyclic == num_tables) cyclic = 0;
         }
         return;
     }
@@ -46,39 +46,39 @@ void for_each_bag(const Chunk& chunk, u32 num_tables, const Body& body) {
                                                          offsets) -
                                     1
                               : chunk.begin / bags.length;
-    u32 turn = static_cast<u32>(bag % num_tables);
+    u32 cyclic = static_cast<u32>(bag % num_tables);
     for (std::size_t i = chunk.begin; i < chunk.end; ++bag) {
-        const u32 table = bags.features ? segment.tables[chunk.column] : segment.tables ? segment.tables[bag] : turn;
+        const u32 table = bags.features ? segment.tables[chunk.column] : segment.tables ? segment.tables[bag] : cyclic;
         const std::size_t last = offsets ? static_cast<std::size_t>(offsets[bag + 1]) : (bag + 1) * bags.length;
         const std::size_t end = std::min(chunk.end, last);
         body(i, end, table, bag * columns + chunk.column);
         i = end;
-        if (++turn == num_tables) turn = 0;
+        if (++cyclic == num_tables) cyclic = 0;
     }
 }
 
-// Positions by chunk, and the same grouped by bucket. Each thread writes to other chunks or buckets.
+// Hashes positions chunk by chunk, then groups them by bucket. No two threads write the same chunk or bucket.
 class Grouping {
 public:
-    // inverse: set to -1 for padding. pooled: whether to keep the output row of each entry. beyond(table, key,
-    // position) is called for ids that are not legal, which become padding.
+    // Sets `inverse` to -1 for padding. pooled: whether to keep each entry's output row. Calls beyond(table, key,
+    // position) for illegal ids; they become padding.
     template <class Beyond>
     Grouping(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tables, std::optional<u64> padding, i32* inverse,
              bool pooled, const LegalIds& legal, const Beyond& beyond);
 
     Grouped grouped;
-    Buffer<u32> sources;  // of the entries, if pooled
+    Buffer<u32> sources;  // the entries' output rows, if pooled
 
-    // inverse[position] = first[bucket] + local[entry] for all entries
+    // Sets inverse[position] = first[bucket] + local[entry] for all entries.
     void invert(const std::size_t* first, const u32* local, i32* inverse) const;
 
 private:
     const Entry* entries(std::size_t c) const { return &hashed_[chunks_[c].first + chunks_[c].begin]; }
 
     const std::vector<Chunk>& chunks_;
-    Buffer<Entry> hashed_;                   // by position; those of a chunk begin at its first position
-    std::vector<std::size_t> entry_counts_;  // entries of each chunk
-    Buffer<std::size_t> ends_;  // of each chunk and bucket, the end of its entries in the bucket
+    Buffer<Entry> hashed_;                   // a chunk's entries begin at its first position
+    std::vector<std::size_t> entry_counts_;  // entries per chunk
+    Buffer<std::size_t> ends_;  // for each chunk and bucket, where the chunk's entries in the bucket end
 };
 
 template <class Beyond>
@@ -95,7 +95,7 @@ Grouping::Grouping(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tabl
         const std::size_t start = chunk.first + chunk.begin;
         Entry* const first_entry = hashed_.data() + start;
         Entry* entry = first_entry;
-        u32* const own_sources = source_of.data() + (pooled ? start : 0);
+        u32* const chunk_sources = source_of.data() + (pooled ? start : 0);
         const u64* keys = chunk.segment->keys;
         const auto hash_id = [&](auto limited, std::size_t i, u32 table, std::size_t row) TIERBED_INLINE {
             const u32 position = static_cast<u32>(chunk.first + i);
@@ -113,16 +113,16 @@ Grouping::Grouping(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tabl
                     return;
                 }
             const u64 hash = slot_hash(table, keys[i]);
-            if (pooled) own_sources[entry - first_entry] = static_cast<u32>(chunk.source + row);
+            if (pooled) chunk_sources[entry - first_entry] = static_cast<u32>(chunk.source + row);
             *entry++ = Entry{hash, table, position};
             ++counts[bucket_of(hash)];
         };
-        const auto with = [&](auto limited) {
+        const auto hash_chunk = [&](auto limited) {
             for_each_bag(chunk, num_tables, [&](std::size_t i, std::size_t end, u32 table, std::size_t row) {
                 for (; i < end; ++i) hash_id(limited, i, table, row);
             });
         };
-        last ? with(std::true_type{}) : with(std::false_type{});
+        last ? hash_chunk(std::true_type{}) : hash_chunk(std::false_type{});
         entry_counts_[c] = static_cast<std::size_t>(entry - first_entry);
     });
     std::size_t total = 0;
@@ -142,9 +142,9 @@ Grouping::Grouping(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tabl
         const Entry* entry = entries(c);
         const u32* source = pooled ? &source_of[chunks[c].first + chunks[c].begin] : nullptr;
         for (std::size_t i = 0; i < entry_counts_[c]; ++i, ++entry) {
-            const std::size_t place = at[bucket_of(entry->hash)]++;
-            grouped.entries[place] = *entry;
-            if (source) sources[place] = source[i];
+            const std::size_t index = at[bucket_of(entry->hash)]++;
+            grouped.entries[index] = *entry;
+            if (source) sources[index] = source[i];
         }
     });
 }
@@ -152,7 +152,7 @@ Grouping::Grouping(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tabl
 void Grouping::invert(const std::size_t* first, const u32* local, i32* inverse) const {
     parallel_for(chunks_.size(), [&](std::size_t c) {
         std::size_t at[BUCKETS];
-        std::copy_n(c ? &ends_[(c - 1) * BUCKETS] : grouped.begin, BUCKETS, at);  // the ends of the chunk before
+        std::copy_n(c ? &ends_[(c - 1) * BUCKETS] : grouped.begin, BUCKETS, at);  // where the previous chunk ends
         const Entry* entry = entries(c);
         for (std::size_t i = 0; i < entry_counts_[c]; ++i, ++entry) {
             const u32 bucket = bucket_of(entry->hash);
@@ -161,14 +161,14 @@ void Grouping::invert(const std::size_t* first, const u32* local, i32* inverse) 
     });
 }
 
-// Appends the positions [begin, end) of a segment to `chunks`.
+// Appends positions [begin, end) of a segment to `chunks`.
 void append_chunks(std::vector<Chunk>& chunks, const Segment& segment, std::size_t first, std::size_t source,
                    std::size_t begin, std::size_t end, u32 column = 0) {
     for (; begin < end; begin += CHUNK)
         chunks.push_back({&segment, first, source, begin, std::min(end, begin + CHUNK), column});
 }
 
-// Appends the positions of features that are looked up, in memory order. `inverse` is set to -1 for the others.
+// Appends the looked-up features' positions, in memory order. Sets `inverse` to -1 for other positions.
 void append_features(std::vector<Chunk>& chunks, const Segment& segment, std::size_t first, std::size_t source,
                      i32* inverse) {
     const Bags& bags = segment.bags;
@@ -186,9 +186,9 @@ void append_features(std::vector<Chunk>& chunks, const Segment& segment, std::si
     std::fill(inverse + done, inverse + segment.n, -1);
 }
 
-// The chunks of each table, in the order of their positions. Empty if neighbouring bags are of different tables.
-std::vector<std::vector<Chunk>> by_table(const std::vector<Chunk>& chunks, u32 tables) {
-    std::vector<std::vector<Chunk>> all(tables);
+// Returns each table's chunks, ordered by position; empty if neighbouring bags may have different tables.
+std::vector<std::vector<Chunk>> group_by_table(const std::vector<Chunk>& chunks, u32 tables) {
+    std::vector<std::vector<Chunk>> table_chunks(tables);
     for (const Chunk& chunk : chunks) {
         const Segment& segment = *chunk.segment;
         if (!segment.bags.features && (segment.tables || tables > 1)) return {};
@@ -196,17 +196,17 @@ std::vector<std::vector<Chunk>> by_table(const std::vector<Chunk>& chunks, u32 t
         if (table >= tables)
             throw std::out_of_range("table id " + std::to_string(table) + " of column " +
                                     std::to_string(chunk.column));
-        all[table].push_back(chunk);
+        table_chunks[table].push_back(chunk);
     }
-    return all;
+    return table_chunks;
 }
 
-// Sorts n numbers below 2^bits, which are in the high words, and are followed by n words of memory. Equal numbers stay
-// in their order. Returns where the result is: one of the two halves.
+// Sorts n 64-bit entries by their high words, all below 2^bits. Stable. Scratch memory for n entries must follow them.
+// Returns the half that holds the result.
 //
-// A radix sort in as few passes as its counts, about as many as numbers, allow.
+// A radix sort in few passes: digits are so long that there are about as many counters as entries.
 u64* sort_numbers(u64* numbers, u32 n, u32 bits) {
-    constexpr u32 MIN_DIGIT = 4, MAX_DIGIT = 11;  // bits of a digit
+    constexpr u32 MIN_DIGIT = 4, MAX_DIGIT = 11;  // bits per digit
     const u32 most = std::clamp<u32>(31 - static_cast<u32>(__builtin_clz(n | 1)), MIN_DIGIT, MAX_DIGIT);
     const u32 passes = (bits + most - 1) / most, digit = (bits + passes - 1) / passes, mask = (1u << digit) - 1;
     u32 counts[(32 / MAX_DIGIT + 1) << MAX_DIGIT];
@@ -225,19 +225,19 @@ u64* sort_numbers(u64* numbers, u32 n, u32 bits) {
     return from;
 }
 
-// Those ids of a table that are from `first` to `last`.
+// A table's ids from `first` to `last`.
 struct Part {
     u32 table;
     u64 first, last;
-    std::size_t positions;  // of the table
+    std::size_t positions;  // in the whole table
     Buffer<u64> memory;
     const u64* sorted = nullptr;  // ids in the high words, their positions in the low words
     u32 entries = 0, rows = 0;
-    u32 first_place = 0, first_row = 0;  // among all occurrences and rows
+    u32 first_occurrence = 0, first_row = 0;  // in the whole batch
 };
 
-// Several parts of a table that has a large share of the ids, so that threads share them.
-std::vector<Part> parts_of(const std::vector<std::vector<Chunk>>& chunks, std::size_t size,
+// Makes one part per table, or several for a table with many of the ids, so that threads can share the work.
+std::vector<Part> make_parts(const std::vector<std::vector<Chunk>>& chunks, std::size_t size,
                            const Numbering& numbering) {
     constexpr std::size_t PARTS = 4;
     std::vector<Part> parts;
@@ -253,7 +253,7 @@ std::vector<Part> parts_of(const std::vector<std::vector<Chunk>>& chunks, std::s
     return parts;
 }
 
-Deduplicated::LookupSpan span_of(const Segment& segment, std::size_t begin, std::size_t source) {
+Deduplicated::LookupSpan make_span(const Segment& segment, std::size_t begin, std::size_t source) {
     Deduplicated::LookupSpan span{begin, source, segment, {}, {}};
     span.segment.keys = nullptr;
     span.segment.tables = nullptr;
@@ -269,13 +269,12 @@ Deduplicated::LookupSpan span_of(const Segment& segment, std::size_t begin, std:
     return span;
 }
 
-void refuse_large(std::size_t n, const char* what) {
+void check_size(std::size_t n, const char* unit) {
     if (n >= NONE / 4)
-        throw std::invalid_argument("a batch of " + std::to_string(n) + " " + what +
+        throw std::invalid_argument("a batch of " + std::to_string(n) + " " + unit +
                                     " is too large; split it below 2^30");
 }
 
-// Allocates the arrays by row and by occurrence.
 void allocate(Deduplicated& out, std::size_t unique, std::size_t entries) {
     out.unique = unique;
     out.hashes = Buffer<u64>(unique);
@@ -286,8 +285,9 @@ void allocate(Deduplicated& out, std::size_t unique, std::size_t entries) {
     if (out.pooled) out.occurrence_sources = Buffer<u32>(entries);
 }
 
-// Unique rows by bucket, those of a bucket in the order of their first occurrence.
-void by_hash(Deduplicated& out, const Grouping& grouping, std::array<std::size_t, BUCKETS + 1>& bucket_begin) {
+// Finds each bucket's unique rows, ordered by first occurrence.
+void deduplicate_by_hash(Deduplicated& out, const Grouping& grouping,
+                         std::array<std::size_t, BUCKETS + 1>& bucket_begin) {
     const Grouped& grouped = grouping.grouped;
     const std::size_t n = grouped.entries.size();
     Buffer<u32> local(n);
@@ -313,23 +313,24 @@ void by_hash(Deduplicated& out, const Grouping& grouping, std::array<std::size_t
             out.tables[base + i] = row.table;
             out.offsets[base + i] = start;
             start += row.count;
-            row.count = out.offsets[base + i];  // from here on: the position of the row's next occurrence
+            row.count = out.offsets[base + i];  // from here on, where the row's next occurrence goes
         }
         for (std::size_t i = begin; i < begin + count; ++i) {
-            const u32 place = rows[begin + local[i]].count++;
-            out.occurrences[place] = grouped.entries[i].position;
-            if (out.pooled) out.occurrence_sources[place] = grouping.sources[i];
+            const u32 index = rows[begin + local[i]].count++;
+            out.occurrences[index] = grouped.entries[i].position;
+            if (out.pooled) out.occurrence_sources[index] = grouping.sources[i];
         }
     });
     grouping.invert(bucket_begin.data(), local.data(), out.inverse.data());
 }
 
-// Unique rows by number. One thread does all of a table, or of a part of it: its core's cache then has the entries.
+// Finds each part's unique rows by sorting its ids. One thread does all work on a part, so that its core's cache keeps
+// the entries.
 template <class Beyond>
-void by_number(Deduplicated& out, const std::vector<std::vector<Chunk>>& chunks, std::optional<u64> padding,
+void deduplicate_by_number(Deduplicated& out, const std::vector<std::vector<Chunk>>& chunks, std::optional<u64> padding,
                const LegalIds& legal, const Beyond& beyond) {
-    std::vector<Part> parts = parts_of(chunks, out.size, out.numbering);
-    Buffer<u32> sources(out.pooled ? out.size : 0);  // the output row of each position
+    std::vector<Part> parts = make_parts(chunks, out.size, out.numbering);
+    Buffer<u32> sources(out.pooled ? out.size : 0);  // each position's output row
     parallel_for(parts.size(), out.size, [&](std::size_t p) {
         Part& part = parts[p];
         part.memory = Buffer<u64>(2 * part.positions);
@@ -367,25 +368,25 @@ void by_number(Deduplicated& out, const std::vector<std::vector<Chunk>>& chunks,
     u32 unique = 0, entries = 0;
     for (Part& part : parts) {
         part.first_row = std::exchange(unique, unique + part.rows);
-        part.first_place = std::exchange(entries, entries + part.entries);
+        part.first_occurrence = std::exchange(entries, entries + part.entries);
     }
     allocate(out, unique, entries);
     out.numbers = Buffer<u32>(unique);
     parallel_for(parts.size(), out.size, [&](std::size_t p) {
         const Part& part = parts[p];
-        u32 row = part.first_row - 1, place = part.first_place;
-        u64 before = ~u64{0};
-        for (u32 k = 0; k < part.entries; ++k, ++place) {  // without a branch, which would often be mispredicted
+        u32 row = part.first_row - 1, index = part.first_occurrence;
+        u64 previous = ~u64{0};
+        for (u32 k = 0; k < part.entries; ++k, ++index) {  // branches would often be mispredicted
             const u64 key = part.sorted[k] >> 32;
             const u32 position = static_cast<u32>(part.sorted[k]);
-            const bool is_first = key != before;
-            before = key;
+            const bool is_first = key != previous;
+            previous = key;
             row += is_first;
             out.inverse[position] = static_cast<i32>(row);
             out.numbers[row] = out.numbering.number(part.table, key);
-            out.offsets[row] = is_first ? place : out.offsets[row];
-            out.occurrences[place] = position;
-            if (out.pooled) out.occurrence_sources[place] = sources[position];
+            out.offsets[row] = is_first ? index : out.offsets[row];
+            out.occurrences[index] = position;
+            if (out.pooled) out.occurrence_sources[index] = sources[position];
         }
         for (u32 i = part.first_row; i < part.first_row + part.rows; ++i) {
             out.tables[i] = part.table;
@@ -397,7 +398,7 @@ void by_number(Deduplicated& out, const std::vector<std::vector<Chunk>>& chunks,
 }  // namespace
 
 Grouped group_by_bucket(const u32* tables, const u64* keys, std::size_t n) {
-    refuse_large(n, "ids");
+    check_size(n, "ids");
     const Segment all{keys, tables, n, n, {}, 0, false};
     std::vector<Chunk> chunks;
     append_chunks(chunks, all, 0, 0, 0, n);
@@ -409,16 +410,16 @@ Deduplicated::Deduplicated(const std::vector<Segment>& segments, u32 num_tables,
                            const LegalIds& legal)
     : dropped(legal.last.size()), numbering(legal.last) {
     for (const Segment& segment : segments) {
-        lookups.push_back(span_of(segment, size, sources));
+        lookups.push_back(make_span(segment, size, sources));
         size += segment.n;
         sources += segment.count;
-        refuse_large(sources, "bags");
+        check_size(sources, "bags");
         pooled = pooled || segment.pooled;
     }
-    refuse_large(size, "ids");
+    check_size(size, "ids");
     inverse = Buffer<i32>(size);
     std::mutex mutex;
-    u32 earliest = NONE;  // position of an id that is an error
+    u32 earliest = NONE;  // first position with an illegal id
     const auto beyond = [&](u32 table, u64 key, u32 position) {
         const std::lock_guard lock(mutex);
         if (legal.drops[table]) {
@@ -437,13 +438,13 @@ Deduplicated::Deduplicated(const std::vector<Segment>& segments, u32 num_tables,
         else
             append_chunks(chunks, segment, span.begin, span.source, 0, segment.n);
     }
-    std::vector<std::vector<Chunk>> of_tables;
-    if (numbering.size()) of_tables = by_table(chunks, num_tables);
-    if (of_tables.empty())
-        by_hash(*this, Grouping(chunks, size, num_tables, padding, inverse.data(), pooled, legal, beyond),
-                buckets_.begin);
+    std::vector<std::vector<Chunk>> table_chunks;
+    if (numbering.size()) table_chunks = group_by_table(chunks, num_tables);
+    if (table_chunks.empty())
+        deduplicate_by_hash(*this, Grouping(chunks, size, num_tables, padding, inverse.data(), pooled, legal, beyond),
+                            buckets_.begin);
     else
-        by_number(*this, of_tables, padding, legal, beyond);
+        deduplicate_by_number(*this, table_chunks, padding, legal, beyond);
 }
 
 const BucketOrder& Deduplicated::buckets() const {

@@ -1,4 +1,8 @@
-// A batch: the unique rows of one or several lookups, in an order that depends on the ids alone.
+// Deduplicates a step's lookups to unique rows, in an order that depends only on the ids.
+//
+// Any ids are deduplicated by hash, in 64 buckets that threads process independently. If all tables have a known number
+// of ids and consecutive bags share a table, each table's ids are radix-sorted instead. Either way, positions are
+// grouped by row (`occurrences`), so that a row's gradient is summed in a fixed order, independent of threads.
 #pragma once
 #include <array>
 #include <memory>
@@ -14,52 +18,51 @@
 
 namespace tierbed {
 
-// The ids of one lookup, in bags that are pooled to one output row each. Without pooling every id is a bag.
+// One lookup's ids in bags, each pooled to one output row. Without pooling, every id is a bag.
 struct Segment {
     const u64* keys;          // [n]
-    const u32* tables;        // [bags], or [columns] with features; null if bag b is of table b % num_tables
-    std::size_t n;            // positions, those of features that are not looked up included
-    std::size_t count;        // bags, each a row of the output
+    const u32* tables;        // [bags], or [columns] with features; null if bag b belongs to table b % num_tables
+    std::size_t n;            // positions, including features that are not looked up
+    std::size_t count;        // bags, each with one output row
     Bags bags;                // offsets ascend from 0 to n
-    std::size_t parts;        // bags that the offsets have, if there are offsets
+    std::size_t parts;        // bags in the offsets, including features that are not looked up
     bool pooled;
 };
 
 // The ids that a table accepts.
 struct LegalIds {
-    std::vector<u64> last;    // [tables] the last legal id; empty if all ids are legal
-    std::vector<bool> drops;  // [tables] whether an id beyond `last` is padding rather than an error
+    std::vector<u64> last;    // [tables], the last legal id; empty if all ids are legal
+    std::vector<bool> drops;  // [tables], whether ids beyond `last` become padding; otherwise they are errors
 };
 
-// Rows grouped by bucket, in the order of their positions within one.
+// Rows grouped by bucket, ordered by position within each.
 struct Grouped {
     Buffer<Entry> entries;
     std::size_t begin[BUCKETS + 1];
 };
 
-// Positions are the indices of the rows.
+// Groups row keys. A row's position is its index.
 Grouped group_by_bucket(const u32* tables, const u64* keys, std::size_t n);
 
-// The unique rows of a batch by bucket.
+// A batch's unique rows by bucket.
 struct BucketOrder {
-    Buffer<u32> rows;                       // [unique], buckets ascending; empty for all in their order
+    Buffer<u32> rows;                       // [unique], buckets ascending; empty if rows are already in this order
     std::array<std::size_t, BUCKETS + 1> begin{};
 
     std::size_t row(std::size_t k) const { return rows.size() ? rows[k] : k; }
 };
 
-// The part of a batch that depends on the ids alone. It is immutable, and batches of several embeddings share it. Rows
-// are in the order of their numbers, if ids have numbers and neighbouring bags have one table; else by bucket, and
-// within one in the order of their first occurrence.
+// The part of a batch that depends only on the ids. Immutable, and shared by several embeddings' batches. Rows are
+// ordered by number if sorted; if deduplicated by hash, by bucket and then by first occurrence.
 struct Deduplicated {
-    // Keys equal to `padding` are padding. Throws std::out_of_range for a table id beyond num_tables - 1.
+    // Keys equal to `padding` are padding. Throws std::out_of_range for a table id >= num_tables.
     Deduplicated(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding,
                  const LegalIds& legal);
 
-    // A segment without ids and table ids, which are no longer needed.
+    // A segment without its ids and table ids.
     struct LookupSpan {
         std::size_t begin;   // its first position
-        std::size_t source;  // its first row among the output rows of all segments
+        std::size_t source;  // its first row among all segments' output rows
         Segment segment;     // `keys` and `tables` null
         Buffer<i64> offsets;
         Buffer<u32> features;
@@ -68,17 +71,17 @@ struct Deduplicated {
     std::vector<LookupSpan> lookups;
     std::size_t size = 0;     // positions
     std::size_t sources = 0;  // output rows
-    std::size_t unique = 0;
-    bool pooled = false;                    // any segment
+    std::size_t unique = 0;   // unique rows
+    bool pooled = false;                    // whether any segment is pooled
     Buffer<u64> hashes;                     // [unique]
     Buffer<u32> tables;                     // [unique]
-    Buffer<u32> numbers;                    // [unique]; empty if rows are by bucket
-    Buffer<i32> inverse;                    // [size]
-    Buffer<u32> occurrences;                // [size - padding], positions
-    Buffer<u32> occurrence_sources;         // [size - padding] their output rows; empty if those are the positions
-    Buffer<u32> offsets;                    // [unique + 1]
-    std::vector<u64> dropped;               // [tables] ids that were dropped; empty if all ids are legal
-    std::optional<std::pair<u32, u64>> illegal;  // the first (table, key) that is an error; such ids are padding
+    Buffer<u32> numbers;                    // [unique], as in Numbering; empty if rows are ordered by bucket
+    Buffer<i32> inverse;                    // [size], each position's row, -1 for padding
+    Buffer<u32> occurrences;                // [size - padding], positions grouped by row
+    Buffer<u32> occurrence_sources;         // [size - padding], their output rows; empty if equal to the positions
+    Buffer<u32> offsets;                    // [unique + 1], where each row's occurrences begin
+    std::vector<u64> dropped;               // [tables], how many ids were dropped; empty if all ids are legal
+    std::optional<std::pair<u32, u64>> illegal;  // the first illegal (table, key); illegal ids count as padding
     const Numbering numbering;
 
     // Thread-safe; the first call may sort rows.
@@ -89,7 +92,7 @@ private:
     mutable BucketOrder buckets_;
 };
 
-// The unique rows of lookups, and their lines in one embedding.
+// Unique rows and their lines in one embedding.
 class Batch {
     const std::shared_ptr<const Deduplicated> shared_;
 
@@ -102,11 +105,11 @@ public:
     const BucketOrder& buckets() const { return shared_->buckets(); }
     u64 key(std::size_t row) const { return key_of(tables[row], hashes[row]); }
     u64 row_hash(std::size_t row) const { return slot_hash.row_hash(tables[row], hashes[row]); }
-    // [unique], computed by the first call.
+    // The keys [unique], computed by the first call.
     Buffer<u64>& keys();
-    // Memory for `n` lines that lives as long as the batch.
+    // Allocates `n` lines that live as long as the batch. Returns their addresses.
     std::vector<u64> allocate(std::size_t n, const LineShape& shape);
-    // Uses own lines instead of those of a tier.
+    // Replaces the tier's lines by `own_lines` where these are set.
     void use_own_lines() {
         for (std::size_t row = 0; row < own_lines.size(); ++row)
             if (own_lines[row]) lines[row] = own_lines[row];
@@ -123,10 +126,10 @@ public:
     const Buffer<u32>& occurrence_sources = shared_->occurrence_sources;
     const Buffer<u32>& offsets = shared_->offsets;
 
-    Buffer<u64> lines;      // [unique]
-    Buffer<u64> views;      // [unique] the lines that lookups read; empty if those are `lines`
-    bool has_wide_lines = false;  // embeddings in `lines` are float32, whatever the table has
-    Buffer<u64> own_lines;        // [unique] lines of rows that no tier may have, 0 for others; or none
+    Buffer<u64> lines;      // [unique], addresses
+    Buffer<u64> views;      // [unique], the lines that lookups read; empty if they read `lines`
+    bool has_wide_lines = false;  // whether `lines` hold float32 embeddings although the table's are narrower
+    Buffer<u64> own_lines;        // [unique], lines of rows that must not enter a tier, 0 for other rows; or empty
 
 private:
     Buffer<u64> keys_;

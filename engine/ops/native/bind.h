@@ -1,4 +1,4 @@
-// Shared by the files of the Python binding. Loops over rows run without the interpreter lock.
+// Shared by the Python bindings. Loops over rows release the interpreter lock.
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -15,8 +15,8 @@ namespace nb = nanobind;
 
 namespace tierbed {
 
-// An array that is not converted: a wrong dtype or layout is refused. nanobind would pass a copy, and results written
-// to the copy would be lost.
+// An array argument that is never converted: a wrong dtype or layout raises TypeError. nanobind would pass a converted
+// copy, and results written to it would be lost.
 template <class... Annotations>
 struct Exact : nb::ndarray<Annotations...> {
     using nb::ndarray<Annotations...>::ndarray;
@@ -58,7 +58,7 @@ template <class T>
 using OutVector = Out<T, nb::ndim<1>>;
 template <class T>
 using Array = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
-using Unlocked = nb::call_guard<nb::gil_scoped_release>;  // a call without the interpreter lock
+using Unlocked = nb::call_guard<nb::gil_scoped_release>;  // releases the interpreter lock for the call
 using namespace nb::literals;                             // "name"_a
 
 inline void require(bool condition, const char* message) {
@@ -71,20 +71,20 @@ void require_one_length(const First& first, const Rest&... rest) {
 }
 
 template <class T>
-T as(nb::handle source, const char* wanted) {
+T as(nb::handle source, const char* message) {
     T value;
-    if (!nb::try_cast(source, value)) throw nb::type_error(wanted);
+    if (!nb::try_cast(source, value)) throw nb::type_error(message);
     return value;
 }
 
-// The array of a vector or a Buffer.
+// Moves a vector or Buffer into a NumPy array that owns it.
 template <class Values>
 auto own(Values&& values) {
-    auto* kept = new Values(std::move(values));
-    using T = std::remove_pointer_t<decltype(kept->data())>;
-    nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<Values*>(p); });
-    // NumPy wants an address even for no elements
-    return Array<T>(kept->size() ? kept->data() : reinterpret_cast<T*>(kept), {kept->size()}, owner);
+    auto* moved = new Values(std::move(values));
+    using T = std::remove_pointer_t<decltype(moved->data())>;
+    nb::capsule owner(moved, [](void* p) noexcept { delete static_cast<Values*>(p); });
+    // NumPy needs an address even for an empty array
+    return Array<T>(moved->size() ? moved->data() : reinterpret_cast<T*>(moved), {moved->size()}, owner);
 }
 
 // Calls body without the interpreter lock.
@@ -94,17 +94,17 @@ auto without_gil(const Body& body) {
     return body();
 }
 
-// The arrays (tables, keys) of the row keys that body returns without the interpreter lock.
+// Calls body without the interpreter lock. Returns the row keys that it returns as arrays (tables, keys).
 template <class Body>
 std::pair<Array<u32>, Array<u64>> arrays_of(const Body& body) {
     auto rows = without_gil(body);
     return {own(std::move(rows.tables)), own(std::move(rows.keys))};
 }
 
-// Throws std::invalid_argument if no type has that name.
+// Returns the type of this name. Throws std::invalid_argument if there is none.
 FloatType type_named(const std::string& dtype);
 
-// The record of a row as a dict, to which `locate` adds the location.
+// Returns a row's record as a dict. `locate` adds the location.
 inline nb::dict described(const Record& record) {
     nb::dict row;
     row["updates"] = record.updates;
@@ -112,7 +112,7 @@ inline nb::dict described(const Record& record) {
     return row;
 }
 
-// [tables * 2]: the hits and misses of each table.
+// Returns each table's hits and misses, [tables * 2].
 template <class Store>
 Array<u64> hit_counts(const Store& store) {
     return own(without_gil([&] { return store.hit_counts(); }));

@@ -1,4 +1,4 @@
-// Python binding of the moves of columns.
+// Python binding of `move_columns`.
 #include <algorithm>
 #include <numeric>
 
@@ -9,26 +9,26 @@
 namespace tierbed {
 namespace {
 
-constexpr u64 BYTES = 1 << 18;  // of the rows of a task
+constexpr u64 BYTES = 1 << 18;  // size of a task's rows
 
-// Of [address, bytes from row to row, columns] for each.
-std::vector<Matrix> matrices(const std::vector<u64>& numbers) {
-    require(numbers.size() % 3 == 0, "an address, a stride and a number of columns for each matrix");
-    std::vector<Matrix> made;
-    for (std::size_t i = 0; i < numbers.size(); i += 3) made.push_back({numbers[i], numbers[i + 1], numbers[i + 2]});
-    return made;
+// Parses (address, bytes from row to row, columns) for each matrix.
+std::vector<Matrix> parse_matrices(const std::vector<u64>& numbers) {
+    require(numbers.size() % 3 == 0, "matrices must be [n, 3]: address, row stride in bytes, columns");
+    std::vector<Matrix> all;
+    for (std::size_t i = 0; i < numbers.size(); i += 3) all.push_back({numbers[i], numbers[i + 1], numbers[i + 2]});
+    return all;
 }
 
-// Whether moves are within the matrices, and with `whole` write each column of the targets once.
-bool fits(const std::vector<Move>& moves, const std::vector<Matrix>& sources, const std::vector<Matrix>& targets,
-          bool whole) {
+// True if all moves lie within the matrices. With `complete`, they must also write each target column exactly once.
+bool are_valid(const std::vector<Move>& moves, const std::vector<Matrix>& sources, const std::vector<Matrix>& targets,
+               bool complete) {
     const auto within = [](const std::vector<Matrix>& all, u32 matrix, u32 first, u32 count) {
         return matrix < all.size() && u64{first} + count <= all[matrix].columns;
     };
     for (const Move& move : moves)
         if (!within(sources, move.source, move.from, move.count) || !within(targets, move.target, move.to, move.count))
             return false;
-    if (!whole) return true;
+    if (!complete) return true;
     std::vector<Move> order = moves;
     std::sort(order.begin(), order.end(), [](const Move& a, const Move& b) {
         return std::tie(a.target, a.to, a.count) < std::tie(b.target, b.to, b.count);
@@ -49,7 +49,7 @@ void bind_columns(nb::module_& m) {
     m.def("move_columns", [](const std::vector<u64>& from, const std::vector<u64>& to, InVector<i64> permutes, u64 rows,
                              const std::string& dtype, bool is_gradient) {
         require(permutes.size() % 6 == 0, "permutes must be [moves, 6]");
-        const std::vector<Matrix> sources = matrices(from), targets = matrices(to);
+        const std::vector<Matrix> sources = parse_matrices(from), targets = parse_matrices(to);
         std::vector<Move> moves;
         for (const i64* move = permutes.data(); move != permutes.data() + permutes.size(); move += 6) {
             if (std::any_of(move, move + 5, [](i64 number) { return number < 0 || number >> 32; })) return false;
@@ -58,7 +58,7 @@ void bind_columns(nb::module_& m) {
             if (is_gradient) std::swap(numbers[0], numbers[1]), std::swap(numbers[2], numbers[3]);
             moves.push_back({numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]});
         }
-        if (!fits(moves, sources, targets, !is_gradient)) return false;
+        if (!are_valid(moves, sources, targets, !is_gradient)) return false;
         const ColumnsJob job{sources.data(), targets.data(), targets.size(), moves.data(), moves.size(), is_gradient};
         const bool wide = dtype == "float64";
         const auto run = loops().columns[wide ? FLOAT_TYPES : static_cast<u32>(type_named(dtype))];

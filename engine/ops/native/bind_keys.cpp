@@ -1,4 +1,5 @@
-// XXH64, the hash of bytes by Y. Collet, after its specification (https://github.com/Cyan4973/xxHash, version 0.8).
+// Python binding of `hash_keys`, with an implementation of XXH64 by Y. Collet, written from its specification
+// (https://github.com/Cyan4973/xxHash, version 0.8).
 #include <atomic>
 
 #include "bind.h"
@@ -10,9 +11,9 @@ namespace tierbed {
 constexpr u64 XXH_1 = 0x9E3779B185EBCA87ull, XXH_2 = 0xC2B2AE3D27D4EB4Full, XXH_3 = 0x165667B19E3779F9ull,
               XXH_4 = 0x85EBCA77C2B2AE63ull, XXH_5 = 0x27D4EB2F165667C5ull;
 
-inline u64 rotated(u64 x, u32 by) { return x << by | x >> (64 - by); }
+inline u64 rotated(u64 x, u32 bits) { return x << bits | x >> (64 - bits); }
 
-// Little-endian words, as on every processor that the core is built for.
+// Reads a little-endian word; every processor that the core is built for is little-endian.
 template <class Word>
 inline u64 word_at(const u8* bytes) {
     Word word;
@@ -45,23 +46,22 @@ inline u64 xxh64(const u8* bytes, u64 length, u64 seed) {
     return hash ^ hash >> 32;
 }
 
-// Python binding of `hash_keys`.
 namespace {
 
-constexpr std::size_t STRINGS = 4096;  // a task
+constexpr std::size_t STRINGS = 4096;  // per task
 constexpr u32 LAST_OF_UNICODE = 0x10FFFF;
 
-// Appends the UTF-8 bytes of a code point, at most 4, to out. Returns their number, 0 for an invalid code point.
-u32 put_utf8(u32 point, u8* out) {
+// Writes a code point's UTF-8 bytes, at most 4, to `out`. Returns how many, 0 for an invalid code point.
+u32 encode_utf8(u32 point, u8* out) {
     if (point < 0x80) {
         out[0] = static_cast<u8>(point);
         return 1;
     }
     if (point > LAST_OF_UNICODE || (point >= 0xD800 && point < 0xE000)) return 0;
-    const u32 more = point < 0x800 ? 1 : point < 0x10000 ? 2 : 3;
-    out[0] = static_cast<u8>((0xFF00u >> (more + 1) & 0xFFu) | point >> 6 * more);
-    for (u32 i = 1; i <= more; ++i) out[i] = static_cast<u8>(0x80u | (point >> 6 * (more - i) & 0x3Fu));
-    return more + 1;
+    const u32 tail = point < 0x800 ? 1 : point < 0x10000 ? 2 : 3;
+    out[0] = static_cast<u8>((0xFF00u >> (tail + 1) & 0xFFu) | point >> 6 * tail);
+    for (u32 i = 1; i <= tail; ++i) out[i] = static_cast<u8>(0x80u | (point >> 6 * (tail - i) & 0x3Fu));
+    return tail + 1;
 }
 
 void hash_parts(InVector<u8> bytes, InVector<i64> offsets, u64 seed, OutVector<i64> out) {
@@ -77,12 +77,12 @@ void hash_parts(InVector<u8> bytes, InVector<i64> offsets, u64 seed, OutVector<i
     });
 }
 
-// Returns the first string that is not valid Unicode, or `n`.
+// Returns the position of the first string that is not valid Unicode, or `n`.
 std::size_t hash_rows(InVector<u8> bytes, std::size_t width, bool is_text, u64 seed, OutVector<i64> out) {
     const std::size_t n = out.size();
     require(bytes.size() == n * width, "bytes must be [n * width]");
     require(!is_text || width % 4 == 0, "text has 4 bytes a character");
-    std::atomic<std::size_t> wrong{n};
+    std::atomic<std::size_t> first_invalid{n};
     nb::gil_scoped_release unlocked;
     parallel_ranges(n, STRINGS, [&](std::size_t begin, std::size_t end) {
         std::vector<u8> text(is_text ? width : 0);
@@ -94,11 +94,11 @@ std::size_t hash_rows(InVector<u8> bytes, std::size_t width, bool is_text, u64 s
                 std::size_t points = width / 4;
                 while (points > 0 && word_at<u32>(row + 4 * (points - 1)) == 0) --points;
                 for (std::size_t at = 0; at < points; ++at) {
-                    const u32 put = put_utf8(static_cast<u32>(word_at<u32>(row + 4 * at)), text.data() + length);
-                    length += put;
-                    if (put == 0) {
-                        std::size_t first = wrong;
-                        while (i < first && !wrong.compare_exchange_weak(first, i)) {
+                    const u32 count = encode_utf8(static_cast<u32>(word_at<u32>(row + 4 * at)), text.data() + length);
+                    length += count;
+                    if (count == 0) {
+                        std::size_t first = first_invalid;
+                        while (i < first && !first_invalid.compare_exchange_weak(first, i)) {
                         }
                         break;
                     }
@@ -110,7 +110,7 @@ std::size_t hash_rows(InVector<u8> bytes, std::size_t width, bool is_text, u64 s
             out.data()[i] = static_cast<i64>(xxh64(row, length, seed));
         }
     });
-    return wrong;
+    return first_invalid;
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Python binding of layouts, batches, partitions and the ops of a step.
+// Python bindings of layouts, batches, hashes and a step's ops.
 #include <algorithm>
 
 #include "batch.h"
@@ -11,27 +11,28 @@
 namespace tierbed {
 namespace {
 
-// Reads one lookup: (keys [n], table ids, bags). `kept` keeps the arrays alive.
+// Parses one lookup, (keys [n], table ids, bags) or (keys, table ids, bags, features, batch). Appends its arrays to
+// `owners`, to keep them alive.
 //
-// bags: None if each id is a bag, the length of every bag, or offsets [bags + 1] that ascend from 0 to n. table ids:
-// [bags], or None if bag i is of table i % num_tables. With features, offsets are [features * batch + 1] of all
-// features in order, and (features [columns], batch) follow: those that are looked up, each once. Table ids are then
-// [columns], and bag b * columns + c is of sample b and feature features[c].
-Segment segment_from(nb::tuple given, std::vector<nb::object>& kept) {
+// bags: None if unpooled, each bag's length, or offsets [bags + 1] that ascend from 0 to n. table ids: [bags], or None
+// if bag i belongs to table i % num_tables. features [columns]: the features to look up, each at most once. With
+// features, offsets are [features * batch + 1], feature by feature, and table ids are [columns]; bag b * columns + c is
+// sample b of feature features[c].
+Segment parse_segment(nb::tuple lookup, std::vector<nb::object>& owners) {
     const auto array = [&](auto values) {
-        kept.push_back(nb::cast(values));
+        owners.push_back(nb::cast(values));
         return values;
     };
-    const auto keys = array(as<InVector<u64>>(given[0], "keys must be contiguous uint64"));
+    const auto keys = array(as<InVector<u64>>(lookup[0], "keys must be contiguous uint64"));
     Segment segment{keys.data(), nullptr, keys.size(), keys.size(), {}, 0, false};
-    if (nb::isinstance<nb::int_>(given[2])) {
-        const auto length = nb::cast<std::size_t>(given[2]);
+    if (nb::isinstance<nb::int_>(lookup[2])) {
+        const auto length = nb::cast<std::size_t>(lookup[2]);
         segment.pooled = true;
         segment.bags.length = length;
         require(length > 0 ? keys.size() % length == 0 : keys.size() == 0, "bags differ in length");
         segment.count = length > 0 ? keys.size() / length : 0;
-    } else if (!given[2].is_none()) {
-        const auto offsets = array(as<InVector<i64>>(given[2], "offsets must be contiguous int64"));
+    } else if (!lookup[2].is_none()) {
+        const auto offsets = array(as<InVector<i64>>(lookup[2], "offsets must be contiguous int64"));
         require(offsets.size() > 0 && offsets.data()[0] == 0 &&
                     offsets.data()[offsets.size() - 1] == static_cast<i64>(keys.size()) &&
                     std::is_sorted(offsets.data(), offsets.data() + offsets.size()),
@@ -40,14 +41,14 @@ Segment segment_from(nb::tuple given, std::vector<nb::object>& kept) {
         segment.bags.offsets = offsets.data();
         segment.count = segment.parts = offsets.size() - 1;
     }
-    if (given.size() > 3) {
-        const auto features = array(as<InVector<u32>>(given[3], "features must be contiguous uint32"));
-        const auto batch = nb::cast<std::size_t>(given[4]);
-        require(segment.bags.offsets && !given[1].is_none(), "features need offsets and table ids");
+    if (lookup.size() > 3) {
+        const auto features = array(as<InVector<u32>>(lookup[3], "features must be contiguous uint32"));
+        const auto batch = nb::cast<std::size_t>(lookup[4]);
+        require(segment.bags.offsets && !lookup[1].is_none(), "features need offsets and table ids");
         std::vector<bool> seen(batch > 0 ? segment.parts / batch : 0);
         for (std::size_t i = 0; i < features.size(); ++i) {
             const u32 feature = features.data()[i];
-            require(batch == 0 || (feature < seen.size() && !seen[feature]), "each feature once, of those in offsets");
+            require(batch == 0 || (feature < seen.size() && !seen[feature]), "give each feature once, with offsets");
             if (batch > 0) seen[feature] = true;
         }
         segment.bags.features = features.data();
@@ -55,16 +56,16 @@ Segment segment_from(nb::tuple given, std::vector<nb::object>& kept) {
         segment.bags.batch = static_cast<u32>(batch);
         segment.count = features.size() * batch;
     }
-    if (!given[1].is_none()) {
-        const auto tables = array(as<InVector<u32>>(given[1], "table ids must be contiguous uint32"));
+    if (!lookup[1].is_none()) {
+        const auto tables = array(as<InVector<u32>>(lookup[1], "table ids must be contiguous uint32"));
         const std::size_t owners = segment.bags.features ? segment.bags.columns : segment.count;
-        require(tables.size() == owners, "one table id for each bag, or for each feature");
+        require(tables.size() == owners, "give one table id for each bag, or for each feature");
         segment.tables = tables.data();
     }
     return segment;
 }
 
-// The memory of a Buffer of the batch. Read-only if the Buffer is const.
+// Returns a NumPy view of a batch's Buffer, read-only if the Buffer is const.
 template <class T>
 Array<T> view(Buffer<T>& values) {
     return Array<T>(values.data(), {values.size()});
@@ -74,7 +75,7 @@ Array<const T> view(const Buffer<T>& values) {
     return Array<const T>(values.data(), {values.size()});
 }
 
-u64* counts_of(const Layout& layout, std::optional<OutVector<u64>>& by_table) {
+u64* require_counts(const Layout& layout, std::optional<OutVector<u64>>& by_table) {
     require(!by_table || by_table->size() == layout.tables, "by_table must be [tables]");
     return by_table ? by_table->data() : nullptr;
 }
@@ -85,9 +86,9 @@ void bind_batch(nb::module_& m) {
             "__init__",
             [](Batch* self, nb::sequence segments, u32 num_tables, std::optional<u64> padding,
                std::optional<InVector<u64>> last_ids, std::vector<bool> drops) {
-                std::vector<nb::object> kept;
+                std::vector<nb::object> owners;
                 std::vector<Segment> views;
-                for (nb::handle item : segments) views.push_back(segment_from(nb::cast<nb::tuple>(item), kept));
+                for (nb::handle item : segments) views.push_back(parse_segment(nb::cast<nb::tuple>(item), owners));
                 require(num_tables > 0, "num_tables must be positive");
                 LegalIds legal;
                 if (last_ids) {
@@ -130,43 +131,43 @@ Pooling pooling_of(const Batch& batch, std::size_t lookup, bool mean, const std:
     return {mean, weights ? weights->data() : nullptr, type_named(dtype)};
 }
 
-// Checks rows [outputs of the lookup, dim] of float32, or of 16-bit floats as unsigned integers.
+// Checks that rows are [the lookup's output rows, dim], float32, or uint16 for 16-bit floats.
 template <class RowSpan>
 void require_outputs(const Batch& batch, const Layout& layout, std::size_t lookup, const RowSpan& rows,
                      const Pooling& pooling) {
     require(rows.dtype() == (pooling.type == FloatType::float32 ? nb::dtype<float>() : nb::dtype<u16>()),
             "rows must be float32, or uint16 if dtype has 16 bits");
     require(rows.shape(0) == batch.lookups[lookup].segment.count && rows.shape(1) == layout.shape.dim,
-            "rows must be [outputs, dim]");
+            "rows must be [output rows, dim]");
 }
 
-// The gradients of each lookup of the batch, and the arrays that have their memory.
+// Parses each lookup's gradient, and keeps the arrays alive.
 struct Upstreams {
-    std::vector<nb::object> kept;
+    std::vector<nb::object> owners;
     std::vector<Upstream> upstream;
 
     Upstreams(const Batch& batch, const Layout& layout, const nb::list& grads, const std::vector<bool>& means,
               const nb::list& weights, const std::string& dtype) {
         require(grads.size() == batch.lookups.size() && means.size() == grads.size() && weights.size() == grads.size(),
-                "one of grads, means and weights for each lookup");
+                "grads, means and weights must have one entry for each lookup");
         for (std::size_t k = 0; k < grads.size(); ++k) {
             const auto rows = as<InRows>(grads[k], "gradients must be contiguous");
             std::optional<InVector<float>> scale;
             if (!weights[k].is_none()) scale = as<InVector<float>>(weights[k], "weights must be contiguous float32");
             const Pooling pooling = pooling_of(batch, k, means[k], scale, dtype);
             require_outputs(batch, layout, k, rows, pooling);
-            kept.push_back(nb::cast(rows));
-            if (scale) kept.push_back(nb::cast(*scale));
+            owners.push_back(nb::cast(rows));
+            if (scale) owners.push_back(nb::cast(*scale));
             upstream.push_back({rows.data(), pooling});
         }
     }
 };
 
-// Checks that `places` has one of `rows` places for each row of the batch; without places, that `rows` are as many.
-void require_places(const Batch& batch, const std::optional<InVector<i64>>& places, std::size_t rows) {
-    require(places ? places->size() == batch.unique : rows == batch.unique, "a place for each unique row is needed");
-    for (std::size_t row = 0; places && row < batch.unique; ++row)
-        require(static_cast<u64>(places->data()[row]) < rows, "a place is out of range");
+// Checks that `positions` has a position below `rows` for each unique row; without it, that `rows` is their number.
+void require_positions(const Batch& batch, const std::optional<InVector<i64>>& positions, std::size_t rows) {
+    require(positions ? positions->size() == batch.unique : rows == batch.unique, "give one place per unique row");
+    for (std::size_t row = 0; positions && row < batch.unique; ++row)
+        require(static_cast<u64>(positions->data()[row]) < rows, "a place is out of range");
 }
 
 void bind_step(nb::module_& m) {
@@ -205,11 +206,11 @@ void bind_step(nb::module_& m) {
         [](Batch& batch, const Layout& layout, nb::list grads, std::vector<bool> means, nb::list weights,
            const std::string& rule, std::vector<double> hyper, u32 step, const std::string& dtype, float scale,
            std::optional<OutVector<u64>> by_table) {
-            u64* const counts = counts_of(layout, by_table);
-            const Upstreams given(batch, layout, grads, means, weights, dtype);
+            u64* const counts = require_counts(layout, by_table);
+            const Upstreams upstreams(batch, layout, grads, means, weights, dtype);
             const BoundRule bound(layout, rule, std::move(hyper));
             nb::gil_scoped_release unlocked;
-            return update(batch, layout, given.upstream, bound, step, scale, counts);
+            return update(batch, layout, upstreams.upstream, bound, step, scale, counts);
         },
         "batch"_a, "layout"_a, "grads"_a, "means"_a, "weights"_a, "rule"_a, "hyper"_a, "step"_a, "dtype"_a = "float32",
         "scale"_a = 1.0f, "by_table"_a.none() = nb::none());
@@ -217,44 +218,44 @@ void bind_step(nb::module_& m) {
         "square_gradients",
         [](const Batch& batch, const Layout& layout, nb::list grads, std::vector<bool> means, nb::list weights,
            const std::string& dtype) {
-            const Upstreams given(batch, layout, grads, means, weights, dtype);
+            const Upstreams upstreams(batch, layout, grads, means, weights, dtype);
             Buffer<float> squares(batch.unique);
-            without_gil([&] { square_gradients(batch, layout.shape.dim, given.upstream, squares.data()); });
+            without_gil([&] { square_gradients(batch, layout.shape.dim, upstreams.upstream, squares.data()); });
             return own(std::move(squares));
         },
         "batch"_a, "layout"_a, "grads"_a, "means"_a, "weights"_a, "dtype"_a = "float32");
     m.def(
         "sum_gradients",
         [](const Batch& batch, const Layout& layout, nb::list grads, std::vector<bool> means, nb::list weights,
-           Out<float, nb::ndim<2>> out, std::optional<InVector<i64>> places, const std::string& dtype) {
-            const Upstreams given(batch, layout, grads, means, weights, dtype);
+           Out<float, nb::ndim<2>> out, std::optional<InVector<i64>> positions, const std::string& dtype) {
+            const Upstreams upstreams(batch, layout, grads, means, weights, dtype);
             require(out.shape(1) == layout.shape.dim, "out must be [*, dim]");
-            require_places(batch, places, out.shape(0));
+            require_positions(batch, positions, out.shape(0));
             nb::gil_scoped_release unlocked;
-            sum_gradients(batch, layout.shape.dim, given.upstream, places ? places->data() : nullptr, out.data());
+            sum_gradients(batch, layout.shape.dim, upstreams.upstream, positions ? positions->data() : nullptr,
+                          out.data());
         },
         "batch"_a, "layout"_a, "grads"_a, "means"_a, "weights"_a, "out"_a, "places"_a.none() = nb::none(),
         "dtype"_a = "float32");
-    // Sets the line of row u to rows[places[u]]. Place len(rows) + i is the row that lookups read at position
-    // `position` + i of the batch `rest`.
+    // Sets the line of row u to rows[places[u]]. A place of len(rows) + i means the row that lookups of `rest`, another
+    // batch, read at position `position` + i.
     m.def(
         "set_lines",
         [](Batch& batch, const Layout& layout, In<float, nb::ndim<2>> rows, InVector<i64> places, const Batch* rest,
            std::size_t position) {
             require(rows.shape(1) == layout.shape.dim, "rows must be [*, dim]");
             require(!rest || position <= rest->size, "position must be one of the batch");
-            const std::size_t here = rows.shape(0);
-            require_places(batch, places, here + (rest ? rest->size - position : 0));
-            const i64* const place_of = places.data();
-            const u64* const there = !rest ? nullptr : rest->views.size() ? rest->views.data() : rest->lines.data();
+            const std::size_t count = rows.shape(0);
+            require_positions(batch, places, count + (rest ? rest->size - position : 0));
+            const u64* const others = !rest ? nullptr : rest->views.size() ? rest->views.data() : rest->lines.data();
             const bool is_narrow = layout.shape.embedding != FloatType::float32;
             std::vector<std::size_t> from_rest;
             for (std::size_t row = 0; row < batch.unique; ++row) {
-                const std::size_t place = static_cast<std::size_t>(place_of[row]);
-                if (place >= here) {
-                    const i32 other = rest->inverse[position + place - here];
+                const std::size_t place = static_cast<std::size_t>(places.data()[row]);
+                if (place >= count) {
+                    const i32 other = rest->inverse[position + place - count];
                     require(other >= 0, "a place is padding");
-                    batch.lines[row] = there[other];
+                    batch.lines[row] = others[other];
                     if (is_narrow) from_rest.push_back(row);
                 } else {
                     batch.lines[row] = reinterpret_cast<u64>(rows.data() + place * rows.shape(1));
@@ -282,7 +283,7 @@ void bind_step(nb::module_& m) {
            std::optional<OutVector<u64>> by_table) {
             require(values.shape(0) == batch.size && values.shape(1) == layout.shape.dim,
                     "values must be [batch.size, dim]");
-            return assign(batch, layout, values.data(), step, counts_of(layout, by_table));
+            return assign(batch, layout, values.data(), step, require_counts(layout, by_table));
         },
         "batch"_a, "layout"_a, "values"_a, "step"_a, "by_table"_a.none() = nb::none(), Unlocked());
     m.def("count_new", &count_new, Unlocked());
@@ -293,7 +294,7 @@ void bind_step(nb::module_& m) {
     });
 }
 
-// Entry t * columns + c of `kinds`, `parameters` (a, b) and `quantiles` (q0, q1) has the `InitialValues` of table t and
+// Entries t * columns + c of `kinds`, `parameters` (a, b) and `quantiles` (q0, q1) are the InitialValues of table t and
 // column group c.
 void bind_layout(nb::module_& m) {
     nb::class_<Layout>(m, "Layout")
@@ -317,9 +318,9 @@ void bind_layout(nb::module_& m) {
                 const std::pair types{type_named(dtype), type_named(state_dtype)};
                 require(
                     (narrow_states > 0) == (types.second != FloatType::float32) && narrow_states <= state_widths.size(),
-                    "narrow_states are states of 16 bits");
+                    "give narrow_states if and only if state_dtype has 16 bits, at most the number of states");
                 for (u32 k = 0; k < narrow_states; ++k)
-                    require(state_widths[k] == dim, "a narrow state has dim numbers");
+                    require(state_widths[k] == dim, "a narrow state must have dim numbers");
                 std::vector<InitialValues> values;
                 for (std::size_t i = 0; i < kinds.size(); ++i) {
                     require(kinds[i] <= 2, "kinds are 0, 1, 2");
@@ -338,29 +339,29 @@ void bind_layout(nb::module_& m) {
         .def_prop_ro("line_bytes", [](const Layout& l) { return l.shape.line_bytes; });
 }
 
-// of_hash(hash of the row) of each row key.
-template <class T, class OfHash>
-Array<T> of_hashes(const InVector<u32>& tables, const InVector<u64>& keys, const OfHash& of_hash) {
+// Returns map(hash_row) for each row key.
+template <class T, class Map>
+Array<T> map_hashes(const InVector<u32>& tables, const InVector<u64>& keys, const Map& map) {
     require_one_length(tables, keys);
     Buffer<T> all(keys.size());
     for (std::size_t i = 0; i < all.size(); ++i)
-        all[i] = static_cast<T>(of_hash(hash_row(tables.data()[i], keys.data()[i])));
+        all[i] = static_cast<T>(map(hash_row(tables.data()[i], keys.data()[i])));
     return own(std::move(all));
 }
 
 void bind_hashes(nb::module_& m) {
     m.def("slot_hash", [] {
         const SlotHash& h = slot_hash;
-        return own(std::vector<u64>{h.addend, h.of_table, h.factor[0], h.factor[1], h.inverse[0], h.inverse[1]});
+        return own(std::vector<u64>{h.addend, h.table_factor, h.factor[0], h.factor[1], h.inverse[0], h.inverse[1]});
     });
     m.def(
-        "buckets", [](InVector<u32> tables, InVector<u64> keys) { return of_hashes<u8>(tables, keys, bucket_of); },
+        "buckets", [](InVector<u32> tables, InVector<u64> keys) { return map_hashes<u8>(tables, keys, bucket_of); },
         "tables"_a, "keys"_a);
     m.def(
         "owners",
         [](InVector<u32> tables, InVector<u64> keys, u32 ranks) {
             require(0 < ranks && ranks <= MAX_RANKS, "ranks must lie between 1 and 1024");
-            return of_hashes<u16>(tables, keys, [&](u64 hash) { return owner_of(hash, ranks); });
+            return map_hashes<u16>(tables, keys, [&](u64 hash) { return owner_of(hash, ranks); });
         },
         "tables"_a, "keys"_a, "ranks"_a);
 }

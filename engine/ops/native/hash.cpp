@@ -6,20 +6,20 @@
 namespace tierbed {
 namespace {
 
-u64 inverse_of(u64 odd) {
-    u64 inverse = odd;  // correct to 3 bits; each turn doubles them
-    for (int turn = 0; turn < 5; ++turn) inverse *= 2 - odd * inverse;
+u64 inverse_modulo_2_64(u64 odd) {
+    u64 inverse = odd;  // correct in 3 bits; each Newton iteration doubles their number
+    for (int i = 0; i < 5; ++i) inverse *= 2 - odd * inverse;
     return inverse;
 }
 
-SlotHash derived(u64 seed) {
-    auto draw = [&, turn = 0u]() mutable { return hash_row(turn++, seed) << 8; };
+SlotHash make_slot_hash(u64 seed) {
+    auto draw = [&, count = 0u]() mutable { return hash_row(count++, seed) << 8; };
     SlotHash hash{draw(), draw(), {draw() | 1, draw() | 1}, {}};
-    for (int i = 0; i < 2; ++i) hash.inverse[i] = inverse_of(hash.factor[i]);
+    for (int i = 0; i < 2; ++i) hash.inverse[i] = inverse_modulo_2_64(hash.factor[i]);
     return hash;
 }
 
-u64 seed_of_process() {
+u64 process_seed() {
     if (const char* const fixed = std::getenv("TIERBED_HASH_SEED")) return std::strtoull(fixed, nullptr, 0);
     std::random_device random;
     return u64{random()} << 32 | random();
@@ -27,6 +27,6 @@ u64 seed_of_process() {
 
 }  // namespace
 
-const SlotHash slot_hash = derived(seed_of_process());
+const SlotHash slot_hash = make_slot_hash(process_seed());
 
 }  // namespace tierbed

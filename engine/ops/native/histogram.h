@@ -1,4 +1,4 @@
-// Histograms of latencies, and the metrics of a tier.
+// Latency histograms, and a tier's metrics.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +15,8 @@
 
 namespace tierbed {
 
-// Each power of two has 8 buckets, so a quantile is within 6.25 % of the true one. Threads add at the same time without
-// a lock; a concurrent reader may see one addition in part.
+// A latency histogram with 8 buckets per power of two, so quantiles are accurate to 6.25 %. Threads add concurrently
+// without a lock; a concurrent reader may see part of an addition.
 class Histogram {
 public:
     void add(std::uint64_t nanoseconds) {
@@ -28,35 +28,35 @@ public:
 
     std::uint64_t count() const { return std::accumulate(buckets_.begin(), buckets_.end(), std::uint64_t{0}); }
 
-    // The q-quantile in seconds, q in [0, 1]: the middle of its bucket, at most `max`. 0 if nothing was added.
+    // Returns the q-quantile in seconds, q in [0, 1]: the middle of its bucket, at most `max`. 0 if nothing was added.
     double quantile(double q) const {
         const std::uint64_t all = count();
         if (all == 0) return 0;
-        const double wanted = q * static_cast<double>(all);
+        const double target = q * static_cast<double>(all);
         std::uint64_t below = 0;
         std::size_t b = 0;
         for (; b + 1 < kBuckets; ++b) {
             below += buckets_[b].load(std::memory_order_relaxed);
-            if (below > 0 && static_cast<double>(below) >= wanted) break;
+            if (below > 0 && static_cast<double>(below) >= target) break;
         }
-        const double middle = std::max(first_of(b), (first_of(b) + first_of(b + 1) - 1) / 2) * 1e-9;
+        const double middle = std::max(lower_bound(b), (lower_bound(b) + lower_bound(b + 1) - 1) / 2) * 1e-9;
         return b + 1 < kBuckets && middle < max() ? middle : max();
     }
 
     double max() const { return static_cast<double>(max_.load(std::memory_order_relaxed)) * 1e-9; }  // seconds
 
 private:
-    static constexpr std::size_t kBuckets = 8 * 40;  // up to 2^40 ns (18 minutes); the last bucket has the rest
+    static constexpr std::size_t kBuckets = 8 * 40;  // up to 2^40 ns (18 minutes); the last bucket takes larger values
 
     static std::size_t bucket_of(std::uint64_t nanoseconds) {
         int exponent;
-        const double part = std::frexp(static_cast<double>(nanoseconds) + 1, &exponent);  // from 1/2 to 1
+        const double part = std::frexp(static_cast<double>(nanoseconds) + 1, &exponent);  // in [1/2, 1)
         const auto bucket = static_cast<std::size_t>(8 * exponent + static_cast<int>(16 * part) - 16);
         return std::min(bucket, kBuckets - 1);
     }
 
-    // The least number of a bucket.
-    static double first_of(std::size_t bucket) {
+    // Returns a bucket's smallest value.
+    static double lower_bound(std::size_t bucket) {
         return std::ldexp(8.0 + static_cast<double>(bucket % 8), static_cast<int>(bucket / 8) - 3) - 1;
     }
 
@@ -64,13 +64,13 @@ private:
     std::atomic<std::uint64_t> max_{0};
 };
 
-// Adds the time from its construction to its destruction, also if an exception ends the block.
+// Adds the time from construction to destruction to a histogram, also if an exception ends the block.
 class Timer {
 public:
     explicit Timer(Histogram& histogram) : histogram_(histogram), begin_(std::chrono::steady_clock::now()) {}
     ~Timer() {
-        const auto took = std::chrono::steady_clock::now() - begin_;
-        histogram_.add(static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(took).count()));
+        const auto time = std::chrono::steady_clock::now() - begin_;
+        histogram_.add(static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(time).count()));
     }
     Timer(const Timer&) = delete;
 

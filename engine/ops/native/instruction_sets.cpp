@@ -41,7 +41,7 @@ void use_instruction_set(const std::string& name) {
         chosen = set;
         return;
     }
-    throw std::invalid_argument("no instruction set " + name + " on this processor");
+    throw std::invalid_argument("this processor does not support the instruction set " + name);
 }
 
 }  // namespace tierbed

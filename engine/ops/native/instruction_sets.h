@@ -1,4 +1,3 @@
-// Chooses the build of the loops that runs.
 #pragma once
 #include <string>
 #include <vector>
@@ -7,11 +6,11 @@
 
 namespace tierbed {
 
-// The loops for the best instruction set that this processor has, unless another was chosen.
+// Returns the loops for the chosen instruction set, by default the best that this processor supports.
 const Loops& loops();
-// The names of the instruction sets that this processor has, the best first.
+// Returns the names of the instruction sets that this processor supports, best first.
 std::vector<std::string> instruction_sets();
-// For tests. Throws std::invalid_argument if this processor lacks it.
+// For tests. Throws std::invalid_argument if this processor does not support it.
 void use_instruction_set(const std::string& name);
 
 }  // namespace tierbed

@@ -3,7 +3,7 @@
 namespace tierbed {
 namespace {
 
-LineShape shape_of(u32 dim, const std::vector<u32>& state_widths, std::pair<FloatType, FloatType> types,
+LineShape make_shape(u32 dim, const std::vector<u32>& state_widths, std::pair<FloatType, FloatType> types,
                    u32 narrow_states) {
     u32 width = words_of(types.first, dim);
     for (std::size_t k = 0; k < state_widths.size(); ++k)
@@ -30,14 +30,14 @@ Layout::Layout(u32 dim, std::vector<float> states, const std::vector<u32>& state
                const std::vector<u32>& columns, std::vector<InitialValues> values,
                std::pair<FloatType, FloatType> types, u32 narrow_states, Numbering numbers,
                std::optional<u64> zero_key)
-    : shape(shape_of(dim, state_widths, types, narrow_states)),
+    : shape(make_shape(dim, state_widths, types, narrow_states)),
       tables(static_cast<u32>(values.size() / columns.size())),
       seed(seed),
       numbering(std::move(numbers)),
       states_(std::move(states)),
       values_(std::move(values)) {
     u32 end = 0;
-    for (u32 columns_of_group : columns) group_ends_.push_back(end += columns_of_group);
+    for (u32 group_columns : columns) group_ends_.push_back(end += group_columns);
     end = words_of(types.first, dim);
     for (std::size_t k = 0; k < state_widths.size(); ++k)
         state_ends_.push_back(end += k < narrow_states ? words_of(types.second, dim) : state_widths[k]);

@@ -1,4 +1,4 @@
-// The shape and the initial values of a table's lines. The layout owns the arrays that kernels get views of.
+// The shape and initial values of a table's lines. The layout owns the arrays that kernels view.
 #pragma once
 #include <algorithm>
 #include <optional>
@@ -12,14 +12,14 @@ namespace tierbed {
 
 constexpr Tile THREAD{0, 1};
 
-// Numbers the ids of an embedding whose tables all have a last id, table after table. There are no numbers if a table
-// takes any id, or for more than MAX_IDS ids.
+// Numbers an embedding's ids consecutively, table after table, if every table has a last id. Empty if a table allows
+// any id or if there are more than MAX_IDS ids.
 class Numbering {
 public:
     static constexpr u32 MAX_IDS = 1u << 28;
 
     Numbering() = default;
-    // last [tables]: the last id of each table.
+    // last [tables]: each table's last id.
     explicit Numbering(const std::vector<u64>& last);
 
     u32 ids(u32 table) const { return first_[table + 1] - first_[table]; }
@@ -33,13 +33,13 @@ public:
     bool operator==(const Numbering& other) const { return first_ == other.first_; }
 
 private:
-    std::vector<u32> first_;  // [tables + 1], the number of each table's id 0, then the number of all ids
+    std::vector<u32> first_;  // [tables + 1], the number of each table's id 0, then how many ids there are
 };
 
 class Layout {
 public:
-    // states: the initial value of each optimizer state. state_widths: the numbers of each in a row, 1 or `dim`. types:
-    // of the embedding, and of the first `narrow_states` states. zero_key: of a row that begins as zeros.
+    // states: each optimizer state's initial value. state_widths: how many numbers each state has per row, 1 or
+    // `dim`. types: the embedding's, the first `narrow_states` states'. zero_key: this key's row starts as zeros.
     Layout(u32 dim, std::vector<float> states, const std::vector<u32>& state_widths, u64 seed,
            const std::vector<u32>& columns, std::vector<InitialValues> values,
            std::pair<FloatType, FloatType> types = {FloatType::float32, FloatType::float32}, u32 narrow_states = 0,
@@ -57,7 +57,7 @@ private:
     std::vector<float> states_;
     std::vector<InitialValues> values_;
     std::vector<u32> group_ends_, state_ends_;
-    InitialRow initial_;  // with the memory of these
+    InitialRow initial_;  // points to the arrays above
 };
 
 }  // namespace tierbed

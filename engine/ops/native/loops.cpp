@@ -1,38 +1,38 @@
-// Compiled once for each instruction set with TIERBED_LOOPS naming its table. It includes kernels alone: an inline
-// function of the standard library that was compiled here could end up in code that runs on older processors.
+// Compiled once per instruction set; TIERBED_LOOPS names the resulting table. Includes only kernels: the linker might
+// let code for older processors use an inline standard library function that was compiled here.
 #include "loops.h"
 
 #include "ops/kernels/codec.h"
 #include "ops/kernels/hash.h"
 #include "ops/kernels/pool.h"
 #include "ops/kernels/update.h"
-#include "rules.h"  // made of engine/optim
+#include "rules.h"  // generated from engine/optim
 
 namespace tierbed {
 namespace {
 
 constexpr Tile ONE_THREAD{0, 1};
-constexpr std::size_t ROW_BYTES_AHEAD = 8192;  // bytes of rows that are prefetched before they are read
+constexpr std::size_t ROW_BYTES_AHEAD = 8192;  // how many bytes to prefetch ahead
 
 u64 line_at(const GatherJob& job, std::size_t position) {
     const i32 row = job.inverse[position];
     return row < 0 ? 0 : job.lines[row];
 }
 
-// The number of positions to prefetch ahead.
-std::size_t distance(u32 row_bytes) {
+// Returns how many rows to prefetch ahead.
+std::size_t prefetch_distance(u32 row_bytes) {
     const std::size_t rows = ROW_BYTES_AHEAD / row_bytes;
     return rows < 4 ? 4 : rows > 32 ? 32 : rows;
 }
 
 template <class Row, class Type>
-__attribute__((noinline)) void gather_from(const GatherJob& given, std::size_t begin, std::size_t end) {
-    const GatherJob job = given;
+__attribute__((noinline)) void gather_from(const GatherJob& shared, std::size_t begin, std::size_t end) {
+    const GatherJob job = shared;
     auto* out = static_cast<typename Type::Stored*>(job.out);
     const i32* const last = job.inverse + job.n;
     if (!job.pooled) {
         for (std::size_t i = begin; i < end; ++i) {
-            fetch_ahead<Row>(job.lines, job.inverse + i, last, job.dim);
+            prefetch_row<Row>(job.lines, job.inverse + i, last, job.dim);
             gather_row<Row, Type>(ONE_THREAD, out + i * job.dim, line_at(job, i), job.dim);
         }
         return;
@@ -89,7 +89,7 @@ void encode(const CodecJob& job, std::size_t begin, std::size_t end) {
 
 using SumRow = void (*)(float*, float*, const Gradients&, const Occurrences&);
 
-// Apart from `update`, so that rules are not compiled for each type.
+// Not inlined into `update`, so that rules are not compiled once per gradient type.
 template <class Type>
 __attribute__((noinline)) void sum_whole_row(float* sum, float* block, const Gradients& gradients,
                                              const Occurrences& row) {
@@ -98,40 +98,39 @@ __attribute__((noinline)) void sum_whole_row(float* sum, float* block, const Gra
 
 constexpr SumRow SUM_ROW[FLOAT_TYPES] = {sum_whole_row<Float32>, sum_whole_row<Float16>, sum_whole_row<BFloat16>};
 
-// The occurrences of a row of the batch.
 TIERBED_FN Occurrences occurrences_of(const UpdateJob& job, std::size_t row) {
     const u32 first = job.offsets[row], count = job.offsets[row + 1] - first;
     return {job.sources + first, job.scales ? job.scales + first : nullptr, count, job.sources_end};
 }
 
 template <class Rule>
-std::size_t update(const UpdateJob& given, std::size_t begin, std::size_t end, float* memory) {
-    const UpdateJob job = given;  // no write to a line can change it
-    const Gradients gradients = given.gradients;
+std::size_t update(const UpdateJob& shared, std::size_t begin, std::size_t end, float* memory) {
+    const UpdateJob job = shared;  // a local copy, since writes to lines could alias `shared`
+    const Gradients gradients = shared.gradients;
     const Rule rule(job.hyper);
     const SumRow sum_row = SUM_ROW[static_cast<u32>(job.type)];
-    const std::size_t ahead = distance(job.shape.line_bytes);
-    float *sum = memory, *block = sum + job.shape.dim, *whole = block + job.shape.dim;
-    const bool single = job.type == FloatType::float32 && !job.scales;  // a gradient may be read in place
+    const std::size_t ahead = prefetch_distance(job.shape.line_bytes);
+    float *sum = memory, *block = sum + job.shape.dim, *scratch = block + job.shape.dim;
+    const bool in_place = job.type == FloatType::float32 && !job.scales;  // a single gradient needs no copy
     std::size_t written = 0;
     for (std::size_t row = begin; row < end; ++row) {
         if (row + ahead < end) prefetch_to_write(job.lines[row + ahead], job.shape.line_bytes);
         const Occurrences occurrences = occurrences_of(job, row);
         const float* gradient = sum;
-        if (occurrences.count == 1 && single) {  // most rows of most batches
+        if (occurrences.count == 1 && in_place) {  // the common case
             gradient = gradients.row<Float32>(*occurrences.sources);
-            fetch_ahead<Float32>(gradients, occurrences, 0);
+            prefetch_source<Float32>(gradients, occurrences, 0);
         } else {
             sum_row(sum, block, gradients, occurrences);
         }
-        const auto summed = [&](float* g, u32 from, u32 n) TIERBED_INLINE {
+        const auto read_gradient = [&](float* g, u32 from, u32 n) TIERBED_INLINE {
             const float* const columns = gradient + from;  // an index that may wrap around prevents vectorisation
             TIERBED_NO_OVERLAP
             for (u32 j = 0; j < n; ++j) g[j] = columns[j] * job.scale;
         };
-        written += apply_rule(ONE_THREAD, job.lines[row], job.shape, summed, rule, job.step, whole);
+        written += apply_rule(ONE_THREAD, job.lines[row], job.shape, read_gradient, rule, job.step, scratch);
     }
-    if (rule.row_norm > 0.0f)  // apart, since a branch in the loop above costs it registers
+    if (rule.row_norm > 0.0f)  // a separate loop, since a branch in the loop above would cost registers
         for (std::size_t row = begin; row < end; ++row)
             limit_row(ONE_THREAD, job.lines[row], job.shape.dim, rule.row_norm);
     return written;
@@ -142,25 +141,25 @@ void square(const UpdateJob& job, std::size_t begin, std::size_t end, float* mem
     float block[VEC];
     for (std::size_t row = begin; row < end; ++row) {
         const Occurrences occurrences = occurrences_of(job, row);
-        const auto summed = [&](float* g, u32 from, u32 n) TIERBED_INLINE {
+        const auto sum_block = [&](float* g, u32 from, u32 n) TIERBED_INLINE {
             sum_blocks_of<Type>(g, block, job.gradients, occurrences, from, n);
         };
-        out[row] = occurrences.count == 0 ? 0.0f : square_row(ONE_THREAD, job.gradients.dim, summed, memory);
+        out[row] = occurrences.count == 0 ? 0.0f : square_row(ONE_THREAD, job.gradients.dim, sum_block, memory);
     }
 }
 
 template <class Type>
-void sum(const UpdateJob& job, std::size_t begin, std::size_t end, float* memory, const i64* places, float* out) {
+void sum(const UpdateJob& job, std::size_t begin, std::size_t end, float* memory, const i64* positions, float* out) {
     for (std::size_t row = begin; row < end; ++row) {
         const Occurrences occurrences = occurrences_of(job, row);
-        const std::size_t place = places ? static_cast<std::size_t>(places[row]) : row;
-        sum_whole_row<Type>(out + place * job.gradients.dim, memory, job.gradients, occurrences);
+        const std::size_t position = positions ? static_cast<std::size_t>(positions[row]) : row;
+        sum_whole_row<Type>(out + position * job.gradients.dim, memory, job.gradients, occurrences);
     }
 }
 
 template <class Type>
-void columns(const ColumnsJob& given, std::size_t begin, std::size_t end) {
-    const ColumnsJob job = given;
+void columns(const ColumnsJob& shared, std::size_t begin, std::size_t end) {
+    const ColumnsJob job = shared;
     for (std::size_t row = begin; row < end; ++row)
         if (job.adds)
             add_columns<Type>(job.sources, job.targets, job.target_count, job.moves, job.move_count, row);
@@ -172,10 +171,10 @@ template <class Rule>
 void catch_up_lines(const CatchUpJob& job, std::size_t begin, std::size_t end) {
     const Rule rule(job.hyper);
     for (std::size_t i = begin; i < end; ++i) {
-        Record* lifecycle = record(job.lines[i], job.shape);
-        if (!is_behind(*lifecycle, job.step, Rule::MISSES_UNWRITTEN)) continue;
-        catch_up(ONE_THREAD, floats(job.lines[i]), job.shape.dim, rule, *lifecycle, job.step);
-        lifecycle->step = job.step - 1;
+        Record* row_record = record(job.lines[i], job.shape);
+        if (!is_behind(*row_record, job.step, Rule::MISSES_UNWRITTEN)) continue;
+        catch_up(ONE_THREAD, floats(job.lines[i]), job.shape.dim, rule, *row_record, job.step);
+        row_record->step = job.step - 1;
     }
 }
 

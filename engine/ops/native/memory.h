@@ -1,5 +1,4 @@
-// Scratch memory for batches, and pages for rows and indexes. Large blocks get huge pages, since rows are accessed at
-// random.
+// Scratch memory for batches, and pages for rows and indexes. Large blocks use huge pages, since access is random.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -17,18 +16,18 @@ namespace tierbed {
 
 constexpr std::size_t HUGE_PAGE = std::size_t{2} << 20;
 
-// Uninitialised scratch memory, aligned for vectors. Large blocks are kept for the next batch: the system would
-// allocate them page by page, and clear each page.
+// Allocate and free uninitialised scratch memory, aligned for vector instructions. Large blocks are kept for the next
+// batch, since the system allocates new ones page by page and clears each page.
 void* take_scratch(std::size_t bytes);
 void give_scratch(void* block, std::size_t bytes);
 
-// An array that is not initialised: its user writes every element.
+// An array whose elements are not initialised.
 template <class T>
 class Buffer {
 public:
     Buffer() = default;
     explicit Buffer(std::size_t size)
-        : data_(static_cast<T*>(take_scratch((size + 1) * sizeof(T)))), size_(size) {}  // never a null address
+        : data_(static_cast<T*>(take_scratch((size + 1) * sizeof(T)))), size_(size) {}  // data() is never null
     ~Buffer() {
         if (data_) give_scratch(data_, (size_ + 1) * sizeof(T));
     }
@@ -50,8 +49,8 @@ private:
     std::size_t size_ = 0;
 };
 
-// Pages of zeros, huge ones if there are many. may_be_huge: false for sparse data, of which a huge page would be mostly
-// unused memory.
+// Zeroed pages; huge pages for large sizes. may_be_huge: pass false for sparse data: it would leave huge pages mostly
+// unused.
 class Pages {
 public:
     Pages() = default;
@@ -95,15 +94,15 @@ private:
     u64 start_ = 0;
 };
 
-// Allocates from blocks of growing size, which are freed together. Thread-safe.
+// Allocates from growing chunks that are freed together. Thread-safe.
 class Arena {
 public:
     u64 allocate(std::size_t bytes) {
-        constexpr std::size_t page = 4096, most = std::size_t{64} << 20;
+        constexpr std::size_t page = 4096, max_chunk = std::size_t{64} << 20;
         std::lock_guard lock(mutex_);
         bytes = (bytes + 63) / 64 * 64;
         if (chunks_.empty() || used_ + bytes > chunks_.back().size()) {
-            const std::size_t size = std::max(bytes, std::min(most, total_));
+            const std::size_t size = std::max(bytes, std::min(max_chunk, total_));
             chunks_.emplace_back((size + page - 1) / page * page);
             total_ += chunks_.back().size();
             used_ = 0;

@@ -13,23 +13,22 @@
 namespace tierbed {
 namespace {
 
-constexpr std::size_t AHEAD = 4;
+constexpr std::size_t AHEAD = 4;  // rows to prefetch
 
-// Calls body(row) -> bool for every unique row, and counted(begin, end, number of true results) for ranges of rows.
-template <class Body, class Counted>
-void count_rows(const Batch& batch, const Body& body, const Counted& counted) {
+// Calls body(row) -> bool for every unique row, and add(begin, end, how many were true) for row ranges.
+template <class Body, class Add>
+void count_rows(const Batch& batch, const Body& body, const Add& add) {
     parallel_ranges(batch.unique, ROWS, [&](std::size_t begin, std::size_t end) {
         std::size_t count = 0;
         for (std::size_t row = begin; row < end; ++row) {
             if (row + AHEAD < end) prefetch(floats(batch.lines[row + AHEAD]));
             count += body(row);
         }
-        counted(begin, end, count);
+        add(begin, end, count);
     });
 }
 
-// Gives each of some rows a line in memory of the batch, which fill(line, row) writes. Sets them in `lines`, and
-// returns them.
+// Gives `rows` new lines owned by the batch, each filled by fill(line, row). Sets them in `lines` and returns them.
 template <class Fill>
 std::vector<u64> add_lines(Batch& batch, const std::vector<std::size_t>& rows, const LineShape& shape,
                            Buffer<u64>& lines, const Fill& fill) {
@@ -43,25 +42,25 @@ std::vector<u64> add_lines(Batch& batch, const std::vector<std::size_t>& rows, c
     return added;
 }
 
-GatherJob job_of(const Batch& batch, const Layout& layout, std::size_t lookup) {
-    const Batch::LookupSpan& of = batch.lookups.at(lookup);
+GatherJob gather_job(const Batch& batch, const Layout& layout, std::size_t lookup) {
+    const Batch::LookupSpan& span = batch.lookups.at(lookup);
     GatherJob job{};
     job.lines = batch.views.size() ? batch.views.data() : batch.lines.data();
-    job.inverse = batch.inverse.data() + of.begin;
-    job.n = of.segment.n;
-    job.bags = of.segment.bags;
+    job.inverse = batch.inverse.data() + span.begin;
+    job.n = span.segment.n;
+    job.bags = span.segment.bags;
     job.dim = layout.shape.dim;
     job.row_type = batch.has_wide_lines ? FloatType::float32 : layout.shape.embedding;
-    job.pooled = of.segment.pooled;
+    job.pooled = span.segment.pooled;
     return job;
 }
 
-// Bags of a task: about ROWS ids.
-std::size_t bags_of_a_task(const Segment& segment) {
+// Returns how many bags have about ROWS ids.
+std::size_t bags_per_task(const Segment& segment) {
     return std::max<std::size_t>(ROWS * segment.count / std::max<std::size_t>({segment.n, segment.count, 1}), 1);
 }
 
-// Counts first writes of a batch's rows, also in by_table [layout.tables] if it is not null.
+// Counts a batch's first writes, in total and, if it is not null, in by_table [layout.tables].
 struct FirstWrites {
     const Batch& batch;
     const Layout& layout;
@@ -69,7 +68,7 @@ struct FirstWrites {
     std::size_t total = 0;
     std::mutex mutex{};
 
-    // Adds `count` first writes among the rows [begin, end). Thread-safe.
+    // Adds `count` first writes among rows [begin, end). Thread-safe.
     void add(std::size_t begin, std::size_t end, std::size_t count) {
         if (count == 0) return;
         const std::lock_guard lock(mutex);
@@ -83,23 +82,23 @@ struct FirstWrites {
 }  // namespace
 
 void gather(const Batch& batch, const Layout& layout, std::size_t lookup, const Pooling& pooling, void* out) {
-    GatherJob job = job_of(batch, layout, lookup);
+    GatherJob job = gather_job(batch, layout, lookup);
     job.mean = pooling.mean;
     job.weights = pooling.weights;
     job.out = out;
     const auto run = loops().gather[static_cast<u32>(pooling.type)];
     const Segment& segment = batch.lookups[lookup].segment;
-    parallel_ranges(segment.count, bags_of_a_task(segment),
+    parallel_ranges(segment.count, bags_per_task(segment),
                     [&](std::size_t begin, std::size_t end) { run(job, begin, end); });
 }
 
 void weights_grad(const Batch& batch, const Layout& layout, std::size_t lookup, const Pooling& pooling,
                   const void* grads, float* out) {
-    WeightsGradJob job{job_of(batch, layout, lookup), grads, out};
+    WeightsGradJob job{gather_job(batch, layout, lookup), grads, out};
     job.lookup.mean = pooling.mean;
     const auto run = loops().weights_grad[static_cast<u32>(pooling.type)];
     const Segment& segment = batch.lookups[lookup].segment;
-    parallel_ranges(segment.count, bags_of_a_task(segment),
+    parallel_ranges(segment.count, bags_per_task(segment),
                     [&](std::size_t begin, std::size_t end) { run(job, begin, end); });
 }
 
@@ -109,10 +108,10 @@ std::size_t assign(Batch& batch, const Layout& layout, const float* values, u32 
         const u32 last = batch.occurrences[batch.offsets[row + 1] - 1];
         set_embedding(THREAD, batch.lines[row], values + static_cast<std::size_t>(last) * layout.shape.dim,
                       layout.shape);
-        Record* lifecycle = record(batch.lines[row], layout.shape);
-        const bool first = lifecycle->updates == 0;
-        if (lifecycle->updates != 0xFFFFFFFFu) lifecycle->updates += 1;
-        lifecycle->step = step;
+        Record* row_record = record(batch.lines[row], layout.shape);
+        const bool first = row_record->updates == 0;
+        if (row_record->updates != 0xFFFFFFFFu) row_record->updates += 1;
+        row_record->step = step;
         return first;
     };
     count_rows(batch, write,
@@ -160,7 +159,7 @@ const RuleLoops& rule_named(const std::string& name) {
     throw std::invalid_argument("rule '" + name + "' does not exist");
 }
 
-// The factor of each occurrence's gradient; empty if all are 1.
+// Returns the factors for occurrences' gradients, or nothing if all are 1.
 Buffer<float> occurrence_scales(const Batch& batch, const std::vector<Upstream>& grads) {
     bool any = false;
     for (const Upstream& grad : grads) any = any || grad.pooling.mean || grad.pooling.weights;
@@ -175,9 +174,9 @@ Buffer<float> occurrence_scales(const Batch& batch, const std::vector<Upstream>&
                 const std::size_t begin = bags.begin(bag), end = bags.end(bag);
                 const Bag rows{&batch.inverse[lookup.begin + begin], nullptr, static_cast<u32>(end - begin), true,
                                nullptr};
-                const float share = pooling.mean ? 1.0f / static_cast<float>(rows_of(rows)) : 1.0f;
+                const float factor = pooling.mean ? 1.0f / static_cast<float>(rows_of(rows)) : 1.0f;
                 for (std::size_t i = begin; i < end; ++i)
-                    scale_of[lookup.begin + i] = pooling.weights ? pooling.weights[i] * share : share;
+                    scale_of[lookup.begin + i] = pooling.weights ? pooling.weights[i] * factor : factor;
             }
         });
     }
@@ -188,13 +187,14 @@ Buffer<float> occurrence_scales(const Batch& batch, const std::vector<Upstream>&
     return scales;
 }
 
-// A job with the batch and its gradients.
-struct Given {
+// An update job's batch and gradients, with the memory that the job refers to.
+struct GradientJob {
     std::vector<GradientPart> parts;
     Buffer<float> scales;
     UpdateJob job{};
 
-    Given(const Batch& batch, u32 dim, const std::vector<Upstream>& grads) : scales(occurrence_scales(batch, grads)) {
+    GradientJob(const Batch& batch, u32 dim, const std::vector<Upstream>& grads)
+        : scales(occurrence_scales(batch, grads)) {
         for (std::size_t k = 0; k < grads.size(); ++k)
             parts.push_back({grads[k].rows, static_cast<u32>(batch.lookups[k].source)});
         job.lines = batch.lines.data();
@@ -208,29 +208,29 @@ struct Given {
     }
 };
 
-// Converts narrow lines to float32 lines, a few at a time, in memory of a thread.
+// Decodes narrow lines to float32, a few at a time, in a thread's memory.
 class WideLines {
 public:
     WideLines(const Layout& layout, const u64* lines)
         : job_{lines, layout.shape, 0, nullptr, nullptr, layout.seed, 0},
-          most_(std::clamp<std::size_t>(MEMORY / shape().line_bytes, 4, MAX_LINES)),
-          memory_(most_ * shape().line_bytes) {
+          capacity_(std::clamp<std::size_t>(MEMORY / shape().line_bytes, 4, MAX_LINES)),
+          memory_(capacity_ * shape().line_bytes) {
         job_.wide = reinterpret_cast<u64>(memory_.data());
-        for (std::size_t i = 0; i < most_; ++i) wide[i] = job_.wide + i * shape().line_bytes;
+        for (std::size_t i = 0; i < capacity_; ++i) wide[i] = job_.wide + i * shape().line_bytes;
     }
 
     LineShape shape() const { return widened(job_.shape); }
 
-    // Calls body(first, n) with the lines [first, first + n) in `wide`, for all of [begin, end), and writes them back:
-    // rounded to nearest or, with a batch, by chance with its rows' noise of `step`.
+    // Decodes lines [begin, end) block by block to `wide`, calls body(first, n) for each block [first, first + n), and
+    // writes it back. Rounds to nearest, or with a batch stochastically, by its rows' noise at `step`.
     template <class Body>
     void change(std::size_t begin, std::size_t end, const Batch* batch, u32 step, const Body& body) {
         job_.tables = batch ? batch->tables.data() : nullptr;
         job_.hashes = batch ? batch->hashes.data() : nullptr;
         job_.step = step;
-        for (std::size_t first = begin; first < end; first += most_) {
-            const std::size_t last = std::min(first + most_, end);
-            for (std::size_t i = last; i < std::min(last + most_, end); ++i)
+        for (std::size_t first = begin; first < end; first += capacity_) {
+            const std::size_t last = std::min(first + capacity_, end);
+            for (std::size_t i = last; i < std::min(last + capacity_, end); ++i)
                 prefetch_to_write(job_.lines[i], job_.shape.line_bytes);
             loops().decode(job_, first, last);
             body(first, last - first);
@@ -239,25 +239,25 @@ public:
     }
 
 private:
-    static constexpr std::size_t MAX_LINES = 32, MEMORY = 4096;  // lines, bytes: fits in the L1 cache
+    static constexpr std::size_t MAX_LINES = 32, MEMORY = 4096;  // MEMORY in bytes: fits in the L1 cache
 
     CodecJob job_;
-    std::size_t most_;
+    std::size_t capacity_;
     Buffer<u8> memory_;
 
 public:
     u64 wide[MAX_LINES];
 };
 
-std::size_t update_narrow(const Batch& batch, const Layout& layout, const BoundRule& rule, const UpdateJob& given,
+std::size_t update_narrow(const Batch& batch, const Layout& layout, const BoundRule& rule, const UpdateJob& narrow,
                           std::size_t begin, std::size_t end, float* memory) {
-    WideLines lines(layout, given.lines);
-    UpdateJob job = given;
+    WideLines lines(layout, narrow.lines);
+    UpdateJob job = narrow;
     job.lines = lines.wide;
     job.shape = lines.shape();
     std::size_t written = 0;
-    lines.change(begin, end, &batch, given.step, [&](std::size_t first, std::size_t n) {
-        job.offsets = given.offsets + first;
+    lines.change(begin, end, &batch, narrow.step, [&](std::size_t first, std::size_t n) {
+        job.offsets = narrow.offsets + first;
         written += rule.loops.update(job, 0, n, memory);
     });
     return written;
@@ -265,8 +265,8 @@ std::size_t update_narrow(const Batch& batch, const Layout& layout, const BoundR
 
 }  // namespace
 
-BoundRule::BoundRule(const Layout& layout, const std::string& name, std::vector<double> given)
-    : loops(rule_named(name)), hyper(std::move(given)) {
+BoundRule::BoundRule(const Layout& layout, const std::string& name, std::vector<double> numbers)
+    : loops(rule_named(name)), hyper(std::move(numbers)) {
     if (hyper.size() + 1 == loops.hypers) hyper.push_back(0.0);  // a last limit of 0 may be left out
     bool fits = hyper.size() == loops.hypers;
     if (loops.catch_up) {
@@ -275,7 +275,7 @@ BoundRule::BoundRule(const Layout& layout, const std::string& name, std::vector<
                hyper[loops.hypers] * 2 + 1 == static_cast<double>(hyper.size() - loops.hypers);
     }
     if (!fits)
-        throw std::invalid_argument("rule " + name + " takes " + std::to_string(loops.hypers) + " hyper-parameters");
+        throw std::invalid_argument("rule " + name + " needs " + std::to_string(loops.hypers) + " hyper-parameters");
     const LineShape& shape = layout.shape;
     if (widened(shape).width != shape.dim * (1 + loops.element_states) + loops.row_states ||
         (shape.narrow_states > 0 && shape.narrow_states != loops.element_states))
@@ -284,8 +284,8 @@ BoundRule::BoundRule(const Layout& layout, const std::string& name, std::vector<
 
 std::size_t update(Batch& batch, const Layout& layout, const std::vector<Upstream>& grads, const BoundRule& rule,
                    u32 step, float scale, u64* by_table) {
-    const Given given(batch, layout.shape.dim, grads);
-    UpdateJob job = given.job;
+    const GradientJob gradients(batch, layout.shape.dim, grads);
+    UpdateJob job = gradients.job;
     job.scale = scale;
     job.shape = layout.shape;
     job.hyper = rule.hyper.data();
@@ -301,20 +301,20 @@ std::size_t update(Batch& batch, const Layout& layout, const std::vector<Upstrea
 }
 
 void square_gradients(const Batch& batch, u32 dim, const std::vector<Upstream>& grads, float* out) {
-    const Given given(batch, dim, grads);
-    const auto square = loops().square[static_cast<u32>(given.job.type)];
+    const GradientJob gradients(batch, dim, grads);
+    const auto square = loops().square[static_cast<u32>(gradients.job.type)];
     parallel_ranges(batch.unique, ROWS, [&](std::size_t begin, std::size_t end) {
         Buffer<float> memory(dim);
-        square(given.job, begin, end, memory.data(), out);
+        square(gradients.job, begin, end, memory.data(), out);
     });
 }
 
-void sum_gradients(const Batch& batch, u32 dim, const std::vector<Upstream>& grads, const i64* places, float* out) {
-    const Given given(batch, dim, grads);
-    const auto sum = loops().sum[static_cast<u32>(given.job.type)];
+void sum_gradients(const Batch& batch, u32 dim, const std::vector<Upstream>& grads, const i64* positions, float* out) {
+    const GradientJob gradients(batch, dim, grads);
+    const auto sum = loops().sum[static_cast<u32>(gradients.job.type)];
     parallel_ranges(batch.unique, ROWS, [&](std::size_t begin, std::size_t end) {
         Buffer<float> memory(dim);
-        sum(given.job, begin, end, memory.data(), places, out);
+        sum(gradients.job, begin, end, memory.data(), positions, out);
     });
 }
 
@@ -324,8 +324,8 @@ void catch_up(const Layout& layout, const u64* lines, std::size_t n, const Bound
     parallel_ranges(n, ROWS, [&](std::size_t begin, std::size_t end) {
         if (!layout.shape.is_narrow()) return rule.loops.catch_up(job, begin, end);
         WideLines wide(layout, lines);
-        const CatchUpJob of_wide{wide.wide, wide.shape(), job.hyper, step};
-        wide.change(begin, end, nullptr, step, [&](std::size_t, std::size_t n) { rule.loops.catch_up(of_wide, 0, n); });
+        const CatchUpJob decoded{wide.wide, wide.shape(), job.hyper, step};
+        wide.change(begin, end, nullptr, step, [&](std::size_t, std::size_t n) { rule.loops.catch_up(decoded, 0, n); });
     });
 }
 
@@ -334,7 +334,7 @@ void preview_catch_up(Batch& batch, const Layout& layout, const BoundRule& rule,
     std::vector<std::size_t> behind;
     for (std::size_t row = 0; row < batch.unique; ++row)
         if (is_behind(*record(batch.lines[row], layout.shape), step, rule.loops.misses_unwritten)) behind.push_back(row);
-    if (batch.views.size() != batch.unique) batch.views = Buffer<u64>(batch.unique);  // Python may hold a view of it
+    if (batch.views.size() != batch.unique) batch.views = Buffer<u64>(batch.unique);  // kept: Python may hold a view
     std::copy_n(batch.lines.data(), batch.unique, batch.views.data());
     const std::vector<u64> copies = add_lines(
         batch, behind, layout.shape, batch.views,

@@ -21,7 +21,7 @@
 namespace tierbed {
 namespace {
 
-// Rounding mode and flushing of denormals are settings of a thread; rows must not depend on the thread.
+// Resets the thread's rounding mode and denormal flushing, since rows must not depend on the thread.
 class DefaultArithmetic {
 public:
     DefaultArithmetic() {
@@ -34,21 +34,21 @@ private:
     std::fenv_t before_;
 };
 
-// Numbered tasks that threads take until none is left. Each thread has a share of neighbouring tasks, the same in every
-// loop, whose memory its core may have in its cache from the loop before; then it takes tasks of other shares.
+// Distributes numbered tasks to threads. Each thread starts with its own range of tasks, the same in every loop, since
+// its core may still have their memory in its cache. Then it takes tasks from other threads' ranges.
 class Tasks {
 public:
     Tasks(std::size_t count, std::size_t threads, const std::function<void(std::size_t)>& task)
-        : shares_(threads), task_(task) {
+        : ranges_(threads), task_(task) {
         for (std::size_t i = 0; i < threads; ++i) {
-            shares_[i].next = count * i / threads;
-            shares_[i].end = count * (i + 1) / threads;
+            ranges_[i].next = count * i / threads;
+            ranges_[i].end = count * (i + 1) / threads;
         }
     }
 
-    // thread: its number, from 0.
-    void take(std::size_t thread) {
-        for (std::size_t k = 0; k < shares_.size(); ++k) take_of(shares_[(thread + k) % shares_.size()]);
+    // Runs tasks until none is left. thread: the calling thread's number, from 0.
+    void run(std::size_t thread) {
+        for (std::size_t k = 0; k < ranges_.size(); ++k) run_range(ranges_[(thread + k) % ranges_.size()]);
     }
 
     void rethrow() const {
@@ -56,24 +56,24 @@ public:
     }
 
 private:
-    struct alignas(64) Share {
+    struct alignas(64) Range {
         std::atomic<std::size_t> next;
         std::size_t end;
     };
 
-    void take_of(Share& share) {
-        for (std::size_t i; (i = share.next.fetch_add(1)) < share.end;) {
+    void run_range(Range& range) {
+        for (std::size_t i; (i = range.next.fetch_add(1)) < range.end;) {
             try {
                 task_(i);
             } catch (...) {
                 const std::lock_guard lock(mutex_);
                 if (!failure_) failure_ = std::current_exception();
-                for (Share& other : shares_) other.next = other.end;
+                for (Range& other : ranges_) other.next = other.end;
             }
         }
     }
 
-    std::vector<Share> shares_;
+    std::vector<Range> ranges_;
     const std::function<void(std::size_t)>& task_;
     std::mutex mutex_;
     std::exception_ptr failure_;
@@ -81,8 +81,8 @@ private:
 
 class Pool {
 public:
-    // Starts fewer workers if the system has no more threads, or no memory for them.
-    explicit Pool(std::size_t workers) : wanted_(workers) {
+    // Starts fewer workers if the system lacks threads or memory.
+    explicit Pool(std::size_t workers) : requested_(workers) {
         threads_.reserve(workers);
         try {
             while (threads_.size() < workers) threads_.emplace_back([this, n = threads_.size() + 1] { work(n); });
@@ -99,7 +99,7 @@ public:
         for (auto& thread : threads_) thread.join();
     }
 
-    std::size_t wanted() const { return wanted_; }
+    std::size_t requested() const { return requested_; }
 
     void run(Tasks& tasks) {
         bool asleep;
@@ -111,7 +111,7 @@ public:
             asleep = sleeping_ > 0;
         }
         if (asleep) wake_.notify_all();
-        tasks.take(0);
+        tasks.run(0);
         spin([this] { return busy_ == 0; });
         std::unique_lock lock(mutex_);
         done_.wait(lock, [this] { return busy_ == 0; });
@@ -131,20 +131,20 @@ private:
             seen = round_;
             Tasks* const tasks = tasks_;
             lock.unlock();
-            tasks->take(number);
+            tasks->run(number);
             lock.lock();
             if (--busy_ == 0) done_.notify_one();
         }
     }
 
-    // The next loop of a step follows at once, so a moment of spinning saves two context switches.
+    // A step's next loop follows within microseconds, so spinning briefly saves two context switches.
     template <class Condition>
     static void spin(const Condition& condition) {
         const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(50);
         while (!condition() && std::chrono::steady_clock::now() < end) std::this_thread::yield();
     }
 
-    const std::size_t wanted_;
+    const std::size_t requested_;
     std::vector<std::thread> threads_;
     std::mutex mutex_;
     std::condition_variable wake_, done_;
@@ -154,17 +154,17 @@ private:
     std::atomic<bool> stopping_{false};
 };
 
-std::atomic<std::size_t> wanted_threads{1};
-thread_local bool makes_steps = false;
+std::atomic<std::size_t> step_threads{1};
+thread_local bool runs_steps = false;
 thread_local std::unique_ptr<Pool> own_pool;
 
-// OpenMP's entry: calls run(data) on each of that many threads, the caller included.
+// OpenMP's entry point GOMP_parallel: calls run(data) on `threads` threads, including the caller.
 using RunParallel = void (*)(void (*run)(void*), void* data, unsigned threads, unsigned flags);
 
-// Whether this process began by exec. One that was forked takes libgomp's threads from its parent's memory, where they
-// do not exist, and a parallel region would wait for them forever. Linux shows it by PF_FORKNOEXEC in the ninth field
-// of /proc/self/stat; if the system has no flags, as in a sandbox, false is safe.
-bool began_by_exec() {
+// True if this process was started by exec. In a process forked without exec, libgomp's state names threads that exist
+// only in the parent, and a parallel region would wait for them forever. Linux tells by the flag PF_FORKNOEXEC in the
+// ninth field of /proc/self/stat. If there are no flags, as in some sandboxes, false is the safe answer.
+bool was_started_by_exec() {
     constexpr unsigned long FORKED = 0x40;
     std::ifstream file("/proc/self/stat");
     std::string stat, skipped;
@@ -177,37 +177,37 @@ bool began_by_exec() {
     return fields >> flags && flags != 0 && !(flags & FORKED);
 }
 
-// The pool of steps' loops, and whether they may use torch's OpenMP threads. A forked child has none of these threads:
-// it abandons the parent's pool and mutex, and never touches them.
+// The pool for steps' loops. A forked child lacks the parent's threads, so it leaks the parent's Process (pool and
+// mutex) and starts with a new one.
 struct Process {
-    bool has_openmp_threads = false;
-    std::mutex turn{};
+    bool may_use_openmp = false;  // torch's OpenMP threads, as workers
+    std::mutex in_use{};
     std::unique_ptr<Pool> pool{};
 };
 
-Process* process = new Process{began_by_exec()};
+Process* process = new Process{was_started_by_exec()};
 [[maybe_unused]] const int on_fork = pthread_atfork(nullptr, nullptr, [] { process = new Process; });
 
-// Torch's OpenMP if its threads spin after their work, since other threads would wait for their cores. Null if they
-// sleep, for threads that run no steps, and in a forked child, which has none of torch's threads.
+// Returns torch's OpenMP if its threads spin after their work: a pool's threads would have to wait for their cores.
+// Returns null if they sleep, if the calling thread runs no steps, and in a forked child.
 RunParallel torch_threads() {
 #ifdef __SANITIZE_THREAD__
     return nullptr;  // ThreadSanitizer does not see how OpenMP synchronises its threads
 #else
     static const RunParallel entry = [] {
         const char* policy = std::getenv("OMP_WAIT_POLICY");
-        const bool sleep = policy && (*policy == 'p' || *policy == 'P');
-        return sleep ? nullptr : reinterpret_cast<RunParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+        const bool is_passive = policy && (*policy == 'p' || *policy == 'P');
+        return is_passive ? nullptr : reinterpret_cast<RunParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
     }();
-    return makes_steps && process->has_openmp_threads ? entry : nullptr;
+    return runs_steps && process->may_use_openmp ? entry : nullptr;
 #endif
 }
 
 void run_on(RunParallel parallel, std::size_t threads, Tasks& tasks) {
-    const auto run = [](void* given) {
+    const auto run = [](void* data) {
         const DefaultArithmetic arithmetic;
         static const auto number = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "omp_get_thread_num"));
-        static_cast<Tasks*>(given)->take(number ? static_cast<std::size_t>(number()) : 0);
+        static_cast<Tasks*>(data)->run(number ? static_cast<std::size_t>(number()) : 0);
     };
     parallel(run, &tasks, static_cast<unsigned>(threads), 0);
 }
@@ -217,29 +217,29 @@ void run_on(RunParallel parallel, std::size_t threads, Tasks& tasks) {
 void use_own_pool(std::size_t threads) { own_pool = std::make_unique<Pool>(std::max<std::size_t>(threads, 1) - 1); }
 
 void set_threads(std::size_t threads) {
-    if (own_pool) return;  // the number is for threads of steps
-    makes_steps = true;
-    wanted_threads = std::max<std::size_t>(threads, 1);
+    if (own_pool) return;  // this thread does not run steps
+    runs_steps = true;
+    step_threads = std::max<std::size_t>(threads, 1);
 }
 
 void parallel_for(std::size_t tasks, const std::function<void(std::size_t)>& task) {
     const DefaultArithmetic arithmetic;
     if (own_pool && tasks > 1) {
-        Tasks all(tasks, own_pool->wanted() + 1, task);
+        Tasks all(tasks, own_pool->requested() + 1, task);
         own_pool->run(all);
         return all.rethrow();
     }
-    const std::size_t workers = wanted_threads - 1;
+    const std::size_t workers = step_threads - 1;
     if (workers > 0 && tasks > 1) {
         Tasks all(tasks, workers + 1, task);
-        std::unique_lock turn(process->turn, std::try_to_lock);
-        if (turn.owns_lock()) {
+        std::unique_lock lock(process->in_use, std::try_to_lock);
+        if (lock.owns_lock()) {
             if (const RunParallel parallel = torch_threads()) {
                 run_on(parallel, workers + 1, all);
                 return all.rethrow();
             }
             std::unique_ptr<Pool>& pool = process->pool;
-            if (pool && pool->wanted() != workers) pool.reset();
+            if (pool && pool->requested() != workers) pool.reset();
             if (!pool) pool = std::make_unique<Pool>(workers);
             pool->run(all);
             return all.rethrow();

@@ -1,27 +1,28 @@
-// The thread pool of native loops: the caller and `threads - 1` workers take numbered tasks until none is left.
+// The native loops' thread pool. The caller and `threads - 1` workers run numbered tasks.
 //
-// Any thread may run any task, so no two tasks may write the same memory. The first exception of a task is rethrown to
-// the caller. A second caller at the same time runs its tasks by itself. A forked child starts with a new pool. If the
-// threads of torch's OpenMP spin between ops, they are the workers for a thread that runs steps.
+// Any thread may run any task, so no two tasks may write the same memory. The first exception that a task throws is
+// rethrown to the caller. While one caller uses the pool, others run their tasks alone. A forked child starts a new
+// pool. If torch's OpenMP threads spin between ops, threads that run steps use them as workers instead.
 #pragma once
 #include <cstddef>
 #include <functional>
 
 namespace tierbed {
 
-// Sets the number of threads of steps' loops. The calling thread runs steps from now on.
+// Sets how many threads run steps' loops, and marks the calling thread as one that runs steps.
 void set_threads(std::size_t threads);
 
-// Gives the calling thread its own pool, so that its loops neither wait for the pool of steps nor use it.
+// Gives the calling thread its own pool, so that its loops do not compete for the steps' pool.
 void use_own_pool(std::size_t threads);
 
+// Calls task(i) for i in [0, tasks).
 void parallel_for(std::size_t tasks, const std::function<void(std::size_t)>& task);
 
-// The same for tasks with `items` items in total. With few items the calling thread does all of them: it ends before
-// a worker wakes.
+// The same for tasks with `items` items in total. The calling thread runs few items alone: that is faster than waking a
+// worker.
 void parallel_for(std::size_t tasks, std::size_t items, const std::function<void(std::size_t)>& task);
 
-// Splits [0, n) into ranges of at most `grain` items.
+// Calls body(begin, end) for ranges of at most `grain` items that cover [0, n).
 void parallel_ranges(std::size_t n, std::size_t grain, const std::function<void(std::size_t, std::size_t)>& body);
 
 }  // namespace tierbed
