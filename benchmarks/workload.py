@@ -71,21 +71,21 @@ def figure(what: str, value: float, unit: str = "", **more: Any) -> Figure:
     return Figure("", what, value, unit, **more)
 
 
-def check_same(what: str, ours: Tensor, theirs: Tensor) -> None:
+def check_same(what: str, ours: Tensor, peer: Tensor) -> None:
     """Raise Mismatch unless both are bit-identical."""
-    if not torch.equal(ours, theirs):
-        raise Mismatch(f"{what} differ by up to {float((ours - theirs).abs().max()):.3g}")
+    if not torch.equal(ours, peer):
+        raise Mismatch(f"{what} differ by up to {float((ours - peer).abs().max()):.3g}")
 
 
-def check_close(what: str, ours: Tensor, theirs: Tensor, tolerance: float) -> None:
+def check_close(what: str, ours: Tensor, peer: Tensor, tolerance: float) -> None:
     """Raise Mismatch if they differ by more than `tolerance` times the largest magnitude."""
-    apart = float((ours - theirs).abs().max() / theirs.abs().max())
+    apart = float((ours - peer).abs().max() / peer.abs().max())
     if not apart <= tolerance:
         raise Mismatch(f"{what} differ by {apart:.3g} of the largest magnitude")
 
 
-def check_losses(what: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], tolerance: float = 0.0) -> None:
+def check_losses(what: str, ours: Sequence[Tensor], peer: Sequence[Tensor], tolerance: float = 0.0) -> None:
     """Raise Mismatch if any two losses differ by more than the relative `tolerance`."""
-    for step, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+    for step, (one, other) in enumerate(zip(ours, peer, strict=True)):
         if not abs(float(one) - float(other)) <= tolerance * abs(float(other)):
             raise Mismatch(f"{what}: loss of step {step} is {float(one)} and {float(other)}")
