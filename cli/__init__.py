@@ -1,4 +1,4 @@
-"""The command line tool `tierbed`. Commands import what they need when they run, so that `--help` is fast."""
+"""The command line tool `tierbed`. Commands import the engine only when they run, which keeps `--help` fast."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ try:
     from importlib.metadata import version
     from typing import Annotated
 
-    import rich  # noqa: F401  output imports its parts when it needs them
+    import rich  # noqa: F401  output imports rich's modules later
     import typer
 
     from ..engine.errors import TierbedError
     from . import checkpoint, compare, doctor, export_import, options, snapshot, store, watch
     from .output import INTERRUPTED, PROBLEM, checked_stdout, print_error, print_interrupted, print_json_error
-except KeyboardInterrupt:  # printed as `main` does, without anything that is imported above
+except KeyboardInterrupt:  # like `main`, but the imports above are not available
     if "--json" in sys.argv:
         print('{"error": "interrupted"}')
     raise SystemExit(130) from None
@@ -50,12 +50,12 @@ COMMANDS = {  # in the order of --help
 }
 for group, commands in COMMANDS.items():
     for command in commands:
-        settings = {"ignore_unknown_options": command is store.get}  # whose key may be negative
+        settings = {"ignore_unknown_options": command is store.get}  # its KEY may be negative
         group.command(command.__name__.rstrip("_"), context_settings=settings)(command)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run `tierbed`. Exits as docs/cli.md says: 0 for success, 1 for a problem, 2 for wrong usage."""
+    """Run `tierbed`. Exit codes are in docs/cli.md: 0 for success, 1 for a problem, 2 for wrong usage, and others."""
     as_json = "--json" in (sys.argv if arguments is None else arguments)
     with checked_stdout():
         try:
@@ -69,17 +69,17 @@ def main(arguments: list[str] | None = None) -> None:
             raise SystemExit(INTERRUPTED) from None
         except Exception as error:
             remedy = "; `tierbed doctor` lists what this installation lacks" if isinstance(error, ImportError) else ""
-            of_file = isinstance(error, OSError) and error.filename is not None  # others are of stdout
-            if not (remedy or of_file or isinstance(error, TierbedError)):
-                raise  # a bug of tierbed
+            is_file_error = isinstance(error, OSError) and error.filename is not None  # without a file: stdout's error
+            if not (remedy or is_file_error or isinstance(error, TierbedError)):
+                raise  # a bug in tierbed
             print_error(f"tierbed: {error}{remedy}")
             if as_json:
                 print_json_error(f"{error}{remedy}")
             raise SystemExit(PROBLEM) from None
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(is_set: bool) -> None:
+    if is_set:
         print(f"tierbed {version('tierbed')}")
         raise typer.Exit
 

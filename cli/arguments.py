@@ -1,4 +1,4 @@
-"""Arguments that commands share, their completion in shells, and opening stores and snapshots."""
+"""Arguments shared by commands, shell completion, and helpers that open stores and snapshots."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # commands import the engine when they run, so that --help an
 
 
 def complete_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Complete the name of a snapshot: of an argument, or the value of an option, that comes after the store."""
-    # after an option, words are not parsed as arguments yet
+    """Complete a snapshot name, for an argument or an option value that follows the store."""
+    # words after an option are not parsed into params yet, only into args
     store = ctx.params.get("store") or next(iter(ctx.args), ".")
     try:
         entries = os.scandir(Path(store) / "snapshots")
@@ -37,7 +37,7 @@ Store = Annotated[
 Name = Annotated[str, typer.Argument(help="The name of a snapshot.", show_default=False, autocompletion=complete_names)]
 NewName = Annotated[str, typer.Argument(help="The name of the new snapshot.", show_default=False)]
 Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace what has the name, atomically once the new one is durable.")
+    bool, typer.Option("--overwrite", help="Replace an existing one, atomically, once the new one is durable.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Tables = Annotated[
@@ -47,13 +47,13 @@ Tables = Annotated[
 
 
 Timeout = Annotated[
-    float, typer.Option(help="Seconds to wait for progress of a process that has the store open.", min=0)
+    float, typer.Option(help="Seconds to wait without progress from the process that has the store open.", min=0)
 ]
 
 
 @contextmanager
 def exit_if_in_use(stores: Sequence[Path], as_json: bool) -> Iterator[None]:
-    """A block that locks store folders. Exits with `IN_USE` if another process has locked one of them."""
+    """Within this context, exit with `IN_USE` if locking fails because another process has locked one of the stores."""
     from ..snapshots.store.folder_state import holder
 
     try:
@@ -66,7 +66,7 @@ def exit_if_in_use(stores: Sequence[Path], as_json: bool) -> Iterator[None]:
 
 @contextmanager
 def locked(stores: Sequence[Path], as_json: bool, exits: bool = True) -> Iterator[list[StoreFolder]]:
-    """Lock store folders. If another process has locked one: exits with `IN_USE`, or StoreError without `exits`."""
+    """Lock store folders. If another process has locked one, exit with `IN_USE`, or raise StoreError if not `exits`."""
     from ..snapshots.store.folder import StoreFolder
     from ..snapshots.store.status import existing_store
 
@@ -74,27 +74,27 @@ def locked(stores: Sequence[Path], as_json: bool, exits: bool = True) -> Iterato
         yield [locks.enter_context(StoreFolder(existing_store(store))) for store in stores]
 
 
-def table_of(text: str) -> int | str:
-    """A table id if the text has only digits, else the name of a table."""
+def parse_table(text: str) -> int | str:
+    """Return a table id if the text is all digits, otherwise the text as a table name."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else text
 
 
 def check_tables(tables: list[str] | None, snapshot: Snapshot) -> list[int] | None:
-    """The ids of the tables of --table, None if it was not given. An unknown table is wrong usage."""
+    """Convert --table to table ids, None if it was not given. Raises BadParameter for an unknown table."""
     from ..engine.options.table_names import choices, names_in, table_number
 
     names = names_in(snapshot.description)
-    found = []
+    ids = []
     for table in tables or ():
-        number = table_number(table_of(table), names)
+        number = table_number(parse_table(table), names)
         if number is None:
             raise typer.BadParameter(f"--table {table}: snapshot {snapshot.name!r} has tables {choices(names)}")
-        found.append(number)
-    return found or None
+        ids.append(number)
+    return ids or None
 
 
 def open_snapshot(store: Path, name: str) -> Snapshot:
-    """A snapshot of a store. Raises SnapshotError, StoreError."""
+    """Open a store's snapshot by name. Raises SnapshotError, StoreError."""
     from ..snapshots.files.format import check_name
     from ..snapshots.files.reader import Snapshot
     from ..snapshots.store.status import existing_store

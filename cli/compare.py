@@ -18,10 +18,10 @@ def diff(
     store: Store,
     before: Name,
     after: Name,
-    rows: Annotated[int, typer.Option(help="Show up to this many rows that differ.", min=0)] = 10,
+    rows: Annotated[int, typer.Option(help="Maximum number of differing rows to show.", min=0)] = 10,
     as_json: Json = False,
 ) -> None:
-    """Show how a snapshot differs from an earlier one. Exit code: 0 if equal, 1 if different, 2 for an error.
+    """Show the differences between two snapshots. Exit code: 0 if equal, 1 if different, 2 for an error.
 
     Example: tierbed snapshot diff store/users monday tuesday
     """
@@ -30,65 +30,66 @@ def diff(
     try:
         old, new = open_snapshot(store, before), open_snapshot(store, after)
         with progress("comparing", old.manifest.rows + new.manifest.rows) as advance:
-            found = compare(old, new, advance, first=rows)
+            comparison = compare(old, new, advance, first=rows)
     except TierbedError as error:
         fail(str(error), USAGE, as_json)
     if as_json:
-        print_json({"before": before, "after": after, **_plain(found)})
+        print_json({"before": before, "after": after, **_plain(comparison)})
     else:
-        _print(found)
-    if found.differs:
+        _print(comparison)
+    if comparison.differs:
         raise typer.Exit(PROBLEM)
 
 
-def _plain(found: Comparison) -> dict[str, Any]:
+def _plain(comparison: Comparison) -> dict[str, Any]:
     from ..engine.options.table_names import with_table_name
 
-    counts = {sort: dict(sorted(tables.items())) for sort, tables in found.counts.items()}
-    named = {"table_names": list(found.names)} if any(found.names) else {}
+    counts = {sort: dict(sorted(tables.items())) for sort, tables in comparison.counts.items()}
+    named = {"table_names": list(comparison.names)} if any(comparison.names) else {}
     return {
-        "differs": found.differs,
+        "differs": comparison.differs,
         **{sort: sum(tables.values()) for sort, tables in counts.items()},
-        "same": found.same,
+        "same": comparison.same,
         "by_table": counts,
         **named,
-        "largest": found.largest,
-        "fields": {name: list(pair) for name, pair in found.fields.items()},
+        "largest": comparison.largest,
+        "fields": {name: list(pair) for name, pair in comparison.fields.items()},
         "rows": [
             {
                 "sort": row.sort,
-                **with_table_name(row.table, found.names),
+                **with_table_name(row.table, comparison.names),
                 "key": row.key,
                 "largest": row.largest,
             }
-            for row in found.first
+            for row in comparison.first
         ],
     }
 
 
-def _print(found: Comparison) -> None:
+def _print(comparison: Comparison) -> None:
     from ..engine.options.table_names import label_of
 
-    if not found.differs:
-        print(f"the same: {found.same:,} rows")
+    if not comparison.differs:
+        print(f"the same: {comparison.same:,} rows")
         return
-    counters = found.counts.values()
+    counters = comparison.counts.values()
     tables = sorted(set().union(*counters))
-    lines = [["table", *found.counts]]
-    lines += [[label_of(table, found.names), *(f"{counter[table]:,}" for counter in counters)] for table in tables]
+    lines = [["table", *comparison.counts]]
+    lines += [[label_of(table, comparison.names), *(f"{counter[table]:,}" for counter in counters)] for table in tables]
     sums = [counter.total() for counter in counters]
     print_table([*lines, ["all", *(f"{count:,}" for count in sums)]], right={1, 2, 3})
-    print(f"{found.same:,} rows are the same")
-    if found.counts["changed"]:
-        print("greatest absolute difference: " + ", ".join(f"{n} {v:.6g}" for n, v in found.largest.items()))
-    if found.fields:
+    print(f"{comparison.same:,} rows are the same")
+    if comparison.counts["changed"]:
+        print("greatest absolute difference: " + ", ".join(f"{n} {v:.6g}" for n, v in comparison.largest.items()))
+    if comparison.fields:
         print()
-        print_fields({name: f"{text(old)} -> {text(new)}" for name, (old, new) in found.fields.items()})
-    if found.first:
+        print_fields({name: f"{text(old)} -> {text(new)}" for name, (old, new) in comparison.fields.items()})
+    if comparison.first:
         print()
-        apart = ["" if row.largest is None else f"{row.largest:.6g}" for row in found.first]
-        labels = [label_of(row.table, found.names) for row in found.first]
-        shown = [[r.sort, of, str(r.key), far] for r, of, far in zip(found.first, labels, apart, strict=True)]
-        print_table([["row", "table", "key", "difference"], *shown], right={1, 2, 3})
-        if sum(sums) > len(found.first):
-            print(f"and {sum(sums) - len(found.first):,} more")
+        lines = [["row", "table", "key", "difference"]]
+        for row in comparison.first:
+            difference = "" if row.largest is None else f"{row.largest:.6g}"
+            lines.append([row.sort, label_of(row.table, comparison.names), str(row.key), difference])
+        print_table(lines, right={1, 2, 3})
+        if sum(sums) > len(comparison.first):
+            print(f"and {sum(sums) - len(comparison.first):,} more")

@@ -1,4 +1,4 @@
-"""`tierbed doctor` checks the software, the machine and a file system. An error is a finding: no check raises."""
+"""`tierbed doctor` checks the software, the machine and a file system. A check never raises: it reports errors."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from .output import PROBLEM, aligned, print_json, size
 
 MIN_OPEN_FILES = 4096  # with fewer, RocksDB keeps opening and closing its files
 
-_NEEDED = "numpy", "torch", "lazy-loader", "msgpack", "safetensors"  # in addition to those of the command line itself
-_EXTRAS = {  # the modules of each, and what it is for
+_NEEDED = "numpy", "torch", "lazy-loader", "msgpack", "safetensors"  # besides the command line's own packages
+_EXTRAS = {  # {extra: (its modules, what it is for)}
     "parquet": (("pyarrow",), "export and import of Parquet"),
     "plot": (("matplotlib",), "`snapshot inspect --plot`"),
     "metrics": (("prometheus_client", "tensorboard"), "`prometheus_text` and `write_tensorboard`"),
@@ -36,17 +36,14 @@ MIN_FREE_BYTES = 1 << 30  # less free space is reported
 
 
 class Check(NamedTuple):
-    """One finding: `value` is what was found, `remedy` what to do if it is not `ok`.
-
-    `fatal`: nothing works without it. `optional`: all works without it but what `value` names.
-    """
+    """The result of one check."""
 
     name: str
     ok: bool
-    value: str
+    value: str  # the result, or the error
     remedy: str | None = None
-    fatal: bool = False
-    optional: bool = False
+    fatal: bool = False  # nothing works without it
+    optional: bool = False  # only the feature that `value` names needs it
 
     @property
     def state(self) -> str:
@@ -60,53 +57,53 @@ def doctor(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show what this installation can do, and how to get what it lacks. Exits with 1 if the core cannot work.
+    """Check this installation, and say how to fix what is missing. Exits with 1 if the core cannot work.
 
     Example: tierbed doctor /data/embeddings
     """
 
-    found = [*_checks(), *(_disk_checks(path) if path is not None else ())]
+    checks = [*_checks(), *(_disk_checks(path) if path is not None else ())]
     if as_json:
-        plain = [{field: of for field, of in check._asdict().items() if field != "fatal"} for check in found]
-        print_json({"works": not any(check.fatal for check in found), "checks": plain})
+        plain = [{field: value for field, value in check._asdict().items() if field != "fatal"} for check in checks]
+        print_json({"works": not any(check.fatal for check in checks), "checks": plain})
     else:
-        lines = aligned([[check.state, check.name, check.value] for check in found])
-        for check, line in zip(found, lines, strict=True):
+        lines = aligned([[check.state, check.name, check.value] for check in checks])
+        for check, line in zip(checks, lines, strict=True):
             print(line)
             if check.remedy:
                 print(f"          -> {check.remedy}")
-    if any(check.fatal for check in found):
+    if any(check.fatal for check in checks):
         raise typer.Exit(PROBLEM)
 
 
-def _tried(name: str, work: Callable[[], str], remedy: str, lacks: str = "", **kind: bool) -> Check:
-    """The finding that `work` returns, or its error. lacks: what does not work then, for the end of `value`."""
+def _try(name: str, work: Callable[[], str], remedy: str, consequence: str = "", **kind: bool) -> Check:
+    """Run `work` and return its result or its error as a check. consequence: appended to the error."""
     try:
         return Check(name, True, work())
     except Exception as error:
-        why = " ".join(str(error).split()) or type(error).__name__
-        return Check(name, False, why + lacks, remedy, **kind)
+        message = " ".join(str(error).split()) or type(error).__name__
+        return Check(name, False, message + consequence, remedy, **kind)
 
 
 def _checks() -> Iterator[Check]:
     yield Check("tierbed", True, version("tierbed"))
     yield Check("python", True, f"{platform.python_version()} on {platform.system()} {platform.machine()}")
-    again = "install it again: pip install --force-reinstall"
-    packages = [_tried(name, partial(_package, name), f"{again} {name}", fatal=True) for name in _NEEDED]
+    reinstall = "install it again: pip install --force-reinstall"
+    packages = [_try(name, partial(_package, name), f"{reinstall} {name}", fatal=True) for name in _NEEDED]
     yield from packages
-    if all(package.ok for package in packages):  # else the core fails for the same reason
-        core = _tried("core", _core, "install tierbed again, for this Python and this machine", fatal=True)
+    if all(package.ok for package in packages):  # a missing package would make the core fail, too
+        core = _try("core", _core, "install tierbed again, for this Python and this machine", fatal=True)
         yield core
         if core.ok:
             yield from (_rocksdb(), *_cuda())
     for extra, (modules, use) in _EXTRAS.items():
         versions = partial(_versions, modules)
-        yield _tried(extra, versions, f"pip install 'tierbed[{extra}]'", f": it is for {use}", optional=True)
+        yield _try(extra, versions, f"pip install 'tierbed[{extra}]'", f": it is for {use}", optional=True)
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     ok = limit == resource.RLIM_INFINITY or limit >= MIN_OPEN_FILES
     remedy = f"RocksDB uses half of them: raise the limit to {MIN_OPEN_FILES} or more by `ulimit -n {MIN_OPEN_FILES}`"
-    shown = "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
-    yield Check("open files", ok, shown, None if ok else remedy)
+    value = "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
+    yield Check("open files", ok, value, None if ok else remedy)
 
 
 def _package(name: str) -> str:
@@ -146,10 +143,10 @@ def _cuda() -> Iterator[Check]:
         reason, remedy = f"torch for CUDA {cuda} finds no device", "check nvidia-smi"
     else:
         for index in range(torch.cuda.device_count()):
-            found = torch.cuda.get_device_properties(index)
-            yield Check(f"cuda:{index}", True, f"{found.name}, {found.total_memory / 1e9:.0f} GB")
+            device = torch.cuda.get_device_properties(index)
+            yield Check(f"cuda:{index}", True, f"{device.name}, {device.total_memory / 1e9:.0f} GB")
         remedy = f"pip install 'tierbed[cuda{cuda.partition('.')[0]}]'"
-        yield _tried("cupy", _cupy, remedy, ": no tables on a GPU")
+        yield _try("cupy", _cupy, remedy, ": no tables on a GPU")
         return
     yield Check("cuda", False, f"no tables on a GPU: {reason}", remedy, optional=True)
 
@@ -162,7 +159,7 @@ def _cupy() -> str:
 
 
 def _disk_checks(path: Path) -> Iterator[Check]:
-    """The findings on a folder; if it does not exist, on its nearest parent, which a finding then names."""
+    """Check a folder, or its nearest existing parent, which one of the checks then names."""
     folder = path.absolute()
     while not os.path.lexists(folder):
         folder = folder.parent
@@ -175,13 +172,13 @@ def _disk_checks(path: Path) -> Iterator[Check]:
     ok = free >= MIN_FREE_BYTES
     yield Check("free space", ok, f"{size(free)} in {folder}", None if ok else "free space")
     try:
-        place = tempfile.TemporaryDirectory(prefix=".tierbed-doctor-", dir=folder)
+        scratch = tempfile.TemporaryDirectory(prefix=".tierbed-doctor-", dir=folder)
     except OSError as error:
         yield Check("writable", False, str(error), "give a folder that this user can write, or change its owner")
         return
-    with place as name:
-        for what, (work, remedy) in _NEEDED_OF_DISKS.items():
-            yield _tried(what, partial(work, Path(name)), remedy)
+    with scratch as name:
+        for feature, (work, remedy) in _DISK_FEATURES.items():
+            yield _try(feature, partial(work, Path(name)), remedy)
 
 
 def _fsync(folder: Path) -> str:
@@ -225,7 +222,7 @@ def _direct(folder: Path) -> str:
 
 
 def _socket(folder: Path) -> str:
-    # by a short path: an address has at most 108 bytes
+    # a socket's address has at most 108 bytes, so use a short path
     descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -235,9 +232,9 @@ def _socket(folder: Path) -> str:
     return "supported"
 
 
-_LOCAL = "persistent_path must be on a file system that has it: a local one, such as ext4 or xfs"
+_LOCAL = "persistent_path must be on a file system that supports it: a local one, such as ext4 or xfs"
 _SAVE_ELSEWHERE = "`tierbed snapshot save` cannot ask a running trainer here; save in the trainer, or close it first"
-_NEEDED_OF_DISKS = {
+_DISK_FEATURES = {
     "fsync": (_fsync, _LOCAL),
     "rename": (_rename, _LOCAL),
     "locks": (_lock, _LOCAL),

@@ -20,25 +20,25 @@ from .arguments import (
     check_tables,
     exit_if_in_use,
     open_snapshot,
-    table_of,
+    parse_table,
 )
 from .output import print_json, progress, report, size, span, text
 
-Format = StrEnum("Format", ["parquet", "npz", "safetensors", "snapshot"])  # those of snapshots.exchange.FORMATS
-Dtype = StrEnum("Dtype", ["float32", "float16", "bfloat16"])  # of stored numbers, by the names of torch
+Format = StrEnum("Format", ["parquet", "npz", "safetensors", "snapshot"])  # as in snapshots.exchange.FORMATS
+Dtype = StrEnum("Dtype", ["float32", "float16", "bfloat16"])
 
 
 def export(
     store: Store,
     name: Name,
     path: Annotated[Path, typer.Argument(metavar="PATH", help="The file or folder to write.", show_default=False)],
-    format: Annotated[Format | None, typer.Option(help="By default, the one that the suffix of PATH names.")] = None,
+    format: Annotated[Format | None, typer.Option(help="File format. By default, the suffix of PATH.")] = None,
     table: Tables = None,
     weights_only: Annotated[bool, typer.Option("--weights-only", help="Without optimizer state.")] = False,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Write the rows of a snapshot for other programs, or as another full snapshot.
+    """Write a snapshot's rows in a format for other programs, or as another full snapshot.
 
     Example: tierbed snapshot export store/users monday users.parquet
     """
@@ -81,7 +81,7 @@ def import_(
     keys: Annotated[
         Path | None,
         typer.Option(
-            help="A .npy file with the key of each row; by default, the number of the row.",
+            help="A .npy file with each row's key. By default, a row's key is its number.",
             exists=True,
             dir_okay=False,
             show_default=False,
@@ -89,16 +89,18 @@ def import_(
     ] = None,
     table_ids: Annotated[
         str | None,
-        typer.Option(help="The table of all rows, id or name, or a .npy file of ids.", show_default=False),
+        typer.Option(
+            help="The table of all rows, by id or name, or a .npy file with a table id per row.", show_default=False
+        ),
     ] = None,
     dtype: Annotated[
         Dtype | None,
-        typer.Option(help="The dtype of the rows; by default that of SOURCE, else that of the store."),
+        typer.Option(help="The rows' dtype. By default, SOURCE's dtype, or the store's if SOURCE has none."),
     ] = None,
     create: Annotated[bool, typer.Option("--create", help="Create the store folder if it does not exist.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Make a snapshot of rows that `export` or another program wrote; `load` then makes them the live rows.
+    """Make a snapshot from rows that `export` or another program wrote. Then `load` makes them the live rows.
 
     Example: tierbed snapshot import store/users pretrained model.pt --tensor emb.weight
     """
@@ -114,12 +116,12 @@ def import_(
             raise StoreError(f"{error}; or add --create to create it") from None
     begin = time.monotonic()
     names: str | list[str] | None = tensor[0] if tensor and len(tensor) == 1 else tensor or None
-    ids = None if table_ids is None else table_of(table_ids)
+    ids = None if table_ids is None else parse_table(table_ids)
     if isinstance(ids, str) and ids.endswith(".npy") and not Path(ids).is_file():
         raise typer.BadParameter(f"--table-ids {ids!r}: give a table id or name, or a .npy file that exists")
-    numbers = None if dtype is None else getattr(torch, dtype)
+    torch_dtype = None if dtype is None else getattr(torch, dtype)
     with exit_if_in_use([store], as_json), progress("importing") as advance:
         manifest = import_snapshot(
-            store, name, source, keys=keys, table_ids=ids, tensor=names, dtype=numbers, progress=advance
+            store, name, source, keys=keys, table_ids=ids, tensor=names, dtype=torch_dtype, progress=advance
         )
     report("imported", name, {"": manifest}, begin, as_json)

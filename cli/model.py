@@ -1,4 +1,4 @@
-"""The folder of a model, which has several store folders: commands save and load all of them at the same moment."""
+"""Commands on a model's folder, which contains several store folders that are saved and loaded together."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def stores_at(path: Path) -> dict[Path, str]:
-    """The stores in the folder of a model, each with its name, or the store folder `path`, with "". Raises StoreError.
+    """Return {store folder: its name} for a model's folder, or {path: ""} for a store folder. Raises StoreError.
 
-    What commands print of several stores begins with these names.
+    Commands print these names as prefixes.
     """
     from ..snapshots.store.status import existing_store, stores_in
 
@@ -25,17 +25,17 @@ def stores_at(path: Path) -> dict[Path, str]:
 
 
 def serving_processes(stores: Iterable[Path], timeout: float, as_json: bool) -> dict[Path, int]:
-    """By store, the process that has it open and answers requests.
+    """Return {store: process id} for the stores that a process has open and serves.
 
-    Exits with `IN_USE` if a process has one open and does not serve it, such as a command. Raises StoreError if it is
-    stopped.
+    Exits with `IN_USE` if a process has a store open but does not serve it, for example a command. Raises StoreError if
+    the process is stopped.
     """
     from ..snapshots.control.client import request_status
     from ..snapshots.store.folder_state import holder
 
     serving = {store: process for store in stores if (process := holder(store)) is not None}
     for store in [store for store in serving if request_status(store, timeout) is None]:
-        with locked([store], as_json):  # exits and names the process, unless it has closed the store by now
+        with locked([store], as_json):  # exits with the process's id, unless the process has closed the store by now
             del serving[store]
     return serving
 
@@ -43,7 +43,7 @@ def serving_processes(stores: Iterable[Path], timeout: float, as_json: bool) -> 
 def save_together(
     stores: list[Path], name: str, kind: str, overwrite: bool, timeout: float, advance: ProgressCallback, as_json: bool
 ) -> list[Manifest]:
-    """Save a snapshot of each store: of open stores by their process, together; then of closed stores by this one.
+    """Save a snapshot of each store. The process that has stores open saves them together; this one saves the others.
 
     Exits with `IN_USE` if several processes have stores open. Raises StoreError, SnapshotError, OptionError.
     """
@@ -53,14 +53,12 @@ def save_together(
 
     serving = serving_processes(stores, timeout, as_json)
     if len({*serving.values()}) > 1:
-        those = ", ".join(f"{str(store)!r} in process {process}" for store, process in serving.items())
-        message = (
-            f"several processes have these stores open, and they share no step: {those}; save each store by itself"
-        )
+        holders = ", ".join(f"{str(store)!r} in process {process}" for store, process in serving.items())
+        message = f"several processes have these stores open, so they share no step: {holders}; save each store alone"
         fail(message, IN_USE, as_json)
     done = 0
 
-    def advance_to(rows: int, of: int | None) -> None:
+    def advance_to(rows: int, total: int | None) -> None:
         nonlocal done
         advance(rows - done)
         done = rows
@@ -69,12 +67,12 @@ def save_together(
     if first is not None and request_save(first, name, kind, advance_to, timeout, overwrite, [*serving]) is None:
         raise StoreError(f"process {serving[first]} has closed {str(first)!r}: save again")
     closed = [store for store in stores if store not in serving]
-    try:  # after the open ones: while those are saved, their step may open one of these
+    try:  # the closed stores come last: until the others are saved, the trainer's step may still open one of them
         with locked(closed, as_json, exits=not serving) as folders:
             save_closed_stores(folders, name, advance, kind, overwrite)
     except TierbedError as error:
         if not serving:
             raise
-        saved, left = (", ".join(store.name for store in some) for some in (serving, closed))
-        raise SnapshotError(f"snapshot {name!r} was saved of {saved}, but not of {left}: {error}") from error
+        saved, unsaved = (", ".join(store.name for store in part) for part in (serving, closed))
+        raise SnapshotError(f"snapshot {name!r} was saved of {saved}, but not of {unsaved}: {error}") from error
     return [Snapshot.open(store / "snapshots" / name).manifest for store in stores]

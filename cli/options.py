@@ -24,13 +24,14 @@ MB = 1 << 20
 def options(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A TOML file of store options.", show_default=False)],
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME", help="Embeddings to check; all by default.")
+        list[str] | None, typer.Argument(metavar="NAME", help="Embeddings to check. All by default.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check a file for load_store_options, and show the resulting options, memory and disk of each embedding.
+    """Check a store options file, and show each embedding's resulting options, memory and disk space.
 
-    Opens no store and creates no folder. Exits with 1 for an unknown or invalid option.
+    The file is the one for load_store_options. Opens no store and creates no folder. Exits with 1 for an unknown or
+    invalid option.
 
     Example: tierbed store options deploy.toml
     """
@@ -38,7 +39,7 @@ def options(
     from ..engine.options.store_options import load_store_options, read_store_options
     from ..engine.options.table_spec import check_name
 
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     wrong: dict[str, str] = {}
     tables = read_store_options(file)
     if not tables:
@@ -47,33 +48,33 @@ def options(
         )
     for name in names or tables:
         try:
-            made = load_store_options(file, check_name(name))
-            found[name] = {"options": made.as_dict(), "memory_bytes": _memory(made), "disk": _disk(made, name)}
+            store = load_store_options(file, check_name(name))
+            results[name] = {"options": store.as_dict(), "memory_bytes": _memory(store), "disk": _disk(store, name)}
         except TierbedError as error:
             wrong[name] = str(error)
-    known = sum(part for one in found.values() for part in one["memory_bytes"].values() if isinstance(part, int))
-    disks = _disks(found)
+    known = sum(part for each in results.values() for part in each["memory_bytes"].values() if isinstance(part, int))
+    disks = _disks(results)
     for disk in disks:
         if disk["rows_bytes"] > disk["free_bytes"]:
             wrong[disk["path"]] = (
-                f"the rows of {', '.join(disk['embeddings'])} take {size(disk['rows_bytes'])}, and the disk has "
-                f"{size(disk['free_bytes'])} for them; give a larger one, or lower capacities"
+                f"the rows of {', '.join(disk['embeddings'])} need {size(disk['rows_bytes'])}, and the disk has "
+                f"{size(disk['free_bytes'])} for them; use a larger disk, or lower capacities"
             )
     free = free_host_memory()
     if as_json:
         free_bytes = None if free is None else free.bytes
         memory = {"memory_bytes": known, "free_memory_bytes": free_bytes}
-        print_json({"embeddings": found, "wrong": wrong, **memory, "disks": disks})
+        print_json({"embeddings": results, "wrong": wrong, **memory, "disks": disks})
     else:
-        for name, one in found.items():
+        for name, result in results.items():
             print(f"[{text(name)}]")
             parts = ", ".join(
-                f"{part.replace('_', ' ')} {_amount(bytes, _mib)}" for part, bytes in one["memory_bytes"].items()
+                f"{part.replace('_', ' ')} {_amount(bytes, _mib)}" for part, bytes in result["memory_bytes"].items()
             )
-            print_fields({**one["options"], "memory": parts, "disk": _disk_words(one["disk"])})
+            print_fields({**result["options"], "memory": parts, "disk": _format_disk(result["disk"])})
             print()
-        here = "" if free is None else f"; {_mib(free.bytes)} free {free.where}"
-        print(f"total memory, as far as known: {_mib(known)}{here}")
+        free_memory = "" if free is None else f"; {_mib(free.bytes)} free {free.where}"
+        print(f"total memory, as far as known: {_mib(known)}{free_memory}")
         for disk in disks:
             print(
                 f"rows on the disk of {text(disk['path'])}: {size(disk['rows_bytes'])}; {size(disk['free_bytes'])} free"
@@ -85,7 +86,7 @@ def options(
 
 
 def _memory(options: StoreOptions) -> dict[str, int | str | None]:
-    """Bytes of each part: "auto" for a part that divides free memory, None for one whose size depends on the rows.
+    """Return {part: its bytes}. "auto" means a part of free memory; None means that it depends on the rows.
 
     Without a GPU the device cache is in host memory, and has an overflow area.
     """
@@ -111,9 +112,9 @@ def _memory(options: StoreOptions) -> dict[str, int | str | None]:
 
 
 def _disk(options: StoreOptions, name: str) -> dict[str, Any] | None:
-    """The paths of rows and snapshots, the free bytes there, and the bytes of all rows, None if unknown.
+    """Return the paths of rows and snapshots, free bytes there, and the bytes of all rows (None if unknown).
 
-    Raises OptionError for an invalid path, and if the rows exceed the disk.
+    Returns None if rows are not stored. Raises OptionError for an invalid path, and if the rows exceed the disk.
     """
     from ..engine.row_format import row_dtype
 
@@ -127,8 +128,8 @@ def _disk(options: StoreOptions, name: str) -> dict[str, Any] | None:
         rows = options.capacity * row_dtype(options.storage_dim).itemsize
         if rows > usage.total:
             raise OptionError(
-                f"capacity={options.capacity}: rows of storage_dim={options.storage_dim} take {size(rows)}, and the "
-                f"disk of persistent_path={str(live)!r} has {size(usage.total)}; give a larger one, or a lower capacity"
+                f"capacity={options.capacity}: rows of storage_dim={options.storage_dim} need {size(rows)}, and the "
+                f"disk of persistent_path={str(live)!r} has {size(usage.total)}; use a larger disk, or lower capacity"
             )
     return {
         "store": str(live / name),
@@ -139,31 +140,30 @@ def _disk(options: StoreOptions, name: str) -> dict[str, Any] | None:
     }
 
 
-def _disks(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """By file system, the bytes of all rows as far as known, and the space for them.
+def _disks(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return for each file system the bytes of all rows, as far as known, and the space for them.
 
-    The files that a store has now, except its snapshots, count as space for its rows.
+    A store's present files count as space for its rows, except snapshots.
     """
     disks: dict[int, dict[str, Any]] = {}
-    for name, disk in ((name, one["disk"]) for name, one in found.items() if one["disk"]):
+    for name, disk in ((name, result["disk"]) for name, result in results.items() if result["disk"]):
         if disk["rows_bytes"] is None:
             continue
         store = Path(disk["store"])
         new = {"path": str(store.parent), "free_bytes": disk["free_bytes"], "rows_bytes": 0, "embeddings": []}
-        one = disks.setdefault(_writable("persistent_path", store.parent).stat().st_dev, new)
-        one["rows_bytes"] += disk["rows_bytes"]
-        one["embeddings"].append(name)
+        entry = disks.setdefault(_writable("persistent_path", store.parent).stat().st_dev, new)
+        entry["rows_bytes"] += disk["rows_bytes"]
+        entry["embeddings"].append(name)
         for folder, folders, files in os.walk(store):
             folders[:] = [name for name in folders if name != "snapshots"]
             for file in files:
                 with contextlib.suppress(FileNotFoundError):  # a process that has the store open may remove files
-                    one["free_bytes"] += os.lstat(os.path.join(folder, file)).st_size
+                    entry["free_bytes"] += os.lstat(os.path.join(folder, file)).st_size
     return list(disks.values())
 
 
 def _writable(option: str, path: Path) -> Path:
-    """The nearest parent that exists. Raises OptionError if no folder can be created in it."""
-
+    """Return the nearest existing parent. Raises OptionError if no folder can be created in it."""
     folder = path.absolute()
     while not os.path.lexists(folder):
         folder = folder.parent
@@ -175,17 +175,17 @@ def _writable(option: str, path: Path) -> Path:
 
 
 def _mib(bytes: int) -> str:
-    """MiB, the unit of the options."""
+    """Format bytes in MiB, the unit of the options."""
     return f"{bytes / MB:,.0f} MiB" if bytes >= 1000 * MB else f"{bytes / MB:.4g} MiB"
 
 
-def _amount(bytes: int | str | None, shown: Callable[[int], str] = size) -> str:
+def _amount(bytes: int | str | None, format_bytes: Callable[[int], str] = size) -> str:
     if bytes is None:
         return "unknown without capacity and storage_dim"
-    return bytes if isinstance(bytes, str) else shown(bytes)
+    return bytes if isinstance(bytes, str) else format_bytes(bytes)
 
 
-def _disk_words(disk: dict[str, Any] | None) -> str:
+def _format_disk(disk: dict[str, Any] | None) -> str:
     if disk is None:
         return "none: rows are lost when the process ends"
     rows = f"rows {_amount(disk['rows_bytes'])}, and as much again for each full snapshot"

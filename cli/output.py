@@ -1,4 +1,4 @@
-"""What commands print: text for people and JSON for scripts on stdout, progress bars and problems on stderr."""
+"""Printing for commands: text or JSON on stdout, progress bars and problems on stderr."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ PROBLEM, USAGE, IN_USE, NO_ROW, INTERRUPTED = 1, 2, 3, 4, 130  # exit codes
 
 ProgressCallback = Callable[[int], None]
 
-BAR_AFTER = 1.0  # seconds; shorter work shows no bar
+BAR_AFTER = 1.0  # seconds until a progress bar appears
 
 SNAPSHOT_HEADER = ["name", "kind", "parent", "dtype", "rows", "size", "step", "age"]
-NUMBER_COLUMNS = {4, 5, 6, 7}  # columns of numbers
+NUMBER_COLUMNS = {4, 5, 6, 7}  # aligned to the right
 
 
 def print_json(value: Any, indent: int | None = 2) -> None:
-    """Print one document on stdout: non-ASCII characters are escaped, NaN and infinities are text."""
+    """Print one document on stdout. Non-ASCII characters are escaped; NaN and infinities are written as text."""
     print(json.dumps(_plain(value), indent=indent, allow_nan=False, default=str), flush=True)
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON can hold it, since MARK may have any content."""
+    """Convert a value to one that JSON can represent, since MARK may have any content."""
     if isinstance(value, dict):
         return {name if isinstance(name, str) else str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -56,7 +56,7 @@ def print_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> N
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Aligned columns, those of `right` to the right. A cell that is not printable is shown as JSON."""
+    """Return lines of aligned columns. Columns in `right` align to the right. Unprintable cells are shown as JSON."""
     from rich.cells import cell_len
 
     cells = [[text(cell) for cell in row] for row in rows]
@@ -79,12 +79,12 @@ def print_error(message: str) -> None:
 
 @contextmanager
 def checked_stdout() -> Iterator[None]:
-    """A block that prints. Exits with `PROBLEM` and a message if stdout cannot be written, such as on a full disk.
+    """Within this context, exit with `PROBLEM` if stdout cannot be written, for example because the disk is full.
 
-    Characters that its encoding lacks are printed as escapes. A closed pipe gives no message.
+    Prints a message, except for a closed pipe. Characters that stdout's encoding lacks are printed as escapes.
     """
     stdout = sys.stdout
-    if not isinstance(stdout, TextIOWrapper):  # no stdout, or that of a program that runs commands in its process
+    if not isinstance(stdout, TextIOWrapper):  # no stdout, or replaced by a program that calls `main`
         yield
         return
     stdout.reconfigure(errors="backslashreplace")
@@ -94,14 +94,14 @@ def checked_stdout() -> Iterator[None]:
         finally:
             stdout.flush()
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())  # Python flushes its buffer there at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())  # so that Python's flush at exit does not fail
         if error.errno != errno.EPIPE:
             print_error(f"tierbed: stdout: {error.strerror}")
         raise SystemExit(PROBLEM) from None
 
 
 def fail(message: str, code: int = PROBLEM, as_json: bool = False) -> NoReturn:
-    """Exit with a message on stderr, and with the document of --json."""
+    """Exit with a message on stderr. With --json, also print it as a document on stdout."""
     print_error(f"tierbed: {message}")
     if as_json:
         print_json_error(message)
@@ -109,18 +109,18 @@ def fail(message: str, code: int = PROBLEM, as_json: bool = False) -> NoReturn:
 
 
 def print_interrupted(as_json: bool) -> None:
-    """Print the document of --json for Ctrl-C; without --json, nothing."""
+    """With --json, print a document for Ctrl-C."""
     if as_json:
         print_json_error("interrupted")
 
 
 def text(value: Any) -> str:
-    """A value as printable text: names and descriptions may come from a foreign file."""
+    """Return printable text. Anything else is escaped as JSON, since names may come from foreign files."""
     return value if isinstance(value, str) and value.isprintable() else json.dumps(value, default=str)
 
 
 def words(value: Any) -> str:
-    """A plain value for people; what is nested in more than one container is shown as JSON."""
+    """Format a plain value for people. Values nested in more than one container are shown as JSON."""
     if value is None:
         return "none"
     if isinstance(value, float):
@@ -136,7 +136,7 @@ def words(value: Any) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes in a suitable unit, by powers of 1000 as `df -H`."""
+    """Format bytes in a suitable unit, with powers of 1000 like `df -H`."""
     if count < 1000:
         return f"{count} B"
     value, unit = float(count), 0
@@ -155,20 +155,20 @@ def span(seconds: float) -> str:
 
 
 def age(created: int) -> str:
-    """The time since `created`, in ns since 1970, UTC."""
+    """Format the time since `created`, in ns since 1970 (UTC)."""
     return span(time.time() - created / 1e9)
 
 
 def when(created: int) -> str:
-    """`created`, in ns since 1970, UTC, as ISO 8601."""
+    """Format `created`, in ns since 1970 (UTC), as ISO 8601."""
     return datetime.fromtimestamp(created // 10**9, UTC).isoformat()
 
 
 @contextmanager
 def progress(title: str, rows: int | None = None) -> Iterator[ProgressCallback]:
-    """Yields a function that takes counts of rows done, of `rows` in all if that is known.
+    """Yield a function to call with the number of rows just done. rows: the total, if known.
 
-    If stderr is a terminal, work that lasts more than a second shows a bar there, with rate and time left.
+    If stderr is a terminal, work longer than a second shows a bar there, with rate and remaining time.
     """
     if not sys.stderr.isatty():
         yield lambda count: None
@@ -192,13 +192,13 @@ def progress(title: str, rows: int | None = None) -> Iterator[ProgressCallback]:
 
 
 def _bar(title: str, rows: int | None) -> Progress:
-    """A started bar on stderr, which disappears when it is stopped."""
+    """Start and return a bar on stderr that disappears when stopped."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     count = TextColumn("{task.completed:,.0f}" + ("" if rows is None else " of {task.total:,.0f}") + " rows")
-    left = TimeElapsedColumn() if rows is None else TimeRemainingColumn(compact=True)
-    columns = TextColumn("{task.description}"), BarColumn(), count, TextColumn("{task.fields[rate]}"), left
+    clock = TimeElapsedColumn() if rows is None else TimeRemainingColumn(compact=True)
+    columns = TextColumn("{task.description}"), BarColumn(), count, TextColumn("{task.fields[rate]}"), clock
     bar = Progress(*columns, console=Console(stderr=True), transient=True)
     bar.add_task(title, total=rows, rate="")
     bar.start()
@@ -206,7 +206,7 @@ def _bar(title: str, rows: int | None) -> Progress:
 
 
 def entry(name: str, manifest: Manifest) -> dict[str, Any]:
-    """The entry of a snapshot. `bytes` counts its own files."""
+    """Return a snapshot's JSON entry. `bytes` counts the snapshot's own files, without its parents."""
     return {
         "name": name,
         "kind": manifest.kind,
@@ -220,7 +220,7 @@ def entry(name: str, manifest: Manifest) -> dict[str, Any]:
 
 
 def dtypes(description: Mapping[str, Any]) -> dict[str, str | None]:
-    """The dtypes of rows by their valid description: of the embedding, and of the state, None if rows have none."""
+    """Return the rows' dtype and state dtype (None without state) from a valid description."""
     from ..snapshots.store.selection import types_of
 
     dtype, state_dtype = types_of(description)
@@ -228,40 +228,45 @@ def dtypes(description: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def dtype_words(description: Mapping[str, Any]) -> str:
-    """The dtypes of rows for people: one name if all numbers have it."""
+    """Format the rows' dtypes: one name if embedding and state have the same dtype."""
     dtype, state_dtype = dtypes(description).values()
     return f"{dtype}, state {state_dtype}" if state_dtype not in (None, dtype) else str(dtype)
 
 
 def lines(snapshots: Iterable[Snapshot]) -> list[list[str]]:
-    """The lines of a table of snapshots, without the header."""
-    made = []
+    """Return a table line for each snapshot, without the header."""
+    result = []
     for snapshot in snapshots:
         manifest = snapshot.manifest
         parent = "" if manifest.parent is None else manifest.parent.name
         figures = f"{manifest.rows:,}", size(manifest.total_bytes), f"{manifest.description['step']:,}"
         kinds = manifest.kind, parent, dtype_words(manifest.description)
-        made.append([snapshot.name, *kinds, *figures, age(manifest.created)])
-    return made
+        result.append([snapshot.name, *kinds, *figures, age(manifest.created)])
+    return result
 
 
-def report(done: str, name: str, made: dict[str, Manifest], begin: float, as_json: bool, **more: Any) -> None:
-    """Print what a command did since `begin`, in s of time.monotonic. made: by the names that `stores_at` gives."""
+def report(action: str, name: str, manifests: dict[str, Manifest], begin: float, as_json: bool, **more: Any) -> None:
+    """Print what a command did to a snapshot.
+
+    action: past tense, such as "saved". manifests: keys are the store names from `stores_at`. begin: the command's
+    start, from time.monotonic.
+    """
     seconds = time.monotonic() - begin
     if as_json:
-        entries = {store: entry(name, one) for store, one in made.items()}
+        entries = {store: entry(name, manifest) for store, manifest in manifests.items()}
         print_json({**(entries.get("") or {"stores": entries}), **more, "seconds": round(seconds, 3)})
         return
-    left = f", {more['left_out']:,} rows skipped" if more.get("left_out") else ""
-    for store, one in made.items():
-        of = f" of {text(store)}" if store else ""
-        kind = "" if one.kind == "full" else f"{one.kind}, "
-        contents = f"{kind}{one.rows:,} rows, {size(one.total_bytes)}, step {one.description['step']:,}"
-        print(f"{done} {text(name)}{of}: {contents}, in {span(seconds)}{left}")
+    skipped = f", {more['left_out']:,} rows skipped" if more.get("left_out") else ""
+    for store, manifest in manifests.items():
+        of_store = f" of {text(store)}" if store else ""
+        kind = "" if manifest.kind == "full" else f"{manifest.kind}, "
+        step = manifest.description["step"]
+        contents = f"{kind}{manifest.rows:,} rows, {size(manifest.total_bytes)}, step {step:,}"
+        print(f"{action} {text(name)}{of_store}: {contents}, in {span(seconds)}{skipped}")
 
 
 def report_sound(sound: Iterable[str], damaged: Mapping[str, Exception], as_json: bool) -> None:
-    """Print what is sound and what is damaged, and exit with `PROBLEM` if anything is damaged."""
+    """Print sound and damaged names, and exit with `PROBLEM` if anything is damaged."""
     if as_json:
         print_json({"sound": [*sound], "damaged": {name: str(error) for name, error in damaged.items()}})
     else:
@@ -271,7 +276,7 @@ def report_sound(sound: Iterable[str], damaged: Mapping[str, Exception], as_json
 
 
 def report_damaged(damaged: Mapping[str, Exception]) -> None:
-    """Name damaged snapshots on stderr, and exit with `PROBLEM` if there are any."""
+    """Print damaged names on stderr, and exit with `PROBLEM` if there are any."""
     for name, error in damaged.items():
         print_error(f"damaged: {text(name)}: {error}")
     if damaged:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def merge(store: Store, name: Name, new: NewName, overwrite: Overwrite = False, as_json: Json = False) -> None:
-    """Make one full snapshot of an incremental one and its parents, which are kept.
+    """Merge an incremental snapshot and its parents into a new full one. The old ones are kept.
 
     Example: tierbed snapshot merge store/users tuesday tuesday-full
     """
@@ -43,29 +43,29 @@ def merge(store: Store, name: Name, new: NewName, overwrite: Overwrite = False, 
     check_name(new)
     with locked([store], as_json) as (folder,):
         snapshot = open_snapshot(store, name)
-        place = folder.snapshots / new
+        path = folder.snapshots / new
         if overwrite and new != name and new in needed_names(folder):
             raise SnapshotError(
                 f"snapshot {new!r} cannot be overwritten by the rows of {name!r}: it is the recovery snapshot of live "
                 "rows; choose another name"
             )
         with output.progress("merging", snapshot.manifest.rows) as advance:
-            id = snapshot.manifest.id  # that of the same rows, by which recovery finds them
-            manifest = write_snapshot(place, snapshot.description, snapshot.chunks(), advance, overwrite, id)
+            id = snapshot.manifest.id  # recovery finds rows by this id, and the new snapshot has the same rows
+            manifest = write_snapshot(path, snapshot.description, snapshot.chunks(), advance, overwrite, id)
     output.report("merged", new, {"": manifest}, begin, as_json)
 
 
 def prune(
     store: Store,
-    keep_last: Annotated[int, typer.Option(help="How many of the latest to keep.", min=1, show_default=False)],
+    keep_last: Annotated[int, typer.Option(help="Number of latest snapshots to keep.", min=1, show_default=False)],
     keep_every: Annotated[
-        int | None, typer.Option(help="Also keep the first that reached each multiple of this many steps.", min=1)
+        int | None, typer.Option(help="Also keep the first snapshot at or after each multiple of this step.", min=1)
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing; show what would be removed.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
     timeout: Timeout = 60,
     as_json: Json = False,
 ) -> None:
-    """Remove old snapshots, except parents of kept ones and those that recovery needs.
+    """Remove old snapshots. Parents of kept snapshots, and snapshots that recovery needs, stay.
 
     Example: tierbed snapshot prune store/users --keep-last 5 --keep-every 100000
     """
@@ -74,53 +74,57 @@ def prune(
     from ..snapshots.store.retention import plan_for
 
     stores = stores_at(store)
-    plans = {one: plan_for(FolderState(one), keep_last, keep_every) for one in stores}
+    plans = {folder: plan_for(FolderState(folder), keep_last, keep_every) for folder in stores}
     if not dry_run:
         _prune(plans, keep_last, keep_every, timeout, as_json)
     if as_json:
         documents = {
-            of: {
-                "removed": [snapshot.name for snapshot in plans[one].removed],
-                "kept": [snapshot.name for snapshot in plans[one].kept],
-                "kept_for_live_rows": [snapshot.name for snapshot in plans[one].kept_for_recovery],
-                "removed_bytes": sum(snapshot.manifest.total_bytes for snapshot in plans[one].removed),
+            store_name: {
+                "removed": [snapshot.name for snapshot in plans[folder].removed],
+                "kept": [snapshot.name for snapshot in plans[folder].kept],
+                "kept_for_live_rows": [snapshot.name for snapshot in plans[folder].kept_for_recovery],
+                "removed_bytes": sum(snapshot.manifest.total_bytes for snapshot in plans[folder].removed),
                 "dry_run": dry_run,
             }
-            for one, of in stores.items()
+            for folder, store_name in stores.items()
         }
         output.print_json(documents.get("") or {"stores": documents})
         return
-    for one, of in stores.items():
-        done, prefix = plans[one], of and f"{output.text(of)}/"
-        for snapshot in done.removed:
+    for folder, store_name in stores.items():
+        plan, prefix = plans[folder], store_name and f"{output.text(store_name)}/"
+        for snapshot in plan.removed:
             print(f"{'would remove' if dry_run else 'removed'} {prefix}{output.text(snapshot.name)}")
-        for snapshot in done.kept_for_recovery:
-            why = "a save replaced it, but " if snapshot.name.startswith(REPLACED) else ""
-            kept = "would keep" if dry_run else "kept"
-            print(f"{kept} {prefix}{output.text(snapshot.name)}: {why}recovery needs it")
-        count, bytes = len(done.removed) + len(done.kept), sum(s.manifest.total_bytes for s in done.removed)
-        print(f"{prefix and prefix + ' '}{len(done.removed)} of {count} snapshots, {output.size(bytes)}")
+        for snapshot in plan.kept_for_recovery:
+            note = "a save replaced it, but " if snapshot.name.startswith(REPLACED) else ""
+            verb = "would keep" if dry_run else "kept"
+            print(f"{verb} {prefix}{output.text(snapshot.name)}: {note}recovery needs it")
+        count, bytes = len(plan.removed) + len(plan.kept), sum(s.manifest.total_bytes for s in plan.removed)
+        print(f"{prefix and prefix + ' '}{len(plan.removed)} of {count} snapshots, {output.size(bytes)}")
 
 
 def _prune(plans: dict[Path, PrunePlan], keep_last: int, keep_every: int | None, timeout: float, as_json: bool) -> None:
-    """Prune stores, by the process that has one open or by this one, and update `plans` to what was done."""
+    """Prune each store, in the process that has it open or in this one. Replaces `plans` by what was done."""
     from ..snapshots.control.client import request_prune
     from ..snapshots.store import retention
     from ..snapshots.store.folder import StoreFolder
 
     serving = serving_processes(plans, timeout, as_json)
     removed: list[str] = []
-    with exit_if_in_use([one for one in plans if one not in serving], as_json):
+    with exit_if_in_use([store for store in plans if store not in serving], as_json):
         try:
-            for one, plan in plans.items():
-                if one in serving and (answer := request_prune(one, keep_last, keep_every, timeout)) is not None:
-                    gone, every = answer[0], [*plan.kept, *plan.removed]
-                    kept, needed = ([s for s in of if s.name not in gone] for of in (every, plan.kept_for_recovery))
-                    plans[one] = retention.PrunePlan(kept, [s for s in every if s.name in gone], needed)
+            for store, plan in plans.items():
+                if store in serving and (answer := request_prune(store, keep_last, keep_every, timeout)) is not None:
+                    removed_names, everything = answer[0], [*plan.kept, *plan.removed]
+                    kept, needed = (
+                        [s for s in part if s.name not in removed_names]
+                        for part in (everything, plan.kept_for_recovery)
+                    )
+                    pruned = [s for s in everything if s.name in removed_names]
+                    plans[store] = retention.PrunePlan(kept, pruned, needed)
                 else:
-                    with StoreFolder(one) as folder:
-                        plans[one] = retention.prune(folder, keep_last, keep_every)
-                removed += [f"{one.name}/{snapshot.name}" for snapshot in plans[one].removed]
+                    with StoreFolder(store) as folder:
+                        plans[store] = retention.prune(folder, keep_last, keep_every)
+                removed += [f"{store.name}/{snapshot.name}" for snapshot in plans[store].removed]
         except TierbedError as error:
             if not removed:
                 raise
@@ -131,11 +135,11 @@ def verify(
     store: Store,
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME]...", help="Snapshots to verify; all by default.", autocompletion=complete_names),
+        typer.Argument(metavar="[NAME]...", help="Snapshots to verify. All by default.", autocompletion=complete_names),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Read snapshots and their parents, and compare every file with its checksum. Exits with 1 if one is damaged.
+    """Read snapshots and their parents, and compare each file with its checksum. Exits with 1 if one is damaged.
 
     Example: tierbed snapshot verify store/users
     """
@@ -144,16 +148,18 @@ def verify(
 
     damaged: dict[str, SnapshotError] = {}
     sound: list[str] = []
-    for one, of in stores_at(store).items():
+    for folder, store_name in stores_at(store).items():
         if names:
-            listing = Listing([open_snapshot(one, name) for name in dict.fromkeys(names)], {})
+            listing = Listing([open_snapshot(folder, name) for name in dict.fromkeys(names)], {})
         else:
-            listing = list_snapshots(one / "snapshots")
+            listing = list_snapshots(folder / "snapshots")
         chains, broken = chains_of(listing.snapshots)
-        every = {snapshot.name: snapshot for chain in chains.values() for snapshot in chain}
-        with output.progress("verifying", sum(snapshot.manifest.own_rows for snapshot in every.values())) as advance:
+        snapshots = {snapshot.name: snapshot for chain in chains.values() for snapshot in chain}
+        with output.progress(
+            "verifying", sum(snapshot.manifest.own_rows for snapshot in snapshots.values())
+        ) as advance:
             wrong = {**listing.damaged, **verify_all(chains, broken, advance)}
-        prefix = of and f"{of}/"
+        prefix = store_name and f"{store_name}/"
         damaged |= {prefix + name: error for name, error in wrong.items()}
         sound += [prefix + s.name for s in listing.snapshots if s.name not in wrong]
     output.report_sound(sound, damaged, as_json)
@@ -165,15 +171,14 @@ Kind = StrEnum("Kind", ["full", "incremental", "checkpoint"])  # KINDS of snapsh
 def save(
     store: Store,
     name: NewName,
-    kind: Annotated[Kind, typer.Option(help="The kind of snapshot, see docs/snapshots.md.")] = Kind.full,
+    kind: Annotated[Kind, typer.Option(help="The snapshot's kind; see docs/snapshots.md.")] = Kind.full,
     timeout: Timeout = 60,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Save the live rows. If a process has the store open, that process saves them.
 
-    It saves between two steps and continues to train. Given the folder of a model, all stores in it are saved at the
-    same moment.
+    It saves between two steps and continues to train. With a model's folder, all its stores are saved at one moment.
 
     Example: tierbed snapshot save store/users before-retraining
     """
@@ -191,20 +196,20 @@ def load(
         list[str] | None,
         typer.Option(
             "--table",
-            help="Replace all live rows by those of this table, by id or name: rows of other tables are lost."
+            help="Load only this table, by id or name. All live rows are replaced, so other tables' rows are lost."
             " May be repeated.",
             show_default=False,
         ),
     ] = None,
     weights_only: Annotated[
-        bool, typer.Option("--weights-only", help="Without optimizer state, to train with another optimizer.")
+        bool, typer.Option("--weights-only", help="Leave optimizer state out, to train with another optimizer.")
     ] = False,
-    convert: Annotated[bool, typer.Option("--convert", help="Convert numbers to the dtype of the live rows.")] = False,
+    convert: Annotated[bool, typer.Option("--convert", help="Convert numbers to the live rows' dtype.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Replace the live rows by a snapshot: the next training run resumes from it.
+    """Replace the live rows by a snapshot. The next training run resumes from it.
 
-    It is verified while it is copied. If it is damaged or of another table, the live rows are unchanged.
+    The snapshot is verified while it is copied. If it is damaged or does not fit, the live rows stay as they are.
 
     Example: tierbed snapshot load store/users before-retraining
     """
@@ -214,51 +219,58 @@ def load(
 
     begin = time.monotonic()
     stores = stores_at(store)
-    is_one = "" in stores.values()
-    if not is_one and (table or weights_only or convert):
+    is_single = "" in stores.values()
+    if not is_single and (table or weights_only or convert):
         raise typer.BadParameter("--table, --weights-only and --convert need the folder of one store")
     with locked([*stores], as_json) as folders:
-        snapshots = [open_snapshot(one, name) for one in stores]
-        check_one_moment([one.name for one in stores], snapshots)
+        snapshots = [open_snapshot(path, name) for path in stores]
+        check_one_moment([path.name for path in stores], snapshots)
         selection = Selection(tables=check_tables(table, snapshots[0]), state=not weights_only, convert=convert)
         with output.progress("loading", sum(snapshot.manifest.rows for snapshot in snapshots)) as advance:
-            loaded, taken = zip(*load_into_stores(folders, snapshots, advance, selection), strict=True)
-    left_out = {"left_out": taken[0].left_out} if is_one else {}
+            loaded, selections = zip(*load_into_stores(folders, snapshots, advance, selection), strict=True)
+    left_out = {"left_out": selections[0].left_out} if is_single else {}
     output.report("loaded", name, dict(zip(stores.values(), loaded, strict=True)), begin, as_json, **left_out)
 
 
 def list_(store: Store, as_json: Json = False) -> None:
-    """List the snapshots from the oldest to the latest. Exits with 1 if a manifest is damaged.
+    """List snapshots, oldest first. Exits with 1 if a manifest is damaged.
 
     Example: tierbed snapshot list store/users
     """
     from ..snapshots.files.reader import list_snapshots
 
-    listings = {of: list_snapshots(one / "snapshots") for one, of in stores_at(store).items()}
-    prefixes = {of: of and f"{of}/" for of in listings}
-    damaged = {prefixes[of] + name: error for of, one in listings.items() for name, error in one.damaged.items()}
+    listings = {store_name: list_snapshots(folder / "snapshots") for folder, store_name in stores_at(store).items()}
+    prefixes = {store_name: store_name and f"{store_name}/" for store_name in listings}
+    damaged = {
+        prefixes[of] + name: error for of, listing in listings.items() for name, error in listing.damaged.items()
+    }
     if as_json:
-        entries = {of: [output.entry(s.name, s.manifest) for s in one.snapshots] for of, one in listings.items()}
-        found = {"snapshots": entries[""]} if "" in entries else {"stores": entries}
-        output.print_json({**found, "damaged": {name: str(error) for name, error in damaged.items()}})
+        entries = {
+            store_name: [output.entry(s.name, s.manifest) for s in listing.snapshots]
+            for store_name, listing in listings.items()
+        }
+        document = {"snapshots": entries[""]} if "" in entries else {"stores": entries}
+        output.print_json({**document, "damaged": {name: str(error) for name, error in damaged.items()}})
     else:
-        every = [
-            [prefixes[of] + line[0], *line[1:]] for of, one in listings.items() for line in output.lines(one.snapshots)
+        lines = [
+            [prefixes[store_name] + line[0], *line[1:]]
+            for store_name, listing in listings.items()
+            for line in output.lines(listing.snapshots)
         ]
-        output.print_table([output.SNAPSHOT_HEADER, *every], output.NUMBER_COLUMNS)
+        output.print_table([output.SNAPSHOT_HEADER, *lines], output.NUMBER_COLUMNS)
     output.report_damaged(damaged)
 
 
 def inspect(
     store: Store,
     name: Name,
-    rows: Annotated[int, typer.Option(help="Show the first rows, this many.", min=0)] = 0,
+    rows: Annotated[int, typer.Option(help="Number of rows to show.", min=0)] = 0,
     plot: Annotated[
         Path | None, typer.Option(help="Draw row norms, update counts and rows by table to this file.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Print what a snapshot holds: its description, rows by table, update counts and row norms.
+    """Print a snapshot's description, rows by table, update counts and row norms.
 
     Example: tierbed snapshot inspect store/users before-retraining --plot users.png
     """
@@ -283,9 +295,9 @@ def inspect(
     if as_json:
         output.print_json({**figures, "description": description, "first_rows": first})
         return
-    described = {"embedding" if field == "name" else field: of for field, of in description.items()}
+    fields = {"embedding" if field == "name" else field: value for field, value in description.items()}
     figures["rows_by_table"] = {label_of(table, names): count for table, count in figures["rows_by_table"].items()}
-    output.print_fields({**figures, **described})
+    output.print_fields({**figures, **fields})
     for row in first:
         print()
         output.print_fields(row)

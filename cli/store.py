@@ -12,7 +12,7 @@ import typer
 
 from ..engine.errors import InputError
 from . import output
-from .arguments import Json, Store, Timeout, complete_names, locked, open_snapshot, table_of
+from .arguments import Json, Store, Timeout, complete_names, locked, open_snapshot, parse_table
 
 if TYPE_CHECKING:
     from ..snapshots.store.status import MemberStatus, Restart, StoreStatus
@@ -21,7 +21,7 @@ _STATES = {"closed": "closed cleanly", "unclean": "not closed", "new": "new", "e
 
 
 def stat(store: Store, as_json: Json = False) -> None:
-    """Print what a store folder holds, which process has it open, and what the next training run would do.
+    """Print a store's contents, the process that has it open, and how the next training run would start.
 
     Example: tierbed store stat store/users
     """
@@ -53,23 +53,23 @@ def stat(store: Store, as_json: Json = False) -> None:
 
 
 def detach(store: Store, as_json: Json = False) -> None:
-    """Take a closed store out of its group: it is recovered alone, not with those that it was trained together with.
+    """Take a closed store out of its training group, so that it is recovered alone.
 
-    Its rows stay as they are. Do this for a copy of a store, for one that is used elsewhere, and for one whose group
-    is lost.
+    Its rows stay as they are. Use this for a copy of a store, for a store that moves to another model, and for a store
+    whose group is lost.
 
     Example: tierbed store detach copy/users
     """
     from ..snapshots.store.detach import detach
 
     with locked([store], as_json) as (folder,):
-        found = detach(folder)
+        result = detach(folder)
     if as_json:
-        output.print_json({"detached": found.problem is not None or bool(found.others), **found._asdict()})
-    elif found.problem is not None:
-        print(f"detached, without its group's record: {output.text(found.problem)}")
-    elif found.others:
-        print(f"detached from {', '.join(map(output.text, found.others))}")
+        output.print_json({"detached": result.problem is not None or bool(result.others), **result._asdict()})
+    elif result.problem is not None:
+        print(f"detached, without its group's record: {output.text(result.problem)}")
+    elif result.others:
+        print(f"detached from {', '.join(map(output.text, result.others))}")
     else:
         print("nothing to detach: it is trained alone")
 
@@ -78,11 +78,11 @@ def compact(
     store: Store,
     rocksdb_options: Annotated[
         str,
-        typer.Option(help="The `rocksdb_options` of the store, if any: files are written with them."),
+        typer.Option(help="The store's `rocksdb_options`, if any. New files are written with them."),
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Merge the files of a cleanly closed store on SSD, so that replaced rows take no space.
+    """Merge the files of a cleanly closed store on SSD, which frees the space of replaced rows.
 
     Example: tierbed store compact store/users
     """
@@ -91,10 +91,10 @@ def compact(
     begin = time.monotonic()
     try:
         with locked([store], as_json) as (folder,), output.progress("merging") as advance:
-            sizes = _watched(lambda: compact_live(folder, rocksdb_options), advance)
+            sizes = _run_in_thread(lambda: compact_live(folder, rocksdb_options), advance)
     except KeyboardInterrupt:
         output.print_interrupted(as_json)
-        os._exit(output.INTERRUPTED)  # while RocksDB's threads run: its files are valid at any time
+        os._exit(output.INTERRUPTED)  # RocksDB's threads still run, but its files are valid at any time
     seconds = time.monotonic() - begin
     if as_json:
         before, after = sizes or (None, None)
@@ -127,7 +127,7 @@ def get(
     timeout: Timeout = 60,
     as_json: Json = False,
 ) -> None:
-    """Print a row of a store or of a snapshot. Exits with 4 if it was never written.
+    """Print a row from a store or a snapshot. Exits with 4 if the row was never written.
 
     If a process has the store open, that process reads the row between two steps.
 
@@ -139,36 +139,36 @@ def get(
     from ..snapshots.store.folder_state import holder
     from ..snapshots.store.status import existing_store, is_snapshot
 
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
 
     try:
         if snapshot is not None or is_snapshot(store):
             opened = Snapshot.open(store) if snapshot is None else open_snapshot(store, snapshot)
-            row, description = snapshot_row(opened, table_of(table), key), opened.description
+            row, description = snapshot_row(opened, parse_table(table), key), opened.description
         elif holder(existing_store(store)) is not None and (
-            (asked := request_row(store, table_of(table), key, timeout)) is not None
+            (answer := request_row(store, parse_table(table), key, timeout)) is not None
         ):
-            found, row = asked, None
+            fields, row = answer, None
         else:
             with locked([store], as_json) as (folder,):
-                row, description = live_row(folder, table_of(table), key)
+                row, description = live_row(folder, parse_table(table), key)
     except InputError as error:
         raise typer.BadParameter(str(error)) from error
     if row is not None:
-        found = plain_row(row[0], description)
-    if not found:
+        fields = plain_row(row[0], description)
+    if not fields:
         output.fail(
             f"there is no row of table {table}, key {key}: lookups return its initial value", output.NO_ROW, as_json
         )
     if as_json:
-        output.print_json(found)
+        output.print_json(fields)
     else:
-        states = found.pop("states")
-        output.print_fields({**found, **states})
+        states = fields.pop("states")
+        output.print_fields({**fields, **states})
 
 
 def plain(status: StoreStatus) -> dict[str, Any]:
-    """The status as plain values for JSON."""
+    """Convert a status to plain values for JSON."""
     restart = {"from": status.restart.source, **vars(status.restart)}
     del restart["source"]
     return {
@@ -177,7 +177,7 @@ def plain(status: StoreStatus) -> dict[str, Any]:
         "live": status.live,
         "ranks": status.ranks,
         "together": list(status.partners),
-        "group": [one._asdict() for one in status.group],
+        "group": [member._asdict() for member in status.group],
         **({"dtype": None, "state_dtype": None} if status.marker is None else output.dtypes(status.marker)),
         "rows": status.rows,
         "rows_by_table": status.rows_by_table,
@@ -194,25 +194,27 @@ def _live(status: StoreStatus) -> str | None:
     return {None: "none", "rows": "row files", "rocksdb": "RocksDB"}.get(status.live, status.live)
 
 
-def _describe_member(one: MemberStatus, partners: Sequence[str]) -> str:
-    step = "an unknown step" if one.step is None else f"step {one.step:,}"
-    has = [*(["live rows"] if one.live else []), *([f"snapshot {output.text(one.snapshot)}"] if one.snapshot else [])]
-    now = f"{' and '.join(has) or 'no rows'} of {step}" if has or one.step == 0 else "rows that are not saved"
-    common = output.text(one.common or "no rows")
-    of_step = "" if one.common_step is None else f" of step {one.common_step:,}"
-    return f"{now}; {'with the others' if partners else 'after a kill'} {common}{of_step}"
+def _describe_member(member: MemberStatus, partners: Sequence[str]) -> str:
+    step = "an unknown step" if member.step is None else f"step {member.step:,}"
+    live = ["live rows"] if member.live else []
+    snapshot = [f"snapshot {output.text(member.snapshot)}"] if member.snapshot else []
+    saved = " and ".join([*live, *snapshot])
+    now = f"{saved or 'no rows'} of {step}" if saved or member.step == 0 else "rows that are not saved"
+    common = output.text(member.common or "no rows")
+    common_step = "" if member.common_step is None else f" of step {member.common_step:,}"
+    return f"{now}; {'with the others' if partners else 'after a kill'} {common}{common_step}"
 
 
 def _describe_restart(status: StoreStatus) -> str:
     if status.restart.source == "elsewhere":
         return (
-            f"{status.ranks} ranks resume by their shards, which are on other hosts; one process is refused until a "
-            "snapshot is loaded"
+            f"{status.ranks} ranks resume from their shards, which are on other hosts; a single process must load a "
+            "snapshot first"
         )
-    said = _describe_source(status.restart)
+    source = _describe_source(status.restart)
     if status.holder is None:
-        return said
-    return f"after a close, resumes from the live rows; after a kill, {said}"
+        return source
+    return f"after a close, resumes from the live rows; after a kill, {source}"
 
 
 def _describe_source(restart: Restart) -> str:
@@ -220,22 +222,22 @@ def _describe_source(restart: Restart) -> str:
         case "live":
             return f"resumes from the live rows, at step {restart.step:,}"
         case "snapshot":
-            kept = f"rolls back to snapshot {output.text(restart.snapshot)}, at step {restart.step:,}"
+            start = f"rolls back to snapshot {output.text(restart.snapshot)}, at step {restart.step:,}"
         case "empty":
-            kept = "starts empty"
+            start = "starts empty"
         case _:
             return f"cannot start: {restart.problem}"
     if restart.lost_steps is None:
-        return f"{kept}, and loses all later writes"
+        return f"{start}, and loses all later writes"
     steps = "1 step" if restart.lost_steps == 1 else f"{restart.lost_steps:,} steps"
-    return f"{kept}, and loses {steps}" if restart.lost_steps else kept
+    return f"{start}, and loses {steps}" if restart.lost_steps else start
 
 
-def _watched(work: Callable[[], Any], advance: Callable[[int], None]) -> Any:
-    """The result of work in a thread, so that the bar is updated and Ctrl-C works."""
+def _run_in_thread(work: Callable[[], Any], advance: Callable[[int], None]) -> Any:
+    """Return the result of `work`, run in a thread so that the bar is updated and Ctrl-C works."""
     from concurrent.futures import ThreadPoolExecutor, wait
 
-    pool = ThreadPoolExecutor(1)  # no block, whose end would wait for the thread after Ctrl-C
+    pool = ThreadPoolExecutor(1)  # not in a `with`, which would wait for the thread after Ctrl-C
     result = pool.submit(work)
     while not result.done():
         wait([result], 0.2)

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from ..snapshots.store.status import StoreStatus
 
 
-_STATE = ("state", "holder", "step")  # of a store: a change of one is an event
+_STATE = ("state", "holder", "step")  # fields of a store's status whose change is an event
 
 
 class View(NamedTuple):
-    """The state of a store when it was polled."""
+    """A store's state at one poll."""
 
     status: StoreStatus
     snapshots: dict[str, Snapshot]
@@ -37,7 +37,7 @@ def watch(
     interval: Annotated[float, typer.Option(help="Seconds between two polls.", min=0.05)] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each change.")] = False,
 ) -> None:
-    """Show the snapshots of a store, the process that has it open, and the step, until Ctrl-C.
+    """Show a store's snapshots, step and the process that has it open, until Ctrl-C.
 
     With --json, or if stdout is not a terminal, print a line for each change.
 
@@ -55,10 +55,10 @@ def watch(
 
 
 def changes(before: View | None, now: View) -> Iterator[dict[str, Any]]:
-    """The differences between two polls: dicts whose `event` is one of
+    """Yield the differences between two polls as dicts. Their `event` is one of
 
-    - "store": `state`, `holder` and `step`, if one of them has changed;
-    - "saved", with the entry of a snapshot, and "removed", with its `name`;
+    - "store", if `state`, `holder` or `step` changed, with all three;
+    - "saved", with a snapshot's entry, and "removed", with its `name`;
     - "damaged", with `name` and `error`.
     """
     state, last = ({name: view and getattr(view.status, name) for name in _STATE} for view in (now, before))

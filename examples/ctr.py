@@ -5,8 +5,9 @@
     python examples/ctr.py --model deepfm --data ml-100k
     torchrun --nproc-per-node 2 examples/ctr.py --model dlrm --out store --wire 16
 
---data is Criteo's file or a MovieLens folder; without it the examples are synthetic. It ends with a snapshot that a
-new embedding and model load and score to the same AUC. torchrun's ranks share the rows, and each batch.
+--data is Criteo's file or a MovieLens folder; without it the examples are synthetic. At the end it saves a snapshot,
+loads it into a new embedding and model, and checks that their AUC is the same. With torchrun, ranks divide the rows
+and each batch.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from tierbed import (
 )
 
 MODELS: dict[str, type[DLRM | DeepFM | DCNv2]] = {"dlrm": DLRM, "deepfm": DeepFM, "dcnv2": DCNv2}
-WIRES = {32: (torch.float32, torch.float32), 16: (torch.float16, torch.bfloat16)}  # of rows, of their gradients
-EVALUATED = 4096  # examples at once
+WIRES = {32: (torch.float32, torch.float32), 16: (torch.float16, torch.bfloat16)}  # dtypes of (rows, gradients)
+EVALUATED = 4096  # batch size of evaluation
 
 
 def make_embedding(
@@ -51,7 +52,7 @@ def make_embedding(
     world: World | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> MultiTableMultiColumnEmbedding:
-    """A table for each field, whose rows have the parts that the model wants."""
+    """Make a table for each field. columns: the widths of a row's parts, from the model."""
     normal = make_normal_initializer(0, 0.01)
     return MultiTableMultiColumnEmbedding(
         "ctr",
@@ -67,13 +68,13 @@ def make_embedding(
 
 
 class TrainGraph(Graph):
-    """One call is one training step: look up, forward, backward, update the rows and the dense parameters."""
+    """A call runs one training step: lookup, forward, backward, and the update of rows and dense parameters."""
 
     def __init__(self, embedding: nn.Module, model: nn.Module, lr: float) -> None:
         super().__init__()
         self.embedding = embedding
         self.model = model
-        # from 0, a row's first step would be lr times the sign of its gradient, however small that is
+        # with an initial value of 0, a row's first step would have size lr, however small the gradient
         self.add_optimizer(torch.optim.Adagrad(embedding.parameters(), lr=lr, initial_accumulator_value=1e-5))
         self.add_optimizer(torch.optim.Adam(model.parameters(), lr=1e-3))
 
@@ -85,7 +86,7 @@ class TrainGraph(Graph):
 
 
 class ScoreGraph(Graph):
-    """Without `backward()` a graph is evaluation: it changes nothing, and unseen ids keep their initial rows."""
+    """A graph without `backward()` only evaluates. It changes nothing, and unseen ids get their initial rows."""
 
     def __init__(self, embedding: nn.Module, model: nn.Module) -> None:
         super().__init__()
@@ -97,11 +98,11 @@ class ScoreGraph(Graph):
 
 
 class Parts(BatchSampler):
-    """Of each batch the samples of one rank. All ranks draw the same batches, from torch's generator."""
+    """Samples one rank's part of each batch. All ranks draw the same batches, from torch's generator."""
 
     def __init__(self, order: Any, size: int, world: World | None, training: bool) -> None:
         self.rank, self.ranks = (0, 1) if world is None else (world.rank, world.size)
-        super().__init__(order, size, drop_last=training and self.ranks > 1)  # a part of no sample has no mean loss
+        super().__init__(order, size, drop_last=training and self.ranks > 1)  # an empty part would have no mean loss
 
     def __iter__(self) -> Iterator[list[int]]:
         return (batch[self.rank :: self.ranks] for batch in super().__iter__())
@@ -110,19 +111,19 @@ class Parts(BatchSampler):
 def loader(
     clicks: Clicks, rows: Tensor, size: int, shuffle: bool = False, world: World | None = None
 ) -> DataLoader[Any]:
-    """Batches of (ids, dense, labels), each taken from its tensors at once."""
+    """Return batches of (ids, dense, labels). Each batch is one indexing operation, not a list of samples."""
     data = TensorDataset(clicks.ids[rows], clicks.dense[rows], clicks.labels[rows])
     order = RandomSampler(data) if shuffle else SequentialSampler(data)
     return DataLoader(data, batch_size=None, sampler=Parts(order, size, world, shuffle))
 
 
 def train_epoch(graph: TrainGraph, batches: Iterable[Any], label: str) -> Tensor:
-    """The losses of the steps. While one computes, the rows of the next batches are fetched."""
+    """Train one epoch, and return the steps' losses. While a step computes, the next batches' rows are fetched."""
     return torch.stack(list(graph.run(batches, progress=label)))
 
 
 def evaluate(graph: ScoreGraph, batches: Iterable[Any], world: World) -> float:
-    """The AUC over the batches of all ranks."""
+    """Return the AUC over all ranks' batches."""
     scores, labels = zip(*graph.run(batches), strict=True)
     return auc(world.gather(torch.cat(labels)), world.gather(torch.cat(scores)))
 
@@ -130,7 +131,7 @@ def evaluate(graph: ScoreGraph, batches: Iterable[Any], world: World) -> float:
 def make(
     args: argparse.Namespace, clicks: Clicks, folder: Path, world: World
 ) -> tuple[nn.Module, MultiTableMultiColumnEmbedding]:
-    """The model for these clicks, and its embedding. The folder's snapshots stay, and its rows do not."""
+    """Make a model for these clicks and its embedding. Deletes the folder's rows, but not its snapshots."""
     options = replace(STORES[args.store](str(folder), args.cache_mb), open="fresh")
     fields, features = clicks.ids.shape[1], clicks.dense.shape[1]
     model = MODELS[args.model](fields, args.dim, features)
@@ -157,7 +158,7 @@ def train(name: str, args: argparse.Namespace, clicks: Clicks, folder: Path, wor
 
 
 def evaluate_snapshot(name: str, args: argparse.Namespace, clicks: Clicks, folder: Path, world: World) -> float:
-    """The test AUC of what `train` saved, in new objects and without an optimizer."""
+    """Load what `train` saved into new objects, without an optimizer, and return the test AUC."""
     model, embedding = make(args, clicks, folder, world)
     model.load_state_dict(torch.load(folder / f"{name}.pt", weights_only=True))
     with embedding:
@@ -167,7 +168,7 @@ def evaluate_snapshot(name: str, args: argparse.Namespace, clicks: Clicks, folde
 
 
 def say(world: World, text: str) -> None:
-    """Print on one rank."""
+    """Print on rank 0."""
     if world.rank == 0:
         print(text, flush=True)
 
@@ -176,17 +177,17 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="dlrm")
     parser.add_argument("--data", type=Path, help="Criteo's file, or a folder that examples/movielens.py reads")
-    parser.add_argument("--rows", type=positive, default=100_000, help="examples, save of MovieLens (default: 100000)")
+    parser.add_argument("--rows", type=positive, default=100_000, help="examples; MovieLens uses all (default: 100000)")
     parser.add_argument("--store", choices=STORES, default="device", help="where the tables live (default: device)")
     parser.add_argument("--cache-mb", type=float, default=1, help="cache of cached_host and ssd (default: 1)")
     parser.add_argument("--out", type=Path, help="folder of the store and its snapshots (default: a temporary one)")
     parser.add_argument("--epochs", type=positive, default=2)
     parser.add_argument("--batch-size", type=positive, default=512)
     parser.add_argument("--dim", type=positive, default=16, help="width of a field's vector (default: 16)")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the rows (default: float32)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the rows (default: float32)")
     parser.add_argument("--lr", type=float, default=0.05, help="learning rate of the rows (default: 0.05)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--wire", type=int, choices=WIRES, default=32, help="bits of what ranks exchange (default: 32)")
+    parser.add_argument("--wire", type=int, choices=WIRES, default=32, help="bits per exchanged number (default: 32)")
     return parser.parse_args()
 
 
@@ -197,9 +198,9 @@ def run(args: argparse.Namespace, folder: Path, world: World) -> None:
     started = world.gather(torch.tensor([int(time.time())]))[0].item()  # by the clock of rank 0
     name = time.strftime(f"{args.model}-%Y%m%d-%H%M%S", time.localtime(started))
     value = train(name, args, clicks, folder, world)
-    again = evaluate_snapshot(name, args, clicks, folder, world)
-    if again != value:
-        sys.exit(f"error: test AUC {value!r} after training, but {again!r} from snapshot {name}")
+    reloaded = evaluate_snapshot(name, args, clicks, folder, world)
+    if reloaded != value:
+        sys.exit(f"error: test AUC {value!r} after training, but {reloaded!r} from snapshot {name}")
     say(world, f"snapshot {name} scores the same")
     say(world, f"test AUC {value!r}")
 
@@ -209,7 +210,7 @@ def main() -> None:
     wire = WIRES[args.wire]
     world = World.from_env(rows=wire[0], grads=wire[1])
     if world.size > 1 and args.out is None:
-        sys.exit("error: --out: ranks need a folder that all of them see")
+        sys.exit("error: --out: give a folder that all ranks can access")
     with tempfile.TemporaryDirectory(prefix="ctr-") as temporary:
         try:
             run(args, args.out or Path(temporary), world)

@@ -18,13 +18,12 @@ FACTORS = 4
 
 @dataclass(frozen=True)
 class Clicks:
-    """`ids` int64 [rows, fields], `PADDING` where a value is missing; field j is of table j. `dense` float32
-    [rows, features]. `labels` float32 [rows] of 0 and 1."""
+    """Click examples with categorical and dense features."""
 
     source: str
-    ids: torch.Tensor
-    dense: torch.Tensor
-    labels: torch.Tensor
+    ids: torch.Tensor  # int64 [rows, fields]; `PADDING` where a value is missing; field j belongs to table j
+    dense: torch.Tensor  # float32 [rows, features]
+    labels: torch.Tensor  # float32 [rows], 0 or 1
 
     def __str__(self) -> str:
         return (
@@ -34,9 +33,9 @@ class Clicks:
 
 
 def read_clicks(path: Path | None, rows: int) -> Clicks:
-    """A folder is MovieLens, all of it; a file is Criteo's, its first `rows` lines; None is `rows` synthetic examples.
+    """Read all of MovieLens from a folder, or the first `rows` lines of Criteo's file. None: make synthetic examples.
 
-    Raises OSError for a path that cannot be read, and ValueError, with file and line, for a line of another layout.
+    Raises OSError if the path cannot be read, and ValueError with file and line if a line has another layout.
     """
     if path is None:
         return synthetic_clicks(rows)
@@ -44,7 +43,7 @@ def read_clicks(path: Path | None, rows: int) -> Clicks:
 
 
 def criteo_clicks(path: Path, rows: int) -> Clicks:
-    """Lines of Criteo's display advertising challenge, by tabs: the label, 13 counts, 26 values of 32 bits as hex."""
+    """Read Criteo's display advertising file. A line has a label, 13 counts and 26 hex values, separated by tabs."""
     parsed = list(islice(_criteo_lines(path), rows))
     if not parsed:
         raise ValueError(f"{path} holds no lines")
@@ -59,17 +58,20 @@ def _criteo_lines(path: Path) -> Iterator[tuple[float, list[float], list[int]]]:
             try:
                 if len(cells) != DENSE + FIELDS or label not in ("0", "1"):
                     raise ValueError
-                dense = [math.log1p(max(int(cell or 0), 0)) for cell in cells[:DENSE]]  # counts are long-tailed
+                dense = [
+                    math.log1p(max(int(cell or 0), 0)) for cell in cells[:DENSE]
+                ]  # log, since counts are long-tailed
                 ids = [int(cell, 16) if cell else PADDING for cell in cells[DENSE:]]
             except ValueError:
                 raise ValueError(
-                    f"{path}:{number}: expected a label of 0 or 1, {DENSE} integers and {FIELDS} hex values, by tabs"
+                    f"{path}:{number}: expected a label of 0 or 1, {DENSE} integers and {FIELDS} hex values, "
+                    "separated by tabs"
                 ) from None
             yield float(label), dense, ids
 
 
 def movielens_clicks(folder: Path) -> Clicks:
-    """MovieLens, a rating of 4 and above as a click: its single-valued fields, and a film's genres as dense flags."""
+    """Read MovieLens, with a film's genres as dense flags. A rating of 4 or more is a click."""
     log = read_log(folder)
     genres = torch.tensor([key(genre) for genre in GENRES[1:]])
     flags = (log.ids[:, GENRE:, None] == genres).any(1).float()
@@ -77,11 +79,11 @@ def movielens_clicks(folder: Path) -> Clicks:
 
 
 def synthetic_clicks(rows: int, seed: int = 0) -> Clicks:
-    """Examples of Criteo's shape, of which a model can learn first-order effects and interactions of two fields.
+    """Make examples shaped like Criteo's. A model can learn first-order effects and interactions of two fields.
 
-    A field's values follow a power law, over tens to tens of thousands of them; 3 % are missing. A click is drawn from
-    the logistic of the dense features, an effect of each value, and dot products of the first fields' hidden factors.
-    The same examples on every machine.
+    Fields have 10 to 30,000 values, drawn from a power law; 3 % are missing. The click probability is the logistic of
+    the dense features, an effect per value, and dot products of hidden factors of the first four fields. The examples
+    are the same on every machine.
     """
     rng = np.random.RandomState(seed)
     sizes = np.geomspace(10, 30_000, FIELDS).astype(np.int64)
@@ -98,7 +100,7 @@ def synthetic_clicks(rows: int, seed: int = 0) -> Clicks:
     logits = dense @ rng.randn(DENSE) * 0.3 + effects.sum(1) * 0.3 + pairs.sum(1) * 0.15
     clicked = rng.rand(rows) < 1 / (1 + np.exp(np.median(logits) + 1 - logits))
 
-    ids = np.where(missing, PADDING, values * 0x9E3779B1 % 2**32)  # odd, so that values keep apart
+    ids = np.where(missing, PADDING, values * 0x9E3779B1 % 2**32)  # an odd factor, so that ids stay distinct
     return Clicks(
         "synthetic click log (no --data was given)",
         torch.from_numpy(ids),

@@ -1,8 +1,8 @@
-"""DLRM, DeepFM and DCNv2: plain torch modules that know nothing of where rows come from.
+"""DLRM, DeepFM and DCNv2 as plain torch modules, independent of the embedding.
 
-Each takes the rows of a batch's categorical fields, float32 [batch, fields, width], and its dense features, float32
-[batch, features], and returns logits [batch]. `columns` are the widths of the parts of a row, side by side: what
-`MultiTableMultiColumnEmbedding` takes as `embedding_dim`.
+Their inputs are the rows of the categorical fields, float32 [batch, fields, width], and the dense features, float32
+[batch, features]. They return logits [batch]. `columns` lists the widths of a row's parts. Pass it as `embedding_dim`
+to `MultiTableMultiColumnEmbedding`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 def mlp(*widths: int, last: bool = False) -> nn.Sequential:
-    """Linear layers between these widths, a ReLU after each; `last` adds one that gives a single number, without."""
+    """Return linear layers, each followed by a ReLU. `last` adds a linear layer of width 1 without ReLU."""
     layers: list[nn.Module] = []
     for width, following in pairwise(widths):
         layers += [nn.Linear(width, following), nn.ReLU()]
@@ -23,14 +23,14 @@ def mlp(*widths: int, last: bool = False) -> nn.Sequential:
 
 
 def dot_interaction(vectors: Tensor) -> Tensor:
-    """The dot product of each pair of `vectors` [batch, n, dim], i > j: [batch, n * (n - 1) / 2]."""
+    """Return the dot products of all pairs i > j of `vectors` [batch, n, dim]: [batch, n * (n - 1) / 2]."""
     i, j = torch.tril_indices(vectors.shape[1], vectors.shape[1], -1, device=vectors.device)
     return (vectors @ vectors.mT)[:, i, j]
 
 
 class DLRM(nn.Module):
-    """Dot products of every two of: the fields' rows, and what the bottom MLP makes of the dense features. A top MLP
-    on them and on the bottom MLP's output.
+    """A bottom MLP maps the dense features to a vector. Dot products combine it and the fields' rows in pairs. A top
+    MLP reads the dot products and the bottom MLP's output.
 
     Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation Systems", 2019.
     """
@@ -50,7 +50,7 @@ class DLRM(nn.Module):
 
 
 def fm_interaction(vectors: Tensor) -> Tensor:
-    """The sum of the dot products of each pair of `vectors` [batch, n, dim], in time linear in n: [batch].
+    """Return [batch]: the sum of the dot products of all pairs of `vectors` [batch, n, dim], in time linear in n.
 
     Rendle, "Factorization Machines", ICDM 2010, lemma 3.1.
     """
@@ -58,11 +58,11 @@ def fm_interaction(vectors: Tensor) -> Tensor:
 
 
 class DeepFM(nn.Module):
-    """A factorization machine and an MLP on the same factors: the sum of first-order weights, of the dot products of
-    every two fields' factors, and of the MLP's output.
+    """A factorization machine and an MLP that share factors. It adds up first-order weights, the dot products of all
+    pairs of factors, and the MLP's output.
 
-    A row is its value's factors, then its first-order weight. A dense feature has factors and a weight as well, which
-    its value scales. Guo et al., "DeepFM: A Factorization-Machine based Neural Network for CTR Prediction", IJCAI 2017.
+    A row contains the factors, then the first-order weight. Dense features have factors and weights too, scaled by the
+    feature's value. Guo et al., "DeepFM: A Factorization-Machine based Neural Network for CTR Prediction", IJCAI 2017.
     """
 
     def __init__(self, fields: int, dim: int, features: int, hidden: Sequence[int] = (64, 32)) -> None:
@@ -81,9 +81,9 @@ class DeepFM(nn.Module):
 
 
 class Cross(nn.Module):
-    """A cross layer: x0 * (W x + b) + x, of x0 and x [batch, width]. With a `rank`, W is U V of that rank.
+    """A cross layer, x0 * (W x + b) + x, with x0 and x [batch, width]. With `rank`, W = U V has that rank.
 
-    Equations 1 and 2 of the paper that DCNv2 names.
+    Equations 1 and 2 of the paper cited in DCNv2.
     """
 
     def __init__(self, width: int, rank: int | None = None) -> None:
@@ -97,11 +97,11 @@ class Cross(nn.Module):
 
 
 class DCNv2(nn.Module):
-    """Cross layers, each of which raises the degree of the polynomial in the input by one, and an MLP: on top of them
-    (`stacked`) or beside them. The input is all rows and dense features of an example, in one vector.
+    """Cross layers and an MLP, which follows them (`stacked`) or runs in parallel. Each cross layer raises the degree
+    of the polynomial by one. The input is one vector of all rows and dense features of an example.
 
-    `rank` gives the cross layers' matrices a low rank, as one expert. Wang et al., "DCN V2: Improved Deep & Cross
-    Network and Practical Lessons for Web-scale Learning to Rank Systems", WWW 2021.
+    `rank` makes the cross layers' matrices low-rank (one expert). Wang et al., "DCN V2: Improved Deep & Cross Network
+    and Practical Lessons for Web-scale Learning to Rank Systems", WWW 2021.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
-"""Kill training runs on MovieLens and resume each on another store: the losses are those of a run never killed.
+"""Kill training runs on MovieLens, resume each on another store, and check that the losses do not change.
 
     python examples/killed.py --data ml-100k --plot killed.svg
 
-`kill -9` ends each process at a moment of chance; the next one goes on from the last checkpoint. Every loss, also of
-steps that were run twice, has the bits of a run in device memory that is never killed. Without --data it trains on a
-synthetic click log; --plot needs matplotlib.
+`kill -9` ends each process at a random moment. The next process resumes from the last checkpoint. Every loss, also of
+steps that run twice, must equal bit for bit the loss of a run in device memory that is never killed. Without --data it
+trains on a synthetic click log. --plot needs matplotlib.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from movielens import STORES, DeepFM, TrainGraph, batches, make_embedding
 from movielens_data import read_log, split
 from movielens_synthetic import synthetic_log
 
-BATCH, EVERY, SMOOTH = 256, 40, 20  # ratings of a step; steps between checkpoints, and of a point of the plot
-Losses = dict[int, float]  # by the number of the step
+BATCH, EVERY, SMOOTH = 256, 40, 20  # ratings per step, steps between checkpoints, steps averaged per plotted point
+Losses = dict[int, float]  # {step: loss}
 COLORS = {"device": "tab:blue", "host": "tab:orange", "cached_host": "tab:green", "ssd": "tab:red"}
 
 
 def train(args: argparse.Namespace, folder: Path) -> None:
-    """From the last checkpoint in `folder` on; prints the number and the loss of each step."""
+    """Train from the last checkpoint in `folder`. Prints each step's number and loss."""
     log = read_log(args.data) if args.data else synthetic_log()
     rows = split(len(log.labels))[0]
     rows = torch.cat([rows] * (1 + args.steps * BATCH // len(rows)))
@@ -47,7 +47,7 @@ def train(args: argparse.Namespace, folder: Path) -> None:
 
 
 def losses(args: argparse.Namespace, store: str, folder: Path, steps: int | None = None) -> Losses:
-    """Of a process on this store, which is killed after `steps` steps."""
+    """Train in a process on this store, kill it after `steps` steps, and return its losses."""
     command = [sys.executable, __file__, "--store", store, "--steps", str(args.steps), "--folder", str(folder)]
     command += ["--data", str(args.data)] if args.data else []
     seen: Losses = {}
@@ -65,10 +65,10 @@ def losses(args: argparse.Namespace, store: str, folder: Path, steps: int | None
 
 
 def lives(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Losses]]:
-    """The stores and losses of one process after the other, until all steps are done; all but the last are killed."""
-    chance, last = random.Random(args.seed), 0
+    """Yield (store, losses) of one process after another, until all steps are done. All but the last are killed."""
+    rng, last = random.Random(args.seed), 0
     for store in cycle(("ssd", "host", "cached_host", "device")):
-        seen = losses(args, store, folder, chance.randrange(EVERY, args.steps // 3))
+        seen = losses(args, store, folder, rng.randrange(EVERY, args.steps // 3))
         yield store, seen
         last = max(last, *seen)
         if last == args.steps:
@@ -76,22 +76,22 @@ def lives(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Losses]
 
 
 def plot(straight: Losses, killed: list[tuple[str, Losses]], path: Path) -> None:
-    """The losses of both, one above the other, and below them a line for each process."""
+    """Draw both runs' losses on top of each other, and below them a line for each process."""
     from matplotlib.figure import Figure
 
     figure = Figure((8, 3.6), layout="constrained")
     loss, line = figure.subplots(2, sharex=True, height_ratios=(3, 1.4))
     loss.plot(*_smooth(straight), color="0.82", linewidth=6, label="never killed, in device memory")
-    named, known = {}, Losses()
+    curves, all_losses = {}, Losses()
     for number, (store, seen) in enumerate(killed):
-        known |= seen
+        all_losses |= seen
         first, last = min(seen), max(seen)
-        (named[store],) = loss.plot(*_smooth(known, first), color=COLORS[store], linewidth=1.2)
+        (curves[store],) = loss.plot(*_smooth(all_losses, first), color=COLORS[store], linewidth=1.2)
         line.plot([first, last], [number, number], color=COLORS[store], linewidth=3)
         if last < max(straight):
             line.plot(last, number, "x", color="black", markersize=5)
-    for store, drawn in named.items():
-        drawn.set_label(f"a process on {store}")
+    for store, curve in curves.items():
+        curve.set_label(f"a process on {store}")
     loss.legend(frameon=False, ncols=2)
     loss.set(ylabel=f"loss, mean of {SMOOTH} steps")
     line.set(xlabel="step", ylabel="processes,\nx: kill -9", yticks=[])
@@ -102,7 +102,7 @@ def plot(straight: Losses, killed: list[tuple[str, Losses]], path: Path) -> None
 
 
 def _smooth(seen: Losses, first: int = 1) -> tuple[list[int], list[float]]:
-    """The mean of SMOOTH steps up to each multiple of it, from the step before `first` on."""
+    """Return the mean loss of the last SMOOTH steps at each multiple of SMOOTH, from the step before `first` on."""
     ends = [end for end in seen if end % SMOOTH == 0 and end >= first - 1]
     return ends, [sum(seen[step] for step in range(end - SMOOTH + 1, end + 1)) / SMOOTH for end in ends]
 
@@ -111,15 +111,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder with u.data, ratings.dat or one *.inter file")
     parser.add_argument("--steps", type=int, default=2000, help="at least 150")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments of kills")
+    parser.add_argument("--seed", type=int, default=0, help="determines when processes are killed")
     parser.add_argument("--plot", type=Path, help="draw the losses into this file")
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # of a process that trains there
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # set for the processes that train
     parser.add_argument("--store", choices=STORES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.steps < 150:
         parser.error(f"--steps is {args.steps}: give at least 150, so that processes can be killed")
     if (args.folder is None) != (args.store is None):
-        parser.error("--folder and --store are of a process that trains; leave them out")
+        parser.error("--folder and --store are internal; leave them out")
     if args.folder:
         train(args, args.folder)
         return
@@ -130,8 +130,8 @@ def main() -> None:
             killed.append((store, seen))
             print(f"{store:11} steps {min(seen):5} to {max(seen):5}" + ", killed" * (max(seen) < args.steps))
             if differ := [step for step, loss in seen.items() if loss != straight[step]]:
-                sys.exit(f"error: step {differ[0]} on {store} has another loss than the run that was not killed")
-    print(f"{sum(len(seen) for _, seen in killed)} losses of {len(killed)} processes are those of a run never killed")
+                sys.exit(f"error: the loss of step {differ[0]} on {store} differs from the run that was not killed")
+    print(f"{sum(len(seen) for _, seen in killed)} losses of {len(killed)} processes equal those of a run never killed")
     if args.plot:
         plot(straight, killed, args.plot)
 

@@ -1,10 +1,10 @@
-"""Predict which films a user likes, with embedding tables on the tier that the deployment chooses.
+"""Predict which films a user likes, with embedding tables on the tier that you choose.
 
     python examples/movielens.py --data ml-100k --store ssd
     python examples/movielens.py --data ml-100k --config examples/deploy.toml
 
-Without --data it trains on a synthetic click log. It ends with a snapshot that a fresh process loads and scores to the
-same AUC.
+Without --data it trains on a synthetic click log. At the end it saves a snapshot, loads it in a new process, and checks
+that the AUC is the same.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tierbed import (
 def make_embedding(
     store_options: Any, dim: int, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> MultiTableEmbedding:
-    """One table per field. The tables are empty at first and grow as keys arrive; the options say where they live."""
+    """Make one table per field. Tables start empty and grow as keys arrive. The store options say where they live."""
     return MultiTableEmbedding(
         "movielens",
         dim,
@@ -56,13 +56,13 @@ def make_embedding(
 
 
 class TrainGraph(Graph):
-    """One call is one training step: look up, forward, backward, update the rows and the dense parameters."""
+    """A call runs one training step: lookup, forward, backward, and the update of rows and dense parameters."""
 
     def __init__(self, embedding: MultiTableEmbedding, model: nn.Module, lr: float) -> None:
         super().__init__()
         self.embedding = embedding
         self.model = model
-        # from 0, a row's first step would be lr times the sign of its gradient, however small that is
+        # with an initial value of 0, a row's first step would have size lr, however small the gradient
         self.add_optimizer(torch.optim.Adagrad(embedding.parameters(), lr=lr, initial_accumulator_value=1e-5))
         self.add_optimizer(torch.optim.Adam(model.parameters(), lr=1e-3))
 
@@ -74,7 +74,7 @@ class TrainGraph(Graph):
 
 
 class ScoreGraph(Graph):
-    """Without `backward()` a graph is evaluation: it changes nothing, and unseen keys keep their initial rows."""
+    """A graph without `backward()` only evaluates. It changes nothing, and unseen keys get their initial rows."""
 
     def __init__(self, embedding: MultiTableEmbedding, model: nn.Module) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class ScoreGraph(Graph):
 
 
 class DeepFM(nn.Module):
-    """Rows [batch, width, dim] to logits [batch]. A row's first column is its value's bias, the others its factors."""
+    """Maps rows [batch, width, dim] to logits [batch]. A row's first column is a bias, the others are factors."""
 
     def __init__(self, dim: int, hidden: int = 64, dropout: float = 0.3) -> None:
         super().__init__()
@@ -98,10 +98,10 @@ class DeepFM(nn.Module):
 
     def forward(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         count = (ids[:, GENRE:] != PADDING).sum(1, keepdim=True).clamp(min=1)
-        genre = rows[:, GENRE:].sum(1) / count  # the mean of a film's genres: rows of padding are zeros
+        genre = rows[:, GENRE:].sum(1) / count  # mean of a film's genres; padding rows are zeros
         fields = torch.cat([rows[:, :GENRE], genre.unsqueeze(1)], 1)
         factors = self.dropout(fields[:, :, 1:])
-        pairs = (factors.sum(1).square() - factors.square().sum(1)).sum(1) / 2  # every field times every other
+        pairs = (factors.sum(1).square() - factors.square().sum(1)).sum(1) / 2  # dot products of all pairs of fields
         return self.bias + fields[:, :, 0].sum(1) + pairs + self.deep(factors.flatten(1)).squeeze(1)
 
 
@@ -122,14 +122,14 @@ def batches(log: Log, rows: torch.Tensor, size: int) -> Iterator[tuple[torch.Ten
 
 
 def train_epoch(graph: TrainGraph, log: Log, rows: torch.Tensor, size: int) -> Iterator[float]:
-    """Train on `rows` in order, and yield the loss of each step."""
+    """Train on `rows` in order, and yield each step's loss."""
     graph.model.train()
     for batch in batches(log, rows, size):
         yield graph(*batch).item()
 
 
 def evaluate(graph: ScoreGraph, log: Log, rows: torch.Tensor, size: int = 4096) -> float:
-    """The AUC over `rows`."""
+    """Return the AUC over `rows`."""
     graph.model.eval()
     scores = [graph(ids, table_ids) for ids, table_ids, _ in batches(log, rows, size)]
     return auc(log.labels[rows], torch.cat(scores))
@@ -158,7 +158,7 @@ def train(name: str, args: argparse.Namespace, log: Log, options: Any, folder: P
 
 
 def evaluate_snapshot(name: str, args: argparse.Namespace, log: Log, options: Any, folder: Path) -> float:
-    """What a serving process does: no optimizer, rows and dense parameters from disk. Returns the test AUC."""
+    """Load rows and dense parameters from disk, as a serving process does, and return the test AUC."""
     model = DeepFM(args.dim)
     model.load_state_dict(torch.load(folder / f"{name}.pt", weights_only=True))
     with make_embedding(options, args.dim, args.seed, DTYPES[args.dtype]) as embedding:
@@ -172,14 +172,14 @@ def progress_bar() -> Progress:
 
 
 def hit_rates(metrics: dict[str, dict[str, float]]) -> str:
-    """What each tier answered of the rows that it was asked for."""
+    """Format each tier's hit rate and evictions."""
     parts = []
     for tier, counts in metrics.items():
-        asked = counts.get("hits", 0) + counts.get("misses", 0)
+        probes = counts.get("hits", 0) + counts.get("misses", 0)
         evicted = counts.get("evictions_clean", 0) + counts.get("evictions_dirty", 0)
-        if asked:
+        if probes:
             parts.append(
-                f"{tier} {counts['hits'] / asked:.1%} of {asked:,} hit" + f", {evicted:,} evicted" * bool(evicted)
+                f"{tier} {counts['hits'] / probes:.1%} of {probes:,} hit" + f", {evicted:,} evicted" * bool(evicted)
             )
     return "; ".join(parts)
 
@@ -193,22 +193,22 @@ def positive(text: str) -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder with u.data, ratings.dat or one *.inter file")
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--store", choices=STORES, default="device", help="where the tables live (default: device)")
-    where.add_argument("--config", type=Path, help='TOML file whose section "movielens" holds the store options')
+    store = parser.add_mutually_exclusive_group()
+    store.add_argument("--store", choices=STORES, default="device", help="where the tables live (default: device)")
+    store.add_argument("--config", type=Path, help='TOML file with the store options in its section "movielens"')
     parser.add_argument("--cache-mb", type=float, default=0.25, help="cache of cached_host and ssd (default: 0.25)")
     parser.add_argument("--out", type=Path, help="folder of the store and its snapshots (default: a temporary one)")
     parser.add_argument("--epochs", type=positive, default=10)
     parser.add_argument("--steps", type=positive, help="stop each epoch after this many steps")
     parser.add_argument("--batch-size", type=positive, default=512)
     parser.add_argument("--dim", type=int, default=16, help="columns of a row: a bias and dim - 1 factors")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the rows (default: float32)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the rows (default: float32)")
     parser.add_argument("--lr", type=float, default=0.08, help="learning rate of the rows (default: 0.08)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--evaluate", metavar="SNAPSHOT", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.dim < 2:
-        parser.error(f"argument --dim: {args.dim} leaves no column beside the bias")
+        parser.error(f"argument --dim: {args.dim} leaves no column besides the bias")
     return args
 
 
@@ -222,14 +222,14 @@ def run(args: argparse.Namespace, log: Log, folder: Path) -> None:
     if args.evaluate:
         print(f"test AUC {evaluate_snapshot(args.evaluate, args, log, options, folder)!r}")
         return
-    options = replace(options, open="fresh")  # a store resumes what its folder holds; this script starts over
+    options = replace(options, open="fresh")  # start over instead of resuming from the folder's rows
     print(log)
     name = time.strftime("run-%Y%m%d-%H%M%S")
     value = train(name, args, log, options, folder)
-    again = [sys.executable, __file__, *sys.argv[1:], "--out", str(folder), "--evaluate", name]
-    fresh = subprocess.run(again, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1]
+    command = [sys.executable, __file__, *sys.argv[1:], "--out", str(folder), "--evaluate", name]
+    fresh = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1]
     if fresh != f"test AUC {value!r}":
-        sys.exit(f"error: this process has test AUC {value!r}, but a fresh one with the snapshot {fresh!r}")
+        sys.exit(f"error: this process has test AUC {value!r}, but a fresh one prints {fresh!r} for the snapshot")
     print(f"a fresh process scores snapshot {name} the same")
     print(f"test AUC {value!r}")
 

@@ -1,7 +1,7 @@
-"""MovieLens as a click log: readers of its three layouts, the split, and AUC.
+"""MovieLens as a click log: readers for its three layouts, the train/test split, and AUC.
 
-Every value becomes a 64-bit key by hashing its text, so there is no vocabulary to build, keep or ship: a training
-process and a serving process agree on the keys, and a value that was never seen is just a new key.
+Hashing a value's text gives its 64-bit key, so no vocabulary is needed. Training and serving processes get the same
+keys, and an unseen value is simply a new key.
 """
 
 from __future__ import annotations
@@ -23,26 +23,25 @@ PADDING = -1  # a missing value
 LAYOUTS = ("u.data", "ratings.dat", "*.inter")
 UNKNOWN = {"", "unknown", "(no genres listed)"}
 
-# u.item has a column of 0 and 1 for each genre, in this order
+# u.item has a 0/1 column for each genre, in this order
 GENRES = (
     *("unknown", "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama"),
     *("Fantasy", "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western"),
 )
 
-Users = dict[str, tuple[str, str, str, str]]  # user: age, gender, occupation, zip
-Items = dict[str, tuple[str, list[str]]]  # item: year, genres
-Ratings = list[tuple[str, str, float]]  # user, item, rating
+Users = dict[str, tuple[str, str, str, str]]  # {user: (age, gender, occupation, zip)}
+Items = dict[str, tuple[str, list[str]]]  # {item: (year, genres)}
+Ratings = list[tuple[str, str, float]]  # (user, item, rating)
 
 
 @dataclass(frozen=True)
 class Log:
-    """`ids` int64 [rows, width]: a key per single-valued field, then the genres; `PADDING` where there is no value.
-    `table_ids` int64 [width]: the field of each column. `labels` float32 [rows]: 1 for a rating of 4 and above."""
+    """Ratings as click examples."""
 
     source: str
-    ids: torch.Tensor
-    table_ids: torch.Tensor
-    labels: torch.Tensor
+    ids: torch.Tensor  # int64 [rows, width]: a key per single-valued field, then the genres; missing: `PADDING`
+    table_ids: torch.Tensor  # int64 [width], each column's field
+    labels: torch.Tensor  # float32 [rows], 1 for a rating of 4 or more
 
     def __str__(self) -> str:
         users, items = (len(self.ids[:, FIELDS.index(name)].unique()) for name in ("user", "item"))
@@ -55,15 +54,15 @@ class Log:
 
 
 def key(word: str) -> int:
-    """The 64-bit key of a value; `PADDING` for the empty one."""
+    """Return a value's 64-bit key; `PADDING` for an empty value."""
     return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "little", signed=True) if word else -1
 
 
 def read_log(folder: Path) -> Log:
-    """Read a folder that holds `u.data`, `ratings.dat` or one `*.inter` file, with their users and items beside them.
+    """Read a folder with `u.data`, `ratings.dat` or one `*.inter` file, and the users and items files beside it.
 
-    A missing users or items file leaves its fields empty. Raises FileNotFoundError for a folder with none of the three
-    layouts and ValueError, with file and line, for a line that is not in its layout.
+    If a users or items file is missing, its fields stay empty. Raises FileNotFoundError if the folder has none of the
+    three layouts, and ValueError with file and line if a line does not fit.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"data folder {str(folder)!r} does not exist")
@@ -85,29 +84,29 @@ def read_log(folder: Path) -> Log:
 
 def build_log(source: str, ratings: Ratings, users: Users, items: Items) -> Log:
     """Join ratings with their users and items, and hash every value."""
-    users_of, items_of, stars = zip(*ratings, strict=True)
-    most = max([len(genres) for _, genres in items.values()], default=0) or 1
+    rating_users, rating_items, stars = zip(*ratings, strict=True)
+    max_genres = max([len(genres) for _, genres in items.values()], default=0) or 1
 
     def user_keys(user: str) -> list[int]:
         return [key(word) for word in (user, *users.get(user, [""] * 4))]
 
     def item_keys(item: str) -> list[int]:
         year, genres = items.get(item, ("", []))
-        return [key(word) for word in (item, year, *genres, *[""] * (most - len(genres)))]
+        return [key(word) for word in (item, year, *genres, *[""] * (max_genres - len(genres)))]
 
-    ids = torch.cat([_per_value(user_keys, users_of), _per_value(item_keys, items_of)], 1)
-    table_ids = torch.tensor([*range(GENRE), *[GENRE] * most])
+    ids = torch.cat([_per_value(user_keys, rating_users), _per_value(item_keys, rating_items)], 1)
+    table_ids = torch.tensor([*range(GENRE), *[GENRE] * max_genres])
     return Log(source, ids, table_ids, (torch.tensor(stars) >= 4).float())
 
 
-def _per_value(keys_of: Callable[[str], list[int]], column: Sequence[str]) -> torch.Tensor:
-    """The keys of each value of a column, made once per distinct value: int64 [len(column), keys]."""
-    place = {value: index for index, value in enumerate(dict.fromkeys(column))}
-    return torch.tensor([keys_of(value) for value in place])[[place[value] for value in column]]
+def _per_value(make_keys: Callable[[str], list[int]], column: Sequence[str]) -> torch.Tensor:
+    """Make keys once per distinct value, and return them for the whole column: int64 [len(column), keys]."""
+    index = {value: number for number, value in enumerate(dict.fromkeys(column))}
+    return torch.tensor([make_keys(value) for value in index])[[index[value] for value in column]]
 
 
 def _read_100k(folder: Path) -> tuple[Ratings, Users, Items]:
-    """MovieLens 100K: `u.data` by tabs, `u.user` and `u.item` by bars, genres as a flag each."""
+    """Read MovieLens 100K: tab-separated `u.data`, bar-separated `u.user` and `u.item`, a flag per genre."""
     ratings = [_rating(row, where) for row, where in _rows(folder / "u.data", "\t", 3)]
     users: Users = {r[0]: (r[1], r[2], r[3], r[4]) for r, _ in _rows(folder / "u.user", "|", 5)}
     items: Items = {}
@@ -117,7 +116,7 @@ def _read_100k(folder: Path) -> tuple[Ratings, Users, Items]:
 
 
 def _read_1m(folder: Path) -> tuple[Ratings, Users, Items]:
-    """MovieLens 1M and 10M (which has no users): `.dat` files by double colons, the year at the end of the title."""
+    """Read MovieLens 1M, or 10M without users: `.dat` files separated by `::`, with the year at the end of a title."""
     ratings = [_rating(row, where) for row, where in _rows(folder / "ratings.dat", "::", 3)]
     users: Users = {r[0]: (r[2], r[1], r[3], r[4]) for r, _ in _rows(folder / "users.dat", "::", 5)}
     items: Items = {}
@@ -128,8 +127,8 @@ def _read_1m(folder: Path) -> tuple[Ratings, Users, Items]:
 
 
 def _read_atomic(log: Path) -> tuple[Ratings, Users, Items]:
-    """Atomic files: by tabs, under a header of `name:type`; several values of one cell by spaces. Any column but
-    user_id, item_id and rating may be absent."""
+    """Read atomic files: tab-separated, with a header of `name:type` and spaces between several values in one cell.
+    Only the columns user_id, item_id and rating are required."""
     ratings = [_rating(row, where) for row, where in _columns(log, "user_id", "item_id", "rating")]
     users: Users = {}
     for row, _ in _columns(log.with_suffix(".user"), "user_id", "age", "gender", "occupation", "zip_code"):
@@ -140,29 +139,29 @@ def _read_atomic(log: Path) -> tuple[Ratings, Users, Items]:
     return ratings, users, items
 
 
-def _rows(path: Path, separator: str, least: int) -> Iterator[tuple[list[str], str]]:
-    """The cells of each line, stripped, and where it stands; nothing where the file is absent."""
+def _rows(path: Path, separator: str, min_cells: int) -> Iterator[tuple[list[str], str]]:
+    """Yield (stripped cells, "file:line") for each line. Yields nothing if the file does not exist."""
     if not path.is_file():
         return
-    with path.open(encoding="utf-8", errors="replace") as file:  # titles may be latin-1, and are not used
+    with path.open(encoding="utf-8", errors="replace") as file:  # titles may be latin-1, but are not used
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             cells = [cell.strip() for cell in line.rstrip("\n").split(separator)]
-            if len(cells) < least:
-                raise ValueError(f"{path}:{number}: {len(cells)} cells by {separator!r}, expected {least} or more")
+            if len(cells) < min_cells:
+                raise ValueError(f"{path}:{number}: {len(cells)} cells by {separator!r}, expected {min_cells} or more")
             yield cells, f"{path}:{number}"
 
 
 def _columns(path: Path, *names: str) -> Iterator[tuple[list[str], str]]:
-    """The named columns of an atomic file, empty where one but the first is absent; a name may list alternatives."""
+    """Yield named columns of an atomic file. A name may list alternatives. Only the first column must exist."""
     rows = _rows(path, "\t", 1)
     header = [cell.split(":")[0] for cell in next(rows, ([], ""))[0]]
-    places = [next((header.index(name) for name in choice.split("|") if name in header), None) for choice in names]
+    columns = [next((header.index(name) for name in choice.split("|") if name in header), None) for choice in names]
     for cells, where in rows:
-        if len(cells) != len(header) or places[0] is None:
+        if len(cells) != len(header) or columns[0] is None:
             raise ValueError(f"{where}: {len(cells)} cells under the header {header}, which needs {names[0]}")
-        yield ["" if place is None else cells[place] for place in places], where
+        yield ["" if column is None else cells[column] for column in columns], where
 
 
 def _rating(row: Sequence[str], where: str) -> tuple[str, str, float]:
@@ -176,8 +175,8 @@ def _rating(row: Sequence[str], where: str) -> tuple[str, str, float]:
 
 
 def _year(text: str) -> str:
-    found = re.search(r"\d{4}", text)
-    return found[0] if found else ""
+    match = re.search(r"\d{4}", text)
+    return match[0] if match else ""
 
 
 def _genres(words: Iterable[str]) -> list[str]:
@@ -185,15 +184,15 @@ def _genres(words: Iterable[str]) -> list[str]:
 
 
 def split(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Row numbers for training, validation and test: 80, 10 and 10 %, random, and the same on every run and machine."""
+    """Return random row numbers for training (80 %), validation (10 %) and test (10 %), equal on every machine."""
     order = torch.from_numpy(np.random.RandomState(0).permutation(rows))
     return order[: rows * 8 // 10], order[rows * 8 // 10 : rows * 9 // 10], order[rows * 9 // 10 :]
 
 
 def auc(labels: ArrayLike, scores: ArrayLike) -> float:
-    """The area under the ROC curve: how likely a positive scores above a negative, a tie counting half.
+    """Return the area under the ROC curve: the probability that a positive scores above a negative; ties count half.
 
-    `labels` [n] of 0 and 1, `scores` [n]. Raises ValueError if one of the classes is empty or a score is NaN.
+    `labels` [n] are 0 or 1, `scores` [n]. Raises ValueError if a class is empty or a score is NaN.
     """
     labels, scores = np.asarray(labels) > 0, np.asarray(scores)
     positives, negatives = int(labels.sum()), int((~labels).sum())
@@ -202,5 +201,5 @@ def auc(labels: ArrayLike, scores: ArrayLike) -> float:
     if np.isnan(scores).any():
         raise ValueError("a score is NaN: the training diverged, try a smaller learning rate")
     _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]  # ties share their mean rank
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]  # ties get their mean rank
     return float((ranks[labels].sum() - positives * (positives + 1) / 2) / (positives * negatives))

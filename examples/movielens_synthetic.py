@@ -1,4 +1,4 @@
-"""A synthetic click log of MovieLens 100K's shape, with a planted signal that a factor model can find."""
+"""A synthetic click log shaped like MovieLens 100K, with a signal that a factor model can learn."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ USERS, ITEMS, RATINGS, FACTORS = 943, 1682, 100_000, 4
 
 
 def synthetic_log(seed: int = 0) -> Log:
-    """Users and items with attributes and hidden factors; a click is drawn from the logistic of their match.
+    """Make users and items with attributes and hidden factors. The click probability is the logistic of their match.
 
-    The signal: how generous a user is, how good an item is, hidden tastes, and what a gender thinks of a genre. A few
-    zips, years and genres are missing. The same log on every machine.
+    The match adds a user's generosity, an item's quality, hidden tastes, and each gender's preference for genres. A few
+    zips, years and genres are missing. The log is the same on every machine.
     """
     rng = np.random.RandomState(seed)
     users = np.column_stack(

@@ -1,13 +1,13 @@
-"""Train MLPerf's DCNv2 on multi-hot clicks, from a KeyedJaggedTensor, with tables on the tier of your choice.
+"""Train MLPerf's DCNv2 on multi-hot clicks in KeyedJaggedTensors, with tables on the tier of your choice.
 
     python examples/multihot.py --store ssd
     python examples/multihot.py --store ssd --loop
     python examples/multihot.py --dim 128 --rows 40000000 --store ssd --cache-mb 8192
 
-The 26 features have MLPerf's numbers of ids a sample, 214 in all, and its tables are cut to --rows. All widths follow
-from --dim: at 128 they are MLPerf's. One EmbeddingBagCollection holds the tables, in one embedding, as they have one
-dim. --loop trains in a plain PyTorch loop, which announces its batches itself; without it a Graph trains, to the same
-bits. Clicks are drawn by --seed, from hidden effects of the ids.
+The 26 features have as many ids per sample as MLPerf's, 214 in total. MLPerf's tables are cut to --rows. All widths
+follow from --dim; with 128 they are MLPerf's. An EmbeddingBagCollection holds the tables in one embedding, since they
+have one dim. --loop trains in a plain PyTorch loop, which announces its batches itself. Without it a Graph trains, with
+bit-identical results. Clicks are random, drawn with --seed from hidden effects of the ids.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from tierbed import EagerOptimizer, Graph, TierbedError
 from tierbed.jagged import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 DENSE = 13
-HOTS = [3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1]  # ids a sample
+HOTS = [3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1]  # ids per sample
 ROWS = [40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10, 2_209,
         11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36]  # fmt: skip
 KEYS = [f"feature-{number}" for number in range(len(HOTS))]
-AHEAD = 8  # batches that the plain loop announces
+AHEAD = 8  # how many batches ahead the plain loop announces
 
 
 class Batch(NamedTuple):
     features: KeyedJaggedTensor
     dense: Tensor  # float32 [batch, DENSE]
-    labels: Tensor  # float32 [batch] of 0 and 1
+    labels: Tensor  # float32 [batch], 0 or 1
 
 
 class Clicks:
-    """Batches of clicks that a model can learn: `clicks.batches(n, size)`.
+    """Random clicks that a model can learn.
 
-    A feature's ids follow a power law over its table. A click is drawn from the logistic of the dense features and of
-    an effect of each id.
+    A feature's ids follow a power law over its table. The click probability is the logistic of the dense features and
+    an effect per id.
     """
 
-    def __init__(self, most_rows: int, seed: int) -> None:
-        self.rows = [min(rows, most_rows) for rows in ROWS]
+    def __init__(self, max_rows: int, seed: int) -> None:
+        self.rows = [min(rows, max_rows) for rows in ROWS]
         self.generator = torch.Generator().manual_seed(seed)
-        # a feature counts as much as another, whatever its number of ids
+        # scaled so that features have equal weight, whatever their number of ids
         self.effects = [
             torch.randn(n, generator=self.generator) * hot**-0.5 for n, hot in zip(self.rows, HOTS, strict=True)
         ]
@@ -67,7 +67,7 @@ class Clicks:
             logits, values = 0.3 * dense @ self.weights, []
             for rows, hot, effects in zip(self.rows, HOTS, self.effects, strict=True):
                 draws = torch.rand(size, hot, generator=self.generator, dtype=torch.float64)
-                ids = (rows**draws).long() - 1  # 0 to rows - 2, the low ones often
+                ids = (rows**draws).long() - 1  # 0 to rows - 2, low ids more often
                 logits += 0.3 * effects[ids].sum(1)
                 values.append(ids.flatten())
             clicked = torch.rand(size, generator=self.generator) < logits.sigmoid()
@@ -75,7 +75,7 @@ class Clicks:
 
 
 def make_collection(rows: list[int], dim: int, store_options: Any, seed: int = 0) -> EmbeddingBagCollection:
-    """A table for each feature. Its rows are summed, and begin uniform over +-1/sqrt(rows)."""
+    """Make a table per feature, with sum pooling. New rows are uniform in +-1/sqrt(rows)."""
     tables = [
         EmbeddingBagConfig(n, dim, f"table-{key}", feature_names=[key]) for n, key in zip(rows, KEYS, strict=True)
     ]
@@ -83,8 +83,8 @@ def make_collection(rows: list[int], dim: int, store_options: Any, seed: int = 0
 
 
 class DCNv2(nn.Module):
-    """MLPerf's: a bottom MLP of the dense features, three low-rank cross layers over its output and all pooled rows
-    side by side, and a top MLP that gives logits [batch]."""
+    """MLPerf's model: a bottom MLP for the dense features, three low-rank cross layers over its output and all pooled
+    rows, and a top MLP that returns logits [batch]."""
 
     def __init__(self, ebc: EmbeddingBagCollection, dim: int) -> None:
         super().__init__()
@@ -102,12 +102,12 @@ class DCNv2(nn.Module):
 
 
 def make_optimizer(model: DCNv2, lr: float) -> torch.optim.Optimizer:
-    """Adagrad of rows and dense parameters alike, as MLPerf has it."""
+    """Make Adagrad for rows and dense parameters, as in MLPerf."""
     return torch.optim.Adagrad(model.parameters(), lr)
 
 
 class TrainGraph(Graph):
-    """One call is one training step. Rows of coming batches are fetched by `run`."""
+    """A call runs one training step. `run` fetches the rows of later batches."""
 
     def __init__(self, model: DCNv2, lr: float) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class TrainGraph(Graph):
 
 
 def train_by_loop(model: DCNv2, lr: float, batches: Iterable[Batch]) -> Iterator[Tensor]:
-    """The same steps in a plain PyTorch loop."""
+    """Train in a plain PyTorch loop, with the same steps as `TrainGraph`."""
     optimizer = EagerOptimizer(make_optimizer(model, lr), model)
     for features, dense, labels in announced(batches, model.ebc):
         loss = binary_cross_entropy_with_logits(model(features, dense), labels)
@@ -132,7 +132,7 @@ def train_by_loop(model: DCNv2, lr: float, batches: Iterable[Batch]) -> Iterator
 
 
 def announced(batches: Iterable[Batch], ebc: EmbeddingBagCollection) -> Iterator[Batch]:
-    """The batches, each announced `AHEAD` steps before its own."""
+    """Yield the batches, each announced `AHEAD` steps before it is due."""
     waiting = deque[Batch]()
     for batch in batches:
         ebc.prefetch(batch.features)
@@ -143,7 +143,7 @@ def announced(batches: Iterable[Batch], ebc: EmbeddingBagCollection) -> Iterator
 
 
 def train(model: DCNv2, lr: float, batches: Iterable[Batch], loop: bool) -> Iterator[Tensor]:
-    """The loss of each step."""
+    """Train, and yield each step's loss."""
     return train_by_loop(model, lr, batches) if loop else TrainGraph(model, lr).run(batches)
 
 
@@ -152,7 +152,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--store", choices=STORES, default="device", help="where the tables live (default: device)")
     parser.add_argument("--loop", action="store_true", help="train in a plain loop instead of a graph")
     parser.add_argument("--cache-mb", type=float, default=8, help="cache of cached_host and ssd (default: 8)")
-    parser.add_argument("--rows", type=positive, default=20_000, help="the most rows of a table (default: 20000)")
+    parser.add_argument("--rows", type=positive, default=20_000, help="maximum rows of a table (default: 20000)")
     parser.add_argument("--dim", type=positive, default=16, help="width of a row (default: 16)")
     parser.add_argument("--steps", type=positive, default=200)
     parser.add_argument("--batch-size", type=positive, default=512)
@@ -167,7 +167,7 @@ def run(args: argparse.Namespace, folder: str) -> None:
     options = replace(STORES[args.store](folder, args.cache_mb), open="fresh")
     with make_collection(clicks.rows, args.dim, options, args.seed) as ebc:
         model = DCNv2(ebc, args.dim)
-        print(f"{len(HOTS)} tables of {sum(clicks.rows):,} rows, {sum(HOTS)} ids a sample")
+        print(f"{len(HOTS)} tables of {sum(clicks.rows):,} rows, {sum(HOTS)} ids per sample")
         began, losses = time.perf_counter(), list[float]()
         for step, loss in enumerate(train(model, args.lr, clicks.batches(args.steps, args.batch_size), args.loop), 1):
             losses.append(loss.item())

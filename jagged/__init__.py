@@ -1,4 +1,4 @@
-"""TorchRec's way to describe a model: jagged features in, keyed tensors out, over tiered hashed tables."""
+"""Classes compatible with TorchRec and FBGEMM: jagged features, keyed tensors, collections of tiered hashed tables."""
 
 import lazy_loader
 

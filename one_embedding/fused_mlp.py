@@ -1,4 +1,4 @@
-"""OneFlow's `FusedMLP`, of torch's modules."""
+"""OneFlow's `FusedMLP`, built from torch's operators."""
 
 from __future__ import annotations
 
@@ -15,11 +15,20 @@ from ..engine.ops.rows_contract import NoTorchScript
 
 
 class FusedMLP(NoTorchScript, nn.Module):
-    """Linear layers with ReLU between them, and dropout where its rate is not 0.
+    """Linear layers, each followed by ReLU and dropout.
 
-    in_features, hidden_features, out_features: widths. hidden_dropout_rates: one for each hidden layer, None for 0.
-    out_dropout_rate: of the last layer. skip_final_activation: whether the last layer has no ReLU. The parameters are
-    `weight_<i>` [out, in] and `bias_<i>` [out], as OneFlow's. Raises OptionError.
+    Parameters are named as in OneFlow: `weight_<i>` [out, in] and `bias_<i>` [out].
+
+    Args:
+        in_features: Width of the input.
+        hidden_features: Widths of the hidden layers.
+        out_features: Width of the output.
+        hidden_dropout_rates: Dropout rate of each hidden layer. None means 0.
+        out_dropout_rate: Dropout rate of the last layer.
+        skip_final_activation: If True, the last layer has no ReLU.
+
+    Raises:
+        OptionError: If the number of dropout rates differs from the number of hidden layers.
     """
 
     @checked_arguments(
@@ -52,7 +61,7 @@ class FusedMLP(NoTorchScript, nn.Module):
             self.register_parameter(f"bias_{number}", layer.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features] -> [..., out_features]."""
+        """Map x [..., in_features] to [..., out_features]."""
         for number, rate in enumerate(self._rates):
             x = nn.functional.linear(x, getattr(self, f"weight_{number}"), getattr(self, f"bias_{number}"))
             if number < len(self._rates) - 1 or not self.skip_final_activation:

@@ -1,4 +1,4 @@
-"""The optimizers of OneFlow's `one_embedding` that tierbed has under other names."""
+"""Optimizers that OneFlow's `one_embedding` has under other names than tierbed."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from ..engine.optim import CatchUpAdam
 
 
 class Optimizer(EagerOptimizer):
-    """An optimizer for a plain PyTorch loop, whose `step()` also updates the rows of `embeddings`.
+    """An `EagerOptimizer` with OneFlow's arguments: its `step()` also updates embedding rows.
 
-    optimizer: of torch.optim or tierbed.optim, over the parameters of all embeddings and any others. embeddings: a list
-    of embeddings. Methods and errors are those of `EagerOptimizer`; OptimizerError also if `embeddings` is not such a
-    list.
+    Args:
+        optimizer: An optimizer from torch.optim or tierbed.optim, over the parameters of all embeddings and any others.
+        embeddings: List of embeddings to train.
+
+    Raises:
+        OptimizerError: If `embeddings` is not a list of embeddings; further errors as for `EagerOptimizer`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, embeddings: Sequence[MultiTableMultiColumnEmbedding]) -> None:
-        given = list(embeddings) if isinstance(embeddings, (list, tuple, nn.ModuleList)) else []
-        if not given or not all(isinstance(one, MultiTableMultiColumnEmbedding) for one in given):
-            raise OptimizerError(
-                f"embeddings={embeddings!r}: give a list of the embeddings whose rows the optimizer is to train"
-            )
-        super().__init__(optimizer, nn.ModuleList(given))
+        modules = list(embeddings) if isinstance(embeddings, (list, tuple, nn.ModuleList)) else []
+        if not modules or not all(isinstance(module, MultiTableMultiColumnEmbedding) for module in modules):
+            raise OptimizerError(f"embeddings={embeddings!r}: give a list of the embeddings to train")
+        super().__init__(optimizer, nn.ModuleList(modules))
 
 
 def SmartDecayAdam(
@@ -43,17 +44,22 @@ def SmartDecayAdam(
     contiguous_params: bool = False,
     fused: bool = False,
 ) -> CatchUpAdam:
-    """A `CatchUpAdam`, which has the purpose of OneFlow's SmartDecayAdam but another formula.
+    """Return a `CatchUpAdam`. It serves the purpose of OneFlow's SmartDecayAdam, but has another formula.
 
-    contiguous_params, fused: how OneFlow stores and updates dense parameters; they change no result. Raises
-    OptimizerError for a weight decay, amsgrad, and do_bias_correction=False.
+    Args:
+        params, lr, betas, eps: As in torch.optim.Adam.
+        weight_decay, amsgrad, do_bias_correction: Only the defaults are supported.
+        contiguous_params, fused: Ignored. They configure OneFlow's dense parameters and change no result.
+
+    Raises:
+        OptimizerError: If weight_decay, amsgrad or do_bias_correction is not the default.
     """
     refusals: tuple[tuple[str, Any, Any, str], ...] = (
         ("weight_decay", weight_decay, 0, "it would move rows that no step touched"),
         ("amsgrad", amsgrad, False, "rows keep two moments"),
         ("do_bias_correction", do_bias_correction, True, "steps are those of torch.optim.Adam"),
     )
-    for name, value, only, reason in refusals:
-        if value != only:
-            raise OptimizerError(f"SmartDecayAdam: {name}={value!r}; give {name}={only}: {reason}")
+    for name, value, default, reason in refusals:
+        if value != default:
+            raise OptimizerError(f"SmartDecayAdam: {name}={value!r}; give {name}={default}: {reason}")
     return CatchUpAdam(params, lr, betas, eps)

@@ -1,4 +1,4 @@
-"""Readers and writers of snapshots with OneFlow's signatures, which take the store folder in a list."""
+"""Snapshot readers and writers with OneFlow's signatures: their first argument is a list with the store folder."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ T = TypeVar("T")
 
 
 def _with_paths(make: Callable[Concatenate[Path, P], T]) -> Callable[Concatenate[Paths, P], T]:
-    """The same function, whose first argument is `paths`."""
+    """Return a function that accepts `paths` as its first argument and otherwise equals `make`."""
 
     @wraps(make)
     def call(paths: Paths, *args: P.args, **kwargs: P.kwargs) -> T:
         return make(_store_folder(paths), *args, **kwargs)
 
-    call.__doc__ = f"""As `tierbed.{make.__name__}`, with its arguments and errors after the first.
+    call.__doc__ = f"""`tierbed.{make.__name__}` with OneFlow's first argument. Other arguments and errors are equal.
 
-    paths: the store folder, `<persistent_path>/<embedding name>`, by itself or as the one item of a list. OptionError
-    for anything else.
+    Args:
+        paths: The store folder, `<persistent_path>/<embedding name>`, or a list with this one item.
+
+    Raises:
+        OptionError: If `paths` is anything else.
     """
     signature = inspect.signature(make)
     path, *others = signature.parameters.values()
@@ -43,16 +46,16 @@ make_persistent_table_writer = _with_paths(exchange.make_persistent_table_writer
 
 
 def _store_folder(paths: Any) -> Path:
-    """The one store folder of `paths`; OneFlow has a list with a folder for each rank. Raises OptionError."""
-    given = list(paths) if isinstance(paths, (list, tuple)) else [paths]
-    if len(given) != 1 or not isinstance(given[0], (str, os.PathLike)):
+    """Return the single folder in `paths`. In OneFlow the list has a folder per rank. Raises OptionError."""
+    folders = list(paths) if isinstance(paths, (list, tuple)) else [paths]
+    if len(folders) != 1 or not isinstance(folders[0], (str, os.PathLike)):
         raise OptionError(
             f"paths={paths!r}: an embedding has one store folder; give [<persistent_path>/<embedding name>]"
         )
-    folder = Path(given[0])
+    folder = Path(folders[0])
     if re.fullmatch(r"\d+-\d+", folder.name) and not folder.exists():
         raise OptionError(
-            f"paths={paths!r}: there is no folder {folder.name!r}, which is OneFlow's name for the folder of a rank; "
-            "give [<persistent_path>/<embedding name>]"
+            f"paths={paths!r}: there is no folder {folder.name!r}. OneFlow has such a folder for each rank, and "
+            "tierbed has one folder for all; give [<persistent_path>/<embedding name>]"
         )
     return folder

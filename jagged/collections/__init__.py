@@ -1,1 +1,1 @@
-"""Collections of tables as TorchRec describes them, and the configs that name their tables and features."""
+"""TorchRec's embedding collections, and the configs that describe their tables and features."""

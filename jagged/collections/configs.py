@@ -1,4 +1,4 @@
-"""TorchRec's configs: a table, and the features that look it up."""
+"""TorchRec's table configs: each describes a table and the features that look it up."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from ...engine.options.table_names import is_table_name
 
 @unique
 class PoolingType(Enum):
-    """How the rows of a bag are pooled."""
+    """How a bag's rows are pooled."""
 
     SUM = "SUM"
     MEAN = "MEAN"
-    NONE = "NONE"  # of configs of an EmbeddingCollection, which pools nothing
+    NONE = "NONE"  # for an EmbeddingCollection, which does not pool
 
 
-# by the function of torch.nn.init: the initializer, and its arguments by default
+# function of torch.nn.init: (tierbed's initializer, default arguments)
 _INIT_FNS: dict[Any, tuple[Callable[..., Mapping[str, Any]], dict[str, float]]] = {
     nn.init.uniform_: (make_uniform_initializer, {"low": 0.0, "high": 1.0}),
     nn.init.normal_: (make_normal_initializer, {"mean": 0.0, "std": 1.0}),
@@ -41,9 +41,9 @@ _INIT_FNS: dict[Any, tuple[Callable[..., Mapping[str, Any]], dict[str, float]]] 
     nn.init.zeros_: (make_constant_initializer, {"value": 0.0}),
     nn.init.ones_: (make_constant_initializer, {"value": 1.0}),
 }
-_NAMES = {"a": "low", "b": "high", "val": "value"}  # torch's names of these arguments
+_NAMES = {"a": "low", "b": "high", "val": "value"}  # torch's argument name: ours
 
-# by the value of TorchRec's DataType, and by torch's name
+# the keys are values of TorchRec's DataType, and torch's dtypes as text
 _DATA_TYPES = {
     name: dtype
     for value, dtype in (("FP32", torch.float32), ("BF16", torch.bfloat16), ("FP16", torch.float16))
@@ -52,25 +52,29 @@ _DATA_TYPES = {
 
 
 def _unused(default: Any, reason: str) -> Any:
-    """A field of TorchRec's configs that is refused unless it has its default. reason: why no other value is taken."""
+    """Declare a field that TorchRec has and tierbed lacks. Any value except `default` is refused with `reason`."""
     return field(default=default, kw_only=True, metadata={"reason": reason})
 
 
 @dataclass
 class EmbeddingConfig:
-    """One table.
+    """Config for one table.
 
-    num_embeddings: ids are 0 to num_embeddings - 1, and another raises InputError; None takes any id of 64 bits.
-    embedding_dim: numbers of a row, 1 or more. name: of the table. data_type: of stored numbers, FP32, BF16 or FP16:
-    as text, torch's dtype or TorchRec's DataType. feature_names: the features that look the table up; an empty list is
-    one feature with the table's name. weight_init_min, weight_init_max: the range of new rows, uniform. The default is
-    +-sqrt(1 / num_embeddings), or normal(0, 0.05) if num_embeddings is None. initializer: of new rows instead, from a
-    `make_*_initializer`. init_fn: by TorchRec's way, `uniform_`, `normal_`, `constant_`, `zeros_` or `ones_` of
-    torch.nn.init, or a partial of one; each new row is drawn from its id. group: tables of one dim, data_type and group
-    share an embedding, and so an optimizer. bad_ids: "raise", or "drop" to take ids out of bounds as padding and count
-    them.
+    TorchRec's other fields are accepted at their defaults. Any other value raises OptionError.
 
-    The other fields of TorchRec's configs are accepted with their defaults, and raise OptionError otherwise.
+    Args:
+        num_embeddings: Valid ids are 0 to num_embeddings - 1. None accepts any 64-bit id.
+        embedding_dim: Elements per row, at least 1.
+        name: Table name.
+        data_type: Storage dtype: FP32, BF16 or FP16, as text, torch's dtype or TorchRec's DataType.
+        feature_names: Features that look the table up. If empty, one feature with the table's name.
+        weight_init_min, weight_init_max: New rows are uniform in this range. Default: +-sqrt(1 / num_embeddings),
+            or normal(0, 0.05) if num_embeddings is None.
+        initializer: Initializer for new rows, from a `make_*_initializer`. Replaces the range.
+        init_fn: TorchRec's form of the initializer: `uniform_`, `normal_`, `constant_`, `zeros_` or `ones_` of
+            torch.nn.init, or a functools.partial of one. The id of a row determines its initial values.
+        group: Tables with equal dim, data_type and group share an embedding, and so an optimizer.
+        bad_ids: "raise" raises InputError for an invalid id. "drop" counts it and treats it as padding.
     """
 
     num_embeddings: int | None
@@ -108,30 +112,30 @@ class EmbeddingConfig:
             raise OptionError(f"{where}: feature_names={self.feature_names!r}; give a list of names")
         self.feature_names = list(self.feature_names) or [self.name]
         if len(set(self.feature_names)) < len(self.feature_names):
-            raise OptionError(f"{where}: feature_names={self.feature_names} has one twice; name each once")
+            raise OptionError(f"{where}: feature_names={self.feature_names} repeats a name; name each once")
         if self.group and (not is_folder_name(self.group) or "." in self.group):
             raise OptionError(f"{where}: group={self.group!r}; give printable characters without slashes and dots")
         self.table_options()  # raises for a wrong initializer, range or bad_ids
 
     def num_features(self) -> int:
-        """How many features look the table up."""
+        """Return the number of features that look the table up."""
         return len(self.feature_names)
 
     def get_weight_init_min(self) -> float:
-        """The lower end of the range of new rows, of the default one if they are not uniform."""
+        """Return the lower bound for new rows; the default one if rows are not drawn uniformly."""
         return float(self._initializer().get("low", -sqrt(1 / (self.num_embeddings or 1))))
 
     def get_weight_init_max(self) -> float:
-        """The upper end of the range of new rows, of the default one if they are not uniform."""
+        """Return the upper bound for new rows; the default one if rows are not drawn uniformly."""
         return float(self._initializer().get("high", sqrt(1 / (self.num_embeddings or 1))))
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the numbers of a stored row."""
+        """Storage dtype."""
         return _DATA_TYPES[str(getattr(self.data_type, "value", self.data_type))]
 
     def table_options(self) -> AnyTableOptions:
-        """The options of the table in an embedding."""
+        """Return the table options for `MultiTableEmbedding`."""
         ids = None if self.num_embeddings is None else int(self.num_embeddings)
         return make_table_options(self._initializer(), name=self.name, ids=ids, bad_ids=self.bad_ids)
 
@@ -143,7 +147,7 @@ class EmbeddingConfig:
         if self.initializer is not None:
             return self.initializer
         if self.init_fn is not None:
-            return _initializer_of(self.init_fn, where)
+            return _convert_init_fn(self.init_fn, where)
         if self.num_embeddings is None and not ends:
             return make_normal_initializer(0.0, 0.05)
         if self.num_embeddings is None and len(ends) < 2:
@@ -157,15 +161,22 @@ class EmbeddingConfig:
                 f"{where}: data_type={self.data_type!r}; rows are stored in FP32, BF16 or FP16: give one of them, or "
                 "torch.float32, torch.bfloat16 or torch.float16"
             )
-        for one in fields(self):
-            if "reason" in one.metadata and (given := getattr(self, one.name)) != one.default:
-                reason = one.metadata["reason"]
-                raise OptionError(f"{where}: {one.name}={given!r} is not supported: {reason}; leave it out")
+        for config_field in fields(self):
+            value = getattr(self, config_field.name)
+            if "reason" in config_field.metadata and value != config_field.default:
+                reason = config_field.metadata["reason"]
+                raise OptionError(f"{where}: {config_field.name}={value!r} is not supported: {reason}; leave it out")
 
 
 @dataclass
 class EmbeddingBagConfig(EmbeddingConfig):
-    """One table whose rows are pooled, by sum or mean of a bag. The other fields are those of an EmbeddingConfig."""
+    """Config for one table with pooled rows.
+
+    Args:
+        pooling: PoolingType.SUM or PoolingType.MEAN over each bag's rows.
+
+    The other arguments are the same as for EmbeddingConfig.
+    """
 
     pooling: PoolingType = PoolingType.SUM
 
@@ -180,10 +191,10 @@ class EmbeddingBagConfig(EmbeddingConfig):
         self.pooling = PoolingType(kind)
 
 
-def _initializer_of(init_fn: Any, where: str) -> Mapping[str, Any]:
-    """The initializer that a function of torch.nn.init means. OptionError for any other function."""
-    function, given = (init_fn.func, init_fn.keywords) if isinstance(init_fn, partial) else (init_fn, {})
-    if function not in _INIT_FNS or (isinstance(init_fn, partial) and init_fn.args) or given.get("generator"):
+def _convert_init_fn(init_fn: Any, where: str) -> Mapping[str, Any]:
+    """Convert a function of torch.nn.init to an initializer. Raises OptionError for any other function."""
+    function, arguments = (init_fn.func, init_fn.keywords) if isinstance(init_fn, partial) else (init_fn, {})
+    if function not in _INIT_FNS or (isinstance(init_fn, partial) and init_fn.args) or arguments.get("generator"):
         raise OptionError(
             f"{where}: init_fn={init_fn!r}; each new row is initialized alone, from its id: give uniform_, normal_, "
             "constant_, zeros_ or ones_ of torch.nn.init, as functools.partial(normal_, std=0.01), or "
@@ -191,29 +202,29 @@ def _initializer_of(init_fn: Any, where: str) -> Mapping[str, Any]:
         )
     make, defaults = _INIT_FNS[function]
     try:
-        return make(**defaults | {_NAMES.get(name, name): value for name, value in given.items()})
+        return make(**defaults | {_NAMES.get(name, name): value for name, value in arguments.items()})
     except TypeError as error:
         raise OptionError(f"{where}: init_fn={init_fn!r}: {error}") from None
 
 
-def config_of(given: Any, kind: type[EmbeddingConfig]) -> EmbeddingConfig:
-    """A config of `kind`, from a user's config or TorchRec's. OptionError."""
+def as_config(config: Any, kind: type[EmbeddingConfig]) -> EmbeddingConfig:
+    """Return a config of class `kind`, made from TorchRec's config if needed. Raises OptionError."""
     pools = issubclass(kind, EmbeddingBagConfig)
     if (
-        not hasattr(given, "num_embeddings")
-        or not hasattr(given, "embedding_dim")
-        or hasattr(given, "pooling") != pools
+        not hasattr(config, "num_embeddings")
+        or not hasattr(config, "embedding_dim")
+        or hasattr(config, "pooling") != pools
     ):
         raise OptionError(
-            f"tables: got a {type(given).__name__}; give a list of {kind.__name__}, "
+            f"tables: got a {type(config).__name__}; give a list of {kind.__name__}, "
             + ("for rows that are not pooled use an EmbeddingCollection" if pools else "which pools nothing")
         )
-    if isinstance(given, kind):
-        return given
-    if not given.feature_names:
-        given.feature_names = [given.name]  # as TorchRec's collections do
-    ours = {f.name: getattr(given, f.name) for f in fields(kind) if hasattr(given, f.name)}
-    if not isinstance(given, EmbeddingConfig):
+    if isinstance(config, kind):
+        return config
+    if not config.feature_names:
+        config.feature_names = [config.name]  # TorchRec's collections also change the caller's config
+    ours = {f.name: getattr(config, f.name) for f in fields(kind) if hasattr(config, f.name)}
+    if not isinstance(config, EmbeddingConfig):
         # if the user gives no init_fn, TorchRec makes one from weight_init_min and weight_init_max
         init = ours.get("init_fn")
         if isinstance(init, partial) and init.func is nn.init.uniform_ and set(init.keywords) == {"a", "b"}:

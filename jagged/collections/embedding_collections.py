@@ -1,6 +1,6 @@
-"""Collections: features of a batch in, rows out.
+"""TorchRec's embedding collections. They look up a batch's features.
 
-`EmbeddingBagCollection` returns one pooled row for each sample and feature, `EmbeddingCollection` the row of each id.
+`EmbeddingBagCollection` returns one pooled row per sample and feature; `EmbeddingCollection` returns one row per id.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from ...embedding.modules.embedding import MultiTableEmbedding
 from ...engine.checks import checked_arguments, int_option
 from ...engine.errors import InputError, OptionError
 from ...engine.options.lookup import Lookup, check_lookup
-from ..tensors.jagged_tensor import JaggedTensor, is_value, padded
+from ..tensors.jagged_tensor import JaggedTensor, is_value, pad
 from ..tensors.keyed_jagged_tensor import KeyedJaggedTensor, VariableBatchKeyedJaggedTensor
 from ..tensors.keyed_tensor import ColumnOrder, KeyedTensor
 from ..tensors.validation import refuse_trace
 from .configs import EmbeddingBagConfig, EmbeddingConfig
-from .tables import TableCollection, TableView, numbers_of, output_names
+from .tables import TableCollection, TableView, key_positions, output_names
 
-PADDING_ID = -1  # of a collection that pads; no row
+PADDING_ID = -1  # the id without a row in a collection that pads
 
 
 @dataclass(eq=False)
 class _PooledLookup:
-    """One lookup of an embedding. A feature occurs once, since a lookup takes a bag for each key of the batch."""
+    """One lookup in an embedding. Each feature occurs at most once: a lookup reads one bag per key of the batch."""
 
     embedding: str
     pooling: str
@@ -39,22 +39,28 @@ class _PooledLookup:
 
 
 class EmbeddingBagCollection(TableCollection):
-    """TorchRec's collection of pooled tables, over tiered hashed tables.
+    """TorchRec's collection of pooled tables, stored in tiered hashed tables.
 
-    tables: an EmbeddingBagConfig, or TorchRec's, for each. store_options: from a `make_*_store_options`, divided
-    between the embeddings as `stores()` shows; or a mapping of such options by the name of an embedding. None: all rows
-    in the memory of the device.
-    name: embeddings are named `<name>-d<dim>`, one for all tables of a dim, or `<name>-d<dim>-<group>`. None is "ebc";
-    if two such collections meet in a model, their embeddings are named by their places in it.
-    is_weighted: whether rows are weighted by the batch's weights. key_type: the dtype of ids; ids of other integer
-    dtypes are converted. seed: of initial rows, with the names of the embedding and its
-    tables. output_dtype: of results and gradients.
-    share: a collection whose tables of the same name are looked up here as well; store_options are for the others.
-    device: where lookups run, as after `.to(device)`; "meta" computes shapes alone, and allocates nothing.
-    world: a `World` of tierbed.distributed, over whose ranks the rows are spread; shared tables have their own.
-    state_dtype: of the optimizer's state that every element has: torch.float32 or bfloat16.
+    Tables with equal dim share an embedding. Embeddings are named `<name>-d<dim>`, or `<name>-d<dim>-<group>`.
 
-    Raises OptionError.
+    Args:
+        tables: One EmbeddingBagConfig (tierbed's or TorchRec's) per table.
+        store_options: Options from a `make_*_store_options`, divided between the embeddings (`stores()` prints the
+            result), or a mapping from embedding name to options. None keeps all rows in device memory.
+        name: Prefix for embedding names. None means "ebc". If a model has several collections without a name, their
+            embeddings are named by the collections' module paths.
+        is_weighted: If True, multiplies rows by the batch's weights.
+        key_type: Id dtype. Other integer dtypes are converted.
+        seed: Determines initial rows, together with embedding and table names.
+        output_dtype: Dtype for results and gradients.
+        share: Another collection. A table that both have is looked up in its embedding; `store_options` apply to
+            the other tables.
+        device: Lookup device. "meta" computes only shapes and allocates nothing.
+        world: A `tierbed.distributed.World` whose ranks divide the rows. Shared tables keep their own world.
+        state_dtype: Dtype for per-element optimizer state: torch.float32 or torch.bfloat16.
+
+    Raises:
+        OptionError: If an argument is invalid.
     """
 
     _kind, _default_name = "embedding_bags", "ebc"
@@ -82,7 +88,7 @@ class EmbeddingBagCollection(TableCollection):
         self._keys: list[str] = []
         self._lengths: list[int] = []
         self._lookups: list[_PooledLookup] = []
-        lookup_of: list[int] = []  # each feature of the result
+        lookup_of: list[int] = []  # for each feature of the result, its lookup's index
         for config, names in zip(self.configs, output_names(self.configs), strict=True):
             assert isinstance(config, EmbeddingBagConfig)
             self._keys += names
@@ -91,13 +97,22 @@ class EmbeddingBagCollection(TableCollection):
         self._columns = ColumnOrder(lookup_of, [lookup.dim for lookup in self._lookups])
 
     def forward(self, features: Any) -> KeyedTensor:
-        """A row for each sample and feature, [batch, sum of dims]: keys in the order of tables, then of their features.
+        """Return one pooled row per sample and feature.
 
-        features: a KeyedJaggedTensor, or TorchRec's, with any other keys and in any order; or a dict of JaggedTensors.
-        Rows of an empty bag are zeros. KeyError for a missing feature; InputError, StoreError as a lookup.
+        Args:
+            features: A KeyedJaggedTensor (tierbed's or TorchRec's) or a dict of JaggedTensors. Keys may have any order,
+                and unused keys are ignored.
+
+        Returns:
+            A KeyedTensor of values [batch, sum of dims]. Keys are ordered by table, then by the table's features. An
+            empty bag gives zeros.
+
+        Raises:
+            KeyError: If a feature is missing.
+            InputError, StoreError: As in a lookup.
         """
         with self.raise_on_all_ranks():
-            batch = features_of(features)
+            batch = as_features(features)
             weights = self._weights_of(batch)
             rows = [self._rows(lookup, batch, weights) for lookup in self._lookups]
         if not rows:
@@ -106,29 +121,29 @@ class EmbeddingBagCollection(TableCollection):
 
     @property
     def embedding_bags(self) -> Mapping[str, TableView]:
-        """The tables by their names, whose `weight` is a copy of the rows."""
+        """The tables by name. A table's `weight` is a copy of its rows."""
         return dict(self.embeddings.tables)
 
     def is_weighted(self) -> bool:
-        """Whether rows are weighted by the batch's weights."""
+        """True if rows are multiplied by the batch's weights."""
         return self._is_weighted
 
-    embedding_bag_configs = TableCollection.embedding_configs  # models of TorchRec call it
+    embedding_bag_configs = TableCollection.embedding_configs  # TorchRec's models call it
 
     def _lookups_of(self, features: Any) -> Iterator[tuple[MultiTableEmbedding, Lookup]]:
-        batch = features_of(features)
+        batch = as_features(features)
         keys, shares_bags = batch.keys(), isinstance(batch, VariableBatchKeyedJaggedTensor)
         for lookup in () if shares_bags else self._lookups:
-            embedding, numbers = self.embedding(lookup.embedding), numbers_of(lookup.features, keys)
-            arguments = self.ids_of(batch.values()), lookup.tables, batch.offsets(), lookup.pooling
+            embedding, numbers = self.embedding(lookup.embedding), key_positions(lookup.features, keys)
+            arguments = self.convert_ids(batch.values()), lookup.tables, batch.offsets(), lookup.pooling
             yield embedding, check_lookup(embedding.spec, *arguments, numbers, len(keys))
 
     def _add_feature(self, config: EmbeddingBagConfig, feature: str) -> int:
-        """Add a feature of a table to the first lookup that can take it. Returns the number of the lookup."""
+        """Add a table's feature to the first lookup that can hold it. Returns the lookup's index."""
         embedding, table = self.table_location(config.name)
         pooling = config.pooling.value.lower()
-        candidates = (one for one in self._lookups if (one.embedding, one.pooling) == (embedding, pooling))
-        lookup = next((one for one in candidates if feature not in one.features), None)
+        candidates = (entry for entry in self._lookups if (entry.embedding, entry.pooling) == (embedding, pooling))
+        lookup = next((entry for entry in candidates if feature not in entry.features), None)
         if lookup is None:
             lookup = _PooledLookup(embedding, pooling, config.embedding_dim)
             self._lookups.append(lookup)
@@ -137,7 +152,7 @@ class EmbeddingBagCollection(TableCollection):
         return self._lookups.index(lookup)
 
     def _weights_of(self, batch: KeyedJaggedTensor) -> Tensor | None:
-        """The weights of a batch, if the collection takes them. InputError."""
+        """Return the batch's weights as float32, or None if the collection is unweighted. Raises InputError."""
         if not self._is_weighted:
             return None
         weights = batch.weights_or_none()
@@ -149,18 +164,18 @@ class EmbeddingBagCollection(TableCollection):
         return weights if weights.dtype == torch.float32 else weights.to(torch.float32)
 
     def _rows(self, lookup: _PooledLookup, batch: KeyedJaggedTensor, weights: Tensor | None) -> Tensor:
-        """[batch, columns * dim]"""
+        """Return [batch, columns * dim]."""
         if isinstance(batch, VariableBatchKeyedJaggedTensor):
-            return self._expanded(lookup, batch)
+            return self._expand_bags(lookup, batch)
         keys = batch.keys()
         rows: Tensor = self.embedding(lookup.embedding)(
-            self.ids_of(batch.values()), lookup.tables, batch.offsets(), lookup.pooling, weights,
-            features=numbers_of(lookup.features, keys), num_features=len(keys),
+            self.convert_ids(batch.values()), lookup.tables, batch.offsets(), lookup.pooling, weights,
+            features=key_positions(lookup.features, keys), num_features=len(keys),
         )  # fmt: skip
         return rows.flatten(1)
 
-    def _expanded(self, lookup: _PooledLookup, batch: VariableBatchKeyedJaggedTensor) -> Tensor:
-        """[batch, columns * dim] of features whose samples share bags: each bag is looked up once."""
+    def _expand_bags(self, lookup: _PooledLookup, batch: VariableBatchKeyedJaggedTensor) -> Tensor:
+        """Look each bag up once, then copy its row to each sample that shares it. Returns [batch, columns * dim]."""
         refuse_trace(
             "a batch of variable batch sizes",
             "train it in a plain loop with an EagerOptimizer, or give the graph a KeyedJaggedTensor",
@@ -169,16 +184,16 @@ class EmbeddingBagCollection(TableCollection):
         if inverse is None and len({*counts}) > 1:
             raise InputError(
                 f"features of {self.name!r}: keys differ in their numbers of bags, {counts}, and "
-                "inverse_indices=None; give inverse_indices, which say which bag each sample has"
+                "inverse_indices=None; give inverse_indices, the bag of each sample"
             )
-        numbers = numbers_of(lookup.features, batch.keys())
+        numbers = key_positions(lookup.features, batch.keys())
         chosen, device = batch.permute(numbers), batch.device()
         if device.type != "meta":
             chosen.validate()
         weights = chosen.weights().to(torch.float32) if self._is_weighted else None
         tables = torch.tensor(lookup.tables).repeat_interleave(torch.tensor(chosen.stride_per_key()))
         rows = self.embedding(lookup.embedding)(
-            self.ids_of(chosen.values()), tables.to(device), chosen.offsets(), lookup.pooling, weights
+            self.convert_ids(chosen.values()), tables.to(device), chosen.offsets(), lookup.pooling, weights
         )
         firsts = torch.tensor(chosen.lengths_offset_per_key()[:-1], device=device)
         bags = torch.arange(batch.stride(), device=device) if inverse is None else inverse[1][numbers]
@@ -187,43 +202,52 @@ class EmbeddingBagCollection(TableCollection):
         return expanded
 
 
-def features_of(given: Any) -> KeyedJaggedTensor:
-    """A batch of features: ours, TorchRec's, or a dict of JaggedTensors. InputError."""
-    if isinstance(given, KeyedJaggedTensor):
-        return given
-    if isinstance(given, Mapping):
-        return KeyedJaggedTensor.from_jt_dict({key: jagged_of(one) for key, one in given.items()})
-    if hasattr(given, "variable_stride_per_key"):
-        return KeyedJaggedTensor.from_torchrec(given)
+def as_features(features: Any) -> KeyedJaggedTensor:
+    """Convert TorchRec's KeyedJaggedTensor, or a dict of JaggedTensors, to ours. Raises InputError."""
+    if isinstance(features, KeyedJaggedTensor):
+        return features
+    if isinstance(features, Mapping):
+        return KeyedJaggedTensor.from_jt_dict({key: as_jagged(jagged) for key, jagged in features.items()})
+    if hasattr(features, "variable_stride_per_key"):
+        return KeyedJaggedTensor.from_torchrec(features)
     raise InputError(
-        f"features: got a {type(given).__name__}; give a KeyedJaggedTensor, TorchRec's, or a dict of JaggedTensors"
+        f"features: got a {type(features).__name__}; give a KeyedJaggedTensor, TorchRec's, or a dict of JaggedTensors"
     )
 
 
-def jagged_of(given: Any) -> JaggedTensor:
-    """One feature: ours, or TorchRec's JaggedTensor. InputError."""
-    if isinstance(given, JaggedTensor):
-        return given
-    if not hasattr(given, "offsets_or_none") or not hasattr(given, "values"):
-        raise InputError(f"features: got a {type(given).__name__}; give a JaggedTensor for each key")
-    offsets, lengths = given.offsets_or_none(), given.lengths_or_none()
-    return JaggedTensor(given.values(), given.weights_or_none(), None if offsets is not None else lengths, offsets)
+def as_jagged(feature: Any) -> JaggedTensor:
+    """Convert TorchRec's JaggedTensor to ours. Raises InputError."""
+    if isinstance(feature, JaggedTensor):
+        return feature
+    if not hasattr(feature, "offsets_or_none") or not hasattr(feature, "values"):
+        raise InputError(f"features: got a {type(feature).__name__}; give a JaggedTensor for each key")
+    offsets, lengths = feature.offsets_or_none(), feature.lengths_or_none()
+    return JaggedTensor(feature.values(), feature.weights_or_none(), None if offsets is not None else lengths, offsets)
 
 
 class Padded(NamedTuple):
-    """A feature with the same number of positions in each sample."""
+    """A feature padded to the same number of positions in each sample."""
 
-    values: Tensor  # [batch, length, dim]: the rows of the first ids of each sample, then zeros
-    mask: Tensor  # [batch, length] bool: which positions have an id
+    values: Tensor  # [batch, length, dim]: the rows of a sample's first ids, then zeros
+    mask: Tensor  # bool [batch, length]: True where there is an id
 
 
 class EmbeddingCollection(TableCollection):
-    """TorchRec's collection of tables whose rows are not pooled, over tiered hashed tables. Tables may differ in dim.
+    """TorchRec's collection of tables whose rows are not pooled, stored in tiered hashed tables.
 
-    tables: an EmbeddingConfig, or TorchRec's, for each. need_indices: whether jagged results have ids as their weights.
-    padded: {feature: length} of features whose rows are returned as one dense tensor. Their ids are padded before the
-    lookup; those beyond `length` are left out. Such a collection takes the id -1 (2**64 - 1 as uint64) for padding in
-    every feature. The other arguments are those of an EmbeddingBagCollection. Raises OptionError.
+    Tables may differ in dim.
+
+    Args:
+        tables: One EmbeddingConfig (tierbed's or TorchRec's) per table.
+        name: Prefix for embedding names. None means "ec".
+        need_indices: If True, jagged results carry the ids as their weights.
+        padded: {feature: length}. Rows of these features are returned as one dense `Padded`. Ids beyond `length` are
+            left out. With this argument the id -1 (2**64 - 1 as uint64) means padding in every feature.
+
+    The other arguments are the same as for EmbeddingBagCollection.
+
+    Raises:
+        OptionError: If an argument is invalid.
     """
 
     _kind, _default_name = "embeddings", "ec"
@@ -262,54 +286,63 @@ class EmbeddingCollection(TableCollection):
         for embedding in self.each():
             if padding is not None and embedding.spec.padding_idx != padding:
                 raise OptionError(
-                    f"padded={self._padded}: the shared embedding {embedding.name!r} was made without {padding} for "
-                    "padding; make this collection first, with store_options, and give it to the other one as share"
+                    f"padded={self._padded}: the shared embedding {embedding.name!r} was made without padding id "
+                    f"{padding}; make this collection first, with store_options, and give it to the other one as share"
                 )
 
     def forward(self, features: Any) -> dict[str, JaggedTensor | Padded]:
-        """The rows of each feature by its name: a JaggedTensor of values [ids, dim], or `Padded` if it is padded.
+        """Look up each id of each feature.
 
-        features: a KeyedJaggedTensor, or TorchRec's, with any other keys and in any order; or a dict of JaggedTensors,
-        which a graph needs for features that are not padded: else it raises GraphError. KeyError for a missing
-        feature; InputError, StoreError as a lookup.
+        Args:
+            features: A KeyedJaggedTensor (tierbed's or TorchRec's) or a dict of JaggedTensors. Keys may have any order,
+                and unused keys are ignored.
+
+        Returns:
+            {feature: JaggedTensor of values [ids, dim]}, or `Padded` for the features in `padded`.
+
+        Raises:
+            KeyError: If a feature is missing.
+            GraphError: In a graph, if `features` is a KeyedJaggedTensor that is not an argument of the graph and a
+                feature is not padded.
+            InputError, StoreError: As in a lookup.
         """
         result: dict[str, JaggedTensor | Padded] = {}
         with self.raise_on_all_ranks():
-            for name, embedding, table, given in self._lookups(features):
-                rows = embedding(given.ids, table)
-                if given.mask is not None:
-                    result[name] = Padded(rows, given.mask)
+            for name, embedding, table, (ids, offsets, mask) in self._lookups(features):
+                rows = embedding(ids, table)
+                if mask is not None:
+                    result[name] = Padded(rows, mask)
                 else:
-                    result[name] = JaggedTensor(rows, given.ids if self._need_indices else None, offsets=given.offsets)
+                    result[name] = JaggedTensor(rows, ids if self._need_indices else None, offsets=offsets)
         return result
 
     def need_indices(self) -> bool:
-        """Whether jagged results have ids as their weights."""
+        """True if jagged results carry the ids as their weights."""
         return self._need_indices
 
     def embedding_dim(self) -> int:
-        """The dim of the tables. InputError if they differ; -1 if there are none."""
+        """Return the dim of all tables, or -1 if there are none. Raises InputError if dims differ."""
         dims = {config.embedding_dim for config in self.configs}
         if len(dims) > 1:
-            raise InputError(f"embedding_dim of {self.name!r}: tables have {sorted(dims)}; read it of a config")
+            raise InputError(f"embedding_dim of {self.name!r}: tables have {sorted(dims)}; read it from a config")
         return dims.pop() if dims else -1
 
     def embedding_names_by_table(self) -> list[list[str]]:
-        """The names of each table's features in a result."""
+        """Return, for each table, its features' names in a result."""
         return [list(names) for names in self._names]
 
     def _lookups_of(self, features: Any) -> Iterator[tuple[MultiTableEmbedding, Lookup]]:
-        for _, embedding, table, given in self._lookups(features):
-            yield embedding, check_lookup(embedding.spec, given.ids, table)
+        for _, embedding, table, feature_ids in self._lookups(features):
+            yield embedding, check_lookup(embedding.spec, feature_ids.ids, table)
 
     def _lookups(self, features: Any) -> Iterator[tuple[str, MultiTableEmbedding, int, _Ids]]:
-        """The name of each result, its embedding, the number of its table there, and its ids."""
-        batch: Any = features if isinstance(features, Mapping) else features_of(features)
-        numbers_of(self._features, list(batch.keys()))  # raises for a missing feature
+        """Yield (result name, embedding, table number in the embedding, ids) for each result."""
+        batch: Any = features if isinstance(features, Mapping) else as_features(features)
+        key_positions(self._features, list(batch.keys()))  # raises for a missing feature
         if isinstance(batch, Mapping):
-            batch = {feature: jagged_of(batch[feature]) for feature in self._features}
-        for one in batch.values() if isinstance(batch, dict) else [batch]:
-            one.check_bags()
+            batch = {feature: as_jagged(batch[feature]) for feature in self._features}
+        for jagged in batch.values() if isinstance(batch, dict) else [batch]:
+            jagged.check_bags()
         ids = {feature: self._ids(batch, feature) for feature in self._features}
         for config, names in zip(self.configs, self._names, strict=True):
             embedding, table = self.embedding_of(config.name), self.table_location(config.name)[1]
@@ -321,18 +354,18 @@ class EmbeddingCollection(TableCollection):
         if length is None or isinstance(batch, dict) or batch.variable_stride_per_key():
             jagged = batch[feature]
             values, offsets = jagged.values(), jagged.offsets()
-        else:  # does not split values by key, which a graph could not trace
+        else:  # a graph cannot trace splitting values by key, so take all values with this key's offsets
             first = batch.keys().index(feature) * batch.stride()
             values, offsets = batch.values(), batch.offsets()[first : first + batch.stride() + 1]
-        ids = self.ids_of(values)
+        ids = self.convert_ids(values)
         if length is None:
             return _Ids(ids, offsets, None)
         signed = ids.view(torch.int64) if ids.dtype == torch.uint64 else ids  # torch has no ops on uint64
-        return _Ids(padded(signed, offsets, length, PADDING_ID).view(ids.dtype), offsets, is_value(offsets, length))
+        return _Ids(pad(signed, offsets, length, PADDING_ID).view(ids.dtype), offsets, is_value(offsets, length))
 
 
 class _Ids(NamedTuple):
-    """The ids of a feature: jagged [n], or padded [batch, length] with a mask of the positions that have one."""
+    """The ids of a feature: jagged [n], or padded [batch, length] with a mask that is True where there is an id."""
 
     ids: Tensor
     offsets: Tensor

@@ -1,4 +1,4 @@
-"""A learned weight for each position in a bag, by TorchRec's names."""
+"""TorchRec's position-weighted modules: a learned weight for each position in a bag."""
 
 from __future__ import annotations
 
@@ -15,17 +15,21 @@ from ...engine.ops.rows_contract import NoTorchScript
 from ..tensors.jagged_tensor import Jagged, JaggedTensor
 from ..tensors.keyed_jagged_tensor import KeyedJaggedTensor, VariableBatchKeyedJaggedTensor
 from ..tensors.validation import is_traced
-from .embedding_collections import features_of, jagged_of
-from .tables import numbers_of
+from .embedding_collections import as_features, as_jagged
+from .tables import key_positions
 
 _MAXIMUM = "the maximum ids of a bag, from 1"
 
 
 class PositionWeightedModule(NoTorchScript, nn.Module):
-    """Gives each id of one feature the weight of its position in the bag. All weights begin at 1.
+    """Weights each id of one feature by its position in the bag. Weights start at 1.
 
-    max_feature_length: the maximum number of ids in a bag. `position_weight` [max_feature_length] is the parameter.
-    Raises OptionError. A longer bag raises as of a PositionWeightedModuleCollection.
+    The parameter is `position_weight` [max_feature_length].
+
+    Args:
+        max_feature_length: Maximum bag length. Longer bags are handled as in
+            PositionWeightedModuleCollection.
+        device: Parameter device.
     """
 
     def __init__(self, max_feature_length: int, device: torch.device | str | None = None) -> None:
@@ -34,24 +38,25 @@ class PositionWeightedModule(NoTorchScript, nn.Module):
         self.position_weight = nn.Parameter(torch.ones(length, device=device))
 
     def reset_parameters(self) -> None:
-        """Make all weights 1 again."""
+        """Reset all weights to 1."""
         nn.init.ones_(self.position_weight)
 
     def forward(self, features: Any) -> JaggedTensor:
-        """The same feature with weights. InputError."""
-        jagged = jagged_of(features)
+        """Return the JaggedTensor with weights. Raises InputError."""
+        jagged = as_jagged(features)
         weights = _weights({"feature": self.position_weight}, ["feature"], jagged)
         return JaggedTensor(jagged.values(), weights, offsets=jagged.offsets())
 
 
 class PositionWeightedModuleCollection(NoTorchScript, nn.Module):
-    """Gives each id of some features the weight of its position in the bag. All weights begin at 1.
+    """Weights each id by its position in the bag. Weights start at 1.
 
-    max_feature_lengths: {feature: the maximum number of ids in a bag}. Other features of a batch have weights of 1.
-    `position_weights[feature]` [its length] is the parameter of a feature. Raises OptionError.
+    A feature's parameter is `position_weights[feature]` [maximum length]. A longer bag raises InputError, except in a
+    graph on a GPU: lengths are not read there, and ids beyond the last position get the last position's weight.
 
-    A longer bag raises InputError. A graph on a GPU does not read lengths: ids beyond the last position have its
-    weight.
+    Args:
+        max_feature_lengths: {feature: maximum bag length}. Features that are not listed get weight 1.
+        device: Parameter device.
     """
 
     def __init__(self, max_feature_lengths: Mapping[str, int], device: torch.device | str | None = None) -> None:
@@ -66,25 +71,31 @@ class PositionWeightedModuleCollection(NoTorchScript, nn.Module):
         if dotted := [feature for feature in self.max_feature_lengths if "." in feature]:
             raise OptionError(f"max_feature_lengths: {dotted[0]!r} names a parameter; use no dots")
         self.position_weights = nn.ParameterDict()
-        for feature, length in self.max_feature_lengths.items():  # a dict of all would be sorted
+        for feature, length in self.max_feature_lengths.items():  # one by one, since ParameterDict sorts a dict
             self.position_weights[feature] = nn.Parameter(torch.ones(length, device=device))
 
     def reset_parameters(self) -> None:
-        """Make all weights 1 again."""
+        """Reset all weights to 1."""
         for weights in self.position_weights.values():
             nn.init.ones_(weights)
 
     def forward(self, features: Any) -> KeyedJaggedTensor:
-        """The same features with weights, for a collection with is_weighted=True. KeyError, InputError.
+        """Return the features with weights, for a collection with is_weighted=True.
 
-        features: a KeyedJaggedTensor without weights, or TorchRec's. One without keys comes back as it is.
+        Args:
+            features: A KeyedJaggedTensor without weights (tierbed's or TorchRec's). Returned unchanged if it has no
+                keys.
+
+        Raises:
+            KeyError: If a feature of `max_feature_lengths` is missing.
+            InputError: If the features already have weights, or a bag is too long.
         """
-        batch = features_of(features)
+        batch = as_features(features)
         if not batch.keys():
             return batch
         if batch.weights_or_none() is not None:
             raise InputError("features: give a KeyedJaggedTensor without weights, which this adds")
-        numbers_of(self.max_feature_lengths, batch.keys())  # raises for a missing feature
+        key_positions(self.max_feature_lengths, batch.keys())  # raises for a missing feature
         weights = _weights(self.position_weights_dict, batch.keys(), batch)
         return KeyedJaggedTensor(
             batch.keys(),
@@ -97,28 +108,28 @@ class PositionWeightedModuleCollection(NoTorchScript, nn.Module):
 
     @property
     def position_weights_dict(self) -> dict[str, nn.Parameter]:
-        """The parameters by their features, as a dict."""
+        """The parameters by feature, as a dict."""
         return dict(self.position_weights.items())
 
 
-GroupedPositionWeightedModule = PositionWeightedModuleCollection  # TorchRec's of sharded collections
+GroupedPositionWeightedModule = PositionWeightedModuleCollection  # what TorchRec's sharded collections use
 
 
 class PositionWeightedProcessor(PositionWeightedModuleCollection):
-    """As a PositionWeightedModuleCollection, of which only the features with weights of their own come back."""
+    """A PositionWeightedModuleCollection that returns only the features in `max_feature_lengths`."""
 
     def forward(self, features: Any) -> KeyedJaggedTensor:
-        """The features of `max_feature_lengths`, in their order in the batch, with weights. KeyError, InputError."""
+        """Return the features of `max_feature_lengths`, in batch order, with weights. Raises KeyError, InputError."""
         weighted = super().forward(features)
         own = [at for at, key in enumerate(weighted.keys()) if key in self.max_feature_lengths]
         return weighted if len(own) == len(weighted.keys()) else weighted.permute(own)
 
 
 def _weights(parameters: Mapping[str, Tensor], keys: Sequence[str], batch: Jagged) -> Tensor:
-    """The weights [n] of the values of a batch, whose bags are of these keys in turn; 1 for a key without parameter."""
+    """Return a weight per value, [n]. The batch's bags are ordered by `keys`; keys without a parameter get weight 1."""
     batch.check_bags()
     offsets, device = batch.offsets(), batch.values().device
-    # a key without weights of its own takes the 1 behind all weights
+    # keys without a parameter use the constant 1 that is appended after all weights
     ends = [0, *accumulate(len(weights) for weights in parameters.values())]
     spans = dict(zip(parameters, pairwise(ends), strict=True))
     bounds = [spans.get(key, (ends[-1], ends[-1] + 1)) for key in keys]
@@ -142,20 +153,20 @@ def _weights(parameters: Mapping[str, Tensor], keys: Sequence[str], batch: Jagge
 
 
 def _check(position: Tensor, limit: Tensor, limited: Tensor, key: Tensor, keys: Sequence[str]) -> None:
-    """InputError for an id whose position [n] is its key's `limit` or more, if the key is limited."""
+    """Raise InputError if any position [n] of a limited key reaches its `limit`."""
     beyond = limited & (position >= limit)
     if beyond.any():
         first = int(beyond.nonzero()[0])
         name, length = keys[int(key[first])], int(limit[first])
         raise InputError(
-            f"feature {name!r}: a bag of more than {length} ids; shorten bags, or give max_feature_lengths[{name!r}] "
-            "as many as the longest has"
+            f"feature {name!r}: a bag of more than {length} ids; shorten bags, or raise max_feature_lengths[{name!r}] "
+            "to the longest bag's length"
         )
 
 
 @torch.library.custom_op("tierbed::checked_positions", mutates_args=())
 def _checked_positions(position: Tensor, limit: Tensor, limited: Tensor, key: Tensor, keys: str) -> Tensor:
-    """Positions, checked by a graph's step on a CPU alone: a GPU would wait for the check. keys: a name a line."""
+    """Check positions within a graph, on a CPU only because a GPU would wait for it. keys: names split by newlines."""
     if position.device.type == "cpu":
         _check(position, limit, limited, key, keys.split("\n"))
     return position.clone()

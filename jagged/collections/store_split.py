@@ -1,4 +1,4 @@
-"""The stores of a module's embeddings: one store divided between them, or one for each by name."""
+"""Divides one store's options between a module's embeddings, or assigns each embedding its own."""
 
 from __future__ import annotations
 
@@ -19,75 +19,77 @@ from ...engine.options.store_options import (
 from ...engine.store.rocksdb import SHARDS, WRITE_BUFFER_BYTES
 
 MB = 1 << 20
-MEMTABLES, MIN_MEMTABLE = 12, 64 << 10  # memtables of one RocksDB database, and bytes of one, as rocksdb_options.cpp
-MAX_STATES = 2  # floats of an optimizer's state for each float of a row
+MEMTABLES, MIN_MEMTABLE = 12, 64 << 10  # memtables per RocksDB database and bytes each, as in rocksdb_options.cpp
+MAX_STATES = 2  # the most state floats that an optimizer keeps per float of a row
 BUDGETS = ("cache_budget_mb", "host_cache_budget_mb", "overflow_mb", "rocksdb_cache_mb")
 
 
 class StoreRequest(NamedTuple):
-    """What an embedding stores."""
+    """An embedding's row count and row format, which determine its part of the memory."""
 
     dim: int
-    rows: int | None = None  # of all its tables; None: unknown
-    itemsize: int = 4  # bytes of a number of the embedding
+    rows: int | None = None  # in all tables; None: unknown
+    itemsize: int = 4  # bytes per element
 
 
-def stores_of(store_options: Mapping[str, Any], requests: Mapping[str, StoreRequest]) -> dict[str, StoreOptions]:
-    """The store options of each embedding, by its name.
+def assign_stores(store_options: Mapping[str, Any], requests: Mapping[str, StoreRequest]) -> dict[str, StoreOptions]:
+    """Return {embedding name: its store options}. Raises OptionError.
 
-    store_options: of one store, from a `make_*_store_options`, which `divided` divides; or a mapping of such options by
-    the name of an embedding. OptionError.
+    store_options: one store's options, which `divide_store` divides, or a mapping from embedding name to options.
     """
     are_named = isinstance(store_options, Mapping) and not isinstance(store_options, StoreOptions)
     if not are_named or isinstance(store_options.get("store"), str):
-        return divided(store_options_from_dict(store_options), requests)
-    given = {str(name): options for name, options in store_options.items()}
+        return divide_store(store_options_from_dict(store_options), requests)
+    by_name = {str(name): options for name, options in store_options.items()}
     names = ", ".join(map(repr, requests))
-    for name in given:
+    for name in by_name:
         if name not in requests:
             near = difflib.get_close_matches(name, requests, 1)
             meant = f"did you mean {near[0]!r}? " if near else ""
             raise OptionError(f"store_options[{name!r}]: there is no such embedding; {meant}give options for {names}")
-    missing = [name for name in requests if name not in given]
+    missing = [name for name in requests if name not in by_name]
     if missing:
         raise OptionError(
             f"store_options has none for embedding {', '.join(map(repr, missing))}; give options for each of {names}, "
             "or one store for all, which is divided"
         )
-    return {name: store_options_from_dict(given[name], f"store_options[{name!r}]") for name in requests}
+    return {name: store_options_from_dict(by_name[name], f"store_options[{name!r}]") for name in requests}
 
 
-def divided(options: StoreOptions, requests: Mapping[str, StoreRequest]) -> dict[str, StoreOptions]:
-    """One store's options divided between embeddings. The parts never add up to more than the whole.
+def divide_store(options: StoreOptions, requests: Mapping[str, StoreRequest]) -> dict[str, StoreOptions]:
+    """Divide one store's options between embeddings. The parts never add up to more than the whole.
 
-    Memory is divided by the bytes of their rows, `capacity` by their number; if the number of one is unknown, all get
-    equal parts. Budgets of 0 stay 0. RocksDB's write buffers are divided too, down to their minimum, unless
-    `rocksdb_options` sets their size. A single embedding gets everything. Raises OptionError if the whole is too small,
-    and for "auto" with several embeddings.
+    Memory is divided in proportion to row bytes, `capacity` in proportion to row counts. If any row count is unknown,
+    all parts are equal. Budgets of 0 stay 0. RocksDB's write buffers are divided too, down to their minimum size,
+    unless `rocksdb_options` sets it. A single embedding gets everything. Raises OptionError if the whole is too small,
+    or if a budget is "auto" and there are several embeddings.
     """
     if len(requests) == 1:
         return dict.fromkeys(requests, options)
     known = all(request.rows is not None for request in requests.values())
     rows = [request.rows or 0 if known else 1 for request in requests.values()]
     sizes = [request.rows * row_bytes(request) if known and request.rows else 1 for request in requests.values()]
-    parts: dict[str, Sequence[Any]] = {}  # by option, that of each embedding
+    parts: dict[str, Sequence[Any]] = {}  # {option: its value for each embedding}
     if isinstance(options, CachedHostMemOptions):
         parts |= {budget: _budgets(budget, options, requests, sizes) for budget in BUDGETS if options.get(budget)}
     if options.capacity is not None:
-        shares = _shares(options.capacity, rows, [1] * len(rows))
-        if shares is None:
+        capacities = _divide(options.capacity, rows, [1] * len(rows))
+        if capacities is None:
             raise OptionError(
                 f"capacity={options.capacity} is divided between {len(requests)} embeddings, {', '.join(requests)}; "
                 f"give at least {len(requests)}, or store_options for each by its name"
             )
-        parts["capacity"] = shares
+        parts["capacity"] = capacities
     if isinstance(options, CachedSsdOptions) and (texts := _write_buffers(options, sizes)):
         parts["rocksdb_options"] = texts
-    return {name: replace(options, **{of: each[at] for of, each in parts.items()}) for at, name in enumerate(requests)}
+    return {
+        name: replace(options, **{option: values[i] for option, values in parts.items()})
+        for i, name in enumerate(requests)
+    }
 
 
-def stores_text(stores: Mapping[str, StoreOptions]) -> str:
-    """The division as a table: one line for each embedding, and the sum of each column."""
+def format_stores(stores: Mapping[str, StoreOptions]) -> str:
+    """Return the division as a text table: one line per embedding, and each column's sum."""
     from rich import box  # slow to import
     from rich.console import Console
     from rich.table import Table
@@ -107,7 +109,7 @@ def stores_text(stores: Mapping[str, StoreOptions]) -> str:
 
 
 def row_bytes(request: StoreRequest, states: int = 0) -> int:
-    """Bytes of a row in a cache, metadata included. states: floats of state for each number of the embedding."""
+    """Return a cached row's bytes, metadata included. states: floats of optimizer state per element."""
     return (request.dim * (request.itemsize + 4 * states) + 8 + 15) // 16 * 16 + LINE_OVERHEAD_BYTES
 
 
@@ -118,46 +120,46 @@ def _budgets(
     if whole == "auto":
         raise OptionError(
             f"{budget}='auto' is for one embedding, and {len(requests)} share the store: {', '.join(requests)}; give a "
-            "number of MiB, which is divided, or store_options for each by its name"
+            "number of MiB to divide, or store_options for each by its name"
         )
     rows = _core.WAYS if budget in BUDGETS[:2] else 0  # a cache has at least one set
     minimum = [max(rows * row_bytes(request, MAX_STATES), 1) for request in requests.values()]
-    shares = _shares(int(whole * MB), sizes, minimum)
-    if shares is None:
+    parts = _divide(int(whole * MB), sizes, minimum)
+    if parts is None:
         raise OptionError(
             f"{budget}={whole} is divided between {len(requests)} embeddings, {', '.join(requests)}, which need "
             f"{sum(minimum) / MB:.3g} MiB at least; give more, or store_options for each by its name"
         )
-    return [share / MB for share in shares]
+    return [part / MB for part in parts]
 
 
 def _write_buffers(options: CachedSsdOptions, sizes: Sequence[int]) -> list[str]:
-    """The `rocksdb_options` of each embedding; none if they set the size of write buffers."""
+    """Return each embedding's `rocksdb_options`, or [] if the user's options already set the write buffer size."""
     text = str(options.rocksdb_options or "")
     if any(name in ("write_buffer_size", "db_write_buffer_size") for name, _ in _core.parse_rocksdb_options(text)):
         return []
     memtables = MEMTABLES * (options.shards or SHARDS)
     minimum = [memtables * MIN_MEMTABLE] * len(sizes)
-    shares = _shares(max(WRITE_BUFFER_BYTES, sum(minimum)), sizes, minimum)
-    assert shares is not None
-    return [f"write_buffer_size={share // memtables};{text}".rstrip(";") for share in shares]
+    parts = _divide(max(WRITE_BUFFER_BYTES, sum(minimum)), sizes, minimum)
+    assert parts is not None
+    return [f"write_buffer_size={part // memtables};{text}".rstrip(";") for part in parts]
 
 
-def _shares(whole: int, weights: Sequence[int], minimum: Sequence[int]) -> list[int] | None:
-    """The whole in proportion to the weights, each share at least its minimum; None if the whole has not enough."""
+def _divide(whole: int, weights: Sequence[int], minimum: Sequence[int]) -> list[int] | None:
+    """Divide in proportion to weights, each part at least its minimum. None if the minimums exceed the whole."""
     if sum(minimum) > whole:
         return None
-    raised: set[int] = set()  # the shares that would be below their minimum
+    raised: set[int] = set()  # indices of parts that are raised to their minimum
     while True:
-        left = whole - sum(minimum[i] for i in raised)
+        rest = whole - sum(minimum[i] for i in raised)
         total = sum(weight for i, weight in enumerate(weights) if i not in raised)
-        shares = [
-            minimum[i] if i in raised else left * weight // total if total else left // (len(weights) - len(raised))
+        parts = [
+            minimum[i] if i in raised else rest * weight // total if total else rest // (len(weights) - len(raised))
             for i, weight in enumerate(weights)
         ]
-        low = {i for i, share in enumerate(shares) if share < minimum[i]}
+        low = {i for i, part in enumerate(parts) if part < minimum[i]}
         if not low:
-            return shares
+            return parts
         raised |= low
 
 

@@ -1,4 +1,4 @@
-"""Named tables in embeddings: what collections and the table-batched embedding share."""
+"""Base classes for modules of named tables: `TableModule`, and `TableCollection` for TorchRec's collections."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from ...engine.options.table_names import choices, names_in, table_number
 from ...engine.options.table_spec import DTYPES, check_state_dtype
 from ...snapshots.store.folder_state import FolderState
 from ..tensors.validation import is_empty
-from .configs import EmbeddingConfig, config_of
-from .store_split import StoreRequest, stores_of, stores_text
+from .configs import EmbeddingConfig, as_config
+from .store_split import StoreRequest, assign_stores, format_stores
 
 log = logging.getLogger("tierbed")
 
@@ -39,13 +39,13 @@ T = TypeVar("T", bound=EmbeddingConfig)
 
 
 def embedding_name(module: str, table: EmbeddingConfig, dtype: torch.dtype) -> str:
-    """The name of the embedding that has a table, if its rows are of `dtype`."""
+    """Return the name of the embedding that holds `table` when its rows have this dtype."""
     width = "" if dtype == torch.float32 else f"-{str(dtype).removeprefix('torch.')}"
     return f"{module}-d{table.embedding_dim}{width}{f'-{table.group}' if table.group else ''}"
 
 
 def group_tables(module: str, tables: Iterable[T]) -> dict[str, list[T]]:
-    """The tables of each embedding, by its name."""
+    """Return {embedding name: its tables}."""
     groups: dict[str, list[T]] = {}
     for table in tables:
         groups.setdefault(embedding_name(module, table, table.dtype), []).append(table)
@@ -53,7 +53,7 @@ def group_tables(module: str, tables: Iterable[T]) -> dict[str, list[T]]:
 
 
 def store_requests(groups: Mapping[str, Sequence[EmbeddingConfig]]) -> dict[str, StoreRequest]:
-    """What each embedding requests of the store that they share."""
+    """Return {embedding name: StoreRequest} for the store that the embeddings share."""
     requests = {}
     for group, tables in groups.items():
         rows = [table.num_embeddings for table in tables if table.num_embeddings is not None]
@@ -63,21 +63,21 @@ def store_requests(groups: Mapping[str, Sequence[EmbeddingConfig]]) -> dict[str,
 
 
 class TableView(NamedTuple):
-    """One table of a collection, as TorchRec's `embedding_bags[name]` and `embeddings[name]` show it."""
+    """One table of a collection, like TorchRec's `embedding_bags[name]` and `embeddings[name]`."""
 
     name: str
     num_embeddings: int | None  # None: any id
     embedding_dim: int
     dtype: torch.dtype  # of stored rows
     embedding: MultiTableEmbedding
-    group: str  # the name of the embedding in `embeddings`
-    number: int  # of the table in the embedding
+    group: str  # key of the embedding in `embeddings`
+    number: int  # index of the table in the embedding
 
     @property
     def weight(self) -> Tensor:
-        """The rows [num_embeddings, dim], copied: an in-place write into them raises InputError. On meta no rows.
+        """A copy of the rows [num_embeddings, dim]. In-place writes raise InputError. On meta, only the shape.
 
-        InputError for a table that takes any id.
+        Raises InputError if the table accepts any id.
         """
         embedding, number, rows = self.dense()
         name, device = self.name, embedding.device
@@ -90,7 +90,7 @@ class TableView(NamedTuple):
         return ReadOnlyCopy(dense_rows(embedding, number, rows, self.dtype), remedy)
 
     def dense(self) -> tuple[MultiTableEmbedding, int, int]:
-        """The table's embedding, its number there, and how many rows it has as a dense table. InputError."""
+        """Return (embedding, table number, number of rows). Raises InputError if the table accepts any id."""
         if self.num_embeddings is None:
             raise InputError(
                 f"table {self.name!r} takes any id, so it is no dense tensor; make it with num_embeddings, or "
@@ -100,7 +100,7 @@ class TableView(NamedTuple):
 
 
 class Embeddings(nn.ModuleDict):
-    """The embeddings of a collection by their names. As in TorchRec, a table's name gives the table."""
+    """A collection's embeddings by name. As in TorchRec, a table's name as key returns the table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,16 +111,16 @@ class Embeddings(nn.ModuleDict):
 
 
 class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
-    """A module of named tables, each in one of its `embeddings`."""
+    """A module of named tables, each held by one of its `embeddings`."""
 
-    _default_name: str  # of one that was made without a name
+    _default_name: str  # used if name=None
 
     def __init__(self, name: str | None, tables: Sequence[str]) -> None:
         super().__init__()
         self.name, self._is_named = name or self._default_name, name is not None
         self.embeddings = Embeddings()
         self._tables = list(tables)
-        self._shared: list[str] = []  # the embeddings of another collection
+        self._shared: list[str] = []  # names of embeddings that belong to another collection
 
     def _make_embeddings(
         self,
@@ -130,7 +130,7 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
         key_type: torch.dtype = torch.int64,
         **options: Any,
     ) -> None:
-        """Make the embedding of each group, and let all of them be trained together. options: of each embedding."""
+        """Make an embedding per table group, and join them in one training group. options: for each embedding."""
         for group, tables in groups.items():
             first = tables[0]
             if "." in group:
@@ -145,12 +145,12 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
                 key_type,
                 [table.table_options() for table in tables],
                 stores[group],
-                # with one seed for all, the same key would have the same initial row in several embeddings
+                # with a common seed, equal keys would have equal initial rows in several embeddings
                 seed=(seed + crc32(self._seed_name(group, tables).encode())) % 2**63,
                 **options,
             )
             embedding = self.embedding(group)
-            embedding.set_spec(has_own_seed=False)  # stored rows may be of an earlier formula
+            embedding.set_spec(has_own_seed=False)  # stored rows may come from an earlier seed formula
             if not self._is_named and stores[group].persistent_path is None:
                 embedding.naming = "default"
             for number, table in enumerate(tables):
@@ -158,18 +158,18 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
         train_together(self.embeddings[group] for group in groups)
 
     def _add(self, table: EmbeddingConfig, group: str, number: int) -> None:
-        """Add a table, which has this number in an embedding of `embeddings`."""
+        """Register a table under its embedding's name and its number in that embedding."""
         size = table.num_embeddings, table.embedding_dim, table.dtype
         self.embeddings.tables[table.name] = TableView(table.name, *size, self.embedding(group), group, number)
 
     def _seed_name(self, group: str, tables: Sequence[EmbeddingConfig]) -> str:
-        """The text that an embedding's initial rows depend on."""
+        """Return the text from which an embedding's seed is derived."""
         return "\n".join([group, *(table.name for table in tables)])
 
     def _warn_of_other_dtypes(
         self, group: str, tables: Sequence[EmbeddingConfig], options: StoreOptions, used: set[str]
     ) -> None:
-        """Log that an embedding starts empty, if only rows of another dtype are stored for its tables."""
+        """Warn if an embedding starts empty although its tables have stored rows of another dtype."""
         if options.persistent_path is None or options.open == "fresh":
             return
         path = Path(options.persistent_path)
@@ -178,8 +178,8 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
         for other in {embedding_name(self.name, tables[0], dtype) for dtype in DTYPES} - used:
             if (path / other).exists() and _may_have(path / other, {table.name for table in tables}):
                 log.warning(
-                    "embedding %r starts empty, and %s has rows of another dtype: to keep them, copy a snapshot of "
-                    "them to %s, and load it by embedding_of(table).load_snapshot(name, convert=True)",
+                    "embedding %r starts empty, but %s has rows of another dtype: to keep them, copy a snapshot of "
+                    "them to %s, and call embedding_of(table).load_snapshot(name, convert=True)",
                     group,
                     path / other,
                     path / group / "snapshots",
@@ -189,26 +189,26 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
         return [self.embedding(group) for group in self.embeddings if group not in self._shared]
 
     def each(self) -> Iterator[MultiTableEmbedding]:
-        """The embeddings, those of shared tables too."""
+        """Iterate over the embeddings, including shared ones."""
         return iter(cast(Iterable[MultiTableEmbedding], self.embeddings.values()))
 
     def embedding(self, name: str) -> MultiTableEmbedding:
-        """The embedding of this name."""
+        """Return the embedding of this name."""
         return cast(MultiTableEmbedding, self.embeddings[name])
 
     def raise_on_all_ranks(self) -> AbstractContextManager[None]:
-        """A block of a call that all ranks make: an exception on one rank is raised on every rank."""
+        """Return a context in which an exception on one rank is raised on every rank. All ranks must enter it."""
         return next((embedding.raise_on_all_ranks() for embedding in self.each()), nullcontext())
 
     def embedding_of(self, table: int | str) -> MultiTableEmbedding:
-        """The embedding that has a table, by the table's name or number: for put, get, snapshots and optimizers.
+        """Return the embedding that holds a table, for put, get, snapshots and optimizers. Raises InputError.
 
-        InputError.
+        table: The table's name, or its index among the module's tables.
         """
         return self.embedding(self.table_location(table)[0])
 
     def table_location(self, table: int | str) -> tuple[str, int]:
-        """The name of a table's embedding, and the table's number in it. InputError."""
+        """Return (embedding name, table number in the embedding). Raises InputError."""
         number = table_number(table, self._tables)
         if number is None:
             raise InputError(f"table of {self.name!r}: got {table!r}; give one of {choices(self._tables)}")
@@ -216,36 +216,38 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
         return view.group, view.number
 
     def _dense_states(self) -> dict[str, dict[str, Tensor]]:
-        """The optimizer's states of each table, as `dense_states` has them. InputError, StoreError."""
-        places = {name: self.embeddings.tables[name].dense() for name in self._tables}
+        """Return {table name: its optimizer state from `dense_states`}. Raises InputError, StoreError."""
+        dense = {name: self.embeddings.tables[name].dense() for name in self._tables}
         states = {
-            one: dense_states(one, {number: rows for embedding, number, rows in places.values() if embedding is one})
-            for one in self.each()
+            holder: dense_states(
+                holder, {number: rows for embedding, number, rows in dense.values() if embedding is holder}
+            )
+            for holder in self.each()
         }
-        return {name: states[embedding][number] for name, (embedding, number, _) in places.items()}
+        return {name: states[embedding][number] for name, (embedding, number, _) in dense.items()}
 
     def _load_rows(self, weights: Mapping[str, Tensor], states: Mapping[str, Mapping[str, Any]], step: Any) -> None:
-        """As `load_dense` of each embedding, by the names of tables. All are checked before one changes."""
+        """Call `load_dense` on each embedding, with arguments by table name. Checks all before it changes any."""
         loads = []
         for embedding in self.each():
-            own = [name for name in self._tables if self.embedding_of(name) is embedding]
-            rows = {name: weights[name] for name in own}
-            of_tables = {name: states[name] for name in own if name in states}
+            names = [name for name in self._tables if self.embedding_of(name) is embedding]
+            rows = {name: weights[name] for name in names}
+            table_states = {name: states[name] for name in names if name in states}
             with embedding.raise_on_all_ranks():
-                loads.append((embedding, dense_tensors(embedding, rows, of_tables, step)))
+                loads.append((embedding, dense_tensors(embedding, rows, table_states, step)))
         for embedding, tensors in loads:
             embedding.load_tensors(tensors)
 
     def stores(self) -> None:
         """Print how the store is divided between the embeddings."""
-        print(stores_text({embedding.name: embedding.store_options for embedding in self.each()}))
+        print(format_stores({embedding.name: embedding.store_options for embedding in self.each()}))
 
     def close(self) -> None:
-        """Flush and close the stores of its embeddings, but those that it shares. May be called again.
+        """Flush and close the embeddings' stores, except shared ones. Further calls do nothing.
 
         A later lookup raises ClosedError.
         """
-        with ExitStack() as stack:  # closes all, also if one of them raises
+        with ExitStack() as stack:  # closes the others even if one raises
             for embedding in self._snapshot_embeddings():
                 stack.callback(embedding.close)
 
@@ -257,12 +259,12 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
 
 
 class TableCollection(TableModule):
-    """Tables of configs, in an embedding for each dim, data_type and group.
+    """Base of the collections. Makes an embedding for each combination of dim, data_type and group.
 
-    tables, store_options, name, key_type, seed, share, device: as of a collection. options: of each embedding.
+    Arguments are the same as for EmbeddingBagCollection; `options` go to each embedding.
     """
 
-    _kind: str  # begins the names of TorchRec's parameters
+    _kind: str  # prefix of TorchRec's parameter names
 
     def __init__(
         self,
@@ -280,82 +282,101 @@ class TableCollection(TableModule):
             raise OptionError(f"tables={tables!r}: give a list of {kind.__name__}")
         if share is not None and not isinstance(share, TableCollection):
             raise OptionError(f"share={type(share).__name__}: give a collection")
-        configs = [config_of(table, kind) for table in tables]
+        configs = [as_config(table, kind) for table in tables]
         names = [config.name for config in configs]
-        if repeated := next((one for one in names if names.count(one) > 1), None):
+        if repeated := next((name for name in names if names.count(name) > 1), None):
             raise OptionError(f"tables: {names.count(repeated)} have name={repeated!r}; give each its own name")
         super().__init__(name, names)
         self.configs, self.key_type, self._original_configs = configs, key_type, list(tables)
         for config in configs:
             if share is not None and config.name in share.embeddings.tables:
                 self._adopt_shared(share, config, options["output_dtype"], options["state_dtype"])
-        own = [config for config in configs if config.name not in self.embeddings.tables]
-        if own:
-            groups = group_tables(self.name, own)
+        unshared = [config for config in configs if config.name not in self.embeddings.tables]
+        if unshared:
+            groups = group_tables(self.name, unshared)
             store = make_device_mem_store_options() if store_options is None else store_options
-            stores = stores_of(store, store_requests(groups))
+            stores = assign_stores(store, store_requests(groups))
             self._make_embeddings(groups, stores, seed, key_type, **options)
         elif store_options is not None and configs:
             raise OptionError("store_options: share has every table, with its store; leave store_options out")
         views = self.embeddings.tables
-        views |= {name: views.pop(name) for name in names}  # in the order of the configs, which state_dict has
+        views |= {name: views.pop(name) for name in names}  # in config order, for state_dict
         if device is not None:
             self._move_to(device)
 
     @property
     def device(self) -> torch.device:
-        """Where lookups run; the CPU if there are no tables."""
+        """Lookup device; the CPU if there are no tables."""
         return next((embedding.device for embedding in self.each()), torch.device("cpu"))
 
     def embedding_configs(self) -> list[Any]:
-        """The configs of the tables, as they were given."""
+        """Return the configs that the constructor received."""
         return list(self._original_configs)
 
     def to_torchrec_state_dict(self) -> dict[str, Tensor]:
-        """The tables as `state_dict()` of TorchRec's collection has them, [num_embeddings, dim] of their dtype, copied.
+        """Return the tables as TorchRec's collection returns them from `state_dict()`.
 
-        `load_state_dict` takes such a state as well: then optimizers begin with new state, until
-        `load_torchrec_optimizer_state`. InputError for a table that takes any id.
+        `load_state_dict` accepts the result. It resets optimizer state; `load_torchrec_optimizer_state` restores it.
+
+        Returns:
+            {TorchRec's parameter name: a copy [num_embeddings, dim] of the table in its dtype}.
+
+        Raises:
+            InputError: If a table accepts any id.
         """
         tables = self.embeddings.tables
-        return {name: dense_rows(*tables[one.name].dense(), one.dtype) for name, one in self._weight_names.items()}
+        return {
+            name: dense_rows(*tables[config.name].dense(), config.dtype) for name, config in self._weight_names.items()
+        }
 
     def to_torchrec_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
-        """The state of each table as TorchRec's KeyedOptimizer has it: tensors by the names of torch, and `step`.
+        """Return each table's optimizer state as TorchRec's KeyedOptimizer has it.
 
-        [num_embeddings, dim] each, or [num_embeddings, 1] of one number a row. InputError, StoreError.
+        Returns:
+            {TorchRec's parameter name: {torch's state name: tensor, "step": scalar}}. A tensor is
+            [num_embeddings, dim], or [num_embeddings, 1] for a state with one number per row.
+
+        Raises:
+            InputError: If a table accepts any id.
+            StoreError: If ranks share the rows.
         """
-        found, states = {}, self._dense_states()
+        result, states = {}, self._dense_states()
         for name, config in self._weight_names.items():
             step = torch.tensor(float(self.embedding_of(config.name).table_handle().local_table.step))
-            of_table = {one: state.view(len(state), -1) for one, state in states[config.name].items()}
-            found[name] = {"step": step, **of_table}
-        return found
+            table_states = {key: state.view(len(state), -1) for key, state in states[config.name].items()}
+            result[name] = {"step": step, **table_states}
+        return result
 
     @checked_arguments("state")
     def load_torchrec_optimizer_state(self, state: Mapping[str, Any], step: int | None = None) -> None:
-        """Load state as `to_torchrec_optimizer_state`, or `state_dict()` of TorchRec's optimizer, has it.
+        """Load optimizer state from `to_torchrec_optimizer_state` or from TorchRec's `optimizer.state_dict()`.
 
-        The optimizer comes first, then the rows, then their state: give the collection's parameters to it, and load the
-        rows. Names may begin with those of modules around the collection. Writes all rows of each table.
-        step: as of `load_dense` of an embedding. TorchRec's fused Adam has none in its state: give it here.
+        Call it last: first make the optimizer with the collection's parameters, then load the rows. Writes all rows of
+        each table.
 
-        Raises as `load_dense` of an embedding; InputError for a table without state.
+        Args:
+            state: The state. Names may have a prefix from enclosing modules.
+            step: Update count so far, as in `load_dense`. TorchRec's fused Adam does not save it: pass it here.
+
+        Raises:
+            InputError: If a table has no state; further errors as in `load_dense`.
         """
         with self.raise_on_all_ranks():
-            given = {one.name: _state_of(self._kind, one.name, state.get("state", state)) for one in self.configs}
+            full = state.get("state", state)
+            by_table = {config.name: _table_state(self._kind, config.name, full) for config in self.configs}
         states = {}
-        for table, of_table in given.items():
+        for table, table_state in by_table.items():
             embedding = self.embedding_of(table)
             with embedding.raise_on_all_ranks():
                 follow_in_backward(embedding)
                 names = embedding.table_handle().local_table.state.names
-            states[table] = {_state_name(name, names): one for name, one in of_table.items()}
-        self._load_rows({table: dense_rows(*self.embeddings.tables[table].dense()) for table in given}, states, step)
+            states[table] = {_state_name(name, names): tensor for name, tensor in table_state.items()}
+        rows = {table: dense_rows(*self.embeddings.tables[table].dense()) for table in by_table}
+        self._load_rows(rows, states, step)
 
     @property
     def _weight_names(self) -> dict[str, EmbeddingConfig]:
-        """The tables by the names of TorchRec's parameters."""
+        """{TorchRec's parameter name: table config}."""
         return {f"{self._kind}.{config.name}.weight": config for config in self.configs}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -371,32 +392,32 @@ class TableCollection(TableModule):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def reset_parameters(self) -> None:
-        """Forget all rows and their optimizer state, those of shared tables too. On meta there are none."""
+        """Delete all rows and their optimizer state, including shared tables. Does nothing on meta."""
         for embedding in self.each():
             if embedding.device.type != "meta":
                 embedding.load_tensors(RowTensors.none(embedding.spec).tensors)
 
     def _move_to(self, device: torch.device | str) -> None:
-        """Let lookups run on a device; on meta they only have shapes. OptionError."""
+        """Move lookups to a device. On meta they compute only shapes. Raises OptionError."""
         try:
-            wanted = torch.device(device)
+            target = torch.device(device)
         except (RuntimeError, TypeError):
-            wanted = None
-        if wanted is None or wanted.type not in (*DEVICES, "meta"):
+            target = None
+        if target is None or target.type not in (*DEVICES, "meta"):
             raise OptionError(f"device={device!r}: lookups run on 'cpu', 'cuda' or 'meta'; give one of them")
         for group in self._shared:
             embedding = self.embedding(group)
-            if embedding.device.type != wanted.type:
+            if embedding.device.type != target.type:
                 raise OptionError(
                     f"device={device!r}: the shared embedding {embedding.name!r} is on {embedding.device}; give that, "
                     "or move both collections by .to(device)"
                 )
-        self.to(wanted)
+        self.to(target)
 
     def prefetch(self, features: Any) -> None:
-        """Announce the batch of a future step of a plain loop, as `MultiTableEmbedding.prefetch`.
+        """Announce a future step's batch in a plain loop, like `MultiTableEmbedding.prefetch`.
 
-        A graph announces its batches itself. Bags that samples share are not announced.
+        A graph announces its batches itself. Batches of variable batch size are not announced.
         """
         announced: dict[MultiTableEmbedding, list[Lookup]] = {}
         with self.raise_on_all_ranks():
@@ -407,33 +428,33 @@ class TableCollection(TableModule):
 
     @abstractmethod
     def _lookups_of(self, features: Any) -> Iterator[tuple[MultiTableEmbedding, Lookup]]:
-        """The lookups of a batch, checked."""
+        """Yield the checked lookups of a batch, each with its embedding."""
 
-    def ids_of(self, values: Tensor) -> Tensor:
-        """Ids as `key_type`. InputError for values that are not integers, or wider than `key_type`."""
+    def convert_ids(self, values: Tensor) -> Tensor:
+        """Convert ids to `key_type`. Raises InputError if values are not integers or are wider than `key_type`."""
         if is_empty(values):
             return values.to(self.key_type)
         if values.dtype.is_floating_point or values.dtype.is_complex or values.dtype == torch.bool:
             raise InputError(f"values of {self.name!r}: {values.dtype}; give ids of an integer dtype")
         if values.dtype.itemsize > self.key_type.itemsize:
             raise InputError(
-                f"values of {self.name!r}: {values.dtype}, and key_type is {self.key_type}, which not every id fits; "
-                "make the collection with key_type=torch.int64, or give values.to(torch.int32)"
+                f"values of {self.name!r}: {values.dtype} is wider than key_type={self.key_type}; make the collection "
+                "with key_type=torch.int64, or give values.to(torch.int32)"
             )
         return values if values.dtype == self.key_type else values.to(self.key_type)
 
     def _adopt_shared(
         self, share: TableCollection, config: EmbeddingConfig, output_dtype: torch.dtype, state_dtype: torch.dtype
     ) -> None:
-        """Look up a table in the embedding of `share`. OptionError if the two configs of the table differ."""
-        theirs = next(one for one in share.configs if one.name == config.name)
+        """Look up a table in `share`'s embedding. Raises OptionError if the table's two configs differ."""
+        shared = next(other for other in share.configs if other.name == config.name)
         for fact in ("num_embeddings", "embedding_dim", "dtype", "group"):
-            if getattr(config, fact) != getattr(theirs, fact):
+            if getattr(config, fact) != getattr(shared, fact):
                 raise OptionError(
-                    f"table {config.name!r}: {fact}={getattr(config, fact)!r}, and {getattr(theirs, fact)!r} in share, "
+                    f"table {config.name!r}: {fact}={getattr(config, fact)!r}, and {getattr(shared, fact)!r} in share, "
                     f"{share.name!r}; give the same, or another name for a separate table"
                 )
-        if config.table_options() != theirs.table_options():
+        if config.table_options() != shared.table_options():
             raise OptionError(
                 f"table {config.name!r}: new rows or bad_ids differ from those in share, {share.name!r}; give the same "
                 "initializer, range and bad_ids, or another name for a separate table"
@@ -454,52 +475,52 @@ class TableCollection(TableModule):
 
 
 def _may_have(folder: Path, tables: set[str]) -> bool:
-    """Whether a store's live rows may be of one of the tables. It is not known without a clean marker, or of names."""
+    """True unless the clean marker shows that none of the tables has live rows in the store folder."""
     marker = FolderState(folder).clean_marker
     names = () if marker is None or "tables" not in marker else names_in(marker)
     return not names or None in names or not tables.isdisjoint(names)
 
 
-def _state_of(kind: str, table: str, given: Mapping[Any, Any]) -> dict[str, Any]:
-    """A copy of the state that an optimizer of TorchRec has of a table. InputError."""
-    ends = f".{kind}.{table}.weight"
-    names = [name for name in given if f".{name}".endswith(ends) or name == f"{table}.weight"]
-    if len(names) != 1 or not isinstance(given[names[0]], Mapping):
+def _table_state(kind: str, table: str, state: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return a copy of a table's entry in TorchRec's optimizer state. Raises InputError."""
+    suffix = f".{kind}.{table}.weight"
+    names = [name for name in state if f".{name}".endswith(suffix) or name == f"{table}.weight"]
+    if len(names) != 1 or not isinstance(state[names[0]], Mapping):
         raise InputError(
-            f"state: it has {names or 'none'} of table {table!r}; give one, as {ends[1:]!r}, a dict, among those of "
-            f"{', '.join(map(str, given)) or 'no parameter'}"
+            f"state: it has {names or 'none'} of table {table!r}; give one, as {suffix[1:]!r}, a dict, among those of "
+            f"{', '.join(map(str, state)) or 'no parameter'}"
         )
-    return dict(given[names[0]])
+    return dict(state[names[0]])
 
 
-def _state_name(theirs: str, names: Sequence[str]) -> str:
-    """The name of a state here, by that in TorchRec: FBGEMM's `<table>.momentum_1` is the first one."""
-    last = theirs.rpartition(".")[2]
+def _state_name(torchrec_name: str, names: Sequence[str]) -> str:
+    """Convert TorchRec's state name to ours. FBGEMM's `<table>.momentum_1` is the first of `names`."""
+    last = torchrec_name.rpartition(".")[2]
     number = {"momentum1": 0, "momentum_1": 0, "momentum2": 1, "momentum_2": 1}.get(last, len(names))
     return names[number] if number < len(names) else last
 
 
 def output_names(configs: Sequence[EmbeddingConfig]) -> list[list[str]]:
-    """For each table the names of its features in a result: feature@table if two tables have the feature.
+    """Return, for each table, its features' names in a result: feature@table if several tables have the feature.
 
-    OptionError if two names are the same.
+    Raises OptionError if two names are equal.
     """
-    every = [feature for config in configs for feature in config.feature_names]
+    features = [feature for config in configs for feature in config.feature_names]
     names = [
-        [f"{feature}@{config.name}" if every.count(feature) > 1 else feature for feature in config.feature_names]
+        [f"{feature}@{config.name}" if features.count(feature) > 1 else feature for feature in config.feature_names]
         for config in configs
     ]
-    flat = [name for of_table in names for name in of_table]
+    flat = [name for table_names in names for name in table_names]
     for name in flat:
         if flat.count(name) > 1:
             raise OptionError(f"feature_names: two results would be called {name!r}; give the feature another name")
     return names
 
 
-def numbers_of(features: Iterable[str], keys: Sequence[str]) -> list[int]:
-    """The positions of features among the keys of a batch. KeyError for a feature that is missing."""
-    at = {key: number for number, key in enumerate(keys)}
+def key_positions(features: Iterable[str], keys: Sequence[str]) -> list[int]:
+    """Return each feature's index in the batch's keys. Raises KeyError for a missing feature."""
+    positions = {key: position for position, key in enumerate(keys)}
     for feature in features:
-        if feature not in at:
+        if feature not in positions:
             raise KeyError(f"feature {feature!r} is not in the batch, whose keys are {', '.join(keys)}")
-    return [at[feature] for feature in features]
+    return [positions[feature] for feature in features]

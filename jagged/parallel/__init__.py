@@ -1,1 +1,1 @@
-"""TorchRec's entry points for many processes: the model over ranks, and its training loops."""
+"""TorchRec's `DistributedModelParallel` and train pipelines."""

@@ -1,4 +1,8 @@
-"""What TorchRec's fused modules train rows with: FBGEMM's formulas and defaults, whatever an optimizer's class has."""
+"""Gives rows the optimizers that TorchRec would fuse into its sharded modules.
+
+TorchRec passes a fused optimizer's numbers to FBGEMM. FBGEMM's formulas and defaults then apply, whatever
+optimizer class the user named.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,12 @@ from torch import nn
 from ...embedding.modules.embedding import MultiTableMultiColumnEmbedding
 from ...embedding.optim.eager import IN_BACKWARD
 from ...engine.errors import InputError, OptionError
-from ..tbe.call_arguments import CONSTRUCTOR, idle, refuse
+from ..tbe.call_arguments import CONSTRUCTOR, pop_idle, refuse
 from ..tbe.enums import OptimType
-from ..tbe.settings import DEFAULTS, settings_of
+from ..tbe.settings import DEFAULTS, make_settings
 
 log = logging.getLogger("tierbed")
-_KINDS = {  # by the name of a class of TorchRec's; torch has the first three
+_KINDS = {  # keys are class names in TorchRec; the first three are also torch's
     "SGD": OptimType.EXACT_SGD,
     "Adagrad": OptimType.EXACT_ADAGRAD,
     "Adam": OptimType.ADAM,
@@ -41,30 +45,32 @@ _REFUSED: dict[str, tuple[Any, str]] = CONSTRUCTOR | {
     "gradient_clipping": (False, _CLIP),
     "max_gradient": (1.0, _CLIP),
 }
-_OF_PLAN = ("cache_params", "enforce_hbm", "stochastic_rounding", "bounds_check_mode", "output_dtype")
+_PLAN_SETTINGS = (
+    "cache_params", "enforce_hbm", "stochastic_rounding", "bounds_check_mode", "output_dtype", "key_value_params",
+)  # fmt: skip
 
 
 def fuse(model: nn.Module, sharders: Any) -> None:
-    """Give the rows of a model the optimizers that TorchRec would fuse. OptionError, InputError."""
-    of_sharders = dict(_params_of(model, sharders))
-    for embedding in (one for one in model.modules() if isinstance(one, MultiTableMultiColumnEmbedding)):
+    """Give a model's rows the optimizers that TorchRec would fuse. Raises OptionError, InputError."""
+    fused_params = dict(_fused_params(model, sharders))
+    for embedding in (module for module in model.modules() if isinstance(module, MultiTableMultiColumnEmbedding)):
         try:
-            _fuse(embedding, dict(of_sharders.get(embedding, {})))
+            _fuse(embedding, dict(fused_params.get(embedding, {})))
         except OptionError as error:
             raise OptionError(f"fused optimizer of embedding {embedding.name!r}: {error}") from None
 
 
 def check_sharding(where: str, sharding: Any) -> None:
-    """OptionError for a setting of a table in a plan that is not followed."""
-    given = {name: getattr(sharding, name, None) for name in (*_OF_PLAN, "key_value_params")}
+    """Raise OptionError if a table's entry in a plan has a setting that tierbed does not follow."""
+    settings = {name: getattr(sharding, name, None) for name in _PLAN_SETTINGS}
     try:
-        refuse({name: value for name, value in given.items() if value is not None}, _REFUSED, ())
+        refuse({name: value for name, value in settings.items() if value is not None}, _REFUSED, ())
     except OptionError as error:
         raise OptionError(f"plan: {where}: {error}") from None
 
 
-def _params_of(model: nn.Module, sharders: Any) -> Iterator[tuple[nn.Module, Mapping[str, Any]]]:
-    """The embeddings of collections whose sharder has `fused_params`. OptionError."""
+def _fused_params(model: nn.Module, sharders: Any) -> Iterator[tuple[nn.Module, Mapping[str, Any]]]:
+    """Yield (module, `fused_params` of its sharder) for each module inside a sharded collection. Raises OptionError."""
     if not isinstance(sharders, (list, tuple, type(None))):
         raise OptionError(f"sharders={sharders!r}: give a list of TorchRec's sharders, or None")
     for sharder in sharders or ():
@@ -80,34 +86,35 @@ def _params_of(model: nn.Module, sharders: Any) -> Iterator[tuple[nn.Module, Map
             if isinstance(module, kind):
                 raise OptionError(f"{where} fused_params, and the model's {kind} stays as it is; leave them out")
             if any(base.__name__ == kind.__name__ for base in type(module).__mro__):
-                yield from ((one, params) for one in module.modules())
+                yield from ((inner, params) for inner in module.modules())
 
 
-def _fuse(embedding: MultiTableMultiColumnEmbedding, given: dict[str, Any]) -> None:
+def _fuse(embedding: MultiTableMultiColumnEmbedding, params: dict[str, Any]) -> None:
+    """Replace an embedding's in-backward optimizer by FBGEMM's. params: FBGEMM's arguments by name; modified."""
     shadow: Any = embedding.shadow
     classes, kwargs = getattr(shadow, "_optimizer_classes", []), getattr(shadow, "_optimizer_kwargs", [])
     if len(classes) == 1:
         kind, package = classes[0].__name__, classes[0].__module__.partition(".")[0]
         if package in ("torch", "torchrec") and kind in _KINDS:
-            given |= {"optimizer": _KINDS[kind], **kwargs[0]}
-        elif given.keys() & {*_NUMBERS}:
+            params |= {"optimizer": _KINDS[kind], **kwargs[0]}
+        elif params.keys() & {*_NUMBERS}:
             raise OptionError(f"{kind} has its own numbers; leave those of fused_params out")
-    if "lr" in given:
-        given["learning_rate"] = given.pop("lr")
-    if (betas := given.pop("betas", None)) is not None:  # which torch's Adam has, and FBGEMM lacks
+    if "lr" in params:
+        params["learning_rate"] = params.pop("lr")
+    if (betas := params.pop("betas", None)) is not None:  # torch's Adam has betas; FBGEMM has beta1 and beta2
         if not isinstance(betas, (list, tuple)) or len(betas) != 2:
             raise OptionError(f"betas={betas!r}: give two numbers")
-        given["beta1"], given["beta2"] = betas
-    chosen = {name: given.pop(name) for name in _NUMBERS if name in given}
-    unused = idle(given, getattr(torch, embedding.spec.dtype))
-    refuse(given, _REFUSED, _NUMBERS)
+        params["beta1"], params["beta2"] = betas
+    chosen = {name: params.pop(name) for name in _NUMBERS if name in params}
+    unused = pop_idle(params, getattr(torch, embedding.spec.dtype))
+    refuse(params, _REFUSED, _NUMBERS)
     if chosen and shadow.requires_grad:
         if embedding.is_open:
             raise InputError(f"embedding {embedding.name!r} is open; make DistributedModelParallel before a lookup")
-        if (settings := settings_of(chosen)) is None:
-            raise OptionError("optimizer=OptimType.NONE: leave it out, and train the rows by an EagerOptimizer")
+        if (settings := make_settings(chosen)) is None:
+            raise OptionError("optimizer=OptimType.NONE: leave it out, and train the rows with an EagerOptimizer")
         unused += settings.idle(chosen)
-        if classes:  # torch's hook steps the optimizers of this list
+        if classes:  # torch's backward hook steps the optimizers in this list
             getattr(shadow, IN_BACKWARD)[:] = [settings.make_optimizer([shadow])]
             classes[:], kwargs[:] = [settings.make_optimizer], [{}]
         else:

@@ -1,7 +1,7 @@
-"""`DistributedModelParallel`: a model whose embeddings share rows over ranks, and whose other parameters are equal.
+"""`DistributedModelParallel`: embedding rows are sharded over ranks, and the dense part is replicated.
 
-TorchRec's replaces modules by sharded ones. Here an embedding that has a world is spread over its ranks by the hash of
-ids, so the modules stay, and torch's DistributedDataParallel keeps the others equal.
+TorchRec replaces modules by sharded ones. Here modules stay: an embedding with a world spreads its rows over the ranks
+by the hash of their ids, and torch's DistributedDataParallel keeps the dense parameters equal.
 """
 
 from __future__ import annotations
@@ -26,18 +26,25 @@ from .fused_settings import check_sharding, fuse
 
 
 class DistributedModelParallel(nn.Module):
-    """TorchRec's wrapper of a model for many processes. It has the names of the model in its state, as TorchRec's.
+    """TorchRec's wrapper for training a model in many processes. Its state dict has the model's names.
 
-    module: its embeddings that have no world get that of `env`, or of torch's default group; they must not be open yet.
-    With one process they have none. env: TorchRec's ShardingEnv, a process group, or a World.
-    device: where the module is moved. What is on meta begins there, by `reset_parameters()` of its module.
-    plan: taken where it asks for row-wise sharding, and for nothing else. sharders: their `fused_params` choose the
-    optimizer of rows, and its numbers; what else they ask for is refused. An optimizer of torch's or TorchRec's that
-    `apply_optimizer_in_backward` gave rows has FBGEMM's formula and defaults, as in TorchRec (docs/torchrec.md).
-    init_data_parallel: whether the dense part is wrapped now, by DistributedDataParallel, or when
-    `init_data_parallel()` is called.
+    All ranks must construct it, and make the same calls in the same order. An optimizer from torch or TorchRec that
+    `apply_optimizer_in_backward` gave to rows uses FBGEMM's formula and defaults, as in TorchRec (docs/torchrec.md).
 
-    Every rank makes it, and all of its calls, as the others. Raises OptionError, InputError.
+    Args:
+        module: The model. Embeddings without a world get the world of `env`; they must not be open yet. With one
+            process they stay without a world.
+        env: TorchRec's ShardingEnv, a process group or a World. None means torch's default process group.
+        device: Device to move the module to. Parameters on meta are initialized there by `reset_parameters()`.
+        plan: TorchRec's ShardingPlan. Only row-wise sharding is accepted.
+        sharders: TorchRec's sharders. Their `fused_params` choose the rows' optimizer; other settings are refused.
+        init_data_parallel: If False, the dense part is wrapped in DistributedDataParallel only when
+            `init_data_parallel()` is called.
+        init_parameters: If False, the module is not moved to `device`.
+
+    Raises:
+        OptionError: If an argument is invalid or not supported.
+        InputError: If an embedding is already open, or a module on meta has no `reset_parameters()`.
     """
 
     @checked_arguments("module", "init_data_parallel", "init_parameters")
@@ -53,7 +60,7 @@ class DistributedModelParallel(nn.Module):
         **refused: Any,
     ) -> None:
         super().__init__()
-        for name in (name for name, given in refused.items() if given is not None):
+        for name in (name for name, value in refused.items() if value is not None):
             raise OptionError(
                 f"{name}={refused[name]!r}: torch's DistributedDataParallel wraps the model; leave it out"
             )
@@ -81,23 +88,23 @@ class DistributedModelParallel(nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """The model, as it was given."""
+        """The model without wrappers."""
         return get_unwrapped_module(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The result of the model."""
+        """Call the model."""
         return self._wrapped(*args, **kwargs)
 
     def init_data_parallel(self) -> None:
-        """Let the dense parameters of all ranks be those of rank 0, and equal from then on. May be called again."""
+        """Copy rank 0's dense parameters to all ranks, and keep them equal from then on. Further calls do nothing."""
         if isinstance(self._wrapped, DistributedDataParallel):
             return
         _leave_meta(self._wrapped, self.device)
         shadows = {id(embedding.shadow) for embedding in self._embeddings()}
-        dense = [one for one in self._wrapped.parameters() if id(one) not in shadows and one.requires_grad]
+        dense = [param for param in self._wrapped.parameters() if id(param) not in shadows and param.requires_grad]
         if self._world.size > 1 and dense:
-            left = [name for name, one in self._wrapped.named_parameters() if id(one) in shadows]
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self._wrapped, left)
+            ignored = [name for name, param in self._wrapped.named_parameters() if id(param) in shadows]
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self._wrapped, ignored)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # newer versions of torch rename broadcast_buffers
                 wrapped = DistributedDataParallel(self._wrapped, process_group=self._group, broadcast_buffers=False)
@@ -106,90 +113,90 @@ class DistributedModelParallel(nn.Module):
 
     @property
     def fused_optimizer(self) -> InBackward:
-        """The optimizers that `apply_optimizer_in_backward` gave parameters, by their names."""
+        """The optimizers that `apply_optimizer_in_backward` attached to parameters."""
         return InBackward(self.module)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """That of the model."""
+        """Return the model's state dict."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """As of the model."""
+        """Load a state dict into the model."""
         return self.module.load_state_dict(state_dict, strict, assign)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of the model."""
+        """Iterate over the model's parameters."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def _embeddings(self) -> list[MultiTableMultiColumnEmbedding]:
-        return [one for one in self._wrapped.modules() if isinstance(one, MultiTableMultiColumnEmbedding)]
+        return [module for module in self._wrapped.modules() if isinstance(module, MultiTableMultiColumnEmbedding)]
 
 
 class InBackward:
-    """Optimizers that torch steps in backward: `params` by name, `param_groups`, and `state_dict()` of each.
+    """The optimizers that torch steps during backward: `params` by name, `param_groups` and `state_dict()`.
 
-    TorchRec's CombinedOptimizer takes it among others: it unpacks to a pair of a name and an optimizer.
+    It can be an item of TorchRec's CombinedOptimizer, since it unpacks to a (name, optimizer) pair.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.defaults = {"_save_param_groups": False}
-        self.state: dict[nn.Parameter, Any] = {}  # that of rows is with the rows
-        self.params = {name: one for name, one in module.named_parameters() if hasattr(one, IN_BACKWARD)}
-        self.optimizers = {name: given for name, one in self.params.items() for given in getattr(one, IN_BACKWARD)}
+        self.state: dict[nn.Parameter, Any] = {}  # empty: row state is stored with the rows
+        self.params = {name: param for name, param in module.named_parameters() if hasattr(param, IN_BACKWARD)}
+        self.optimizers = {name: opt for name, param in self.params.items() for opt in getattr(param, IN_BACKWARD)}
 
     def __getitem__(self, index: int) -> Any:
         return ("", self)[index]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The param groups of all, whose numbers may be changed."""
+        """The param groups of all optimizers. Their values may be changed."""
         return [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
 
-    def step(self, *given: Any, **named: Any) -> None:
-        """Nothing, as what follows: backward() steps them, and drops the gradients that a step took."""
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: backward() already steps the optimizers and drops the gradients they used."""
 
     zero_grad = save_param_groups = post_load_state_dict = step
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of each, by name. The state of rows is with the rows."""
+        """Return {parameter name: optimizer state dict}. Row state is not included; it is stored with the rows."""
         return {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave. KeyError."""
+        """Load a result of `state_dict`. Raises KeyError for a missing parameter."""
         for name, optimizer in self.optimizers.items():
             optimizer.load_state_dict(state_dict[name])
 
 
 def get_unwrapped_module(module: nn.Module) -> nn.Module:
-    """The module in a DistributedModelParallel or DistributedDataParallel."""
+    """Return the module inside any DistributedModelParallel and DistributedDataParallel."""
     while isinstance(module, DistributedModelParallel | DistributedDataParallel):
         module = module._wrapped if isinstance(module, DistributedModelParallel) else module.module
     return module
 
 
 def get_module(module: nn.Module) -> nn.Module:
-    """The module in a DistributedModelParallel, in its DistributedDataParallel if there is one."""
+    """Return the module inside a DistributedModelParallel, with its DistributedDataParallel wrapper if it has one."""
     while isinstance(module, DistributedModelParallel):
         module = module._wrapped
     return module
 
 
 def _find_wrapped(parallel: Any, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
-    """Let a module around a DistributedModelParallel load its state_dict(), which has the names of the model."""
+    """Add the wrapper's path to names, so that an enclosing module can load a state dict with the model's names."""
     inner = prefix + ("_wrapped.module." if isinstance(parallel._wrapped, DistributedDataParallel) else "_wrapped.")
     for name in [name for name in state_dict if name.startswith(prefix) and not name.startswith(inner)]:
         state_dict[inner + name.removeprefix(prefix)] = state_dict.pop(name)
 
 
 def _world_of(env: Any) -> tuple[World, dist.ProcessGroup | None]:
-    """The world of embeddings, and the process group of the dense part; None is torch's default one."""
+    """Return the embeddings' world and the dense part's process group. A group of None means torch's default."""
     if isinstance(env, World):
         return env, None
     group = getattr(env, "process_group", env)
     if hasattr(env, "sharding_pg"):
-        raise OptionError("env=ShardingEnv2D: replicas would drift apart between averages; give a ShardingEnv, or none")
+        raise OptionError("env=ShardingEnv2D: replicas would drift apart between averages; give a ShardingEnv, or None")
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise OptionError(f"env={type(env).__name__}: give a World, a process group, TorchRec's ShardingEnv, or None")
     if group is None and not dist.is_initialized():
@@ -198,33 +205,33 @@ def _world_of(env: Any) -> tuple[World, dist.ProcessGroup | None]:
 
 
 def _check_plan(plan: Any) -> None:
-    """OptionError for what is no plan of TorchRec, for other than row-wise sharding and for settings of a sharding."""
-    of_modules = {} if plan is None else getattr(plan, "plan", plan)
+    """Raise OptionError unless this is TorchRec's plan, with row-wise sharding and no unsupported settings."""
+    modules = {} if plan is None else getattr(plan, "plan", plan)
     try:
-        shardings = {f"{path}.{name}": one for path, of in of_modules.items() for name, one in of.items()}
-        kinds = {path: one.sharding_type for path, one in shardings.items()}
+        shardings = {f"{path}.{name}": entry for path, entries in modules.items() for name, entry in entries.items()}
+        kinds = {path: entry.sharding_type for path, entry in shardings.items()}
     except AttributeError:
         raise OptionError(f"plan={plan!r:.200}: give TorchRec's ShardingPlan, or leave it out") from None
     for path, kind in kinds.items():
         if (kind := getattr(kind, "value", kind)) != "row_wise":
             raise OptionError(
                 f"plan: {path} is {kind!r}; rows are spread over all ranks by the hash of their ids, "
-                "'row_wise', since no table is known to be small and no rank may have more than its share: leave "
-                "the plan out (docs/distributed.md)"
+                "'row_wise', so that each rank holds about as many as another; leave the plan out "
+                "(docs/distributed.md)"
             )
         check_sharding(path, shardings[path])
 
 
 def _leave_meta(root: nn.Module, device: torch.device) -> None:
-    """Move what is on meta to a device, where parameters get their first values. InputError."""
+    """Move tensors from meta to a device, and initialize their modules there. Raises InputError."""
     modules, resets = dict(root.named_modules()), {}
-    moved: dict[int, torch.Tensor] = {}  # by the id of the tensor on meta
+    moved: dict[int, torch.Tensor] = {}  # {id of the tensor on meta: the new tensor}
     for path, module in modules.items():
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         on_meta = [(name, tensor) for name, tensor in own if tensor.device.type == "meta"]
         if on_meta and not isinstance(module, MultiTableMultiColumnEmbedding):
-            around = [".".join(path.split(".")[:end]) for end in range(path.count(".") + 1, -1, -1)]
-            owner = next((one for one in around if hasattr(modules[one], "reset_parameters")), None)
+            enclosing = [".".join(path.split(".")[:end]) for end in range(path.count(".") + 1, -1, -1)]
+            owner = next((outer for outer in enclosing if hasattr(modules[outer], "reset_parameters")), None)
             if owner is None:
                 raise InputError(
                     f"{path or 'module'} is on meta, and has no reset_parameters(); add one, or make it here"
@@ -233,7 +240,7 @@ def _leave_meta(root: nn.Module, device: torch.device) -> None:
         for name, tensor in on_meta:
             new = torch.zeros_like(tensor, device=device)
             new = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
-            setattr(module, name, moved.setdefault(id(tensor), new))  # tied ones stay tied
+            setattr(module, name, moved.setdefault(id(tensor), new))  # keeps tied parameters tied
             if hasattr(tensor, IN_BACKWARD) and moved[id(tensor)] is new:
                 from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
 

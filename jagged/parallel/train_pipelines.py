@@ -1,4 +1,4 @@
-"""TorchRec's training loops: `progress` makes one step, and announces the rows of later batches to the embeddings."""
+"""TorchRec's train pipelines. `progress` runs one step and announces the rows of later batches to the embeddings."""
 
 from __future__ import annotations
 
@@ -19,19 +19,24 @@ from ..collections.embedding_collections import EmbeddingBagCollection, Embeddin
 from .model_parallel import get_unwrapped_module
 
 log = logging.getLogger("tierbed")
-Path = tuple[Callable[[Any], Any], ...]  # from a batch to one of its parts
+Path = tuple[Callable[[Any], Any], ...]  # the attribute and item accesses that lead from a batch to one of its parts
 
 
 class TrainPipelineBase:
-    """Steps of a model that returns (losses, output) for a batch: forward, backward, and the optimizer's step.
+    """Trains a model that returns (losses, output) for a batch. In eval mode it only calls the model.
 
-    model: in eval mode it is only called. optimizer: an EagerOptimizer for rows, or one of the dense part where
-    `apply_optimizer_in_backward` or a TableBatchedEmbeddingBags trains the rows; None if the model is never trained.
-    device: where batches are moved by their `to(device, non_blocking=)`. custom_model_fwd: called instead of the model.
-    Raises OptionError.
+    Args:
+        model: The model.
+        optimizer: An EagerOptimizer, or an optimizer for the dense part only, if `apply_optimizer_in_backward` or a
+            TableBatchedEmbeddingBags trains the rows. None if the model is never trained.
+        device: Device that batches are moved to by their `to(device, non_blocking=)`.
+        custom_model_fwd: Called instead of the model.
+
+    Raises:
+        OptionError: If an argument is invalid.
     """
 
-    _ahead = 0  # batches that it holds besides that of its step
+    _ahead = 0  # how many later batches are held while a step runs
 
     def __init__(
         self,
@@ -46,21 +51,30 @@ class TrainPipelineBase:
             raise OptionError(f"optimizer={type(optimizer).__name__}: give an EagerOptimizer, or one of torch.optim")
         self._model, self._optimizer, self._device = model, optimizer, torch.device(device)
         self._forward = custom_model_fwd or model
-        self._batches: deque[tuple[Iterator[Any], Any]] = deque()  # to be trained, each with its loader
-        self._paths: dict[nn.Module, Path | None] = {}  # where in a batch a collection's features are
+        self._batches: deque[tuple[Iterator[Any], Any]] = deque()  # (loader, batch) waiting to be trained
+        self._paths: dict[nn.Module, Path | None] = {}  # where a collection's features are in a batch
         self._execute_all_batches = True
-        self._loader: Iterator[Any] | None = None  # of the last training step
-        self._end: Exception | None = None  # what that loader raised, until the batches before it are trained
+        self._loader: Iterator[Any] | None = None  # the last training step's loader
+        self._end: Exception | None = None  # that loader's exception, held until the batches before it are trained
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
-        """Make a step with the next batch, and return the model's output.
+        """Run a step with the next batch.
 
-        StopIteration after the loader's last batch. Any other exception of the loader is raised in its turn as well.
-        An exception of a step uses up the step's batch, as in a plain loop: the next call goes on with the next batch.
+        In training mode, batches that were already drawn from another loader come first, so that each batch is trained
+        once. In eval mode only this loader's batches are scored; other loaders' batches wait for training mode.
 
-        In training mode, batches that were drawn from another loader come first, so each batch is trained once. In eval
-        mode, only batches of this loader are scored; batches of others stay for the next step in training mode.
-        Raises InputError, OptionError.
+        Args:
+            dataloader_iter: The loader's iterator.
+
+        Returns:
+            The model's output.
+
+        Raises:
+            StopIteration: After the loader's last batch.
+            InputError, OptionError: If the model's result or the optimizer is unsuitable.
+
+        A loader's other exceptions are raised too, after the batches before them. If a step raises, its batch is used
+        up, as in a plain loop; the next call continues with the next batch.
         """
         if not hasattr(dataloader_iter, "__next__"):
             raise InputError(f"dataloader_iter={type(dataloader_iter).__name__}: give an iterator, iter(loader)")
@@ -70,11 +84,11 @@ class TrainPipelineBase:
         batch = self._next(dataloader_iter)
         if is_training:
             self._optimizer.zero_grad()
-        with _observed(self._collections(), self._paths, batch):
+        with _find_paths(self._collections(), self._paths, batch):
             result = self._forward(batch)
         if not isinstance(result, (tuple, list)) or len(result) != 2:
-            what = f"{len(result)} values" if isinstance(result, (tuple, list)) else f"a {type(result).__name__}"
-            raise InputError(f"the model returned {what}; a pipeline's model returns a pair, (losses, output)")
+            returned = f"{len(result)} values" if isinstance(result, (tuple, list)) else f"a {type(result).__name__}"
+            raise InputError(f"the model returned {returned}; a pipeline's model returns a pair, (losses, output)")
         losses, output = result
         if is_training:
             torch.sum(losses, dim=0).backward()
@@ -82,7 +96,7 @@ class TrainPipelineBase:
         return output
 
     def reset(self) -> None:
-        """Forget the batches that were taken and not trained."""
+        """Drop the batches that were drawn but not trained."""
         self._batches.clear()
         self._loader = self._end = None
         self._forget_announced()
@@ -100,7 +114,7 @@ class TrainPipelineBase:
             try:
                 raise end
             finally:
-                del end  # or this frame would keep the model through the traceback
+                del end  # the traceback references this frame, which would keep the model alive
         if number is None:
             return self._draw(loader)
         batch = self._batches[number][1]
@@ -129,26 +143,35 @@ class TrainPipelineBase:
             embedding.forget_announced()
 
     def _announce(self, batch: Any) -> None:
-        """Announce a batch that is built like the first one. Any other one is not prefetched, on no rank."""
+        """Announce a batch if its features are where they were in the first batch. Otherwise no rank prefetches it."""
         for collection in self._collections():
             features = _part(batch, self._paths.get(collection))
-            is_known = features is not None or any(one.world and collection in self._paths for one in collection.each())
-            if is_known and all(one.row_optimizer and one.shadow.requires_grad for one in collection.each()):
-                with suppress(Exception):  # the step itself raises what is wrong
+            is_known = features is not None or any(
+                embedding.world and collection in self._paths for embedding in collection.each()
+            )
+            if is_known and all(
+                embedding.row_optimizer and embedding.shadow.requires_grad for embedding in collection.each()
+            ):
+                with suppress(Exception):  # the step itself will raise the error
                     collection.prefetch(features)
 
     def _collections(self) -> list[EmbeddingBagCollection | EmbeddingCollection]:
         modules = get_unwrapped_module(self._model).modules()
-        return [one for one in modules if isinstance(one, EmbeddingBagCollection | EmbeddingCollection)]
+        return [module for module in modules if isinstance(module, EmbeddingBagCollection | EmbeddingCollection)]
 
 
 class TrainPipelineSparseDist(TrainPipelineBase):
-    """As TrainPipelineBase, which holds two batches more, whose rows are prefetched while a step runs.
+    """A TrainPipelineBase that holds two more batches and prefetches their rows while a step runs.
 
-    A collection's rows are prefetched if its features are a part of the batch, as `batch.sparse_features` is; the first
-    step finds it. execute_all_batches: whether the batches that are held when the loader ends are trained before
-    StopIteration; if not, they are trained before those of the next loader. Its other arguments are of TorchRec's
-    streams, and change nothing here.
+    A collection's rows are prefetched if its features are a part of the batch, for example `batch.sparse_features`. The
+    first step finds out which part.
+
+    Args:
+        model, optimizer, device, custom_model_fwd: As for TrainPipelineBase.
+        execute_all_batches: If True, batches that are held when the loader ends are trained before StopIteration. If
+            False, they are trained before the next loader's batches.
+
+    TorchRec's other arguments configure its streams and change nothing here.
     """
 
     _ahead = 2
@@ -169,39 +192,39 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             raise OptionError("apply_jit=True: TorchScript has no tables of tierbed; leave it out")
         super().__init__(model, optimizer, device, custom_model_fwd)
         self._execute_all_batches = execute_all_batches
-        if unknown := unused.keys() - _OF_STREAMS:
+        if unknown := unused.keys() - _STREAM_ARGUMENTS:
             raise OptionError(f"{min(unknown)}={unused[min(unknown)]!r}: there is no such argument; leave it out")
 
 
-PrefetchTrainPipelineSparseDist = TrainPipelineSparseDist  # which prefetches already
-_OF_STREAMS = {
+PrefetchTrainPipelineSparseDist = TrainPipelineSparseDist  # it already prefetches
+_STREAM_ARGUMENTS = {
     "dmp_collection_sync_interval_batches", "enqueue_batch_after_forward", "enable_inplace_copy_batch",
     "free_features_storage_early", "clear_data_dist_inputs",
 }  # fmt: skip
 
 
 class TrainPipelineSemiSync:
-    """Refused: its lookups read rows that lack the last step's update, so its numbers are of no plain loop."""
+    """Not supported. It looks rows up before the previous step's update, so results differ from a plain loop."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise OptionError(
             "a TrainPipelineSemiSync looks rows up one step early, without an update; use TrainPipelineSparseDist, "
-            "whose numbers are those of a plain loop"
+            "whose results equal a plain loop's"
         )
 
 
 @contextmanager
-def _observed(collections: Iterable[nn.Module], paths: dict[nn.Module, Path | None], batch: Any) -> Iterator[None]:
-    """A block of a forward in which collections are called, to find where in the batch their features are."""
+def _find_paths(collections: Iterable[nn.Module], paths: dict[nn.Module, Path | None], batch: Any) -> Iterator[None]:
+    """Within this context, watch a forward's calls of collections to find where in the batch their features are."""
 
-    def note(collection: nn.Module, args: tuple[Any, ...]) -> None:
+    def record_path(collection: nn.Module, args: tuple[Any, ...]) -> None:
         path = _path_to(batch, args[0]) if args else None
         if path is None and collection not in paths:
             name = type(collection).__name__
-            log.info("%s: its features are no part of the batch, so its rows are not prefetched", name)
+            log.info("%s: its features are not a part of the batch, so its rows are not prefetched", name)
         paths.setdefault(collection, path)
 
-    hooks = [one.register_forward_pre_hook(note) for one in collections if one not in paths]
+    hooks = [module.register_forward_pre_hook(record_path) for module in collections if module not in paths]
     try:
         yield
     finally:
@@ -210,7 +233,7 @@ def _observed(collections: Iterable[nn.Module], paths: dict[nn.Module, Path | No
 
 
 def _path_to(whole: Any, part: Any, depth: int = 4) -> Path | None:
-    """How to come from a batch to an object in it; None if the batch has it nowhere."""
+    """Return the path from a batch to an object inside it, or None if the batch does not contain it."""
     if whole is part:
         return ()
     if depth == 0 or isinstance(whole, (Tensor, str, bytes)):
@@ -219,20 +242,20 @@ def _path_to(whole: Any, part: Any, depth: int = 4) -> Path | None:
     if isinstance(whole, Mapping):
         inner = [(itemgetter(key), value) for key, value in whole.items()]
     elif isinstance(whole, (list, tuple)):
-        inner = [(itemgetter(at), value) for at, value in enumerate(whole)]
+        inner = [(itemgetter(index), value) for index, value in enumerate(whole)]
     else:
-        slots = [one.name for one in dataclasses.fields(whole)] if dataclasses.is_dataclass(whole) else ()
+        slots = [field.name for field in dataclasses.fields(whole)] if dataclasses.is_dataclass(whole) else ()
         inner = [(attrgetter(name), getattr(whole, name, None)) for name in getattr(whole, "__dict__", slots)]
     for step, value in inner:
-        found = _path_to(value, part, depth - 1)
-        if found is not None:
-            return (step, *found)
+        rest = _path_to(value, part, depth - 1)
+        if rest is not None:
+            return (step, *rest)
     return None
 
 
 def _part(whole: Any, path: Path | None) -> Any:
-    """The part of a batch at a path; None if it has none there, or the path is None."""
+    """Return the part of a batch at a path, or None if there is none or the path is None."""
     try:
         return None if path is None else reduce(lambda part, step: step(part), path, whole)
-    except Exception:  # whatever a batch of another structure raises
+    except Exception:  # a batch with another structure may raise anything
         return None

@@ -1,4 +1,4 @@
-"""Arguments of a table-batched embedding and of its calls: FBGEMM's that are refused, and checks of the others."""
+"""Argument checks of the table-batched embedding, and the arguments of FBGEMM that it refuses or ignores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INTERNAL = "it configures FBGEMM's internals, which tierbed does not have; leav
 _STREAMING = "save incremental snapshots of the changed rows (docs/snapshots.md)"
 _OUTPUT = "the output is a new tensor; copy it to where you need it"
 
-# by name: FBGEMM's default, which is what tierbed does, and why nothing else is taken
+# {name: (FBGEMM's default, which is what tierbed does; why other values are refused)}
 CONSTRUCTOR: dict[str, tuple[Any, str]] = {
     "cache_sets": (0, "the memory of a cache decides its number of sets; give cache_load_factor, or store_options"),
     "cache_reserved_memory": (0.0, "a cache takes no more than its budget; give cache_load_factor, or store_options"),
@@ -47,8 +47,8 @@ CONSTRUCTOR: dict[str, tuple[Any, str]] = {
     "uvm_host_mapped": (False, "a GPU reads page-locked memory of the host; leave it out"),
     "extra_optimizer_config": (None, _INTERNAL),
     "tbe_input_multiplexer_config": (None, _INTERNAL),
-    "embedding_table_index_type": (torch.int64, "indices of int32 and of int64 are taken in every call; leave it out"),
-    "embedding_table_offset_type": (torch.int64, "offsets of int32 and of int64 are taken in every call; leave it out"),
+    "embedding_table_index_type": (torch.int64, "every call accepts int32 and int64 indices; leave it out"),
+    "embedding_table_offset_type": (torch.int64, "every call accepts int32 and int64 offsets; leave it out"),
     "embedding_shard_info": (None, "rows are spread over ranks by their hash; give world=, or leave it out"),
     "enable_raw_embedding_streaming": (False, _STREAMING),
     "res_params": (None, _STREAMING),
@@ -56,7 +56,7 @@ CONSTRUCTOR: dict[str, tuple[Any, str]] = {
     "preallocated_host_buffers": (None, _INTERNAL),
 }
 
-# FBGEMM's constructor by position, after the tables and their features
+# positional arguments of FBGEMM's constructor, after embedding_specs and feature_table_map
 POSITIONS = (
     "cache_algorithm", "cache_load_factor", "cache_sets", "cache_reserved_memory", "cache_precision",
     "weights_precision", "output_dtype", "enforce_hbm", "optimizer", "record_cache_metrics", "gather_uvm_cache_stats",
@@ -67,13 +67,13 @@ POSITIONS = (
     "optimizer_state_dtypes",
 )  # fmt: skip
 
-# those of FBGEMM that are taken whatever they are, and why they change nothing
+# {name: (FBGEMM's default; why it changes nothing)}, accepted with any value
 IDLE: dict[str, tuple[Any, str]] = {
     "use_experimental_tbe": (False, "tierbed has one implementation"),
     "prefetch_pipeline": (False, "a cache keeps the rows of announced batches by itself"),
 }
 
-IDLE_CALL = ("hash_zch_identities", "hash_zch_runtime_meta")  # of a call
+IDLE_CALL = ("hash_zch_identities", "hash_zch_runtime_meta")  # arguments of forward that change nothing
 CALL: dict[str, tuple[Any, str]] = {
     "total_unique_indices": (None, "it is of OptimType.NONE; leave it out"),
     "forward_stream": (None, "a table synchronises its own streams with the caller's; leave it out"),
@@ -82,37 +82,37 @@ CALL: dict[str, tuple[Any, str]] = {
 }
 
 
-def idle(given: dict[str, Any], dtype: torch.dtype) -> list[str]:
-    """Takes arguments out that change nothing, and returns them with the reason. dtype: of stored rows."""
-    taken = []
+def pop_idle(arguments: dict[str, Any], dtype: torch.dtype) -> list[str]:
+    """Remove the arguments that change nothing, and return "name: reason" for each. dtype: of stored rows."""
+    removed = []
     for name, (default, reason) in IDLE.items():
-        taken += [f"{name}: {reason}"] * (given.pop(name, default) != default)
-    if given.get("stochastic_rounding") is False and dtype == torch.float32:
-        del given["stochastic_rounding"]
-    if given.get("preallocated_host_buffers") == {}:
-        del given["preallocated_host_buffers"]
+        removed += [f"{name}: {reason}"] * (arguments.pop(name, default) != default)
+    if arguments.get("stochastic_rounding") is False and dtype == torch.float32:
+        del arguments["stochastic_rounding"]
+    if arguments.get("preallocated_host_buffers") == {}:
+        del arguments["preallocated_host_buffers"]
     for name in ("extra_optimizer_config", "ensemble_mode", "emainplace_mode", "global_weight_decay"):
-        value: Any = given.get(name)
-        if is_dataclass(value) and value == type(value)():  # type: ignore[misc]  # of defaults alone
-            del given[name]
-    if isinstance(counts := given.get("record_cache_metrics"), tuple) and not any(counts):
-        del given["record_cache_metrics"]
-    return taken
+        value: Any = arguments.get(name)
+        if is_dataclass(value) and value == type(value)():  # type: ignore[misc]  # a config with default values
+            del arguments[name]
+    if isinstance(counts := arguments.get("record_cache_metrics"), tuple) and not any(counts):
+        del arguments["record_cache_metrics"]
+    return removed
 
 
 def refuse(
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     known: Mapping[str, tuple[Any, str]],
-    others: Iterable[str],
+    supported: Iterable[str],
     error: type[TierbedError] = OptionError,
 ) -> None:
-    """An error for an argument that is refused, unless it has FBGEMM's default, and for an unknown one.
+    """Raise `error` for an unknown argument, or for a `known` one whose value differs from FBGEMM's default.
 
-    others: the names of the supported arguments.
+    supported: names that the message may suggest for an unknown argument.
     """
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name not in known:
-            near = difflib.get_close_matches(name, [*others, *known], 1)
+            near = difflib.get_close_matches(name, [*supported, *known], 1)
             meant = f"did you mean {near[0]}?" if near else "leave it out"
             raise error(f"{name}={value!r}: there is no such argument; {meant}")
         default, reason = known[name]
@@ -123,44 +123,44 @@ def refuse(
 
 @dataclass
 class TBECall:
-    """The bags of all features, one feature after another."""
+    """The checked arguments of a call: the bags of all features, one feature after another."""
 
     indices: Tensor  # int64 [n]
     offsets: Tensor  # int64 [bags + 1]
     weights: Tensor | None  # float32 [n]
     features: int
-    sizes: list[list[int]] | None  # how many bags each feature has for each rank; None: all features have as many
+    sizes: list[list[int]] | None  # number of bags per feature and rank; None: equal for all features
 
     @cached_property
     def jagged(self) -> VariableBatchKeyedJaggedTensor:
-        """The same bags, whose keys are the numbers of the features."""
+        """The same bags as a jagged tensor. Its keys are the features' numbers."""
         names, batch = [*map(str, range(self.features))], (self.offsets.shape[0] - 1) // self.features
         bags = [batch] * self.features if self.sizes is None else [*map(sum, self.sizes)]
         return VariableBatchKeyedJaggedTensor(names, self.indices, self.weights, None, self.offsets, bags)
 
-    def with_gradients(self, wanted: Any) -> TBECall:
-        """The same call, whose weights get a gradient for the features that `wanted` [features] has as true."""
-        if not isinstance(wanted, Tensor) or wanted.shape != (self.features,):
+    def with_gradients(self, requires_grad: Any) -> TBECall:
+        """Return the call with weights detached for each feature where `requires_grad` [features] is 0."""
+        if not isinstance(requires_grad, Tensor) or requires_grad.shape != (self.features,):
             raise InputError(
-                f"feature_requires_grad={wanted!r}: give a tensor of {self.features} integers, one a feature"
+                f"feature_requires_grad={requires_grad!r}: give a tensor of {self.features} integers, one per feature"
             )
         if self.weights is None:
             return self
         counts = self.offsets[torch.tensor(self.jagged.lengths_offset_per_key(), device=self.offsets.device)].diff()
-        of_ids = wanted.to(self.offsets.device, torch.bool).repeat_interleave(counts)
-        return replace(self, weights=torch.where(of_ids, self.weights, self.weights.detach()))
+        id_requires_grad = requires_grad.to(self.offsets.device, torch.bool).repeat_interleave(counts)
+        return replace(self, weights=torch.where(id_requires_grad, self.weights, self.weights.detach()))
 
 
 def checked_call(
     name: str, features: int, indices: Any, offsets: Any, weights: Any, sizes: Any, device: torch.device
 ) -> TBECall:
-    """The checked arguments of a call, integers as int64 and weights as float32. InputError."""
+    """Check a call's arguments, and convert integers to int64 and weights to float32. Raises InputError."""
     ids, bounds = _integers(name, "indices", indices, device), _integers(name, "offsets", offsets, device)
     if weights is not None:
         if not isinstance(weights, Tensor) or not weights.is_floating_point() or weights.shape != ids.shape:
             got = f"{weights.dtype} {tuple(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
             raise InputError(f"per_sample_weights of {name!r}: got {got}; give floats {tuple(ids.shape)}")
-        weights = _on(name, "per_sample_weights", weights, device).float()
+        weights = _check_location(name, "per_sample_weights", weights, device).float()
     bags = bounds.shape[0] - 1
     if sizes is None:
         if bags < 0 or bags % features:
@@ -180,29 +180,30 @@ def _checked_sizes(name: str, features: int, sizes: Any, bags: int) -> list[list
         raise InputError(
             f"{where}: got {got}; give {features} lists, one for each feature, of one batch size for each rank"
         )
-    if any(not isinstance(one, (list, tuple)) or len(one) != len(sizes[0]) or not one for one in sizes):
+    if any(not isinstance(ranks, (list, tuple)) or len(ranks) != len(sizes[0]) or not ranks for ranks in sizes):
         raise InputError(f"{where}: {sizes!r}; give each feature one batch size for each rank")
-    if any(as_int(size, 0) is None for one in sizes for size in one):
+    if any(as_int(size, 0) is None for ranks in sizes for size in ranks):
         raise InputError(f"{where}: {sizes!r}; give whole numbers >= 0")
-    given = [[int(size) for size in one] for one in sizes]
-    if (total := sum(map(sum, given))) != bags:
+    checked = [[int(size) for size in ranks] for ranks in sizes]
+    if (total := sum(map(sum, checked))) != bags:
         raise InputError(f"{where}: {total} bags, and offsets have {bags}; give {total + 1} offsets")
-    return given
+    return checked
 
 
-def _integers(name: str, argument: str, given: Any, device: torch.device) -> Tensor:
-    if not isinstance(given, Tensor) or given.dtype not in (torch.int32, torch.int64) or given.dim() != 1:
-        got = f"{given.dtype} {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+def _integers(name: str, argument: str, value: Any, device: torch.device) -> Tensor:
+    if not isinstance(value, Tensor) or value.dtype not in (torch.int32, torch.int64) or value.dim() != 1:
+        got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise InputError(f"{argument} of {name!r}: got {got}; give a 1-D torch.Tensor of int64 or int32")
-    return _on(name, argument, given, device).to(torch.int64)
+    return _check_location(name, argument, value, device).to(torch.int64)
 
 
-def _on(name: str, argument: str, given: Tensor, device: torch.device) -> Tensor:
-    if given.device != device:
+def _check_location(name: str, argument: str, tensor: Tensor, device: torch.device) -> Tensor:
+    """Return the tensor. Raises InputError if it is on another device than the tables, or sparse."""
+    if tensor.device != device:
         raise InputError(
-            f"{argument} of {name!r} are on {given.device} and the tables on {device}; give "
+            f"{argument} of {name!r} are on {tensor.device} and the tables on {device}; give "
             f"{argument}.to({str(device)!r})"
         )
-    if given.layout != torch.strided:
-        raise InputError(f"{argument} of {name!r} are {given.layout}; give {argument}.to_dense()")
-    return given
+    if tensor.layout != torch.strided:
+        raise InputError(f"{argument} of {name!r} are {tensor.layout}; give {argument}.to_dense()")
+    return tensor

@@ -1,4 +1,4 @@
-"""A call of a table-batched embedding: one lookup of each embedding, one output, the update in backward."""
+"""Runs a call of a table-batched embedding: a lookup per embedding, joined to one output, and updates in backward."""
 
 from __future__ import annotations
 
@@ -24,39 +24,36 @@ from ..tensors.keyed_tensor import ColumnOrder
 from .call_arguments import TBECall
 
 _NO_GRADIENT = (
-    "torch.autograd.grad of the anchor of a TableBatchedEmbeddingBags, but rows are updated in backward, and no tensor "
-    "holds their gradients; call backward(), or leave the anchor out"
+    "torch.autograd.grad got the anchor of a TableBatchedEmbeddingBags, but rows are updated in backward, and no "
+    "tensor holds their gradients; call backward(), or leave the anchor out"
 )
 
 
 @dataclass(eq=False)
 class _FeatureGroup:
-    """The features that look up one embedding.
-
-    tables: of each feature, by its number in the embedding. columns: of all features in the result, -1 for others.
-    """
+    """The features that look up one embedding."""
 
     spec: TableSpec
     features: list[int]  # ascending
-    tables: list[int]
-    columns: tuple[int, ...]
+    tables: list[int]  # each feature's table number in the embedding
+    columns: tuple[int, ...]  # for every feature of the call, its column in this embedding's result, or -1
     _table_ids: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def table_ids(self, device: torch.device) -> Tensor | None:
-        """The tables of the columns; None if these are all tables in order."""
+        """Return each column's table number; None if the columns are all tables in order."""
         if self.tables == [*range(self.spec.num_tables)]:
             return None
         if device not in self._table_ids:
-            with _disable_current_modes(), torch.inference_mode(False):  # traces and later calls keep it
+            with _disable_current_modes(), torch.inference_mode(False):  # the tensor outlives this trace or mode
                 self._table_ids[device] = torch.tensor(self.tables, device=device)
         return self._table_ids[device]
 
 
 class CallSplitter:
-    """Splits a call into a lookup of each embedding, and joins what these return.
+    """Splits a call into one lookup per embedding, and joins the results.
 
-    specs: of the embeddings. locations: for each feature the number of its embedding, and of its table there.
-    pooling: "sum" or "mean"; None returns a row for each index.
+    specs: the embeddings' specs. locations: for each feature (embedding number, table number in the embedding).
+    pooling: "sum", "mean", or None to return one row per index.
     """
 
     def __init__(self, specs: Sequence[TableSpec], locations: Sequence[tuple[int, int]], pooling: str | None) -> None:
@@ -66,14 +63,14 @@ class CallSplitter:
         for number, spec in enumerate(specs):
             features = [feature for feature, source in enumerate(sources) if source == number]
             tables = [locations[feature][1] for feature in features]
-            columns = tuple(features.index(at) if source == number else -1 for at, source in enumerate(sources))
+            columns = tuple(features.index(i) if source == number else -1 for i, source in enumerate(sources))
             self._groups.append(_FeatureGroup(spec, features, tables, columns))
         self._columns = ColumnOrder(sources, [spec.dim for spec in specs])
 
     def split(self, call: TBECall) -> list[tuple[Lookup, Tensor | None]]:
-        """The lookup of each embedding, and its weights."""
+        """Return (lookup, weights) for each embedding."""
         if call.sizes is not None or self._pooling is None:
-            return [self._selected(group, call.jagged) for group in self._groups]
+            return [self._select(group, call.jagged) for group in self._groups]
         ids, offsets = call.indices, call.offsets
         return [
             (Lookup(ids, group.table_ids(ids.device), offsets, self._pooling, group.columns), call.weights)
@@ -81,7 +78,7 @@ class CallSplitter:
         ]
 
     def join(self, call: TBECall, results: Sequence[Tensor]) -> Tensor:
-        """One output of the results of all embeddings."""
+        """Join the embeddings' results to one output."""
         if len(results) == 1 and self._pooling is None:
             return results[0]
         if self._pooling is None:
@@ -90,10 +87,10 @@ class CallSplitter:
             return self._by_rank(call.sizes, [rows.flatten() for rows in results])
         return self._columns.join([rows.flatten(1) for rows in results])
 
-    def _selected(self, group: _FeatureGroup, every: VariableBatchKeyedJaggedTensor) -> tuple[Lookup, Tensor | None]:
-        """The bags, or the indices, of the group's features alone, with a table id for each."""
-        chosen = every if len(self._groups) == 1 else every.permute(group.features)
-        ids, counts = chosen.values(), every.stride_per_key() if self._pooling else every.length_per_key()
+    def _select(self, group: _FeatureGroup, call: VariableBatchKeyedJaggedTensor) -> tuple[Lookup, Tensor | None]:
+        """Return a lookup of only the group's features, with a table id per bag (per index without pooling)."""
+        chosen = call if len(self._groups) == 1 else call.permute(group.features)
+        ids, counts = chosen.values(), call.stride_per_key() if self._pooling else call.length_per_key()
         rows = [counts[feature] for feature in group.features]
         tables = torch.tensor(group.tables, device=ids.device).repeat_interleave(
             torch.tensor(rows, device=ids.device), output_size=sum(rows)
@@ -102,9 +99,9 @@ class CallSplitter:
         return lookup, chosen.weights_or_none()
 
     def _by_rank(self, sizes: Sequence[Sequence[int]], results: Sequence[Tensor]) -> Tensor:
-        """The rows of all embeddings: rank by rank, and feature by feature within.
+        """Join results ordered rank by rank, and by feature within a rank.
 
-        sizes: how many rows each feature has for each rank. A result of one dimension has the numbers of such rows.
+        sizes: number of rows per feature and rank. A 1-D result has its rows flattened.
         """
         ranks = len(sizes[0])
         if len(results) == ranks == 1:
@@ -112,24 +109,24 @@ class CallSplitter:
         parts: list[list[Tensor]] = [[] for _ in sizes]
         for group, rows in zip(self._groups, results, strict=True):
             width = group.spec.dim if rows.dim() == 1 else 1
-            of_group = iter(rows.split([size * width for feature in group.features for size in sizes[feature]]))
+            pieces = iter(rows.split([size * width for feature in group.features for size in sizes[feature]]))
             for feature in group.features:
-                parts[feature] = [next(of_group) for _ in range(ranks)]
-        return torch.cat([of_feature[rank] for rank in range(ranks) for of_feature in parts])
+                parts[feature] = [next(pieces) for _ in range(ranks)]
+        return torch.cat([feature_parts[rank] for rank in range(ranks) for feature_parts in parts])
 
 
 class FusedUpdater:
-    """Looks up an embedding, and updates its rows in backward.
+    """Looks rows up in an embedding, and updates them in backward.
 
-    clip: to which magnitude each element of a result's gradient is clamped, before anything is summed; None is no
-    bound.
+    clip: maximum magnitude of each element of the output's gradient, applied before gradients are summed per row;
+    None means no clamping.
     """
 
     def __init__(self, embedding: EmbeddingBase, optimizer: RowOptimizer, clip: float | None) -> None:
         self.embedding, self.optimizer, self.clip = embedding, optimizer, clip
 
     def look_up(self, anchor: Tensor, lookup: Lookup, weights: Tensor | None) -> Tensor:
-        """The result of a checked lookup, whose backward updates rows if `anchor` requires grad."""
+        """Return the result of a checked lookup. Its backward updates rows if `anchor` requires grad."""
         if anchor.requires_grad and torch.is_grad_enabled():
             refuse_lookup(self.embedding.name)
             if self.embedding.group is not None:
@@ -137,15 +134,15 @@ class FusedUpdater:
         output: Tensor = _Lookup.apply(anchor, weights, self, lookup)
         return output
 
-    def update(self, lookup: Lookup, grad: Tensor, weights: Tensor | None, of_weights: bool) -> Tensor | None:
-        """Update each row of a lookup once. Returns the gradient of the weights, by the rows before the update."""
+    def update(self, lookup: Lookup, grad: Tensor, weights: Tensor | None, needs_weights_grad: bool) -> Tensor | None:
+        """Update each row of a lookup once. Returns the weights' gradient, computed from the rows before the update."""
         embedding = self.embedding
 
         def update() -> Tensor | None:
             pinned = embedding.pin([lookup])
             if embedding.group is not None:
                 embedding.group.begin_pass()
-            weights_grad = self._weights_grad(pinned, grad) if of_weights else None
+            weights_grad = self._weights_grad(pinned, grad) if needs_weights_grad else None
             pinned.update([grad], [weights])
             increment_version(embedding.shadow)  # a later backward that needs the rows as they were raises
             return weights_grad
@@ -153,7 +150,7 @@ class FusedUpdater:
         return row_step([(embedding, self.optimizer)], "a TableBatchedEmbeddingBags", update)
 
     def _weights_grad(self, pinned: Any, grad: Tensor) -> Tensor:
-        """The gradient of the weights. If this rank alone fails, the ranks that wait for gradients raise its error."""
+        """Return the weights' gradient. If only this rank fails, send its error to the ranks that await gradients."""
         world = self.embedding.world
         try:
             weights_grad: Tensor = pinned.weights_grad(0, grad)
@@ -168,7 +165,7 @@ class FusedUpdater:
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, weights: Tensor | None, updater: FusedUpdater, lookup: Lookup) -> Tensor:
-        ctx.updater, ctx.pooling, ctx.places = updater, lookup.pooling, lookup.feature_columns
+        ctx.updater, ctx.pooling, ctx.feature_columns = updater, lookup.pooling, lookup.feature_columns
         needs_rows = ctx.needs_input_grad[1]
         ctx.save_for_backward(updater.embedding.shadow if needs_rows else None, anchor, weights, *lookup.tensors)
         return updater.embedding.read(lookup, weights, trains=ctx.needs_input_grad[0])
@@ -178,10 +175,10 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _, anchor, weights, ids, table_ids, offsets = ctx.saved_tensors
         updater: FusedUpdater = ctx.updater
-        lookup = Lookup(ids, table_ids, offsets, ctx.pooling, ctx.places)
+        lookup = Lookup(ids, table_ids, offsets, ctx.pooling, ctx.feature_columns)
         if updater.clip is not None:
             grad = grad.clamp(-updater.clip, updater.clip)
-        of_weights = ctx.needs_input_grad[1]
+        needs_weights_grad = ctx.needs_input_grad[1]
         if ctx.needs_input_grad[0] and is_reached(anchor, _NO_GRADIENT):
-            return None, updater.update(lookup, grad, weights, of_weights), None, None
-        return None, updater.embedding.read_weights_grad(lookup, grad) if of_weights else None, None, None
+            return None, updater.update(lookup, grad, weights, needs_weights_grad), None, None
+        return None, updater.embedding.read_weights_grad(lookup, grad) if needs_weights_grad else None, None, None

@@ -1,4 +1,4 @@
-"""FBGEMM's enums, with its names and values. Members of FBGEMM's own enums are taken by value."""
+"""FBGEMM's enums, with its names and values. Where a member is expected, FBGEMM's own member is accepted too."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ...engine.errors import OptionError
 from ...engine.options.lookup import OUTPUT_DTYPES
 
 EmbeddingLocation = IntEnum("EmbeddingLocation", "DEVICE MANAGED MANAGED_CACHING HOST MTIA", start=0)
-ComputeDevice = IntEnum("ComputeDevice", "CPU CUDA MTIA", start=0)  # that looks tables up
+ComputeDevice = IntEnum("ComputeDevice", "CPU CUDA MTIA", start=0)
 PoolingMode = IntEnum("PoolingMode", "SUM MEAN NONE", start=0)
 WeightDecayMode = IntEnum("WeightDecayMode", "NONE L2 DECOUPLE COUNTER COWCLIP DECOUPLE_GLOBAL", start=0)
 CacheAlgorithm = Enum("CacheAlgorithm", "LRU LFU", start=0)  # which row a cache evicts
-# what a lookup does with an index out of its table's bounds; V2_* are the same as those without V2
+# how a lookup handles an index outside its table; V2_X is the same as X
 BoundsCheckMode = IntEnum("BoundsCheckMode", "FATAL WARNING IGNORE NONE V2_IGNORE V2_WARNING V2_FATAL", start=0)
 
 
 class OptimType(Enum):
-    """How rows are updated."""
+    """FBGEMM's optimizers. docs/torchrec.md lists the supported ones."""
 
     SGD = "sgd"
     EXACT_SGD = "exact_sgd"
@@ -43,32 +43,33 @@ class OptimType(Enum):
 
 E = TypeVar("E", bound=Enum)
 
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}  # by the value of a SparseType
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}  # keys are values of SparseType
 _RENAMED = {"EmbOptimType": "OptimType"}  # FBGEMM's class: ours
 
 
-def parse_enum(kind: type[E], given: Any, argument: str) -> E:
-    """A member of `kind`: given as one, as FBGEMM's of the same class, or as its value. OptionError."""
-    if isinstance(given, kind):
-        return given
-    theirs = type(given).__name__
-    value = given.value if isinstance(given, Enum) and _RENAMED.get(theirs, theirs) == kind.__name__ else given
+def parse_enum(kind: type[E], member: Any, argument: str) -> E:
+    """Convert a member's value, or a member of FBGEMM's enum of the same name, to `kind`. Raises OptionError."""
+    if isinstance(member, kind):
+        return member
+    class_name = type(member).__name__
+    is_same = isinstance(member, Enum) and _RENAMED.get(class_name, class_name) == kind.__name__
+    value = member.value if is_same else member
     try:
         if isinstance(value, (Enum, bool)):
             raise ValueError
         return kind(value)
     except ValueError:
         names = ", ".join(f"{kind.__name__}.{member.name}" for member in kind)
-        raise OptionError(f"{argument}={given!r}: give one of {names}") from None
+        raise OptionError(f"{argument}={member!r}: give one of {names}") from None
 
 
-def parse_dtype(given: Any, argument: str = "output_dtype") -> torch.dtype:
-    """A dtype: given as torch's, or as a member or value of FBGEMM's SparseType. OptionError."""
-    value = given.value if isinstance(given, Enum) else given
-    dtype = _DTYPES.get(value) if isinstance(value, str) else value
+def parse_dtype(value: Any, argument: str = "output_dtype") -> torch.dtype:
+    """Convert a torch dtype, or a member or value of FBGEMM's SparseType, to a torch dtype. Raises OptionError."""
+    plain = value.value if isinstance(value, Enum) else value
+    dtype = _DTYPES.get(plain) if isinstance(plain, str) else plain
     if not isinstance(dtype, torch.dtype) or dtype not in OUTPUT_DTYPES:
         raise OptionError(
-            f"{argument}={given!r}: give torch.float32, torch.float16 or torch.bfloat16, or FBGEMM's SparseType of "
+            f"{argument}={value!r}: give torch.float32, torch.float16 or torch.bfloat16, or FBGEMM's SparseType of "
             "one of them"
         )
     return dtype

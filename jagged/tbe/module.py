@@ -1,4 +1,4 @@
-"""FBGEMM's table-batched embedding on tiered tables."""
+"""FBGEMM's table-batched embedding, with rows in tiered tables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ...engine.row_format import LAST_STEP
 from ..collections.configs import EmbeddingConfig
 from ..collections.tables import TableModule, group_tables
 from ..tensors.validation import is_traced
-from .call_arguments import CALL, CONSTRUCTOR, IDLE, IDLE_CALL, POSITIONS, TBECall, checked_call, idle, refuse
+from .call_arguments import CALL, CONSTRUCTOR, IDLE, IDLE_CALL, POSITIONS, TBECall, checked_call, pop_idle, refuse
 from .dispatch import CallSplitter, FusedUpdater
 from .enums import (
     BoundsCheckMode,
@@ -38,41 +38,57 @@ from .enums import (
     parse_dtype,
     parse_enum,
 )
-from .settings import DEFAULTS, LEARNING_RATE, checked_state_dtype, settings_of
-from .specs import LOAD_FACTOR, Bounds, checked_features, checked_specs, device_of, set_budget_mb, stores_for
+from .settings import DEFAULTS, LEARNING_RATE, checked_state_dtype, make_settings
+from .specs import LOAD_FACTOR, Bounds, checked_features, checked_specs, choose_device, set_budget_mb, stores_for
 
 log = logging.getLogger("tierbed")
 POOLING = {PoolingMode.SUM: "sum", PoolingMode.MEAN: "mean", PoolingMode.NONE: None}
 
 
 class TableBatchedEmbeddingBags(TableModule):
-    """Bags of rows of many tables, looked up at once and updated in backward, with FBGEMM's names and formulas.
+    """Looks up many tables in one call and updates their rows in backward, with FBGEMM's arguments and formulas.
 
-    embedding_specs: (rows, dim, EmbeddingLocation, ComputeDevice) for each table, of any dims. Tables of one dim and
-    location share an embedding, `<name>-d<dim>-<location>`: DEVICE is a store of device memory, MANAGED and HOST are of
-    host memory, and MANAGED_CACHING caches `cache_load_factor` of the rows on the device, by `cache_algorithm`.
-    ComputeDevice.CUDA without a GPU looks up on the CPU, with a warning. Rows begin as zeros.
-    feature_table_map: the table of each feature; None is one feature a table. table_names: None is table-0, table-1...
-    store_options: from a `make_*_store_options`, instead of the locations. Then tables of one dim share an embedding,
-    `<name>-d<dim>`, and the store is divided between the embeddings; or a mapping of stores by their names.
-    optimizer: EXACT_SGD, EXACT_ADAGRAD, EXACT_ROWWISE_ADAGRAD, ADAM, PARTIAL_ROWWISE_ADAM, LAMB, PARTIAL_ROWWISE_LAMB
-    or LARS_SGD; or NONE, with which an EagerOptimizer or a Graph trains the rows. The numbers after it are FBGEMM's.
-    max_norm: after an update, a row of a larger L2 norm is scaled to it; 0 is none. max_gradient: with
-    `gradient_clipping`, the magnitude to which each element of the output's gradient is clamped before it is summed.
-    weights_precision: of stored rows, output_dtype: of results: torch.float32, float16 or bfloat16, or a SparseType of
-    FBGEMM. Training rounds rows of 16 bits stochastically. optimizer_state_dtypes: {"momentum1": dtype, ...} of the
-    states that `split_optimizer_states` returns, float32 or bfloat16. All states of elements have one dtype; states of
-    one number a row are float32.
-    bounds_check_mode: of indices that are out of a table's bounds. FATAL raises InputError; WARNING drops them, and
-    logs the first; IGNORE drops them. A dropped index is left out of its bag, and `metrics()` counts it. NONE checks
-    nothing: any 64-bit index is a row. Offsets are always checked.
-    name: begins the names of the embeddings. seed: of initial rows, with the names of tables. None is 0, and another
-    number for each module of a process that has neither name nor table_names.
-    unsupported: FBGEMM's other arguments, refused unless they ask for nothing. world: a `World` of tierbed.distributed,
-    over whose ranks the rows are spread: every rank calls forward, and backward, of the same modules in the same order.
+    In training mode, a forward's lookups of one table make one update of its rows. In evaluation mode, and under
+    no_grad, rows do not change. FBGEMM's enum members are accepted like tierbed's.
 
-    Enums of FBGEMM are taken by value. In training mode, all lookups of a table in one forward are one update of its
-    rows; in evaluation, and under no_grad, nothing changes. Raises OptionError, OptimizerError.
+    Args:
+        embedding_specs: (rows, dim, EmbeddingLocation, ComputeDevice) per table. Tables with equal dim and location
+            share an embedding, `<name>-d<dim>-<location>`. DEVICE stores rows in device memory, MANAGED and HOST in
+            host memory. MANAGED_CACHING adds a device cache for `cache_load_factor` of the rows, with
+            `cache_algorithm`. ComputeDevice.CUDA without a GPU looks up on the CPU, with a warning. New rows are zeros.
+        feature_table_map: Table number of each feature. None means one feature per table.
+        optimizer: EXACT_SGD, EXACT_ADAGRAD, EXACT_ROWWISE_ADAGRAD, ADAM, PARTIAL_ROWWISE_ADAM, LAMB,
+            PARTIAL_ROWWISE_LAMB, LARS_SGD, or NONE if an EagerOptimizer or a Graph trains the rows.
+        learning_rate, eps, beta1, beta2, weight_decay, weight_decay_mode, momentum, eta: The optimizer's numbers, with
+            FBGEMM's defaults.
+        max_norm: After an update, a row with a larger L2 norm is scaled down to it. 0 means no limit.
+        gradient_clipping: If True, clamps each element of the output's gradient to +-max_gradient before gradients are
+            summed per row.
+        max_gradient: The bound for gradient_clipping.
+        pooling_mode: PoolingMode.SUM, MEAN, or NONE to return one row per index.
+        weights_precision: Storage dtype: torch.float32, float16 or bfloat16, or FBGEMM's SparseType. Training
+            rounds 16-bit rows stochastically.
+        output_dtype: Dtype for results; the same choices.
+        bounds_check_mode: What happens to an index outside its table. FATAL raises InputError. WARNING and IGNORE leave
+            it out of its bag and count it in `metrics()`; WARNING also logs once. NONE makes any 64-bit index a row.
+            Offsets are always checked.
+        cache_algorithm, cache_load_factor: Configure MANAGED_CACHING's cache.
+        table_names: Table names. None means table-0, table-1, ...
+        optimizer_state_dtypes: {"momentum1": dtype, ...} of the states that `split_optimizer_states` returns: float32
+            or bfloat16. Per-element states share one dtype; states with one number per row are float32.
+        device: Lookup device. Must match the ComputeDevice.
+        store_options: Options from a `make_*_store_options` that replace the locations. Tables of one dim then share an
+            embedding, `<name>-d<dim>`, and the store is divided between the embeddings. Or a mapping from embedding
+            name to options.
+        name: Prefix for embedding names. None means "tbe".
+        seed: Determines initial rows, together with table names. None means 0; if neither name nor table_names is
+            given, each module of a process gets another seed.
+        world: A `tierbed.distributed.World` whose ranks divide the rows. All ranks must call forward and backward of
+            the same modules in the same order.
+        unsupported: FBGEMM's other arguments. Values that tierbed does not follow are refused.
+
+    Raises:
+        OptionError, OptimizerError: If an argument is invalid or not supported.
     """
 
     _default_name = "tbe"
@@ -110,16 +126,16 @@ class TableBatchedEmbeddingBags(TableModule):
         **unsupported: Any,
     ) -> None:
         dtype = parse_dtype(weights_precision, "weights_precision")
-        unused = idle(unsupported, dtype)
+        unused = pop_idle(unsupported, dtype)
         refuse(unsupported, CONSTRUCTOR, [*IDLE, *(TableBatchedEmbeddingBags.__init__.__kwdefaults__ or ())])
-        called = check_name(self._default_name if name is None else name)
-        bounds = Bounds(parse_enum(BoundsCheckMode, bounds_check_mode, "bounds_check_mode"), called)
+        prefix = check_name(self._default_name if name is None else name)
+        bounds = Bounds(parse_enum(BoundsCheckMode, bounds_check_mode, "bounds_check_mode"), prefix)
         tables = checked_specs(embedding_specs, table_names, dtype, bounds, store_options is None)
         super().__init__(name, [table.name for table in tables])
         self.tables, self._bounds = tables, bounds
         self.features = self.feature_table_map = checked_features(feature_table_map, len(tables))
         self.embedding_specs: list[tuple[Any, ...]] = list(embedding_specs)
-        self._said_idle = False
+        self._has_warned_idle = False
         self.pooling_mode = parse_enum(PoolingMode, pooling_mode, "pooling_mode")
         dims = list(dict.fromkeys(table.embedding_dim for table in tables))
         if self.pooling_mode is PoolingMode.NONE and len(dims) > 1:
@@ -127,30 +143,30 @@ class TableBatchedEmbeddingBags(TableModule):
                 f"pooling_mode=PoolingMode.NONE returns a row for each index, and embedding_specs have dims {dims}; "
                 "give all tables one dim, or make a module for each"
             )
-        # without an optimizer of its own the module's rows are trained by an EagerOptimizer or a Graph
-        self._settings = settings_of(
+        # None with OptimType.NONE: an EagerOptimizer or a Graph trains the rows
+        self._settings = make_settings(
             {"optimizer": optimizer, "learning_rate": learning_rate, "max_norm": max_norm}
             | {"eps": eps, "beta1": beta1, "beta2": beta2, "momentum": momentum, "eta": eta}
             | {"weight_decay": weight_decay, "weight_decay_mode": weight_decay_mode}
         )
         clip = _checked_clip(gradient_clipping, max_gradient)
         algorithm = parse_enum(CacheAlgorithm, cache_algorithm, "cache_algorithm")
-        output, run_on = parse_dtype(output_dtype), device_of(tables[0].compute, device)
+        output, lookup_device = parse_dtype(output_dtype), choose_device(tables[0].compute, device)
         self._rows: RowOptimizer | None = None
         state_dtype, widths = torch.float32, {dim: dim for dim in dims}
         if self._settings is not None:
-            # autograd reaches lookups through it; it has no elements, so optimizers of the dense part leave it alone
+            # autograd reaches lookups through it; it has no elements, so dense optimizers do not change it
             self.anchor = nn.Parameter(torch.zeros(0))
             dense = self._settings.make_optimizer([self.anchor])
             self._group = dense.param_groups[0]
             self._rows = RowOptimizer(dense, self._group)
             state_dtype = checked_state_dtype(optimizer_state_dtypes, self._rows)
-            of_state = check_state_dtype(state_dtype)
-            widths = {dim: self._rows.row_state(dim, of_state).form(dim, DTYPES[dtype]).width for dim in dims}
+            state_name = check_state_dtype(state_dtype)
+            widths = {dim: self._rows.row_state(dim, state_name).form(dim, DTYPES[dtype]).width for dim in dims}
             unused += self._settings.idle()
-        if seed is None:  # modules without any names are of different tables
+        if seed is None:  # two modules without names hold different tables
             seed = next_seed(world is not None) if name is None and table_names is None else 0
-        groups = group_tables(called, tables)
+        groups = group_tables(prefix, tables)
         stores = stores_for(groups, store_options, algorithm, cache_load_factor, widths, unused)
         self._make_embeddings(
             groups, stores, check_seed(seed), output_dtype=output, world=world, state_dtype=state_dtype
@@ -158,21 +174,21 @@ class TableBatchedEmbeddingBags(TableModule):
         self._updaters = []
         if self._rows is not None:
             for embedding in self.each():
-                embedding.shadow.requires_grad_(False)  # no EagerOptimizer and no graph trains it
+                embedding.shadow.requires_grad_(False)  # so that no EagerOptimizer or graph trains it as well
                 embedding.use_optimizer(self._rows)
                 self._updaters.append(FusedUpdater(embedding, self._rows, clip))
-        places = {group: number for number, group in enumerate(groups)}
+        numbers = {group: number for number, group in enumerate(groups)}
         self._splitter = CallSplitter(
             [embedding.spec for embedding in self.each()],
-            [(places[group], table) for group, table in map(self.table_location, self.features)],
+            [(numbers[group], table) for group, table in map(self.table_location, self.features)],
             POOLING[self.pooling_mode],
         )
-        self.to(run_on)
+        self.to(lookup_device)
         if unused:
-            log.warning("TableBatchedEmbeddingBags %r: arguments that change nothing: %s", called, "; ".join(unused))
+            log.warning("TableBatchedEmbeddingBags %r: arguments that change nothing: %s", prefix, "; ".join(unused))
 
     def _seed_name(self, group: str, tables: Sequence[EmbeddingConfig]) -> str:
-        return tables[0].name  # initial rows do not depend on where they live
+        return tables[0].name  # not the group, so that initial rows do not depend on the location
 
     def forward(
         self,
@@ -183,16 +199,25 @@ class TableBatchedEmbeddingBags(TableModule):
         batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
         **unsupported: Any,
     ) -> Tensor:
-        """Pooled bags [batch, total dim], features side by side; with PoolingMode.NONE rows [n, dim].
+        """Look up all features.
 
-        indices: int64 or int32 [n]. offsets: int64 or int32 [features * batch + 1], feature by feature.
-        per_sample_weights: floats [n], for pooling: a bag is sum(w * row), and a mean divides by its number of indices.
-        feature_requires_grad: integers [features]: whether weights of each feature get a gradient; None: all do.
-        batch_size_per_feature_per_rank: how many bags each feature has for each rank. Offsets are then
-        [all bags + 1], and the result is 1-D: rank by rank, and feature by feature within a rank.
-        unsupported: FBGEMM's other arguments, which are refused; hash_zch_* change nothing, and the log says so once.
+        Args:
+            indices: int64 or int32 [n].
+            offsets: int64 or int32 [features * batch + 1], feature by feature.
+            per_sample_weights: Floats [n]. A bag's result is sum(weight * row); MEAN divides it by the bag's number of
+                indices. Not allowed with PoolingMode.NONE.
+            feature_requires_grad: Integers [features]; 0 means that the feature's weights get no gradient. None means
+                all do.
+            batch_size_per_feature_per_rank: Number of bags per feature and rank. Offsets are then [all bags + 1].
+            unsupported: FBGEMM's other arguments are refused. hash_zch_* are ignored, with one warning.
 
-        Raises InputError, StoreError; GraphError while a graph is traced.
+        Returns:
+            Pooled bags [batch, total dim], features side by side. Rows [n, dim] with PoolingMode.NONE. With
+            batch_size_per_feature_per_rank a 1-D tensor, ordered by rank, then by feature.
+
+        Raises:
+            InputError, StoreError: As in a lookup.
+            GraphError: In a graph, unless the optimizer is OptimType.NONE.
         """
         with self.raise_on_all_ranks():
             call = self._call(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank, unsupported)
@@ -200,10 +225,12 @@ class TableBatchedEmbeddingBags(TableModule):
                 call = call.with_gradients(feature_requires_grad)
             lookups = self._splitter.split(call)
         if self._rows is None:
-            results = [embedding.look_up(*one) for embedding, one in zip(self.each(), lookups, strict=True)]
+            results = [embedding.look_up(*lookup) for embedding, lookup in zip(self.each(), lookups, strict=True)]
         else:
             anchor = self.anchor if self.training else self.anchor.detach()
-            results = [updater.look_up(anchor, *one) for updater, one in zip(self._updaters, lookups, strict=True)]
+            results = [
+                updater.look_up(anchor, *lookup) for updater, lookup in zip(self._updaters, lookups, strict=True)
+            ]
         if not is_traced():
             self._bounds.warn(self.each())
         return self._splitter.join(call, results)
@@ -215,10 +242,10 @@ class TableBatchedEmbeddingBags(TableModule):
         batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
         **unsupported: Any,
     ) -> None:
-        """Announce the lookups of a future forward, so that their rows are fetched while other steps run.
+        """Announce a future forward's lookups, so that their rows are fetched while other steps run.
 
-        Announce steps in their order, any number ahead. Rows never depend on it. Does nothing in evaluation. Raises
-        InputError, StoreError.
+        Announce steps in order, any number ahead. Prefetching never changes rows. Does nothing in evaluation mode.
+        Arguments are as in `forward`. Raises InputError, StoreError.
         """
         with self.raise_on_all_ranks():
             call = self._call(indices, offsets, None, batch_size_per_feature_per_rank, unsupported)
@@ -228,11 +255,11 @@ class TableBatchedEmbeddingBags(TableModule):
                 embedding.announce([lookup])
 
     def init_embedding_weights_uniform(self, min_val: float, max_val: float) -> None:
-        """Make all rows uniform over [min_val, max_val].
+        """Draw rows uniformly from [min_val, max_val].
 
-        Before the first use nothing is written: this is how new rows begin, and rows that a store folder has are
-        unchanged. Later all rows are written, drawn from torch's generator; optimizer state is unchanged. Raises
-        OptionError, also for values beyond the largest number of `weights_precision`.
+        Before the module's first use, this sets how new rows are initialized; rows already in a store folder do not
+        change. After first use, it writes all rows, drawn from torch's generator, and keeps optimizer state. Raises
+        OptionError, also if a value exceeds the range of `weights_precision`.
         """
         uniform = make_uniform_initializer(min_val, max_val)
         specs = {table.name: table for table in self.tables}
@@ -251,26 +278,27 @@ class TableBatchedEmbeddingBags(TableModule):
                     embedding.put(keys, torch.empty(len(keys), embedding.dim).uniform_(min_val, max_val), name)
 
     def split_embedding_weights(self) -> list[Tensor]:
-        """The rows of each table [rows, dim] as stored, copied: an in-place write into them raises InputError.
+        """Return a copy of each table's rows [rows, dim] in the stored dtype.
 
-        `embedding_of(table).put(keys, rows, table)` writes, and `clone()` gives a tensor of your own.
+        In-place writes into the copy raise InputError. Use `embedding_of(table).put(keys, rows, table)` to write rows,
+        or `clone()` for a writable tensor.
         """
         return [self.embeddings.tables[table.name].weight for table in self.tables]
 
     def split_optimizer_states(self) -> list[list[Tensor]]:
-        """The optimizer's states of each table, copied: an in-place write into them raises InputError.
+        """Return a copy of each table's optimizer states. In-place writes into them raise InputError.
 
-        [rows, dim] each, of EXACT_ROWWISE_ADAGRAD [rows]. EXACT_SGD has none, and returns an empty list. Raises
-        StoreError if ranks share the rows.
+        A state is [rows, dim], or [rows] for EXACT_ROWWISE_ADAGRAD. EXACT_SGD has no state; the list is then empty.
+        Raises StoreError if ranks share the rows.
         """
         return [list(states.values()) for states in self.get_optimizer_state()]
 
     def get_optimizer_state(self) -> list[dict[str, Tensor]]:
-        """The states of each table by their names, copies as of `split_optimizer_states`. StoreError."""
+        """Return {state name: copy} for each table, like `split_optimizer_states`. Raises StoreError."""
         copies: list[dict[str, Tensor]] = []
         for table, states in self._dense_states().items():
             remedy = (
-                f"split_optimizer_states of {self.name!r} copies them, so a write into that of table {table!r} "
+                f"split_optimizer_states of {self.name!r} returns copies, so a write into the state of table {table!r} "
                 "changes no row; call load_dense, or clone() it for a tensor of your own"
             )
             copies.append({name: ReadOnlyCopy(state, remedy) for name, state in states.items()})
@@ -283,10 +311,15 @@ class TableBatchedEmbeddingBags(TableModule):
         states: Sequence[Mapping[str, Tensor] | Sequence[Tensor]] | None = None,
         step: int | None = None,
     ) -> None:
-        """Replace the rows of all tables, by tensors as `split_embedding_weights` has them.
+        """Replace all tables' rows.
 
-        states: as `split_optimizer_states` or `get_optimizer_state` has them; without them the optimizer begins with
-        new state. step: how many updates there were, as `iter` has it; None keeps the number. Raises as an embedding's.
+        Args:
+            weights: Tensors as returned by `split_embedding_weights`.
+            states: Optimizer states as returned by `split_optimizer_states` or `get_optimizer_state`. None resets them.
+            step: Update count so far, as returned by `iter`. None keeps the count.
+
+        Raises:
+            InputError, StoreError: As an embedding's `load_dense`.
         """
         with self.raise_on_all_ranks():
             if len(weights) != len(self.tables) or (states and len(states) != len(self.tables)):
@@ -295,36 +328,38 @@ class TableBatchedEmbeddingBags(TableModule):
                     f"{len(states or ())}; give them for each of {len(self.tables)} tables"
                 )
             names = [*self._own_optimizer("load_dense").states, "another"] if states else []
-            by_name = [dict(one if isinstance(one, Mapping) else zip(names, one, strict=False)) for one in states or ()]
+            by_name = [
+                dict(each if isinstance(each, Mapping) else zip(names, each, strict=False)) for each in states or ()
+            ]
         tables = [table.name for table in self.tables]
         self._load_rows(dict(zip(tables, weights, strict=True)), dict(zip(tables, by_name, strict=False)), step)
-        if self._rows is not None and (step is not None or any("step" in one for one in by_name)):
+        if self._rows is not None and (step is not None or any("step" in state for state in by_name)):
             self._rows.count_from(0)
 
     @property
     def iter(self) -> Tensor:
-        """How many updates there were, int64 [1], as FBGEMM counts them for ADAM's correction; a copy."""
+        """Update count so far, as FBGEMM counts them for Adam's bias correction: a copy, int64 [1]."""
         steps = [embedding.table_handle().local_table.step for embedding in self.each()]
         return torch.tensor([max(steps) + (0 if self._rows is None else self._rows.shift)])
 
     def metrics(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """The metrics of each embedding by its name; docs/metrics.md explains them."""
+        """Return {embedding name: its metrics}; docs/metrics.md explains them."""
         return {embedding.name: embedding.metrics() for embedding in self.each()}
 
     def flush(self) -> None:
-        """Write the rows that caches changed to the tiers below. StoreError."""
+        """Write changed rows from caches to the tiers below. Raises StoreError."""
         for embedding in self.each():
             embedding.table_handle().local_table.flush()
 
     def reset_cache_states(self) -> None:
-        """Nothing, since a cache always has the rows of its table: `load_dense` and `put` go through it."""
+        """Do nothing. Caches are always consistent here, since `load_dense` and `put` write through them."""
 
     def reset_embedding_weight_momentum(
         self, pruned_indices: Tensor, pruned_indices_offsets: Tensor, logical_table_ids: Tensor, buffer_ids: Tensor
     ) -> None:
-        """Make pruned rows zeros, with new optimizer state.
+        """Set pruned rows to zeros, and reset their optimizer state.
 
-        Those of table buffer_ids[i] are pruned_indices[pruned_indices_offsets[i]:pruned_indices_offsets[i + 1]].
+        Table buffer_ids[i]'s pruned rows are pruned_indices[pruned_indices_offsets[i]:pruned_indices_offsets[i + 1]].
         """
         for number, (begin, end) in zip(buffer_ids.tolist(), pairwise(pruned_indices_offsets.tolist()), strict=True):
             rows, name = pruned_indices[begin:end], self.tables[number].name
@@ -333,25 +368,25 @@ class TableBatchedEmbeddingBags(TableModule):
             embedding.put(rows, torch.zeros(len(rows), embedding.dim), name)
 
     def set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate of the next updates. OptionError."""
+        """Set the learning rate for the next updates. Raises OptionError."""
         self.update_hyper_parameters({"lr": lr})
 
     def get_learning_rate(self) -> float:
-        """The learning rate of the next update."""
+        """Return the learning rate for the next update."""
         self._own_optimizer("get_learning_rate")
         return float(self._group["lr"])
 
     @checked_arguments("params_dict")
     def update_hyper_parameters(self, params_dict: Mapping[str, float]) -> None:
-        """Set numbers of the optimizer by FBGEMM's names, and `lr`. If it raises OptionError, none is set."""
+        """Set the optimizer's numbers, under FBGEMM's names and `lr`. If it raises OptionError, none is set."""
         self._own_optimizer("update_hyper_parameters")
         assert self._settings is not None
         self._settings.change(self._group, params_dict)
 
     def set_optimizer_step(self, step: int) -> None:
-        """Set how many updates ADAM's bias correction counts before the next one. OptionError.
+        """Set how many updates Adam's bias correction counts before the next one. Raises OptionError.
 
-        A store keeps its own count of updates: set the step again after a restart.
+        The setting is not stored: set it again after a restart.
         """
         rows = self._own_optimizer("set_optimizer_step")
         past = int_option("step", step, f"a whole number from 0 to {LAST_STEP - 1}", 0, LAST_STEP - 1)
@@ -365,14 +400,14 @@ class TableBatchedEmbeddingBags(TableModule):
         if self._rows is not None and detect_fake_mode() is not None:
             raise GraphError(
                 f"TableBatchedEmbeddingBags {self.name!r} updates its rows in backward, and a graph updates them after "
-                "it; make it with OptimType.NONE, and give its parameters() to an optimizer that add_optimizer takes"
+                "it; make it with OptimType.NONE, and give its parameters() to an optimizer for add_optimizer"
             )
-        # FBGEMM needs the number to make the memory of gradients
+        # FBGEMM allocates gradients by total_unique_indices; tierbed does not need it
         ignored = ("total_unique_indices", *IDLE_CALL) if self._rows is None else IDLE_CALL
-        if not self._said_idle and any(unsupported.get(name) is not None for name in IDLE_CALL):
-            self._said_idle = True
+        if not self._has_warned_idle and any(unsupported.get(name) is not None for name in IDLE_CALL):
+            self._has_warned_idle = True
             log.warning("%r: no rows are streamed, so these change nothing: %s", self.name, ", ".join(IDLE_CALL))
-        unsupported = {name: given for name, given in unsupported.items() if name not in ignored}
+        unsupported = {name: value for name, value in unsupported.items() if name not in ignored}
         supported = "indices", "offsets", "per_sample_weights", "batch_size_per_feature_per_rank"
         refuse(unsupported, CALL, supported, InputError)
         if weights is not None and self.pooling_mode is PoolingMode.NONE:
@@ -395,7 +430,7 @@ class TableBatchedEmbeddingBags(TableModule):
 
 
 class SplitTableBatchedEmbeddingBagsCodegen(TableBatchedEmbeddingBags):
-    """A TableBatchedEmbeddingBags by FBGEMM's name, whose arguments may be given by position, in FBGEMM's order."""
+    """A TableBatchedEmbeddingBags that also accepts positional arguments, in FBGEMM's order."""
 
     def __init__(
         self,
@@ -407,17 +442,22 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableBatchedEmbeddingBags):
         if len(positional) > len(POSITIONS):
             raise OptionError(f"{len(positional) + 2} arguments by position; give those after {POSITIONS[-1]} by name")
         by_name = dict(zip(POSITIONS, positional, strict=False))
-        if twice := [name for name in by_name if name in named]:
-            raise OptionError(f"{twice[0]}={named[twice[0]]!r}: it is given by position as well; give it once")
+        if repeated := [name for name in by_name if name in named]:
+            raise OptionError(f"{repeated[0]}={named[repeated[0]]!r}: it is given by position as well; give it once")
         super().__init__(embedding_specs, feature_table_map, **by_name, **named)
 
 
 class SSDTableBatchedEmbeddingBags(TableBatchedEmbeddingBags):
-    """FBGEMM's table-batched embedding of rows in the folder `ssd_storage_directory`, below a cache of 32 rows a set.
+    """FBGEMM's table-batched embedding with rows on SSD below a cache.
 
-    embedding_specs: (rows, dim) each. cache_sets: sets of the cache, which is divided between the dims; each dim gets
-    one set of tierbed's 64 rows at least. Rows begin uniform between ssd_uniform_init_lower and ssd_uniform_init_upper.
-    options: those of a TableBatchedEmbeddingBags; RocksDB's are refused.
+    Args:
+        embedding_specs: (rows, dim) per table.
+        feature_table_map: Table number of each feature. None means one feature per table.
+        cache_sets: Size of the cache in FBGEMM's sets of 32 rows. The cache is divided between the dims; each dim gets
+            at least one of tierbed's sets of 64 rows.
+        ssd_storage_directory: Store folder.
+        ssd_uniform_init_lower, ssd_uniform_init_upper: New rows are drawn uniformly from this range.
+        options: Arguments for TableBatchedEmbeddingBags. FBGEMM's RocksDB arguments are refused.
     """
 
     def __init__(
@@ -431,12 +471,12 @@ class SSDTableBatchedEmbeddingBags(TableBatchedEmbeddingBags):
         ssd_uniform_init_upper: float = 0.01,
         **options: Any,
     ) -> None:
-        place = EmbeddingLocation.MANAGED, ComputeDevice.CUDA if torch.cuda.is_available() else ComputeDevice.CPU
+        location = EmbeddingLocation.MANAGED, ComputeDevice.CUDA if torch.cuda.is_available() else ComputeDevice.CPU
         optimizer = parse_enum(OptimType, options.get("optimizer", OptimType.EXACT_ROWWISE_ADAGRAD), "optimizer")
         budget = set_budget_mb(embedding_specs, cache_sets, optimizer)
         store = make_cached_ssd_store_options(budget, ssd_storage_directory)
         options = {"optimizer": OptimType.EXACT_ROWWISE_ADAGRAD, "store_options": store, **options}
-        super().__init__([(*spec, *place) for spec in embedding_specs], feature_table_map, **options)
+        super().__init__([(*spec, *location) for spec in embedding_specs], feature_table_map, **options)
         self.embedding_specs = list(embedding_specs)
         self.init_embedding_weights_uniform(ssd_uniform_init_lower, ssd_uniform_init_upper)
 

@@ -1,4 +1,4 @@
-"""FBGEMM's optimizers on tierbed's: which are supported, and how their numbers are checked and changed."""
+"""Maps FBGEMM's optimizers to tierbed's: which are supported, and how their numbers are checked and changed."""
 
 from __future__ import annotations
 
@@ -29,35 +29,41 @@ _NEAREST = {
     OptimType.ENSEMBLE_ROWWISE_ADAGRAD: OptimType.EXACT_ROWWISE_ADAGRAD,
     OptimType.EMAINPLACE_ROWWISE_ADAGRAD: OptimType.EXACT_ROWWISE_ADAGRAD,
 }
-_OF_ADAM = ("eps", "beta1", "beta2", "weight_decay")
-# the class of each optimizer, and the numbers that it has in addition to the learning rate
+_ADAM_NUMBERS = ("eps", "beta1", "beta2", "weight_decay")
+# {optimizer: (its class, the names of its numbers besides the learning rate)}
 _KINDS: dict[OptimType, tuple[Callable[..., torch.optim.Optimizer], tuple[str, ...]]] = {
     OptimType.EXACT_SGD: (torch.optim.SGD, ()),
     OptimType.EXACT_ADAGRAD: (torch.optim.Adagrad, ("eps",)),
     OptimType.EXACT_ROWWISE_ADAGRAD: (RowWiseAdagrad, ("eps", "weight_decay")),
-    OptimType.ADAM: (torch.optim.AdamW, _OF_ADAM),
-    OptimType.PARTIAL_ROWWISE_ADAM: (PartialRowWiseAdam, _OF_ADAM),
-    OptimType.LAMB: (LAMB, _OF_ADAM),
-    OptimType.PARTIAL_ROWWISE_LAMB: (PartialRowWiseLAMB, _OF_ADAM),
+    OptimType.ADAM: (torch.optim.AdamW, _ADAM_NUMBERS),
+    OptimType.PARTIAL_ROWWISE_ADAM: (PartialRowWiseAdam, _ADAM_NUMBERS),
+    OptimType.LAMB: (LAMB, _ADAM_NUMBERS),
+    OptimType.PARTIAL_ROWWISE_LAMB: (PartialRowWiseLAMB, _ADAM_NUMBERS),
     OptimType.LARS_SGD: (LarsSGD, ("momentum", "eta", "weight_decay")),
 }
-_DECAYS = {  # FBGEMM decays by weight_decay in any mode of Adam's kin, decoupled or within LAMB's step
+# supported weight decay modes; Adam and its variants decay by weight_decay in every mode, as in FBGEMM
+_DECAYS = {
     OptimType.EXACT_ROWWISE_ADAGRAD: (WeightDecayMode.NONE, WeightDecayMode.L2, WeightDecayMode.DECOUPLE),
-    **{kind: (WeightDecayMode.NONE, WeightDecayMode.DECOUPLE) for kind, (_, has) in _KINDS.items() if has is _OF_ADAM},
+    **{
+        kind: (WeightDecayMode.NONE, WeightDecayMode.DECOUPLE)
+        for kind, (_, has) in _KINDS.items()
+        if has is _ADAM_NUMBERS
+    },
 }
-LEARNING_RATE = 0.01  # FBGEMM's default, as those of the other numbers
+# FBGEMM's defaults
+LEARNING_RATE = 0.01
 DEFAULTS = {"eps": 1.0e-8, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "momentum": 0.9, "eta": 0.001}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """An optimizer and its numbers, checked. Numbers that it lacks are `idle`."""
+    """An optimizer and its checked numbers."""
 
     optimizer: OptimType
     learning_rate: float
-    numbers: Mapping[str, float]  # by the names of DEFAULTS
+    numbers: Mapping[str, float]  # keys as in DEFAULTS
     weight_decay_mode: WeightDecayMode
-    max_norm: float = 0.0  # of a row after its update; 0 is none
+    max_norm: float = 0.0  # maximum L2 norm of a row after its update; 0 means no limit
 
     def __post_init__(self) -> None:
         name = self.optimizer.name
@@ -74,7 +80,7 @@ class Settings:
         if mode not in modes:
             raise OptionError(
                 f"weight_decay_mode=WeightDecayMode.{mode.name}: OptimType.{name} has "
-                f"{', '.join(f'WeightDecayMode.{one.name}' for one in modes)}"
+                f"{', '.join(f'WeightDecayMode.{allowed.name}' for allowed in modes)}"
             )
 
     @property
@@ -83,15 +89,18 @@ class Settings:
         return self.optimizer is not OptimType.EXACT_ROWWISE_ADAGRAD or mode is not WeightDecayMode.NONE
 
     def idle(self, names: Collection[str] = ()) -> list[str]:
-        """The numbers that change nothing, with the reason. names: of those that a user gave, defaults or not."""
+        """Return "name: reason" for each number that the user set and the optimizer does not use.
+
+        names: numbers that the user passed explicitly, including default values.
+        """
         name, (_, has) = self.optimizer.name, _KINDS[self.optimizer]
-        given = [one for one, value in self.numbers.items() if value != DEFAULTS[one] or (value and one in names)]
-        lacks = [f"{number}: OptimType.{name} has none" for number in given if number not in has]
-        no_decay = "weight_decay" in given and "weight_decay" in has and not self._decays
+        set_by_user = [key for key, value in self.numbers.items() if value != DEFAULTS[key] or (value and key in names)]
+        lacks = [f"{number}: OptimType.{name} has none" for number in set_by_user if number not in has]
+        no_decay = "weight_decay" in set_by_user and "weight_decay" in has and not self._decays
         return lacks + ["weight_decay: with WeightDecayMode.NONE nothing decays"] * no_decay
 
     def make_optimizer(self, shadows: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer of these shadow parameters. OptionError for numbers that it refuses."""
+        """Return an optimizer of the shadow parameters. Raises OptionError for numbers that it refuses."""
         try:
             optimizer = self._build(shadows)
         except (ValueError, OptimizerError) as error:
@@ -102,18 +111,18 @@ class Settings:
 
     def _build(self, shadows: list[nn.Parameter]) -> torch.optim.Optimizer:
         make, has = _KINDS[self.optimizer]
-        given: dict[str, Any] = {name: self.numbers[name] for name in has}
-        if has is _OF_ADAM:
-            given["betas"] = given.pop("beta1"), given.pop("beta2")
+        kwargs: dict[str, Any] = {name: self.numbers[name] for name in has}
+        if has is _ADAM_NUMBERS:
+            kwargs["betas"] = kwargs.pop("beta1"), kwargs.pop("beta2")
         if make is RowWiseAdagrad:
-            given["weight_decay"] *= self._decays
-            given["weight_decay_mode"] = "l2" if self.weight_decay_mode is WeightDecayMode.L2 else "decoupled"
-        return make(shadows, lr=float(self.learning_rate), **given)
+            kwargs["weight_decay"] *= self._decays
+            kwargs["weight_decay_mode"] = "l2" if self.weight_decay_mode is WeightDecayMode.L2 else "decoupled"
+        return make(shadows, lr=float(self.learning_rate), **kwargs)
 
     def change(self, group: dict[str, Any], changes: Mapping[str, float]) -> None:
-        """Write numbers by FBGEMM's names, and `lr`, to the optimizer's param group. OptionError, and none is written.
+        """Write numbers, under FBGEMM's names and `lr`, to a param group. If it raises OptionError, none is written.
 
-        The optimizer checks their values at its next step.
+        The optimizer checks the values at its next step.
         """
         has = ("lr", *_KINDS[self.optimizer][1])
         for name, value in changes.items():
@@ -134,34 +143,37 @@ class Settings:
         group.update({name: value for name, value in changes.items() if not name.startswith("beta")})
 
 
-def settings_of(given: Mapping[str, Any]) -> Settings | None:
-    """The settings by FBGEMM's arguments; None for OptimType.NONE. OptionError."""
-    kind = parse_enum(OptimType, given.get("optimizer", OptimType.EXACT_SGD), "optimizer")
-    mode = parse_enum(WeightDecayMode, given.get("weight_decay_mode", WeightDecayMode.NONE), "weight_decay_mode")
+def make_settings(arguments: Mapping[str, Any]) -> Settings | None:
+    """Return settings from FBGEMM's arguments, or None for OptimType.NONE. Raises OptionError."""
+    kind = parse_enum(OptimType, arguments.get("optimizer", OptimType.EXACT_SGD), "optimizer")
+    mode = parse_enum(WeightDecayMode, arguments.get("weight_decay_mode", WeightDecayMode.NONE), "weight_decay_mode")
     if kind is OptimType.NONE:
         return None
-    numbers = {name: given.get(name, default) for name, default in DEFAULTS.items()}
-    return Settings(kind, given.get("learning_rate", LEARNING_RATE), numbers, mode, given.get("max_norm", 0.0))
+    numbers = {name: arguments.get(name, default) for name, default in DEFAULTS.items()}
+    return Settings(kind, arguments.get("learning_rate", LEARNING_RATE), numbers, mode, arguments.get("max_norm", 0.0))
 
 
-def checked_state_dtype(given: Any, rows: RowOptimizer) -> torch.dtype:
-    """The dtype of states of elements, from FBGEMM's {"momentum1": dtype, "momentum2": dtype}. OptionError."""
-    widths = rows.row_state(2).widths  # with a dim of 1, states of elements and of rows have the same width
+def checked_state_dtype(argument: Any, rows: RowOptimizer) -> torch.dtype:
+    """Return the dtype of per-element state from FBGEMM's {"momentum1": dtype, ...}. Raises OptionError."""
+    widths = rows.row_state(2).widths  # not dim 1: per-element and per-row states would have the same width
     dtypes = {f"momentum{number}": torch.float32 for number in range(1, len(widths) + 1)}
-    if given is None:
+    if argument is None:
         return torch.float32
-    if not isinstance(given, Mapping) or not given.keys() <= dtypes.keys():
+    if not isinstance(argument, Mapping) or not argument.keys() <= dtypes.keys():
         names = f"dtypes by the names {', '.join(dtypes)}" if dtypes else "none, since the optimizer has no state"
-        raise OptionError(f"optimizer_state_dtypes={given!r}: give {names}")
-    dtypes |= {name: parse_dtype(dtype, f"optimizer_state_dtypes[{name!r}]") for name, dtype in given.items()}
-    of_elements: set[torch.dtype] = set()
+        raise OptionError(f"optimizer_state_dtypes={argument!r}: give {names}")
+    dtypes |= {name: parse_dtype(dtype, f"optimizer_state_dtypes[{name!r}]") for name, dtype in argument.items()}
+    element_dtypes: set[torch.dtype] = set()
     for (name, dtype), width in zip(dtypes.items(), widths, strict=True):
         if width > 1:
-            of_elements.add(dtype)
+            element_dtypes.add(dtype)
         elif dtype != torch.float32:
             raise OptionError(
-                f"optimizer_state_dtypes[{name!r}]={dtype}: it is one number a row, which is float32; leave it out"
+                f"optimizer_state_dtypes[{name!r}]={dtype}: this state has one number per row and is always float32; "
+                "leave it out"
             )
-    if len(of_elements) > 1:
-        raise OptionError(f"optimizer_state_dtypes={given!r}: states of an element have one dtype; give it to each")
-    return next(iter(of_elements), torch.float32)
+    if len(element_dtypes) > 1:
+        raise OptionError(
+            f"optimizer_state_dtypes={argument!r}: all per-element states share a dtype; give each the same"
+        )
+    return next(iter(element_dtypes), torch.float32)

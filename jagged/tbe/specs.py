@@ -1,4 +1,4 @@
-"""The tables, features and stores of a table-batched embedding, and what it does with indices out of bounds."""
+"""Checks a table-batched embedding's tables, features and stores, and handles indices out of bounds."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from ...engine.options.store_options import (
 )
 from ...engine.options.table_names import check_distinct, check_table_name
 from ..collections.configs import EmbeddingConfig
-from ..collections.store_split import MAX_STATES, StoreRequest, row_bytes, stores_of
+from ..collections.store_split import MAX_STATES, StoreRequest, assign_stores, row_bytes
 from ..collections.tables import store_requests
 from .enums import BoundsCheckMode, CacheAlgorithm, ComputeDevice, EmbeddingLocation, OptimType, parse_enum
 
 log = logging.getLogger("tierbed")
 
 _BAD_IDS = {"FATAL": "raise", "WARNING": "drop", "IGNORE": "drop"}
-ZEROS = make_constant_initializer(0.0)  # rows begin as zeros, as FBGEMM's
+ZEROS = make_constant_initializer(0.0)  # new rows are zeros, as in FBGEMM
 LOAD_FACTOR = 0.2  # FBGEMM's default
-# numbers of state for each number of a row, where that is not one
+# state elements per row element, where that is not 1
 STATES = {OptimType.EXACT_SGD: 0, OptimType.EXACT_ROWWISE_ADAGRAD: 0, OptimType.ADAM: 2, OptimType.LAMB: 2}
 
 
 class Bounds:
-    """A bounds check mode: the table options that it means, and its warning."""
+    """A bounds check mode, with its table options and its warning."""
 
     def __init__(self, mode: BoundsCheckMode, name: str) -> None:
         self._name = name
@@ -46,11 +46,14 @@ class Bounds:
         self._calls = 0
 
     def options(self, rows: int) -> dict[str, Any]:
-        """Arguments of `make_table_options` for a table of this many rows."""
+        """Return keyword arguments of `make_table_options` for a table of `rows` rows."""
         return {} if self._mode == "NONE" else {"ids": rows, "bad_ids": _BAD_IDS[self._mode]}
 
     def warn(self, embeddings: Iterable[MultiTableEmbedding]) -> None:
-        """Log once which tables dropped indices. On a GPU it checks at calls 1, 2, 4, 8, ..., since a check waits."""
+        """Log once which tables dropped indices.
+
+        A check waits for a GPU, so a GPU is checked only at calls 1, 2, 4, 8, ...
+        """
         if not self._warns:
             return
         self._calls += 1
@@ -71,7 +74,7 @@ class Bounds:
 
 @dataclass(kw_only=True)
 class EmbeddingSpec(EmbeddingConfig):
-    """One of `embedding_specs`, checked."""
+    """One checked entry of `embedding_specs`."""
 
     num_embeddings: int = field(kw_only=False)
     location: EmbeddingLocation
@@ -85,7 +88,7 @@ class EmbeddingSpec(EmbeddingConfig):
 def checked_specs(
     embedding_specs: Any, table_names: Any, dtype: torch.dtype, bounds: Bounds, by_location: bool
 ) -> list[EmbeddingSpec]:
-    """The tables of `embedding_specs`: (rows, dim, location, compute device) each. OptionError."""
+    """Convert `embedding_specs`, a list of (rows, dim, location, compute device). Raises OptionError."""
     if not isinstance(embedding_specs, (list, tuple)) or not embedding_specs:
         raise OptionError(f"embedding_specs={embedding_specs!r}: give a list of (rows, dim, location, compute device)")
     names = [f"table-{i}" for i in range(len(embedding_specs))] if table_names is None else table_names
@@ -108,7 +111,7 @@ def checked_specs(
         compute = parse_enum(ComputeDevice, spec[3], f"{where}: compute device")
         if EmbeddingLocation.MTIA is location or ComputeDevice.MTIA is compute:
             raise OptionError(f"{where}: no store is on MTIA; give CPU or CUDA, and a location on it")
-        group = location.name.lower() if by_location else ""  # tables of other locations are in other embeddings
+        group = location.name.lower() if by_location else ""  # so that each location gets its own embedding
         own = EmbeddingSpec(rows, dim, name, dtype, group=group, location=location, compute=compute, bounds=bounds)
         tables.append(own)
         if compute is not tables[0].compute:
@@ -120,13 +123,15 @@ def checked_specs(
 
 
 def checked_features(feature_table_map: Any, tables: int) -> list[int]:
-    """The table of each feature, by its number. OptionError."""
+    """Return each feature's table number. Raises OptionError."""
     if feature_table_map is None:
         return list(range(tables))
-    given = feature_table_map if isinstance(feature_table_map, (list, tuple)) else [None]
-    features = [number for one in given if (number := as_int(one, 0, tables - 1)) is not None]
-    if not features or len(features) != len(given):
-        raise OptionError(f"feature_table_map={feature_table_map!r}: give a table from 0 to {tables - 1} a feature")
+    entries = feature_table_map if isinstance(feature_table_map, (list, tuple)) else [None]
+    features = [number for entry in entries if (number := as_int(entry, 0, tables - 1)) is not None]
+    if not features or len(features) != len(entries):
+        raise OptionError(
+            f"feature_table_map={feature_table_map!r}: give a table number from 0 to {tables - 1} for each feature"
+        )
     unused = sorted(set(range(tables)) - set(features))
     if unused:
         raise OptionError(
@@ -143,10 +148,10 @@ def stores_for(
     widths: Mapping[int, int],
     idle: list[str],
 ) -> dict[str, StoreOptions]:
-    """The store of each embedding, by its name: of its location, or its part of `store_options`. OptionError.
+    """Return {embedding name: store options}, from the tables' location or from `store_options`. Raises OptionError.
 
-    groups: the tables of each embedding. cache_algorithm, cache_load_factor: of tables in MANAGED_CACHING. widths: by
-    dim, the 4-byte words of a row, state included. idle: gets the arguments of the cache if they change nothing.
+    groups: each embedding's tables. cache_algorithm, cache_load_factor: for tables in MANAGED_CACHING. widths: {dim:
+    4-byte words of a row with its state}. idle: a message is appended for each cache argument that changes nothing.
     """
     factor = as_number(cache_load_factor)
     if factor is None or not 0 < factor <= 1:
@@ -160,7 +165,7 @@ def stores_for(
         idle += [f"cache_algorithm: {why}"] * (cache_algorithm is not CacheAlgorithm.LRU)
         idle += [f"cache_load_factor: {why}"] * (factor != LOAD_FACTOR)
     if store_options is not None:
-        return stores_of(store_options, store_requests(groups))
+        return assign_stores(store_options, store_requests(groups))
     stores: dict[str, StoreOptions] = {}
     for name, tables in groups.items():
         if tables[0].location is EmbeddingLocation.DEVICE:
@@ -176,9 +181,9 @@ def stores_for(
 
 
 def set_budget_mb(embedding_specs: Any, cache_sets: Any, optimizer: OptimType) -> float:
-    """MiB of a cache of FBGEMM's sets for all tables, with one set of ours for each dim at least. OptionError.
+    """Return the MiB of a cache with FBGEMM's number of sets. Each dim gets at least one of tierbed's sets.
 
-    embedding_specs: (rows, dim) of each table.
+    embedding_specs: (rows, dim) per table. Raises OptionError.
     """
     specs = embedding_specs if isinstance(embedding_specs, (list, tuple)) else ()
     pairs = [spec if isinstance(spec, (list, tuple)) and len(spec) == 2 else (0, 0) for spec in specs]
@@ -187,26 +192,26 @@ def set_budget_mb(embedding_specs: Any, cache_sets: Any, optimizer: OptimType) -
         raise OptionError(f"embedding_specs={embedding_specs!r}: give a list of (rows, dim)")
     if as_int(cache_sets, 1) is None:
         raise OptionError(f"cache_sets={cache_sets!r}: give a whole number > 0")
-    wanted = cache_sets * 32 * max(row_bytes(StoreRequest(dim), STATES.get(optimizer, 1)) for dim in dims)
-    return max(wanted, sum(WAYS * row_bytes(StoreRequest(dim), MAX_STATES) for dim in dims)) / MB
+    size = cache_sets * 32 * max(row_bytes(StoreRequest(dim), STATES.get(optimizer, 1)) for dim in dims)
+    return max(size, sum(WAYS * row_bytes(StoreRequest(dim), MAX_STATES) for dim in dims)) / MB
 
 
-def device_of(compute: ComputeDevice, device: Any) -> torch.device:
-    """The device of lookups. Without a GPU, ComputeDevice.CUDA looks up on the CPU, with the same results bit for bit.
+def choose_device(compute: ComputeDevice, device: Any) -> torch.device:
+    """Return the lookup device. Without a GPU, ComputeDevice.CUDA uses the CPU, with bit-identical results.
 
-    Raises OptionError for a device of another kind than the compute device.
+    Raises OptionError if `device` does not match the compute device.
     """
     kind = compute.name.lower()
     if device is not None:
         try:
-            given = torch.device(device)
+            parsed = torch.device(device)
         except (RuntimeError, TypeError) as error:
             raise OptionError(f"device={device!r}: {error}; give a torch.device, or leave it out") from None
-        if given.type != kind:
+        if parsed.type != kind:
             raise OptionError(
                 f"device={device!r}: embedding_specs say ComputeDevice.{compute.name}; give such a device"
             )
-        return given
+        return parsed
     if kind == "cpu" or torch.cuda.is_available():
         return torch.device(kind)
     log.warning("ComputeDevice.CUDA: torch sees no GPU, so tables are looked up on the CPU, with the same results")

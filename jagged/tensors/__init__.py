@@ -1,1 +1,1 @@
-"""Jagged and keyed tensors: what features are given in, and what collections return."""
+"""Jagged and keyed tensors: the inputs and outputs of collections."""

@@ -1,4 +1,4 @@
-"""`JaggedTensor`: one feature of a batch, with any number of values in each sample; and the base of all containers."""
+"""`JaggedTensor`, one feature with any number of values per sample, and `TensorContainer`, the containers' base."""
 
 from __future__ import annotations
 
@@ -19,15 +19,12 @@ _PAD = "give desired_length, to_padded_dense(50)"
 
 
 class TensorContainer:
-    """An object with tensors in the attributes `_fields`, of which some may be None; registered as a pytree.
+    """Base class for jagged and keyed tensors, registered as a pytree. Its tensors may be None."""
 
-    open_leaves: the numbers of the fields whose first dimension differs from batch to batch.
-    """
-
-    _fields: ClassVar[tuple[str, ...]]
-    _facts: ClassVar[tuple[str, ...]] = ()  # the attributes that are no tensors
-    _derived: ClassVar[tuple[str, ...]] = ("_bounds", "_firsts")  # attributes that are computed from the tensors
-    open_leaves: ClassVar[Container[int]] = frozenset()
+    _fields: ClassVar[tuple[str, ...]]  # attributes that hold tensors
+    _facts: ClassVar[tuple[str, ...]] = ()  # the other attributes
+    _derived: ClassVar[tuple[str, ...]] = ("_bounds", "_firsts")  # cached attributes, computed from the tensors
+    open_leaves: ClassVar[Container[int]] = frozenset()  # indices of fields whose first dimension varies by batch
 
     def __init_subclass__(cls, registered: bool = True) -> None:
         super().__init_subclass__()
@@ -41,48 +38,48 @@ class TensorContainer:
             )
 
     def device(self) -> torch.device:
-        """The device of the tensors."""
+        """Return the tensors' device."""
         device: torch.device = getattr(self, self._fields[0]).device
         return device
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """A copy on another device."""
-        return self._each(lambda tensor: tensor.to(device=device, non_blocking=non_blocking))
+        """Return a copy on another device."""
+        return self._map(lambda tensor: tensor.to(device=device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
-        """A copy in page-locked memory, from which a GPU copies asynchronously."""
-        return self._each(Tensor.pin_memory)
+        """Return a copy in page-locked memory, which a GPU can copy asynchronously."""
+        return self._map(Tensor.pin_memory)
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory until `stream` has done all that it was given so far."""
+        """Keep the memory allocated until `stream` has finished all work queued so far."""
         for tensor in self._tensors():
             if tensor is not None and not tensor.is_cpu:
                 tensor.record_stream(stream)
 
     def size_in_bytes(self) -> int:
-        """The bytes of all tensors."""
+        """Return the tensors' total bytes."""
         return sum(tensor.nbytes for tensor in self._tensors() if tensor is not None)
 
     def copy_(self, other: Self, non_blocking: bool = False) -> Self:
-        """Copy another container's tensors, of the same shapes and dtypes, into those of this one. InputError."""
+        """Copy the tensors of `other`, with equal shapes and dtypes, into this container. Raises InputError."""
         check_type("other", other, type(self))
-        for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
-            if mine is not None and theirs is not None:
-                mine.copy_(theirs, non_blocking=non_blocking)
-        for read in self._derived:  # of the tensors before
-            vars(self).pop(read, None)
+        for target, source in zip(self._tensors(), other._tensors(), strict=True):
+            if target is not None and source is not None:
+                target.copy_(source, non_blocking=non_blocking)
+        for cached in self._derived:
+            vars(self).pop(cached, None)
         return self
 
     def clear_storage(self) -> int:
-        """Free the memory of all tensors, which cannot be used any more. Returns its bytes."""
+        """Free the tensors' memory, and return its bytes. The container cannot be used afterwards."""
         freed = self.size_in_bytes()
         for tensor in self._tensors():
             if tensor is not None:
                 tensor.untyped_storage().resize_(0)
         return freed
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """A copy with every tensor changed."""
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Return a copy with `change` applied to every tensor."""
         changed = copy(self)
         changed._set_tensors([None if tensor is None else change(tensor) for tensor in self._tensors()])
         return changed
@@ -106,7 +103,7 @@ class TensorContainer:
 
     @classmethod
     def _unflatten(cls, tensors: Any, context: Any) -> Self:
-        """A container of whatever a tree has as leaves, unchecked."""
+        """Make a container from a pytree's leaves without checks, since leaves may be any objects."""
         container = cls.__new__(cls)
         container._set_tensors(tensors)
         for fact, value in zip(cls._facts, context, strict=True):
@@ -114,27 +111,27 @@ class TensorContainer:
         return container
 
 
-def printed(container: TensorContainer, kind: str, entries: Callable[[], Sequence[str]]) -> str:
-    """As TorchRec's `kind` prints its entries. Without values, in a trace or on the device meta: the `repr`."""
+def format_entries(container: TensorContainer, kind: str, entries: Callable[[], Sequence[str]]) -> str:
+    """Format entries as TorchRec's class `kind` prints them. Without values (in a trace or on meta), return `repr`."""
     if is_traced() or container.device().type == "meta":
         return repr(container)
-    return f"{kind}({block(entries())})\n"
+    return f"{kind}({in_braces(entries())})\n"
 
 
-def block(entries: Sequence[str], line: str = "\n    ") -> str:
-    """Entries in braces, each on a line of its own, which begins with `line`; nothing if there are none."""
+def in_braces(entries: Sequence[str], line: str = "\n    ") -> str:
+    """Join entries in braces, one per line. `line` starts each line. Returns "" if there are no entries."""
     return "{" + line + f",{line}".join(entries) + line[:-4] + "}" if entries else ""
 
 
 def bag_entries(values: Tensor, weights: Tensor | None, offsets: Tensor) -> list[str]:
-    """The values of the bags as lists; if there are weights, each of the two with its name."""
+    """Format the bags' values as lists. If there are weights, return two labelled entries."""
     spans = [slice(*span) for span in pairwise(offsets.tolist())]
-    lists = [[of[span].tolist() for span in spans] for of in (values, weights) if of is not None]
+    lists = [[tensor[span].tolist() for span in spans] for tensor in (values, weights) if tensor is not None]
     return [str(lists[0])] if weights is None else [f'"values": {lists[0]}', f'"weights": {lists[1]}']
 
 
 def jagged_parts(name: str, nested: Tensor) -> tuple[Tensor, Tensor]:
-    """The values [n, ...] and offsets [batch + 1] of a nested tensor of layout torch.jagged. InputError for others."""
+    """Return (values [n, ...], offsets [batch + 1]) of a nested tensor of layout torch.jagged. Raises InputError."""
     if not isinstance(nested, Tensor) or not nested.is_nested or nested.layout != torch.jagged:
         raise InputError(
             f"{name}: give a nested tensor of layout torch.jagged: torch.nested.as_nested_tensor(..., "
@@ -150,27 +147,27 @@ def jagged_parts(name: str, nested: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_value(offsets: Tensor, length: int) -> Tensor:
-    """Which positions of bags padded to `length` have values: bool [bags, length]."""
+    """Return bool [bags, length]: True where a bag padded to `length` has a value."""
     return torch.arange(length, device=offsets.device) < offsets.diff().unsqueeze(1)
 
 
-def padded(values: Tensor, offsets: Tensor, length: int, padding_value: float = 0.0) -> Tensor:
-    """The first `length` values of each bag, then padding_value: [bags, length, ...]. InputError.
+def pad(values: Tensor, offsets: Tensor, length: int, padding_value: float = 0.0) -> Tensor:
+    """Return each bag's first `length` values, padded with padding_value: [bags, length, ...]. Raises InputError.
 
-    Reads neither values nor offsets on the host, so a graph can trace it.
+    The host reads neither values nor offsets, so a graph can trace it.
     """
     if not values.is_floating_point() and padding_value != int(padding_value):
         raise InputError(f"padding_value={padding_value}: values are of {values.dtype}; give a whole number")
     padding = values.new_full((1, *values.shape[1:]), padding_value)
     index = offsets[:-1].unsqueeze(1) + torch.arange(1, length + 1, device=offsets.device)
     rows = torch.cat([padding, values])
-    # the backward of an embedding skips row 0, the padding, and adds a gradient to each other row once
+    # F.embedding's backward skips row 0, the padding, and adds a gradient to each other row once
     result = F.embedding(index * is_value(offsets, length), rows.flatten(1) if rows.dim() > 1 else rows[:, None], 0)
     return result.view(*index.shape, *values.shape[1:])
 
 
 class Jagged(TensorContainer, registered=False):
-    """Values [n, ...], where bag b is values[offsets[b]:offsets[b + 1]], with or without a weight for each."""
+    """Values [n, ...] with optional weights. Bag b is values[offsets[b]:offsets[b + 1]]."""
 
     _fields: ClassVar[tuple[str, ...]] = ("_values", "_weights", "_offsets")
     open_leaves: ClassVar[Container[int]] = frozenset({0, 1})
@@ -190,44 +187,44 @@ class Jagged(TensorContainer, registered=False):
         self._offsets = check_offsets(values, lengths, offsets)
 
     def values(self) -> Tensor:
-        """All values [n, ...], one bag after another."""
+        """Return all values [n, ...], one bag after another."""
         return self._values
 
     def weights(self) -> Tensor:
-        """A weight for each of the values [n]. InputError if there are none."""
+        """Return a weight per value, [n]. Raises InputError if there are none."""
         if self._weights is None:
             raise InputError(f"this {type(self).__name__} has no weights; give weights= to its constructor")
         return self._weights
 
     def weights_or_none(self) -> Tensor | None:
-        """A weight for each of the values [n], or None."""
+        """Return a weight per value, [n], or None."""
         return self._weights
 
     def lengths(self) -> Tensor:
-        """How many values each bag has, int64 [bags]."""
+        """Return each bag's length, int64 [bags]."""
         return self._offsets.diff()
 
     def offsets(self) -> Tensor:
-        """Where each bag begins, and the end of the last: int64 [bags + 1]."""
+        """Return where each bag begins, followed by the last bag's end: int64 [bags + 1]."""
         return self._offsets
 
-    lengths_or_none, offsets_or_none = lengths, offsets  # TorchRec's names for those that may be unknown
+    lengths_or_none, offsets_or_none = lengths, offsets  # in TorchRec one of them may be unknown
 
     def validate(self) -> None:
-        """Read the offsets: InputError unless they ascend from 0 to the number of values."""
+        """Raise InputError unless the offsets ascend from 0 to the number of values. Waits for the device."""
         refuse_trace("validate", "call it on the graph's arguments, before the call")
         check_ascending(self._offsets.tolist(), self._values.shape[0], self._bags())
 
     def check_bags(self) -> None:
-        """As `validate`, but only on a CPU and outside of a trace, so that it waits for nothing."""
+        """Call `validate` if the offsets are on a CPU and there is no trace, so that nothing has to wait."""
         if self._offsets.device.type != "cpu" or is_traced():
             return
-        begins, ends = self._offsets[0] == 0, self._offsets[-1] == self._values.shape[0]
-        if not (begins and ends and (self._offsets.diff() >= 0).all()):
+        starts_at_0, ends_at_n = self._offsets[0] == 0, self._offsets[-1] == self._values.shape[0]
+        if not (starts_at_0 and ends_at_n and (self._offsets.diff() >= 0).all()):
             self.validate()
 
     def _bags(self) -> Sequence[str] | None:
-        """The name of each bag in an error."""
+        """Return a name for each bag, for errors."""
         return None
 
     def _describe(self) -> str:
@@ -236,11 +233,18 @@ class Jagged(TensorContainer, registered=False):
 
 
 class JaggedTensor(Jagged):
-    """One feature of a batch: sample b has values[offsets[b]:offsets[b + 1]].
+    """One feature of a batch. Sample b has values[offsets[b]:offsets[b + 1]].
 
-    values: [n] or [n, ...]. weights: [n], or in the shape of values. lengths: integers [batch]; offsets: integers
-    [batch + 1]; one of the two is enough, and offsets are kept, as int64. The constructor checks shapes and dtypes
-    (InputError); `validate` and a lookup check the numbers in offsets.
+    The constructor checks shapes and dtypes. `validate` and lookups check the numbers in offsets.
+
+    Args:
+        values: [n] or [n, ...].
+        weights: [n], or the shape of values.
+        lengths: Integers [batch], each sample's length.
+        offsets: Integers [batch + 1]. Either lengths or offsets is enough. Offsets are stored, as int64.
+
+    Raises:
+        InputError: If shapes or dtypes do not fit.
     """
 
     @classmethod
@@ -251,14 +255,14 @@ class JaggedTensor(Jagged):
         values_dtype: torch.dtype | None = None,
         weights_dtype: torch.dtype | None = None,
     ) -> Self:
-        """A feature without samples."""
+        """Return a feature without samples."""
         weights = torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None
         values = torch.empty(0, dtype=values_dtype, device=device)
         return cls(values, weights, offsets=torch.zeros(1, dtype=torch.int64, device=device))
 
     @classmethod
     def from_dense(cls, values: Sequence[Tensor], weights: Sequence[Tensor] | None = None) -> Self:
-        """From one tensor [length, ...] for each sample, and weights [length] for each. InputError."""
+        """Make a feature from a tensor [length, ...] per sample, and weights [length] per sample. Raises InputError."""
         if not is_list_of(values, Tensor) or not values or not all(tensor.dim() for tensor in values):
             raise InputError(f"values={values!r:.80}: give one tensor or more; use JaggedTensor.empty for no samples")
         sizes = [tensor.shape[0] for tensor in values]
@@ -272,44 +276,47 @@ class JaggedTensor(Jagged):
 
     @classmethod
     def from_dense_lengths(cls, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Self:
-        """From values [batch, length, ...] and weights [batch, length], of which sample b has the first lengths[b]."""
+        """Make a feature from padded values [batch, length, ...] and weights [batch, length].
+
+        Sample b has the first lengths[b] of its values. Raises InputError.
+        """
         refuse_trace("from_dense_lengths", "call it on the graph's arguments, before the call")
         check_type("values", values, Tensor)
         check_type("lengths", lengths, Tensor)
         if values.dim() < 2 or lengths.shape != values.shape[:1] or values.shape[1] < max(lengths.tolist(), default=0):
             raise InputError(
                 f"values {list(values.shape)}, lengths {list(lengths.shape)}: give values [batch, length, ...] and "
-                "lengths [batch] up to the second dimension"
+                "lengths [batch], none above the size of the second dimension"
             )
-        kept = torch.arange(values.shape[1], device=values.device) < lengths.unsqueeze(1)
-        return cls(values[kept], None if weights is None else weights[kept], lengths)
+        mask = torch.arange(values.shape[1], device=values.device) < lengths.unsqueeze(1)
+        return cls(values[mask], None if weights is None else weights[mask], lengths)
 
     @classmethod
     def empty_like(cls, jt: Self, device: torch.device | str | None = None) -> Self:
-        """A feature without samples, of the same dtypes; or on a device, uninitialised tensors of the same shapes.
+        """Return a feature without samples and with equal dtypes.
 
-        InputError.
+        If `device` is given, return uninitialized tensors with equal shapes on that device. Raises InputError.
         """
         check_type("jt", jt, cls)
         if device is not None:
-            return jt._each(lambda tensor: torch.empty_like(tensor, device=device))
+            return jt._map(lambda tensor: torch.empty_like(tensor, device=device))
         weights = jt._weights
         return cls.empty(weights is not None, jt.device(), jt._values.dtype, None if weights is None else weights.dtype)
 
     @classmethod
     def from_nested(cls, values: Tensor, weights: Tensor | None = None) -> Self:
-        """From torch's nested tensors of layout torch.jagged, [batch, ragged, ...]. InputError for others."""
+        """Make a feature from torch's nested tensors [batch, ragged, ...] of layout torch.jagged. Raises InputError."""
         flat, offsets = jagged_parts("values", values)
         if weights is None:
             return cls(flat, None, offsets=offsets)
         return cls(flat, jagged_parts("weights", weights)[0], offsets=offsets)
 
     def to_dense(self) -> list[Tensor]:
-        """The values of each sample, a list of views [length, ...]."""
+        """Return each sample's values, a list of views [length, ...]."""
         return self._by_sample(self._values)
 
     def to_dense_weights(self) -> list[Tensor] | None:
-        """The weights of each sample, a list of views [length]; None if there are none."""
+        """Return each sample's weights, a list of views [length], or None without weights."""
         return None if self._weights is None else self._by_sample(self._weights)
 
     def _by_sample(self, tensor: Tensor) -> list[Tensor]:
@@ -320,27 +327,27 @@ class JaggedTensor(Jagged):
         return list(tensor.split(lengths)) if lengths else []
 
     def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
-        """Values as [batch, desired_length, ...]: the first ones of each sample, then `padding_value`.
+        """Return each sample's first values, padded with `padding_value`: [batch, desired_length, ...].
 
-        desired_length: None is the longest of the batch; while a graph is traced it raises GraphError.
+        desired_length: None means the longest sample's length; in a graph None raises GraphError.
         """
-        return self._padded(self._values, desired_length, padding_value)
+        return self._pad(self._values, desired_length, padding_value)
 
     def to_padded_dense_weights(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor | None:
-        """Weights as [batch, desired_length], as `to_padded_dense`; None if there are none."""
-        return None if self._weights is None else self._padded(self._weights, desired_length, padding_value)
+        """Return the weights padded like `to_padded_dense`, [batch, desired_length], or None without weights."""
+        return None if self._weights is None else self._pad(self._weights, desired_length, padding_value)
 
-    def _padded(self, tensor: Tensor, desired_length: int | None, padding_value: float) -> Tensor:
+    def _pad(self, tensor: Tensor, desired_length: int | None, padding_value: float) -> Tensor:
         if desired_length is None:
             refuse_trace("to_padded_dense()", _PAD)
             desired_length = max(self.lengths().tolist(), default=0)
         elif not isinstance(desired_length, int) or desired_length < 0:
             raise InputError(f"desired_length={desired_length!r}: give an integer from 0 on")
         self.check_bags()
-        return padded(tensor, self._offsets, desired_length, padding_value)
+        return pad(tensor, self._offsets, desired_length, padding_value)
 
     def __str__(self) -> str:
-        return printed(self, "JaggedTensor", lambda: bag_entries(self._values, self._weights, self._offsets))
+        return format_entries(self, "JaggedTensor", lambda: bag_entries(self._values, self._weights, self._offsets))
 
     def __repr__(self) -> str:
         return f"JaggedTensor(samples={self._offsets.shape[0] - 1}, {self._describe()})"

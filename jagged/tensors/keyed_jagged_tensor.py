@@ -1,6 +1,6 @@
-"""`KeyedJaggedTensor`: the features of a batch, each with any number of values in each sample.
+"""`KeyedJaggedTensor`: the features of a batch, each with any number of values per sample.
 
-`VariableBatchKeyedJaggedTensor`: features of which several samples share a bag.
+In a `VariableBatchKeyedJaggedTensor`, keys differ in bag count, and samples may share a bag.
 """
 
 from __future__ import annotations
@@ -15,46 +15,55 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ...engine.errors import InputError
-from .jagged_tensor import Jagged, JaggedTensor, bag_entries, block, printed
+from .jagged_tensor import Jagged, JaggedTensor, bag_entries, format_entries, in_braces
 from .validation import (
     check_alike,
     check_ascending,
     check_integers,
     check_keys,
     check_type,
-    in_order,
+    concat_chosen,
     is_list_of,
     is_traced,
-    joined,
-    offsets_of,
+    order_inverse,
     refuse_trace,
     statically_true,
+    to_offsets,
 )
 
 _ONE_KEY = (
     "give the graph a KeyedJaggedTensor of tierbed.jagged as an argument (from_torchrec makes one), which it splits, "
-    "or a dict of JaggedTensors, one for each key"
+    "or a dict of JaggedTensors"
 )
 
 
 class KeyedJaggedTensor(Jagged):
-    """The features of a batch: sample b of key f is values[offsets[f * batch + b]:offsets[f * batch + b + 1]].
+    """The features of a batch. Sample b of key f is values[offsets[f * batch + b]:offsets[f * batch + b + 1]].
 
-    keys: one name for each feature. values: ids [n], or [n, ...]. weights: [n]. lengths: integers [keys * batch];
-    offsets: integers [keys * batch + 1]; one of the two is enough, and offsets are kept, as int64. The constructor
-    checks shapes, dtypes and repeated keys (InputError); `validate` and a lookup check the numbers in offsets.
+    The constructor checks shapes, dtypes and repeated keys. `validate` and lookups check the numbers in offsets.
 
     It can be an argument of a graph, with any number of values in a batch. If `build` splits the values by key, the
-    graph splits them before each call, for which a GPU is waited for.
+    graph splits them before each call; on a GPU the split waits for the offsets.
 
-    stride_per_key_per_rank, stride_per_key: how many bags each key has. inverse_indices: the bag of each sample. With
-    one of the three the constructor gives a VariableBatchKeyedJaggedTensor, a subclass. stride: the number of samples.
-    The other arguments are what TorchRec computes ahead, and are computed here when they are needed.
+    Args:
+        keys: Feature names.
+        values: Ids [n], or [n, ...].
+        weights: [n].
+        lengths: Integers [keys * batch], each bag's length.
+        offsets: Integers [keys * batch + 1]. Either lengths or offsets is enough. Offsets are stored, as int64.
+        stride: Sample count, where it does not follow from the bags.
+        stride_per_key_per_rank, stride_per_key, inverse_indices: Number of bags per key (and rank), and the bag of each
+            sample. Any of them makes a VariableBatchKeyedJaggedTensor, a subclass.
+        length_per_key, lengths_offset_per_key, offset_per_key, index_per_key, jt_dict: Ignored. TorchRec precomputes
+            them; tierbed derives them.
+
+    Raises:
+        InputError: If arguments do not fit each other.
     """
 
     _facts = ("_keys", "_batch")
     _keys: tuple[str, ...]
-    _batch: int | None = None  # the number of samples, if it does not follow from the bags
+    _batch: int | None = None  # sample count, where it does not follow from the bags
 
     def __init__(
         self,
@@ -77,7 +86,7 @@ class KeyedJaggedTensor(Jagged):
         if per_rank is not None or strides is not None or inverse_indices is not None:
             parts = keys, values, weights, lengths, offsets
             if per_rank is not None:
-                strides = [sum(of_key) for of_key in (per_rank.tolist() if isinstance(per_rank, Tensor) else per_rank)]
+                strides = [sum(bags) for bags in (per_rank.tolist() if isinstance(per_rank, Tensor) else per_rank)]
             elif strides is None:
                 strides = KeyedJaggedTensor(*parts).stride_per_key()
             self.__class__ = VariableBatchKeyedJaggedTensor
@@ -92,8 +101,8 @@ class KeyedJaggedTensor(Jagged):
         self._batch = None if count else stride
         if statically_true(bags % count != 0 if count else bags != 0):
             raise InputError(
-                f"{bags} lengths, {bags + 1} offsets, for {count} keys {self.keys()}: give one length for each key and "
-                "sample, or one offset more"
+                f"{bags} lengths, {bags + 1} offsets, for {count} keys {self.keys()}: give keys * batch lengths, or "
+                "keys * batch + 1 offsets"
             )
 
     @staticmethod
@@ -104,15 +113,18 @@ class KeyedJaggedTensor(Jagged):
         weights_dtype: torch.dtype | None = None,
         lengths_dtype: torch.dtype | None = None,
     ) -> KeyedJaggedTensor:
-        """A batch without keys. lengths_dtype: not read, since offsets are int64."""
-        return _laid([], [JaggedTensor.empty(is_weighted, device, values_dtype, weights_dtype)])
+        """Return a batch without keys. lengths_dtype: ignored, since offsets are int64."""
+        return _concat_parts([], [JaggedTensor.empty(is_weighted, device, values_dtype, weights_dtype)])
 
     @staticmethod
     def empty_like(kjt: KeyedJaggedTensor, device: torch.device | str | None = None) -> KeyedJaggedTensor:
-        """As many samples without keys; or on a device, uninitialised tensors of the same shapes. InputError."""
+        """Return a batch with equally many samples and no keys.
+
+        If `device` is given, return uninitialized tensors with equal shapes on that device. Raises InputError.
+        """
         check_type("kjt", kjt, KeyedJaggedTensor)
         if device is not None:
-            return kjt._each(lambda tensor: torch.empty_like(tensor, device=device))
+            return kjt._map(lambda tensor: torch.empty_like(tensor, device=device))
         weights = None if kjt._weights is None else kjt._weights[:0].clone()
         return kjt._part([], kjt._values[:0].clone(), weights, kjt._offsets.new_zeros(1))
 
@@ -126,7 +138,7 @@ class KeyedJaggedTensor(Jagged):
         stride_per_key_per_rank: Sequence[Sequence[int]] | Tensor | None = None,
         inverse_indices: tuple[Sequence[str], Tensor] | None = None,
     ) -> KeyedJaggedTensor:
-        """The constructor with lengths, and `sync()`, by TorchRec's name."""
+        """Construct from lengths and call `sync()`."""
         sizes = stride, stride_per_key_per_rank
         return KeyedJaggedTensor(keys, values, weights, lengths, None, *sizes, inverse_indices=inverse_indices).sync()
 
@@ -140,40 +152,43 @@ class KeyedJaggedTensor(Jagged):
         stride_per_key_per_rank: Sequence[Sequence[int]] | Tensor | None = None,
         inverse_indices: tuple[Sequence[str], Tensor] | None = None,
     ) -> KeyedJaggedTensor:
-        """The constructor with offsets, and `sync()`, by TorchRec's name."""
+        """Construct from offsets and call `sync()`."""
         sizes = stride, stride_per_key_per_rank
         return KeyedJaggedTensor(keys, values, weights, None, offsets, *sizes, inverse_indices=inverse_indices).sync()
 
     @staticmethod
     def from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
-        """From features, all with weights or all without; with variable batch sizes if they differ. InputError."""
-        if not isinstance(jt_dict, Mapping) or not all(isinstance(one, JaggedTensor) for one in jt_dict.values()):
+        """Make a batch from {key: feature}, all with weights or all without.
+
+        If features differ in sample count, the batch has variable batch sizes. Raises InputError.
+        """
+        if not isinstance(jt_dict, Mapping) or not all(isinstance(jt, JaggedTensor) for jt in jt_dict.values()):
             raise InputError(f"jt_dict={jt_dict!r:.80}: give a dict of one JaggedTensor for each key")
         if not jt_dict:
-            raise InputError("jt_dict={}: a batch of no keys has no dtype; use KeyedJaggedTensor.empty")
+            raise InputError("jt_dict={}: a batch without keys has no dtype; use KeyedJaggedTensor.empty")
         batches = [jagged.offsets().shape[0] - 1 for jagged in jt_dict.values()]
         differ = any(statically_true(batch != batches[0]) for batch in batches)
-        made = _laid([*jt_dict], [*jt_dict.values()], [[batch] for batch in batches] if differ else None)
-        return made.sync()
+        strides = [[batch] for batch in batches] if differ else None
+        return _concat_parts([*jt_dict], [*jt_dict.values()], strides).sync()
 
     @staticmethod
     def from_nested(values: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None = None) -> KeyedJaggedTensor:
-        """From torch's nested tensors of layout torch.jagged, one for each key; and weights alike. InputError."""
-        for name, given in (("values", values), ("weights", weights or {})):
-            if not isinstance(given, Mapping):
-                raise InputError(f"{name}: got a {type(given).__name__}; give a dict of one nested tensor for each key")
+        """Make a batch from {key: nested tensor of layout torch.jagged}, and such weights. Raises InputError."""
+        for name, argument in (("values", values), ("weights", weights or {})):
+            if not isinstance(argument, Mapping):
+                raise InputError(f"{name}: got a {type(argument).__name__}; give a dict with a nested tensor per key")
         if weights is not None and weights.keys() != values.keys():
             raise InputError(f"weights have keys {[*weights]} and values {[*values]}; give weights for each key")
-        given = weights or {}
-        parts = {key: JaggedTensor.from_nested(each, given.get(key)) for key, each in values.items()}
+        key_weights = weights or {}
+        parts = {key: JaggedTensor.from_nested(nested, key_weights.get(key)) for key, nested in values.items()}
         return KeyedJaggedTensor.from_jt_dict(parts)
 
     @staticmethod
     def from_torchrec(kjt: Any) -> KeyedJaggedTensor:
-        """The features of TorchRec's KeyedJaggedTensor, or of an object with its methods, without a copy.
+        """Convert TorchRec's KeyedJaggedTensor, or an object with its methods, without copying tensors.
 
-        If keys differ in their numbers of bags, or it has inverse indices, a VariableBatchKeyedJaggedTensor.
-        InputError.
+        Returns a VariableBatchKeyedJaggedTensor if keys differ in bag count, or if there are inverse indices.
+        Raises InputError.
         """
         if isinstance(kjt, KeyedJaggedTensor):
             return kjt
@@ -181,23 +196,23 @@ class KeyedJaggedTensor(Jagged):
             raise InputError(f"kjt={kjt!r:.80}: give a KeyedJaggedTensor of TorchRec")
         offsets, lengths = kjt.offsets_or_none(), kjt.lengths_or_none()
         if offsets is not None and statically_true(offsets.shape[0] == 0):
-            offsets = None  # TorchRec's may be empty if there are no bags
+            offsets = None  # TorchRec allows empty offsets for a batch without bags
         lengths = None if offsets is not None or lengths is None else lengths.flatten()
         parts = (kjt.keys(), kjt.values(), kjt.weights_or_none(), lengths, offsets)
         inverse, per_rank = kjt.inverse_indices_or_none(), None
         if kjt.variable_stride_per_key() or inverse is not None:
             refuse_trace("from_torchrec of variable batch sizes", "convert the graph's arguments, before the call")
             per_rank = kjt.stride_per_key_per_rank() if kjt.variable_stride_per_key() else None
-        made = KeyedJaggedTensor(*parts, stride_per_key_per_rank=per_rank, inverse_indices=inverse)
-        if made.variable_stride_per_key() or not made._keys:
-            made._batch = kjt.stride() if kjt.stride() > made.stride() else None
-        return made
+        result = KeyedJaggedTensor(*parts, stride_per_key_per_rank=per_rank, inverse_indices=inverse)
+        if result.variable_stride_per_key() or not result._keys:
+            result._batch = kjt.stride() if kjt.stride() > result.stride() else None
+        return result
 
     @staticmethod
     def concat(kjt_list: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-        """The keys of all, which must have the same number of samples, all with weights or all without. InputError.
+        """Concatenate the keys of batches with equal sample counts.
 
-        With variable batch sizes: all of them or none, all with inverse indices or none.
+        Either all or none may have weights, variable batch sizes or inverse indices. Raises InputError.
         """
         if not is_list_of(kjt_list, KeyedJaggedTensor) or not kjt_list:
             raise InputError(f"kjt_list={kjt_list!r:.80}: give at least one KeyedJaggedTensor, in a list")
@@ -206,19 +221,19 @@ class KeyedJaggedTensor(Jagged):
         check_alike("kjt_list", "variable_stride_per_key()", traits)
         keys = [key for kjt in kjt_list for key in kjt._keys]
         inverses = [kjt.inverse_indices_or_none() for kjt in kjt_list]
-        check_alike("kjt_list", "inverse indices", {at: one is not None for at, one in enumerate(inverses)})
+        check_alike("kjt_list", "inverse indices", {i: inverse is not None for i, inverse in enumerate(inverses)})
         if not varies or inverses[0] is not None:
             samples = {str(kjt.keys()): kjt.stride() for kjt in kjt_list if varies or kjt._keys}
             check_alike("kjt_list", "samples", samples)
         strides = [stride for kjt in kjt_list for stride in kjt.stride_per_key_per_rank()] if varies else None
-        inverse = None if None in inverses else (keys, torch.cat([one[1] for one in inverses if one is not None]))
-        made = _laid(keys, kjt_list, strides, inverse)
+        joined = None if None in inverses else (keys, torch.cat([pair[1] for pair in inverses if pair is not None]))
+        result = _concat_parts(keys, kjt_list, strides, joined)
         if not varies and not keys:
-            made._batch = max(kjt.stride() for kjt in kjt_list)
-        return made
+            result._batch = max(kjt.stride() for kjt in kjt_list)
+        return result
 
     def stride(self) -> int:
-        """How many samples the batch has. Without keys: of the batch that it was split from, or 0."""
+        """Return the number of samples. Without keys, the number in the batch it was split from, or 0."""
         return (self._offsets.shape[0] - 1) // len(self._keys) if self._keys else self._batch or 0
 
     def stride_per_key(self) -> list[int]:
@@ -233,87 +248,88 @@ class KeyedJaggedTensor(Jagged):
         return (rows - rows[:, :1]).unbind()
 
     def split_by_key(self) -> KeyedJaggedTensor:
-        """The same batch for a graph whose `build` splits the values: a tree with the values of each key as a leaf."""
+        """Return the batch as a pytree with a leaf per key, for a graph whose `build` splits the values by key."""
         values, weights = self._split(range(1, len(self._keys) + 1))
         weights = [] if self._weights is None else weights
         return SplitKeyedJaggedTensor._unflatten([self._offsets, *values, *weights], self._context())
 
     def _part(self, chosen: list[int], values: Tensor, weights: Tensor | None, offsets: Tensor) -> KeyedJaggedTensor:
+        """Return a batch with only the keys at these indices."""
         context = tuple(self._keys[at] for at in chosen), None if chosen else self.stride()
         return KeyedJaggedTensor._unflatten((values, weights, offsets), context)
 
     def stride_per_key_per_rank(self) -> list[list[int]]:
-        """How many bags each key has of each rank, as they were given; [] if each sample has a bag of each key."""
+        """Return the number of bags per key and rank; [] unless keys differ in bag count."""
         return []
 
     def inverse_indices_or_none(self) -> tuple[list[str], Tensor] | None:
-        """The keys, and int64 [keys, batch]: the number of the key's bag that each sample has; None for its own."""
+        """Return (keys, int64 [keys, batch]): the bag of each key and sample, numbered from 0 within a key; or None."""
         return None
 
     def keys(self) -> list[str]:
-        """The names of the features, in their order."""
+        """Return the features' names, in order."""
         return list(self._keys)
 
     def length_per_key(self) -> list[int]:
-        """How many values each key has."""
+        """Return each key's value count."""
         return [end - begin for begin, end in pairwise(self._bounds)]
 
     def offset_per_key(self) -> list[int]:
-        """Where the values of each key begin, and the end of the last."""
+        """Return where each key's values begin, followed by the last key's end."""
         return list(self._bounds)
 
     def length_per_key_or_none(self) -> list[int] | None:
-        """`length_per_key()`, if the offsets have been read."""
+        """Return `length_per_key()` if the offsets have been read, else None."""
         return self.length_per_key() if "_bounds" in vars(self) else None
 
     def offset_per_key_or_none(self) -> list[int] | None:
-        """`offset_per_key()`, if the offsets have been read."""
+        """Return `offset_per_key()` if the offsets have been read, else None."""
         return self.offset_per_key() if "_bounds" in vars(self) else None
 
     def to(self, device: torch.device | str, non_blocking: bool = False, dtype: torch.dtype | None = None) -> Self:
-        """A copy on another device. dtype: of its weights; the values keep theirs."""
+        """Return a copy on another device. dtype: New dtype of the weights; values keep their dtype."""
         moved = super().to(device, non_blocking)
         return moved if dtype is None or self._weights is None else moved._cast(dtype)
 
     def _cast(self, dtype: torch.dtype) -> Self:
-        """Change the dtype of the weights, of which there are some. Returns itself."""
+        """Convert the weights, which must exist, in this object. Returns self."""
         self._weights = self.weights().to(dtype)
         return self
 
     def sync(self) -> Self:
-        """Read where the values of each key begin, so that no later call waits. Nothing while a graph is traced."""
+        """Read where each key's values begin, so that no later call waits. Does nothing while a graph is traced."""
         if not is_traced():
             self.offset_per_key()
         return self
 
     def unsync(self) -> Self:
-        """Forget what `sync` read."""
+        """Discard the numbers that `sync` read."""
         vars(self).pop("_bounds", None)
         return self
 
     def index_per_key(self) -> dict[str, int]:
-        """The number of each key."""
+        """Return {key: index}."""
         return dict(self._index)
 
-    _key_indices = index_per_key  # modules of TorchRec call it
+    _key_indices = index_per_key  # TorchRec's modules call it
 
     def lengths_offset_per_key(self) -> list[int]:
-        """The first bag of each key, and the number of bags."""
+        """Return each key's first bag, followed by the number of bags."""
         return list(self._firsts)
 
     def inverse_indices(self) -> tuple[list[str], Tensor]:
-        """`inverse_indices_or_none()`. InputError if there are none."""
+        """Return `inverse_indices_or_none()`. Raises InputError if there are none."""
         inverse = self.inverse_indices_or_none()
         if inverse is None:
             raise InputError(f"this {type(self).__name__} has no inverse_indices; give them to its constructor")
         return inverse
 
     def flatten_lengths(self) -> Self:
-        """Itself: lengths always have one dimension."""
+        """Return self, since lengths always have one dimension."""
         return self
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_stride_per_key_per_rank":  # TorchRec's managed collision reads it
+        if name == "_stride_per_key_per_rank":  # TorchRec's managed collision module reads it
             return self.stride_per_key_per_rank() or None
         if name.startswith("dist_"):
             raise AttributeError(
@@ -323,23 +339,23 @@ class KeyedJaggedTensor(Jagged):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __getitem__(self, key: str) -> JaggedTensor:
-        """One feature, a view. KeyError if it is missing."""
+        """Return one feature, a view. Raises KeyError if it is missing."""
         if key not in self._index:
-            raise KeyError(f"{key!r} is no key; there are {', '.join(self._keys)}")
+            raise KeyError(f"{key!r} is not a key; keys are {', '.join(self._keys)}")
         at = self._index[key]
         values, weights = self._of_key(at)
         return JaggedTensor(values, weights, offsets=self._offsets_of(at, at + 1))
 
     def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
-        """Each feature by its key, views of one split. compute_offsets: not read, for offsets are known."""
+        """Return {key: feature}, views from one split. compute_offsets: ignored, since offsets are always known."""
         parts = zip(*self._split(range(1, len(self._keys) + 1)), self.offsets_of_keys(), strict=True)
-        features = (JaggedTensor._unflatten(part, ()) for part in parts)  # parts of checked tensors
+        features = (JaggedTensor._unflatten(part, ()) for part in parts)  # the whole is already checked
         return dict(zip(self._keys, features, strict=True))
 
     def split(self, segments: Sequence[int]) -> list[KeyedJaggedTensor]:
-        """Views of the first segments[0] keys, of the next segments[1], and so on. InputError.
+        """Return views of the first segments[0] keys, the next segments[1] keys, and so on.
 
-        As with TorchRec, keys after the last segment are left out.
+        As in TorchRec, keys after the last segment are left out. Raises InputError.
         """
         ends = [*accumulate(check_integers("segments", segments), initial=0)]
         if min(segments, default=0) < 0 or ends[-1] > len(self._keys):
@@ -351,9 +367,10 @@ class KeyedJaggedTensor(Jagged):
         ]
 
     def permute(self, indices: Sequence[int], indices_tensor: Tensor | None = None) -> KeyedJaggedTensor:
-        """A copy with the keys of these numbers, in this order, as often as they occur. IndexError.
+        """Return a copy with the keys at these indices, which may repeat. Raises IndexError.
 
-        indices_tensor: the same numbers, not read. No lookup needs it: a collection finds its features among any keys.
+        You need no permutation before a lookup: a collection finds its features among any keys.
+        indices_tensor: Ignored; TorchRec passes the same indices as a tensor.
         """
         chosen = [range(len(self._keys))[index] for index in check_integers("indices", indices)]
         values, weights = self._split(range(1, len(self._keys) + 1))
@@ -361,9 +378,9 @@ class KeyedJaggedTensor(Jagged):
         parts = lengths.split(self.stride_per_key()) if self._keys else ()
         return self._part(
             chosen,
-            joined(self._values[:0], values, chosen),
-            None if self._weights is None else joined(self._weights[:0], weights, chosen),
-            offsets_of(joined(lengths[:0], parts, chosen)),
+            concat_chosen(self._values[:0], values, chosen),
+            None if self._weights is None else concat_chosen(self._weights[:0], weights, chosen),
+            to_offsets(concat_chosen(lengths[:0], parts, chosen)),
         )
 
     @cached_property
@@ -372,12 +389,12 @@ class KeyedJaggedTensor(Jagged):
 
     @cached_property
     def _firsts(self) -> list[int]:
-        """The first bag of each key, and the number of bags."""
+        """Each key's first bag, followed by the number of bags."""
         return [*accumulate(self.stride_per_key(), initial=0)]
 
     @cached_property
     def _bounds(self) -> list[int]:
-        """Where the values of each key begin, and the end of the last. On meta, as in TorchRec, all have as many."""
+        """Where each key's values begin, and the last key's end. On meta, keys have equal numbers, as in TorchRec."""
         refuse_trace("the number of values of one key", _ONE_KEY)
         if self._offsets.is_meta:
             count, rest = divmod(self._values.shape[0], len(self._keys) or 1)
@@ -390,19 +407,19 @@ class KeyedJaggedTensor(Jagged):
         return bounds
 
     def _of_key(self, at: int) -> tuple[Tensor, Tensor | None]:
-        """The values and weights of one key, by its number."""
+        """Return the values and weights of one key, given its index."""
         begin, end = self._bounds[at : at + 2]
         return self._values[begin:end], None if self._weights is None else self._weights[begin:end]
 
     def _split(self, ends: Sequence[int]) -> tuple[Sequence[Tensor], Sequence[Any]]:
-        """Values and weights of the keys up to each of these numbers, from the one before."""
+        """Split values and weights at these key indices. Part i has the keys from ends[i - 1] (or 0) to ends[i]."""
         sizes = [self._bounds[end] - self._bounds[begin] for begin, end in pairwise([0, *ends])]
         if self._weights is None or not sizes:
             return self._values.split(sizes) if sizes else (), [None] * len(sizes)
         return self._values.split(sizes), self._weights.split(sizes)
 
     def _offsets_of(self, begin: int, end: int) -> Tensor:
-        """The offsets of the keys from number `begin` up to `end`, which begin with 0."""
+        """Return the offsets of keys `begin` to `end` (exclusive), shifted to start at 0."""
         offsets = self._offsets[self._firsts[begin] : self._firsts[end] + 1]
         return offsets - offsets[0]
 
@@ -411,39 +428,46 @@ class KeyedJaggedTensor(Jagged):
         return [f"key {key!r}, sample {sample}" for key, count in counts for sample in range(count)]
 
     def __str__(self) -> str:
-        return printed(self, "KeyedJaggedTensor", lambda: [*map(self._entry, self._keys, pairwise(self._firsts))])
+        return format_entries(
+            self, "KeyedJaggedTensor", lambda: [*map(self._entry, self._keys, pairwise(self._firsts))]
+        )
 
     def _entry(self, key: str, bags: tuple[int, int]) -> str:
-        """One key of `__str__`. bags: its first one, and the end of the last."""
+        """Format one key for `__str__`. bags: (first bag, end of the last bag)."""
         parts = bag_entries(self._values, self._weights, self._offsets[bags[0] : bags[1] + 1])
-        return f'"{key}": ' + (parts[0] if self._weights is None else block(parts, "\n        "))
+        return f'"{key}": ' + (parts[0] if self._weights is None else in_braces(parts, "\n        "))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(keys={self.keys()}, stride={self.stride()}, {self._describe()})"
 
 
-def _laid(
+def _concat_parts(
     keys: Sequence[str],
     parts: Sequence[Jagged],
     strides: Sequence[Sequence[int]] | None = None,
     inverse: tuple[Sequence[str], Tensor] | None = None,
 ) -> KeyedJaggedTensor:
-    """From parts that are laid one after another. strides: of each key and rank."""
-    check_alike("weights", "weights", {at: part.weights_or_none() is not None for at, part in enumerate(parts)})
+    """Concatenate parts to one batch. strides: number of bags per key and rank."""
+    check_alike("weights", "weights", {i: part.weights_or_none() is not None for i, part in enumerate(parts)})
     values = torch.cat([part.values() for part in parts])
     weights = torch.cat([part.weights() for part in parts]) if parts[0].weights_or_none() is not None else None
-    offsets = offsets_of(torch.cat([part.lengths() for part in parts]))
+    offsets = to_offsets(torch.cat([part.lengths() for part in parts]))
     return KeyedJaggedTensor(
         keys, values, weights, offsets=offsets, stride_per_key_per_rank=strides, inverse_indices=inverse
     )
 
 
 class VariableBatchKeyedJaggedTensor(KeyedJaggedTensor):
-    """Features of a batch, each with its own number of bags, which TorchRec calls a variable stride per key.
+    """A batch whose keys may differ in bag count (TorchRec's variable stride per key).
 
-    keys, values, weights, lengths, offsets: as of a KeyedJaggedTensor, with stride_per_key[f] bags of key f.
-    stride_per_key: how many bags each key has. inverse_indices: key names, and integers [names, batch]: the number of
-    the key's bag that each sample has. A collection needs it to return a row for each sample. InputError.
+    Args:
+        keys, values, weights, lengths, offsets: As in a KeyedJaggedTensor, with stride_per_key[f] bags for key f.
+        stride_per_key: Each key's bag count.
+        inverse_indices: (key names, integers [names, batch]) with the bag number of each key and sample. A collection
+            needs it to return one row per sample.
+
+    Raises:
+        InputError: If arguments do not fit each other.
     """
 
     _fields = ("_values", "_weights", "_offsets", "_strides", "_inverse")
@@ -467,10 +491,10 @@ class VariableBatchKeyedJaggedTensor(KeyedJaggedTensor):
         if len(strides) != len(self._keys) or min(strides, default=0) < 0 or sum(strides) != bags:
             raise InputError(f"stride_per_key={strides}: give one for each of {self.keys()}, {bags} in all, as lengths")
         self._strides = torch.tensor(strides, dtype=torch.int64).view(-1, 1)
-        self._inverse = None if inverse_indices is None else in_order(self._keys, *inverse_indices)
+        self._inverse = None if inverse_indices is None else order_inverse(self._keys, *inverse_indices)
 
     def validate(self) -> None:
-        """Read offsets and inverse indices: InputError unless offsets ascend and each sample has a bag of each key."""
+        """Raise InputError unless offsets ascend and each sample has an existing bag of each key. Waits for a GPU."""
         super().validate()
         if self._inverse is None:
             return
@@ -482,7 +506,7 @@ class VariableBatchKeyedJaggedTensor(KeyedJaggedTensor):
             )
 
     def stride(self) -> int:
-        """How many samples the batch has. Without inverse indices: the maximum number of bags of a key."""
+        """Return the number of samples. Without inverse indices, the largest number of bags of a key."""
         if self._inverse is not None:
             return self._inverse.shape[1]
         return max(self.stride_per_key(), default=0) if self._batch is None else self._batch
@@ -496,15 +520,15 @@ class VariableBatchKeyedJaggedTensor(KeyedJaggedTensor):
         return strides
 
     def strides(self) -> Tensor:
-        """How many bags each key has, int64 [keys]."""
+        """Return each key's bag count, int64 [keys]."""
         return self._strides.sum(1).to(self.device())
 
     def split_by_key(self) -> KeyedJaggedTensor:
         return self
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
-        changed = super()._each(change)
-        changed._strides = self._strides.clone()  # are the same everywhere
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        changed = super()._map(change)
+        changed._strides = self._strides.clone()  # strides stay on the CPU
         return changed
 
     def variable_stride_per_key(self) -> bool:
@@ -522,11 +546,11 @@ class VariableBatchKeyedJaggedTensor(KeyedJaggedTensor):
 
 
 class SplitKeyedJaggedTensor(KeyedJaggedTensor):
-    """A KeyedJaggedTensor with a tensor for the values of each key; all of them in one are a copy."""
+    """A KeyedJaggedTensor that stores a tensor per key. `values()` and `weights()` copy these tensors into one."""
 
     _derived = ("_values", "_weights")
     open_leaves: ClassVar[Container[int]] = range(1, 1 << 32)
-    _parts: list[Any]  # the values of each key, then the weights of each if there are any
+    _parts: list[Any]  # each key's values, then each key's weights if there are any
 
     @cached_property
     def _values(self) -> Any:  # type: ignore[override]
@@ -555,18 +579,18 @@ class SplitKeyedJaggedTensor(KeyedJaggedTensor):
 
     def _split(self, ends: Sequence[int]) -> tuple[Sequence[Tensor], Sequence[Any]]:
         keys, spans = len(self._keys), [*pairwise([0, *ends])]
-        values = [joined(self._parts[0][:0], self._parts, range(*span)) for span in spans]
+        values = [concat_chosen(self._parts[0][:0], self._parts, range(*span)) for span in spans]
         if len(self._parts) == keys:
             return values, [None] * len(spans)
-        return values, [joined(self._parts[keys][:0], self._parts[keys:], range(*span)) for span in spans]
+        return values, [concat_chosen(self._parts[keys][:0], self._parts[keys:], range(*span)) for span in spans]
 
     def _tensors(self) -> list[Any]:
         return [self._offsets, *self._parts]
 
     def _set_tensors(self, tensors: Iterable[Any]) -> None:
         self._offsets, *self._parts = tensors
-        for joined_parts in self._derived:
-            vars(self).pop(joined_parts, None)
+        for cached in self._derived:
+            vars(self).pop(cached, None)
 
     def _flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
         keys = [pytree.GetAttrKey("offsets"), *map(pytree.MappingKey, self._keys)]

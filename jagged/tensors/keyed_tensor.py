@@ -1,7 +1,7 @@
-"""`KeyedTensor`: dense features side by side, each with a name; and functions that reorder such features.
+"""`KeyedTensor`: named dense features side by side, and functions that reorder them.
 
-Regrouping is one split of each tensor and one cat for each group. With a slice for each feature the backward would be
-quadratic in the number of features, since the gradient of a slice has the whole width.
+Regrouping splits each tensor once and concatenates once per group. Slicing each feature would make backward quadratic
+in the number of features, since a slice's gradient is as wide as the whole.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from torch import Tensor
 
 from ...engine.checks import as_int
 from ...engine.errors import InputError
-from .jagged_tensor import TensorContainer, printed
+from .jagged_tensor import TensorContainer, format_entries
 from .validation import check_keys, is_empty, is_list_of, statically_true
 
 
 class ColumnOrder:
-    """The columns of features, computed by several lookups, in the order of the features.
+    """Joins the results of several lookups, with columns in the order of the features.
 
-    sources: the lookup of each feature, by its number. dims: how many columns each lookup has for a feature.
+    sources: each feature's lookup number. dims: each lookup's columns per feature.
     """
 
     def __init__(self, sources: Sequence[int], dims: Sequence[int]) -> None:
         runs = [(source, len(list(run))) for source, run in groupby(sources)]
         self._order = [source for source, _ in runs]
-        self._widths = [[count * dim for of, count in runs if of == source] for source, dim in enumerate(dims)]
+        self._widths = [[n * dim for run_source, n in runs if run_source == source] for source, dim in enumerate(dims)]
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
-        """All columns, [batch, sum of dims]. tensors: of each lookup, with its features in their order."""
+        """Return all columns, [batch, sum of dims]. tensors: each lookup's result, with its features in order."""
         if len(tensors) == 1:
             return tensors[0]
         parts = [iter(tensor.split(widths, 1)) for tensor, widths in zip(tensors, self._widths, strict=True)]
@@ -40,11 +40,17 @@ class ColumnOrder:
 
 
 class KeyedTensor(TensorContainer):
-    """Dense features of a batch side by side: values [batch, sum of length_per_key].
+    """A batch's dense features, side by side in one tensor.
 
-    keys: one name for each feature. length_per_key: how many columns each has. key_dim: 0 for features one below the
-    other, values [sum of length_per_key, batch]. Values may have more dimensions after these. The other arguments are
-    what TorchRec computes ahead, and are computed here. InputError if they do not fit.
+    Args:
+        keys: Feature names.
+        length_per_key: Each feature's column count.
+        values: [batch, sum of length_per_key, ...].
+        key_dim: With 0, features lie along dimension 0: values are [sum of length_per_key, batch, ...].
+        offset_per_key, index_per_key: Ignored. TorchRec precomputes them; tierbed derives them.
+
+    Raises:
+        InputError: If arguments do not fit each other.
     """
 
     _fields, _facts = ("_values",), ("_keys", "_lengths", "_dim")
@@ -66,7 +72,7 @@ class KeyedTensor(TensorContainer):
             raise InputError(f"key_dim={key_dim!r}: give 1, or 0 for features one below the other")
         self._dim = key_dim
         if is_empty(values) and values.dim() == 1 and not keys:
-            values = values.view(0, 0)  # TorchRec's way to write a batch of nothing
+            values = values.view(0, 0)  # TorchRec's form of an empty batch
         self._keys, self._lengths, self._values = check_keys(keys), tuple(length_per_key), values
         if len(self._lengths) != len(self._keys) or min(self._lengths, default=0) < 0:
             raise InputError(f"length_per_key={list(length_per_key)}: give one, 0 or more, for each of {self.keys()}")
@@ -77,32 +83,39 @@ class KeyedTensor(TensorContainer):
         ):
             shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
             total = sum(self._lengths)
-            wanted = f"[batch, {total}]" if key_dim else f"[{total}, batch]"
-            raise InputError(f"values: {shape}; give a tensor {wanted}, the sum of length_per_key")
+            expected = f"[batch, {total}]" if key_dim else f"[{total}, batch]"
+            raise InputError(f"values: {shape}; give a tensor {expected}; {total} is the sum of length_per_key")
 
     @classmethod
     def from_tensor_list(
         cls, keys: Sequence[str], tensors: Sequence[Tensor], key_dim: int = 1, cat_dim: int | None = None
     ) -> Self:
-        """From one tensor [batch, length], or [length, batch] with key_dim=0, for each key. InputError.
+        """Make a KeyedTensor from a tensor [batch, length] per key ([length, batch] with key_dim=0).
 
-        cat_dim: TorchRec's name for the same as key_dim, the default.
+        cat_dim: TorchRec's name for key_dim; both must be equal. Raises InputError.
         """
         if not is_list_of(tensors, Tensor) or not tensors or any(tensor.dim() <= key_dim for tensor in tensors):
             raise InputError("tensors: give one tensor [batch, length] or more, one for each key")
         if cat_dim not in (None, key_dim):
-            raise InputError(f"cat_dim={cat_dim!r}: features lie along key_dim={key_dim!r}; give the same")
+            raise InputError(f"cat_dim={cat_dim!r}: differs from key_dim={key_dim!r}; give the same")
         return cls(keys, [tensor.shape[key_dim] for tensor in tensors], torch.cat(list(tensors), key_dim), key_dim)
 
     @staticmethod
     def regroup(keyed_tensors: Sequence[Any], groups: Sequence[Sequence[str]]) -> list[Tensor]:
-        """One tensor [batch, sum of lengths] for each group of keys, each key from the keyed tensor that has it.
+        """Concatenate features into one tensor per group.
 
-        keyed_tensors: KeyedTensors, or TorchRec's. A key may be in several groups; the gradient of a key in no group is
-        zero. With key_dim=0, tensors are [sum of lengths, batch]. KeyError for a key that no tensor has, InputError for
-        one that two have.
+        Args:
+            keyed_tensors: KeyedTensors (tierbed's or TorchRec's) with equal key_dim and batch size.
+            groups: Each output's keys. A key may be in several groups. A key in no group gets a zero gradient.
+
+        Returns:
+            A list of tensors [batch, sum of lengths], or [sum of lengths, batch] with key_dim=0.
+
+        Raises:
+            KeyError: If no tensor has a key.
+            InputError: If two tensors have the same key, or arguments do not fit each other.
         """
-        are_keyed = is_list_of(keyed_tensors, object) and all(hasattr(one, "length_per_key") for one in keyed_tensors)
+        are_keyed = is_list_of(keyed_tensors, object) and all(hasattr(kt, "length_per_key") for kt in keyed_tensors)
         if not are_keyed or not keyed_tensors:
             raise InputError(f"keyed_tensors={keyed_tensors!r:.80}: give one KeyedTensor or more, in a list")
         if not is_list_of(groups, (list, tuple)):
@@ -116,58 +129,58 @@ class KeyedTensor(TensorContainer):
         parts: dict[str, Tensor] = {}
         for tensor in keyed_tensors:
             keys, lengths, values = tensor.keys(), tensor.length_per_key(), tensor.values()
-            if both := [key for key in keys if key in parts]:
-                raise InputError(f"keyed_tensors: {both} are keys of two of them; give each key once")
-            if keys:  # the backward of a split copies, even if it has one part
+            if repeated := [key for key in keys if key in parts]:
+                raise InputError(f"keyed_tensors: two of them have keys {repeated}; give each key once")
+            if keys:  # no split for a single key, since its backward would copy
                 parts.update(zip(keys, values.split(lengths, dim) if len(keys) > 1 else [values], strict=True))
         if missing := [key for group in groups for key in group if key not in parts]:
             raise KeyError(f"groups: no keyed tensor has key {missing[0]!r}; they have {', '.join(parts)}")
-        none = keyed_tensors[0].values().narrow(dim, 0, 0)
-        return [torch.cat([parts[key] for key in group], dim) if group else none for group in groups]
+        empty = keyed_tensors[0].values().narrow(dim, 0, 0)
+        return [torch.cat([parts[key] for key in group], dim) if group else empty for group in groups]
 
     @staticmethod
     def regroup_as_dict(
         keyed_tensors: Sequence[Any], groups: Sequence[Sequence[str]], keys: Sequence[str]
     ) -> dict[str, Tensor]:
-        """The tensors of `regroup` by name. keys: the name of each group."""
+        """Return {name: tensor} from `regroup`. keys: the groups' names."""
         names = check_keys(keys)
         if len(names) != len(groups):
             raise InputError(f"keys={list(keys)}: give one for each of {len(groups)} groups")
         return dict(zip(names, KeyedTensor.regroup(keyed_tensors, groups), strict=True))
 
     def keys(self) -> list[str]:
-        """The names of the features, in their order."""
+        """Return the features' names, in order."""
         return list(self._keys)
 
     def values(self) -> Tensor:
-        """All features [batch, sum of length_per_key]."""
+        """Return all features [batch, sum of length_per_key]."""
         return self._values
 
     def length_per_key(self) -> list[int]:
-        """How many columns each key has."""
+        """Return each key's column count."""
         return list(self._lengths)
 
     def key_dim(self) -> int:
-        """The dimension along which features lie."""
+        """Return the dimension along which features lie."""
         return self._dim
 
     def _key_indices(self) -> dict[str, int]:
-        """The number of each key; modules of TorchRec read it."""
+        """Return {key: index}. TorchRec's modules call it."""
         return {key: number for number, key in enumerate(self._keys)}
 
     def offset_per_key(self) -> list[int]:
-        """The first column of each key, and the number of columns."""
+        """Return each key's first column, followed by the total column count."""
         return [*accumulate(self._lengths, initial=0)]
 
     def __getitem__(self, key: str) -> Tensor:
-        """One feature [batch, length], a view. KeyError if it is missing."""
+        """Return one feature, a view [batch, length]. Raises KeyError if it is missing."""
         if key not in self._columns:
-            raise KeyError(f"{key!r} is no key; there are {', '.join(self._keys)}")
+            raise KeyError(f"{key!r} is not a key; keys are {', '.join(self._keys)}")
         begin, length = self._columns[key]
         return self._values.narrow(self._dim, begin, length)
 
     def to_dict(self) -> dict[str, Tensor]:
-        """Each feature by its key, views of one split."""
+        """Return {key: feature}, views from one split."""
         return dict(zip(self._keys, self._values.split(self._lengths, self._dim) if self._keys else (), strict=True))
 
     @cached_property
@@ -175,7 +188,7 @@ class KeyedTensor(TensorContainer):
         return dict(zip(self._keys, zip(self.offset_per_key(), self._lengths, strict=False), strict=True))
 
     def __str__(self) -> str:
-        return printed(self, "KeyedTensor", lambda: [f'"{key}": {self[key].tolist()}' for key in self._keys])
+        return format_entries(self, "KeyedTensor", lambda: [f'"{key}": {self[key].tolist()}' for key in self._keys])
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{key!r}: {length}" for key, length in zip(self._keys, self._lengths, strict=True))

@@ -1,4 +1,4 @@
-"""Checks of jagged and keyed tensors when they are constructed, and of values that a trace does not have."""
+"""Argument checks for jagged and keyed tensors, including code that must not read values during a trace."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def is_traced() -> bool:
-    """Whether a graph is being traced, with tensors that have no values."""
+    """True while a graph is being traced, when tensors have no values."""
     return bool(torch._C._len_torch_dispatch_stack()) and detect_fake_mode() is not None
 
 
-def refuse_trace(what: str, remedy: str) -> None:
-    """GraphError if a graph is being traced. what: the call, which reads values."""
+def refuse_trace(call: str, remedy: str) -> None:
+    """Raise GraphError if a graph is being traced. call: the name of the call that would read values."""
     if is_traced():
-        raise GraphError(f"{what} needs values, and build is traced without them; {remedy}")
+        raise GraphError(f"{call} needs values, and build is traced without them; {remedy}")
 
 
 def statically_true(condition: bool | torch.SymBool) -> bool:
-    """Whether a comparison of sizes holds. With dynamic sizes of a trace: whether it holds for all of them."""
+    """True if a comparison of sizes holds. For dynamic sizes in a trace, True only if it holds for all of them."""
     if isinstance(condition, bool):
         return condition
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -35,31 +35,31 @@ def statically_true(condition: bool | torch.SymBool) -> bool:
     return statically_known_true(condition)
 
 
-def is_empty(given: object) -> bool:
-    """Whether it is a tensor without elements, for all sizes of a trace."""
-    return isinstance(given, Tensor) and not given.is_nested and statically_true(given.numel() == 0)
+def is_empty(value: object) -> bool:
+    """True for a tensor without elements. In a trace, True only if it is empty for all sizes."""
+    return isinstance(value, Tensor) and not value.is_nested and statically_true(value.numel() == 0)
 
 
-def is_list_of(given: object, kind: Any) -> bool:
-    """True for a list or tuple whose items are all of a type."""
-    return isinstance(given, (list, tuple)) and all(isinstance(one, kind) for one in given)
+def is_list_of(value: object, kind: Any) -> bool:
+    """True for a list or tuple whose items all have type `kind`."""
+    return isinstance(value, (list, tuple)) and all(isinstance(item, kind) for item in value)
 
 
-def check_type(name: str, given: object, kind: type) -> None:
-    """InputError unless an argument is of a type."""
-    if not isinstance(given, kind):
-        raise InputError(f"{name}={given!r:.80}: give a {kind.__name__}")
+def check_type(name: str, value: object, kind: type) -> None:
+    """Raise InputError unless an argument has type `kind`."""
+    if not isinstance(value, kind):
+        raise InputError(f"{name}={value!r:.80}: give a {kind.__name__}")
 
 
-def check_integers(name: str, given: Sequence[int]) -> Sequence[int]:
-    """The argument itself. InputError unless it is a sequence of integers."""
-    if not isinstance(given, Iterable) or not all(hasattr(one, "__index__") for one in given):
-        raise InputError(f"{name}={given!r:.80}: give a list of integers")
-    return given
+def check_integers(name: str, values: Sequence[int]) -> Sequence[int]:
+    """Return the argument. Raises InputError unless it is a sequence of integers."""
+    if not isinstance(values, Iterable) or not all(hasattr(value, "__index__") for value in values):
+        raise InputError(f"{name}={values!r:.80}: give a list of integers")
+    return values
 
 
 def check_keys(keys: Sequence[str]) -> tuple[str, ...]:
-    """Keys as a tuple of distinct strings. InputError."""
+    """Return keys as a tuple. Raises InputError unless they are distinct strings."""
     if isinstance(keys, str) or not isinstance(keys, Iterable) or not all(isinstance(key, str) for key in keys):
         raise InputError(f"keys={keys!r}: give a list of strings")
     names = tuple(keys)
@@ -70,22 +70,22 @@ def check_keys(keys: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_values(values: Tensor, weights: Tensor | None) -> None:
-    """InputError unless values are a tensor [n, ...], and weights None, or [n] or [n, ...] on the same device."""
+    """Raise InputError unless values are [n, ...], and weights are None, [n] or [n, ...] on the same device."""
     if not isinstance(values, Tensor) or values.is_nested or values.dim() == 0:
         raise InputError(f"values: {_describe(values)}; give a tensor [n, ...], and a nested tensor to from_nested")
     if weights is None:
         return
     fits = isinstance(weights, Tensor) and weights.shape[1:] in ((), values.shape[1:]) and weights.dim() > 0
     if not fits or statically_true(weights.shape[0] != values.shape[0]):
-        raise InputError(f"weights: {_describe(weights)}; give a tensor [{values.shape[0]}], one for each of values")
+        raise InputError(f"weights: {_describe(weights)}; give a tensor [{values.shape[0]}], a weight for each value")
     if weights.device != values.device:
         raise InputError(f"weights are on {weights.device} and values on {values.device}; move them to one device")
 
 
 def check_offsets(values: Tensor, lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
-    """Offsets int64 [bags + 1], computed from lengths [bags] if None. InputError.
+    """Return offsets as int64 [bags + 1], computed from lengths [bags] if offsets are None. Raises InputError.
 
-    As in TorchRec, lengths may have two dimensions, and what is empty any shape and dtype: it is of no bags.
+    As in TorchRec, lengths may have two dimensions. Empty tensors may have any shape and dtype; they mean no bags.
     """
     if is_empty(offsets) and (lengths is not None or is_empty(values)):
         offsets = None
@@ -93,24 +93,25 @@ def check_offsets(values: Tensor, lengths: Tensor | None, offsets: Tensor | None
         lengths = torch.empty(0, dtype=torch.int64, device=values.device)
     elif isinstance(lengths, Tensor) and lengths.dim() == 2:
         lengths = lengths.flatten()
-    for name, given in (("lengths", lengths), ("offsets", offsets)):
-        if given is None:
+    for name, tensor in (("lengths", lengths), ("offsets", offsets)):
+        if tensor is None:
             continue
-        if not isinstance(given, Tensor) or given.dim() != 1 or given.dtype not in INTEGERS:
+        if not isinstance(tensor, Tensor) or tensor.dim() != 1 or tensor.dtype not in INTEGERS:
             raise InputError(
-                f"{name}: {_describe(given)}; give a tensor of integers with one dimension, feature by feature"
+                f"{name}: {_describe(tensor)}; give a tensor of integers with one dimension, feature by feature"
             )
-        if given.device != values.device:
-            raise InputError(f"{name} are on {given.device} and values on {values.device}; move them to one device")
+        if tensor.device != values.device:
+            raise InputError(f"{name} are on {tensor.device} and values on {values.device}; move them to one device")
     if offsets is None:
         if lengths is None:
             raise InputError("lengths=None and offsets=None: give one of them")
-        return offsets_of(lengths)
+        return to_offsets(lengths)
     if statically_true(offsets.shape[0] == 0):
-        raise InputError("offsets: a tensor [0]; give a 0, and then the end of each bag")
+        raise InputError("offsets: a tensor [0]; give 0, followed by the end of each bag")
     if lengths is not None and statically_true(lengths.shape[0] != offsets.shape[0] - 1):
         raise InputError(
-            f"lengths [{lengths.shape[0]}] and offsets [{offsets.shape[0]}]: offsets have one more; give one of the two"
+            f"lengths [{lengths.shape[0]}] and offsets [{offsets.shape[0]}]: offsets need one element more than "
+            "lengths; give only one of the two"
         )
     has_values = offsets.device.type == "cpu" and not is_traced()
     if lengths is not None and has_values and not torch.equal(offsets.diff(), lengths.to(offsets.dtype)):
@@ -118,14 +119,14 @@ def check_offsets(values: Tensor, lengths: Tensor | None, offsets: Tensor | None
     return offsets.to(torch.int64)
 
 
-def offsets_of(lengths: Tensor) -> Tensor:
-    """Offsets int64 [bags + 1] of lengths [bags]."""
+def to_offsets(lengths: Tensor) -> Tensor:
+    """Convert lengths [bags] to offsets, int64 [bags + 1]."""
     ends = lengths.cumsum(0, dtype=torch.int64)
-    return torch.cat([ends.new_zeros(1), ends])  # F.pad would make the sizes of a trace static
+    return torch.cat([ends.new_zeros(1), ends])  # not F.pad, which would make a trace's sizes static
 
 
 def check_ascending(offsets: Sequence[int], count: int, bag_names: Sequence[str] | None = None) -> None:
-    """InputError unless offsets ascend from 0 to `count`, the number of values. bag_names: for the error."""
+    """Raise InputError unless offsets ascend from 0 to `count`, the number of values. bag_names: for the error."""
     if offsets[0] != 0:
         raise InputError(f"offsets[0]={offsets[0]}: give offsets that begin with 0")
     for bag, (begin, end) in enumerate(pairwise(offsets)):
@@ -136,26 +137,27 @@ def check_ascending(offsets: Sequence[int], count: int, bag_names: Sequence[str]
             )
     if offsets[-1] != count:
         raise InputError(
-            f"offsets[-1]={offsets[-1]} of {count} values: give offsets that end with {count}, or lengths of that sum"
+            f"offsets[-1]={offsets[-1]} of {count} values: give offsets that end with {count}, or lengths whose sum is "
+            f"{count}"
         )
 
 
-def joined(empty: Tensor, parts: Sequence[Tensor], chosen: Iterable[int]) -> Tensor:
-    """The chosen parts, one after another; `empty` if there are none."""
+def concat_chosen(empty: Tensor, parts: Sequence[Tensor], chosen: Iterable[int]) -> Tensor:
+    """Concatenate the chosen parts. Returns `empty` if none are chosen."""
     return torch.cat([empty, *(parts[at] for at in chosen)])
 
 
-def check_alike(argument: str, what: str, of: Mapping[Any, Any]) -> None:
-    """InputError unless the parts have the same value. of: the value of each part. what: its name."""
-    first, *others = of.values() or (None,)
+def check_alike(argument: str, trait: str, values: Mapping[Any, Any]) -> None:
+    """Raise InputError unless all parts have the same value. values: {part: its value}. trait: name of the value."""
+    first, *others = values.values() or (None,)
     if any(statically_true(other != first) for other in others):
-        raise InputError(f"{argument}: parts differ in their {what}, {dict(of)}; give parts that agree")
+        raise InputError(f"{argument}: parts differ in their {trait}, {dict(values)}; give parts that agree")
 
 
-def in_order(keys: Sequence[str], names: Sequence[str], indices: Tensor) -> Tensor:
-    """The rows of inverse indices [names, batch] in the order of keys, as int64. InputError."""
+def order_inverse(keys: Sequence[str], names: Sequence[str], indices: Tensor) -> Tensor:
+    """Return inverse indices [names, batch] with rows in the order of keys, as int64. Raises InputError."""
     if not isinstance(indices, Tensor) or indices.dim() != 2 or indices.shape[0] != len(names):
-        raise InputError(f"inverse_indices: give names and a tensor [{len(names)}, batch], a row for each of them")
+        raise InputError(f"inverse_indices: give names and a tensor [{len(names)}, batch], a row for each name")
     if indices.dtype not in INTEGERS:
         raise InputError(f"inverse_indices: a tensor of {indices.dtype}; give integers")
     rows = {name: row for row, name in enumerate(names)}
@@ -168,7 +170,7 @@ def in_order(keys: Sequence[str], names: Sequence[str], indices: Tensor) -> Tens
 
 
 def _describe(value: object) -> str:
-    """A wrong argument in the text of an error."""
+    """Describe a wrong argument for an error."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     if value.is_nested:

@@ -1,7 +1,6 @@
 """tierbed: embedding tables that outgrow one device's memory, for PyTorch.
 
-`import tierbed` gives access to the whole public API. Names are resolved at first use (PEP 562), so the import itself
-does not load torch.
+Names are imported at their first use (PEP 562), so `import tierbed` itself does not load torch.
 """
 
 try:

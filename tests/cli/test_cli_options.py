@@ -97,7 +97,7 @@ def test_a_store_on_ssd_asks_for_its_caches_and_buffers(tmp_path: Path, capsys: 
         ("capacity = 0", "capacity=0"),
         ('persistent_path = "${TIERBED_UNSET}/x"', "environment variable 'TIERBED_UNSET' is unset"),
         ('persistent_path = "deploy.toml/x"', "'deploy.toml' is not a folder"),
-        ('persistent_path = "."\ncapacity = 1000000000000000\nstorage_dim = 8', "rows of storage_dim=8 take"),
+        ('persistent_path = "."\ncapacity = 1000000000000000\nstorage_dim = 8', "rows of storage_dim=8 need"),
     ],
 )
 def test_what_is_unknown_or_cannot_be_is_named_beside_what_is_well(
@@ -126,7 +126,7 @@ def test_rows_are_summed_by_disk_and_those_beyond_what_is_free_are_wrong(
 
     found, _ = checked(capsys, tmp_path, plan(0.7), code=1)
     assert list(found["wrong"]) == [f"{tmp_path}/x"]
-    assert "the rows of a, b take " in found["wrong"][f"{tmp_path}/x"]
+    assert "the rows of a, b need " in found["wrong"][f"{tmp_path}/x"]
     found, _ = checked(capsys, tmp_path, plan(0.3))
     (disk,) = found["disks"]
     assert (disk["embeddings"], disk["rows_bytes"]) == (["a", "b"], 2 * (int(free * 0.3) // 4020) * 4020)

@@ -55,8 +55,7 @@ def test_help_has_an_example_and_json(command: str, capsys: pytest.CaptureFixtur
 def test_help_of_load_says_that_rows_of_tables_not_given_go(capsys: pytest.CaptureFixture[str]) -> None:
     assert shell.command("snapshot", "load", "--help") == 0
     out = " ".join(re.sub("[│|]", " ", capsys.readouterr().out).split())
-    assert "Replace all live rows by those of this table" in out
-    assert "rows of other tables are lost" in out
+    assert "All live rows are replaced, so other tables' rows are lost" in out
 
 
 def test_every_command_is_among_those_tested() -> None:

@@ -120,7 +120,7 @@ def test_rows_of_another_data_type_are_named_before_they_are_missed(
 ) -> None:
     put_rows(tmp_path, "FP16")
     assert not caplog.records
-    said = "embedding 'ebc-d8' starts empty, and .*ebc-d8-float16 has rows of another dtype: .*convert=True"
+    said = "embedding 'ebc-d8' starts empty, but .*ebc-d8-float16 has rows of another dtype: .*convert=True"
     with caplog.at_level(logging.WARNING), collection(tmp_path, "FP32", open="fresh"):
         assert not caplog.records  # as the user asked
     with caplog.at_level(logging.WARNING), collection(tmp_path, "FP32") as bags:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import tierbed
 from tierbed.engine.errors import OptionError
-from tierbed.jagged.collections.store_split import BUDGETS, StoreRequest, divided, stores_of, stores_text
+from tierbed.jagged.collections.store_split import BUDGETS, StoreRequest, assign_stores, divide_store, format_stores
 
 NEEDS = {"ebc-d8": StoreRequest(8, 1000), "ebc-d120": StoreRequest(120, 3000)}
 
@@ -19,7 +19,7 @@ def cached(path=None, **options):
 
 
 def test_memory_goes_by_bytes_and_capacity_by_rows():
-    stores = stores_of(cached(overflow_mb=10, capacity=4000), NEEDS)
+    stores = assign_stores(cached(overflow_mb=10, capacity=4000), NEEDS)
     small, large = stores.values()
     assert [small.capacity, large.capacity] == [1000, 3000]
     ratio = large.cache_budget_mb / small.cache_budget_mb
@@ -29,15 +29,15 @@ def test_memory_goes_by_bytes_and_capacity_by_rows():
 
 
 def test_an_unknown_number_of_rows_makes_equal_parts():
-    stores = stores_of(cached(capacity=7), {**NEEDS, "open": StoreRequest(64, None)})
+    stores = assign_stores(cached(capacity=7), {**NEEDS, "open": StoreRequest(64, None)})
     assert [options.cache_budget_mb for options in stores.values()] == [pytest.approx(100 / 3)] * 3
     assert [options.capacity for options in stores.values()] == [2, 2, 2]
 
 
 def test_one_embedding_has_all():
     options = cached(cache_budget_mb="auto")
-    assert stores_of(options, {"ebc": StoreRequest(8, None)}) == {"ebc": options}
-    assert stores_of(dict(options), {"ebc": StoreRequest(8, None)}) == {"ebc": options}
+    assert assign_stores(options, {"ebc": StoreRequest(8, None)}) == {"ebc": options}
+    assert assign_stores(dict(options), {"ebc": StoreRequest(8, None)}) == {"ebc": options}
 
 
 @given(
@@ -48,7 +48,7 @@ def test_one_embedding_has_all():
 def test_parts_never_add_up_to_more_than_the_whole(whole, rows, capacity):
     needs = {str(i): StoreRequest(1 + i, n) for i, n in enumerate(rows)}
     options = cached(cache_budget_mb=whole, overflow_mb=whole, capacity=capacity)
-    parts = stores_of(options, needs).values()
+    parts = assign_stores(options, needs).values()
     for name in ("cache_budget_mb", "overflow_mb", "capacity"):
         assert 0 < sum(part[name] for part in parts) <= options[name]
         assert min(part[name] for part in parts) > 0
@@ -67,23 +67,23 @@ def test_parts_never_add_up_to_more_than_the_whole(whole, rows, capacity):
 )
 def test_a_whole_too_small_is_named(options, message):
     with pytest.raises(OptionError, match=message):
-        stores_of(cached(**options), NEEDS)
+        assign_stores(cached(**options), NEEDS)
 
 
 def test_a_mapping_gives_each_its_own_and_knows_the_names():
     own = {"ebc-d8": cached(), "ebc-d120": tierbed.make_host_mem_store_options()}
-    assert stores_of(own, NEEDS) == own
+    assert assign_stores(own, NEEDS) == own
     with pytest.raises(OptionError, match=r"store_options\['ebc-d80'\].*did you mean 'ebc-d8'.*'ebc-d8', 'ebc-d120'"):
-        stores_of({**own, "ebc-d80": cached()}, NEEDS)
+        assign_stores({**own, "ebc-d80": cached()}, NEEDS)
     with pytest.raises(OptionError, match="none for embedding 'ebc-d120'; give options for each of 'ebc-d8', 'ebc-d"):
-        stores_of({"ebc-d8": cached()}, NEEDS)
+        assign_stores({"ebc-d8": cached()}, NEEDS)
     with pytest.raises(OptionError, match=r"store_options\['ebc-d8'\]"):
-        stores_of({"ebc-d8": {"store": "tape"}, "ebc-d120": cached()}, NEEDS)
+        assign_stores({"ebc-d8": {"store": "tape"}, "ebc-d120": cached()}, NEEDS)
 
 
 def test_what_is_no_store_is_refused():
     with pytest.raises(OptionError, match="make_device_mem_store_options"):
-        stores_of(7, NEEDS)
+        assign_stores(7, NEEDS)
 
 
 def ssd(path, **options):
@@ -91,7 +91,7 @@ def ssd(path, **options):
 
 
 def test_rocksdb_takes_write_buffers_by_its_part(tmp_path):
-    stores = divided(ssd(tmp_path, rocksdb_options={"max_background_jobs": 2}), NEEDS)
+    stores = divide_store(ssd(tmp_path, rocksdb_options={"max_background_jobs": 2}), NEEDS)
     most = {}
     for name, options in stores.items():
         embedding = tierbed.MultiTableEmbedding(name, NEEDS[name].dim, torch.float32, torch.int64, None, options)
@@ -101,20 +101,20 @@ def test_rocksdb_takes_write_buffers_by_its_part(tmp_path):
     assert sum(most.values()) <= 64 << 20
     assert most["ebc-d120"] > 8 * most["ebc-d8"]
     own = ssd(tmp_path, rocksdb_options="write_buffer_size=1M")
-    assert {options.rocksdb_options for options in divided(own, NEEDS).values()} == {"write_buffer_size=1M"}
+    assert {options.rocksdb_options for options in divide_store(own, NEEDS).values()} == {"write_buffer_size=1M"}
 
 
 def test_all_that_is_ssd_is_divided(tmp_path):
     options = ssd(tmp_path, host_cache_budget_mb=100, overflow_mb=64, read_mode="direct", rocksdb_cache_mb=0)
-    parts = divided(options, NEEDS).values()
+    parts = divide_store(options, NEEDS).values()
     for name in BUDGETS:
         assert sum(part[name] for part in parts) == pytest.approx(options[name], abs=1e-5)
     assert {part.persistent_path for part in parts} == {str(tmp_path)}
 
 
 def test_the_division_is_shown_with_its_sums(tmp_path):
-    shown = stores_text(divided(cached(capacity=4000, overflow_mb=64), NEEDS)).splitlines()
+    shown = format_stores(divide_store(cached(capacity=4000, overflow_mb=64), NEEDS)).splitlines()
     assert shown[0].split() == ["embedding", "store", "cache_budget_mb", "overflow_mb", "capacity"]
     assert [line.split()[0] for line in shown[2:4]] == ["ebc-d8", "ebc-d120"]
     assert shown[-1].split() == ["100", "64", "4000"]
-    assert "ebc" in stores_text({"ebc": tierbed.make_host_mem_store_options()})
+    assert "ebc" in format_stores({"ebc": tierbed.make_host_mem_store_options()})

@@ -187,7 +187,7 @@ def test_a_bag_of_more_ids_than_places_fails_the_step_and_not_the_graph() -> Non
     graph = Calls(lambda given: positions(given).weights().detach())
     graph.positions = positions
     assert graph(batch([3, 1, 2, 1])).tolist() == [1.0] * 7
-    with pytest.raises(InputError, match=r"'a': a bag of more than 2 ids; .*give max_feature_lengths\['a'\]"):
+    with pytest.raises(InputError, match=r"'a': a bag of more than 2 ids; .*raise max_feature_lengths\['a'\]"):
         graph(batch([1, 1, 2, 3]))
     assert graph(batch([5, 1, 2, 2])).tolist() == [1.0] * 10
     assert not graph.why_recompiled()

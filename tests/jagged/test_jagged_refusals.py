@@ -57,29 +57,29 @@ SHORT = JaggedTensor(THREE, offsets=torch.tensor([0, 2]))
 KEYED, FEW = keyed(tensors()), keyed(tensors(2))[1]
 KJT, KT = KeyedJaggedTensor, KeyedTensor
 ONCE, STRINGS, INTEGERS = "give each key once", "give a list of strings", "give a tensor of integers with one dimension"
-ASCEND, SUM = "give lengths of 0 or more", "give offsets that end with 3, or lengths of that sum"
+ASCEND, SUM = "give lengths of 0 or more", "give offsets that end with 3, or lengths whose sum is 3"
 MOVES, FILL, AGREE = "give moves of columns from", "give one move for each", "give parts that agree"
 
 CONSTRUCTORS: list[Refusal] = [
     (lambda: kjt(keys=["a", "a"]), InputError, "keys=", "'a' occurs 2 times", ONCE),
     (lambda: kjt(keys="ab"), InputError, "keys=", "'ab'", STRINGS),
     (lambda: kjt(keys=["a", 1]), InputError, "keys=", "['a', 1]", STRINGS),
-    (lambda: kjt(keys=[]), InputError, "keys []", "2 lengths, 3 offsets, for 0", "give one length for each key"),
+    (lambda: kjt(keys=[]), InputError, "keys []", "2 lengths, 3 offsets, for 0", "give keys * batch lengths"),
     (lambda: kjt(values=[0, 1, 2]), InputError, "values:", "a list", "give a tensor [n, ...]"),
     (lambda: kjt(values=torch.tensor(3)), InputError, "values:", "a tensor []", "give a tensor [n, ...]"),
     (lambda: kjt(weights=torch.ones(2)), InputError, "weights:", "a tensor [2]", "give a tensor [3]"),
     (lambda: kjt(weights=torch.ones(3, 1)), InputError, "weights:", "a tensor [3, 1]", "give a tensor [3]"),
     (lambda: kjt(weights=torch.ones(3, device="meta")), InputError, "weights", "on meta", "move them to one device"),
-    (lambda: kjt(lengths=torch.ones(3, dtype=INT)), InputError, "keys ['a', 'b']", "3 lengths, 4 offsets", "give one"),
+    (lambda: kjt(lengths=torch.ones(3, dtype=INT)), InputError, "keys ['a', 'b']", "3 lengths, 4 offsets", "give keys"),
     (lambda: kjt(lengths=torch.tensor([1.0, 2])), InputError, "lengths:", "[2] of torch.float32", INTEGERS),
     (lambda: kjt(lengths=torch.tensor([[[1], [2]]])), InputError, "lengths:", "a tensor [1, 2, 1]", INTEGERS),
     (lambda: kjt(lengths=torch.tensor([True, True])), InputError, "lengths:", "[2] of torch.bool", INTEGERS),
     (lambda: kjt(lengths=[1, 2]), InputError, "lengths:", "a list", INTEGERS),
     (lambda: kjt(lengths=torch.ones(2, dtype=INT, device="meta")), InputError, "lengths", "on meta", "to one device"),
     (lambda: kjt(lengths=None), InputError, "lengths=", "None and offsets=None", "give one of them"),
-    (lambda: kjt(lengths=None, offsets=torch.tensor([0, 3])), InputError, "keys", "1 lengths, 2 offsets", "give one"),
-    (lambda: kjt(lengths=None, offsets=torch.ones(0, dtype=INT)), InputError, "offsets:", "a tensor [0]", "give a 0"),
-    (lambda: kjt(offsets=torch.tensor([0, 3])), InputError, "lengths [2]", "offsets [2]", "give one of the two"),
+    (lambda: kjt(lengths=None, offsets=torch.tensor([0, 3])), InputError, "keys", "1 lengths, 2 offsets", "give keys"),
+    (lambda: kjt(lengths=None, offsets=torch.ones(0, dtype=INT)), InputError, "offsets:", "a tensor [0]", "give 0"),
+    (lambda: kjt(offsets=torch.tensor([0, 3])), InputError, "lengths [2]", "offsets [2]", "give only one of the two"),
     (lambda: kjt(offsets=torch.tensor([0, 2, 3])), InputError, "lengths", "not the differences of", "give one of the"),
     (lambda: variable(stride_per_key=[1, 1]), InputError, "stride_per_key=", "[1, 1]", "3 in all"),
     (lambda: variable(stride_per_key=[3]), InputError, "stride_per_key=", "[3]", "give one for each of ['a', 'b']"),
@@ -122,9 +122,9 @@ METHODS: list[Refusal] = [
     (lambda: BOTH["f1"].to_padded_dense(2, 0.5), InputError, "padding_value=", "0.5", "give a whole number"),
     (lambda: JaggedTensor.from_dense([]), InputError, "values=", "[]", "use JaggedTensor.empty"),
     (lambda: JaggedTensor.from_dense([THREE], [torch.ones(2)]), InputError, "weights:", "", "give a list of tensors"),
-    (lambda: KJT.from_nested([THREE]), InputError, "values:", "got a list", "give a dict of one nested"),
-    (lambda: BOTH["nobody"], KeyError, "key", "'nobody'", "there are f1, f2"),
-    (lambda: KEYED[0]["nobody"], KeyError, "key", "'nobody'", "there are f1, f2"),
+    (lambda: KJT.from_nested([THREE]), InputError, "values:", "got a list", "give a dict with a nested"),
+    (lambda: BOTH["nobody"], KeyError, "key", "'nobody'", "keys are f1, f2"),
+    (lambda: KEYED[0]["nobody"], KeyError, "key", "'nobody'", "keys are f1, f2"),
     (lambda: BOTH.to(torch.float16), TypeError, "device", "", ""),
     (lambda: KT.regroup(KEYED, [["f1", "zz"]]), KeyError, "groups:", "'zz'", "they have f1, f2, f3"),
     (lambda: KT.regroup([*KEYED, KEYED[0]], [["f1"]]), InputError, "keyed_tensors:", "['f1', 'f2']", ONCE),

@@ -216,7 +216,7 @@ def test_wrong_moves_of_any_dtype_are_refused(dtype: torch.dtype) -> None:
         (tensors(), PERMUTES.flatten(), "permutes: .* give integers"),
         (tensors(), PERMUTES.float(), "permutes: .* give integers"),
         (tensors(), PERMUTES.to(torch.complex64), "permutes: .* give integers"),
-        (tensors(), PERMUTES.tolist(), "permutes, in_lengths and out_lengths: give tensors"),
+        (tensors(), PERMUTES.tolist(), "permutes, in_lengths and out_lengths: give integer tensors"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(values: list[Tensor], permutes: Any, message: str) -> None:

@@ -177,9 +177,7 @@ def test_paths_of_several_ranks_are_refused_and_no_folder_is_made(tmp_path: Path
         for paths in ([tmp_path / "0-2", tmp_path / "1-2"], [], [7], None):
             with pytest.raises(OptionError, match=r"^paths=.* has one store folder; give \[<persistent_path>/"):
                 maker(paths, "s", *KINDS, DIM)  # type: ignore[arg-type]
-        with pytest.raises(
-            OptionError, match=r"^paths=.* no folder '0-1', which is OneFlow's name for the folder of a rank"
-        ):
+        with pytest.raises(OptionError, match=r"^paths=.* no folder '0-1'. OneFlow has such a folder for each rank"):
             maker([str(tmp_path / "0-1")], "s", *KINDS, DIM)
         assert list(tmp_path.iterdir()) == []
     with pytest.raises(StoreError, match="is not a store folder: give <persistent_path>/<embedding name>"):

@@ -269,7 +269,7 @@ def test_a_keyed_tensor_of_key_dim_0_needs_no_cat_dim() -> None:
     parts = [torch.ones(2, 3), torch.zeros(1, 3)]
     made = ours.KeyedTensor.from_tensor_list(["a", "b"], parts, key_dim=0)
     assert all(torch.equal(made[key], part) for key, part in zip("ab", parts, strict=True))
-    with pytest.raises(InputError, match="cat_dim=1: features lie along key_dim=0"):
+    with pytest.raises(InputError, match="cat_dim=1: differs from key_dim=0"):
         ours.KeyedTensor.from_tensor_list(["a", "b"], parts, key_dim=0, cat_dim=1)
 
 
