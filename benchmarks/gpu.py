@@ -222,7 +222,6 @@ def milliseconds(run: Callable[[int], object], repeats: int) -> float:
 
 
 def figures(repeats: int) -> Iterator[Figure]:
-    """Measure the current GPU."""
     device = cuda_device(torch.cuda.current_device())
     for optimizer, bar in STEP_BARS.items():
         times = {}

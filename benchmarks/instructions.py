@@ -2,8 +2,7 @@
 
     python benchmarks/instructions.py [--renew]      exits with 1 if a part takes over 3 % more than the baseline
 
-Compiles the core's sources with `instructions.cpp`, without Python, and runs the program under callgrind with one
-thread and the AVX2 loops. Other load on the machine does not affect the counts. Details are in README.md.
+Runs `instructions.cpp` under callgrind. Other load on the machine does not affect the counts.
 """
 
 from __future__ import annotations

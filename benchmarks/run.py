@@ -5,7 +5,7 @@
     python benchmarks/run.py tiers/train --repeats 5 --set ahead=4 --json figures.json --markdown figures.md
 
 Each workload runs in its own process and reports figures only if all sides computed the same. Exits with 1 if a
-figure misses its bar, if sides differ, or if a peer is not installed. Details are in README.md.
+figure misses its bar, if sides differ, or if a peer is not installed.
 """
 
 from __future__ import annotations

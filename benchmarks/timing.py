@@ -91,7 +91,6 @@ def without_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Make torch use one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -107,8 +107,6 @@ class Linear(nn.Module):
 
 
 class GraphStep(Graph):
-    """tierbed's side."""
-
     def __init__(self, rows: nn.Module, width: int) -> None:
         super().__init__()
         self.model = Linear(rows, width)

@@ -228,7 +228,6 @@ def write_seconds(folder: Path, size: int) -> float:
 
 
 def read(files: list[Path]) -> None:
-    """Read the files, one after the other."""
     buffer = bytearray(BLOCK)
     for path in files:
         with path.open("rb", buffering=0) as file:
