@@ -1,4 +1,4 @@
-"""The sides that make steps of rows alone: tierbed on its stores and over ranks, FBGEMM, torch, TorchRec."""
+"""The sides that only train rows, without a model: tierbed on its stores and over ranks, FBGEMM, torch, TorchRec."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tierbed.jagged import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJagg
 from tierbed.optim import LAMB, CatchUpAdam, LarsSGD, PartialRowWiseAdam, PartialRowWiseLAMB, RowWiseAdagrad
 
 DIM = 16
-STORED_ROW = 160  # bytes of a row of DIM with Adagrad on the disk, with what RocksDB adds
+STORED_ROW = 160  # bytes on disk: a row of dim DIM with Adagrad, with RocksDB's overhead
 LR = 0.01
-# far below every gradient, so that SparseAdam, which adds it elsewhere than Adam, computes the same rows
+# SparseAdam adds eps at another point than Adam: far below every gradient, it makes no difference to rows
 EPS = 1e-10
 BETAS = (0.9, 0.999)
 CHECKED_STEPS = 3
-TOLERANCE = 2e-6  # of the largest magnitude
+TOLERANCE = 2e-6  # relative to the largest magnitude
 FILLED_AT_ONCE = 1 << 17  # rows
 
 Parameters = Iterable[nn.Parameter]
@@ -48,43 +48,43 @@ OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
 
 
 class Contender(Protocol):
-    """Tables that start with the rows of `initial_rows`, and the batches, laid out beforehand as it likes them."""
+    """Tables filled with `initial_rows`. Batches are converted to the side's own layout before the clock starts."""
 
     name: str
 
     def step(self, index: int) -> Tensor | list[Tensor]:
-        """Forward, backward and update of batch `index`: the output [batch, tables, dim], or of each table."""
+        """Run forward, backward and update for a batch. Returns the output [batch, tables, dim], or one per table."""
 
     def rows(self, index: int) -> Tensor:
-        """The rows of batch `index` as they are now: float32 [ids, dim], in the order of its `flat`."""
+        """Return the current rows for a batch's ids: float32 [ids, dim], in the order of `flat`."""
 
 
 def check(ours: Contender, others: Sequence[Contender], tolerance: float = TOLERANCE) -> None:
-    """Raises Mismatch unless the others give the same outputs in some steps, and hold the same rows after each.
+    """Run some steps on all sides and raise Mismatch if their outputs or updated rows differ.
 
-    tolerance: how far apart, as a share of the largest magnitude; 0 for the same bits.
+    tolerance: the largest allowed difference, relative to the largest magnitude; 0 means equal bits.
     """
     for index in range(CHECKED_STEPS):
         for what in ("step", "rows"):
-            expected = _whole(getattr(ours, what)(index)).clone()
+            expected = _stacked(getattr(ours, what)(index)).clone()
             for other in others:
-                found = _whole(getattr(other, what)(index))
-                check_close(f"{what} of batch {index} by {ours.name} and {other.name}", expected, found, tolerance)
+                actual = _stacked(getattr(other, what)(index))
+                check_close(f"{what} of batch {index} by {ours.name} and {other.name}", expected, actual, tolerance)
 
 
-def _whole(out: Tensor | list[Tensor]) -> Tensor:
+def _stacked(out: Tensor | list[Tensor]) -> Tensor:
     return (torch.stack(out, 1) if isinstance(out, list) else out).detach()
 
 
 def make_options(
     store: str, folder: Path, cached: int = 0, dim: int = DIM, optimizer: str = "adagrad", **more: Any
 ) -> Any:
-    """Options of a store by name; a cache has room for about `cached` rows."""
+    """Make the options of the named store. A cache has room for about `cached` rows."""
     if store == "device_mem":
         return tierbed.make_device_mem_store_options(**more)
     if store == "host_mem":
         return tierbed.make_host_mem_store_options(**more)
-    budget = (cached + 1) * bytes_of_a_cached_row(dim, optimizer) / 2**20
+    budget = (cached + 1) * cached_row_bytes(dim, optimizer) / 2**20
     if store == "cached_host_mem":
         return tierbed.make_cached_host_mem_store_options(budget, **more)
     return tierbed.make_cached_ssd_store_options(budget, folder, **more)
@@ -97,15 +97,15 @@ def make_embedding(
     world: Any = None,
     name: str = "rows",
 ) -> MultiTableEmbedding:
-    """On device_mem by default. Initial rows depend on no name."""
+    """Make an embedding, on device_mem by default. The fixed seed makes initial rows independent of the name."""
     initial = [make_table_options(make_uniform_initializer(-0.1, 0.1))] * tables
     store = tierbed.make_device_mem_store_options() if options is None else options
     return MultiTableEmbedding(name, dim, torch.float32, torch.int64, initial, store, seed=0, world=world)
 
 
 @cache
-def bytes_of_a_cached_row(dim: int, optimizer: str) -> float:
-    """With the cache's own records, and the optimizer's state."""
+def cached_row_bytes(dim: int, optimizer: str) -> float:
+    """Return the bytes of one cached row, including the optimizer's state and the cache's bookkeeping."""
     with make_embedding(1, tierbed.make_cached_host_mem_store_options(16), dim) as embedding:
         RowsStep(embedding, optimizer)
         top = top_tier(embedding)
@@ -113,7 +113,7 @@ def bytes_of_a_cached_row(dim: int, optimizer: str) -> float:
 
 
 def fill(embedding: MultiTableEmbedding, rows: int) -> float:
-    """Write the initial value of every row, so that all are stored, in the order of keys. Returns seconds."""
+    """Write each row with its initial value, so that every row is stored. Returns the seconds it took."""
     begin = time.perf_counter()
     for table in range(embedding.spec.num_tables):
         for numbers in torch.arange(rows).split(FILLED_AT_ONCE):
@@ -123,23 +123,26 @@ def fill(embedding: MultiTableEmbedding, rows: int) -> float:
 
 
 def initial_rows(shape: Shape) -> list[Tensor]:
-    """The rows that every contender's tables start with: of each table, float32 [rows, dim]."""
+    """Return the rows with which every contender starts: float32 [rows, dim] for each table."""
     with make_embedding(shape.tables, dim=shape.dim) as embedding:
         keys = hashed(torch.arange(shape.rows))
         return [embedding.get(keys, table) for table in range(shape.tables)]
 
 
 def tables_of(batch: Batch) -> Tensor:
-    """The table of each id of `flat`."""
+    """Return the table number of each id in `flat`."""
     samples, tables = batch.grad.shape[:2]
     return torch.arange(tables).repeat_interleave(batch.offsets[::samples].diff())
 
 
 class RowsStep(Graph):
-    """A lookup, given gradients, an optimizer.
+    """A graph that looks rows up, applies the given output gradients and updates the rows.
 
-    rows: an embedding or a collection of them. look_up: what the output is, by default `rows` of the ids. calls: how
-    many make one step of the optimizer.
+    Args:
+        rows: An embedding or a collection of embeddings.
+        optimizer: A name in OPTIMIZERS.
+        look_up: Called with the ids to get the output; `rows` by default.
+        calls: How many calls are accumulated into one optimizer step.
     """
 
     def __init__(
@@ -164,7 +167,7 @@ class RowsStep(Graph):
 
 
 class Rows:
-    """tierbed, under hashed 64-bit keys; over the ranks of a world, each with its own part of each batch."""
+    """tierbed with hashed 64-bit keys. With a world, each rank passes its own part of each batch."""
 
     def __init__(
         self,
@@ -199,7 +202,7 @@ class Rows:
 
 
 class Fbgemm:
-    """FBGEMM's fused operator over dense row numbers, pooled, without its bounds check: its fastest setting."""
+    """FBGEMM's fused operator in its fastest setting: dense row numbers, pooled output, no bounds check."""
 
     name = "FBGEMM"
 
@@ -211,7 +214,7 @@ class Fbgemm:
             SplitTableBatchedEmbeddingBagsCodegen,
         )
 
-        optimizers = {  # all that it has on the CPU, but for one that it calls experimental
+        optimizers = {  # all that FBGEMM has on the CPU, except one that it calls experimental
             "adagrad": EmbOptimType.EXACT_ADAGRAD,
             "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
             "sgd": EmbOptimType.EXACT_SGD,
@@ -243,12 +246,12 @@ class Fbgemm:
 
 
 class Torch:
-    """nn.Embedding(sparse=True), all tables one after the other in one module, with torch's sparse optimizers."""
+    """One nn.Embedding(sparse=True) for all tables, with torch's sparse optimizers."""
 
     name = "torch"
 
     def __init__(self, shape: Shape, batches: Sequence[Batch]) -> None:
-        torch.sparse.check_sparse_tensor_invariants.disable()  # as by default, which Adagrad warns of
+        torch.sparse.check_sparse_tensor_invariants.disable()  # the default; without this call torch warns
         rows = torch.cat(initial_rows(shape))
         self._embedding = nn.Embedding.from_pretrained(rows, freeze=False, sparse=True)
         optimizer = "sparse_adam" if shape.optimizer == "adam" else shape.optimizer
@@ -270,7 +273,7 @@ class Torch:
 
 
 class Accumulated(Rows):
-    """The reference of ranks: every rank alone makes the step of all, by accumulating their parts of each batch."""
+    """The reference for ranks: each computes the whole step alone, by accumulating all parts."""
 
     def __init__(self, shape: Shape, batches: Sequence[Batch]) -> None:
         ranks = dist.get_world_size()
@@ -286,10 +289,9 @@ class Accumulated(Rows):
 
 
 class BareExchange:
-    """What the ranks must send each other for these batches, from buffers to buffers, and nothing else.
+    """Only a step's communication: exchanges as many counts, ids, rows and gradients as the ranks need, from buffers.
 
-    The numbers of ids, the ids with their tables, the rows, the gradients: of rows that another rank owns. sent: int64
-    [ranks, ranks] of each batch, the rows that rank i requests from rank j.
+    sent: for each batch, int64 [ranks, ranks]: how many rows rank i requests from rank j.
     """
 
     def __init__(self, shape: Shape, sent: Sequence[Any]) -> None:
@@ -316,7 +318,7 @@ class BareExchange:
 
 
 class TorchRec:
-    """An EmbeddingCollection that DistributedModelParallel shards row by row over the ranks, with a fused Adagrad."""
+    """An EmbeddingCollection that DistributedModelParallel shards by row over the ranks, with fused Adagrad."""
 
     name = "TorchRec"
 
@@ -370,7 +372,7 @@ class TorchRec:
         return values
 
     def rows(self, index: int) -> Tensor:
-        """All ranks call it."""
+        """A collective call: every rank has to make it."""
         tables = torch.zeros(self._shape.tables, self._shape.rows, self._shape.dim)
         for rows, shard in zip(tables, self._shards(), strict=True):
             rows[self._part(shard)] = shard.tensor.detach()
@@ -388,12 +390,12 @@ class TorchRec:
 
 
 class Collection:
-    """An EmbeddingBagCollection in a Graph, from a KeyedJaggedTensor of row numbers."""
+    """An EmbeddingBagCollection in a Graph, called with a KeyedJaggedTensor of row numbers."""
 
     name = "tierbed"
 
     def __init__(self, shape: Shape, batches: Sequence[Batch], options: Any = None) -> None:
-        """options: of the store, device_mem by default."""
+        """options: the store's; device_mem by default."""
         keys = [f"f{table}" for table in range(shape.tables)]
         tables = [EmbeddingBagConfig(shape.rows, shape.dim, f"t{key}", feature_names=[key]) for key in keys]
         self.bags = bags = EmbeddingBagCollection(tables, options or tierbed.make_device_mem_store_options())
@@ -414,9 +416,12 @@ class Collection:
         return self.embedding.get(self._batches[index].flat, tables_of(self._batches[index]))
 
     def steps(self, first: int, count: int, ahead: int | str | None = None) -> Iterator[Tensor]:
-        """These steps, by calls, or by a run with `ahead` batches announced, or as many as it likes ("default")."""
+        """Yield the outputs of these steps.
+
+        ahead: None makes plain calls; a number or "default" makes one `graph.run` that announces that many batches.
+        """
         numbers = (index % len(self._batches) for index in range(first, first + count))
-        given = ((self.features[number], self._grads[number]) for number in numbers)
+        inputs = ((self.features[number], self._grads[number]) for number in numbers)
         if ahead is None:
-            return (self._graph(*each) for each in given)
-        return self._graph.run(given, ahead=None if isinstance(ahead, str) else ahead)
+            return (self._graph(*each) for each in inputs)
+        return self._graph.run(inputs, ahead=None if isinstance(ahead, str) else ahead)

@@ -1,8 +1,8 @@
-// The memory floor: what a step costs when every row's place is known.
+// The memory floor: a lower bound for the time of a step that has to move this much memory.
 //
-// A step gathers rows (or sums bags of them), reduces the gradients of each row's occurrences and applies the
-// optimizer to the row in place. It hashes nothing and finds no duplicates: slots, unique rows and their occurrences
-// are given. Rows are lines as the engine has them: D floats, optimizer state, two u32 counters, padded to 16 bytes.
+// A step gathers rows (or sums bags of rows), sums each row's gradients and updates the row in place. It does not hash
+// or deduplicate: the caller passes slots, unique rows and their occurrences. Rows have the engine's line layout:
+// D floats, optimizer state, two u32 counters, padded to 16 bytes.
 #include <atomic>
 #include <cmath>
 #include <cstdint>
@@ -11,30 +11,30 @@
 #include <vector>
 
 // Mirrored field by field in floor.py.
-struct Rows {                     // the unique rows of a batch, in one order
+struct Rows {                     // a batch's unique rows, in some order
     const uint32_t* slots;        // [count]
-    const uint32_t* starts;       // [count + 1]: the occurrences of row i are occurrences[starts[i] .. starts[i + 1])
-    const uint32_t* occurrences;  // [positions]: bags
+    const uint32_t* starts;       // [count + 1]: row i occurs at occurrences[starts[i] .. starts[i + 1])
+    const uint32_t* occurrences;  // [positions]: bag numbers
     int64_t count;
 };
 
 struct Step {
     char* lines;
-    int64_t stride;         // bytes from line to line
+    int64_t stride;         // bytes between lines
     const uint32_t* slots;  // [bags * length], by position
     int64_t bags;
     int64_t length;      // ids in a bag
     const float* grads;  // [bags, dim]
     float* out;          // [bags, dim]
-    Rows forward;        // the order of the gather; count = 0 gathers bag by bag
-    Rows backward;       // the order of the update
+    Rows forward;        // in gather order; count = 0 gathers bag by bag
+    Rows backward;       // in update order
     int32_t dim;
     int32_t rule;
-    int32_t distance;  // rows that prefetches run ahead
+    int32_t distance;  // how many rows ahead to prefetch
     int32_t threads;
     uint32_t step;
     float lr, eps;
-    float beta1, beta2, correction1, correction2;  // of Adam: 1 - beta1^step and sqrt(1 - beta2^step)
+    float beta1, beta2, correction1, correction2;  // Adam: 1 - beta1^step and sqrt(1 - beta2^step)
 };
 
 namespace {
@@ -52,9 +52,9 @@ void prefetch(const void* at, int64_t bytes) {
 
 inline float* line_of(const Step& s, uint32_t slot) { return reinterpret_cast<float*>(s.lines + slot * s.stride); }
 
-// Calls body(begin, end) on chunks of [0, count) until none is left; a thread that is held up takes fewer.
+// Called by each thread: runs body(begin, end) on chunks of [0, count) until none is left. A slow thread gets fewer.
 template <class Body>
-void share(std::atomic<int64_t>& next, int64_t count, int64_t chunk, Body body) {
+void for_chunks(std::atomic<int64_t>& next, int64_t count, int64_t chunk, Body body) {
     for (int64_t begin; (begin = next.fetch_add(chunk)) < count;) {
         body(begin, begin + chunk < count ? begin + chunk : count);
     }
@@ -96,7 +96,7 @@ void gather_rows(const Step& s, int64_t begin, int64_t end) {
 
 template <int D>
 float mean_square(const float* g) {
-    float lanes[16] = {};  // as many sums as a vector has lanes
+    float lanes[16] = {};  // one sum for each vector lane
     for (int d = 0; d < D; d += 16) {
         for (int j = 0; j < 16; j++) lanes[j] += g[d + j] * g[d + j];
     }
@@ -105,7 +105,7 @@ float mean_square(const float* g) {
     return sum / D;
 }
 
-// A rule moves the row by its summed gradient and returns where the state ends.
+// A rule applies the summed gradient g to the row and returns the end of its state.
 struct Adagrad {
     template <int D>
     static float* apply(const Step& s, float* row, const float* g) {
@@ -177,14 +177,14 @@ struct Team {
 template <int D, class Rule>
 void run(const Step& s, Team& team) {
     if (s.forward.count > 0) {
-        share(team.forward, s.forward.count, 1024, [&](int64_t b, int64_t e) { gather_rows<D>(s, b, e); });
+        for_chunks(team.forward, s.forward.count, 1024, [&](int64_t b, int64_t e) { gather_rows<D>(s, b, e); });
     } else {
-        share(team.forward, s.bags, (1024 + s.length - 1) / s.length,
+        for_chunks(team.forward, s.bags, (1024 + s.length - 1) / s.length,
               [&](int64_t b, int64_t e) { gather_bags<D>(s, b, e); });
     }
     team.gathered.fetch_add(1);
     while (team.gathered.load() < s.threads) std::this_thread::yield();
-    share(team.backward, s.backward.count, 512, [&](int64_t b, int64_t e) { update_rows<D, Rule>(s, b, e); });
+    for_chunks(team.backward, s.backward.count, 512, [&](int64_t b, int64_t e) { update_rows<D, Rule>(s, b, e); });
 }
 
 using Body = void (*)(const Step&, Team&);
@@ -196,7 +196,7 @@ Body body_for(int32_t dim) {
 
 }  // namespace
 
-// Returns 0, or -1 where there is no such rule or dim here.
+// Returns 0, or -1 for an unknown rule or dim.
 extern "C" int floor_step(const Step* s) {
     const Body bodies[] = {body_for<Adagrad>(s->dim), body_for<RowWiseAdagrad>(s->dim), body_for<Adam>(s->dim)};
     const Body body = s->rule >= 0 && s->rule < 3 ? bodies[s->rule] : nullptr;

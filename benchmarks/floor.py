@@ -1,4 +1,4 @@
-"""The memory floor as a contender: compiles floor.cpp, lays out its lines, and finds its best settings."""
+"""The memory floor as a contender: compiles floor.cpp, lays out its rows and finds its fastest settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from traces import Batch, Shape
 
 _DISTANCES = (8, 16, 24)
-_RULES = ("adagrad", "rowwise_adagrad", "adam")  # as floor.cpp numbers them
+_RULES = ("adagrad", "rowwise_adagrad", "adam")  # in floor.cpp's order
 _POINTER = ctypes.c_void_p
 
 
@@ -46,15 +46,15 @@ class _Step(ctypes.Structure):
     ]
 
 
-class _Places:
-    """A batch as the floor is given it: slots by position, and the unique rows in slot order and in batch order."""
+class _FloorBatch:
+    """A batch in the floor's form: slots by position, and the unique rows in slot order and in batch order."""
 
     def __init__(self, shape: Shape, batch: Batch) -> None:
         first = (np.arange(shape.tables) * shape.rows)[:, None]
         self.slots = (batch.rows.numpy() + first).reshape(-1).astype(np.uint32)
         unique, seen, counts = np.unique(self.slots, return_index=True, return_counts=True)
         positions = np.argsort(self.slots, kind="stable")
-        self._kept: list[NDArray[np.uint32]] = []
+        self._arrays: list[NDArray[np.uint32]] = []
         orders = {"slot": np.arange(len(unique)), "batch": np.argsort(seen, kind="stable")}
         self.orders = {
             name: self._rows(order, unique, counts, positions // shape.length) for name, order in orders.items()
@@ -68,18 +68,18 @@ class _Places:
         starts = np.concatenate([[0], np.cumsum(counts[order])])
         picks = np.repeat(begins[order] - starts[:-1], counts[order]) + np.arange(len(bags))
         arrays = [x.astype(np.uint32) for x in (unique[order], starts, bags[picks])]
-        self._kept += arrays
+        self._arrays += arrays
         return _Rows(*(x.ctypes.data for x in arrays), len(unique))
 
 
 class Floor:
-    """Known slots, no hashing; slot = row number. `settings` are the best of those tried on these batches."""
+    """Slots are row numbers, so nothing is hashed. `settings` are the fastest of several, tried on these batches."""
 
     name = "floor"
 
     def __init__(self, shape: Shape, batches: list[Batch]) -> None:
         self._shape = shape
-        # without errno, so that square roots are vectorised
+        # -fno-math-errno lets the compiler vectorise square roots
         native = compiled(Path(__file__).with_suffix(".cpp"), "-march=native", "-fno-math-errno")
         self._floor_step = native.floor_step
         state = {"adagrad": shape.dim, "rowwise_adagrad": 1, "adam": 2 * shape.dim}[shape.optimizer]
@@ -89,10 +89,10 @@ class Floor:
         memory.madvise(mmap.MADV_HUGEPAGE)
         self._lines = np.frombuffer(memory, np.float32).reshape(count, floats)
         self._fill()
-        # from numpy, which asks for huge pages as well
+        # allocated by numpy, which asks for huge pages too
         self._out = torch.from_numpy(np.empty((shape.batch, shape.tables, shape.dim), np.float32))
         self._batches = batches
-        self._places = [_Places(shape, batch) for batch in batches]
+        self._floor_batches = [_FloorBatch(shape, batch) for batch in batches]
         self._steps = 0
         self._settings = self._best()
         self._steps = 0
@@ -106,18 +106,18 @@ class Floor:
     def step(self, index: int) -> Tensor:
         forward, backward, distance = self._settings
         index %= len(self._batches)
-        shape, places = self._shape, self._places[index]
+        shape, batch = self._shape, self._floor_batches[index]
         self._steps += 1
         step = _Step(
             self._lines.ctypes.data,
             self._lines.strides[0],
-            places.slots.ctypes.data,
+            batch.slots.ctypes.data,
             shape.batch * shape.tables,
             shape.length,
             self._batches[index].grad.data_ptr(),
             self._out.data_ptr(),
-            places.orders["slot"] if forward == "slot" else _Rows(),
-            places.orders[backward],
+            batch.orders["slot"] if forward == "slot" else _Rows(),
+            batch.orders[backward],
             shape.dim,
             _RULES.index(shape.optimizer),
             distance,
@@ -144,12 +144,12 @@ class Floor:
             self._lines[table * shape.rows : (table + 1) * shape.rows, : shape.dim] = rows.numpy()
 
     def _best(self) -> tuple[str, str, int]:
-        """Of both orders and several prefetch distances, those of the fastest step: other load only adds."""
+        """Return the orders and prefetch distance of the fastest step. (A minimum: other load only adds time.)"""
         gathers = ("batch", "slot") if self._shape.length == 1 else ("batch",)
         best = math.inf, ("batch", "batch", _DISTANCES[0])
         for setting in 2 * list(itertools.product(gathers, ("batch", "slot"), _DISTANCES)):
             self._settings = setting
-            for index in range(len(self._places)):  # a batch's lines are out of the caches when its turn comes again
+            for index in range(len(self._floor_batches)):  # by its next turn, a batch's rows have left the caches
                 begin = time.perf_counter()
                 self.step(index)
                 best = min(best, (time.perf_counter() - begin, setting))

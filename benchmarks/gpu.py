@@ -1,8 +1,8 @@
-"""Time tables of an NVIDIA GPU, in its memory and in the host's: whole steps, finds, gathers, graphs; README.md here.
+"""Time tables on an NVIDIA GPU, in device and host memory: whole steps, finds, gathers and graphs.
 
-    python benchmarks/gpu.py [--repeats N] [--json FILE]      the workload gpu/steps of run.py
+    python benchmarks/gpu.py [--repeats N] [--json FILE]      same as the workload gpu/steps of run.py
 
-There are figures only where the device gives the bits of the CPU core.
+A figure is reported only if the results equal the CPU core's bit for bit.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from tierbed.engine.store.cuda.full import CudaFullStore
 from tierbed.engine.store.cuda.full_table import CudaFullTable
 
 TABLES, IDS, ROWS, DIM = 10, 104_857, 1 << 20, 128
-STEP_BARS = {"sgd": 0.9, "adam": 1.2}  # ms; published on an H100: FBGEMM 0.96 and 1.35
+STEP_BARS = {"sgd": 0.9, "adam": 1.2}  # ms; FBGEMM published 0.96 and 1.35 on an H100
 STORES = ("device_mem", "host_mem", "cached_host_mem")
-CACHED_BAR = 0.9  # of the steps a second of device_mem, where the cache holds nearly all that steps need
+CACHED_BAR = 0.9  # of device_mem's steps/s, with a cache that holds nearly all rows
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
 FIND_DIM, FIND_SLOTS, FIND_BAR = 8, 1 << 25, 4.0  # 10^9 rows a second
 LOADS = (0.5, 0.75, 0.95)
-GATHER_BAR = 0.7  # of the copy bandwidth
-GRAPH_BATCHES = (64, 4096)  # where launching takes the time, and where kernels do
+GATHER_BAR = 0.7  # relative to the copy bandwidth
+GRAPH_BATCHES = (64, 4096)  # dominated by launches, and by kernels
 BATCHES, CHECKED = 4, 3
 
 
 class Tables:
-    """Tables of uniform rows on a device and, for comparison, in the CPU core."""
+    """Tables with uniform initial rows on a device, and the same tables in the CPU core."""
 
     def __init__(self, device: Device, tables: int, dim: int, optimizer: str) -> None:
         parameter = torch.nn.Parameter(torch.zeros(1))
@@ -68,7 +68,7 @@ class Tables:
         self.steps = 0
 
     def store(self, kind: str, capacity: int) -> CudaFullStore | CachedTable:
-        """Of STORES; the cache has room for all rows, though sets may overflow."""
+        """Make a store. A cache has room for all rows, though single sets may overflow."""
         if kind == "device_mem":
             return CudaFullStore(self.layout, self.host_layout, capacity, self.faults, "device")
         host = CudaFullStore(self.layout, self.host_layout, capacity, self.faults, "host")
@@ -84,7 +84,7 @@ class Tables:
         return Batch(self.device, [Segment(ids.reshape(-1))], Ids(self.tables), self.faults.word)
 
     def step(self, store: CudaFullStore | CachedTable, ids: Tensor, grads: Tensor) -> Tensor:
-        """Forward, backward and update on the device; ids [n, tables], grads [n * tables, dim]. What was looked up."""
+        """Run one step on the device. ids [n, tables], grads [n * tables, dim]. Returns the looked-up rows."""
         self.steps += 1
         batch = self.batch(ids)
         store.pin(batch, None)
@@ -96,7 +96,7 @@ class Tables:
         return out
 
     def step_on_host(self, ids: Tensor, grads: Tensor) -> Tensor:
-        """The same in the CPU core; after `step`, whose number it takes."""
+        """Run the same step in the CPU core. Call it after `step`: it reuses the step number."""
         keys = ids.reshape(-1).cpu().numpy().view(np.uint64)
         batch = _core.Batch([(keys, None, None)], self.tables, None)
         if self.host.find(batch):
@@ -108,7 +108,7 @@ class Tables:
         return torch.from_numpy(out)
 
     def initial(self, keys: Tensor) -> Tensor:
-        """The values that rows of the first table start with, by the CPU core."""
+        """Return the initial rows for keys of the first table, as the CPU core computes them."""
         out = np.empty((len(keys), self.dim), np.float32)
         numbers = keys.cpu().numpy().view(np.uint64)
         batch = _core.Batch([(numbers, np.zeros(len(keys), np.uint32), None)], self.tables, None)
@@ -120,90 +120,96 @@ class Tables:
 def checked_step(
     device: Device, kind: str, optimizer: str, count: int, rows: int, tables: int, dim: int
 ) -> Callable[[int], Tensor]:
-    """A step of batch `i % BATCHES`, after outputs of some steps had the bits of the CPU core. Mismatch."""
-    place, trace = device.torch_device, Zipf(tables, rows, count)
-    batches = [ids(trace, step).to(place) for step in range(BATCHES)]
-    grads = torch.randn(count * tables, dim, generator=torch.Generator().manual_seed(0)).to(place)
+    """Return a step on batch `i % BATCHES`. Raises Mismatch if the first outputs differ from the CPU core's."""
+    torch_device, trace = device.torch_device, Zipf(tables, rows, count)
+    batches = [ids(trace, step).to(torch_device) for step in range(BATCHES)]
+    grads = torch.randn(count * tables, dim, generator=torch.Generator().manual_seed(0)).to(torch_device)
     both = Tables(device, tables, dim, optimizer)
     store = both.store(kind, rows * tables)
     for index in range(CHECKED):
-        given = batches[index % 2], grads  # rows of the third step were updated in the first
-        _same(both.step(store, *given), both.step_on_host(*given))
-    _no_fault(both)
+        inputs = batches[index % 2], grads  # the third step reads rows that the first updated
+        _check_bits(both.step(store, *inputs), both.step_on_host(*inputs))
+    _check_no_fault(both)
     return lambda index: both.step(store, batches[index % BATCHES], grads)
 
 
-def checked_find(device: Device, slots: int, load: float, asked: int) -> tuple[Callable[[], Tensor], int]:
-    """A find of `asked` rows that copies their values, in an index filled to `load`, after it gave the initial bits."""
+def checked_find(device: Device, slots: int, load: float, count: int) -> tuple[Callable[[], Tensor], int]:
+    """Return a find of `count` rows that copies their values, in an index filled to `load`, and the row count.
+
+    Raises Mismatch if it does not return the initial rows.
+    """
     rows = int(slots * load)
     both = Tables(device, 1, FIND_DIM, "sgd")
     table = both.table(rows, load)
-    place, part = device.torch_device, min(rows, 1 << 22)
-    keys = torch.arange(rows, dtype=torch.int64, device=place) * 0x1E3779B97F4A7C15
+    torch_device, part = device.torch_device, min(rows, 1 << 22)
+    keys = torch.arange(rows, dtype=torch.int64, device=torch_device) * 0x1E3779B97F4A7C15
     for begin in range(0, rows, part):
         batch = both.batch(keys[begin : begin + part, None])
         table.insert_missing(batch, table.find(batch))
-    generator = torch.Generator(device=place).manual_seed(0)
-    wanted = keys[torch.randperm(rows, generator=generator, device=place)[:asked]]
-    batch = both.batch(wanted[:, None])
-    out = torch.empty((len(wanted), FIND_DIM), dtype=torch.float32, device=place)
+    generator = torch.Generator(device=torch_device).manual_seed(0)
+    selected = keys[torch.randperm(rows, generator=generator, device=torch_device)[:count]]
+    batch = both.batch(selected[:, None])
+    out = torch.empty((len(selected), FIND_DIM), dtype=torch.float32, device=torch_device)
 
     def find() -> Tensor:
         table.find(batch)
         cuda.gather(batch, both.layout, 0, out)
         return out
 
-    _same(find(), both.initial(wanted))
-    _no_fault(both)
-    return find, len(wanted)
+    _check_bits(find(), both.initial(selected))
+    _check_no_fault(both)
+    return find, len(selected)
 
 
-def checked_gather(device: Device, rows: int, asked: int) -> tuple[Callable[[], Tensor], int]:
-    """A gather of DIM columns of random rows, after it had the initial bits; and the bytes that it moves."""
+def checked_gather(device: Device, rows: int, count: int) -> tuple[Callable[[], Tensor], int]:
+    """Return a gather of `count` random rows of DIM columns, and the bytes it moves.
+
+    Raises Mismatch if it does not return the initial rows.
+    """
     both = Tables(device, 1, DIM, "sgd")
     table = both.table(rows)
-    place = device.torch_device
-    keys = torch.randint(0, rows, (asked, 1), device=place)
+    torch_device = device.torch_device
+    keys = torch.randint(0, rows, (count, 1), device=torch_device)
     batch = both.batch(keys)
     table.insert_missing(batch, table.find(batch))
-    out = torch.empty((asked, DIM), dtype=torch.float32, device=place)
+    out = torch.empty((count, DIM), dtype=torch.float32, device=torch_device)
 
     def gather() -> Tensor:
         cuda.gather(batch, both.layout, 0, out)
         return out
 
-    _same(gather(), both.initial(keys.flatten()))
+    _check_bits(gather(), both.initial(keys.flatten()))
     return gather, 2 * out.nbytes
 
 
 def checked_graphs(
-    place: torch.device, batch: int, rows: int, tables: int, dim: int
+    device: torch.device, batch: int, rows: int, tables: int, dim: int
 ) -> dict[str, Callable[[int], Tensor]]:
-    """Steps on batch `i % BATCHES`, plain and recorded as a CUDA graph, after both gave the same bits. Mismatch."""
+    """Return steps on batch `i % BATCHES`, plain and recorded as a CUDA graph. Raises Mismatch if they differ."""
     model = Model(rows, tables, batch, (256,), "adam", dim=dim)
-    batches = [(keys.to(place), labels.to(place)) for keys, labels in keyed(make_batches(model, BATCHES))]
-    graphs = {kind: GraphStep(model, Path(), capacity=rows * tables).to(place) for kind in ("plain", "recorded")}
+    batches = [(keys.to(device), labels.to(device)) for keys, labels in keyed(make_batches(model, BATCHES))]
+    graphs = {kind: GraphStep(model, Path(), capacity=rows * tables).to(device) for kind in ("plain", "recorded")}
     graphs["recorded"].cuda_graph()
     steps = {kind: cycle(graph, batches) for kind, graph in graphs.items()}
     plain, recorded = (torch.stack([step(number) for number in range(2 * BATCHES)]) for step in steps.values())
-    _same(recorded, plain.cpu())
+    _check_bits(recorded, plain.cpu())
     for one, other in zip(*(graph.embedding.chunks() for graph in graphs.values()), strict=True):
-        _same(other[2], one[2])
+        _check_bits(other[2], one[2])
     return steps
 
 
-def _same(actual: Tensor, expected: Tensor) -> None:
+def _check_bits(actual: Tensor, expected: Tensor) -> None:
     if not torch.equal(actual.cpu().view(torch.int32), expected.view(torch.int32)):
-        raise Mismatch("the device's bits differ from those of the CPU core")
+        raise Mismatch("the device's bits differ from the CPU core's")
 
 
-def _no_fault(tables: Tables) -> None:
+def _check_no_fault(tables: Tables) -> None:
     if fault := int(tables.faults.word):
-        raise Mismatch(f"the device found fault {fault}")
+        raise Mismatch(f"the device reported fault {fault}")
 
 
 def milliseconds(run: Callable[[int], object], repeats: int) -> float:
-    """The median time on the device; the first runs only warm up."""
+    """Return the median time on the device, after BATCHES warm-up runs."""
     times = []
     for index in range(BATCHES + repeats):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -216,7 +222,6 @@ def milliseconds(run: Callable[[int], object], repeats: int) -> float:
 
 
 def figures(repeats: int) -> Iterator[Figure]:
-    """Of the current GPU."""
     device = cuda_device(torch.cuda.current_device())
     for optimizer, bar in STEP_BARS.items():
         times = {}
@@ -226,8 +231,8 @@ def figures(repeats: int) -> Iterator[Figure]:
             most = bar if kind == "device_mem" else None
             yield figure(f"step {optimizer} {kind}", times[kind], "ms", bar=most, at_most=True)
             del step
-        share = times["device_mem"] / times["cached_host_mem"]
-        yield figure(f"steps/s of device_mem, cached_host_mem {optimizer}", share, bar=CACHED_BAR)
+        ratio = times["device_mem"] / times["cached_host_mem"]
+        yield figure(f"steps/s, cached_host_mem / device_mem, {optimizer}", ratio, bar=CACHED_BAR)
     for load in LOADS:
         find, rows = checked_find(device, FIND_SLOTS, load, 1 << 22)
         rate = rows / milliseconds(lambda _, find=find: find(), repeats) / 1e6
@@ -240,16 +245,16 @@ def figures(repeats: int) -> Iterator[Figure]:
     copied = 2 * source.nbytes / milliseconds(lambda _: target.copy_(source), repeats) / 1e6
     yield figure("copy", copied, "GB/s", notes=machine())
     gather, moved = checked_gather(device, 1 << 22, 1 << 20)
-    share = moved / milliseconds(lambda _: gather(), repeats) / 1e6 / copied
-    yield figure(f"gather of {DIM} columns, of the copy", share, bar=GATHER_BAR)
+    ratio = moved / milliseconds(lambda _: gather(), repeats) / 1e6 / copied
+    yield figure(f"bandwidth, gather of {DIM} columns / copy", ratio, bar=GATHER_BAR)
 
 
 def machine() -> str:
-    """The device, its driver, and the version of CuPy."""
+    """Return the device's name with the driver, CuPy and CUDA runtime versions."""
     import cupy  # type: ignore[import-not-found]
 
     driver, runtime = cupy.cuda.runtime.driverGetVersion(), cupy.cuda.runtime.runtimeGetVersion()
-    return f"{torch.cuda.get_device_name()}; CUDA driver {driver}, CuPy {cupy.__version__}, its runtime {runtime}"
+    return f"{torch.cuda.get_device_name()}; CUDA driver {driver}, CuPy {cupy.__version__}, CUDA runtime {runtime}"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Time `Graph.run`, with rows fetched on a second stream, against the plain loop on an NVIDIA GPU; README.md here.
+"""Time `Graph.run` with its second stream for fetching rows, against the plain loop on an NVIDIA GPU.
 
-    python benchmarks/gpu_graph.py [--folder F] [--json FILE]      the workload gpu/graph of run.py
+    python benchmarks/gpu_graph.py [--folder F] [--json FILE]      same as the workload gpu/graph of run.py
 
-There are figures only where all losses, of both, are those of the same steps on `device_mem`, bit for bit.
+A figure is reported only if all losses equal `device_mem`'s bit for bit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MODEL = Model(rows=200_000, tables=26, batch=16_384, hidden=(1024, 1024, 512), o
 
 @dataclass(frozen=True)
 class Sizes:
-    """cached: share of the rows that the cache has room for; turn: steps of one kind before the other's."""
+    """cached: cache size as a fraction of all rows. turn: steps of one kind before the other."""
 
     model: Model = MODEL
     cached: float = 0.5
@@ -35,51 +35,51 @@ class Sizes:
     repeats: int = 5
 
 
-def figures(place: torch.device, folder: Path, sizes: Sizes) -> Iterator[Figure]:
-    """A step of `run` over one of the plain loop, by store; Mismatch where stores do not give the same."""
-    seen: list[Tensor] = []
+def figures(device: torch.device, folder: Path, sizes: Sizes) -> Iterator[Figure]:
+    """Measure a step of `run` relative to the plain loop, on each store. Raises Mismatch if losses differ."""
+    losses_by_store: list[Tensor] = []
     cached = int(sizes.cached * sizes.model.rows * sizes.model.tables)
     for store in ("device_mem", "cached_host_mem", "cached_ssd"):
-        graph = GraphStep(sizes.model, folder / store, store, cached).to(place)
-        losses, ratio, shown = _turns(graph, place, sizes)
-        seen.append(torch.stack(losses).cpu())
+        graph = GraphStep(sizes.model, folder / store, store, cached).to(device)
+        losses, ratio, notes = _turns(graph, device, sizes)
+        losses_by_store.append(torch.stack(losses).cpu())
         graph.embedding.close()
-        check_same(f"losses on {store} and on device_mem", seen[-1], seen[0])
-        yield figure(f"a step of graph.run, of the plain loop's, {store}", ratio, notes=shown)
+        check_same(f"losses on {store} and on device_mem", losses_by_store[-1], losses_by_store[0])
+        yield figure(f"time of a step, graph.run / plain loop, {store}", ratio, notes=notes)
 
 
-def _turns(graph: GraphStep, place: torch.device, sizes: Sizes) -> tuple[list[Tensor], float, str]:
-    """All losses, the median ratio of a step of `run`, and both times."""
-    losses = [graph(*batch) for batch in _batches(sizes.model, place, sizes.warm_up, 0)]
+def _turns(graph: GraphStep, device: torch.device, sizes: Sizes) -> tuple[list[Tensor], float, str]:
+    """Return all losses, the median time of a `run` step relative to a plain one, and both times as text."""
+    losses = [graph(*batch) for batch in _batches(sizes.model, device, sizes.warm_up, 0)]
     plain, ahead = [], []
     for first in range(sizes.warm_up, sizes.warm_up + 2 * sizes.turn * sizes.repeats, 2 * sizes.turn):
-        batches = _batches(sizes.model, place, 2 * sizes.turn, first)
+        batches = _batches(sizes.model, device, 2 * sizes.turn, first)
         for times, steps in (
             (plain, (graph(*batch) for batch in batches[: sizes.turn])),
             (ahead, graph.run(batches[sizes.turn :], ahead=AHEAD)),
         ):
-            seconds, found = _timed(place, steps)
+            seconds, step_losses = _timed(device, steps)
             times.append(seconds / sizes.turn)
-            losses += found
+            losses += step_losses
     ratio = median(one / other for one, other in zip(ahead, plain, strict=True))
     return losses, ratio, f"{1e3 * median(ahead):.2f} ms to {1e3 * median(plain):.2f}"
 
 
-def _timed(place: torch.device, steps: Iterable[Tensor]) -> tuple[float, list[Tensor]]:
-    _wait(place)
+def _timed(device: torch.device, steps: Iterable[Tensor]) -> tuple[float, list[Tensor]]:
+    _wait(device)
     begin = time.perf_counter()
     losses = list(steps)
-    _wait(place)
+    _wait(device)
     return time.perf_counter() - begin, losses
 
 
-def _batches(model: Model, place: torch.device, count: int, first: int) -> list[Batch]:
-    return [(ids.to(place), labels.to(place)) for ids, labels in keyed(make_batches(model, count, first))]
+def _batches(model: Model, device: torch.device, count: int, first: int) -> list[Batch]:
+    return [(ids.to(device), labels.to(device)) for ids, labels in keyed(make_batches(model, count, first))]
 
 
-def _wait(place: torch.device) -> None:
-    if place.type == "cuda":
-        torch.cuda.synchronize(place)
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":

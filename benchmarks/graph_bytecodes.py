@@ -1,4 +1,4 @@
-"""What of Python a step executes in the project's own files: calls and bytecodes, which no load can move."""
+"""Count the calls and bytecodes a step executes in the project's own files. Other load does not affect the counts."""
 
 from __future__ import annotations
 
@@ -15,49 +15,49 @@ import tierbed.engine
 import tierbed.graph
 import tierbed.snapshots
 
-COUNTED_ON = (3, 11)  # the CPython whose bytecodes have bars: each has its own
-GENERATED = "<eval_with_key>"  # the code of a compiled step, as FX names it
+COUNTED_ON = (3, 11)  # bars on bytecodes hold for this CPython
+GENERATED = "<eval_with_key>"  # FX's file name for the code of a compiled step
 PARTS = (tierbed.embedding, tierbed.engine, tierbed.graph, tierbed.snapshots)
 OWN = (*(f"{folder}/" for part in PARTS for folder in part.__path__), GENERATED)
 
 
 @dataclass
 class Executed:
-    """calls: of functions of Python or C, by the project's files or of them; bytecodes: within these files."""
+    """calls: calls by the project's files or into them, Python or C. bytecodes: executed in these files."""
 
     calls: int = 0
     bytecodes: int = 0
 
 
 def executed(step: Callable[[int], object], number: int) -> Executed:
-    """What two runs of step `number` execute: one counts calls, the other bytecodes."""
-    found = Executed()
+    """Run step `number` twice: once to count calls, once to count bytecodes."""
+    counts = Executed()
 
-    def look(frame: FrameType, event: str, argument: Any) -> None:
-        within = _is_own(frame.f_code)
+    def count_call(frame: FrameType, event: str, argument: Any) -> None:
+        is_own = _is_own(frame.f_code)
         if event == "call":
-            found.calls += within or (frame.f_back is not None and _is_own(frame.f_back.f_code))
+            counts.calls += is_own or (frame.f_back is not None and _is_own(frame.f_back.f_code))
         elif event == "c_call":
-            found.calls += within
+            counts.calls += is_own
 
-    def enter(frame: FrameType, event: str, argument: Any) -> Any:
+    def trace_own(frame: FrameType, event: str, argument: Any) -> Any:
         if not _is_own(frame.f_code):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return follow
+        return count_bytecode
 
-    def follow(frame: FrameType, event: str, argument: Any) -> Any:
-        found.bytecodes += event == "opcode"
-        return follow
+    def count_bytecode(frame: FrameType, event: str, argument: Any) -> Any:
+        counts.bytecodes += event == "opcode"
+        return count_bytecode
 
-    with without_garbage_collection():  # which would call what others left behind
-        for set_hook, hook in ((sys.setprofile, look), (sys.settrace, enter)):
+    with without_garbage_collection():  # finalizers of older objects would be counted
+        for set_hook, hook in ((sys.setprofile, count_call), (sys.settrace, trace_own)):
             set_hook(hook)
             try:
                 step(number)
             finally:
                 set_hook(None)
-    return found
+    return counts
 
 
 def _is_own(code: CodeType) -> bool:

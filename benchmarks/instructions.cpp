@@ -1,9 +1,9 @@
-// Steps of the native core without Python, for `instructions.py`, which counts their instructions by callgrind.
+// Runs training steps of the native core without Python. `instructions.py` counts their instructions with callgrind.
 //
-//     instructions        prints a line for each workload: its name, and the ids that were counted
+//     instructions        prints a line for each workload: its name and how many ids were counted
 //
-// A part of a step is what lies between two dumps of callgrind, which have the name of the workload and of the part.
-// One thread, fixed ids, nothing that depends on an address or a clock: counts are the same in every run.
+// Each part of a step is dumped by callgrind under the names of the workload and the part. One thread, fixed ids and
+// no dependence on addresses or clocks make the counts equal in every run.
 #include <cstdio>
 #include <deque>
 #include <memory>
@@ -28,19 +28,19 @@ struct Workload {
     const char* rule;
     std::vector<double> hyper;
     std::vector<u32> state_widths;
-    u32 dim, rows, batch;  // rows of one table
-    u32 length = 1;        // ids a bag
-    bool skewed = false;   // ids repeat within a batch
-    bool fresh = false;    // rows are new in every step
-    u32 cached = 0;        // percent of the rows that a cache in front of the table holds, 0 for no cache
-    u32 ahead = 0;         // steps that the cache knows ahead
+    u32 dim, rows, batch;  // rows per table
+    u32 length = 1;        // ids per bag
+    bool skewed = false;   // if ids repeat within a batch
+    bool fresh = false;    // if all rows are new in every step
+    u32 cached = 0;        // size of a cache in front of the table, in percent of the rows; 0 for no cache
+    u32 ahead = 0;         // how many steps ahead are announced to the cache
 };
 
 const std::vector<double> ADAGRAD{0.01, 0, 0, 1e-10, 0, 0};  // lr, weight decay, maximize, eps, two clips
 const std::vector<double> ROWWISE{0.01, 0, 1, 1e-8, 0, 0};   // lr, weight decay, decay, eps, two clips
 
 const std::vector<Workload> WORKLOADS{
-    // name, rule, its numbers, widths of its states, dim, rows, batch, and what differs from the defaults above
+    // name, rule, hyperparameters, state widths, dim, rows, batch, and fields that differ from the defaults
     {"d16-uniform", "adagrad", ADAGRAD, {16}, 16, 8000, 1024},
     {"d16-skewed", "adagrad", ADAGRAD, {16}, 16, 8000, 1024, 1, true},
     {"d16-new", "adagrad", ADAGRAD, {16}, 16, 8000, 1024, 1, false, true},
@@ -82,18 +82,18 @@ public:
         for (u32 step = 0; step < COUNTED_STEPS; ++step) next();
         CALLGRIND_STOP_INSTRUMENTATION;
         const u64 changed = cache_ ? evicted_rows() : written_rows();
-        if (changed == 0) throw std::logic_error(std::string(work_.name) + " does not do what it is to count");
+        if (changed == 0) throw std::logic_error(std::string(work_.name) + " updated or evicted no row");
         std::printf("%s %zu\n", work_.name, bags() * work_.length * COUNTED_STEPS);
     }
 
 private:
     std::size_t bags() const { return std::size_t{TABLES} * work_.batch; }
 
-    // Calls body and has what it took dumped.
+    // Calls body and dumps its instruction count.
     template <class Body>
     void part(const char* name, const Body& body) {
         if (!counting_) return body();
-        static std::deque<std::string> names;  // callgrind reads them at the end
+        static std::deque<std::string> names;  // callgrind reads the names when the program ends
         names.push_back(std::string(work_.name) + " " + name);
         CALLGRIND_ZERO_STATS;
         body();
@@ -130,7 +130,7 @@ private:
     }
 
     void next() {
-        const auto batch = deduplicated();
+        const auto batch = next_batch();
         part("lookup", [&] {
             if (cache_)
                 cache_->pin(batch);
@@ -145,19 +145,19 @@ private:
         });
     }
 
-    // The batch of the next step. Those that are known ahead are announced, and their rows fetched.
-    std::shared_ptr<Batch> deduplicated() {
+    // Returns the next step's batch. Batches drawn ahead are announced and prefetched.
+    std::shared_ptr<Batch> next_batch() {
         do {
             const std::vector<u64> keys = draw();
-            part("deduplication", [&] { known_.push_back(batch_of(keys, work_.length)); });
+            part("deduplication", [&] { drawn_batches_.push_back(batch_of(keys, work_.length)); });
             if (!work_.ahead) continue;
             part("lookup", [&] {
-                cache_->announce(known_.back());
-                cache_->prefetch(*known_.back());
+                cache_->announce(drawn_batches_.back());
+                cache_->prefetch(*drawn_batches_.back());
             });
-        } while (known_.size() <= work_.ahead);
-        const auto batch = known_.front();
-        known_.pop_front();
+        } while (drawn_batches_.size() <= work_.ahead);
+        const auto batch = drawn_batches_.front();
+        drawn_batches_.pop_front();
         return batch;
     }
 
@@ -178,7 +178,7 @@ private:
     const BoundRule rule_;
     FullTable table_;
     std::unique_ptr<CachedTier> cache_;
-    std::deque<std::shared_ptr<Batch>> known_;
+    std::deque<std::shared_ptr<Batch>> drawn_batches_;
     std::vector<float> out_, grads_;
     std::vector<u64> written_;
     bool counting_ = false;

@@ -1,4 +1,4 @@
-"""The sides that train a whole model, an MLP or a DLRM on rows: tierbed, torch by hand, TorchRec, dense part alone."""
+"""The sides that train a whole model, an MLP or a DLRM: tierbed, plain torch, TorchRec, the dense part alone."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from traces import Trace, Zipf, hashed
 from tierbed import Graph
 
 Batch = tuple[Tensor, ...]
-Step = Callable[[int], Tensor]  # of a number, its loss
+Step = Callable[[int], Tensor]  # takes the step number, returns the loss
 
 
 @dataclass(frozen=True)
 class Model:
-    """Rows of all features and a dense part on them.
+    """A model's sizes: embedding tables and a dense part.
 
-    rows: of a table. hidden: widths of the MLP but the last, which is 1. optimizer: of rows, and of the dense part
-    unless that has `dense_optimizer`. length: ids of a feature, whose rows are summed. features: dense ones, with which
-    the dense part is that of `torchrec.models.dlrm`: two MLPs and the dot products of all pairs between.
+    rows: rows per table. hidden: hidden widths in the MLP; its output is one number. optimizer: for rows, and for the
+    dense part if `dense_optimizer` is None. length: ids per bag; their rows are summed. features: how many dense
+    features there are. If any, the dense part is `torchrec.models.dlrm`'s: two MLPs, and between them the dot products
+    between all pairs of vectors.
     """
 
     rows: int
@@ -42,9 +43,10 @@ class Model:
 
 
 def make_batches(model: Model, count: int, first: int = 0, draw: type = Zipf) -> list[Batch]:
-    """Row numbers, int64 [batch, tables], labels that follow from them, float32 [batch], and dense features if any.
+    """Draw batches of (row numbers, labels[, dense features]).
 
-    The numbers are [batch, tables, length] if a feature has several.
+    Row numbers are int64 [batch, tables], or [batch, tables, length] if length > 1. Labels are float32 [batch] and
+    computed from the row numbers.
     """
     trace = _trace(draw, model.tables, model.rows, model.batch * model.length)
     batches: list[Batch] = []
@@ -66,7 +68,7 @@ def _trace(draw: type, tables: int, rows: int, batch: int) -> Trace:
 
 
 def keyed(batches: Sequence[Batch]) -> list[Batch]:
-    """As tierbed takes them: 64-bit keys for row numbers."""
+    """Replace row numbers by 64-bit keys, for tierbed."""
     return [(hashed(rows), *rest) for rows, *rest in batches]
 
 
@@ -75,7 +77,7 @@ def cycle(step: Callable[..., Tensor], batches: Sequence[Batch]) -> Step:
 
 
 class Dense(nn.Module):
-    """The loss of pooled rows [batch, tables, dim], labels and dense features; the same weights at each call."""
+    """The dense part: computes the loss from pooled rows [batch, tables, dim]. Initial weights are always the same."""
 
     pairs: Tensor
 
@@ -107,12 +109,12 @@ def _mlp(widths: Sequence[int]) -> nn.Sequential:
 
 
 class GraphStep(Graph):
-    """tierbed, on a store of these options; `cached`: rows that its cache has room for."""
+    """tierbed on the named store. `cached`: how many rows its cache has room for."""
 
     def __init__(self, model: Model, folder: Path, store: str = "device_mem", cached: int = 0, **options: Any) -> None:
         super().__init__()
-        made = make_options(store, folder, cached, model.dim, model.optimizer, **options)
-        self.embedding = make_embedding(model.tables, made, model.dim, name=store)
+        store_options = make_options(store, folder, cached, model.dim, model.optimizer, **options)
+        self.embedding = make_embedding(model.tables, store_options, model.dim, name=store)
         self.dense = Dense(model)
         self.pooling = {} if model.length == 1 else {"pooling": "sum"}
         if model.dense_optimizer is None:
@@ -130,10 +132,10 @@ class GraphStep(Graph):
 
 
 class Eager:
-    """Tables with the rows that `like` has now, the dense part, and torch's optimizers, in a loop by hand."""
+    """A plain torch loop over the dense part, with a copy of `like`'s current rows and torch's optimizers."""
 
     def __init__(self, model: Model, like: GraphStep) -> None:
-        torch.sparse.check_sparse_tensor_invariants.disable()  # as by default, which Adagrad warns of
+        torch.sparse.check_sparse_tensor_invariants.disable()  # the default; without this call torch warns
         keys = hashed(torch.arange(model.rows))
         self.rows = [like.embedding.get(keys, table) for table in range(model.tables)]
         self.model, self.dense = model, Dense(model)
@@ -152,12 +154,12 @@ class Eager:
         return loss.detach()
 
     def prepared(self, batch: Batch) -> tuple[Any, ...]:
-        """The batch as this side's loader would give it."""
+        """Convert a batch to this side's input, outside the clock."""
         return batch
 
 
 class EagerStep(Eager):
-    """torch: nn.Embedding for each table, or nn.EmbeddingBag with dense features; gradients are sparse but for SGD."""
+    """torch: an nn.Embedding per table, or nn.EmbeddingBag for a DLRM. Gradients are sparse except with SGD."""
 
     def __init__(self, model: Model, like: GraphStep) -> None:
         super().__init__(model, like)
@@ -177,7 +179,7 @@ class EagerStep(Eager):
 
 
 class TorchRecStep(Eager):
-    """`FusedEmbeddingBagCollection` with its defaults, over row numbers; `compiled`: dense part by torch.compile."""
+    """`FusedEmbeddingBagCollection` with its defaults. `compiled`: pass the dense part to torch.compile."""
 
     def __init__(self, model: Model, like: GraphStep, compiled: bool = False) -> None:
         from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -211,7 +213,7 @@ class TorchRecStep(Eager):
 
 
 class DenseAlone(Eager):
-    """The dense part on given vectors in place of pooled rows, whose gradient it computes as well."""
+    """The dense part on a constant tensor instead of pooled rows; it computes that tensor's gradient too."""
 
     def __init__(self, model: Model, like: GraphStep) -> None:
         super().__init__(model, like)

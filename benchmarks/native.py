@@ -1,4 +1,4 @@
-"""C++ of the benchmarks as libraries."""
+"""Compile and load the benchmarks' C++ sources."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 @cache
 def compiled(source: Path, *flags: str) -> ctypes.CDLL:
-    """The library that the compiler makes of a source with these flags; it stays loaded without its file."""
+    """Compile a source with these flags into a shared library and load it. The file is deleted after loading."""
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder, "library.so")
         command = [

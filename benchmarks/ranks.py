@@ -1,4 +1,4 @@
-"""Ranks: processes of one group, and the time of steps that they make together."""
+"""Start the ranks of a process group, and time steps that they run together."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from traces import BATCHES
 
 
 def on_ranks(size: int, task: Callable[..., Any], *arguments: Any) -> Any:
-    """What rank 0 returns of `task(*arguments)`, called by `size` processes of one Gloo group with a thread each.
+    """Run `task(*arguments)` in `size` single-threaded processes of a Gloo group. Returns rank 0's result.
 
-    Raises what the first of them raises, and ends the others.
+    If a rank raises, raises the same error and terminates the other ranks.
     """
     with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("spawn").Pool(size) as pool:
         results = dict(pool.imap_unordered(partial(_rank, size, folder, task, arguments), range(size)))
-        pool.close()  # those that have not failed end by themselves
+        pool.close()  # lets all workers exit normally
         pool.join()
         return results[0]
 
@@ -31,13 +31,13 @@ def _rank(size: int, folder: str, task: Callable[..., Any], arguments: Any, rank
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=size)
     result = task(*arguments)
-    dist.barrier()  # no rank leaves a group whose others are at work
+    dist.barrier()  # no rank may leave while others still communicate
     dist.destroy_process_group()
     return rank, result
 
 
 def in_turns(sides: Mapping[str, Callable[[int], object]], turns: int) -> Times:
-    """Of the slowest rank: ranks start every step together."""
+    """Time the sides in turns. Ranks start each step together; its time is the slowest rank's."""
     times = timing.in_turns(sides, turns, BATCHES, before=dist.barrier)
     slowest = torch.tensor(list(times.values()), dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)

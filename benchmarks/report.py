@@ -1,4 +1,4 @@
-"""Figures and their bars: as a table in Markdown, and as JSON, with the machine that they hold for."""
+"""Report figures and their bars as a Markdown table and as JSON, with a description of the machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKAGES = ("tierbed", "torch", "numpy", "fbgemm-gpu-cpu", "torchrec", "rocksdic
 class Figure:
     """One measured number.
 
-    bar: what it must at least be, or with `at_most` at most be; None if it is only reported. notes: its parts.
+    bar: the least acceptable value, or the largest if `at_most`; None if the figure is only reported. notes: details.
     """
 
     section: str
@@ -42,12 +42,12 @@ class Figure:
 
 
 def markdown(figures: Sequence[Figure]) -> str:
-    """The table; figures that miss their bar are bold."""
+    """Format the table. A figure that misses its bar is bold."""
     rows = [("workload", "what", "figure", "bar", "notes")]
     for figure in figures:
-        shown = f"{_number(figure.value)} {figure.unit}".strip()
+        value = f"{_number(figure.value)} {figure.unit}".strip()
         bar = "" if figure.bar is None else f"{'<=' if figure.at_most else '>='} {_number(figure.bar)} {figure.unit}"
-        rows.append((figure.section, figure.what, shown if figure.passed else f"**{shown}**", bar, figure.notes))
+        rows.append((figure.section, figure.what, value if figure.passed else f"**{value}**", bar, figure.notes))
     lines = [f"| {' | '.join(cell.strip() for cell in row)} |" for row in rows]
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
 
@@ -59,7 +59,7 @@ def report(
     markdown_file: Path | None = None,
     missing: Mapping[str, str] | None = None,
 ) -> bool:
-    """Prints the table, the machine, and why workloads have no figure; writes the same. Returns if bars are met."""
+    """Print the table, the machine and the reasons for missing figures, and write them. Returns if all bars are met."""
     reasons = [f"{name}: no figure, {reason}" for name, reason in (missing or {}).items()]
     text = "\n".join([markdown(figures), "", listed(about.items()), *reasons])
     print(text)
@@ -72,12 +72,12 @@ def report(
 
 
 def listed(parts: Iterable[tuple[str, str]]) -> str:
-    """Notes: each part behind its name."""
+    """Join (name, value) pairs to a text for `notes`."""
     return ", ".join(f"{name} {value}" for name, value in parts)
 
 
 def machine() -> dict[str, str]:
-    """The processor, the load before, and versions of what is installed."""
+    """Return the processor, the current load and the versions of installed packages."""
     models = [line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")]
     about = {
         "cpu": models[0] if models else platform.machine(),
@@ -95,7 +95,7 @@ def machine() -> dict[str, str]:
 
 
 def is_intel() -> bool:
-    """Whether the processor is one of Intel's."""
+    """True if the processor is from Intel."""
     return any(line.split()[-1] == "GenuineIntel" for line in _cpuinfo() if line.startswith("vendor_id"))
 
 

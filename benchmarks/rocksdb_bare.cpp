@@ -1,5 +1,5 @@
-// The least that rows in RocksDB cost: a loop over the databases of a tier's folder with the options that are written
-// there. Keys come as the databases order them, (bucket, table, key) big-endian, made and sorted outside of the clock.
+// A lower bound for rows in RocksDB: a bare loop over the databases in a tier's folder, opened with the options stored
+// there. The caller makes and sorts the keys outside the clock: (bucket, table, key), big-endian, as the databases do.
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -69,7 +69,7 @@ void* bare_open(const char* folder, std::size_t shards, std::size_t threads) {
 
 void bare_close(void* bare) { delete static_cast<Bare*>(bare); }
 
-// keys [n, 13] ascending, begin [65]: where each bucket starts, lines [n]: addresses
+// keys [n, 13], ascending; begin [65]: the first key of each bucket; lines [n]: addresses of the rows
 void bare_fetch(void* handle, const char* keys, const std::uint64_t* begin, const std::uint64_t* lines,
                 std::size_t row_bytes) {
     const Bare& bare = *static_cast<Bare*>(handle);

@@ -1,11 +1,11 @@
-"""Measures tierbed and its peers, one workload after the other, and gates the figures that have bars.
+"""Measure tierbed and its peers, one workload after the other, and check the figures against their bars.
 
     make peers
     python benchmarks/run.py                          # all; or groups and workloads: kernels tiers/train
     python benchmarks/run.py tiers/train --repeats 5 --set ahead=4 --json figures.json --markdown figures.md
 
-Each workload runs in its own process. It has figures only if all sides computed the same. Exits with 1 if a bar is
-missed, if sides differ, or if a peer is not installed. See README.md here.
+Each workload runs in its own process and reports figures only if all sides computed the same. Exits with 1 if a
+figure misses its bar, if sides differ, or if a peer is not installed.
 """
 
 from __future__ import annotations
@@ -34,46 +34,46 @@ POLICY = "OMP_WAIT_POLICY"
 
 
 def load() -> None:
-    """Fills WORKLOADS."""
+    """Fill WORKLOADS by importing all groups."""
     for group in GROUPS:
         importlib.import_module(f"groups.{group}")
 
 
-def measured(name: str, folder: Path | None, settings: Mapping[str, Any]) -> list[Figure]:
-    """The figures of a workload, in this process."""
+def measure(name: str, folder: Path | None, settings: Mapping[str, Any]) -> list[Figure]:
+    """Measure a workload in this process."""
     load()
     torch.set_num_threads(THREADS)
-    with tempfile.TemporaryDirectory(dir=folder) as place:
-        return WORKLOADS[name].figures(Path(place), settings)
+    with tempfile.TemporaryDirectory(dir=folder) as path:
+        return WORKLOADS[name].figures(Path(path), settings)
 
 
-def apart(work: Workload, folder: Path | None, settings: Mapping[str, Any]) -> list[Figure]:
-    """The same in a new process, whose threads wait as the workload says."""
+def measure_apart(work: Workload, folder: Path | None, settings: Mapping[str, Any]) -> list[Figure]:
+    """Measure a workload in a new process, with the workload's OMP_WAIT_POLICY."""
     before = os.environ.pop(POLICY, None)
     os.environ |= {POLICY: "PASSIVE"} if work.passive else {}
     try:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as child:
-            return child.submit(measured, work.name, folder, settings).result()
+            return child.submit(measure, work.name, folder, settings).result()
     finally:
         os.environ.pop(POLICY, None)
         os.environ |= {} if before is None else {POLICY: before}
 
 
-def chosen(names: Iterable[str]) -> list[Workload]:
-    """Of workloads and groups; all if none is named. Raises ValueError for another name."""
-    found: dict[str, Workload] = {}
+def select(names: Iterable[str]) -> list[Workload]:
+    """Return the named workloads and groups, all of them by default. Raises ValueError for an unknown name."""
+    selected: dict[str, Workload] = {}
     for name in names or GROUPS:
-        of_name = {full: work for full, work in WORKLOADS.items() if name in (full, full.partition("/")[0])}
-        if not of_name:
-            raise ValueError(f"{name!r} is no workload and no group: `--list` shows all of them")
-        found |= of_name
-    return list(found.values())
+        matches = {full: work for full, work in WORKLOADS.items() if name in (full, full.partition("/")[0])}
+        if not matches:
+            raise ValueError(f"{name!r} is not a workload or a group. `--list` shows all of them")
+        selected |= matches
+    return list(selected.values())
 
 
-def settings_of(work: Workload, given: argparse.Namespace, changed: Mapping[str, Any]) -> dict[str, Any]:
-    repeats = {} if given.repeats is None else {"repeats": given.repeats}
+def settings_of(work: Workload, options: argparse.Namespace, changed: Mapping[str, Any]) -> dict[str, Any]:
+    repeats = {} if options.repeats is None else {"repeats": options.repeats}
     changed = {name: value for name, value in {**repeats, **changed}.items() if name in work.settings}
-    return {**work.settings, **(work.quick if given.quick else {}), **changed}
+    return {**work.settings, **(work.quick if options.quick else {}), **changed}
 
 
 def _setting(text: str) -> tuple[str, Any]:
@@ -85,7 +85,7 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _busy() -> tuple[float, float]:
-    """Seconds of all processors that were used since the start of the system, and by this process and its children."""
+    """Return processor seconds used by the whole system since boot, and by this process and its children."""
     ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:]]
     user, nice, system, _, _, interrupts, soft, stolen = ticks[:8]
     return (user + nice + system + interrupts + soft + stolen) / os.sysconf("SC_CLK_TCK"), sum(os.times()[:4])
@@ -95,23 +95,23 @@ def main(arguments: list[str] | None = None) -> int:
     load()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workloads", nargs="*", metavar="WORKLOAD|GROUP", help="default: all")
-    parser.add_argument("--list", action="store_true", help="show the workloads and their settings, and measure none")
-    parser.add_argument("--repeats", type=int, help="timed turns of each side")
-    parser.add_argument("--set", action="append", type=_setting, default=[], metavar="NAME=JSON", help="a setting")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs; bars mean nothing")
-    parser.add_argument("--folder", type=Path, help="where stores on disk live (default: a temporary folder)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here, too")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table here, too")
-    given = parser.parse_args(arguments)
-    changed = dict(given.set)
+    parser.add_argument("--list", action="store_true", help="show the workloads and their settings, then exit")
+    parser.add_argument("--repeats", type=int, help="number of timed turns")
+    parser.add_argument("--set", action="append", type=_setting, default=[], metavar="NAME=JSON", help="set a setting")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs; ignores bars")
+    parser.add_argument("--folder", type=Path, help="where to put stores on disk (default: the temporary folder)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table to this file")
+    options = parser.parse_args(arguments)
+    changed = dict(options.set)
     try:
-        works = chosen(given.workloads)
+        works = select(options.workloads)
     except ValueError as error:
         parser.error(str(error))
     for name in changed:
         if not any(name in work.settings for work in works):
-            parser.error(f"--set {name}: none of these workloads has such a setting, see --list")
-    if given.list:
+            parser.error(f"--set {name}: none of these workloads has this setting. `--list` shows their settings")
+    if options.list:
         for work in works:
             print(f"{work.name:28}{work.summary}\n{'':28}{json.dumps(work.settings)}")
         return 0
@@ -122,22 +122,24 @@ def main(arguments: list[str] | None = None) -> int:
     failed = False
     begin, before = time.perf_counter(), _busy()
     for work in works:
-        settings = settings_of(work, given, changed)
+        settings = settings_of(work, options, changed)
         try:
-            run = measured(work.name, given.folder, settings) if given.quick else apart(work, given.folder, settings)
-            figures += run
+            if options.quick:
+                figures += measure(work.name, options.folder, settings)
+            else:
+                figures += measure_apart(work, options.folder, settings)
         except NotMeasured as error:
             missing[work.name] = str(error)
         except ModuleNotFoundError as error:
-            missing[work.name], failed = f"{error}: `make peers` installs what is compared with", True
-        except Exception as error:  # the workloads after it are measured all the same
+            missing[work.name], failed = f"{error}: run `make peers` to install it", True
+        except Exception as error:  # go on with the other workloads
             if not isinstance(error, Mismatch):
                 traceback.print_exception(error)
             missing[work.name], failed = f"{type(error).__name__}: {error}", True
     used, own = (now - then for now, then in zip(_busy(), before, strict=True))
     about["other processes"] = f"{max(used - own, 0.0) / (time.perf_counter() - begin):.2f} cores"
-    passed = report(figures, about, given.json, given.markdown, missing)
-    return int(failed or not (given.quick or passed))
+    passed = report(figures, about, options.json, options.markdown, missing)
+    return int(failed or not (options.quick or passed))
 
 
 if __name__ == "__main__":

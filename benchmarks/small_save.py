@@ -1,10 +1,10 @@
-"""Milliseconds of `graph.save`, of one embedding of 1,000 rows and of two that are trained together.
+"""Time `graph.save` of one embedding with 1,000 rows, and of two that are trained together.
 
     python benchmarks/small_save.py [--against CHECKOUT] [--folder FOLDER] [--turns N]
 
-Each figure is the median over turns. In a turn, each side makes a step that changes every row, then saves under a new
-name; only the save is timed. A save waits for the disk under `--folder`; with a folder in memory, what is left is our
-own code. `--against` names another checkout, which its own .venv runs in the same turns.
+Each figure is the median over turns, in milliseconds. In a turn, each side trains every row once, then saves under a
+new name; only the save is timed. A save waits for the disk under `--folder`, so choose a folder in memory to time only
+tierbed's code. `--against` names another checkout that takes turns with this one in its own .venv.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROWS, DIM, WARM_UP = 1000, 16, 3
 
 
 class TrainedTogether(tierbed.Graph):
-    """A step that trains the rows of some embeddings."""
+    """A graph that trains one or more embeddings."""
 
     def __init__(self, embeddings: int, folder: Path) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class TrainedTogether(tierbed.Graph):
 
 
 def saves(embeddings: int, folder: Path) -> Iterator[float]:
-    """Seconds of one save after the other. Each follows a step, and leaves the latest two snapshots."""
+    """Yield the seconds of each save. A step runs before each save; the latest two snapshots are kept."""
     torch.set_num_threads(1)
     ids = torch.arange(ROWS)
     with closing(TrainedTogether(embeddings, folder)) as graph:
@@ -67,7 +67,7 @@ def saves(embeddings: int, folder: Path) -> Iterator[float]:
 
 
 class Side:
-    """A process that saves once for each line that it reads, and writes the seconds."""
+    """A process that saves once for each input line and prints the seconds."""
 
     def __init__(self, python: Path, embeddings: int, folder: Path) -> None:
         command = [python, "-P", __file__, "--serve", str(embeddings), "--folder", folder]
@@ -114,12 +114,12 @@ def main() -> None:
         for side in sides.values():
             side.close()
     for embeddings, kind in ((1, "a lone embedding"), (2, "two trained together")):
-        of_kind = {name: sides[embeddings, name] for name in pythons}
-        times = ", ".join(f"{name} {side.ms():.2f} ms" for name, side in of_kind.items())
+        kind_sides = {name: sides[embeddings, name] for name in pythons}
+        times = ", ".join(f"{name} {side.ms():.2f} ms" for name, side in kind_sides.items())
         if options.against is None:
             print(f"{kind}: {times}")
             continue
-        own, other = (side.seconds[WARM_UP:] for side in of_kind.values())
+        own, other = (side.seconds[WARM_UP:] for side in kind_sides.values())
         print(f"{kind}: {times}, {median(b / a for a, b in zip(own, other, strict=True)):.2f}x as fast")
 
 

@@ -1,4 +1,4 @@
-"""How long things take: sides in turns, steps of a store with what they did there, and calls within a step."""
+"""Time sides in turns, a store's steps with their hits and misses, and single calls within a step."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tierbed.engine.table.table import OpenTable, PinnedBatch
 
 
 class Times(dict[str, list[float]]):
-    """Seconds of each turn by the name of the side. Its text is medians, and the best in brackets, in milliseconds."""
+    """Each turn's seconds, by side. `str` shows the median and, in brackets, the best, in milliseconds."""
 
     def ratio(self, one: str, other: str) -> float:
-        """The median over turns of one's time in that of the other."""
+        """Return one side's time divided by the other's, as the median over turns."""
         return median(a / b for a, b in zip(self[one], self[other], strict=True))
 
     def ms(self, name: str) -> float:
@@ -40,11 +40,16 @@ def in_turns(
     before: Callable[[], object] | None = None,
     calls: int = 1,
 ) -> Times:
-    """Times of all sides, each called with the number of the call, in an order that rotates.
+    """Call the sides in turns, in rotating order, and return their times.
 
-    warm_up: turns before the first that counts. check: gets what all sides returned in a turn. before: is called
-    before each side's clock starts. calls: of a side in one turn, as a training loop makes them one after another; the
-    time is the median of those after the first third, in which threads of the other sides may still spin.
+    Args:
+        sides: Functions that take the call's number.
+        turns: Timed turns.
+        warm_up: Untimed turns before them.
+        check: Called after each turn with each side's last result.
+        before: Called before each side's clock starts.
+        calls: Consecutive calls to one side per turn, as in a training loop. Their time is the median without the
+            first third, because other sides' threads may still be spinning then.
     """
     times = Times({name: [] for name in sides})
     names = list(sides)
@@ -53,19 +58,19 @@ def in_turns(
             first = turn % len(names)
             results = {}
             for name in names[first:] + names[:first]:
-                taken = []
+                seconds = []
                 for call in range(turn * calls, (turn + 1) * calls):
                     if before is not None:
                         before()
                     begin = time.perf_counter()
                     out = sides[name](call)
-                    taken.append(time.perf_counter() - begin)
+                    seconds.append(time.perf_counter() - begin)
                     results[name] = out if check else None
-                    del out  # freeing the output is no part of a step
-                times[name].append(median(taken[calls // 3 :]))
+                    del out  # frees the output outside the clock
+                times[name].append(median(seconds[calls // 3 :]))
             if check is not None:
                 check(results)
-    return Times({name: taken[warm_up:] for name, taken in times.items()})
+    return Times({name: seconds[warm_up:] for name, seconds in times.items()})
 
 
 def seconds_of(call: Callable[[], object]) -> float:
@@ -76,7 +81,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    gc.collect()  # gigabytes of what ran before
+    gc.collect()  # frees gigabytes of earlier workloads
     gc.disable()
     try:
         yield
@@ -86,7 +91,6 @@ def without_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Of torch."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -97,10 +101,11 @@ def one_thread() -> Iterator[None]:
 
 @dataclass
 class Turn:
-    """What a run of steps took, and what it returned.
+    """Consecutive steps: their times, hits and results.
 
-    cpu: seconds of all threads, until nothing is left to do in the background, which took `backlog` seconds after the
-    last step. parts: seconds within pin, gather and update. hits: distinct rows that the top tier had, of each step.
+    backlog: seconds after the last step until background work ended. cpu: processor seconds in all threads, including
+    the backlog. parts: seconds within pin, gather and update. hits, misses: distinct rows that the top tier had or
+    lacked, counted in each step and summed.
     """
 
     seconds: float = 0.0
@@ -117,12 +122,12 @@ class Turn:
 
     @property
     def dense(self) -> float:
-        """Seconds of all but pin, gather and update."""
+        """Seconds outside pin, gather and update."""
         return self.seconds - sum(self.parts.values())
 
 
 def split(turns: Sequence[Turn], steps: int) -> str:
-    """Milliseconds of a step by part, and of all processors."""
+    """Format the milliseconds per step: whole, by part, and processor time."""
 
     def ms(seconds: Iterable[float]) -> str:
         return f"{1e3 * median(seconds) / steps:.1f}"
@@ -134,19 +139,19 @@ def split(turns: Sequence[Turn], steps: int) -> str:
 
 
 def turn_of(embedding: MultiTableEmbedding, steps: Iterable[Tensor], first: int = 0) -> Turn:
-    """Makes the steps. The clock starts after `first` of them; seconds, cpu and parts are of the others."""
+    """Run the steps and measure them. The clock starts after the `first` ones."""
     turn, watches = Turn(), {"pin": Stopwatch(), "gather": Stopwatch(), "update": Stopwatch()}
-    before, left = top_tier(embedding), iter(steps)
+    before, remaining = top_tier(embedding), iter(steps)
     with (
         timed_calls(watches["pin"], OpenTable, "pin"),
         timed_calls(watches["gather"], PinnedBatch, "gather"),
         timed_calls(watches["update"], OpenTable, "update"),
     ):
-        turn.results += [next(left) for _ in range(first)]
+        turn.results += [next(remaining) for _ in range(first)]
         for watch in watches.values():
             watch.lap()
         cpu, begin = time.process_time(), time.perf_counter()
-        turn.results += left
+        turn.results += remaining
         turn.seconds = time.perf_counter() - begin
     turn.parts = {name: watch.lap() for name, watch in watches.items()}
     turn.backlog = wait_until_idle()
@@ -157,12 +162,12 @@ def turn_of(embedding: MultiTableEmbedding, steps: Iterable[Tensor], first: int 
 
 
 def top_tier(embedding: MultiTableEmbedding) -> dict[str, Any]:
-    """The metrics of the tier that serves steps."""
+    """Return the metrics of the top tier."""
     return next(counts for tier, counts in embedding.metrics().items() if tier != "table")
 
 
 def wait_until_idle(seconds: float = 0.02, longest: float = 60.0) -> float:
-    """Wait until this process has used no processor for that long. Returns the seconds until that began."""
+    """Wait until this process has been idle for `seconds`. Returns how long it was busy before that."""
     begin = time.perf_counter()
     while (waited := time.perf_counter() - begin) < longest:
         used = time.process_time()
@@ -173,20 +178,20 @@ def wait_until_idle(seconds: float = 0.02, longest: float = 60.0) -> float:
 
 
 def io_bytes() -> dict[str, int]:
-    """Of this process so far: asked of files (rchar, wchar), and moved from and to disks (read_bytes, write_bytes)."""
+    """Return this process's bytes so far: rchar, wchar by file calls; read_bytes, write_bytes on disks."""
     counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return {name: int(counts[name]) for name in ("rchar", "wchar", "read_bytes", "write_bytes")}
 
 
 class Stopwatch:
-    """Adds up the seconds within timed calls, all of one thread; one within another counts once."""
+    """Sums the seconds that one thread spends in timed calls. Nested calls count once."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._inside = False
 
     def lap(self) -> float:
-        """The seconds since the last lap."""
+        """Return the seconds summed since the last lap."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
@@ -206,16 +211,16 @@ class Stopwatch:
 
 
 @contextmanager
-def timed_calls(watch: Stopwatch, place: Any, *names: str) -> Iterator[None]:
-    """Time the calls of these attributes of a module, a class or an object."""
-    before = {name: vars(place).get(name) for name in names}
+def timed_calls(watch: Stopwatch, owner: Any, *names: str) -> Iterator[None]:
+    """Time all calls to the named attributes in a module, class or object."""
+    before = {name: vars(owner).get(name) for name in names}
     for name in names:
-        setattr(place, name, watch.timed(getattr(place, name)))
+        setattr(owner, name, watch.timed(getattr(owner, name)))
     try:
         yield
     finally:
         for name, value in before.items():
-            if value is None:  # the object's class has it
-                delattr(place, name)
+            if value is None:  # inherited
+                delattr(owner, name)
             else:
-                setattr(place, name, value)
+                setattr(owner, name, value)

@@ -1,4 +1,4 @@
-"""What ids are: batches of given shapes, and endless traces whose batches follow from the number of the step."""
+"""Draw ids: batches with a given shape, and endless traces in which the step number determines the batch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-ALPHA = 1.05  # of zipf laws
-BATCHES = 8  # different ones, used in turn
+ALPHA = 1.05  # Zipf exponent
+BATCHES = 8  # different batches, used in turn
 
 
 def hashed(rows: Tensor) -> Tensor:
-    """64-bit keys of row numbers, by splitmix64 (Steele et al. 2014): a bijection, so no two rows share one."""
+    """Map row numbers to 64-bit keys by splitmix64 (Steele et al. 2014), a bijection, so keys are distinct."""
     x = rows.numpy().astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -25,10 +25,10 @@ def hashed(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Shape:
-    """A step of rows alone: for each of `batch` samples a bag of each table's ids, all summed.
+    """The sizes for a step that only trains rows. Each of `batch` samples is a summed bag of ids per table.
 
-    rows: of one table. length: ids of a bag, of all tables or of each. alpha: the exponent of a zipf law, None for
-    uniform ids. optimizer: a name of `contenders.OPTIMIZERS`. ragged: bags have 1 to 2 * length - 1 ids, at random.
+    rows: rows per table. length: ids per bag, for all tables or for each. alpha: Zipf exponent; None for uniform ids.
+    optimizer: a name in `contenders.OPTIMIZERS`. ragged: bag sizes are random, 1 to 2 * length - 1.
     """
 
     tables: int
@@ -47,9 +47,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Batch:
-    """Row numbers within their tables, feature by feature, and the gradient of the output.
+    """One step's ids and output gradient.
 
-    flat: int64 [ids]. offsets: int64 [tables * batch + 1], where bags begin. grad: float32 [batch, tables, dim].
+    flat: row numbers within their table, ordered by table: int64 [ids]. offsets: bag boundaries in `flat`, int64
+    [tables * batch + 1]. grad: float32 [batch, tables, dim].
     """
 
     flat: Tensor
@@ -58,22 +59,22 @@ class Batch:
 
     @property
     def rows(self) -> Tensor:
-        """int64 [batch, tables, length], of bags that all have one length."""
+        """Row numbers as int64 [batch, tables, length], if all bags are equally long."""
         samples, tables = self.grad.shape[:2]
         return self.flat.view(tables, samples, -1).transpose(0, 1).contiguous()
 
     def part(self, index: int, count: int) -> Batch:
-        """One of `count` parts of the samples, with one id in a bag."""
+        """Return part `index` when the samples are split into `count` equal parts. Needs one id per bag."""
         samples, tables = self.grad.shape[0] // count, self.grad.shape[1]
-        mine = slice(index * samples, (index + 1) * samples)
-        flat = self.flat.view(tables, -1)[:, mine].flatten()
-        return Batch(flat, torch.arange(len(flat) + 1), self.grad[mine].contiguous())
+        part = slice(index * samples, (index + 1) * samples)
+        flat = self.flat.view(tables, -1)[:, part].flatten()
+        return Batch(flat, torch.arange(len(flat) + 1), self.grad[part].contiguous())
 
 
 def make_batches(shape: Shape, count: int = BATCHES) -> list[Batch]:
-    """Ids as FBGEMM's benchmarks draw them: zipf(alpha) - 1 modulo the rows, then a random renumbering of the rows.
+    """Draw ids as FBGEMM's benchmarks do: (zipf(alpha) - 1) % rows, then a random renumbering of the rows.
 
-    Gradients are positive, so that no sum cancels and optimizers that divide by its size agree on every element.
+    Gradients are positive, because sums that nearly cancel would round differently in optimizers that divide by them.
     """
     random = np.random.default_rng(0)
     renumber = [random.permutation(shape.rows) for _ in shape.lengths]
@@ -96,45 +97,45 @@ def _drawn(random: np.random.Generator, shape: Shape, ids: int) -> NDArray[np.in
 
 
 class Trace(Protocol):
-    """Row numbers within `tables` tables of `rows` rows each."""
+    """An endless sequence of batches for `tables` tables with `rows` rows each."""
 
     tables: int
     rows: int
     batch: int
 
     def numbers(self, step: int) -> NDArray[np.int64]:
-        """int64 [batch, tables]."""
+        """Return a step's row numbers: int64 [batch, tables]."""
 
 
 def ids(trace: Trace, step: int) -> Tensor:
-    """The ids of a batch, int64 [batch, tables]: 64-bit keys, so that rows of close numbers lie anywhere."""
+    """Return a step's ids, int64 [batch, tables]: hashed, so that neighbouring rows are not close in a store."""
     return hashed(torch.from_numpy(trace.numbers(step)))
 
 
 class Zipf:
-    """Rank k of 1 .. rows with a chance in proportion to k ** -1.05; ranks are rows in a random order."""
+    """Draws rank k (1 to rows) with probability proportional to k ** -1.05. Ranks map to rows in random order."""
 
     def __init__(self, tables: int, rows: int, batch: int, seed: int = 0) -> None:
         self.tables, self.rows, self.batch, self.seed = tables, rows, batch, seed
         random = np.random.default_rng(seed)
         self._renumber = np.stack([random.permutation(rows).astype(np.int32) for _ in range(tables)])
-        chances = np.cumsum(np.arange(1, rows + 1) ** -ALPHA)
-        self._cumulative = chances / chances[-1]
+        weights = np.cumsum(np.arange(1, rows + 1) ** -ALPHA)
+        self._cumulative = weights / weights[-1]
 
     def numbers(self, step: int) -> NDArray[np.int64]:
         ranks = self.ranks(np.random.default_rng((self.seed, step)), step)
         return self._renumber[np.arange(self.tables), ranks].astype(np.int64)
 
     def ranks(self, random: np.random.Generator, step: int) -> NDArray[np.int64]:
-        """int64 [batch, tables], from 0."""
+        """Draw ranks from 0: int64 [batch, tables]."""
         drawn = random.random((self.batch, self.tables), np.float64)
         return np.searchsorted(self._cumulative[:-1], drawn).astype(np.int64)
 
 
 class LogUniform:
-    """Rank k with a chance in proportion to 1 / k; ranks are rows in a fixed order.
+    """Draws rank k with probability proportional to 1 / k. Ranks map to rows in a fixed order.
 
-    It keeps no table of ranks, so it takes no memory where memory is what is measured.
+    It stores no ranks, because benchmarks that limit memory use it.
     """
 
     STRIDE = 2_654_435_761  # a prime larger than any number of rows here
@@ -150,11 +151,11 @@ class LogUniform:
 
 
 class Cycles:
-    """One table of two endless cycles through rows in a random order, with no row twice in a batch.
+    """One table whose ids go round in two cycles of rows. No row occurs twice in a batch.
 
-    Four fifths of a batch are of the cycle through a fifth of the rows, the rest is of the cycle through the others. A
-    cache of 40 % of the rows therefore hits up to four fifths, whatever the number of rows: between two uses of a row
-    of the small cycle lie that cycle and a 16th of the other, a fourth of the rows.
+    The small cycle, a fifth of the rows, supplies four fifths of each batch; the other cycle supplies the rest. Between
+    two uses of a row in the small cycle come that whole cycle and a 16th of the other, together a quarter of the rows.
+    A cache for 40 % of the rows therefore hits up to four fifths, whatever the number of rows.
     """
 
     tables = 1
@@ -166,7 +167,7 @@ class Cycles:
     def numbers(self, step: int) -> NDArray[np.int64]:
         small, few = self.rows // 5, self.batch * 4 // 5
         if few > small or self.batch - few > self.rows - small:
-            raise ValueError(f"a batch of {self.batch} ids has rows twice, of {self.rows} rows")
+            raise ValueError(f"a batch of {self.batch} ids has rows twice: {self.rows} rows are too few")
         one = (step * few + np.arange(few)) % small
         other = small + (step * (self.batch - few) + np.arange(self.batch - few)) % (self.rows - small)
         return self._order[np.concatenate([one, other])].astype(np.int64)[:, None]

@@ -1,4 +1,7 @@
-"""What a workload is, and how two sides of it are compared before either is timed."""
+"""Define workloads, and compare the results of their sides.
+
+A workload times two or more sides, tierbed and its peers, on the same task. They must compute the same.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +16,23 @@ from report import Figure
 from torch import Tensor
 
 Measure = Callable[..., Iterable[Figure]]
-WORKLOADS: dict[str, Workload] = {}  # by "group/name", in the order in which they are measured
+WORKLOADS: dict[str, Workload] = {}  # by "group/name", in the order of measurement
 
 
 class Mismatch(Exception):
-    """Two sides computed different values, so there is nothing to time."""
+    """Two sides computed different values, so their times cannot be compared."""
 
 
 class NotMeasured(Exception):
-    """This machine lacks what the workload needs."""
+    """The machine lacks something that the workload needs."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """measure(folder, **settings) yields figures. settings: of full size; quick: those that differ in a tiny run.
+    """A named benchmark. `measure(folder, **settings)` yields its figures.
 
-    passive: whether threads of OpenMP sleep while they wait (OMP_WAIT_POLICY=PASSIVE).
+    settings: for a full run. quick: settings that differ in a tiny run. passive: run with OMP_WAIT_POLICY=PASSIVE, so
+    that waiting OpenMP threads sleep instead of spinning.
     """
 
     name: str
@@ -42,46 +46,46 @@ class Workload:
         return (inspect.getdoc(self.measure) or "").partition("\n")[0]
 
     def figures(self, folder: Path, settings: Mapping[str, Any]) -> list[Figure]:
-        """Raises Mismatch, NotMeasured, or ModuleNotFoundError if a peer is not installed."""
+        """Measure. Raises Mismatch, NotMeasured, or ModuleNotFoundError if a peer is not installed."""
         return [replace(figure, section=self.name) for figure in self.measure(folder, **settings)]
 
 
 def workload(
     quick: Mapping[str, Any] | None = None, passive: bool = True, name: str = "", **settings: Any
 ) -> Callable[[Measure], Measure]:
-    """Registers a function under its module's group; the settings are its parameters with defaults, and these."""
+    """Register a function in its module's group. Its settings are `settings` and its parameters with defaults."""
 
     def register(measure: Measure) -> Measure:
         parameters = inspect.signature(measure).parameters.values()
-        given = {each.name: each.default for each in parameters if each.default is not each.empty} | settings
+        defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
         group = measure.__module__.rpartition(".")[2]
         full = f"{group}/{name or measure.__name__}"
-        WORKLOADS[full] = Workload(full, measure, given, dict(quick or {}), passive)
+        WORKLOADS[full] = Workload(full, measure, defaults | settings, dict(quick or {}), passive)
         return measure
 
     return register
 
 
 def figure(what: str, value: float, unit: str = "", **more: Any) -> Figure:
-    """A figure of the workload that yields it."""
+    """Make a figure; the workload that yields it fills in the section."""
     return Figure("", what, value, unit, **more)
 
 
-def check_same(what: str, ours: Tensor, theirs: Tensor) -> None:
-    """Raises Mismatch unless both have the same bits."""
-    if not torch.equal(ours, theirs):
-        raise Mismatch(f"{what} differ by up to {float((ours - theirs).abs().max()):.3g}")
+def check_same(what: str, ours: Tensor, peer: Tensor) -> None:
+    """Raise Mismatch unless both are bit-identical."""
+    if not torch.equal(ours, peer):
+        raise Mismatch(f"{what} differ by up to {float((ours - peer).abs().max()):.3g}")
 
 
-def check_close(what: str, ours: Tensor, theirs: Tensor, tolerance: float) -> None:
-    """Raises Mismatch unless they are at most `tolerance` of the largest magnitude apart."""
-    apart = float((ours - theirs).abs().max() / theirs.abs().max())
+def check_close(what: str, ours: Tensor, peer: Tensor, tolerance: float) -> None:
+    """Raise Mismatch if they differ by more than `tolerance` times the largest magnitude."""
+    apart = float((ours - peer).abs().max() / peer.abs().max())
     if not apart <= tolerance:
-        raise Mismatch(f"{what} are {apart:.3g} of the largest magnitude apart")
+        raise Mismatch(f"{what} differ by {apart:.3g} of the largest magnitude")
 
 
-def check_losses(what: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], tolerance: float = 0.0) -> None:
-    """Raises Mismatch unless each loss is the other side's, or at most `tolerance` of it apart."""
-    for step, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+def check_losses(what: str, ours: Sequence[Tensor], peer: Sequence[Tensor], tolerance: float = 0.0) -> None:
+    """Raise Mismatch if any two losses differ by more than the relative `tolerance`."""
+    for step, (one, other) in enumerate(zip(ours, peer, strict=True)):
         if not abs(float(one) - float(other)) <= tolerance * abs(float(other)):
-            raise Mismatch(f"{what}: loss {float(one)} of step {step}, {float(other)} of the other side")
+            raise Mismatch(f"{what}: loss of step {step} is {float(one)} and {float(other)}")

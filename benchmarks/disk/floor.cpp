@@ -1,6 +1,6 @@
-// The floor of a disk: how many random blocks of 4 KiB a second it gives, by the number of reads in flight.
+// Measures a disk's limit: random 4 KiB reads per second with a given number of reads in flight.
 //
-// One thread reads through Linux's asynchronous I/O, past the page cache, and looks at no byte that it read.
+// One thread submits direct reads through Linux's asynchronous I/O and ignores the data.
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
@@ -20,27 +20,27 @@ namespace {
 constexpr uint64_t BLOCK = 4096;
 
 struct Files {
-    std::vector<int> numbers;
-    std::vector<uint64_t> ends;  // blocks of all files up to and with this one
+    std::vector<int> descriptors;
+    std::vector<uint64_t> ends;  // total blocks up to the end of each file
 
     ~Files() {
-        for (const int file : numbers) close(file);
+        for (const int file : descriptors) close(file);
     }
 };
 
 }  // namespace
 
-// Reads for that many seconds. Returns blocks a second, or -errno.
+// Reads for the given seconds. Returns blocks per second, or -errno.
 extern "C" double disk_floor(const char* const* paths, int64_t count, int64_t depth, double seconds, uint64_t seed) {
     Files files;
     uint64_t blocks = 0;
     for (int64_t i = 0; i < count; ++i) {
         const int file = open(paths[i], O_RDONLY | O_DIRECT);
         if (file < 0) return -errno;
-        files.numbers.push_back(file);
-        struct stat about;
-        if (fstat(file, &about) != 0) return -errno;
-        blocks += static_cast<uint64_t>(about.st_size) / BLOCK;
+        files.descriptors.push_back(file);
+        struct stat status;
+        if (fstat(file, &status) != 0) return -errno;
+        blocks += static_cast<uint64_t>(status.st_size) / BLOCK;
         files.ends.push_back(blocks);
     }
     if (blocks == 0) return -ENODATA;
@@ -57,7 +57,7 @@ extern "C" double disk_floor(const char* const* paths, int64_t count, int64_t de
         requests[i] = {};
         requests[i].aio_data = i;
         requests[i].aio_lio_opcode = IOCB_CMD_PREAD;
-        requests[i].aio_fildes = static_cast<uint32_t>(files.numbers[static_cast<std::size_t>(file)]);
+        requests[i].aio_fildes = static_cast<uint32_t>(files.descriptors[static_cast<std::size_t>(file)]);
         requests[i].aio_buf = reinterpret_cast<uint64_t>(memory + i * BLOCK);
         requests[i].aio_nbytes = BLOCK;
         requests[i].aio_offset = static_cast<int64_t>((block - first) * BLOCK);
@@ -65,30 +65,30 @@ extern "C" double disk_floor(const char* const* paths, int64_t count, int64_t de
         return syscall(SYS_io_submit, context, 1, &one) == 1;
     };
     const auto begin = std::chrono::steady_clock::now();
-    const auto passed = [&] {
+    const auto elapsed = [&] {
         return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
     };
     double result = 0;
-    int64_t reads = 0, flying = 0;
+    int64_t reads = 0, in_flight = 0;
     for (std::size_t i = 0; i < requests.size() && result == 0; ++i)
-        submit(i) ? static_cast<void>(++flying) : static_cast<void>(result = -EIO);
-    while (flying > 0) {
+        submit(i) ? static_cast<void>(++in_flight) : static_cast<void>(result = -EIO);
+    while (in_flight > 0) {
         const long events = syscall(SYS_io_getevents, context, 1, depth, done.data(), nullptr);
         if (events < 0 && errno == EINTR) continue;
-        if (events < 0) return -errno;  // the reads under way own the memory
+        if (events < 0) return -errno;  // leaks the memory: pending reads may still write to it
         for (long i = 0; i < events; ++i) {
-            --flying;
+            --in_flight;
             if (done[static_cast<std::size_t>(i)].res != static_cast<int64_t>(BLOCK)) result = -EIO;
             ++reads;
-            if (result == 0 && passed() < seconds) {
+            if (result == 0 && elapsed() < seconds) {
                 if (submit(static_cast<std::size_t>(done[static_cast<std::size_t>(i)].data)))
-                    ++flying;
+                    ++in_flight;
                 else
                     result = -EIO;
             }
         }
     }
-    if (result == 0) result = static_cast<double>(reads) / passed();
+    if (result == 0) result = static_cast<double>(reads) / elapsed();
     syscall(SYS_io_destroy, context);
     std::free(memory);
     return result;

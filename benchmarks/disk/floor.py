@@ -1,4 +1,4 @@
-"""The floor of a disk: random 4 KiB reads of given files, past the page cache, at the best number in flight."""
+"""Measure a disk's limit: random direct 4 KiB reads of given files, at the best queue depth."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEPTHS = (16, 32, 64, 128, 256)
 
 @dataclass(frozen=True)
 class Floor:
-    """reads: blocks a second, the most of all depths. alone: blocks a second with one read in flight."""
+    """reads: blocks per second at the best depth. alone: blocks per second with one read in flight."""
 
     reads: float
     depth: int
@@ -26,9 +26,9 @@ class Floor:
 
 
 def measure(files: Sequence[Path], seconds: float) -> Floor:
-    """Of the disk under `files`, with that many seconds at each depth.
+    """Measure the disk that has `files`, for `seconds` at each depth.
 
-    Raises OSError if they cannot be read past the page cache.
+    Raises OSError if the files cannot be opened for direct reads.
     """
     rates = {depth: _rate(files, depth, seconds) for depth in (1, *DEPTHS)}
     best = max(DEPTHS, key=lambda depth: rates[depth])
@@ -36,7 +36,7 @@ def measure(files: Sequence[Path], seconds: float) -> Floor:
 
 
 def forget(path: Path) -> None:
-    """Take a file out of the page cache."""
+    """Remove a file from the page cache."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)

@@ -1,4 +1,4 @@
-"""A process whose memory and page cache together are held to a number of bytes, by a memory cgroup of its own."""
+"""Limit a process's memory, including its page cache, with a new memory cgroup."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ _ROOT = Path("/sys/fs/cgroup")
 
 @contextmanager
 def memory_limit(limit: int | None) -> Iterator[Callable[[], None]]:
-    """Yields what a child runs before anything else, for `preexec_fn`. None limits nothing.
+    """Yield a function that a child process calls first (`preexec_fn`) to limit its memory to `limit` bytes.
 
-    Raises OSError if this user may make no memory cgroup.
+    None sets no limit. Raises OSError if this user may not create memory cgroups.
     """
     if limit is None:
         yield lambda: None
         return
-    name, file = (_v1(), "memory.limit_in_bytes") if _is_v1() else (_v2(), "memory.max")
-    group = name / f"tierbed-{os.getpid()}-{time.monotonic_ns()}"
-    group.mkdir()
+    parent, file = (_v1(), "memory.limit_in_bytes") if _is_v1() else (_v2(), "memory.max")
+    cgroup = parent / f"tierbed-{os.getpid()}-{time.monotonic_ns()}"
+    cgroup.mkdir()
     try:
-        (group / file).write_text(str(limit))
+        (cgroup / file).write_text(str(limit))
         for swap, most in (("memory.memsw.limit_in_bytes", str(limit)), ("memory.swap.max", "0")):
-            if (group / swap).exists():
-                (group / swap).write_text(most)
-        yield lambda: (group / "cgroup.procs").write_text(str(os.getpid())) and None
+            if (cgroup / swap).exists():
+                (cgroup / swap).write_text(most)
+        yield lambda: (cgroup / "cgroup.procs").write_text(str(os.getpid())) and None
     finally:
-        _remove(group)
+        _remove(cgroup)
 
 
 def may_limit() -> str | None:
-    """None if memory can be limited, else the reason why not."""
+    """Return None if memory can be limited, otherwise the reason why not."""
     try:
         with memory_limit(1 << 30):
             return None
@@ -47,34 +47,34 @@ def _is_v1() -> bool:
 
 
 def _own(controller: str) -> str:
-    """This process's group of a controller; "" names the one of version 2."""
+    """Return the path of this process's cgroup for a controller; "" means cgroup version 2."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(","):
             return path.lstrip("/")
-    raise OSError(f"this process is in no cgroup of {controller or 'version 2'}")
+    raise OSError(f"this process has no cgroup for {controller or 'version 2'}")
 
 
 def _v1() -> Path:
     inside = _ROOT / "memory" / _own("memory")
-    return inside if inside.is_dir() else _ROOT / "memory"  # in a container its own group may be the root
+    return inside if inside.is_dir() else _ROOT / "memory"  # in a container, the cgroup may be mounted as the root
 
 
 def _v2() -> Path:
-    # a group with processes gives no controllers to groups in it, so the new one is a sibling of this process's
+    # a cgroup that has processes cannot have children with controllers, so make a sibling of this process's cgroup
     inside = _ROOT / _own("")
     parent = inside.parent if inside != _ROOT else _ROOT
     if "memory" not in (parent / "cgroup.subtree_control").read_text().split():
-        raise OSError(f"{parent}/cgroup.subtree_control has no memory")
+        raise OSError(f"{parent}/cgroup.subtree_control lacks the memory controller")
     return parent
 
 
-def _remove(group: Path) -> None:
-    """A group goes a moment after the last of its processes."""
+def _remove(cgroup: Path) -> None:
+    """Remove a cgroup. Retries, because the kernel releases it shortly after its last process ended."""
     for _ in range(100):
         try:
-            group.rmdir()
+            cgroup.rmdir()
             return
         except OSError:
             time.sleep(0.05)
-    group.rmdir()
+    cgroup.rmdir()

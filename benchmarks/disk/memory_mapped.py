@@ -1,4 +1,4 @@
-"""The peer of tables beyond memory: plain torch on memory-mapped files, each distinct row read and written once."""
+"""The peer for tables larger than memory: plain torch on memory-mapped files. Each step reads and writes a row once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class MemoryMapped:
-    """Rows of all tables in one file, the state of Adagrad in another: of each element, or one float of each row."""
+    """All tables' rows in one file and Adagrad's state in another: a float per element, or per row if row-wise."""
 
     def __init__(self, folder: Path, model: Model) -> None:
         folder.mkdir(parents=True)
@@ -27,10 +27,10 @@ class MemoryMapped:
         self._state[table * self._rows + numbers] = 0.0
 
     def step(self, numbers: Tensor, dense: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer) -> Tensor:
-        """numbers: row numbers, int64 [batch, tables]. dense: the loss of the looked up rows. Updates both parts."""
-        unique, places = torch.unique(numbers + self._first, return_inverse=True)
+        """Train one step. numbers: row numbers, int64 [batch, tables]. dense: computes the loss from looked-up rows."""
+        unique, inverse = torch.unique(numbers + self._first, return_inverse=True)
         rows = self._weight.index_select(0, unique).requires_grad_()
-        loss = dense(nn.functional.embedding(places, rows))
+        loss = dense(nn.functional.embedding(inverse, rows))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

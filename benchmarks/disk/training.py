@@ -1,6 +1,6 @@
-"""One side of the benchmark of disks, in a process of its own whose memory can be limited.
+"""Train one side of the disk benchmarks in its own process, whose memory can be limited.
 
-PYTHONPATH=benchmarks python -m disk.training '{"store": "cached_ssd", ...}'     # a `Case`; prints an `Outcome`
+PYTHONPATH=benchmarks python -m disk.training '{"store": "cached_ssd", ...}'     # takes a `Case`, prints an `Outcome`
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from traces import LogUniform, hashed
 
 from .memory_mapped import MemoryMapped
 
-SAMPLE = 1000  # rows of each table whose bits are in the outcome
+SAMPLE = 1000  # rows per table whose checksums are in the outcome
 MEMORY_MAPPED = "memory-mapped"
 
 
 @dataclass(frozen=True)
 class Case:
-    """rows: of one table. cached: the cache, as a share of all rows. store: of tierbed, or "memory-mapped".
+    """What to train.
 
-    limit: bytes of memory and page cache, or None. keep: continue with the folder that another case has filled. first:
-    the number of the first step, by which its ids are drawn.
+    store: a store of tierbed, or "memory-mapped". rows: rows per table. cached: the cache's size as a fraction of all
+    rows. limit: bytes of memory and page cache, or None. keep: reuse the folder that another case filled. first: the
+    first step's number; it determines the ids.
     """
 
     store: str
@@ -63,8 +64,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """seconds: of each step. sample: bits of rows. While steps were timed: read, written, bytes to and from the disk;
-    moved, bytes of all reads and writes of files, the page cache's as well; ssd, the growth of RocksDB's counters.
+    """What was measured.
+
+    seconds: per timed step. sample: row checksums. The others cover all timed steps: cpu, processor seconds; read,
+    written, bytes on the disk; moved, bytes in all file reads and writes, page cache included; ssd, increases in
+    RocksDB's counters.
     """
 
     seconds: list[float]
@@ -79,7 +83,7 @@ class Outcome:
 
 
 class Clock:
-    """When each step ended, and what its process has used between the end of the warm-up and that of the last step."""
+    """Records when each step ends, and what the process uses from the end of the warm-up on."""
 
     def __init__(self, warm_up: int) -> None:
         self._warm_up = warm_up
@@ -88,7 +92,7 @@ class Clock:
         self._before: tuple[float, int, int, int] = (0.0, 0, 0, 0)
 
     def step(self, loss: Tensor) -> bool:
-        """Whether it was the last of the warm-up."""
+        """Record a step. Returns True for the last warm-up step."""
         self._ends.append(time.perf_counter())
         self._losses.append(float(loss))
         if len(self._ends) == self._warm_up:
@@ -108,15 +112,15 @@ def _used() -> tuple[float, int, int, int]:
 
 
 def _settle(graph: GraphStep | None = None) -> None:
-    """Wait until nothing of the fill is left to do, for threads, for compactions of the store or for the disk."""
+    """Wait until threads, compactions and the disk have finished the work that filling caused."""
     wait_until_idle()
     while graph is not None and graph.embedding.metrics().get("ssd", {}).get("running_compactions"):
-        time.sleep(0.1)  # a compaction that waits for the disk uses no processor
+        time.sleep(0.1)  # wait_until_idle misses a compaction that waits for the disk
     os.sync()
 
 
 def train(case: Case) -> Outcome:
-    """On a store of tierbed."""
+    """Train on one tierbed store."""
     options = {} if case.store == "device_mem" else {"open": "resume" if case.keep else "fresh", **case.options}
     cached = int(case.rows * case.tables * case.cached)
     graph = GraphStep(case.model, Path(case.folder), case.store, cached, **options)
@@ -133,7 +137,7 @@ def train(case: Case) -> Outcome:
         outcome = clock.outcome(misses=misses, ssd=ssd)
         keys = hashed(torch.arange(0, case.rows, max(1, case.rows // SAMPLE)))
         for table in range(case.tables):
-            outcome.sample.extend(_bits(embedding.get(keys, table)))
+            outcome.sample.extend(_checksums(embedding.get(keys, table)))
     return outcome
 
 
@@ -155,8 +159,8 @@ def train_case(case: Case) -> Outcome:
     return train_memory_mapped(case) if case.store == MEMORY_MAPPED else train(case)
 
 
-def _bits(rows: Tensor) -> list[int]:
-    """A sum of each row's bits, which differs if a row does."""
+def _checksums(rows: Tensor) -> list[int]:
+    """Return a weighted sum of each row's bits, to compare rows."""
     return rows.contiguous().view(torch.int32).long().mul(torch.arange(1, rows.shape[1] + 1)).sum(1).tolist()
 
 

@@ -1,4 +1,4 @@
-"""Steps of bags of dense ids, against FBGEMM and TorchRec on the same tables, by dim, bag and number of rows."""
+"""Steps on bags of dense ids, against FBGEMM and TorchRec, for several dims, bag lengths and row counts."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ from workload import check_losses, figure, workload
 
 from tierbed import Graph
 
-BARS = (1.0, 1.2, 1.3)  # the least times of FBGEMM's step, of ours: the worst of one id, of bags, the median of all
-
-
+BARS = (1.0, 1.2, 1.3)  # least FBGEMM / tierbed: worst with one id, worst with bags, median of all
 TINY = {"dims": [8], "lengths": [1, 3], "rows": [500], "tables": 3, "ids": 200, "repeats": 2, "calls": 2}
 
 
@@ -39,10 +37,10 @@ def dense_ids(
     calls: int = 12,
     bars: tuple[float | None, ...] = (None, None, None),
 ) -> Iterator[Figure]:
-    """A step of an EmbeddingBagCollection, of the time of FBGEMM's with the same rule.
+    """Step time, FBGEMM relative to an EmbeddingBagCollection, with the same optimizer.
 
-    lengths: ids in a bag, on average. ids: of a table in a batch, about. alphas: of zipf laws, None for uniform ids.
-    calls: steps of a turn.
+    lengths: average ids per bag. ids: approximate ids per table and batch. alphas: Zipf exponents; None for uniform
+    ids. calls: steps per turn.
     """
     ratios: dict[int, list[float]] = {length: [] for length in lengths}
     for dim, length, count, alpha in product(dims, lengths, rows, alphas):
@@ -53,13 +51,13 @@ def dense_ids(
         times = in_turns({side.name: side.step for side in (ours, peer)}, repeats, 1, calls=calls)
         ratios[length].append(times.ratio(peer.name, ours.name))
         law = "uniform" if alpha is None else f"zipf {alpha}"
-        what = f"time of FBGEMM, of ours: D={dim}, {length} ids, {count:,} rows, {law}"
+        what = f"time, FBGEMM / tierbed: D={dim}, {length} ids, {count:,} rows, {law}"
         yield figure(what, ratios[length][-1], "x", notes=str(times))
     one_hot = ratios.get(1, [])
-    bags = [ratio for length, of_length in ratios.items() if length > 1 for ratio in of_length]
-    for what, some, bar in zip(("one id", "bags"), (one_hot, bags), bars, strict=False):
-        if some:
-            yield figure(f"worst of {what}", min(some), "x", bar=bar)
+    bags = [ratio for length, length_ratios in ratios.items() if length > 1 for ratio in length_ratios]
+    for what, values, bar in zip(("one id", "bags"), (one_hot, bags), bars, strict=False):
+        if values:
+            yield figure(f"worst with {what}", min(values), "x", bar=bar)
     yield figure("median of all", median(one_hot + bags), "x", bar=bars[2])
 
 
@@ -80,9 +78,9 @@ def floor(
     repeats: int = 16,
     calls: int = 12,
 ) -> Iterator[Figure]:
-    """A step of rows alone, row-wise Adagrad, bags of one length, of the time of the memory floor.
+    """Time relative to the memory floor when only rows are trained: row-wise Adagrad, equally long bags.
 
-    calls: steps of a turn.
+    calls: steps per turn.
     """
     for dim, alpha in product(dims, (None, ALPHA)):
         shape = Shape(tables, rows, dim, batch, length, alpha, "rowwise_adagrad")
@@ -90,14 +88,12 @@ def floor(
         ours, least = Collection(shape, batches), Floor(shape, batches)
         check(ours, [least])
         times = in_turns({side.name: side.step for side in (ours, least)}, repeats, 1, calls=calls)
-        what = (
-            f"time of tierbed, of the floor's: D={dim}, {length} ids, {'uniform' if alpha is None else f'zipf {alpha}'}"
-        )
+        what = f"time, tierbed / floor: D={dim}, {length} ids, {'uniform' if alpha is None else f'zipf {alpha}'}"
         yield figure(what, times.ratio(ours.name, least.name), "x", bar=1.7, at_most=True, notes=str(times))
 
 
 class Linear(nn.Module):
-    """The loss of a linear layer on the pooled rows of a collection."""
+    """A collection with a linear layer on its pooled rows and the layer's loss."""
 
     def __init__(self, rows: nn.Module, width: int) -> None:
         super().__init__()
@@ -111,8 +107,6 @@ class Linear(nn.Module):
 
 
 class GraphStep(Graph):
-    """A step of tierbed."""
-
     def __init__(self, rows: nn.Module, width: int) -> None:
         super().__init__()
         self.model = Linear(rows, width)
@@ -126,7 +120,7 @@ class GraphStep(Graph):
 
 
 class FusedStep:
-    """A step of TorchRec's FusedEmbeddingBagCollection, whose backward pass updates the rows."""
+    """TorchRec's side. FusedEmbeddingBagCollection updates rows in its backward pass."""
 
     def __init__(self, shape: Shape, keys: list[str]) -> None:
         from torchrec import EmbeddingBagConfig
@@ -160,9 +154,9 @@ def fused(
     repeats: int = 16,
     calls: int = 12,
 ) -> Iterator[Figure]:
-    """A whole step with a linear layer and its loss, of the time of TorchRec's fused collection, row-wise Adagrad.
+    """Whole steps with a linear layer: time, TorchRec's fused collection relative to ours, row-wise Adagrad.
 
-    calls: steps of a turn.
+    calls: steps per turn.
     """
     from torchrec import KeyedJaggedTensor
 
@@ -171,15 +165,15 @@ def fused(
         batches, keys = make_batches(shape), [f"f{table}" for table in range(tables)]
         labels = [(each.grad[:, 0, 0] > 1).float() for each in batches]
         collection = Collection(shape, batches)
-        theirs = [KeyedJaggedTensor(keys, each.flat, offsets=each.offsets) for each in batches]
+        peer_features = [KeyedJaggedTensor(keys, each.flat, offsets=each.offsets) for each in batches]
         sides = {
             "tierbed": cycle(
                 GraphStep(collection.bags, tables * dim), [*zip(collection.features, labels, strict=True)]
             ),
-            "TorchRec": cycle(FusedStep(shape, keys), [*zip(theirs, labels, strict=True)]),
+            "TorchRec": cycle(FusedStep(shape, keys), [*zip(peer_features, labels, strict=True)]),
         }
         for index in range(CHECKED_STEPS):
             check_losses("tierbed and TorchRec", *([step(index)] for step in sides.values()), tolerance=1e-5)
         times = in_turns(sides, repeats, 1, calls=calls)
-        what = f"time of TorchRec, of ours: {length} ids, {'uniform' if alpha is None else f'zipf {alpha}'}"
+        what = f"time, TorchRec / tierbed: {length} ids, {'uniform' if alpha is None else f'zipf {alpha}'}"
         yield figure(what, times.ratio("TorchRec", "tierbed"), "x", bar=1.3, notes=str(times))

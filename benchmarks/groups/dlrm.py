@@ -1,4 +1,4 @@
-"""Whole steps of a DLRM: against TorchRec, torch's sparse embeddings, and the dense part alone."""
+"""Whole steps of a DLRM: against TorchRec, torch's sparse embeddings and the dense part alone."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ def step(
     repeats: int = 10,
     **fields: Any,
 ) -> Iterator[Figure]:
-    """A step of a DLRM, of TorchRec's and of torch's time, and what of it the embeddings take.
+    """A step of a DLRM: against TorchRec and torch, and the embeddings' part of the time.
 
-    tolerance: of losses. Rounding alone moved them apart by a third of it, in more steps than it takes a learning rate
-    of the rows that is 1 % off to move them by the whole. turn: steps that one side takes before the others do.
+    tolerance: relative difference allowed between losses. Rounding alone reaches a third of it; a row learning rate
+    that is 1 % wrong exceeds it, in fewer steps. share: bar for the embeddings' part. whole: bar for whole steps.
+    turn: how many steps one side makes before the others.
     """
     model = Model(**fields)
     plain, recommended = GraphStep(model, folder), GraphStep(model, folder)
@@ -43,31 +44,31 @@ def step(
     }
     rounds = 2 + repeats
     batches = make_batches(model, turn * rounds)
-    given = {name: [side.prepared(batch) for batch in batches] for name, side in eager.items()}
-    given["tierbed"] = given["as recommended"] = keyed(batches)
+    inputs = {name: [side.prepared(batch) for batch in batches] for name, side in eager.items()}
+    inputs["tierbed"] = inputs["as recommended"] = keyed(batches)
     runs: dict[str, Any] = {
-        "tierbed": lambda some: [plain(*batch) for batch in some],
-        "as recommended": lambda some: list(recommended.run(some, ahead=0)),
-        **{name: lambda some, side=side: [side(*batch) for batch in some] for name, side in eager.items()},
+        "tierbed": lambda batches: [plain(*batch) for batch in batches],
+        "as recommended": lambda batches: list(recommended.run(batches, ahead=0)),
+        **{name: lambda batches, side=side: [side(*batch) for batch in batches] for name, side in eager.items()},
     }
     sides = {
-        name: lambda number, run=run, of=given[name]: run(of[number * turn : (number + 1) * turn])
+        name: lambda number, run=run, inputs=inputs[name]: run(inputs[number * turn : (number + 1) * turn])
         for name, run in runs.items()
     }
     times = in_turns(sides, repeats, 2, lambda losses: check_turn(losses, tolerance))
-    notes = str(Times({name: [seconds / turn for seconds in taken] for name, taken in times.items()}))
+    notes = str(Times({name: [each / turn for each in seconds] for name, seconds in times.items()}))
     parts = zip(times["tierbed"], times["TorchRec"], times["dense part alone"], strict=True)
-    of_torchrec = median((ours - alone) / (theirs - alone) for ours, theirs, alone in parts)
-    yield figure("embeddings' share of a step, of TorchRec's", of_torchrec, bar=share, at_most=True, notes=notes)
+    ratio = median((ours - dense) / (peer - dense) for ours, peer, dense in parts)
+    yield figure("time of the embeddings, tierbed / TorchRec", ratio, bar=share, at_most=True, notes=notes)
     for peer, bar in (("TorchRec", whole), ("TorchRec, dense part compiled", None), ("torch sparse", None)):
-        yield figure(f"time of {peer}, of a recommended step", times.ratio(peer, "as recommended"), "x", bar=bar)
+        yield figure(f"time, {peer} / as recommended", times.ratio(peer, "as recommended"), "x", bar=bar)
 
 
 def check_turn(losses: dict[str, list[Tensor]], tolerance: float) -> None:
-    """Raises Mismatch unless all that have rows have the losses of tierbed."""
-    for name, theirs in losses.items():
+    """Raise Mismatch unless losses agree. The dense part alone is not compared."""
+    for name, peer_losses in losses.items():
         if name != "dense part alone":
-            check_losses(f"tierbed and {name}", losses["tierbed"], theirs, tolerance)
+            check_losses(f"tierbed and {name}", losses["tierbed"], peer_losses, tolerance)
 
 
 for name, batch, length, tolerance, share, whole, turn in (

@@ -1,4 +1,4 @@
-"""Tables and graphs on an NVIDIA GPU: the figures of gpu.py and gpu_graph.py."""
+"""Tables and graphs on an NVIDIA GPU; the measurements are in gpu.py and gpu_graph.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def steps(folder: Path, repeats: int = 100) -> Iterable[Figure]:
 
 @workload({"repeats": 1}, passive=False)
 def graph(folder: Path, repeats: int = 5) -> Iterable[Figure]:
-    """`graph.run` over each store, of the plain loop's time."""
+    """`graph.run` on each store, relative to the plain loop."""
     require_gpu()
     return gpu_graph.figures(
         torch.device("cuda", torch.cuda.current_device()), folder, gpu_graph.Sizes(repeats=repeats)

@@ -1,4 +1,4 @@
-"""The static graph: against eager loops, and against its own parts."""
+"""The static graph: against eager loops and against its own parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from timing import Turn, in_turns, one_thread, split, turn_of
 from torch import Tensor
 from workload import Mismatch, check_losses, check_same, figure, workload
 
-MAX_CALLS, MAX_BYTECODES = 280, 3320  # 3 % over what a step with Adam executes
+MAX_CALLS, MAX_BYTECODES = 280, 3320  # 3 % above a step with Adam
 SMALL_STEP = Model(rows=10_000, tables=3, batch=64, hidden=(64,))
 LARGE_STEP = Model(rows=20_000, tables=26, batch=4096, hidden=(512, 256), optimizer="adagrad")
 TINY = {"rows": 200, "tables": 2, "batch": 16, "hidden": (8, 4)}
@@ -25,40 +25,42 @@ AHEAD = 8
 
 
 def check_eager(what: str, model: Model, graph: GraphStep, batches: list[tuple[Tensor, ...]]) -> EagerStep:
-    """An eager loop that has the rows of the graph. Mismatch unless their first losses agree to 1e-5."""
+    """Return an eager loop with the graph's rows. Raises Mismatch unless their first losses agree to 1e-5."""
     eager = EagerStep(model, graph)
-    some = [batches[number % len(batches)] for number in range(10)]
-    theirs = [eager(*eager.prepared(batch)) for batch in some]
-    check_losses(what, [graph(*batch) for batch in keyed(some)], theirs, 1e-5)
+    first = [batches[number % len(batches)] for number in range(10)]
+    losses = [eager(*eager.prepared(batch)) for batch in first]
+    check_losses(what, [graph(*batch) for batch in keyed(first)], losses, 1e-5)
     return eager
 
 
 @workload({**TINY, "batches": 2, "repeats": 3, "hidden": (4,), "turn": 3}, passive=False, **asdict(SMALL_STEP))
 def overhead(folder: Path, batches: int = 32, turn: int = 50, repeats: int = 40, **fields: Any) -> Iterator[Figure]:
-    """A step of a small batch, of an eager one's time, and what the engine's own Python executes in it."""
+    """A step with a small batch, relative to an eager step, and the amount of Python the engine executes in it."""
     for optimizer, peer, bar in (
         ("sgd", "nn.Embedding and SGD", 0.8),
         ("adam", "nn.Embedding(sparse=True) and SparseAdam", 0.5),
     ):
         model = replace(Model(**fields), optimizer=optimizer)
-        given = make_batches(model, batches)
+        inputs = make_batches(model, batches)
         graph = GraphStep(model, folder)
-        eager = check_eager(peer, model, graph, given)
-        ours, theirs = cycle(graph, keyed(given)), cycle(eager, [eager.prepared(batch) for batch in given])
+        eager = check_eager(peer, model, graph, inputs)
+        ours, eager_step = cycle(graph, keyed(inputs)), cycle(eager, [eager.prepared(batch) for batch in inputs])
 
         def steps(step: Step, number: int) -> None:
             for each in range(number * turn, (number + 1) * turn):
                 step(each)
 
-        times = in_turns({"graph": partial(steps, ours), "eager": partial(steps, theirs)}, repeats, 1)
+        times = in_turns({"graph": partial(steps, ours), "eager": partial(steps, eager_step)}, repeats, 1)
         notes = listed((name, f"{1e3 * times.ms(name) / turn:.0f} us") for name in times)
-        yield figure(f"a step, of eager {peer}", times.ratio("graph", "eager"), bar=bar, at_most=True, notes=notes)
+        yield figure(
+            f"time of a step, graph / eager {peer}", times.ratio("graph", "eager"), bar=bar, at_most=True, notes=notes
+        )
         counts = [executed(ours, number) for number in range(min(batches, 4))]
         if any(count != counts[0] for count in counts):
-            raise Mismatch(f"{optimizer}: steps of one kind execute different Python: {counts}")
+            raise Mismatch(f"{optimizer}: equal steps execute different Python: {counts}")
         most = MAX_BYTECODES if sys.version_info[:2] == COUNTED_ON else None
-        yield figure(f"calls of the engine's Python, {optimizer}", counts[0].calls, bar=MAX_CALLS, at_most=True)
-        yield figure(f"bytecodes of the same, {optimizer}", counts[0].bytecodes, bar=most, at_most=True)
+        yield figure(f"calls in the engine's Python, {optimizer}", counts[0].calls, bar=MAX_CALLS, at_most=True)
+        yield figure(f"bytecodes in the engine's Python, {optimizer}", counts[0].bytecodes, bar=most, at_most=True)
 
 
 @workload({**TINY, "warm_up": 4, "turn": 4, "repeats": 2}, **asdict(LARGE_STEP))
@@ -71,15 +73,15 @@ def pipeline(
     repeats: int = 4,
     **fields: Any,
 ) -> Iterator[Figure]:
-    """A step of graph.run over cached_ssd on one thread, of the longer of dense work and fetch in a plain loop.
+    """A step of graph.run on cached_ssd, relative to the plain loop's dense work or fetch, whichever is longer.
 
-    `narrow`: widths of a second MLP, whose work is shorter than the fetch.
+    torch uses one thread. `narrow`: widths of a second MLP, whose work is shorter than the fetch.
     """
     model = Model(**fields)
     with one_thread():
         for hidden, bar in ((model.hidden, 1.15), (tuple(narrow), None)):
-            place = folder / str(len(hidden))
-            yield from _pipeline(replace(model, hidden=hidden), place, cached, (warm_up, turn, repeats), bar)
+            path = folder / str(len(hidden))
+            yield from _pipeline(replace(model, hidden=hidden), path, cached, (warm_up, turn, repeats), bar)
 
 
 def _pipeline(
@@ -94,16 +96,16 @@ def _pipeline(
             check_same("losses of the warm-up", graph(*batch), memory(*batch))
         for first in range(warm_up, warm_up + 2 * count * repeats, 2 * count):
             batches = keyed(make_batches(model, 2 * count, first))
-            # but the first step of each, whose rows nothing was done to fetch
+            # without the first step of each: its rows cannot have been prefetched
             plain = turn_of(graph.embedding, (graph(*batch) for batch in batches[:count]), 1)
             run = turn_of(graph.embedding, graph.run(batches[count:], ahead=AHEAD), 1)
             check_losses("cached_ssd", plain.results + run.results, [memory(*batch) for batch in batches])
             turns.append((plain, run))
-    what = f"MLP {'-'.join(map(str, (*model.hidden, 1)))}, of the longer of dense work and fetch"
+    what = f"longer of dense work and fetch, MLP {'-'.join(map(str, (*model.hidden, 1)))}"
     longer = [max(plain.dense, plain.parts["pin"]) for plain, _ in turns]
     for number, name in ((1, "graph.run"), (0, "the plain loop")):
         sides = [pair[number] for pair in turns]
         ratio = median(side.seconds / seconds for side, seconds in zip(sides, longer, strict=True))
         hits = f"{median(side.hit_rate for side in sides):.1%}"
         notes = listed([("a step", split(sides, count - 1)), ("hit rate", hits)])
-        yield figure(f"a step of {name}, {what}", ratio, bar=bar if number else None, at_most=True, notes=notes)
+        yield figure(f"time of a step, {name} / {what}", ratio, bar=bar if number else None, at_most=True, notes=notes)

@@ -20,13 +20,13 @@ TINY = {"tables": 3, "rows": 50, "dim": 8, "batch": 8, "length": 2, "repeats": 2
 
 
 def step(folder: Path, bar: float, repeats: int = 40, **fields: Any) -> Iterator[Figure]:
-    """A step of an EmbeddingBagCollection from a KeyedJaggedTensor, of FBGEMM's time."""
+    """Time of FBGEMM relative to an EmbeddingBagCollection called with a KeyedJaggedTensor."""
     shape = Shape(**fields)
     batches = make_batches(shape)
     ours, peer = Collection(shape, batches), Fbgemm(shape, batches)
     check(ours, [peer])
     times = in_turns({side.name: side.step for side in (ours, peer)}, repeats, BATCHES)
-    yield figure("time of FBGEMM, of ours", times.ratio(peer.name, ours.name), "x", bar=bar, notes=str(times))
+    yield figure("time, FBGEMM / tierbed", times.ratio(peer.name, ours.name), "x", bar=bar, notes=str(times))
 
 
 for name, shape, bar in (

@@ -1,4 +1,4 @@
-"""Steps of rows alone: against peers, against the memory floor, and by optimizer."""
+"""Steps that only train rows: against peers and the memory floor, and by optimizer."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ TINY = {"tables": 3, "rows": 500, "batch": 64, "repeats": 2}
 
 
 def step(folder: Path, peer: str, bar: float, repeats: int = 50, **fields: Any) -> Iterator[Figure]:
-    """A step of rows alone, of a peer's time and of the memory floor's."""
+    """A step that only trains rows, against a peer and the memory floor."""
     shape = Shape(**fields)
     batches = make_batches(shape)
     ours, floor = Rows(shape, batches), Floor(shape, batches)
     sides = {"tierbed": ours, "floor": floor}
     if peer == "1 M rows":
         check(ours, [floor])
-        few = replace(shape, rows=min(shape.rows, UNIFORM.rows))
-        sides[peer] = Rows(few, make_batches(few))
+        small = replace(shape, rows=min(shape.rows, UNIFORM.rows))
+        sides[peer] = Rows(small, make_batches(small))
     else:
         sides[peer] = {"FBGEMM": Fbgemm, "torch": Torch}[peer](shape, batches)
         check(ours, [floor, sides[peer]])
     times = in_turns({name: side.step for name, side in sides.items()}, repeats, BATCHES)
-    yield figure(f"time of {peer}, of tierbed's", times.ratio(peer, "tierbed"), "x", bar=bar, notes=str(times))
+    yield figure(f"time, {peer} / tierbed", times.ratio(peer, "tierbed"), "x", bar=bar, notes=str(times))
     most = 1.8 if shape.dim == 16 else 1.6
     floors = times.ratio("tierbed", "floor")
-    yield figure("time of tierbed, of the floor's", floors, "x", bar=most, at_most=True, notes=floor.settings)
+    yield figure("time, tierbed / floor", floors, "x", bar=most, at_most=True, notes=floor.settings)
 
 
 ON_FBGEMM = 2.0 if is_intel() else 1.3
@@ -64,7 +64,7 @@ MAX_OF_ADAM = {"partial_rowwise_adam": 1.0, "lamb": 1.4}
 def rules(
     folder: Path, tables: int = 26, rows: int = 38_462, dim: int = 64, batch: int = 4096, repeats: int = 40
 ) -> Iterator[Figure]:
-    """A step of rows under each optimizer, of the time of a step under Adam."""
+    """A step with each optimizer, relative to Adam. Steps only train rows."""
     shape = Shape(tables, rows, dim, batch, optimizer="adam")
     batches = make_batches(shape)
     sides = {
@@ -78,19 +78,19 @@ def rules(
     for name in sides:
         notes = f"ms {times.ms(name):.2f}"
         ratio = times.ratio(name, "adam")
-        yield figure(f"{name}, of adam's time", ratio, "x", bar=MAX_OF_ADAM.get(name), at_most=True, notes=notes)
+        yield figure(f"time, {name} / adam", ratio, "x", bar=MAX_OF_ADAM.get(name), at_most=True, notes=notes)
 
 
 def check_dense(optimizer: str, side: Rows, batch: Batch) -> None:
-    """Raises Mismatch unless steps of rows that a batch has once are those of the dense optimizer."""
+    """Raise Mismatch unless rows that occur once in the batch are trained as by the dense optimizer."""
     keys = hashed(batch.flat) + tables_of(batch)
     unique, inverse, counts = keys.unique(return_inverse=True, return_counts=True)
-    alone = (counts == 1)[inverse]  # sums of one gradient are exact
+    single = (counts == 1)[inverse]  # no gradient sums, so nothing is rounded differently
     del unique
-    dense = torch.nn.Parameter(side.rows(0)[alone])
-    moved = OPTIMIZERS[optimizer]([dense])
-    dense.grad = batch.grad.transpose(0, 1).flatten(0, 1)[alone].clone()
+    dense = torch.nn.Parameter(side.rows(0)[single])
+    dense_optimizer = OPTIMIZERS[optimizer]([dense])
+    dense.grad = batch.grad.transpose(0, 1).flatten(0, 1)[single].clone()
     for _ in range(CHECKED_STEPS):
         side.step(0)
-        moved.step()
-    check_close(f"{optimizer}: rows and those of its dense step", side.rows(0)[alone], dense.detach(), 1e-5)
+        dense_optimizer.step()
+    check_close(f"{optimizer}: rows and the dense optimizer's", side.rows(0)[single], dense.detach(), 1e-5)

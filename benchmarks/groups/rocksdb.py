@@ -1,4 +1,4 @@
-"""The RocksDB tier alone: against a bare C++ loop over the same librocksdb, and against rocksdict."""
+"""The RocksDB tier alone: against a bare C++ loop over the same librocksdb and against rocksdict."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tierbed.engine import _core
 from tierbed.engine.store.rocksdb import MB, SHARDS, WRITE_BUFFER_BYTES, RocksDB
 
 THREADS = 2
-PIECES = 4  # sets of rows, used in turn
+PIECES = 4  # row sets that are used in turn
 
 
 class Rows:
-    """Rows of one table in the order of RocksDB's keys, with `lines` to read to and write from."""
+    """Rows of one table, sorted like RocksDB's keys, with memory (`lines`) for their bytes."""
 
     def __init__(self, keys: NDArray[np.uint64], row_bytes: int) -> None:
         tables = np.zeros(len(keys), np.uint32)
@@ -48,7 +48,7 @@ class Rows:
 
 class Tierbed:
     def __init__(self, folder: Path, row_bytes: int, mode: str, shards: int | None = None) -> None:
-        """shards: of a folder that exists."""
+        """shards: the number in an existing folder."""
         self._tier = RocksDB(folder, row_bytes // 4 - 2, shards, read_mode=mode)
 
     def fetch(self, rows: Rows) -> None:
@@ -65,7 +65,7 @@ class Tierbed:
 
 
 class Bare:
-    """The tier's folder, opened with the options that RocksDB wrote there, and read by as many threads."""
+    """A copy of the tier's folder, opened with the stored options and used by as many threads."""
 
     def __init__(self, folder: Path, row_bytes: int) -> None:
         self._native = compiled(Path(__file__).resolve().parents[1] / "rocksdb_bare.cpp", "-lrocksdb")
@@ -92,7 +92,7 @@ class Bare:
 
 
 class Rocksdict:
-    """From PyPI: one database, its own RocksDB, with the tier's block size, filter, memtables and compaction."""
+    """rocksdict from PyPI: one database with the tier's block size, filter, memtables and compaction."""
 
     def __init__(self, folder: Path, row_bytes: int, mode: str) -> None:
         import rocksdict
@@ -146,10 +146,9 @@ class Rocksdict:
 def tier(
     folder: Path, row_bytes: int, rows: int = 500_000, batch: int = 50_000, mode: str = "buffered", repeats: int = 15
 ) -> Iterator[Figure]:
-    """Fetch and write back of random rows, of the time of a bare loop and of rocksdict; table in the page cache.
+    """Fetch and write back random rows, against a bare loop and rocksdict. The table is in the page cache.
 
-    Keys of both peers are made and sorted outside of the clock. `blocked`: for how long a write keeps another Python
-    thread from running.
+    Both peers' keys are made and sorted outside the clock. Also measures how long a write blocks other Python threads.
     """
     _core.set_threads(THREADS)
     random = np.random.default_rng(0)
@@ -175,19 +174,23 @@ def tier(
     writes = {name: lambda turn, side=side: side.write(pieces[turn % PIECES]) for name, side in sides.items()}
     times["write"] = in_turns(writes, repeats, PIECES)
     check_rows(sides, pieces)
-    blocked_by = {
+    blocked_times = {
         name: [interpreter_blocked(partial(sides[name].write, pieces[0])) for _ in range(3)] for name in sides
     }
     for side in sides.values():
         side.close()
     for what, name, bar in (("fetch", "bare", 0.9), ("write", "bare", 0.9), ("fetch", "rocksdict", 2.5)):
         yield figure(
-            f"{what}, time of {name}", times[what].ratio(name, "tierbed"), "x", bar=bar, notes=str(times[what])
+            f"time of a {what}, {name} / tierbed",
+            times[what].ratio(name, "tierbed"),
+            "x",
+            bar=bar,
+            notes=str(times[what]),
         )
-    blocked = {name: median(seconds) for name, seconds in blocked_by.items()}
+    blocked = {name: median(seconds) for name, seconds in blocked_times.items()}
     notes = listed((name, f"{1e3 * seconds:.2f} ms") for name, seconds in blocked.items())
-    shorter = blocked["rocksdict"] / blocked["tierbed"]
-    yield figure("interpreter held by a write, of rocksdict", shorter, "x", bar=5.0, notes=notes)
+    ratio = blocked["rocksdict"] / blocked["tierbed"]
+    yield figure("interpreter held by a write, rocksdict / tierbed", ratio, "x", bar=5.0, notes=notes)
 
 
 for row_bytes in (512, 1536):
@@ -196,34 +199,34 @@ for row_bytes in (512, 1536):
 
 
 def check_rows(sides: dict[str, Any], pieces: list[Rows]) -> None:
-    """Raises Mismatch unless all sides have the same rows."""
+    """Raise Mismatch unless all sides store the same rows."""
     for piece in pieces:
-        found = set()
+        contents = set()
         for side in sides.values():
             piece.memory[:] = 0
             side.fetch(piece)
-            found.add(piece.memory.tobytes())
-        if len(found) != 1 or not piece.memory.any():
+            contents.add(piece.memory.tobytes())
+        if len(contents) != 1 or not piece.memory.any():
             raise Mismatch(f"rows of {piece.memory.shape[1]} bytes differ between {', '.join(sides)}")
 
 
 def interpreter_blocked(write: Callable[[], None], seconds: float = 1.5) -> float:
-    """Seconds that one write keeps another Python thread, which only counts, from running.
+    """Return for how many seconds one write keeps another Python thread from running.
 
-    Linux reports how long a thread ran and how long it waited for a processor; for the rest of its time it waited for
-    the interpreter.
+    The other thread loops. Linux reports how long it ran or waited for a processor; the rest of the time it waited
+    for the interpreter lock.
     """
     blocked: list[float] = []
     done = threading.Event()
 
-    def count_on() -> None:
-        began, ran = time.perf_counter(), _ran_or_ready()
+    def spin() -> None:
+        began, ran = time.perf_counter(), _runnable_seconds()
         while not done.is_set():
             for _ in range(100_000):
                 pass
-        blocked.append(time.perf_counter() - began - (_ran_or_ready() - ran))
+        blocked.append(time.perf_counter() - began - (_runnable_seconds() - ran))
 
-    other = threading.Thread(target=count_on)
+    other = threading.Thread(target=spin)
     other.start()
     began, writes = time.perf_counter(), 0
     while time.perf_counter() - began < seconds:
@@ -234,7 +237,7 @@ def interpreter_blocked(write: Callable[[], None], seconds: float = 1.5) -> floa
     return max(blocked[0], 1e-9) / writes
 
 
-def _ran_or_ready() -> float:
-    """Seconds that the calling thread had a processor or waited for one: the rest of its time it was blocked."""
+def _runnable_seconds() -> float:
+    """Return how long the calling thread ran or waited for a processor, as opposed to being blocked."""
     ran, waited, _ = Path("/proc/thread-self/schedstat").read_text().split()
     return (int(ran) + int(waited)) * 1e-9

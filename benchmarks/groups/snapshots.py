@@ -1,6 +1,6 @@
-"""Snapshots: saves, loads and checks against what the disk does by itself, and what saves cost a training loop.
+"""Snapshots: saves, loads and checks against the bare disk, and how much saves slow training down.
 
-Rows are of D=16 with Adam's state. There are figures only if what was loaded has the bits of what was saved.
+Rows store D=16 and Adam's state. A figure is reported only if loaded rows equal the saved ones bit for bit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import tierbed
 from tierbed.snapshots import Snapshot
 
 ROW_BYTES = 4 + 8 + 4 * 3 * DIM + 4 + 4
-WRITTEN_AT_ONCE = 1 << 18  # rows a step
+WRITTEN_AT_ONCE = 1 << 18  # rows per step
 MB = 10**6
 BLOCK = 1 << 20
 TINY = {"rows": 50_000, "repeats": 1}
@@ -39,7 +39,7 @@ TINY = {"rows": 50_000, "repeats": 1}
 
 @contextmanager
 def table(folder: Path, rows: int, **options: Any) -> Iterator[tierbed.MultiTableEmbedding]:
-    """Trained once in every row; in host memory, or as a cached_ssd store with these options."""
+    """Make an embedding and train each row once. It is a cached_ssd store if there are options, otherwise host_mem."""
     make = tierbed.make_cached_ssd_store_options if options else tierbed.make_host_mem_store_options
     embedding = make_embedding(1, make(persistent_path=folder, **options))
     train = trainer(embedding)
@@ -49,24 +49,24 @@ def table(folder: Path, rows: int, **options: Any) -> Iterator[tierbed.MultiTabl
         yield embedding
     finally:
         shutil.rmtree(folder / "rows", onerror=_unless_gone)
-        with suppress(tierbed.StoreError):  # the folder does not exist any more
+        with suppress(tierbed.StoreError):  # its folder is gone
             embedding.close()
 
 
 def _unless_gone(function: Any, path: str, failure: Any) -> None:
-    """RocksDB removes files of its own meanwhile."""
+    """Ignore a missing file: RocksDB deletes files at the same time."""
     if not isinstance(failure[1], FileNotFoundError):
         raise failure[1]
 
 
 def trainer(embedding: tierbed.MultiTableEmbedding) -> Callable[[Tensor], object]:
-    """A step of rows alone, of ids [n]."""
+    """Return a step that trains the rows of ids [n]."""
     graph = RowsStep(embedding, "adam")
     return lambda ids: graph(ids[:, None], torch.ones(len(ids), 1, DIM))
 
 
 def digest(embedding: tierbed.MultiTableEmbedding) -> int:
-    """Of all rows with their state and records."""
+    """Return a checksum over all rows, with their state and counters."""
     checksum = 0
     for _, rows in embedding.table_handle().table.scan():
         checksum = zlib.crc32(rows.view(np.uint8).data, checksum)
@@ -75,7 +75,7 @@ def digest(embedding: tierbed.MultiTableEmbedding) -> int:
 
 @workload(TINY)
 def full(folder: Path, rows: int = 10_000_000, repeats: int = 7) -> Iterator[Figure]:
-    """MB/s of a save and of a load, of those of `dd` with as many bytes; by how much memory rises during a save."""
+    """MB/s for a save and a load relative to `dd` with as many bytes, and the memory that a save needs."""
     size = rows * ROW_BYTES
     seconds: dict[str, list[float]] = {"dd": [], "save": [], "dd again": [], "load": []}
     with table(folder, rows) as embedding:
@@ -87,30 +87,30 @@ def full(folder: Path, rows: int = 10_000_000, repeats: int = 7) -> Iterator[Fig
             seconds["dd again"].append(write_seconds(folder, size))
             seconds["load"].append(seconds_of(lambda: embedding.load_snapshot("s")))
         if digest(embedding) != before:
-            raise Mismatch("the rows that were loaded are not those that were saved")
+            raise Mismatch("the loaded rows differ from the saved rows")
         shutil.rmtree(folder / "rows" / "snapshots" / "s")
-        overhead = peak_bytes(lambda: embedding.save_snapshot("s")) / MB
-    yield of_disk("save, MB/s against dd", size, seconds["dd"], seconds["save"])
-    yield of_disk("load, MB/s against dd", size, seconds["dd again"], seconds["load"])
-    yield figure("memory that a save takes", overhead, "MB", bar=256, at_most=True)
+        memory = peak_bytes(lambda: embedding.save_snapshot("s")) / MB
+    yield disk_ratio("MB/s, save / dd", size, seconds["dd"], seconds["save"])
+    yield disk_ratio("MB/s, load / dd", size, seconds["dd again"], seconds["load"])
+    yield figure("memory that a save needs", memory, "MB", bar=256, at_most=True)
 
 
-def of_disk(what: str, size: int, disk: Sequence[float], ours: Sequence[float]) -> Figure:
+def disk_ratio(what: str, size: int, disk: Sequence[float], ours: Sequence[float]) -> Figure:
     pairs = list(zip(disk, ours, strict=True))[1:]
     speeds = {"disk": disk[1:], "ours": ours[1:]}
     notes = listed((name, f"{size / MB / median(seconds):,.0f} MB/s") for name, seconds in speeds.items())
-    return figure(what, median(alone / mine for alone, mine in pairs), bar=0.6, notes=notes)
+    return figure(what, median(alone / own for alone, own in pairs), bar=0.6, notes=notes)
 
 
 @workload(TINY)
 def incremental(folder: Path, rows: int = 10_000_000, repeats: int = 7) -> Iterator[Figure]:
-    """The time of a save after 1 % of the rows changed, of that of a full save."""
+    """Time for an incremental save after 1 % of the rows changed, relative to a full save."""
     changed = torch.from_numpy(np.random.default_rng(0).choice(rows, max(rows // 100, 1), replace=False))
     wholes, parts = [], []
     with table(folder, rows) as embedding:
         train = trainer(embedding)
         embedding.save_snapshot("first")
-        embedding.save_snapshot("noted", "incremental")  # from here on changes are noted
+        embedding.save_snapshot("noted", "incremental")  # starts recording changes
         for number in range(repeats):
             wholes.append(seconds_of(partial(embedding.save_snapshot, f"whole{number}")))
             train(changed)
@@ -119,15 +119,15 @@ def incremental(folder: Path, rows: int = 10_000_000, repeats: int = 7) -> Itera
         before = digest(embedding)
         embedding.load_snapshot(f"part{repeats - 1}")
         if digest(embedding) != before:
-            raise Mismatch("the chain does not read as the table that it was saved from")
-    share = median(part / whole for part, whole in zip(parts, wholes, strict=True))
+            raise Mismatch("the rows loaded from the chain differ from the saved table")
+    ratio = median(part / whole for part, whole in zip(parts, wholes, strict=True))
     notes = f"incremental {median(parts):.3f} s, full {median(wholes):.3f} s"
-    yield figure("of the time of a full save", share, bar=0.05, at_most=True, notes=notes)
+    yield figure("time, incremental / full save", ratio, bar=0.05, at_most=True, notes=notes)
 
 
 @workload({"rows": 500, "batch": 256, "repeats": 1})
 def checkpoint(folder: Path, rows: int = 1_000_000, batch: int = 32_768, repeats: int = 7) -> Iterator[Figure]:
-    """The time of a RocksDB checkpoint of ten times the rows."""
+    """Time for a RocksDB checkpoint with ten times the rows, relative to one."""
     times = []
     for count in (rows, 10 * rows):
         with table(folder, count, cache_budget_mb=64) as embedding:
@@ -138,10 +138,10 @@ def checkpoint(folder: Path, rows: int = 1_000_000, batch: int = 32_768, repeats
             before = digest(embedding)
             embedding.load_snapshot(f"s{repeats}")
             if digest(embedding) != before:
-                raise Mismatch("the rows of the checkpoint are not those of the table")
+                raise Mismatch("the checkpoint's rows differ from the table's")
         times.append(median(seconds[1:]))
     notes = f"1x {times[0]:.3f} s, 10x {times[1]:.3f} s"
-    yield figure("of ten times the rows", times[1] / times[0], "x", bar=1.5, at_most=True, notes=notes)
+    yield figure("time, ten times the rows / one", times[1] / times[0], "x", bar=1.5, at_most=True, notes=notes)
 
 
 @workload({**TINY, "tables": 2, "batch": 8, "hidden": (4,), "steps": 3})
@@ -154,34 +154,34 @@ def background(
     steps: int = 20,
     repeats: int = 7,
 ) -> Iterator[Figure]:
-    """A model's training steps a second while a full snapshot is written, of those before and after it.
+    """A model's training steps per second during a background save, relative to before and after it.
 
-    steps: those before and after a save.
+    steps: timed steps before and after each save.
     """
     model = Model(rows // tables, tables, batch, tuple(hidden), "adam")
     batches = keyed(make_batches(model, 16))
     saved, plain = GraphStep(model, folder, "host_mem", persistent_path=folder / "saved"), GraphStep(model, folder)
     with saved.embedding, plain.embedding:
-        share, took, made = during_saves(saved.embedding, repeats, cycle(saved, batches), steps)
+        ratio, seconds, made = during_saves(saved.embedding, repeats, cycle(saved, batches), steps)
         for number in range(made):
             cycle(plain, batches)(number)
         if digest(saved.embedding) != digest(plain.embedding):
-            raise Mismatch("training during saves did not give the rows of training without")
-    notes = f"the save took {took:.2f} s"
-    yield figure("a model's steps a second, of those without", share, bar=0.8, notes=notes)
+            raise Mismatch("training during saves and without saves gave different rows")
+    notes = f"the save took {seconds:.2f} s"
+    yield figure("steps/s, during a save / without", ratio, bar=0.8, notes=notes)
 
 
 def during_saves(
-    embedding: tierbed.MultiTableEmbedding, pairs: int, take: Callable[[int], object], steps: int
+    embedding: tierbed.MultiTableEmbedding, pairs: int, step: Callable[[int], object], steps: int
 ) -> tuple[float, float, int]:
-    """The share of the step rate that a save leaves, the seconds of a save, and the steps that were made."""
-    shares, lasted, made = [], [], 0
+    """Return the relative step rate during saves, a save's seconds, and how many steps were made."""
+    ratios, seconds, made = [], [], 0
 
     def rate(running: Callable[[], bool]) -> float:
         nonlocal made
         begin, first = perf_counter(), made
         while running() or made == first:
-            take(made)
+            step(made)
             made += 1
         return (made - first) / (perf_counter() - begin)
 
@@ -192,33 +192,33 @@ def during_saves(
         assert save is not None
         begin = perf_counter()
         during = rate(lambda: not save.done)  # noqa: B023
-        lasted.append(perf_counter() - begin)
+        seconds.append(perf_counter() - begin)
         save.wait()
         end = made + steps
-        shares.append(during / ((before + rate(lambda: made < end)) / 2))  # noqa: B023
+        ratios.append(during / ((before + rate(lambda: made < end)) / 2))  # noqa: B023
         embedding.prune_snapshots(keep_last=1)
-    return median(shares[1:]), median(lasted[1:]), made
+    return median(ratios[1:]), median(seconds[1:]), made
 
 
 @workload(TINY)
 def verify(folder: Path, rows: int = 10_000_000, repeats: int = 7) -> Iterator[Figure]:
-    """MB/s of a verify of files that are not in memory, of those of reading them."""
+    """MB/s for `verify` relative to reading the files, which are not in the page cache."""
     reads, checks = [], []
     with table(folder, rows) as embedding:
         embedding.save_snapshot("s")
-        place = folder / "rows" / "snapshots" / "s"
-        files = sorted(place.glob("*.npy"))
+        path = folder / "rows" / "snapshots" / "s"
+        files = sorted(path.glob("*.npy"))
         size = sum(file.stat().st_size for file in files)
         for _ in range(repeats + 1):
-            for seconds, work in ((reads, lambda: read(files)), (checks, lambda: Snapshot.open(place).verify())):
+            for seconds, work in ((reads, lambda: read(files)), (checks, lambda: Snapshot.open(path).verify())):
                 for file in files:
                     forget(file)
                 seconds.append(seconds_of(work))
-    yield of_disk("MB/s against reading the files", size, reads, checks)
+    yield disk_ratio("MB/s, verify / read", size, reads, checks)
 
 
 def write_seconds(folder: Path, size: int) -> float:
-    """Of `dd` that writes this many bytes of zeros and syncs them."""
+    """Return the seconds that `dd` needs to write `size` zero bytes and sync them."""
     path = folder / "dd"
     blocks = -(-size // BLOCK)
     command = ["dd", "if=/dev/zero", f"of={path}", f"bs={BLOCK}", f"count={blocks}", "conv=fsync"]
@@ -228,7 +228,6 @@ def write_seconds(folder: Path, size: int) -> float:
 
 
 def read(files: list[Path]) -> None:
-    """One after the other, in blocks."""
     buffer = bytearray(BLOCK)
     for path in files:
         with path.open("rb", buffering=0) as file:
@@ -237,9 +236,9 @@ def read(files: list[Path]) -> None:
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """By how much the resident memory of this process was above what it was before, at most, while `work` ran."""
-    ctypes.CDLL(None).malloc_trim(0)  # what an earlier run left to the allocator would hide what this one takes
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
+    """Return by how much this process's resident memory grows at most while `work` runs."""
+    ctypes.CDLL(None).malloc_trim(0)  # memory that the allocator kept from earlier would hide part of the peak
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _status("VmRSS")
     work()
     return _status("VmHWM") - before

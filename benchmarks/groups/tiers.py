@@ -1,4 +1,4 @@
-"""The tiers: whole steps over SSD, caches against memory, tables of growing size."""
+"""The tiers: whole steps over SSD, caches against memory, look-ahead, and tables of growing size."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from workload import Mismatch, NotMeasured, check_losses, check_same, figure, wo
 import tierbed
 from tierbed import MultiTableEmbedding
 
-# of cached_ssd, the best of those tried: this trace has no drift, and its table is in the page cache
+# for cached_ssd, the fastest of those tried: the trace has no drift, and the table is in the page cache
 OPTIONS = {"cache_policy": "lfu", "read_mode": "mmap", "shards": 2}
-HIT_RATE = 0.99  # of the cache in memory that has a bar
-SPARE = 1.5  # of the disk that a table takes, for compaction
+HIT_RATE = 0.99  # the smallest host-memory cache that reaches it must meet a bar
+SPARE = 1.5  # disk space relative to a table's size, for compaction
 
 
 def train(
@@ -42,10 +42,9 @@ def train(
     turn: int = 60,
     repeats: int = 3,
 ) -> Iterator[Figure]:
-    """Samples/s of a training step on cached_ssd, of those on device_mem; every other turn announces nothing.
+    """Samples/s in training on cached_ssd, relative to device_mem. Every other turn announces nothing.
 
-    rows: of all tables. cached: the share of them that the cache has room for. turn: steps of one store before the
-    other's.
+    rows: rows in all tables. cached: the cache's size as a fraction of them. turn: steps on one store before the other.
     """
     model = Model(rows // tables, tables, batch, (512, 256), "adagrad")
     memory = GraphStep(model, folder)
@@ -58,26 +57,29 @@ def train(
             first, count = (warm_up + number * turn, turn) if number >= 0 else (0, warm_up)
             batches = keyed(make_batches(model, count, first))
             steps = ssd.run(batches, ahead=announced) if announced else (ssd(*each) for each in batches)
-            ours, theirs = turn_of(ssd.embedding, steps), turn_of(memory.embedding, (memory(*each) for each in batches))
-            check_losses("cached_ssd and device_mem", ours.results, theirs.results)
+            ssd_turn = turn_of(ssd.embedding, steps)
+            memory_turn = turn_of(memory.embedding, (memory(*each) for each in batches))
+            check_losses("cached_ssd and device_mem", ssd_turn.results, memory_turn.results)
             if number >= 0:
-                turns[announced].append((ours, theirs))
+                turns[announced].append((ssd_turn, memory_turn))
         check_rows("cached_ssd", model.rows, memory.embedding, ssd.embedding)
         capacity = top_tier(ssd.embedding)["capacity"] / rows
-    about = f"{rows:,} rows, cache {capacity:.1%} of them, options {dict(options)}, filled in {ssd.filled:.0f} s"
+    about = f"{rows:,} rows, cache for {capacity:.1%}, options {dict(options)}, filled in {ssd.filled:.0f} s"
     for announced, pairs in turns.items():
-        how = f"{announced} ahead" if announced else "nothing announced"
-        ratio = median(theirs.seconds / ours.seconds for ours, theirs in pairs)
-        mine, others = zip(*pairs, strict=True)
-        parts = [
-            ("cached_ssd", split(mine, turn)),
-            ("device_mem", split(others, turn)),
-            ("hit rate", f"{median(each.hit_rate for each in mine):.1%}"),
-            ("misses", f"{median(each.misses for each in mine) / turn:,.0f} a step"),
-            ("backlog", f"{median(each.backlog for each in mine):.2f} s"),
+        mode = f"{announced} ahead" if announced else "nothing announced"
+        ratio = median(memory_turn.seconds / ssd_turn.seconds for ssd_turn, memory_turn in pairs)
+        ssd_turns, memory_turns = zip(*pairs, strict=True)
+        notes = [
+            ("cached_ssd", split(ssd_turns, turn)),
+            ("device_mem", split(memory_turns, turn)),
+            ("hit rate", f"{median(each.hit_rate for each in ssd_turns):.1%}"),
+            ("misses", f"{median(each.misses for each in ssd_turns) / turn:,.0f} per step"),
+            ("backlog", f"{median(each.backlog for each in ssd_turns):.2f} s"),
             (about, ""),
         ]
-        yield figure(f"samples/s of device_mem, {how}", ratio, bar=bar if announced else None, notes=listed(parts))
+        yield figure(
+            f"samples/s, cached_ssd / device_mem, {mode}", ratio, bar=bar if announced else None, notes=listed(notes)
+        )
 
 
 TINY = {"rows": 4000, "tables": 4, "batch": 64, "warm_up": 4, "turn": 3, "repeats": 1}
@@ -86,7 +88,7 @@ workload(TINY, name="train-defaults", options={}, ahead=4, bar=None)(train)
 
 
 def check_rows(what: str, rows: int, one: MultiTableEmbedding, other: MultiTableEmbedding) -> None:
-    """Raises Mismatch unless 1,000 random rows of each table have the same bits."""
+    """Raise Mismatch unless 1,000 random rows per table are bit-identical."""
     random = torch.Generator().manual_seed(0)
     keys = hashed(torch.randint(rows, (1000, one.spec.num_tables), generator=random))
     check_same(f"{what}: rows", one.get(keys), other.get(keys))
@@ -102,21 +104,26 @@ def memory(
     warm_up: int = 40,
     repeats: int = 60,
 ) -> Iterator[Figure]:
-    """Steps/s of host_mem, and of caches of these shares of the rows in front of it, of those of device_mem."""
+    """Steps/s of host_mem and of caches in front of it, relative to device_mem.
+
+    cached: the caches' sizes as fractions of the rows.
+    """
     trace = Zipf(tables, rows, batch)
     stores = {"device_mem": make_options("device_mem", folder), "host_mem": make_options("host_mem", folder)}
-    for share in cached:
-        stores[f"cache {share:.0%}"] = make_options("cached_host_mem", folder, int(rows * tables * share))
+    for fraction in cached:
+        stores[f"cache {fraction:.0%}"] = make_options("cached_host_mem", folder, int(rows * tables * fraction))
     grad = gradient(trace)
     turns: dict[str, list[Turn]] = {name: [] for name in stores}
     with ExitStack() as stack:
         stack.enter_context(without_garbage_collection())
-        graphs = {name: RowsStep(stack.enter_context(make_embedding(tables, made))) for name, made in stores.items()}
+        graphs = {
+            name: RowsStep(stack.enter_context(make_embedding(tables, options))) for name, options in stores.items()
+        }
         for graph in graphs.values():
             fill(graph.embedding, rows)
         for step in range(warm_up + repeats):
             batches = [(ids(trace, step), grad)]
-            first = step % len(stores)  # which finds the batch in no cache of the processor
+            first = step % len(stores)  # the first store does not find the batch in the processor's caches
             for name in [*stores][first:] + [*stores][:first]:
                 turns[name].append(turn_of(graphs[name].embedding, (graphs[name](*each) for each in batches)))
             expected = turns["device_mem"][-1].results.pop()
@@ -125,23 +132,23 @@ def memory(
                     check_same(f"{name}: outputs of step {step}", turns[name][-1].results.pop(), expected)
         for name, graph in graphs.items():
             check_rows(name, rows, graph.embedding, graphs["device_mem"].embedding)
-    turns = {name: taken[warm_up:] for name, taken in turns.items()}
-    seconds = {name: median(turn.seconds for turn in taken) for name, taken in turns.items()}
-    hits = {name: sum(turn.hits for turn in taken) for name, taken in turns.items()}
-    rates = {name: hits[name] / (hits[name] + sum(turn.misses for turn in taken)) for name, taken in turns.items()}
+    turns = {name: timed[warm_up:] for name, timed in turns.items()}
+    seconds = {name: median(turn.seconds for turn in timed) for name, timed in turns.items()}
+    hits = {name: sum(turn.hits for turn in timed) for name, timed in turns.items()}
+    rates = {name: hits[name] / (hits[name] + sum(turn.misses for turn in timed)) for name, timed in turns.items()}
     enough = [name for name, rate in rates.items() if name.startswith("cache") and rate >= HIT_RATE]
     if not enough:
-        raise Mismatch(f"no cache hits {HIT_RATE:.0%}: {rates}")
+        raise Mismatch(f"no cache reaches a hit rate of {HIT_RATE:.0%}: {rates}")
     bars = {"host_mem": 0.95, min(enough, key=rates.__getitem__): 0.9}
     for name in stores:
         if name != "device_mem":
-            ms = f"ms {1e3 * seconds[name]:.2f} of {1e3 * seconds['device_mem']:.2f}"
+            ms = f"ms {1e3 * seconds[name]:.2f}, device_mem {1e3 * seconds['device_mem']:.2f}"
             notes = f"hit rate {rates[name]:.2%}, {ms}"
             speed = seconds["device_mem"] / seconds[name]
-            yield figure(f"steps/s of device_mem, {name}", speed, bar=bars.get(name), notes=notes)
+            yield figure(f"steps/s, {name} / device_mem", speed, bar=bars.get(name), notes=notes)
 
 
-SLOWER = 1.02  # the most that a run with batches ahead may take, of plain calls
+SLOWER = 1.02  # largest time of a run with batches ahead, relative to plain calls
 
 
 @workload({"shapes": ((32, 1), (8, 3)), "ahead": ("default", 2), "rows": 400, "cache_mb": 0.2, "turn": 3, "repeats": 2})
@@ -158,11 +165,11 @@ def lookahead(
     turn: int = 120,
     repeats: int = 5,
 ) -> Iterator[Figure]:
-    """Steps of rows alone on a cache: `graph.run` with batches ahead, of the time of plain calls.
+    """Steps that only train rows, on a cache: `graph.run` with batches ahead, relative to plain calls.
 
-    shapes: samples of a batch, and ids of a bag. reads: of cached_ssd, from files that the page cache has or from the
-    disk; or from "memory", of cached_host_mem. alpha: of the zipf law of ids; None for uniform ones. turn: steps of one
-    side before the next, several times as many as are ahead, since the window is empty at the end of each.
+    shapes: samples per batch and ids per bag. reads: "buffered" and "direct" are read modes of cached_ssd; "memory"
+    means cached_host_mem. alpha: Zipf exponent; None for uniform ids. turn: steps per side and turn, several times
+    `ahead`, because the look-ahead runs empty when a turn ends.
     """
     for (batch, length), read_mode in product(shapes, reads):
         shape = Shape(tables, rows, dim, batch, length, alpha, "rowwise_adagrad", ragged=length > 1)
@@ -171,32 +178,31 @@ def lookahead(
         with ExitStack() as stack, without_garbage_collection():
             sides = {}
             for number in turns:
-                place = folder / f"{length} {read_mode} {number}"
+                path = folder / f"{length} {read_mode} {number}"
                 if read_mode == "memory":
                     store = tierbed.make_cached_host_mem_store_options(cache_mb)
                 else:
-                    store = tierbed.make_cached_ssd_store_options(cache_mb, place, read_mode=read_mode)
+                    store = tierbed.make_cached_ssd_store_options(cache_mb, path, read_mode=read_mode)
                 sides[number] = Collection(shape, batches, store)
                 stack.enter_context(sides[number].embedding)
             for turn_number in range(repeats + 1):  # the first warms up
                 first = turn_number % len(turns)
                 for number in [*turns][first:] + [*turns][:first]:
                     steps = enumerate(sides[number].steps(turn_number * turn, turn, number), 1)
-                    outputs = (out if count == turn else torch.empty(0) for count, out in steps)  # the last alone
+                    outputs = (out if count == turn else torch.empty(0) for count, out in steps)  # keep only the last
                     turns[number].append(turn_of(sides[number].embedding, outputs))
-                for taken in turns.values():
-                    check_same("outputs", turns[None][-1].results[-1], taken[-1].results[-1])
+                for side_turns in turns.values():
+                    check_same("outputs", turns[None][-1].results[-1], side_turns[-1].results[-1])
         for number in ahead:
-            mine, plain = turns[number][1:], turns[None][1:]
-            ratio = median(one.seconds / other.seconds for one, other in zip(mine, plain, strict=True))
+            run, plain = turns[number][1:], turns[None][1:]
+            ratio = median(one.seconds / other.seconds for one, other in zip(run, plain, strict=True))
             missed = [
-                (median(one.misses for one in side), median(one.hit_rate for one in side)) for side in (mine, plain)
+                (median(one.misses for one in side), median(one.hit_rate for one in side)) for side in (run, plain)
             ]
             misses = [f"{count / turn:,.0f} ({1 - hit_rate:.1%})" for count, hit_rate in missed]
-            what = f"{number} ahead, of plain calls, {length} ids, {read_mode} reads"
-            parts = [("ahead", split(mine, turn)), ("plain", split(plain, turn)), ("misses", " and ".join(misses))]
-            notes = listed(parts)
-            yield figure(what, ratio, "x", bar=SLOWER, at_most=True, notes=notes)
+            what = f"time, {number} ahead / plain calls, {length} ids, {read_mode} reads"
+            notes = [("ahead", split(run, turn)), ("plain", split(plain, turn)), ("misses", " and ".join(misses))]
+            yield figure(what, ratio, "x", bar=SLOWER, at_most=True, notes=listed(notes))
 
 
 def gradient(trace: Trace) -> Tensor:
@@ -213,62 +219,62 @@ def scale(
     repeats: int = 3,
     apart: float = 0.03,
 ) -> Iterator[Figure]:
-    """Nanoseconds an id of cached_ssd by the number of rows, at one hit rate; `--set rows=[100000000]` for one table.
+    """Nanoseconds per id on cached_ssd for several row counts, at one hit rate. `--set rows=[100000000]` is one table.
 
-    apart: what hit rates may differ by; a small table hits most, which counts against the others.
+    apart: how much hit rates may differ. The smallest table hits most, so the comparison is stricter for the others.
     """
     free, needed = shutil.disk_usage(folder).free, int(sum(rows) * STORED_ROW * SPARE)
     if free < needed:
-        raise NotMeasured(f"rows take up to {needed / 2**30:.0f} GiB, and {folder} has {free / 2**30:.0f} GiB")
+        raise NotMeasured(f"rows need up to {needed / 2**30:.0f} GiB, but {folder} has {free / 2**30:.0f} GiB free")
     with ExitStack() as stack:
         stack.enter_context(without_garbage_collection())
         tables = {count: _Table(stack, folder, count, batch, cached, turn) for count in rows}
         for _ in range(repeats):
             for table in tables.values():
-                table.take()
+                table.run_turn()
     nanoseconds = {}
     for count, table in tables.items():
-        taken, ids_of = table.turns, turn * batch
-        nanoseconds[count] = 1e9 * median(each.seconds for each in taken) / ids_of
+        turns, turn_ids = table.turns, turn * batch
+        nanoseconds[count] = 1e9 * median(each.seconds for each in turns) / turn_ids
         notes = [
-            ("hit rate", f"{median(each.hit_rate for each in taken):.2%}"),
-            ("CPU", f"{1e9 * median(each.cpu for each in taken) / ids_of:,.0f} ns"),
-            ("backlog", f"{median(each.backlog for each in taken):.2f} s"),
+            ("hit rate", f"{median(each.hit_rate for each in turns):.2%}"),
+            ("CPU", f"{1e9 * median(each.cpu for each in turns) / turn_ids:,.0f} ns"),
+            ("backlog", f"{median(each.backlog for each in turns):.2f} s"),
             ("filled in", f"{table.filled:.1f} s"),
-            *((name, f"{moved / ids_of / repeats:,.0f} bytes an id") for name, moved in table.moved.items()),
+            *((name, f"{moved / turn_ids / repeats:,.0f} bytes per id") for name, moved in table.moved.items()),
         ]
-        yield figure(f"an id of cached_ssd, {count:,} rows", nanoseconds[count], "ns", notes=listed(notes))
+        yield figure(f"an id on cached_ssd, {count:,} rows", nanoseconds[count], "ns", notes=listed(notes))
     rates = [median(each.hit_rate for each in table.turns) for table in tables.values()]
     if max(rates) - min(rates) > apart:
         raise Mismatch(f"hit rates differ: {rates}")
     if len(rows) > 1:
         worst = max(nanoseconds.values()) / nanoseconds[min(rows)]
-        yield figure(f"slowest of them, of the {min(rows):,} rows", worst, "x", bar=1.5, at_most=True)
+        yield figure(f"time of an id, slowest / {min(rows):,} rows", worst, "x", bar=1.5, at_most=True)
 
 
 class _Table:
-    """A filled table on disk with its cache warm, checked against rows in memory that were not written.
+    """A filled table on disk with a warm cache, and an unfilled twin in memory that checks its outputs.
 
-    They agree because `fill` writes the values that rows start with.
+    They agree because `fill` writes the rows' initial values.
     """
 
     def __init__(self, stack: ExitStack, folder: Path, rows: int, batch: int, cached: float, steps: int) -> None:
         self._trace, self._steps, self._step = Cycles(rows, batch), steps, 0
-        # the overflow area would hold much of a small table
+        # a default overflow area would hold much of a small table
         options = make_options("cached_ssd", folder, int(rows * cached), open="fresh", overflow_mb=1)
         self._ssd = RowsStep(stack.enter_context(make_embedding(1, options, name=f"rows_{rows}")))
         self._twin = RowsStep(stack.enter_context(make_embedding(1)))
         self._grad = gradient(self._trace)
         self.filled = fill(self._ssd.embedding, rows)
         wait_until_idle()
-        # until the small cycle has been through, and the cache has been filled by what passes it
+        # run until the small cycle is complete and rows from the large one have filled the cache
         for _ in range(-(-(-(-rows // batch) + steps) // steps)):
-            self.take()
+            self.run_turn()
         self.turns: list[Turn] = []
         self.moved = dict.fromkeys(io_bytes(), 0)
 
-    def take(self) -> None:
-        """A turn of steps; bytes that were read and written meanwhile, of all files and of the disk."""
+    def run_turn(self) -> None:
+        """Run a turn of steps and record it, with the bytes read and written meanwhile."""
         batches = [(ids(self._trace, step), self._grad) for step in range(self._step, self._step + self._steps)]
         self._step += self._steps
         before = io_bytes()

@@ -39,9 +39,9 @@ def test_every_workload_has_figures_for_sides_that_agree(tmp_path: Path, group: 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["tier"], "'tier' is no workload and no group"),
-        (["kernels/none"], "'kernels/none' is no workload and no group"),
-        (["kernels", "--set", "row=3"], "--set row: none of these workloads has such a setting"),
+        (["tier"], "'tier' is not a workload or a group"),
+        (["kernels/none"], "'kernels/none' is not a workload or a group"),
+        (["kernels", "--set", "row=3"], "--set row: none of these workloads has this setting"),
     ],
 )
 def test_a_wrong_name_is_refused(arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,7 +72,7 @@ def test_figures_of_sides_that_differ_are_missing_and_fail(
     assert run.main(["fake/differ", "--quick"]) == 1
     assert "fake/differ: no figure, Mismatch: rows differ by up to 1" in capsys.readouterr().out
     assert run.main(["fake/lack", "--quick"]) == 1
-    assert "`make peers` installs" in capsys.readouterr().out
+    assert "run `make peers` to install it" in capsys.readouterr().out
 
 
 def test_a_missed_bar_is_bold_and_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -83,6 +83,6 @@ def test_a_missed_bar_is_bold_and_fails(monkeypatch: pytest.MonkeyPatch, tmp_pat
     run.load()
     work = Workload("fake/low", lambda folder: [Figure("", "low", 0.5, "x", 0.6)], {}, {}, True)
     monkeypatch.setitem(WORKLOADS, work.name, work)
-    monkeypatch.setattr(run, "apart", lambda work, folder, settings: work.figures(tmp_path, settings))
+    monkeypatch.setattr(run, "measure_apart", lambda work, folder, settings: work.figures(tmp_path, settings))
     assert run.main(["fake/low"]) == 1
     assert run.main(["fake/low", "--quick"]) == 0

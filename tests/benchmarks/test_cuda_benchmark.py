@@ -30,13 +30,13 @@ def test_steps(device: Device, store: str, optimizer: str) -> None:
 @on_devices
 @pytest.mark.parametrize("load", [0.5, 0.95])
 def test_finds(device: Device, load: float) -> None:
-    find, rows = gpu.checked_find(device, slots=256, load=load, asked=100)
+    find, rows = gpu.checked_find(device, slots=256, load=load, count=100)
     assert find().shape == (rows, gpu.FIND_DIM)
 
 
 @on_devices
 def test_gathers(device: Device) -> None:
-    gather, moved = gpu.checked_gather(device, rows=60, asked=100)
+    gather, moved = gpu.checked_gather(device, rows=60, count=100)
     assert moved == 2 * gather().nbytes
 
 
@@ -49,7 +49,7 @@ def test_graphs(device: Device) -> None:
 
 def test_a_wrong_output_has_no_figure() -> None:
     with pytest.raises(gpu.Mismatch, match="bits differ"):
-        gpu._same(torch.zeros(2), torch.tensor([0.0, -0.0]))
+        gpu._check_bits(torch.zeros(2), torch.tensor([0.0, -0.0]))
 
 
 SMALL = gpu_graph.Sizes(Model(rows=300, tables=2, batch=16, hidden=(4,), optimizer="adagrad"), 0.5, 2, 3, 1)

@@ -27,7 +27,7 @@ def test_memory_counts_that_the_allocator_kept_of_what_ran_before() -> None:
 def test_no_figure_of_a_load_that_gave_other_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digests = iter([1, 2])
     monkeypatch.setattr(snapshots, "digest", lambda embedding: next(digests))
-    with pytest.raises(Mismatch, match="rows that were loaded are not those that were saved"):
+    with pytest.raises(Mismatch, match="the loaded rows differ from the saved rows"):
         list(snapshots.full(tmp_path, rows=1000, repeats=1))
 
 

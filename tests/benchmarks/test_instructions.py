@@ -55,8 +55,8 @@ def test_another_valgrind_counts_the_same() -> None:
 
 def test_a_workload_that_only_one_side_has_fails() -> None:
     fewer = replace(COUNTS, instructions={"d16": COUNTS.instructions["d16"]})
-    assert compare(COUNTS, fewer)[0] == [f"d128 has no gather in this count; where that is meant: {RENEW}"]
-    assert compare(fewer, COUNTS)[0] == [f"d128 has no gather in the baseline; where that is meant: {RENEW}"]
+    assert compare(COUNTS, fewer)[0] == [f"d128 has no gather in this count; if this is intended: {RENEW}"]
+    assert compare(fewer, COUNTS)[0] == [f"d128 has no gather in the baseline; if this is intended: {RENEW}"]
 
 
 def test_the_core_is_counted_with_the_flags_that_it_is_built_with() -> None:
