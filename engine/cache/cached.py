@@ -35,9 +35,7 @@ class CpuCachedStore(NativeTier, TopTier[_core.Batch]):
     def __init__(
         self, layout: _core.Layout, below: Tier, options: CachedHostMemOptions, budget_mb: float, tier: str, option: str
     ) -> None:
-        self._layout = layout
-        self._below = below
-        self._tier = tier
+        self._layout, self._below, self._tier = layout, below, tier
         try:
             self.native = _core.CachedTier(
                 layout,

@@ -40,10 +40,7 @@ class Gradients(NamedTuple):
 def checked_gradients(
     spec: TableSpec, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None], dtype: torch.dtype
 ) -> Gradients:
-    """Bundle one gradient and one weights tensor per lookup.
-
-    Raises InputError if a gradient has another shape, dtype or device than the lookup's result.
-    """
+    """Bundle one gradient and one weights tensor per lookup. Raises InputError if one does not fit its lookup."""
     for lookup, grad, pooling_weights in zip(lookups, grads, weights, strict=True):
         shape = lookup.ids.shape if lookup.pooling is None else lookup.shape  # `lookup.shape` is slower
         expected = (*shape, spec.dim)

@@ -39,10 +39,9 @@ class Initializer(PlainDict):
             value = getattr(self, item.name)
             try:
                 number = float(value)
-                finite = math.isfinite(number) and abs(number) <= FLOAT32_MAX
             except (TypeError, ValueError, OverflowError):
-                finite = False
-            if not finite:
+                number = math.nan
+            if not abs(number) <= FLOAT32_MAX:
                 raise OptionError(f"{self.type} initializer: {item.name}={value!r}; give a finite float32 number")
             self._set(item.name, number)
 
@@ -172,10 +171,9 @@ def _truncation(mean: float, std: float, a: float, b: float) -> tuple[float, flo
     mean, std, a, b = (float(np.float32(number)) for number in (mean, std, a, b))
     if std == 0.0:
         return (0.0, 1.0) if a <= mean <= b else (0.0, 0.0)
-    return (
-        _bisect(lambda p: mean + std * _core.normal_quantile(p) >= a)[1],
-        _bisect(lambda p: mean + std * _core.normal_quantile(p) > b)[0],
-    )
+    _, first = _bisect(lambda p: mean + std * _core.normal_quantile(p) >= a)
+    last, _ = _bisect(lambda p: mean + std * _core.normal_quantile(p) > b)
+    return first, last
 
 
 def _bisect(is_reached: Callable[[float], bool]) -> tuple[float, float]:
@@ -202,10 +200,7 @@ for _name, _class in _INITIALIZERS.items():
 
 
 def initializer_from_dict(options: Mapping[str, Any]) -> Initializer:
-    """Make an initializer from its printed form, such as {"type": "uniform", "low": -0.1}.
-
-    Missing arguments have the defaults of the `make_*_initializer` functions. Raises OptionError for anything else.
-    """
+    """Make an initializer from its printed form, such as {"type": "uniform", "low": -0.1}. Raises OptionError."""
     if isinstance(options, Initializer):
         return options
     if not isinstance(options, Mapping):

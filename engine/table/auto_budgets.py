@@ -21,15 +21,11 @@ TOP, BELOW = "cache_budget_mb", "host_cache_budget_mb"
 
 
 class AutoBudgets:
-    """Replaces an embedding's "auto" budgets by numbers.
-
-    Free memory is read once, so a table that is opened again gets the same budgets. `root` is the folder that contains
-    proc and sys. `ranks` processes divide the host's memory equally.
-    """
+    """Replaces an embedding's "auto" budgets by numbers. `ranks` processes divide the host's memory equally."""
 
     def __init__(self, name: str, options: StoreOptions, root: Path = ROOT, ranks: int = 1) -> None:
         self._name, self._options, self._root, self._ranks = name, options, root, ranks
-        self._free: dict[str, FreeMemory] = {}
+        self._free: dict[str, FreeMemory] = {}  # read once, so a table that is opened again gets the same budgets
         self._promised: dict[str, int] = {}  # per memory: bytes for this embedding's caches, maybe not yet touched
         self._printed: set[str] = set()
 

@@ -252,17 +252,14 @@ class OpenTable:
             return self.counts.rows
 
     def deferred_error(self, wait: bool) -> TierbedError | None:
-        """Returns an earlier call's deferred error, once, and uncounts later steps: they changed nothing.
-
-        With `wait`, waits for all work first.
-        """
+        """Returns an earlier call's deferred error, once, and uncounts later steps. With `wait`, waits for all work."""
         reader_error, self.reader_error = self.reader_error, None
         if reader_error is not None or not self.processor.defers_errors:
             return reader_error
         deferred = self.processor.deferred_error(wait)
         if deferred is None:
             return None
-        undone, self.updates = self.updates - deferred.updates, deferred.updates
+        undone, self.updates = self.updates - deferred.updates, deferred.updates  # these steps changed nothing
         self.step -= undone
         if undone and self.optimizer is not None:
             self.hyper = self.optimizer.hyper(self.step, None, self.hyper) if self.step else []

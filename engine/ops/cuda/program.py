@@ -43,9 +43,7 @@ class Program:
         return hash((self.file, self.macros))
 
     def source(self) -> str:
-        """Return the text to compile."""
-        defines = "".join(f"#define {name} {value}\n" for name, value in self.macros)
-        return defines + _text(self.file)
+        return "".join(f"#define {name} {value}\n" for name, value in self.macros) + _text(self.file)
 
     def kernels(self) -> list[str]:
         return re.findall(r'extern "C" __global__ void (\w+)\(', _text(self.file))
@@ -90,8 +88,7 @@ def _compile(nvrtc: Any, source: str, name: str, options: tuple[str, ...]) -> by
     handle = nvrtc.createProgram(source, name, (), ())
     try:
         nvrtc.compileProgram(handle, options)
-        code: bytes = nvrtc.getCUBIN(handle)
-        return code
+        return nvrtc.getCUBIN(handle)
     except nvrtc.NVRTCError as error:
         raise StoreError(f"{name} does not compile for this GPU ({error}): {nvrtc.getProgramLog(handle)}") from error
     finally:
