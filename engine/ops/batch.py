@@ -96,10 +96,7 @@ def _table_array(num_tables: int, table_ids: tuple[int, ...]) -> NDArray[np.uint
 
 
 def batch_of(spec: TableSpec, lookups: Sequence[Lookup], strict: bool = False) -> _core.Batch:
-    """Deduplicate lookups on the CPU. Raises InputError for illegal table ids, offsets and ids.
-
-    strict: raise also for ids that the option `bad_ids='drop'` would leave out.
-    """
+    """Deduplicate lookups on the CPU. Raises InputError; if `strict`, also for ids that `bad_ids='drop'` leaves out."""
     segments = [segment(spec, lookup) for lookup in lookups]
     try:
         batch = _core.Batch(segments, spec.num_tables, spec.padding_key, spec.last_ids, () if strict else spec.drops)

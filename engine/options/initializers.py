@@ -72,9 +72,8 @@ class UniformInitializer(Initializer):
         if self.low > self.high:
             raise OptionError(f"uniform initializer: low={self.low} > high={self.high}; give low <= high")
         if self.high - self.low > FLOAT32_MAX:
-            raise OptionError(
-                f"uniform initializer: low={self.low}, high={self.high}: high - low overflows float32; narrow the range"
-            )
+            bounds = f"low={self.low}, high={self.high}"
+            raise OptionError(f"uniform initializer: {bounds}: high - low overflows float32; narrow the range")
 
     def entry(self) -> Entry:
         return UNIFORM, (self.low, self.high), (0.0, 1.0)
@@ -112,9 +111,8 @@ class NormalInitializer(Initializer):
         if self.std < 0:
             raise OptionError(f"{self.type} initializer: std={self.std} < 0; give std >= 0")
         if abs(self.mean) + MAX_DEVIATIONS * self.std > FLOAT32_MAX:
-            raise OptionError(
-                f"{self.type} initializer: mean={self.mean}, std={self.std}: values overflow float32; give smaller ones"
-            )
+            settings = f"mean={self.mean}, std={self.std}"
+            raise OptionError(f"{self.type} initializer: {settings}: values overflow float32; give smaller ones")
 
     def entry(self) -> Entry:
         return NORMAL, (self.mean, self.std), (0.0, 1.0)

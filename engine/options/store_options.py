@@ -410,16 +410,11 @@ def load_store_options(path: Path_, name: str) -> StoreOptions:
     Raises:
         OptionError: The file or the table is missing, the TOML is invalid, or an option is unknown or wrong.
     """
-    tables = read_store_options(path)
-    if name in tables and not isinstance(tables[name], dict):
-        raise OptionError(
-            f"store options file {os.fspath(path)!r}: {name} is outside a table; put it under [name], the embedding's "
-            "name"
-        )
+    tables, file = read_store_options(path), f"store options file {os.fspath(path)!r}"
     if name not in tables:
-        raise OptionError(
-            f"store options file {os.fspath(path)!r} has no table [{name}]; it has {', '.join(tables) or 'none'}"
-        )
+        raise OptionError(f"{file} has no table [{name}]; it has {', '.join(tables) or 'none'}")
+    if not isinstance(tables[name], dict):
+        raise OptionError(f"{file}: {name} is outside a table; put it under [name], the embedding's name")
     return store_options_from_dict(tables[name], f"{os.fspath(path)} [{name}]")
 
 

@@ -103,8 +103,8 @@ class CpuProcessor(Processor[Batch]):
 
     def update(self, batch: Batch, gradients: Gradients, rule: str) -> None:
         arrays, dtype = arrays_of(gradients), OUTPUT_DTYPES[gradients.dtype]
-        numbers = self._hyper, self._step, dtype, self._scale
-        _core.update(batch, self.layout, *arrays, rule, *numbers, self._written)
+        hyper, step, scale = self._hyper, self._step, self._scale
+        _core.update(batch, self.layout, *arrays, rule, hyper, step, dtype, scale, self._written)
 
     def square_gradients(self, batch: Batch, gradients: Gradients) -> Tensor:
         arrays, dtype = arrays_of(gradients), OUTPUT_DTYPES[gradients.dtype]

@@ -140,10 +140,7 @@ class Processor(Protocol[B]):
         """Returns the gradient of a lookup's weights: float32 in the shape of its ids, 0 for padding."""
 
     def set_numbers(self, rule: str, hyper: Sequence[float], step: int, scale: float = 1.0) -> None:
-        """Set the numbers for later calls of `update`, `preview_catch_up` and `catch_up`.
-
-        `hyper` comes from `RowOptimizer.hyper`, `step` is the embedding's step, and `scale` multiplies gradients.
-        """
+        """Set `RowOptimizer.hyper`, the embedding's step and a factor of gradients for later updates and catch-ups."""
 
     def update(self, batch: B, gradients: Gradients, rule: str) -> None:
         """Sum each row's gradients and apply the rule. Wrong ones raise TypeError or ValueError before any write."""

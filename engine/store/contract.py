@@ -173,7 +173,10 @@ class TopTier(TierBase, Protocol[B]):
         """Return how many rows `peek(trains=False)` found here, below, and nowhere. May wait for the device."""
 
     def peek(self, batch: B, trains: bool = False) -> None:
-        """Write the row addresses to the batch, for reading only. Unknown rows get initial values in its own memory."""
+        """Write the row addresses to the batch, for reading only. Unknown rows get initial values in its own memory.
+
+        trains: True if the rows are part of a training step, so that `peeked` does not count them.
+        """
 
 
 class FullStore(TopTier[B], InMemoryTier, Protocol[B]):

@@ -30,10 +30,7 @@ class AutoBudgets:
         self._printed: set[str] = set()
 
     def numbers(self, processor: Processor[Any]) -> StoreOptions:
-        """Returns the options for a table on the processor, with numbers. Prints each division to stderr, once.
-
-        Raises OptionError if the system does not report its free memory, or it is too small for a cache.
-        """
+        """Returns the options for a table on the processor, with numbers. Raises OptionError. Prints divisions once."""
         options = self._options
         if not isinstance(options, CachedHostMemOptions) or "auto" not in (options.cache_budget_mb, options.get(BELOW)):
             return options

@@ -83,10 +83,7 @@ class _CallsOfThread(local):
 
 
 class Device:
-    """An NVIDIA GPU. Runs each thread's kernels in launch order, and compiles programs at first use.
-
-    Tests replace it by a device that runs kernels on the CPU.
-    """
+    """An NVIDIA GPU; in tests, the CPU. Runs each thread's kernels in launch order. Compiles programs at first use."""
 
     def __init__(self, index: int) -> None:
         self.torch_device = torch.device("cuda", index)

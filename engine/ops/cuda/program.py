@@ -67,10 +67,7 @@ def _text(file: str) -> str:
 
 
 def compiled(nvrtc: Any, program: Program, architecture: str) -> Path:
-    """Compile a program for `architecture`, such as "sm_90", unless its cubin exists. Returns the cubin's path.
-
-    nvrtc: the module `cupy.cuda.nvrtc`. Raises StoreError if the program does not compile.
-    """
+    """Compile a program for `architecture` ("sm_90") unless its cubin exists. Returns its path. Raises StoreError."""
     source, options = program.source(), (*OPTIONS, f"--gpu-architecture={architecture}")
     content = "\0".join([source, *options, str(nvrtc.getVersion())])
     folder = Path(os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache").expanduser()
