@@ -44,10 +44,7 @@ def int_option(name: str, value: Any, expected: str, minimum: float = -math.inf,
 
 
 def budget_option(name: str, value: Any, zero: bool, alternative: str = "") -> float:
-    """Returns the option's value, a number of MiB: positive, or 0 if `zero` is True. Raises OptionError.
-
-    The error ends with the text `alternative`.
-    """
+    """Returns the option's value, MiB above 0, or from 0 if `zero` is True. The OptionError ends with `alternative`."""
     number = as_number(value)
     if number is None or not (number > 0 or (zero and number == 0)) or number >= 1 << 40:
         raise OptionError(f"{name}={value!r}: give a number of MiB {'>=' if zero else '>'} 0{alternative}")
@@ -80,19 +77,14 @@ def is_folder_name(name: Any) -> bool:
 
 
 def expanded(option: str, path: str) -> str:
-    """Returns the path with `${NAME}`, `$NAME` and a leading `~` replaced. Errors call it `option`.
-
-    Raises OptionError if a variable is unset or empty, or a user is unknown; otherwise a folder would be created with
-    that literal name.
-    """
+    """Returns the path with `${NAME}`, `$NAME` and a leading `~` replaced. The OptionErrors call it `option`."""
 
     def value(match: re.Match[str]) -> str:
         name = match[1] if match[2] is None else match[2]
         if content := os.environ.get(name):
             return content
-        raise OptionError(
-            f"{option}={path!r}: the environment variable {name!r} is unset or empty; set it, or give the folder"
-        )
+        problem = f"the environment variable {name!r} is unset or empty"  # else it would be part of the folder's name
+        raise OptionError(f"{option}={path!r}: {problem}; set it, or give the folder")
 
     result = os.path.expanduser(_VARIABLE.sub(value, path))
     if result.startswith("~"):
@@ -118,8 +110,7 @@ def check_arguments(
 def checked_arguments(*typed: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
     """Decorate a public function so that an unknown keyword raises OptionError and suggests the nearest argument.
 
-    `typed` lists arguments to check against their annotations, for functions that do not check them. The decorator is
-    too slow for functions that each step calls.
+    `typed` lists arguments to check against their annotations. Too slow for functions that each step calls.
     """
 
     def decorate(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -150,9 +141,7 @@ def fits(value: Any, kind: Any) -> bool:
     if origin in (Union, UnionType):
         return any(fits(value, member) for member in get_args(kind))
     if origin is Literal:
-        return any(
-            value is literal or (type(value) is type(literal) and value == literal) for literal in get_args(kind)
-        )
+        return (type(value), value) in [(type(literal), literal) for literal in get_args(kind)]
     if origin is Any or not isinstance(origin, type | None):
         return True
     if origin is float:

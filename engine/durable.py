@@ -76,10 +76,7 @@ class NewFolder:
             raise
 
     def put_in_place(self) -> None:
-        """Durably rename the folder to `path`. An old folder there gets the temporary name until `drop`.
-
-        Raises the errors of the function `put_in_place`.
-        """
+        """Durably rename the folder to `path`. An old folder there gets the temporary name until `drop`."""
         put_in_place(self.temporary, self.path, self._overwrite)
 
     def take_back(self) -> None:
@@ -178,12 +175,9 @@ def check_exchange(folder: Path) -> None:
 
 
 def remove_temporary(folders: Collection[Path]) -> None:
-    """Remove leftovers of killed processes, all in the same parent folder, if they exist. Raises OSError.
-
-    A leftover may be the old folder after a swap, so the swap is made durable first.
-    """
+    """Remove leftovers of killed processes, all in the same parent folder, if they exist. Raises OSError."""
     existing = [folder for folder in folders if os.path.lexists(folder)]
-    if existing:
+    if existing:  # one may be the old folder after a swap, so make the swap durable first
         fsync_dir(existing[0].parent)
     for folder in existing:
         remove_folder(folder)

@@ -39,9 +39,8 @@ def _free_in_cgroups(root: Path) -> Iterator[FreeMemory]:
         if not controllers:
             yield from _free_in(hierarchies, cgroup, ("memory.max", "memory.high"), "memory.current", "")
         elif "memory" in controllers.split(","):
-            yield from _free_in(
-                hierarchies / "memory", cgroup, ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_"
-            )
+            limits, usage = ("memory.limit_in_bytes",), "memory.usage_in_bytes"
+            yield from _free_in(hierarchies / "memory", cgroup, limits, usage, "total_")
 
 
 def _free_in(top: Path, cgroup: str, limit_files: tuple[str, ...], usage: str, prefix: str) -> Iterator[FreeMemory]:

@@ -1,7 +1,4 @@
-"""The row format in scans and snapshots: fields, bucket and key.
-
-Tiers move rows as 4-byte words (`row_dtype`); `RowForm` interprets the words.
-"""
+"""The row format in scans and snapshots. Tiers move rows as 4-byte words (`row_dtype`); `RowForm` interprets them."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ STATE_TYPES = "state_dtypes"  # field of a stored description: the states' types
 NUMBERS: dict[str, np.dtype[Any]] = {  # stored types
     "float32": np.dtype("<f4"),
     "float16": np.dtype("<f2"),
-    "bfloat16": np.dtype("<u2"),
+    "bfloat16": np.dtype("<u2"),  # the upper half of a float32
 }
 LAST_STEP = 2**32 - 2  # a table's largest step: rows store steps as u32, and LAST_STEP + 1 must fit too
 
@@ -35,9 +32,8 @@ KEY = np.dtype([("table", "<u4"), ("key", "<u8")])  # identifies a row
 
 def row_dtype(width: int) -> np.dtype[np.void]:
     """Returns the packed NumPy dtype of a row with `width` float32 numbers, or any other words that a tier moves."""
-    return np.dtype(
-        [("table", "<u4"), ("key", "<u8"), ("values", "<f4", (width,)), ("updates", "<u4"), ("step", "<u4")]
-    )
+    values = ("values", "<f4", (width,))
+    return np.dtype([("table", "<u4"), ("key", "<u8"), values, ("updates", "<u4"), ("step", "<u4")])
 
 
 def words_of(type: str, count: int) -> int:
@@ -73,10 +69,8 @@ class Field:
 class RowForm:
     """The fields in a row's line and their types: the embedding, then each optimizer state.
 
-    `fields` lists the fields, `counts` maps their names to how many numbers they hold, and `width` is their total size
-    in 4-byte words. `dtype` is the NumPy dtype of stored rows. If all numbers are float32, it is `row_dtype(width)`.
-    Otherwise it has a NumPy field for each field, and another one for its padding, if any. A bfloat16 is stored as
-    `<u2`, the upper half of a float32.
+    `dtype` is the NumPy dtype of stored rows. If all numbers are float32, it is `row_dtype(width)`. Otherwise it has a
+    NumPy field for each field, and another one for its padding, if any.
     """
 
     def __init__(
@@ -94,8 +88,8 @@ class RowForm:
             fields.append(Field(name, count, state_type, fields[-1].end))
         self.fields = tuple(fields)
         self._by_name = {field.name: field for field in fields}
-        self.counts = {field.name: field.count for field in fields}
-        self.width = fields[-1].end // WORD
+        self.counts = {field.name: field.count for field in fields}  # how many numbers each holds
+        self.width = fields[-1].end // WORD  # of all fields, in words
         self.is_narrow = any(field.type != "float32" for field in fields)
         if not self.is_narrow:
             self.dtype = row_dtype(self.width)
@@ -110,13 +104,8 @@ class RowForm:
     @staticmethod
     def described(description: Mapping[str, Any]) -> RowForm:
         """Read a table's row format from its valid description."""
-        return RowForm(
-            sum(description["columns"]),
-            description["dtype"],
-            description["states"],
-            description["state_widths"],
-            description.get(STATE_TYPES),
-        )
+        dim, types = sum(description["columns"]), description.get(STATE_TYPES)
+        return RowForm(dim, description["dtype"], description["states"], description["state_widths"], types)
 
     def of_words(self, chunks: Chunks) -> Chunks:
         """View rows with `row_dtype(width)` as rows with `dtype`."""
@@ -127,8 +116,7 @@ class RowForm:
         """Returns a field's values in rows [n] as float32 [n, count], exactly. They may share memory with the rows."""
         field = self._by_name[name]
         if not self.is_narrow:
-            values: NDArray[np.float32] = rows["values"][:, field.begin // WORD : field.end // WORD]
-            return values
+            return rows["values"][:, field.begin // WORD : field.end // WORD]
         return widened(rows[name], field.type)
 
     def set_numbers(self, rows: RowArray, name: str, values: NDArray[np.float32]) -> None:
@@ -156,14 +144,12 @@ def widened(numbers: NDArray[Any], type: str) -> NDArray[np.float32]:
     """Convert stored numbers of `type` to float32, exactly."""
     if type != "bfloat16":
         return numbers.astype(np.float32)
-    widened: NDArray[np.float32] = (numbers.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return widened
+    return (numbers.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def overflows(values: NDArray[np.float32], type: str) -> NDArray[np.bool_]:
     """Returns a mask that is True where `narrowed` makes a finite number infinite."""
-    flags: NDArray[np.bool_] = np.isfinite(values) & ~np.isfinite(widened(narrowed(values, type), type))
-    return flags
+    return np.isfinite(values) & ~np.isfinite(widened(narrowed(values, type), type))
 
 
 def keys_of(rows: RowArray) -> RowArray:

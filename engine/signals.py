@@ -21,10 +21,7 @@ Handler = Callable[[int, FrameType | None], object]
 
 
 class uninterrupted:  # a class, because a generator is slower and each step enters several blocks
-    """A context manager that defers Python signal handlers until the outermost such block ends.
-
-    In other threads than the main one it does nothing, because handlers run only there.
-    """
+    """A context manager that defers Python signal handlers until the main thread's outermost such block ends."""
 
     __slots__ = ("_handlers", "_signals")
 
@@ -32,7 +29,7 @@ class uninterrupted:  # a class, because a generator is slower and each step ent
         global _received
         self._handlers: dict[int, Handler] = {}
         if _received is not None or threading.current_thread() is not threading.main_thread():
-            return
+            return  # handlers run only in the main thread
         signals: list[tuple[int, FrameType | None]] = []
         self._signals = signals
 

@@ -37,17 +37,14 @@ def wait_for(condition: threading.Condition, predicate: Callable[[], Any], threa
 
 
 class _Started(threading.Event):
-    """The event that `Thread.start` waits for. The wait fails once the callable that the thread runs was freed.
-
-    `forget` is called before the wait, so that only the thread holds a reference to the callable.
-    """
+    """The event that `Thread.start` waits for. The wait fails once the callable that the thread runs was freed."""
 
     def __init__(self, running: Callable[[], object], forget: Callable[[], None]) -> None:
         super().__init__()
         self._running, self._forget = running, forget
 
     def wait(self, timeout: float | None = None) -> bool:
-        self._forget()
+        self._forget()  # so that only the thread holds a reference to the callable
         while not super().wait(POLL_SECONDS):
             if self._running() is None and not self.is_set():
                 raise RuntimeError("can't start new thread: it died immediately, probably because memory ran out")

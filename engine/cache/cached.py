@@ -27,17 +27,12 @@ def wrong_budget(option: str, budget_mb: float, line_bytes: int, error: Exceptio
 
 
 class CpuCachedStore(NativeTier, TopTier[_core.Batch]):
-    """A write-back cache. `budget_mb` covers its lines and their metadata.
-
-    `option` is the budget's name in errors and warnings, `tier` the cache's name in metrics.
-    """
+    """A write-back cache. `tier` names it in metrics; `option` names its budget, which covers metadata, in errors."""
 
     def __init__(
         self, layout: _core.Layout, below: Tier, options: CachedHostMemOptions, budget_mb: float, tier: str, option: str
     ) -> None:
-        self._layout = layout
-        self._below = below
-        self._tier = tier
+        self._layout, self._below, self._tier = layout, below, tier
         try:
             self.native = _core.CachedTier(
                 layout,

@@ -14,10 +14,11 @@ LINE_OVERHEAD_BYTES = WAY_BYTES + 1  # cache metadata per line: a way and a tag
 OVERFLOW_OVERHEAD_BYTES = 91  # overflow area metadata per line
 MIN_CACHE_ROWS = WAYS * BUCKETS  # a smaller cache inserts the rows of a batch in another order
 
+# The other user: RocksDB with its page cache, a full table with the same rows, or all else in a GPU's memory
 SharedWith = Literal["rocksdb", "table", "device"]
 CACHE = {"rocksdb": 1 / 2, "table": 1 / 8, "device": 1 / 2}
 OVERFLOW = {"rocksdb": 1 / 8, "table": 1 / 8, "device": 0.0}  # upper limits
-ROCKSDB = {"rocksdb": 1 / 8, "table": 0.0, "device": 0.0}
+ROCKSDB = {"rocksdb": 1 / 8, "table": 0.0, "device": 0.0}  # index and filters of files, write buffers
 REST = {"rocksdb": "page cache and all else", "table": "the table and all else", "device": "all else"}
 LINES_PER_ROW = 1.5  # rows hash to sets at random; with this many lines a cache hardly evicts
 INDEX_BYTES = 3  # per row, for the index of RocksDB's files
@@ -29,18 +30,14 @@ class MemorySplit(NamedTuple):
     free_mb: float
     cache_mb: float
     overflow_mb: float
-    rocksdb_mb: float  # index and filters of files, write buffers
+    rocksdb_mb: float
     given_mb: float  # budgets that the user set as numbers
     rest_mb: float
     shared_with: SharedWith
 
     def __str__(self) -> str:
-        parts = [
-            ("cache", self.cache_mb),
-            ("overflow", self.overflow_mb),
-            ("RocksDB", self.rocksdb_mb),
-            ("other options", self.given_mb),
-        ]
+        sizes = self.cache_mb, self.overflow_mb, self.rocksdb_mb, self.given_mb
+        parts = zip(("cache", "overflow", "RocksDB", "other options"), sizes, strict=True)
         texts = [f"{name} {mb:.1f} MiB" for name, mb in parts if mb]
         if self.overflow_mb:
             texts[1] += f" ({self.cache_mb + self.overflow_mb:.1f} together)"
@@ -58,15 +55,11 @@ def split_memory(
 ) -> MemorySplit:
     """Divide `free_mb` MiB, less `given_mb` for other budgets, between a cache and the other users of the memory.
 
-    row_bytes: cache memory per row, metadata included. shared_with: "rocksdb" gives half to the cache, an eighth to
-    RocksDB's index, filters and write buffers, and the rest to the page cache and steps; "table" (a full table with the
-    same rows) gives an eighth to the cache; "device" (GPU memory) gives half to the cache. The overflow area gets at
-    most an eighth, and nothing on a device. capacity: maximum rows; the cache and RocksDB get no more than these need.
-    overflow_mb: limit for the overflow area; None for the option's default.
+    row_bytes: cache memory per row, metadata included. capacity: maximum rows; the cache and RocksDB get no more than
+    these need. overflow_mb: limit for the overflow area; None for the option's default.
     """
     available = max(free_mb - given_mb, 0)
-    cache = available * CACHE[shared_with]
-    rocksdb = available * ROCKSDB[shared_with]
+    cache, rocksdb = available * CACHE[shared_with], available * ROCKSDB[shared_with]
     if capacity is not None:
         cache = min(cache, max(LINES_PER_ROW * capacity, MIN_CACHE_ROWS) * row_bytes / MB)
         rocksdb = min(rocksdb, (WRITE_BUFFER_BYTES + INDEX_BYTES * capacity) / MB)

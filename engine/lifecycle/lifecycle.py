@@ -30,22 +30,18 @@ class Lifecycle:
     """
 
     def __init__(self, name: str, num_tables: int, options: StoreOptions, stored_rows: int, seed: int) -> None:
-        self._name = name
-        self._eviction, self._ttl = options.eviction, options.ttl_steps
+        self._name, self.capacity = name, options.capacity
+        self._eviction, self._admission, self._ttl = options.eviction, options.admission, options.ttl_steps
         self._ledger: _core.Ledger | None = None
         self.has_ledger = False  # if True, this class checks the capacity and must know every written row
-        self._admission = options.admission
-        self.capacity = options.capacity
         self.counts = {"refused": 0, "evicted": 0, "expired": 0, "deleted": 0}
         self.removed_counts = np.zeros(num_tables, np.int64)  # written rows that were removed, or refused
         if self.capacity is not None and options.eviction in ("none", "ttl") and stored_rows > self.capacity:
             log.warning(
                 "embedding %r: %d stored rows exceed capacity=%d; all of them stay, but no new row is inserted until "
                 "rows are deleted or capacity is raised",
-                name,
-                stored_rows,
-                self.capacity,
-            )
+                name, stored_rows, self.capacity,
+            )  # fmt: skip
             self.capacity = stored_rows
         if (options.eviction, options.admission, options.ttl_steps) != ("none", None, None):
             self.has_ledger = True
@@ -64,13 +60,10 @@ class Lifecycle:
         return {**self.counts, "ledger_bytes": 0 if self._ledger is None else self._ledger.bytes}
 
     def admit(self, batch: Any, layout: _core.Layout, step: int, training: bool) -> tuple[TableIds, Keys] | None:
-        """Decide which new rows of a batch, to be written at `step`, to keep. Returns rows to erase first, or None.
-
-        Rows that training refuses get lines in the batch itself. If this raises CapacityError, nothing has changed.
-        """
+        """Decide which new rows of a batch, to be written at `step`, to keep. Returns rows to erase first, or None."""
         assert self._ledger is not None
-        admitted = self._ledger.admit(batch, layout, step, training)
-        if admitted.lacking:
+        admitted = self._ledger.admit(batch, layout, step, training)  # refused rows get lines in the batch itself
+        if admitted.lacking:  # nothing has changed
             raise CapacityError(self._capacity_text(admitted.fresh, admitted.lacking))
         tables, keys = admitted.take_victims()
         return (tables, keys) if len(keys) else None
@@ -116,12 +109,11 @@ class Lifecycle:
 
     def _capacity_text(self, fresh: int, lacking: int) -> str:
         assert self.capacity is not None
-        split = "raise capacity, or split the batch, whose own rows are never evicted"
-        earlier = f"raise capacity, or lower ttl_steps={self._ttl}"
-        remedy = {
-            "none": "raise capacity, choose an eviction, or leave new ids out",
-            "ttl": split if fresh > self.capacity else earlier,
-        }.get(self._eviction, split)
+        remedy = "raise capacity, or split the batch, whose own rows are never evicted"
+        if self._eviction == "none":
+            remedy = "raise capacity, choose an eviction, or leave new ids out"
+        elif self._eviction == "ttl" and fresh <= self.capacity:
+            remedy = f"raise capacity, or lower ttl_steps={self._ttl}"
         return (
             f"capacity={self.capacity} of embedding {self._name!r}, eviction={self._eviction!r}: the batch has {fresh} "
             f"new rows, but there is room for {max(fresh - lacking, 0)}; {remedy}. Nothing was changed"

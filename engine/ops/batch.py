@@ -40,10 +40,7 @@ class Gradients(NamedTuple):
 def checked_gradients(
     spec: TableSpec, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None], dtype: torch.dtype
 ) -> Gradients:
-    """Bundle one gradient and one weights tensor per lookup.
-
-    Raises InputError if a gradient has another shape, dtype or device than the lookup's result.
-    """
+    """Bundle one gradient and one weights tensor per lookup. Raises InputError if one does not fit its lookup."""
     for lookup, grad, pooling_weights in zip(lookups, grads, weights, strict=True):
         shape = lookup.ids.shape if lookup.pooling is None else lookup.shape  # `lookup.shape` is slower
         expected = (*shape, spec.dim)
@@ -99,10 +96,7 @@ def _table_array(num_tables: int, table_ids: tuple[int, ...]) -> NDArray[np.uint
 
 
 def batch_of(spec: TableSpec, lookups: Sequence[Lookup], strict: bool = False) -> _core.Batch:
-    """Deduplicate lookups on the CPU. Raises InputError for illegal table ids, offsets and ids.
-
-    strict: raise also for ids that the option `bad_ids='drop'` would leave out.
-    """
+    """Deduplicate lookups on the CPU. Raises InputError; if `strict`, also for ids that `bad_ids='drop'` leaves out."""
     segments = [segment(spec, lookup) for lookup in lookups]
     try:
         batch = _core.Batch(segments, spec.num_tables, spec.padding_key, spec.last_ids, () if strict else spec.drops)

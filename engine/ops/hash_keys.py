@@ -103,9 +103,8 @@ def _hash_objects(values: list[Any], seed: int, null: int | None) -> Ids:
 
 def _null_id(position: int, null: int | None) -> int:
     if null is None:
-        raise InputError(
-            f"values: element {position} is null; give null=, the id of all nulls, or leave such elements out"
-        )
+        remedy = "give null=, the id of all nulls, or leave such elements out"
+        raise InputError(f"values: element {position} is null; {remedy}")
     return null
 
 

@@ -41,49 +41,41 @@ LIMITS = ("clip_grad_value", "clip_grad_row_norm", "max_row_norm")
 class CatchUp:
     """How a row catches up on the steps that it missed, before it is looked up or updated.
 
-    The bodies run in this order:
-
-    1. `begin`; it may use `last`, the step of the row's last update.
-    2. For each of at most `limit` steps (an expression of hyper-parameters): `step`, then `element`, which updates w
-       and element states. `rate` is the step's learning rate (past_rates.py).
-    3. For the `rest` steps beyond `limit`: `rest`, then `rest_element`. They run once if all these steps have the same
-       learning rate, otherwise several times. `rate` is the mean rate of `rest` steps; `is_constant` is true if their
-       rates are equal.
-
-    All bodies can use the hyper-parameters (`lr` is the current step's rate, in double), and pass on to each other
-    `values` (float32) and `doubles`. `unwritten` is "steps" if rows that were never written also miss steps, and "rest"
-    if only `rest` changes these rows.
+    The bodies run in this order. They can use the hyper-parameters (`lr` is the current step's rate, in double), and
+    pass on to each other `values` and `doubles`.
     """
 
-    limit: str
-    values: tuple[str, ...]
+    limit: str  # the most steps that are applied one by one, an expression of hyper-parameters
+    values: tuple[str, ...]  # names, float32
     doubles: tuple[str, ...]
-    begin: str
-    step: str
-    element: str
+    begin: str  # may use `last`, the step of the row's last update
+    step: str  # for each step up to `limit`, before `element`; `rate` is its learning rate (past_rates.py)
+    element: str  # updates w and element states
+    # For the `rest` steps beyond `limit`, `rest` and then `rest_element` run: once if all these steps have the same
+    # learning rate, else several times. `rate` is the mean of `rest` steps; `is_constant` is true if theirs are equal.
     rest: str = ""
     rest_element: str = ""
-    unwritten: str = ""
+    unwritten: str = ""  # "steps" if rows that were never written miss steps too, "rest" if only `rest` changes them
 
 
 @dataclass(frozen=True)
 class Kernel:
     """The kernel of one rule.
 
-    `hypers` and `doubles` are names separated by spaces; `norms` are (name, term) pairs. A kernel without `term` and
-    `row` makes no pass over the row before `element`; one without `norms`, `after` and `finish` makes none after it.
+    A kernel without `term` and `row` makes no pass over the row before `element`; one without `norms`, `after` and
+    `finish` makes none after it.
     """
 
     name: str
-    hypers: str
+    hypers: str  # names separated by spaces
     element: str
-    doubles: str = ""
+    doubles: str = ""  # likewise
     element_states: tuple[str, ...] = ()
     row_states: tuple[str, ...] = ()
     term: str = ""
     row: str = ""
     row_values: tuple[str, ...] = ()
-    norms: tuple[tuple[str, str], ...] = ()
+    norms: tuple[tuple[str, str], ...] = ()  # (name, term) pairs
     after: str = ""
     finish: str = ""
     catch_up: CatchUp | None = None
@@ -125,9 +117,8 @@ def kernels() -> dict[str, Kernel]:
     """Returns the kernels in this folder by name, without loading torch."""
     by_name = {str(kernel.name): kernel for kernel in declared()}
     if not by_name:
-        raise ImportError(
-            f"{str(Path(__file__).parent)!r} holds no optimizer source files: install tierbed with its .py files"
-        )
+        folder = str(Path(__file__).parent)
+        raise ImportError(f"{folder!r} holds no optimizer source files: install tierbed with its .py files")
     return by_name
 
 
@@ -155,10 +146,8 @@ def struct_name(rule: str) -> str:
 
 def _struct(kernel: Kernel) -> str:
     hypers = dict.fromkeys(kernel.hypers.split(), "float") | dict.fromkeys(kernel.doubles.split(), "double")
-    reads = "".join(
-        f"\n        {name} = static_cast<{kind}>(hyper[{i}]);" for i, (name, kind) in enumerate(hypers.items())
-    )
-    reads += "\n        past = hyper + HYPERS + LIMITS;" if kernel.catch_up else ""
+    reads = [f"{name} = static_cast<{kind}>(hyper[{i}]);" for i, (name, kind) in enumerate(hypers.items())]
+    reads += ["past = hyper + HYPERS + LIMITS;"] if kernel.catch_up else []
     unwritten = kernel.catch_up.unwritten if kernel.catch_up else ""
     row = {"first": "bool", "step": "u32", "total": "float", "dim": "float"} | dict.fromkeys(kernel.row_values, "float")
     elements = {name: f"state[{i}]" for i, name in enumerate(kernel.element_states)}
@@ -176,7 +165,7 @@ struct {name} : Limits {{
     struct Row {{
 {_members(row, indent=8)}
     }};
-    TIERBED_FN explicit {name}(const double* hyper) : Limits(hyper + HYPERS) {{{reads}
+    TIERBED_FN explicit {name}(const double* hyper) : Limits(hyper + HYPERS) {{{_body(reads)}
     }}
 {_function("float", "term", "float w, float g", {}, f"return {kernel.term or '0.0f'};")}
 {_function("void", "row", "Row& row, float* state", _references(rows, row), kernel.row)}
@@ -229,8 +218,11 @@ def _function(result: str, name: str, arguments: str, references: dict[str, str]
     lines = [f"auto& {name} = {target};" for name, target in references.items() if _uses(body, name)] + lines
     text = "\n".join(lines)
     named = [a if _uses(text, a.split()[-1]) else a.rsplit(" ", 1)[0] for a in arguments.split(", ")]
-    inner = "".join(f"\n        {line}" for line in lines)
-    return f"    TIERBED_FN {result} {name}({', '.join(named)}) const {{{inner}\n    }}"
+    return f"    TIERBED_FN {result} {name}({', '.join(named)}) const {{{_body(lines)}\n    }}"
+
+
+def _body(lines: list[str]) -> str:
+    return "".join(f"\n        {line}" for line in lines)
 
 
 def _members(types: dict[str, str], indent: int = 4) -> str:

@@ -94,7 +94,4 @@ class PartialRowWiseLAMB(LAMB):
     second_moment_input = staticmethod(row_mean)
 
 
-RULES = (
-    Rule(LAMB_KERNEL, LAMB, hyper),
-    Rule(PARTIAL_ROWWISE_LAMB_KERNEL, PartialRowWiseLAMB, hyper),
-)
+RULES = (Rule(LAMB_KERNEL, LAMB, hyper), Rule(PARTIAL_ROWWISE_LAMB_KERNEL, PartialRowWiseLAMB, hyper))

@@ -29,12 +29,11 @@ def knots_of(kernel: Kernel, numbers: Sequence[float]) -> tuple[list[Knot], floa
 def with_past(
     kernel: Kernel, numbers: list[float], before: Sequence[float], step: int, note: Callable[[float], object] = abs
 ) -> list[float]:
-    """Returns the numbers of `step`, extended by the rates of the steps before it.
+    """Returns the numbers of `step`, extended by the rates of the steps before it; `before`: see `RowOptimizer.hyper`.
 
-    `before` holds the numbers of the previous step; it is empty if the rule ran no step yet, and then all past rates
-    are 0. When knots are dropped, `note` gets the largest change of a past rate, relative to the largest rate.
+    When knots are dropped, `note` gets the largest change of a past rate, relative to the largest rate.
     """
-    knots, rate = knots_of(kernel, before) if before else ([], 0.0)
+    knots, rate = knots_of(kernel, before) if before else ([], 0.0)  # before its first step, a rule's rate is 0
     while knots and knots[-1][0] >= step:  # left by steps that a GPU has undone
         rate = knots.pop()[1]
     first = knots[-1][0] + 1 if knots else 1.0
@@ -65,12 +64,9 @@ def interpolate(a: Knot, b: Knot, step: float) -> float:
 
 
 def _drop(knots: list[Knot]) -> float:
-    """Drop `DROPPED` knots of the older half, each time the knot whose loss changes the sum of the rates least.
+    """Drop `DROPPED` knots of the older half. Returns the largest change of a knot's rate."""
 
-    Returns the largest change of a knot's rate.
-    """
-
-    def change(index: int) -> float:
+    def change(index: int) -> float:  # of the sum of the rates, if this knot is dropped
         a, knot, b = knots[index - 1 : index + 2]
         return abs(knot[1] - interpolate(a, b, knot[0])) * (b[0] - a[0])
 

@@ -32,23 +32,16 @@ _NUMBERS = ("lr", "eps", "weight_decay", "lr_decay", "momentum")  # must not be 
 
 
 class RowOptimizer:
-    """An optimizer's param group that trains rows. Its settings are read at each step. `row_optimizer` makes one.
+    """An optimizer's param group that trains rows. Its settings are read at each step. `row_optimizer` makes one."""
 
-    Attributes:
-        rule: The name of the update rule, for `_core.update`.
-        states: The names of a row's states.
-        initial: The initial value of each state.
-        shift: Added to the embedding's step number.
-    """
-
-    shift = 0
+    shift = 0  # added to the embedding's step number
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: Group) -> None:
         self._optimizer = optimizer
         # the index, because load_state_dict replaces the dict
         self._index = next(index for index, other in enumerate(optimizer.param_groups) if other is group)
         self._rule = _rule_of(optimizer, group)
-        self.rule = self._rule.kernel.name
+        self.rule = self._rule.kernel.name  # for `_core.update`
         self.states = self._rule.kernel.states
         self._names = self._rule.kernel.all_hypers
         values = self._rule.initial(group)
@@ -60,19 +53,11 @@ class RowOptimizer:
         self.hyper(1)  # raises now if a setting is wrong
 
     def hyper(self, step: int, clip_value: float | None = None, before: Sequence[float] | None = None) -> list[float]:
-        """Returns the rule's numbers for one step: hyper-parameters, limits, then past learning rates.
+        """Returns the rule's numbers for the embedding's step, from 1: hyper-parameters, limits, past learning rates.
 
-        Args:
-            step: The embedding's step, counted from 1.
-            clip_value: Clips each gradient element in this step, in addition to the group's `clip_grad_value`.
-            before: For a rule that catches up, the numbers of the previous step; empty if this rule did not run it.
-                None leaves past learning rates out.
-
-        Returns:
-            The hyper-parameters by position, the limits (`max_row_norm` only if it is set), and the past rates.
-
-        Raises:
-            OptimizerError: A setting is wrong, or the settings now belong to a different rule than at the start.
+        `clip_value` clips each gradient element in this step, in addition to the group's `clip_grad_value`. `before`
+        holds the previous step's numbers, for a rule that catches up: empty if this rule did not run that step; None
+        leaves past rates out. Raises OptimizerError if a setting is wrong, or the settings now belong to another rule.
         """
         group = self._optimizer.param_groups[self._index]
         settings = {name: value for name, value in group.items() if name != "params"}
@@ -101,10 +86,8 @@ class RowOptimizer:
                 "lr of %s changes too often to keep all past rates: one is off by %.2g of the largest rate. Rows that "
                 "wait for more than %d changes may be off by ten times that fraction of a step. Change lr once per "
                 "epoch, or with fewer rises and falls",
-                type(self._optimizer).__name__,
-                change,
-                MAX_KNOTS // 2,
-            )
+                type(self._optimizer).__name__, change, MAX_KNOTS // 2,
+            )  # fmt: skip
 
     def numbers(self, step: int) -> dict[str, float]:
         """Returns the numbers of `hyper(step)` by name, such as `lr`."""
@@ -135,9 +118,8 @@ class RowOptimizer:
             log.warning(
                 "%s of %s changed: steps that a row has missed use the new value, unlike in a dense table. Keep it "
                 "constant, and give OneCycleLR and CyclicLR cycle_momentum=False",
-                " and ".join(changed),
-                type(self._optimizer).__name__,
-            )
+                " and ".join(changed), type(self._optimizer).__name__,
+            )  # fmt: skip
         for name in _NUMBERS:
             if name in group:
                 checked_number(group, name)
@@ -163,17 +145,11 @@ class RowOptimizer:
 
 
 def row_optimizer(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimizer:
-    """Make the row optimizer for a param group.
+    """Make the row optimizer for `group`, one of the optimizer's param groups.
 
-    Args:
-        optimizer: An instance of `torch.optim`'s SGD, Adagrad, Adam, AdamW or RMSprop, of a class of `tierbed.optim`,
-            or of TorchRec's RowWiseAdagrad, but not of a subclass. TorchRec's KeyedOptimizer and similar wrappers may
-            contain it.
-        group: One of `optimizer.param_groups`.
-
-    Raises:
-        OptimizerError: The optimizer has another type; `amsgrad`, `centered` or `differentiable` is set; a limit is not
-            a positive float32 number; or the group has a key that the optimizer does not know.
+    The optimizer is an instance of a class in `all_rules`, not of a subclass; TorchRec's KeyedOptimizer and similar
+    wrappers may contain it. Raises OptimizerError for any other type, for `amsgrad`, `centered` or `differentiable`,
+    for a limit that is not a positive float32 number, and for a key that the optimizer does not know.
     """
     return RowOptimizer(_inner_optimizer(optimizer, group), group)
 
@@ -185,9 +161,8 @@ def note_lazy(rows: Iterable[RowOptimizer]) -> None:
             "rows are trained by a lazy %s: momentum, moments or weight decay would change all rows of a dense "
             "nn.Embedding in each step, but here a step changes only the rows that it looks up. %s all rows torch's "
             "numbers",
-            kind,
-            _EQUIVALENT.get(rule, _PARTLY_EQUIVALENT),
-        )
+            kind, _EQUIVALENT.get(rule, _PARTLY_EQUIVALENT),
+        )  # fmt: skip
 
 
 def _inner_optimizer(optimizer: Any, group: Group) -> torch.optim.Optimizer:

@@ -48,12 +48,9 @@ class RowState:
     @staticmethod
     def described(stored: Mapping[str, Any]) -> RowState:
         """Read the row state from a stored description."""
-        names, widths, initial = stored["states"], stored["state_widths"], stored["initial"]
-        types = stored.get(STATE_TYPES, ())
-        narrow = any(type != "float32" for type in types)
-        return RowState(
-            stored["optimizer"], tuple(names), tuple(widths), tuple(initial), tuple(types) if narrow else ()
-        )
+        names, widths, initial = (tuple(stored[field]) for field in ("states", "state_widths", "initial"))
+        types = tuple(stored.get(STATE_TYPES, ()))
+        return RowState(stored["optimizer"], names, widths, initial, types if {*types} - {"float32"} else ())
 
     def added_to(self, chunks: Chunks, dim: int, dtype: str) -> Chunks:
         """Add a new row's initial state to scanned rows that have none (`dim` numbers in `dtype`)."""

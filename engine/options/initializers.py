@@ -39,10 +39,9 @@ class Initializer(PlainDict):
             value = getattr(self, item.name)
             try:
                 number = float(value)
-                finite = math.isfinite(number) and abs(number) <= FLOAT32_MAX
             except (TypeError, ValueError, OverflowError):
-                finite = False
-            if not finite:
+                number = math.nan
+            if not abs(number) <= FLOAT32_MAX:
                 raise OptionError(f"{self.type} initializer: {item.name}={value!r}; give a finite float32 number")
             self._set(item.name, number)
 
@@ -73,9 +72,8 @@ class UniformInitializer(Initializer):
         if self.low > self.high:
             raise OptionError(f"uniform initializer: low={self.low} > high={self.high}; give low <= high")
         if self.high - self.low > FLOAT32_MAX:
-            raise OptionError(
-                f"uniform initializer: low={self.low}, high={self.high}: high - low overflows float32; narrow the range"
-            )
+            bounds = f"low={self.low}, high={self.high}"
+            raise OptionError(f"uniform initializer: {bounds}: high - low overflows float32; narrow the range")
 
     def entry(self) -> Entry:
         return UNIFORM, (self.low, self.high), (0.0, 1.0)
@@ -113,9 +111,8 @@ class NormalInitializer(Initializer):
         if self.std < 0:
             raise OptionError(f"{self.type} initializer: std={self.std} < 0; give std >= 0")
         if abs(self.mean) + MAX_DEVIATIONS * self.std > FLOAT32_MAX:
-            raise OptionError(
-                f"{self.type} initializer: mean={self.mean}, std={self.std}: values overflow float32; give smaller ones"
-            )
+            settings = f"mean={self.mean}, std={self.std}"
+            raise OptionError(f"{self.type} initializer: {settings}: values overflow float32; give smaller ones")
 
     def entry(self) -> Entry:
         return NORMAL, (self.mean, self.std), (0.0, 1.0)
@@ -172,10 +169,9 @@ def _truncation(mean: float, std: float, a: float, b: float) -> tuple[float, flo
     mean, std, a, b = (float(np.float32(number)) for number in (mean, std, a, b))
     if std == 0.0:
         return (0.0, 1.0) if a <= mean <= b else (0.0, 0.0)
-    return (
-        _bisect(lambda p: mean + std * _core.normal_quantile(p) >= a)[1],
-        _bisect(lambda p: mean + std * _core.normal_quantile(p) > b)[0],
-    )
+    _, first = _bisect(lambda p: mean + std * _core.normal_quantile(p) >= a)
+    last, _ = _bisect(lambda p: mean + std * _core.normal_quantile(p) > b)
+    return first, last
 
 
 def _bisect(is_reached: Callable[[float], bool]) -> tuple[float, float]:
@@ -202,10 +198,7 @@ for _name, _class in _INITIALIZERS.items():
 
 
 def initializer_from_dict(options: Mapping[str, Any]) -> Initializer:
-    """Make an initializer from its printed form, such as {"type": "uniform", "low": -0.1}.
-
-    Missing arguments have the defaults of the `make_*_initializer` functions. Raises OptionError for anything else.
-    """
+    """Make an initializer from its printed form, such as {"type": "uniform", "low": -0.1}. Raises OptionError."""
     if isinstance(options, Initializer):
         return options
     if not isinstance(options, Mapping):

@@ -58,8 +58,7 @@ def check_lookup(
     """Check a lookup's arguments and return them as a `Lookup`. All tensors must be on one device. Raises InputError.
 
     Ids of an integer dtype that fits into the key type are converted to it. Table ids, given as a tensor, an array or
-    nested lists (possibly with table names), become a tensor in the result's shape, or one per feature. The other
-    arguments stay as they are.
+    nested lists (possibly with table names), become a tensor in the result's shape, or one per feature.
     """
     if (
         type(ids) is Tensor
@@ -145,10 +144,8 @@ def _check_bags(spec: TableSpec, ids: Tensor, offsets: Any, pooling: Any) -> Non
         raise _error(spec, "pooling", f"got {pooling!r}; give 'sum' or 'mean', or None for one row per id")
     if offsets is None:
         if pooling is not None and ids.dim() == 0:
-            remedy = "give ids of shape (..., L), or 1-D ids with offsets"
-            raise _error(
-                spec, "ids", f"pooling={pooling!r} pools over the last dimension, and a scalar has none; {remedy}"
-            )
+            problem = f"pooling={pooling!r} pools over the last dimension, and a scalar has none"
+            raise _error(spec, "ids", f"{problem}; give ids of shape (..., L), or 1-D ids with offsets")
         return
     if pooling is None:
         raise _error(spec, "offsets", "offsets define bags to pool, but pooling=None; give pooling='sum' or 'mean'")
@@ -163,9 +160,7 @@ def _check_bags(spec: TableSpec, ids: Tensor, offsets: Any, pooling: Any) -> Non
 
 
 def _check_tables_in_order(spec: TableSpec, lookup: Lookup) -> None:
-    if spec.num_tables == 1:
-        return
-    if lookup.feature_columns is not None and lookup.shape[-1] == spec.num_tables:
+    if spec.num_tables == 1 or (lookup.feature_columns is not None and lookup.shape[-1] == spec.num_tables):
         return
     if lookup.offsets is not None:
         each = "bag" if lookup.feature_columns is None else "feature"
@@ -196,8 +191,7 @@ def check_weights(spec: TableSpec, lookup: Lookup, weights: Any) -> None:
     if weights is None:
         return
     if lookup.pooling is None:
-        remedy = "weights scale the rows that are pooled, but pooling=None; give pooling='sum'"
-        raise _error(spec, "weights", remedy)
+        raise _error(spec, "weights", "weights scale the rows that are pooled, but pooling=None; give pooling='sum'")
     _check_tensor(spec, "weights", weights, lookup.ids)
     expected = tuple(lookup.ids.shape)
     if not isinstance(weights, Tensor) or weights.dtype != torch.float32 or tuple(weights.shape) != expected:
@@ -224,11 +218,8 @@ def _check_tensor(spec: TableSpec, name: str, values: Any, ids: Tensor) -> None:
     if not isinstance(values, Tensor):
         return
     if values.is_nested:
-        problem = "a nested tensor"
-        remedy = (
-            f"make it contiguous() with layout=torch.jagged, and give {name}.values(); to pool, also give "
-            "offsets=ids.offsets() and pooling='sum' or 'mean'"
-        )
+        problem, bags = "a nested tensor", "offsets=ids.offsets() and pooling='sum' or 'mean'"
+        remedy = f"make it contiguous() with layout=torch.jagged, and give {name}.values(); to pool, also give {bags}"
     elif values.device.type not in (*DEVICES, "meta"):
         problem = f"on {values.device}"
         remedy = f"tables are on the CPU or a CUDA device: give {name}.cpu() or {name}.cuda()"

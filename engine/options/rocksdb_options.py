@@ -104,10 +104,7 @@ _INSTEAD = {
 
 
 def options_text(options: Mapping[str, Any] | str | None) -> str:
-    """Returns RocksDB's options string, `name=value;name={name=value;...}`, for a dict or such a string.
-
-    Raises OptionError for an option or value that is not allowed; it says what is.
-    """
+    """Returns RocksDB's options string, `name=value;name={name=value}`, from a dict or such a string (OptionError)."""
     if options is None:
         return ""
     if isinstance(options, Mapping):

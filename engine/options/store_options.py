@@ -39,23 +39,18 @@ Budget = float | Literal["auto"]  # MiB; engine/cache/memory_split.py computes "
 ROCKSDB_CACHE_MB = 32  # default size of RocksDB's block cache
 READ_MODES = ("buffered", "mmap", "direct")
 Path_ = str | os.PathLike[str]
-
-
 _Class = TypeVar("_Class", bound=type)
 
 
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(field,))
 def options_class(cls: _Class) -> _Class:
-    """Turn a subclass of `PlainDict` into a frozen dataclass whose constructor is a public `make_*` function.
-
-    For an unknown or missing argument, the OptionError names `cls.maker` and suggests the closest argument.
-    """
+    """Turn a subclass of `PlainDict` into a frozen dataclass whose constructor is a public `make_*` function."""
     made: Any = dataclass(frozen=True, repr=False, eq=False)(cls)
     initialise, signature = made.__init__, inspect.signature(made.__init__)
 
     @wraps(initialise)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        check_arguments(self.maker, signature, (self, *args), kwargs)
+        check_arguments(self.maker, signature, (self, *args), kwargs)  # errors suggest the closest argument
         initialise(self, *args, **kwargs)
 
     made.__init__ = checked
@@ -415,16 +410,11 @@ def load_store_options(path: Path_, name: str) -> StoreOptions:
     Raises:
         OptionError: The file or the table is missing, the TOML is invalid, or an option is unknown or wrong.
     """
-    tables = read_store_options(path)
-    if name in tables and not isinstance(tables[name], dict):
-        raise OptionError(
-            f"store options file {os.fspath(path)!r}: {name} is outside a table; put it under [name], the embedding's "
-            "name"
-        )
+    tables, file = read_store_options(path), f"store options file {os.fspath(path)!r}"
     if name not in tables:
-        raise OptionError(
-            f"store options file {os.fspath(path)!r} has no table [{name}]; it has {', '.join(tables) or 'none'}"
-        )
+        raise OptionError(f"{file} has no table [{name}]; it has {', '.join(tables) or 'none'}")
+    if not isinstance(tables[name], dict):
+        raise OptionError(f"{file}: {name} is outside a table; put it under [name], the embedding's name")
     return store_options_from_dict(tables[name], f"{os.fspath(path)} [{name}]")
 
 

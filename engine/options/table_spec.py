@@ -1,7 +1,4 @@
-"""`TableSpec` defines an embedding, independent of where its rows are stored: names, widths, tables, seed.
-
-From it the native layout and the stored description are made.
-"""
+"""`TableSpec` defines an embedding, independent of where its rows are stored: names, widths, tables, seed."""
 
 from __future__ import annotations
 
@@ -143,12 +140,8 @@ def table_spec(
     dtype: Any = torch.float32,
     state_dtype: Any = torch.float32,
 ) -> TableSpec:
-    """Check a user's arguments and make the spec. Raises OptionError.
-
-    Without a seed, the name's CRC-32 is used, so embeddings with different names get different initial rows.
-    """
-    key_type = check_key_type(key_type)
-    dtype, state_dtype = check_dtype(dtype), check_state_dtype(state_dtype)
+    """Check a user's arguments and make the spec. Raises OptionError."""
+    key_type, dtype, state_dtype = check_key_type(key_type), check_dtype(dtype), check_state_dtype(state_dtype)
     options = tuple(make_table_options(table) for table in tables)
     check_reach(options, dtype)
     check_distinct([table.name for table in options])
@@ -163,7 +156,7 @@ def table_spec(
         key_type,
         options,
         padding_idx,
-        zlib.crc32(name.encode()) if seed is None else check_seed(seed),
+        zlib.crc32(name.encode()) if seed is None else check_seed(seed),  # other names get other initial rows
         dtype,
         state_dtype,
         seed is not None,

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .. import _core
+from .._core import Batch
 from ..cache.cached import CpuCachedStore
 from ..ops.batch import Gradients, array_of, arrays_of, batch_of, empty, flat, keys_of
 from ..optim.row_state import RowState
@@ -24,7 +25,7 @@ from .processor import Processor
 FEW = 256  # maximum number of ids for `gather_few`, as in native/full_table.h
 
 
-class CpuProcessor(Processor[_core.Batch]):
+class CpuProcessor(Processor[Batch]):
     """The `Processor` for the CPU. A call's work is done when it returns, so no errors are deferred."""
 
     def __init__(self, spec: TableSpec, state: RowState, capacity: int | None) -> None:
@@ -55,16 +56,14 @@ class CpuProcessor(Processor[_core.Batch]):
         host = CpuFullStore(self.layout, "host")
         return self.cache(host, options), host
 
-    def batch(
-        self, lookups: Sequence[Lookup], dedup_from: _core.Batch | None = None, ahead: bool = False
-    ) -> _core.Batch:
+    def batch(self, lookups: Sequence[Lookup], dedup_from: Batch | None = None, ahead: bool = False) -> Batch:
         _core.set_threads(torch.get_num_threads())
         return batch_of(self._spec, lookups) if dedup_from is None else dedup_from.sibling()
 
-    def count_written(self, batch: _core.Batch) -> Counts:
+    def count_written(self, batch: Batch) -> Counts:
         return _core.count_written(batch, self.layout).astype(np.int64)
 
-    def gather_few(self, top: TopTier[_core.Batch], lookup: Lookup, dtype: torch.dtype, trains: bool) -> Tensor | None:
+    def gather_few(self, top: TopTier[Batch], lookup: Lookup, dtype: torch.dtype, trains: bool) -> Tensor | None:
         spec, ids = self._spec, lookup.ids
         if type(top) is not CpuFullStore or ids.numel() > FEW or spec.num_tables > 1 or spec.padding_key is not None:
             return None
@@ -75,7 +74,7 @@ class CpuProcessor(Processor[_core.Batch]):
 
     def gather(
         self,
-        batch: _core.Batch,
+        batch: Batch,
         index: int,
         lookup: Lookup,
         weights: Tensor | None,
@@ -91,7 +90,7 @@ class CpuProcessor(Processor[_core.Batch]):
         _core.gather(batch, self.layout, index, array_of(out), mean, scales, OUTPUT_DTYPES[dtype])
         return out
 
-    def weights_grad(self, batch: _core.Batch, index: int, lookup: Lookup, grad: Tensor) -> Tensor:
+    def weights_grad(self, batch: Batch, index: int, lookup: Lookup, grad: Tensor) -> Tensor:
         # zeros for features that are not looked up: their ids have weights as well
         new = torch.empty if lookup.feature_columns is None else torch.zeros
         out = new(lookup.ids.shape, dtype=torch.float32)
@@ -102,45 +101,37 @@ class CpuProcessor(Processor[_core.Batch]):
     def set_numbers(self, rule: str, hyper: Sequence[float], step: int, scale: float = 1.0) -> None:
         self._hyper, self._step, self._scale = hyper, step, scale
 
-    def update(self, batch: _core.Batch, gradients: Gradients, rule: str) -> None:
+    def update(self, batch: Batch, gradients: Gradients, rule: str) -> None:
         arrays, dtype = arrays_of(gradients), OUTPUT_DTYPES[gradients.dtype]
         hyper, step, scale = self._hyper, self._step, self._scale
         _core.update(batch, self.layout, *arrays, rule, hyper, step, dtype, scale, self._written)
 
-    def square_gradients(self, batch: _core.Batch, gradients: Gradients) -> Tensor:
+    def square_gradients(self, batch: Batch, gradients: Gradients) -> Tensor:
         arrays, dtype = arrays_of(gradients), OUTPUT_DTYPES[gradients.dtype]
         return torch.from_numpy(_core.square_gradients(batch, self.layout, *arrays, dtype))
 
     def sum_gradients(
-        self,
-        batch: _core.Batch,
-        gradients: Gradients,
-        positions: NDArray[np.int64] | None = None,
-        out: Tensor | None = None,
+        self, batch: Batch, gradients: Gradients, positions: NDArray[np.int64] | None = None, out: Tensor | None = None
     ) -> Tensor:
         out = empty((batch.unique, self.layout.dim), torch.float32) if out is None else out
         arrays, dtype = arrays_of(gradients), OUTPUT_DTYPES[gradients.dtype]
         _core.sum_gradients(batch, self.layout, *arrays, array_of(out), positions, dtype)
         return out
 
-    def unique_rows(self, batch: _core.Batch) -> Lookup:
+    def unique_rows(self, batch: Batch) -> Lookup:
         tables = torch.from_numpy(batch.tables.astype(np.int64)) if self._spec.num_tables > 1 else None
         return Lookup(torch.from_numpy(batch.keys.astype(np.int64)), tables)
 
     def set_lines(
-        self,
-        batch: _core.Batch,
-        rows: Tensor,
-        positions: NDArray[np.int64],
-        rest: tuple[_core.Batch, int] | None = None,
+        self, batch: Batch, rows: Tensor, positions: NDArray[np.int64], rest: tuple[Batch, int] | None = None
     ) -> None:
         _core.set_lines(batch, self.layout, array_of(rows), positions, *(rest or ()))
 
-    def assign(self, batch: _core.Batch, values: NDArray[np.float32], step: int) -> None:
+    def assign(self, batch: Batch, values: NDArray[np.float32], step: int) -> None:
         _core.assign(batch, self.layout, values, step, self._written)
 
-    def preview_catch_up(self, batch: _core.Batch, rule: str) -> None:
+    def preview_catch_up(self, batch: Batch, rule: str) -> None:
         _core.preview_catch_up(batch, self.layout, rule, self._hyper, self._step)
 
-    def catch_up(self, batch: _core.Batch, rule: str) -> None:
+    def catch_up(self, batch: Batch, rule: str) -> None:
         _core.catch_up(self.layout, batch.lines, rule, self._hyper, self._step)

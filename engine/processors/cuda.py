@@ -44,12 +44,9 @@ def on_device(device: Device, options: StoreOptions) -> Factory:
 
 
 class CudaProcessor:
-    """The `Processor` for a GPU. A call returns before the device has run it.
+    """The `Processor` for a GPU. A call returns before the device has run it."""
 
-    Therefore illegal ids, table ids and offsets, and rows that exceed a fixed capacity, raise deferred errors.
-    """
-
-    defers_errors = True
+    defers_errors = True  # for illegal ids, table ids and offsets, and for rows that exceed a fixed capacity
 
     def __init__(self, device: Device, spec: TableSpec, state: RowState, capacity: int | None) -> None:
         self.device = device.torch_device
@@ -222,10 +219,9 @@ def _segment(lookup: Lookup) -> Segment:
         None if part is None else part.detach().reshape(-1).to(torch.int64).contiguous()
         for part in (lookup.table_ids, lookup.offsets)
     )
-    if offsets is not None or lookup.pooling is None:
-        return Segment(keys, tables, offsets, lookup.feature_columns)
-    # bags without ids need offsets, because their number does not follow from the ids
-    bags = lookup.ids.shape[-1] or keys.new_zeros(lookup.ids.shape[:-1].numel() + 1)
+    bags: int | Tensor | None = offsets
+    if offsets is None and lookup.pooling is not None:  # bags without ids need offsets: the ids do not tell how many
+        bags = lookup.ids.shape[-1] or keys.new_zeros(lookup.ids.shape[:-1].numel() + 1)
     return Segment(keys, tables, bags, lookup.feature_columns)
 
 

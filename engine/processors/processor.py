@@ -59,8 +59,7 @@ class Processor(Protocol[B]):
     """Runs one table's operations on one kind of device. Rows and outputs are bit-identical on all devices.
 
     `B` is the processor's batch type: the unique rows of lookups, with line addresses that a store sets. Tensors are on
-    `device`. The default methods are for a processor that finishes a call's work before it returns: it defers no
-    errors, and its events need no waiting.
+    `device`. The default methods are for a processor that finishes a call's work before it returns.
     """
 
     device: torch.device
@@ -96,9 +95,8 @@ class Processor(Protocol[B]):
     def batch(self, lookups: Sequence[Lookup], dedup_from: B | None = None, ahead: bool = False) -> B:
         """Deduplicate lookups into a batch. Raises InputError, maybe deferred, for illegal ids, table ids and offsets.
 
-        If `dedup_from` is given, its deduplication is reused. It must be a batch of the same lookups for an embedding
-        with the same number of tables and the same padding. With `ahead`, the batch is for a later step, and
-        that step raises its errors.
+        `dedup_from`, whose deduplication is reused, is a batch of the same lookups for an embedding with the same
+        number of tables and the same padding. With `ahead`, the batch is for a later step, which raises its errors.
         """
 
     def side_stream(self) -> AbstractContextManager[object]:
@@ -125,10 +123,7 @@ class Processor(Protocol[B]):
         """Returns for each table how many rows in a batch, whose lines are set, were ever written. May wait."""
 
     def gather_few(self, top: TopTier[B], lookup: Lookup, dtype: torch.dtype, trains: bool) -> Tensor | None:
-        """Returns the result of a small lookup without making a batch, or None if it needs a batch.
-
-        `trains` is as in `TopTier.peek`.
-        """
+        """Returns a small lookup's result without making a batch, or None. `trains` is as in `TopTier.peek`."""
 
     def gather(
         self,
@@ -139,28 +134,16 @@ class Processor(Protocol[B]):
         dtype: torch.dtype,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Returns the rows or pooled bags of lookup number `index`: [*lookup.shape, dim], in `dtype`.
-
-        `out` may be a contiguous tensor of this shape and dtype to write the result to.
-        """
+        """Returns a lookup's rows or pooled bags in `out`, a contiguous tensor, or a new one: [*lookup.shape, dim]."""
 
     def weights_grad(self, batch: B, index: int, lookup: Lookup, grad: Tensor) -> Tensor:
-        """Returns the gradient of a lookup's weights: float32 in the shape of its ids, 0 for padding.
-
-        `grad` has the shape of the lookup's `gather`.
-        """
+        """Returns the gradient of a lookup's weights: float32 in the shape of its ids, 0 for padding."""
 
     def set_numbers(self, rule: str, hyper: Sequence[float], step: int, scale: float = 1.0) -> None:
-        """Set the numbers for later calls of `update`, `preview_catch_up` and `catch_up`.
-
-        `hyper` comes from `RowOptimizer.hyper`, `step` is the embedding's step, and `scale` multiplies gradients.
-        """
+        """Set `RowOptimizer.hyper`, the embedding's step and a factor of gradients for later updates and catch-ups."""
 
     def update(self, batch: B, gradients: Gradients, rule: str) -> None:
-        """Sum each row's gradients and apply the rule.
-
-        Raises TypeError or ValueError for wrong gradients, before anything is written.
-        """
+        """Sum each row's gradients and apply the rule. Wrong ones raise TypeError or ValueError before any write."""
 
     def square_gradients(self, batch: B, gradients: Gradients) -> Tensor:
         """Returns each row's sum of squared gradient elements: float32 [unique or longer], padded with 0."""

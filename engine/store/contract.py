@@ -30,10 +30,7 @@ class TierBase(Protocol):
     """The methods that all tiers share. A tier does not count rows with `updates` = 0."""
 
     def scan(self) -> Chunks:
-        """Yield all rows as (bucket, rows of `row_dtype`), in chunks of bounded size.
-
-        Buckets ascend, and rows ascend by (table, key) within a bucket.
-        """
+        """Yield all rows in small chunks, as (bucket, rows of `row_dtype`), sorted by bucket, then by (table, key)."""
 
     def erase(self, tables: TableIds, keys: Keys) -> None:
         """Erase distinct rows here and below, skipping missing rows. A pinned row stays with its initial value."""
@@ -103,10 +100,7 @@ class Tier(WritableTier, Protocol):
         """The C++ tier, for a CPU cache above."""
 
     def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> HitMask:
-        """Copy each row that the tier has to its line. Lines of missing rows do not change.
-
-        touch: if True, the read counts as a use of the rows. Caches choose victims by use.
-        """
+        """Copy each row that the tier has to its line. If `touch`, caches count it as a use when choosing victims."""
 
 
 class NativeTier:
@@ -115,8 +109,7 @@ class NativeTier:
     native: Any
 
     def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> HitMask:
-        is_hit: HitMask = self.native.read(tables, keys, lines, touch)
-        return is_hit
+        return self.native.read(tables, keys, lines, touch)
 
     def write(self, tables: TableIds, keys: Keys, lines: Lines) -> None:
         self.native.write(tables, keys, lines)
@@ -125,8 +118,7 @@ class NativeTier:
         self.native.erase(tables, keys)
 
     def hit_counts(self) -> HitCounts:
-        counts: HitCounts = self.native.hit_counts().astype(np.int64).reshape(-1, 2)
-        return counts
+        return self.native.hit_counts().astype(np.int64).reshape(-1, 2)
 
 
 class ChangeSource(Protocol[B]):
@@ -149,8 +141,7 @@ class TopTier(TierBase, Protocol[B]):
         """Make the batch's unique rows resident, initialise new ones, and write all line addresses to the batch.
 
         A row stays at its address until `unpin`. Raises CapacityError and pins nothing if the batch has more new rows
-        than `capacity_limit` allows. A GPU store that cannot know this without waiting sets a fault instead, and the
-        batch changes nothing.
+        than `capacity_limit` allows. A GPU store that cannot know this without waiting sets a fault instead.
         """
 
     def unpin(self, batch: B, dirty: bool) -> None:
@@ -182,7 +173,10 @@ class TopTier(TierBase, Protocol[B]):
         """Return how many rows `peek(trains=False)` found here, below, and nowhere. May wait for the device."""
 
     def peek(self, batch: B, trains: bool = False) -> None:
-        """Write the row addresses to the batch, for reading only. Unknown rows get initial values in its own memory."""
+        """Write the row addresses to the batch, for reading only. Unknown rows get initial values in its own memory.
+
+        trains: True if the rows are part of a training step, so that `peeked` does not count them.
+        """
 
 
 class FullStore(TopTier[B], InMemoryTier, Protocol[B]):

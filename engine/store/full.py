@@ -48,8 +48,7 @@ class CpuFullStore(NativeTier, TopTier[_core.Batch]):
     """A full table that grows as rows arrive. `tier` is its name in metrics."""
 
     def __init__(self, layout: _core.Layout, tier: str) -> None:
-        self._layout = layout
-        self._tier = tier
+        self._layout, self._tier = layout, tier
         self.native = _core.FullTable(layout)
         self._peeked = self._unknown = 0  # rows that `peek` looked up, and rows it did not find
 

@@ -36,10 +36,7 @@ class Image(Protocol):
         return False
 
     def wait_for_memory(self, is_unread: Callable[[], bool]) -> None:
-        """Wait while the before-images use too much memory. Call it before rows change.
-
-        Closes the image if `is_unread()` is True, since then no thread reads it any more.
-        """
+        """Wait while before-images use too much memory, before rows change. Closes the image if it `is_unread()`."""
         return
 
     def before_write(self, batch: Any) -> None:
@@ -55,10 +52,8 @@ class DiskImage(Image):
     """A RocksDB scan: a consistent view. `close` calls `on_close` with the table's lock held."""
 
     def __init__(self, rows: Chunks, dtype: np.dtype[np.void], lock: Any, on_close: Callable[[Image], None]) -> None:
-        self._rows, self._dtype = rows, dtype
-        self._reading = RLock()
-        self._lock, self._on_close = lock, on_close
-        self._closed = False
+        self._rows, self._dtype, self._lock, self._on_close = rows, dtype, lock, on_close
+        self._reading, self._closed = RLock(), False
         self._first = next(rows, None)  # opens the scan
 
     def chunks(self) -> Chunks:
@@ -90,9 +85,7 @@ class MemoryImage(Image):
         self, table: TableImage, dtype: np.dtype[np.void], max_bytes: int, lock: Any, on_close: Callable[[Image], None]
     ) -> None:
         self._table: TableImage | None = table
-        self._dtype = dtype
-        self._max_bytes = max_bytes
-        self._on_close = on_close
+        self._dtype, self._max_bytes, self._on_close = dtype, max_bytes, on_close
         self._changed = Condition(lock)
         self.waits = 0  # how many times a step waited for memory
 

@@ -30,27 +30,22 @@ def rocksdb_info() -> dict[str, Any]:
 
 
 class LiveFile(NamedTuple):
-    """A database file at one moment. `name` is shard-N/<file>, relative to the tier's folder.
+    """A database file at one moment."""
 
-    `size` is in bytes; the file may have grown since. `crc32c` is the checksum that RocksDB computed as it wrote a file
-    of rows; None for other files, and for files of early tierbed versions. `content` is what a copy must contain if
-    RocksDB may replace the file; otherwise None.
-    """
-
-    name: str
-    size: int
+    name: str  # shard-N/<file>, relative to the tier's folder
+    size: int  # in bytes; the file may have grown since
+    # computed as RocksDB wrote a file of rows; None for other files, and for files of early tierbed versions
     crc32c: int | None
-    content: bytes | None
+    content: bytes | None  # what a copy must contain if RocksDB may replace the file; otherwise None
 
 
 class RocksDB(NativeTier):
     """Rows of `width` 4-byte words in `folder`. Each shard is one RocksDB database.
 
-    `shards` is the number of shards in an existing folder; all must exist. None creates a folder with `new_shards`.
-    If `read_only`, nothing is written to the folder, and writing rows raises StoreError. A folder on a full disk also
-    opens read-only, until `make_writable`.
-    `read_threads` limits how many threads wait for the disk at the same time.
-    `options` is an `options_text` string; its options override tierbed's defaults.
+    `shards` is the number of shards in an existing folder; None creates a folder with `new_shards`. If `read_only`,
+    nothing is written to the folder, and writing rows raises StoreError; a folder on a full disk also opens read-only,
+    until `make_writable`. `read_threads` limits how many threads wait for the disk at the same time. `options`, an
+    `options_text` string, overrides tierbed's defaults.
     """
 
     def __init__(
@@ -69,9 +64,7 @@ class RocksDB(NativeTier):
         read_only: bool = False,
     ) -> None:
         require_rocksdb()
-        self.shards = shards or new_shards
-        self.folder = folder
-        self._width = width
+        self.folder, self.shards, self._width = folder, shards or new_shards, width
         self._scans: list[_core.RocksTier.Scan] = []
         try:
             if not read_only:
@@ -166,10 +159,8 @@ class RocksDB(NativeTier):
         return {"ssd": self.native.metrics()}
 
     def info(self) -> dict[str, Any]:
-        """Return `rocksdb_info`, and how the databases run:
+        """Return `rocksdb_info`, the process's `flush_threads` and `compaction_threads`, and `memtable_bytes_max`.
 
-        - `flush_threads`, `compaction_threads`: threads of the process, shared by all its databases;
-        - `memtable_bytes_max`: the memory limit for written rows that are not in files yet;
-        - `async_io`: True if this tier reads by io_uring.
+        `memtable_bytes_max` limits written rows that are not in files yet; `async_io` says if this tier uses io_uring.
         """
         return {**rocksdb_info(), **self.native.info()}

@@ -21,23 +21,16 @@ TOP, BELOW = "cache_budget_mb", "host_cache_budget_mb"
 
 
 class AutoBudgets:
-    """Replaces an embedding's "auto" budgets by numbers.
-
-    Free memory is read once, so a table that is opened again gets the same budgets. `root` is the folder that contains
-    proc and sys. `ranks` processes divide the host's memory equally.
-    """
+    """Replaces an embedding's "auto" budgets by numbers. `ranks` processes divide the host's memory equally."""
 
     def __init__(self, name: str, options: StoreOptions, root: Path = ROOT, ranks: int = 1) -> None:
         self._name, self._options, self._root, self._ranks = name, options, root, ranks
-        self._free: dict[str, FreeMemory] = {}
+        self._free: dict[str, FreeMemory] = {}  # read once, so a table that is opened again gets the same budgets
         self._promised: dict[str, int] = {}  # per memory: bytes for this embedding's caches, maybe not yet touched
         self._printed: set[str] = set()
 
     def numbers(self, processor: Processor[Any]) -> StoreOptions:
-        """Returns the options for a table on the processor, with numbers. Prints each division to stderr, once.
-
-        Raises OptionError if the system does not report its free memory, or it is too small for a cache.
-        """
+        """Returns the options for a table on the processor, with numbers. Raises OptionError. Prints divisions once."""
         options = self._options
         if not isinstance(options, CachedHostMemOptions) or "auto" not in (options.cache_budget_mb, options.get(BELOW)):
             return options

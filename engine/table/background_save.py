@@ -36,12 +36,10 @@ class SaveHandle(Protocol):
 
 
 class ForegroundSave:
-    """A save by the calling thread. It reads an image of the rows, so other threads can use the table meanwhile.
-
-    `lock` is the table's lock; the caller holds it now.
-    """
+    """A save by the calling thread. It reads an image of the rows, so other threads can use the table meanwhile."""
 
     def __init__(self, what: str, image: Image, lock: Any) -> None:
+        """`lock` is the table's lock; the caller holds it now."""
         self.what, self.image = what, image
         self._changed, self._thread = Condition(lock), current_thread()
         self.done = self.is_running = False

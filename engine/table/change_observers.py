@@ -33,17 +33,13 @@ CHUNK_BYTES = 1 << 23  # rows are read in chunks of this size
 
 
 class ChangeTracker:
-    """The keys of rows that changed since the snapshot with id `since`. Callers hold the table's lock.
-
-    While a snapshot is being saved, there are two sets of keys, because later changes are not in that snapshot.
-    """
+    """The keys of rows that changed since the snapshot with id `since`. Callers hold the table's lock."""
 
     def __init__(self, since: str, source: ChangeSource[Any] | None) -> None:
-        """`source` tracks changes inside the top tier; None if `_core.ChangedRows` can observe its batches."""
         self.since = since
-        self._source = source
+        self._source = source  # tracks changes inside the top tier; None if `_core.ChangedRows` can observe its batches
         self._saving: _core.ChangedRows | None = None  # keys changed before the last `start_delta`
-        self._later = _core.ChangedRows()
+        self._later = _core.ChangedRows()  # later changes, which are not in the snapshot that is being saved
 
     def note(self, batch: Any) -> None:
         (self._source or self._later).note(batch)
@@ -79,9 +75,10 @@ class ChangeTracker:
         for bucket in range(BUCKETS):
             tables, keys = changed.rows(bucket)
             for begin in range(0, len(keys), size):
-                rows = np.empty(len(keys[begin : begin + size]), dtype)
-                rows["table"], rows["key"] = tables[begin : begin + size], keys[begin : begin + size]
-                exists = top.read(tables[begin : begin + size], keys[begin : begin + size], line_addresses(rows), False)
+                part = slice(begin, begin + size)
+                rows = np.empty(len(keys[part]), dtype)
+                rows["table"], rows["key"] = tables[part], keys[part]
+                exists = top.read(tables[part], keys[part], line_addresses(rows), False)
                 yield bucket, rows if exists.all() else rows[exists], keys_of(rows[~exists])
 
 
@@ -161,8 +158,7 @@ class ChangeObservers:
     ) -> BackgroundSave:
         """Start a thread that passes all current rows to `write`; this must not wait for a lock that steps hold.
 
-        `what` names the snapshot in messages; `max_bytes` is as in `image`. Raises the errors of `image`, and
-        StoreError while another snapshot is being saved.
+        `what` names the snapshot in messages; `max_bytes` and errors are as in `image`.
         """
         with self._table.lock:
             image = self.image(max_bytes)

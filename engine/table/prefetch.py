@@ -39,10 +39,7 @@ NOTHING_ANNOUNCED = {"prefetch_hits": 0, "prefetch_misses": 0, "prefetch_dropped
 
 
 class _AnnouncedLookups:
-    """An announcement's lookups, copied because the caller may reuse its tensors.
-
-    A step's first announcement also holds the step's batch.
-    """
+    """An announcement's lookups, copied because the caller may reuse its tensors."""
 
     def __init__(self, lookups: Sequence[Lookup], processor: Processor[Any]) -> None:
         copy = torch.clone if processor.defers_errors else _copy
@@ -51,7 +48,7 @@ class _AnnouncedLookups:
         # On a GPU, comparing ids would wait. Lookups in the same memory count as equal; `adopt` checks the ids later.
         self._memories = [_memory(lookup) for lookup in lookups] if processor.defers_errors else None
         self._originals = lookups  # kept alive, so no other tensor gets their memory
-        self.batch: Any = None
+        self.batch: Any = None  # the whole step's, in the step's first announcement
         self.ready_event: Any = None  # recorded when the batch exists
         self.is_known = False  # the batch was announced to the store
         self.is_fetched = False  # the batch's rows are resident
@@ -102,10 +99,7 @@ class Prefetcher:
         return self._thread is not None
 
     def announce(self, lookups: Sequence[Lookup]) -> None:
-        """Announce the lookups of a future step, in the order of steps.
-
-        Raises RuntimeError if the system cannot start a thread.
-        """
+        """Announce a future step's lookups, in the order of steps. Raises RuntimeError if no thread can be started."""
         if len(self._announced) == QUEUE:  # so far no step uses them
             self.counts["prefetch_dropped"] += 1
             if not self._is_idle:
@@ -268,10 +262,7 @@ class Prefetcher:
                     step[0].error = error
 
     def _next(self) -> list[_AnnouncedLookups] | None:
-        """Returns the announcements of the next step to work on, or None.
-
-        All batches in the window are announced to the store before any is fetched.
-        """
+        """Returns the announcements of the next step to work on, or None. All are announced before any is fetched."""
         size, position = self._per_step, None
         steps = 0 if self._is_idle else min(len(self._announced) // size, WINDOW)
         for number, announced in enumerate(islice(self._announced, 0, steps * size, size)):

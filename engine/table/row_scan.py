@@ -35,10 +35,7 @@ def checked_rows(chunks: Chunks, tables: int) -> Chunks:
 
 
 def load_rows(stack: Stack, chunks: Chunks, form: RowForm, num_tables: int) -> Counts:
-    """Write scanned rows to the bottom tier of an empty stack. Returns the number of rows in each table.
-
-    Raises StoreError if the rows have a different format.
-    """
+    """Write scanned rows to the bottom tier of an empty stack. Returns each table's row count. Raises StoreError."""
     counts = np.zeros(num_tables, np.int64)
     for _, rows in chunks:
         if rows.dtype != form.dtype or not rows.flags.c_contiguous:

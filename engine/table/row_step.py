@@ -28,9 +28,8 @@ def row_step(
 ) -> T:
     """Run `step(*arguments)`, a function that pins and updates rows of the `trained` embeddings. Returns its result.
 
-    Each embedding first gets the optimizer paired with it. Ctrl-C waits until the step ends. If the step raises, its
-    rows are unpinned. `owner` names the step's owner in errors. Raises GraphError if another thread is training one of
-    the embeddings.
+    Each embedding first gets the optimizer paired with it. Ctrl-C waits until the step ends. `owner` names the step's
+    owner in errors. Raises GraphError if another thread is training one of the embeddings.
     """
     current = current_thread(), owner
     locked: list[int] = []
@@ -40,8 +39,12 @@ def row_step(
                 holder = _training.setdefault(embedding.handle, current)
                 if holder is current:
                     locked.append(embedding.handle)
-                elif holder[0] is not current[0]:
-                    raise _trained_twice_error(embedding, current, holder)
+                elif (thread := holder[0]) is not current[0]:
+                    raise GraphError(
+                        f"a step of {owner} in thread {current[0].name!r} trains embedding {embedding.name!r} while a "
+                        f"step of {holder[1]} in thread {thread.name!r} does; run all training steps of an embedding "
+                        "in one thread, or hold a lock around each step"
+                    )
             try:
                 for embedding, rows in trained:
                     if embedding.row_optimizer is not rows:
@@ -49,10 +52,8 @@ def row_step(
                 return step(*arguments)
             except BaseException as error:
                 embeddings = [embedding for embedding, _ in trained]
-                groups = {
-                    id(embedding.group): embedding.group for embedding in embeddings if embedding.group is not None
-                }
-                for group in groups.values():  # before release: pins show which rows were not updated
+                groups = dict.fromkeys(embedding.group for embedding in embeddings if embedding.group is not None)
+                for group in groups:  # before release: pins show which rows were not updated
                     group.note_failed_step(embeddings, error)
                 for embedding in embeddings:
                     embedding.release()
@@ -66,14 +67,3 @@ def is_trained_elsewhere(embeddings: Iterable[EmbeddingBase]) -> bool:
     """True if another thread is training one of the embeddings."""
     threads = [_training[embedding.handle][0] for embedding in embeddings if embedding.handle in _training]
     return any(thread is not current_thread() for thread in threads)
-
-
-def _trained_twice_error(
-    embedding: EmbeddingBase, current: tuple[Thread, str], other: tuple[Thread, str]
-) -> GraphError:
-    (thread, owner), (other_thread, other_owner) = current, other
-    return GraphError(
-        f"a step of {owner} in thread {thread.name!r} trains embedding {embedding.name!r} while a step of "
-        f"{other_owner} in thread {other_thread.name!r} does; run all training steps of an embedding in one thread, or "
-        "hold a lock around each step"
-    )

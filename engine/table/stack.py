@@ -38,11 +38,7 @@ PROCESSORS: dict[str, Callable[[torch.device, StoreOptions], Factory]] = {
 
 
 def processor_of(device: torch.device, options: StoreOptions) -> Factory:
-    """Returns the factory that makes processors for a torch device.
-
-    Raises InputError if tables cannot be on that device, OptionError if it does not support the options, and StoreError
-    if software for it is not installed.
-    """
+    """Returns the factory that makes processors for a torch device. Raises InputError, OptionError, StoreError."""
     if device.type not in PROCESSORS:
         raise InputError(
             f"the embedding was moved to {device}, but tables are on the CPU or a CUDA device; move it with .cpu() or "

@@ -29,12 +29,9 @@ class StepGate:
         self._reader_left = Event()
 
     def yield_to_reader(self, table: Table) -> None:
-        """Wait until the reader is done. Called before a step if `is_wanted` is set. Ctrl-C ends the wait.
-
-        Returns immediately if a step is under way in another of the tables; the reader then waits for that step.
-        """
+        """Wait until the reader is done. Called before a step if `is_wanted` is set. Ctrl-C ends the wait."""
         table.release()
-        if self.closed or any(other.in_step for other in self._tables):
+        if self.closed or any(other.in_step for other in self._tables):  # the reader waits for that step
             return
         self._step_waits.set()
         self._reader_left.wait()

@@ -252,17 +252,13 @@ class OpenTable:
             return self.counts.rows
 
     def deferred_error(self, wait: bool) -> TierbedError | None:
-        """Returns an earlier call's deferred error, once, and uncounts later steps: they changed nothing.
-
-        With `wait`, waits for all work first.
-        """
+        """Returns an earlier call's deferred error, once, and uncounts later steps. With `wait`, waits for all work."""
         reader_error, self.reader_error = self.reader_error, None
         if reader_error is not None or not self.processor.defers_errors:
             return reader_error
-        deferred = self.processor.deferred_error(wait)
-        if deferred is None:
+        if (deferred := self.processor.deferred_error(wait)) is None:
             return None
-        undone, self.updates = self.updates - deferred.updates, deferred.updates
+        undone, self.updates = self.updates - deferred.updates, deferred.updates  # these steps changed nothing
         self.step -= undone
         if undone and self.optimizer is not None:
             self.hyper = self.optimizer.hyper(self.step, None, self.hyper) if self.step else []
@@ -328,10 +324,7 @@ class OpenTable:
     def read(
         self, lookup: Lookup, weights: Tensor | None = None, dtype: torch.dtype = torch.float32, trains: bool = False
     ) -> Tensor:
-        """Returns rows or pooled bags [*lookup.shape, dim]. Unwritten rows have initial values and are not inserted.
-
-        If `trains`, metrics count the rows as part of a training step.
-        """
+        """Returns rows or pooled bags [*lookup.shape, dim]. Unwritten rows have initial values and are not inserted."""
         with self.lock:
             self.check(wait=False)
             if weights is None and not self.catch_up_rule:

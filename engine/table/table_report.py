@@ -20,12 +20,8 @@ LOCK_SECONDS = 0.01  # how long reading metrics waits for another thread's call
 
 
 def metrics(table: OpenTable, seconds: float = LOCK_SECONDS) -> dict[str, dict[str, Any]]:
-    """Returns metrics of all rows ("table"), each tier (top first), and each table ("tables"), all from the same step.
-
-    If another thread uses the table for longer than `seconds`, for example to load a snapshot, only `step` and the row
-    counts are current; the other metrics are from the last read.
-    """
-    if not table.lock.acquire(timeout=seconds):
+    """Returns metrics of all rows ("table"), each tier (top first) and each table ("tables"), all from one step."""
+    if not table.lock.acquire(timeout=seconds):  # another thread uses the table, for example to load a snapshot
         if table.last_metrics is not None:
             return _without_lock(table, deepcopy(table.last_metrics))
         table.lock.acquire()
@@ -39,7 +35,7 @@ def metrics(table: OpenTable, seconds: float = LOCK_SECONDS) -> dict[str, dict[s
 
 
 def _without_lock(table: OpenTable, metrics: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Update the numbers that need no lock in the metrics of the last read."""
+    """Update the numbers that need no lock, `step` and the row counts, in the metrics of the last read."""
     metrics["table"]["step"] = table.step
     if not table.processor.defers_errors and (rows := table.counts.known_by_table) is not None:  # a GPU would wait
         metrics["table"]["rows"] = int(rows.sum())

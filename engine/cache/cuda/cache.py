@@ -206,10 +206,8 @@ class Cache:
         if sets > BUCKETS:
             sets = sets // BUCKETS * BUCKETS
         device = layout.device.torch_device
-        self._layout = layout
+        self._layout, self._sets, self._policy = layout, sets, POLICIES.index(policy)
         self._run = partial(launch, layout.device, layout.program("cache/cuda/cache.cu"))
-        self._sets = sets
-        self._policy = POLICIES.index(policy)
         self._tags = torch.zeros(sets * WAYS, dtype=torch.uint8, device=device)
         self._ways = torch.zeros(sets * WAYS, WAY_BYTES // 4, dtype=torch.int32, device=device)
         self._memory = torch.empty(sets * WAYS * layout.line_bytes, dtype=torch.uint8, device=device)
@@ -218,24 +216,16 @@ class Cache:
         self.now = 0  # the latest batch number
 
     def admit(self, batch: Batch, last_completed: int) -> Admission:
-        """Give slots to the batch's rows. last_completed: the number of the last completed batch.
-
-        After a fault of the batch, only its resident rows are pinned.
-        """
+        """Give slots to the batch's rows, after a fault only to resident ones. last_completed: see `CudaWindow`."""
         self.now = (self.now + 1) % (1 << 32)
         n = np.uint64(batch.size)
         set_keys = batch.empty(torch.int32)
         self._run("compute_set_keys", batch.size, 1, batch.hashes, batch.count, n, np.uint32(self._sets), set_keys)
         sorted_keys, order = torch.sort(set_keys, stable=True)
-        admission = Admission(
-            batch,
-            batch.empty(torch.int32),
-            batch.empty(torch.int64),
-            batch.empty(torch.uint8),
-            batch.empty(torch.uint8),
-            self._ways.new_empty(batch.size, WAY_BYTES // 4),
-            self.now,
-        )
+        slots, lines = batch.empty(torch.int32), batch.empty(torch.int64)
+        hit, evicted = batch.empty(torch.uint8), batch.empty(torch.uint8)
+        previous = self._ways.new_empty(batch.size, WAY_BYTES // 4)
+        admission = Admission(batch, slots, lines, hit, evicted, previous, self.now)
         self._run(
             "admit_rows", batch.size, GROUP, self.by_value(), np.uint32(self.now), np.uint32(last_completed),
             np.uint32(self._policy), batch.hashes, batch.tables, sorted_keys, order, n, admission.by_value(),
@@ -318,10 +308,7 @@ class Cache:
 
 
 class DeviceCache(TopTier[Batch]):
-    """Base of both GPU caches: the sets above a tier, and the window of batches that use them.
-
-    Call `_erase` and `_metrics` in an `exclusive` block of the window.
-    """
+    """Base of both GPU caches: the sets above a tier, and the window of batches that use them."""
 
     def __init__(self, layout: Layout, below: Any, cache: Cache, faults: Faults, staging: Staging) -> None:
         self._layout, self._below, self._cache, self._faults, self._staging = layout, below, cache, faults, staging
@@ -347,8 +334,7 @@ class DeviceCache(TopTier[Batch]):
     def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> HitMask:
         with self._window.exclusive():
             self._write_back()
-            is_hit: HitMask = self._below.read(tables, keys, lines, touch)
-            return is_hit
+            return self._below.read(tables, keys, lines, touch)
 
     def scan(self) -> Chunks:
         self.flush()
@@ -370,7 +356,7 @@ class DeviceCache(TopTier[Batch]):
         raise NotImplementedError
 
     def _erase(self, tables: TableIds, keys: Keys) -> tuple[Batch, Tensor]:
-        """Erase rows from the sets. A pinned row stays with its initial value.
+        """Erase rows from the sets, in an `exclusive` block. A pinned row stays with its initial value.
 
         Returns the rows as a batch, and a bool flag for each row [size]: True if it stays.
         """
@@ -382,6 +368,6 @@ class DeviceCache(TopTier[Batch]):
         return batch, keep
 
     def _metrics(self) -> dict[str, float]:
-        """Return the cache's counters and sizes, with the hits and misses of the whole store."""
+        """Return the cache's counters and sizes, and the store's hits and misses. Call it in an `exclusive` block."""
         hits, misses = self.hit_counts().sum(0).tolist()
         return {**self._cache.metrics(), "hits": hits, "misses": misses}

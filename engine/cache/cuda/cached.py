@@ -35,13 +35,11 @@ class CudaCachedStore(DeviceCache):
         self._write_back_log: WriteBackLog | None = None
 
     def prefetch(self, batch: Batch) -> bool:
-        return self._window.fetch(batch, lambda last_completed: self._fetch(batch, last_completed, None, ahead=True))
+        return self._window.fetch(batch, partial(self._fetch, batch, capacity_limit=None, ahead=True))
 
     def pin(self, batch: Batch, capacity_limit: CapacityLimit | None) -> None:
         """Pin a batch, as in `TopTier.pin`. If rows are missing, waits for the device once and raises its faults."""
-        if not self._window.pin(
-            batch, lambda last_completed: self._fetch(batch, last_completed, capacity_limit, ahead=False)
-        ):
+        if not self._window.pin(batch, partial(self._fetch, batch, capacity_limit=capacity_limit, ahead=False)):
             return
         self._faults.post(batch)
         try:
@@ -120,11 +118,9 @@ class CudaCachedStore(DeviceCache):
     ) -> Admission | None:
         """Fetch a batch's rows. Waits for the device once. last_completed: as in `Cache.admit`.
 
-        ahead: True before the batch's step. Then returns None, and changes nothing, in three cases: a set is full,
-        the batch has a fault, or the pinned batch has rows without a slot. Such rows exist only in that
-        batch's memory; the tier below lacks them.
+        ahead: True before the batch's step. Then returns None, and changes nothing, if it cannot fetch them all.
         """
-        if ahead and self._overflows is not None:
+        if ahead and self._overflows is not None:  # the pinned batch has rows that the tier below lacks
             return None
         admission = self._cache.admit(batch, last_completed)
         victims, absent, overflows = (batch.empty(torch.int32) for _ in range(3))

@@ -38,7 +38,7 @@ class CachedTable(DeviceCache):
         self._new: dict[Batch, Tensor] = {}  # announced batch: flags [size] of the rows inserted below
 
     def prefetch(self, batch: Batch) -> bool:
-        return self._window.fetch(batch, lambda last_completed: self._fetch(batch, last_completed, ahead=True))
+        return self._window.fetch(batch, partial(self._fetch, batch, ahead=True))
 
     def cancel(self) -> None:
         super().cancel()
@@ -49,7 +49,7 @@ class CachedTable(DeviceCache):
 
     def pin(self, batch: Batch, capacity_limit: CapacityLimit | None) -> None:
         """Pin a batch, as in `TopTier.pin`. Rows that do not fit in the table below set a fault, as `CudaFullStore`."""
-        self._window.pin(batch, lambda last_completed: self._fetch(batch, last_completed, ahead=False))
+        self._window.pin(batch, partial(self._fetch, batch, ahead=False))
         self._new.pop(batch, None)
         self._faults.post(batch)
 
@@ -89,8 +89,7 @@ class CachedTable(DeviceCache):
             self._run("flush_rows", self._cache.capacity, self._layout.copy_lanes, cache, index, self._counts)
 
     def change_source(self) -> ChangedLines:
-        source: ChangedLines = self._below.change_source()
-        return source
+        return self._below.change_source()
 
     def close(self) -> None:
         self._new.clear()
@@ -113,8 +112,7 @@ class CachedTable(DeviceCache):
     def _fetch(self, batch: Batch, last_completed: int, ahead: bool) -> Admission | None:
         """Fetch a batch's rows. last_completed: as in `Cache.admit`.
 
-        ahead: True before the batch's step. Then waits for the device, and returns None if the table below or a set has
-        no room for a row.
+        ahead: True before the batch's step. Then waits for the device, and returns None if a row has no room.
         """
         table = self._below.table
         ranks = table.find(batch)

@@ -176,9 +176,8 @@ def keys_of(device: Device, hashes: Tensor, tables: Tensor) -> Tensor:
 @cache
 def _on_device(feature_columns: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return `LookupSpan.features` and `LookupSpan.columns`."""
-    arrays = (features_of(feature_columns).view(np.int32), np.array(feature_columns, np.int32))
-    features, columns = (torch.from_numpy(array).to(device) for array in arrays)
-    return features, columns
+    features = torch.from_numpy(features_of(feature_columns).view(np.int32)).to(device)
+    return features, torch.tensor(feature_columns, dtype=torch.int32, device=device)
 
 
 class Batch:
@@ -252,9 +251,8 @@ class Batch:
         positions = self.empty(torch.int32)
         sources = self.empty(torch.int32) if self.pooled else None
         offsets = torch.zeros(self.size + 1, dtype=torch.int32, device=rows.device)
-        self._run(
-            "group_rows", self.size, rows, order, self._sources, np.uint64(self.size), offsets, positions, sources
-        )
+        n = np.uint64(self.size)
+        self._run("group_rows", self.size, rows, order, self._sources, n, offsets, positions, sources)
         return Groups(rows, order, positions, positions if sources is None else sources, offsets)
 
     def own(self, memory: Tensor) -> int:
@@ -285,9 +283,8 @@ class Batch:
         if feature_columns is not None:
             features, columns = _on_device(feature_columns, keys.device)
             count = count // len(columns) * len(features)
-        self.lookups.append(
-            LookupSpan(self.size, self.sources, size, count, length, begins, bags is not None, features, columns)
-        )
+        begin, source, pooled = self.size, self.sources, bags is not None
+        self.lookups.append(LookupSpan(begin, source, size, count, length, begins, pooled, features, columns))
         self.size += size
         self.sources += count
 
@@ -302,9 +299,8 @@ class Batch:
         self.count = ranks[-1:] if self.size else torch.zeros(1, dtype=torch.int32, device=hashes.device)
         self.hashes, self.tables = self.empty(torch.int64), self.empty(torch.int32)
         self.inverse = self.empty(torch.int32)  # [size], each position's row, -1 for padding
-        self._run(
-            "number_rows", self.size, hashes, tables, marks, slots, ranks, n, self.inverse, self.hashes, self.tables
-        )
+        unique = self.inverse, self.hashes, self.tables
+        self._run("number_rows", self.size, hashes, tables, marks, slots, ranks, n, *unique)
 
     def _run(self, kernel: str, items: int, *arguments: Argument) -> None:
         launch(self.device, _PROGRAM, kernel, items, 1, *arguments)

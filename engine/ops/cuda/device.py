@@ -50,16 +50,14 @@ def struct_of(dtype: np.dtype[Any], **fields: Any) -> np.ndarray:
     """Make a struct from fields, to be passed by value. A tensor becomes its address, None a null pointer."""
     struct = np.zeros((), dtype)
     for name, field in fields.items():
-        struct[name] = _value(field) if field is None or isinstance(field, Tensor) else field
+        struct[name] = _value(field)
     return struct
 
 
 def _value(argument: Argument) -> np.generic | np.ndarray:
-    if argument is None:
-        return np.uint64(0)
-    if isinstance(argument, (np.generic, np.ndarray)):
-        return argument
-    return np.uint64(argument.data_ptr())
+    if isinstance(argument, Tensor):
+        return np.uint64(argument.data_ptr())
+    return np.uint64(0) if argument is None else argument
 
 
 class _Call:
@@ -85,10 +83,7 @@ class _CallsOfThread(local):
 
 
 class Device:
-    """An NVIDIA GPU. Runs each thread's kernels in launch order, and compiles programs at first use.
-
-    Tests replace it by a device that runs kernels on the CPU.
-    """
+    """An NVIDIA GPU; in tests, the CPU. Runs each thread's kernels in launch order. Compiles programs at first use."""
 
     def __init__(self, index: int) -> None:
         self.torch_device = torch.device("cuda", index)
@@ -104,9 +99,8 @@ class Device:
 
     def free_memory(self) -> int:
         """Return how many bytes torch can still allocate: free ones, and those its allocator keeps for reuse."""
-        free, _ = torch.cuda.mem_get_info(self.torch_device)
         cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
-        return free + cached
+        return torch.cuda.mem_get_info(self.torch_device)[0] + cached
 
     def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
         """Allocate a tensor [size] in page-locked host memory, which kernels can access. Raises MemoryError."""
@@ -162,10 +156,10 @@ class Device:
             torch.cuda.synchronize(self.torch_device)
 
     def capture(self, launches: Callable[[], R]) -> tuple[Callable[[], None], R]:
-        """Capture the kernels and torch ops that `launches` launches, without running them.
+        """Capture the kernels and torch ops that `launches` launches. Returns (replay, the result of `launches`).
 
-        Returns (replay, the result of `launches`). Each call of `replay` runs the captured launches on the same memory;
-        tensors in the result get their values then. Raises RuntimeError if `launches` waits for the device.
+        Each call of `replay` runs them, on the same memory; tensors in the result get their values then. Raises
+        RuntimeError if `launches` waits for the device.
         """
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         # set the current stream again, since torch does not restore it if the capture fails
@@ -180,9 +174,8 @@ class Device:
         return graph.replay, result
 
     def _capturing(self, graph: torch.cuda.CUDAGraph, pool: Any) -> AbstractContextManager[object]:
-        # thread_local: other threads may launch and allocate during the capture
-        stream = self._capture_stream
-        return torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+        mode = "thread_local"  # other threads may launch and allocate during the capture
+        return torch.cuda.graph(graph, pool=pool, stream=self._capture_stream, capture_error_mode=mode)
 
     def _end_failed_capture(self, pool: Any) -> None:
         """End a failed capture in torch's allocator and, for torch 2.11, in its random number generator."""

@@ -39,24 +39,18 @@ class Layout:
         self.stored_bytes = self.width * WORD + RECORD_BYTES  # a line without padding
         self.line_bytes = line_bytes_of(self.width)
         self._shape = (
-            ("TIERBED_DIM", self.dim),
-            ("TIERBED_WIDTH", self.width),
-            ("TIERBED_LINE_BYTES", self.line_bytes),
-            ("TIERBED_EMBEDDING", self.type),
-            ("TIERBED_STATES", TYPES[initial.state_dtype]),
+            ("TIERBED_DIM", self.dim), ("TIERBED_WIDTH", self.width), ("TIERBED_LINE_BYTES", self.line_bytes),
+            ("TIERBED_EMBEDDING", self.type), ("TIERBED_STATES", TYPES[initial.state_dtype]),
             ("TIERBED_NARROW_STATES", narrow),
-        )
+        )  # fmt: skip
         self.copy_lanes, self.column_lanes = _lanes((self.dim + 3) // 4), _lanes(self.dim)  # as in layout.h
         values = np.zeros(len(initial.kinds), _VALUES)
         values["kind"] = initial.kinds
         values["a"], values["b"] = np.asarray(initial.parameters).T
         values["q0"], values["q1"] = np.asarray(initial.quantiles).T
-        memory = {
-            "values": self._tensor(values),
-            "group_ends": self._tensor(np.cumsum(initial.columns, dtype=np.uint32)),
-            "states": self._tensor(np.asarray(initial.states, np.float32)),
-            "state_ends": self._tensor(ends[1:].astype(np.uint32)),
-        }
+        group_ends, states = np.cumsum(initial.columns, dtype=np.uint32), np.asarray(initial.states, np.float32)
+        arrays = {"values": values, "group_ends": group_ends, "states": states, "state_ends": ends[1:]}
+        memory = {name: self._tensor(array) for name, array in arrays.items()}
         self.initial = struct_of(
             _ROW, seed=initial.seed, groups=len(initial.columns), state_count=len(initial.states),
             has_zero_key=initial.zero_key is not None, zero_key=initial.zero_key, **memory,

@@ -43,9 +43,7 @@ class Program:
         return hash((self.file, self.macros))
 
     def source(self) -> str:
-        """Return the text to compile."""
-        defines = "".join(f"#define {name} {value}\n" for name, value in self.macros)
-        return defines + _text(self.file)
+        return "".join(f"#define {name} {value}\n" for name, value in self.macros) + _text(self.file)
 
     def kernels(self) -> list[str]:
         return re.findall(r'extern "C" __global__ void (\w+)\(', _text(self.file))
@@ -69,10 +67,7 @@ def _text(file: str) -> str:
 
 
 def compiled(nvrtc: Any, program: Program, architecture: str) -> Path:
-    """Compile a program for `architecture`, such as "sm_90", unless its cubin exists. Returns the cubin's path.
-
-    nvrtc: the module `cupy.cuda.nvrtc`. Raises StoreError if the program does not compile.
-    """
+    """Compile a program for `architecture` ("sm_90") unless its cubin exists. Returns its path. Raises StoreError."""
     source, options = program.source(), (*OPTIONS, f"--gpu-architecture={architecture}")
     content = "\0".join([source, *options, str(nvrtc.getVersion())])
     folder = Path(os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache").expanduser()
@@ -90,8 +85,7 @@ def _compile(nvrtc: Any, source: str, name: str, options: tuple[str, ...]) -> by
     handle = nvrtc.createProgram(source, name, (), ())
     try:
         nvrtc.compileProgram(handle, options)
-        code: bytes = nvrtc.getCUBIN(handle)
-        return code
+        return nvrtc.getCUBIN(handle)
     except nvrtc.NVRTCError as error:
         raise StoreError(f"{name} does not compile for this GPU ({error}): {nvrtc.getProgramLog(handle)}") from error
     finally:

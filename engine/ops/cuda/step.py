@@ -49,10 +49,7 @@ def weights_grad(batch: Batch, layout: Layout, index: int, grads: Tensor, out: T
 
 
 def write_numbers(layout: Layout, rule: str, hyper: Sequence[float], step: int, scale: float, numbers: Tensor) -> None:
-    """Write an update's hyper-parameters to `numbers`, memory from `new_numbers` that the functions below read.
-
-    hyper: as returned by `RowOptimizer.hyper`. scale: multiplies each row's summed gradient.
-    """
+    """Write an update's numbers, as in `Processor.set_numbers`, to memory from `new_numbers`. The kernels read them."""
     values = np.zeros((), _NUMBERS)
     values["hyper"][: len(hyper)], values["scale"], values["step"] = hyper, scale, step
     launch(layout.device, _update_program(layout, rule), "write_numbers", 1, WARP, values, numbers)
@@ -61,10 +58,7 @@ def write_numbers(layout: Layout, rule: str, hyper: Sequence[float], step: int, 
 def update(
     layout: Layout, rule: str, batch: Batch, gradients: Grads, numbers: Tensor, written: Tensor, faults: Tensor
 ) -> None:
-    """Apply the optimizer rule to a batch's rows. Writes nothing if a fault bit is set.
-
-    Adds the number of rows written for the first time to `written` [tables], int64.
-    """
+    """Update a batch's rows, unless a fault bit is set. `written` [tables], int64, counts first writes of rows."""
     program = _update_program(layout, rule, _dtype(gradients[0]))
     sources, sums, _owners = _sum_blocks(program, layout, batch, gradients)
     launch(

@@ -100,19 +100,15 @@ class CudaTableImage:
         max_rows = len(rows) // row_dtype(self._layout.width).itemsize
         begin, end = self._position, min(self._position + max_rows, int(self._rows.bounds[self._bucket + 1]))
         if begin == end:
-            self.before_image_bytes -= sum(
-                positions.nbytes + lines.nbytes for positions, lines in self._before_images[self._bucket]
-            )
-            self._before_images[self._bucket] = []
+            parts, self._before_images[self._bucket] = self._before_images[self._bucket], []
+            self.before_image_bytes -= sum(positions.nbytes + lines.nbytes for positions, lines in parts)
             return 0
         packed = rows.view(row_dtype(self._layout.width))[: end - begin]
-        source = self._rows
+        source, part = self._rows, slice(begin, end)
         # On the training thread's stream: after its earlier launches, before its later ones.
         with torch.cuda.stream(self._stream):
-            lines = self._staging.pack(
-                source.tables[begin:end], source.keys[begin:end], source.lines[begin:end], packed
-            )
-            self._positions[source.numbers[begin:end] + 1] = -1
+            lines = self._staging.pack(source.tables[part], source.keys[part], source.lines[part], packed)
+            self._positions[source.numbers[part] + 1] = -1
         for positions, before in self._before_images[self._bucket]:
             part = slice(*np.searchsorted(positions, (begin, end)))
             lines[positions[part] - begin] = before[part]
@@ -201,10 +197,9 @@ class CudaFullStore(TopTier[Batch]):
             for sort_key in (tables, buckets):
                 order = order[sort_key[order].argsort(stable=True)]
             bounds = torch.searchsorted(buckets[order], torch.arange(BUCKETS + 1, device=order.device))
-            host_tables, numbers = tables[order].cpu().numpy().view(np.uint32), numbers[order]
-            return SortedRows(
-                host_tables, keys[order].cpu().numpy().view(np.uint64), lines[numbers], numbers, bounds.cpu().numpy()
-            )
+            host_tables, host_keys = (column[order].cpu().numpy() for column in (tables, keys))
+            rows, numbers = (host_tables.view(np.uint32), host_keys.view(np.uint64)), numbers[order]
+            return SortedRows(*rows, lines[numbers], numbers, bounds.cpu().numpy())
 
     def image(self, top: Any) -> CudaTableImage:
         return CudaTableImage(self.table, self.layout, self.sorted_rows, self._faults.word)

@@ -32,12 +32,9 @@ class CudaFullTable:
 
     def __init__(self, layout: Layout, capacity: int | None, load: float = 0.75, on_host: bool = False) -> None:
         """load: the maximum rows per slot of the index. on_host: True to keep lines in host memory."""
-        self._layout = layout
-        self.device = layout.device
+        self._layout, self.device = layout, layout.device
         self._run = partial(launch, layout.device, layout.program("store/cuda/full_table.cu"))
-        self._fixed = capacity is not None
-        self._load = load
-        self._on_host = on_host
+        self._fixed, self._load, self._on_host = capacity is not None, load, on_host
         self._base_bits = MIN_BITS if capacity is None else max(capacity - 1, 1).bit_length()
         self._segments: list[Tensor] = []
         self._addresses = self._zeros(32, torch.int64)
@@ -117,10 +114,7 @@ class CudaFullTable:
         return self.index_bytes + sum(segment.nbytes for segment in self._segments)
 
     def rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return hashes, tables, lines and update counts of all rows. Waits for the device.
-
-        An erased row is listed with line 0 and no updates until another row gets its line.
-        """
+        """Return hashes, tables, lines and update counts of all rows; 0 for lines of erased rows. Waits."""
         used = int(self._counts[0])
         hashes, lines = self._zeros(used, torch.int64), self._zeros(used, torch.int64)
         tables, updates = self._zeros(used, torch.int32), self._zeros(used, torch.int32)
