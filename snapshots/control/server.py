@@ -233,10 +233,7 @@ class Service:
 
 @dataclass(eq=False)
 class RequestedSave:
-    """A save that a client requested. The client receives progress messages for as long as it listens.
-
-    stores: the real paths of stores to save, all or none; empty for the target's own.
-    """
+    """A save that a client requested. The client receives progress messages for as long as it listens."""
 
     _client: socket.socket
     _stopping: Event
@@ -244,7 +241,7 @@ class RequestedSave:
     name: str
     kind: str
     overwrite: bool
-    stores: Sequence[str]
+    stores: Sequence[str]  # the real paths of stores to save, all or none; empty for the target's own
     rows: int = 0
     of: int | None = None  # the total; known once a full save of one store has started
     _due: float = 0.0

@@ -76,24 +76,13 @@ class Rows:
             span.end(clock.now)
         self.now = now
 
-    def set_entry(self, now: Entry) -> None:
-        """Note which durable rows equal the present ones, as the record says or is about to say."""
-        self.now = now
-
-    def forget_before(self, moment: int) -> None:
-        self.spans = [span for span in self.spans if span.last >= moment]
-
-    def forget(self, snapshot: str) -> None:
-        self.spans = [span for span in self.spans if span.snapshot != snapshot]
-
 
 class Member(Rows):
     """A store that this process has open.
 
-    store: its folder. home: the folder whose MARK leads to the record; if ranks share the rows, the snapshots'
-    folder. entry: the durable rows that it opens with. broken: why rows may not be written or saved before a load,
-    else "". partners: returns the stores trained together with it. expect_change: called when the next change must be
-    recorded.
+    home: the folder whose MARK leads to the record; if ranks share the rows, the snapshots' folder. entry: the durable
+    rows that it opens with. broken: why rows may not be written or saved before a load, else "". partners: returns the
+    stores trained together with it. expect_change: called when the next change must be recorded.
     """
 
     def __init__(self, store: StoreFolder, home: StoreFolder, id: str, group: Group, entry: Entry, broken: str) -> None:
@@ -121,25 +110,28 @@ class Member(Rows):
         writes, version = self._named_version
         return version if self._writes == writes else f"{self._run}:{self._writes}"
 
-    def lock(self) -> None:
-        """Lock the group, and write what recovery chooses. Raises StoreError, SnapshotError."""
-        with _changing:
-            _lock_all(self)
+    def lock(self) -> Group:
+        """Lock the group and the partners' groups, write what recovery chooses, and join them. Returns the group.
 
-    def check_usable(self) -> None:
-        """Raises StoreError if the rows must not be written or saved."""
-        if self.broken:
-            raise StoreError(self.broken)
+        Raises StoreError, SnapshotError.
+        """
+        with _changing:
+            groups = list(dict.fromkeys(one.group for one in (self, *self.partners())))
+            for group in groups:
+                group.lock()
+            if len(groups) > 1:
+                _join(groups)
+            return self.group
 
     def begin_change(self, replaces: bool = False) -> None:
         """Record durably that the rows are about to change. The caller holds the table's lock. Raises StoreError.
 
         replaces: True if all rows are replaced, whatever they are.
         """
-        if not replaces:
-            self.check_usable()
+        if self.broken and not replaces:
+            raise StoreError(self.broken)
         with _changing:
-            group = _lock_all(self)
+            group = self.lock()
             if self.id not in group.record.trained:  # else there is nothing to clear, and the disk may be full
                 group.warn_of_lone_saves(self)
                 group.write({self.id: Entry(self.now.snapshot)}, trained=group.record.trained | {self.id})
@@ -152,9 +144,10 @@ class Member(Rows):
 
     def capture(self) -> Capture:
         """Begin a save of the present rows. The caller holds the table's lock. Raises StoreError."""
-        self.check_usable()
+        if self.broken:
+            raise StoreError(self.broken)
         with _changing:
-            _lock_all(self)
+            self.lock()
             clock.tick()
             capture = Capture("", self.first, member=self)
             self.spans.append(capture)
@@ -164,10 +157,6 @@ class Member(Rows):
     def saved(self, snapshot: str) -> None:
         """Note that the present rows equal a snapshot's."""
         self._named_version = self._writes, f"{snapshot}:0"
-
-    def begin_load(self) -> None:
-        """Called before the record names the snapshot that is being loaded."""
-        self.broken = LOADING
 
     def replaced(self, snapshot: str | None) -> None:
         """Called after the rows were replaced: by a snapshot's that `loading` has recorded, or by others."""
@@ -185,7 +174,7 @@ class Member(Rows):
         if broken or self.broken != LOADING:
             self.change()
         else:
-            self.set_entry(now)
+            self.now = now
         if self.broken == LOADING:
             self.broken = broken
 
@@ -193,7 +182,7 @@ class Member(Rows):
         """Record that the live rows are clean, with this version. Raises StoreError."""
         with _changing:
             try:
-                group = _lock_all(self)
+                group = self.lock()
             except StoreError:
                 if not self.group.is_locked:
                     return  # another process trains the group; these rows are unchanged since the record named them
@@ -213,12 +202,6 @@ class Member(Rows):
         elif home.mark.ranks != ranks:
             home.change(ranks=ranks)
 
-    def join(self, group: Group) -> None:
-        """Move to another group that already includes this store's rows."""
-        self.group.leave(self)
-        self.group = group
-        group.enter(self)
-
     def leave(self) -> None:
         """Called when the store is closed in this process."""
         with _changing:
@@ -231,17 +214,9 @@ class Capture(Interval):
 
     member: Member
 
-    def name(self, snapshot: str) -> None:
-        """Set the id of the finished snapshot, or "" if the save failed."""
-        self.snapshot = snapshot
-
 
 def open_store(
-    store: StoreFolder,
-    mode: str,
-    for_load: bool = False,
-    shards: Shards | None = None,
-    beside: Sequence[Path] = (),
+    store: StoreFolder, mode: str, for_load: bool = False, shards: Shards | None = None, beside: Sequence[Path] = ()
 ) -> Member:
     """Open a store in this process, with the rows that its entry names. Raises StoreError, SnapshotError.
 
@@ -289,11 +264,6 @@ class Group:
     @property
     def record(self) -> Record:
         return self.file.record
-
-    @property
-    def accepts_loss(self) -> bool:
-        """True if stores with a missing or foreign folder are left out."""
-        return self.mode in ("mixed", "fresh")
 
     def enter(self, member: Member, mode: str = "") -> None:
         if not self.is_locked and self.mode != "mixed":
@@ -430,10 +400,10 @@ class Group:
                 file.write_mark(home, member.id)
         self.file = file
         for id, entry in now.items():
-            self.rows[id].set_entry(entry)
+            self.rows[id].now = entry
         if snapshots is not None and record.commit == snapshots:
             for rows in self.rows.values():
-                rows.forget_before(moment)
+                rows.spans = [span for span in rows.spans if span.last >= moment]
 
     def warn_of_lone_saves(self, member: Member) -> None:
         """Warn before a store changes that was closed but not saved: lone saves of others then stop counting."""
@@ -458,18 +428,8 @@ class Group:
             if not missing:
                 break
             for id in missing:
-                self.rows[id].forget(snapshots[id])
+                self.rows[id].spans = [span for span in self.rows[id].spans if span.snapshot != snapshots[id]]
         return newest
-
-
-def _lock_all(member: Member) -> Group:
-    """Lock the store's group before a change or save, and join it with its partners' groups."""
-    groups = {id(one.group): one.group for one in (member, *member.partners())}
-    for group in groups.values():
-        group.lock()
-    if len(groups) > 1:
-        _join(list(groups.values()))
-    return member.group
 
 
 def _join(groups: Sequence[Group]) -> None:
@@ -478,7 +438,9 @@ def _join(groups: Sequence[Group]) -> None:
     members.sort(key=lambda member: member.store.path.name)
     path = members[0].store.snapshot_store.path.parent / f"{PREFIX}{secrets.token_hex(8)}"
     lock = FileLock(lock_file(path), f"the group of {members[0].store.path.name!r}")
-    folders = {id: folder for group in groups for id, folder in group.file.members(group.accepts_loss).items()}
+    folders = dict[str, FolderState]()
+    for group in groups:
+        folders |= group.file.members(lenient=group.mode in ("mixed", "fresh"))
     places = {id: Location.of(one.path, one.snapshot_store.path, path.parent) for id, one in folders.items()}
     rows = {id: rows for group in groups for id, rows in group.rows.items() if id in folders}
     for member in members:
@@ -500,7 +462,9 @@ def _join(groups: Sequence[Group]) -> None:
             file.write_mark(member.home, member.id)
     joined = Group(file, rows, lock)
     for member in members:
-        member.join(joined)
+        member.group.leave(member)
+        member.group = joined
+        joined.enter(member)
     joined.write()  # completes the union
     for group in groups:
         if group.file.path is not None and not group.rows.keys() - joined.members.keys():
@@ -521,10 +485,10 @@ def loading(snapshots: Mapping[Member, str]) -> Iterator[None]:
     try:
         with _changing:
             for member in snapshots:
-                _lock_all(member)
+                member.lock()
             before = {member: (member.now, member.broken) for member in snapshots}
             for member in snapshots:
-                member.begin_load()
+                member.broken = LOADING
             for group, ids in _by_group(snapshots):
                 loaded = {id: Entry(snapshot) for id, snapshot in ids.items()}
                 group.write(loaded, parents={**group.record.parents, **ids})
@@ -550,13 +514,13 @@ def saved(snapshots: Mapping[Capture, str], is_parent: bool = True) -> None:
         before = [(group, {**vars(group.record), "now": group.entries}) for group, _ in groups]
         try:
             for capture, snapshot in snapshots.items():
-                capture.name(snapshot)
+                capture.snapshot = snapshot
             for group, ids in groups:
                 now = {member.id: Entry(id, member.now.live) for member, id in present.items() if member.group is group}
                 group.write(now, parents={**group.record.parents, **(ids if is_parent else {})})
         except BaseException:
             for capture in snapshots:
-                capture.name("")
+                capture.snapshot = ""
             for group, fields in before:
                 with suppress(StoreError):
                     group.write(**fields)

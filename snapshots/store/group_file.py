@@ -20,7 +20,7 @@ from typing import Any, Self
 from ...engine.durable import read_record, seal, unseal, write_atomically
 from ...engine.errors import SnapshotError, StoreError
 from ..files.format import MANIFEST
-from ..files.reader import Listing, Snapshot, list_snapshots, name_of
+from ..files.reader import Snapshot, list_snapshots, name_of
 from .folder import StoreFolder
 from .folder_state import SNAPSHOTS, FolderState, shard_versions
 from .lock import FileLock, InUseError
@@ -49,11 +49,7 @@ class GroupFile:
     """
 
     def __init__(
-        self,
-        folder: FolderState,
-        shards: Shards | None = None,
-        beside: Sequence[Path] = (),
-        is_alone: bool = False,
+        self, folder: FolderState, shards: Shards | None = None, beside: Sequence[Path] = (), is_alone: bool = False
     ) -> None:
         self.folder, self.shards, self.beside = folder, shards or {}, beside
         self._folders = {os.path.realpath(folder.path): folder}  # by real path; each MARK is read once
@@ -108,7 +104,8 @@ class GroupFile:
                 except (OSError, *INVALID) as cause:
                     error = error or f"{str(path)!r}: {cause}"
             else:
-                names = ", ".join(repr(snapshot.name) for snapshot in self.listing.snapshots) or "none"
+                snapshots = list_snapshots(self.folder.snapshots).snapshots
+                names = ", ".join(repr(snapshot.name) for snapshot in snapshots) or "none"
                 raise RecordError(
                     f"{str(self.folder.path)!r} is trained together with other embeddings, and the group's record is "
                     f"missing or damaged, {error}",
@@ -136,7 +133,7 @@ class GroupFile:
 
     def _find_by_path(self) -> bool:
         """Find the record by this folder's path if MARK is lost and the snapshots are not. True if found."""
-        if self.listing.snapshots:
+        if list_snapshots(self.folder.snapshots).snapshots:
             for path in sorted(self.folder.path.parent.glob(f"{PREFIX}*")):
                 with suppress(OSError, *INVALID):
                     record = Record.parse(unseal(read_record(path)))
@@ -152,10 +149,6 @@ class GroupFile:
         record, link = (self.record, None) if self.path is None else (None, Link.to(self.path, home.path))
         if fields or (home.mark.record, home.mark.link) != (record, link):
             home.change(store=store, record=record, link=link, old={}, **fields)
-
-    @property
-    def listing(self) -> Listing:
-        return list_snapshots(self.folder.snapshots)
 
     @property
     def last_snapshot(self) -> str | None:

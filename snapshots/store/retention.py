@@ -22,14 +22,11 @@ log = logging.getLogger("tierbed")
 
 
 class PrunePlan(NamedTuple):
-    """The snapshots that a prune keeps and removes, each from oldest to latest.
-
-    kept_for_recovery: the part of `kept` that only recovery needs.
-    """
+    """The snapshots that a prune keeps and removes, each from oldest to latest."""
 
     kept: list[Snapshot]
     removed: list[Snapshot]
-    kept_for_recovery: list[Snapshot]
+    kept_for_recovery: list[Snapshot]  # the part of `kept` that only recovery needs
 
 
 def plan_prune(

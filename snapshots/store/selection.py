@@ -66,32 +66,23 @@ def converted(rows: RowArray, old: RowForm, new: RowForm, signed: bool) -> RowAr
 
 @dataclass
 class LoadReport:
-    """What a load did.
+    """What a load did."""
 
-    rows: how many rows were loaded. left_out: how many were skipped. remarks: what did not fit, and how it was
-    handled.
-    """
-
-    rows: int = 0
-    left_out: int = 0
-    remarks: list[str] = field(default_factory=list)
+    rows: int = 0  # how many were loaded
+    left_out: int = 0  # how many were skipped
+    remarks: list[str] = field(default_factory=list)  # what did not fit, and how it was handled
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What to load from a snapshot.
+    """What to load from a snapshot."""
 
-    tables: indexes, or names until `fitting` resolves them. where: a function of (tables [n], keys [n]) that returns
-    bool [n], True for rows to load. state: load optimizer state. convert: convert numbers to `types`, which `fitting`
-    sets, if their type differs. padding: padding_idx as 64 bits; that key is never a row.
-    """
-
-    tables: Collection[int | str] | None = None
-    where: Where | None = None
-    state: bool = True
-    padding: int | None = None
-    convert: bool = False
-    types: Types | None = None
+    tables: Collection[int | str] | None = None  # indexes, or names until `fitting` resolves them
+    where: Where | None = None  # from (tables [n], keys [n]) to bool [n], True for rows to load
+    state: bool = True  # load optimizer state
+    padding: int | None = None  # padding_idx as 64 bits; that key is never a row
+    convert: bool = False  # convert numbers to `types` if their type differs
+    types: Types | None = None  # set by `fitting`
 
     @property
     def is_whole(self) -> bool:

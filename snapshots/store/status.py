@@ -58,32 +58,19 @@ class MemberStatus(NamedTuple):
 
 @dataclass(frozen=True)
 class StoreStatus:
-    """A store folder's status.
-
-    Attributes:
-        holder: the id of the process that has it open, 0 if unknown; None if no process has.
-        marker: the clean marker; None if the live rows are absent or not clean. For ranks, all shards' merged marker.
-        live: "rows", "rocksdb", "ranks" or None.
-        rows, step: of the live rows; None if unknown. rows is also None without a clean marker.
-        recovery_snapshot: its name, if any.
-        bytes: the size of live rows, snapshots and the rest. A file that several share counts in the first.
-        restart: what a run that starts now would do; if there is a holder, what it would do after the holder is
-            killed.
-        ranks: the number of ranks; None for one process.
-        group: what the record says about each store in the group, this one included; empty if it trains alone.
-    """
+    """A store folder's status."""
 
     path: Path
-    holder: int | None
-    marker: dict[str, Any] | None
-    live: str | None
-    rows: int | None
-    step: int | None
-    recovery_snapshot: str | None
-    bytes: dict[str, int]
-    restart: Restart
-    ranks: int | None = None
-    group: tuple[MemberStatus, ...] = ()
+    holder: int | None  # the id of the process that has it open, 0 if unknown; None if no process has
+    marker: dict[str, Any] | None  # the clean marker, merged for ranks; None if live rows are absent or not clean
+    live: str | None  # "rows", "rocksdb" or "ranks"
+    rows: int | None  # None without a clean marker, or if unknown
+    step: int | None  # of the live rows; None if unknown
+    recovery_snapshot: str | None  # its name
+    bytes: dict[str, int]  # of live rows, snapshots and the rest; a file that several share counts in the first
+    restart: Restart  # of a run that starts now, or after the holder is killed
+    ranks: int | None = None  # None for one process
+    group: tuple[MemberStatus, ...] = ()  # all stores of the group, this one included; empty if it trains alone
 
     @property
     def partners(self) -> tuple[str, ...]:
