@@ -167,10 +167,9 @@ class Service:
             with client:
                 try:
                     answer = self._answer(client)
-                except TierbedError as error:
-                    answer = _error(error)
                 except Exception as error:
-                    log.warning("a client of store folder %s was not served", self._path, exc_info=True)
+                    if not isinstance(error, TierbedError):
+                        log.warning("a client of store folder %s was not served", self._path, exc_info=True)
                     answer = _error(error)
                 with contextlib.suppress(OSError):  # the client has exited
                     send(client, answer)

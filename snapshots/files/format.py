@@ -7,7 +7,6 @@ import errno
 import math
 import re
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from types import NoneType
@@ -80,7 +79,7 @@ class HashShard(NamedTuple):
         return rows[owners == self.number]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class RowFile:
     """A file of rows or deleted rows' keys: row count, size with header, and the crc32 of all after the header."""
 

@@ -203,7 +203,7 @@ def _files_in(folder: Path) -> Iterator[Path]:
 def write_rocksdb(
     temporary: Path, name: str, rows: int, tier: RocksDB, progress: Callable[[int], None] | None = None
 ) -> RocksDBFiles:
-    """Write the `rows` rows of `tier` as checkpoint `name`'s files, into the temporary folder `place`.
+    """Write the `rows` rows of `tier` as checkpoint `name`'s files, into the folder `temporary`.
 
     Row files are linked, so their size does not matter. RocksDB stored their checksums; files of an older tierbed
     have none and are read once. If the file system cannot link, files are copied, with a warning. Raises OSError,

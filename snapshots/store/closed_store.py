@@ -78,9 +78,8 @@ def save_closed_stores(
             member = open_store(store, "resume")
             open_stores.callback(member.leave)
             source = _source(store, member, new.new_id(), open_stores)
-            store_kind = kind
-            if kind == "incremental" and len(stores) > 1 and source.parent == EMPTY:
-                store_kind = "full"
+            lacks_parent = kind == "incremental" and len(stores) > 1 and source.parent == EMPTY
+            store_kind = "full" if lacks_parent else kind
             capture = member.capture()
             check_save(store.snapshot_store, name, store_kind, source, overwrite)
             folder, parent = begin_save(store.snapshot_store, name, store_kind, source, overwrite, new)
@@ -189,8 +188,7 @@ def check_load(store: StoreFolder, snapshot: Snapshot, selection: Selection) -> 
                 "saved it"
             )
     store_types, snapshot_types = types_of(marker), types_of(selection.description(snapshot.description))
-    state_types = store_types[1], snapshot_types[1]
-    state_type = snapshot_types[1] if None in state_types else store_types[1]  # rows without states accept any
+    state_type = snapshot_types[1] and (store_types[1] or snapshot_types[1])  # rows without states accept any
     if (store_types[0], state_type) == snapshot_types:
         return selection
     if not selection.convert:

@@ -17,7 +17,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import RLock
 from time import sleep
@@ -42,28 +42,22 @@ _changing = RLock()  # one thread at a time changes groups and records
 
 
 class Clock:
-    """Counts the moments of this process. `now` is the current one."""
+    """Counts the moments of this process."""
 
-    def __init__(self) -> None:
-        self.now = 0
-
-    def tick(self) -> None:
-        self.now += 1
+    now = 0
 
 
 clock = Clock()
 os.register_at_fork(after_in_child=_groups.clear)
 
 
+@dataclass(eq=False)
 class Rows:
-    """A store's rows, open or closed, while this process holds the group's lock.
+    """A store's rows, open or closed, while this process holds the group's lock."""
 
-    now: the durable rows that equal the present ones. first: the first moment with the present rows. spans: the
-    moments during which it had each snapshot's rows, including unfinished saves.
-    """
-
-    def __init__(self, now: Entry = NOTHING) -> None:
-        self.now, self.first, self.spans = now, 0, list[Interval]()
+    now: Entry = NOTHING  # the durable rows that equal the present ones
+    first: int = 0  # the first moment with the present rows
+    spans: list[Interval] = field(default_factory=list)  # when it had each snapshot's rows, also of unfinished saves
 
     def begin(self, now: Entry) -> None:
         """Start with these rows, when the lock is taken. Until they change, they fit any store that joins later."""
@@ -111,10 +105,7 @@ class Member(Rows):
         return version if self._writes == writes else f"{self._run}:{self._writes}"
 
     def lock(self) -> Group:
-        """Lock the group and the partners' groups, write what recovery chooses, and join them. Returns the group.
-
-        Raises StoreError, SnapshotError.
-        """
+        """Lock the group and the partners' groups, join them, and return it. Raises StoreError, SnapshotError."""
         with _changing:
             groups = list(dict.fromkeys(one.group for one in (self, *self.partners())))
             for group in groups:
@@ -148,7 +139,7 @@ class Member(Rows):
             raise StoreError(self.broken)
         with _changing:
             self.lock()
-            clock.tick()
+            clock.now += 1
             capture = Capture("", self.first, member=self)
             self.spans.append(capture)
             self.expect_change()
@@ -226,16 +217,15 @@ def open_store(
     with _changing:
         file = GroupFile(store, shards, beside)
         group = next((one for one in _groups if one.file.key == file.key), None) or Group(file)
-        entry, broken = Entry(EMPTY), ""
-        try:
-            if mode == "fresh":
-                broken = "its rows are about to be emptied"  # so they need not be recovered
-            else:
-                entry = group.entry_of(file, mode)
-        except (StoreError, SnapshotError) as error:
-            if not for_load:
-                raise
-            entry, broken = file.newest()[file.store], str(error)
+        if mode == "fresh":
+            entry, broken = Entry(EMPTY), "its rows are about to be emptied"  # so they need not be recovered
+        else:
+            try:
+                entry, broken = group.entry_of(file, mode), ""
+            except (StoreError, SnapshotError) as error:
+                if not for_load:
+                    raise
+                entry, broken = file.newest()[file.store], str(error)
         member = Member(store, store.snapshot_store if store.ranks else store, file.store, group, entry, broken)
         group.enter(member, mode)
         try:
@@ -380,10 +370,7 @@ class Group:
         return {id: rows.now for id, rows in self.rows.items()}
 
     def write(self, now: Mapping[str, Entry] | None = None, **fields: Any) -> None:
-        """Write the record if it changes. Raises StoreError.
-
-        now: entries to replace. fields: other fields to replace.
-        """
+        """Write the record with these entries and other fields replaced, if that changes it. Raises StoreError."""
         now, path = now or {}, self.file.path
         moment, snapshots = self._newest_moment() or (0, None)
         record = replace(next_record(self.record, {**self.entries, **now}, snapshots), **fields)
@@ -493,7 +480,7 @@ def loading(snapshots: Mapping[Member, str]) -> Iterator[None]:
                 loaded = {id: Entry(snapshot) for id, snapshot in ids.items()}
                 group.write(loaded, parents={**group.record.parents, **ids})
         yield
-        clock.tick()
+        clock.now += 1
     except BaseException:
         with _changing, suppress(StoreError):
             for member, (now, broken) in before.items():

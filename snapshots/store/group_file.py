@@ -26,7 +26,7 @@ from .folder_state import SNAPSHOTS, FolderState, shard_versions
 from .lock import FileLock, InUseError
 from .mark import Link, live_version
 from .old_stores import PREFIX, UNKNOWN, OldGroup, record_of_group, record_of_store
-from .recovery_rule import EMPTY, NOTHING, Entry, Files, Record, choose, needed, usable
+from .recovery_rule import EMPTY, NOTHING, Entry, Files, Record, choose, usable
 
 INVALID = (ValueError, TypeError, KeyError, AttributeError)  # what reading a damaged record raises
 Shards = Mapping[str, Mapping[int, str | None]]  # from a store's path to the versions of its shards on all hosts
@@ -43,9 +43,8 @@ class RecordError(StoreError):
 class GroupFile:
     """The record of a store's group, as it was read. Raises StoreError.
 
-    path: the record file's; None if the record is in the store's MARK. store: the store's id in the record. shards:
-    the shard versions of stores that ranks share, by default those on this host. beside: folders to search for other
-    members, in case they were moved. is_alone: the store is new and without a group, whatever its MARK says.
+    shards: the shard versions of stores that ranks share, by default those on this host. beside: folders to search for
+    other members, in case they were moved. is_alone: the store is new and without a group, whatever its MARK says.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class GroupFile:
         self._folders = {os.path.realpath(folder.path): folder}  # by real path; each MARK is read once
         self.home = folder.recovery_folder  # its MARK contains the record, or leads to it
         mark, group = self.home.mark, OldGroup.of(self.home.mark)
-        self.path: Path | None = None
+        self.path: Path | None = None  # of the record; None if it is in the store's MARK
         self.store = mark.store or (group.id if group is not None else secrets.token_hex(8))
         if is_alone:
             self.store = secrets.token_hex(8)
@@ -64,8 +63,7 @@ class GroupFile:
             self.path, self.record = self._follow(mark.link)
         elif group is not None:
             path, record = record_of_group(folder, group, self.files)
-            linked = self._follow(Link.to(path, self.home.path)) if record is None else (path, record)
-            self.path, self.record = linked
+            self.path, self.record = (path, record) if record else self._follow(Link.to(path, self.home.path))
         elif mark.exists or not self._find_by_path():
             self.record = mark.record or self._own_record()
         if self.path is not None:
@@ -155,11 +153,6 @@ class GroupFile:
         """The name of the store's snapshot in the commit; None if there is none."""
         id = self.record.commit[self.store]
         return None if id == EMPTY else name_of(self.folder.snapshots, id)
-
-    @property
-    def needed(self) -> set[str]:
-        """The ids of the store's snapshots that must not be removed."""
-        return needed(self.record, self.store)
 
     def members(self, lenient: bool = False) -> dict[str, FolderState]:
         """Returns the members' folders by store id.

@@ -147,9 +147,7 @@ def newest_moment(spans: Mapping[str, Sequence[Interval]], clock: int) -> tuple[
     """Find the newest moment at which every store's rows are in a snapshot. Returns it with these snapshots."""
     for moment in sorted({min(span.last, clock) for store in spans.values() for span in store}, reverse=True):
         snapshots = {
-            x: next(
-                (span.snapshot for span in reversed(store) if span.snapshot and span.first <= moment <= span.last), ""
-            )
+            x: next((s.snapshot for s in reversed(store) if s.snapshot and s.first <= moment <= s.last), "")
             for x, store in spans.items()
         }
         if all(snapshots.values()):

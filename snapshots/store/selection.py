@@ -113,10 +113,7 @@ class Selection:
         return {**result, **untrained, "width": RowForm(sum(result["columns"]), result["dtype"]).width}
 
     def rows_of(self, snapshot: Snapshot, report: LoadReport, progress: Callable[[int], None] | None = None) -> Chunks:
-        """Yields a snapshot's selected rows, counted in `report`. Without state, they are as a lookup returns them.
-
-        progress: called with the number of rows in each chunk read.
-        """
+        """Yields a snapshot's selected rows, counted in `report`. Without state, they are as a lookup returns them."""
         chunks = snapshot.chunks()
         if not self.state:
             from ...engine.table.row_scan import caught_up  # loads torch

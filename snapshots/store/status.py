@@ -24,35 +24,25 @@ CHECKPOINT = "graph.msgpack"  # a file that checkpoints have and store folders l
 
 @dataclass(frozen=True)
 class Restart:
-    """The rows that the next run starts with.
+    """The rows that the next run starts with."""
 
-    source: "live" rows, a "snapshot", "empty" for no rows, "nowhere" if the run cannot start because of `problem`, or
-    "elsewhere" if the shards are on other hosts, so that one process cannot start. step: the rows' step. lost_steps:
-    how many later steps are lost; None if unknown.
-    """
-
+    # nowhere: the run cannot start; elsewhere: the shards are on other hosts, so one process cannot start
     source: Literal["live", "snapshot", "empty", "nowhere", "elsewhere"]
     step: int = 0
     snapshot: str | None = None
-    lost_steps: int | None = 0
-    problem: str | None = None
+    lost_steps: int | None = 0  # how many steps after that are lost; None if unknown
+    problem: str | None = None  # why the run cannot start
 
 
 class MemberStatus(NamedTuple):
-    """What a group's record says about a store.
-
-    live, snapshot: the durable rows that equal the present ones: live rows, a snapshot, both, or neither if the store
-    is being trained or was killed. step: their step; None if unknown. common: the snapshot that all stores go back to
-    together, as this one has it; None for no rows. common_step: its step. For a missing snapshot, the name is its id
-    and "(missing)".
-    """
+    """What a group's record says about a store. For a missing snapshot, the name is its id and "(missing)"."""
 
     name: str
     path: Path
-    live: bool
-    snapshot: str | None
-    step: int | None
-    common: str | None
+    live: bool  # the live rows equal the present ones
+    snapshot: str | None  # equals them too; neither does if the store is being trained or was killed
+    step: int | None  # of the present rows; None if unknown
+    common: str | None  # the snapshot that all stores go back to together, as this one has it; None for no rows
     common_step: int | None
 
 
@@ -154,10 +144,8 @@ def _find_snapshot(folder: FolderState, id: str | None) -> tuple[str | None, int
 
 
 def _restart(file: GroupFile, marker: dict[str, Any] | None, noted_step: int | None) -> Restart:
-    if any(holder(folder.path) is not None for folder in file.members().values()):
-        entry = file.after_kill()[file.store]
-    else:
-        entry = file.target()[file.store]
+    is_open = any(holder(folder.path) is not None for folder in file.members().values())
+    entry = (file.after_kill() if is_open else file.target())[file.store]
     if entry.live is not None and marker is not None:
         return Restart("live", marker["step"])
     if entry.snapshot == EMPTY:
