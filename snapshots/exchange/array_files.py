@@ -79,8 +79,7 @@ class NamedArrays:
         columns = {name: self.columns[name] for name in names}
         count = next(iter(columns.values())).shape[0]
         for begin in range(0, count, max_rows):
-            end = min(begin + max_rows, count)
-            yield {name: column.read(begin, end) for name, column in columns.items()}
+            yield {name: column.read(begin, min(begin + max_rows, count)) for name, column in columns.items()}
 
 
 class SpilledColumn(NamedTuple):

@@ -463,8 +463,7 @@ def snapshot_id(folder: Path) -> str:
     Raises StoreError if this process is out of descriptors or memory, since the id is unknown then.
     """
     try:
-        content = unseal(read_record(folder / MANIFEST))
-        return str(content["id"])
+        return str(unseal(read_record(folder / MANIFEST))["id"])
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             return ""

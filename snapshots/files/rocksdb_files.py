@@ -84,8 +84,7 @@ def _scan(folder: Path, form: RowForm, shards: int, max_rows: int) -> Chunks:
 
 def _scan_error(folder: Path, problem: str) -> SnapshotError:
     """The error for an incomplete scan: RocksDB refused the files, or they crashed the process."""
-    system_error = os_error_in(problem)
-    if system_error is not None:
+    if (system_error := os_error_in(problem)) is not None:
         return read_error(folder / ROCKSDB, system_error, folder)
     return damaged(folder / ROCKSDB, problem, folder)
 

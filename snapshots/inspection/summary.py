@@ -65,9 +65,8 @@ class Summary:
 def summarise(snapshot: Snapshot, progress: Callable[[int], None] | None = None, first: int = 0) -> Summary:
     """Summarise a snapshot's rows, keeping the `first` ones. Raises SnapshotError."""
     summary = Summary()
-    form = snapshot.manifest.form
     for _, rows in snapshot.chunks():
-        summary.add(rows, form)
+        summary.add(rows, snapshot.manifest.form)
         summary.first.extend(rows[: first - len(summary.first)].copy())
         if progress is not None:
             progress(len(rows))

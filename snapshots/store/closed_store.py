@@ -84,8 +84,7 @@ def save_closed_stores(
             check_save(store.snapshot_store, name, store_kind, source, overwrite)
             folder, parent = begin_save(store.snapshot_store, name, store_kind, source, overwrite, new)
             part = write_part(folder, store_kind, source, parent, progress)
-            temporary = temporary_path(folder)
-            manifests.append(finish(temporary, source.description, *part, parent=parent, id=source.id))
+            manifests.append(finish(temporary_path(folder), source.description, *part, parent=parent, id=source.id))
             new_ids[capture] = manifests[-1].id
         new.then(lambda: saved(new_ids))
         new.put_in_place()
@@ -123,10 +122,8 @@ def load_into_stores(
 
     After a kill, recovery goes back to these snapshots, unless only a selection of rows or converted numbers were
     loaded. If this call is killed, all stores keep the old live rows, or all get the new ones. Returns the new live
-    rows' manifests.
-
-    Raises StoreError for a folder that only holds other stores' snapshots. Raises SnapshotError if a snapshot is
-    damaged, belongs to another table, or needs `convert`; clean live rows are then unchanged.
+    rows' manifests. Raises StoreError for a folder that only holds other stores' snapshots, and SnapshotError if a
+    snapshot is damaged, belongs to another table, or needs `convert`; clean live rows are then unchanged.
     """
     pairs = [*zip(stores, snapshots, strict=True)]
     selections = [check_load(store, snapshot, selection) for store, snapshot in pairs]
@@ -142,8 +139,7 @@ def load_into_stores(
             cleanup.callback(remove_folder, store.incoming)  # gone if it has become the live rows
             report = LoadReport()
             rows = choice.rows_of(snapshot, report, progress)
-            description = choice.description(snapshot.description)
-            results.append((write_snapshot(store.incoming, description, rows), report))
+            results.append((write_snapshot(store.incoming, choice.description(snapshot.description), rows), report))
         whole_loads = [member for member, choice in zip(members, selections, strict=True) if choice.is_whole]
         ids = {member: snapshot.manifest.id for member, snapshot in zip(members, snapshots, strict=True)}
         with loading({member: ids[member] for member in whole_loads}) if whole_loads else nullcontext():

@@ -59,11 +59,6 @@ class Rows:
     first: int = 0  # the first moment with the present rows
     spans: list[Interval] = field(default_factory=list)  # when it had each snapshot's rows, also of unfinished saves
 
-    def begin(self, now: Entry) -> None:
-        """Start with these rows, when the lock is taken. Until they change, they fit any store that joins later."""
-        self.now = now
-        self.spans = [Interval(now.snapshot, 0)] if now.snapshot else []
-
     def change(self, now: Entry = NOTHING) -> None:
         """Called when the rows change. Existing snapshots, and saves in progress, keep the rows from before."""
         for span in self.spans:
@@ -72,37 +67,29 @@ class Rows:
 
 
 class Member(Rows):
-    """A store that this process has open.
-
-    home: the folder whose MARK leads to the record; if ranks share the rows, the snapshots' folder. entry: the durable
-    rows that it opens with. broken: why rows may not be written or saved before a load, else "". partners: returns the
-    stores trained together with it. expect_change: called when the next change must be recorded.
-    """
+    """A store that this process has open."""
 
     def __init__(self, store: StoreFolder, home: StoreFolder, id: str, group: Group, entry: Entry, broken: str) -> None:
         rows = group.rows.get(id, Rows(entry))
         self.now, self.first, self.spans = NOTHING if broken else rows.now, rows.first, rows.spans
-        self.store, self.home, self.id, self.group, self.entry, self.broken = store, home, id, group, entry, broken
-        self.partners: Callable[[], Iterable[Member]] = tuple
-        self.expect_change: Callable[[], None] = lambda: None
+        self.store, self.id, self.group = store, id, group
+        self.home = home  # the folder whose MARK leads to the record; if ranks share the rows, the snapshots' folder
+        self.entry = entry  # the durable rows that it opens with
+        self.broken = broken  # why rows may not be written or saved before a load, else ""
+        self.partners: Callable[[], Iterable[Member]] = tuple  # returns the stores trained together with it
+        self.expect_change: Callable[[], None] = lambda: None  # called when the next change must be recorded
         self._writes = 0  # writes since the store was opened
-        self._named_version = 0, entry.live or f"{entry.snapshot}:0"
+        self.version = entry.live or f"{entry.snapshot}:0"  # of the rows; the same in the next run if they are
         self._run = secrets.token_hex(8)  # makes versions unique over processes and openings
 
     def attach(self, expect_change: Callable[[], None], partners: Callable[[], Iterable[Member]]) -> None:
-        """Set the two callbacks that the class describes."""
+        """Set the two callbacks."""
         self.expect_change, self.partners = expect_change, partners
 
     def tear(self, why: str) -> None:
         """Forbid writing, saving and closing cleanly until the rows are loaded again. `why` is the error's text."""
         self.broken = why
         self.expect_change()
-
-    @property
-    def version(self) -> str:
-        """The version of the rows. It is the same in the next run if the rows are."""
-        writes, version = self._named_version
-        return version if self._writes == writes else f"{self._run}:{self._writes}"
 
     def lock(self) -> Group:
         """Lock the group and the partners' groups, join them, and return it. Raises StoreError, SnapshotError."""
@@ -131,6 +118,7 @@ class Member(Rows):
     def write(self) -> None:
         """Count a write of rows that `begin_change` has recorded."""
         self._writes += 1
+        self.version = f"{self._run}:{self._writes}"
         self.first = clock.now + 1
 
     def capture(self) -> Capture:
@@ -145,10 +133,6 @@ class Member(Rows):
             self.expect_change()
             return capture
 
-    def saved(self, snapshot: str) -> None:
-        """Note that the present rows equal a snapshot's."""
-        self._named_version = self._writes, f"{snapshot}:0"
-
     def replaced(self, snapshot: str | None) -> None:
         """Called after the rows were replaced: by a snapshot's that `loading` has recorded, or by others."""
         with _changing:
@@ -157,7 +141,7 @@ class Member(Rows):
             self.change(Entry(snapshot))
             if snapshot is not None:
                 self.spans.append(Interval(snapshot, self.first))
-                self.saved(snapshot)
+                self.version = f"{snapshot}:0"
                 self.expect_change()
 
     def end_failed_load(self, now: Entry, broken: str) -> None:
@@ -240,14 +224,12 @@ def open_store(
 
 
 class Group:
-    """The stores that share a record. file: the record, as one of them reads it.
-
-    rows: all members' while the group is locked, otherwise only the open ones'. rows and lock are given if it is
-    locked.
-    """
+    """The stores that share a record. rows, lock: given if it is locked."""
 
     def __init__(self, file: GroupFile, rows: Mapping[str, Rows] | None = None, lock: FileLock | None = None) -> None:
-        self.file, self.rows, self._lock, self.is_locked = file, dict(rows or {}), lock, lock is not None
+        self.file = file  # the record, as one of the stores reads it
+        self.rows = dict(rows or {})  # all stores' while the group is locked, otherwise only the open ones'
+        self._lock, self.is_locked = lock, lock is not None
         self.members: dict[str, Member] = {}  # open in this process
         self.mode = "resume"  # of the last store opened before the lock was taken
 
@@ -348,8 +330,9 @@ class Group:
             if not member.broken and not _is_same(member.entry, target[id]):
                 raise StoreError(_changed_text(member.store))
         self.rows = {id: self.members.get(id) or Rows() for id in target}
-        for id, entry in target.items():
-            self.rows[id].begin(NOTHING if id in self.members and self.members[id].broken else entry)
+        for id, rows in self.rows.items():
+            rows.now = NOTHING if id in self.members and self.members[id].broken else target[id]
+            rows.spans = [Interval(rows.now.snapshot, 0)] if rows.now.snapshot else []  # fit stores that join later
         self.is_locked = True
         known = {id: entry for id, entry in target.items() if entry != NOTHING}
         if self.record.trained or any(not _is_same(self.record.now[id], entry) for id, entry in known.items()):
@@ -513,7 +496,7 @@ def saved(snapshots: Mapping[Capture, str], is_parent: bool = True) -> None:
                     group.write(**fields)
             raise
         for member, snapshot in present.items():
-            member.saved(snapshot)
+            member.version = f"{snapshot}:0"
 
 
 def _by_group(snapshots: Mapping[Member, Any]) -> list[tuple[Group, dict[str, Any]]]:

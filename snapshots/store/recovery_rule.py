@@ -157,13 +157,11 @@ def newest_moment(spans: Mapping[str, Sequence[Interval]], clock: int) -> tuple[
 
 def union(records: Sequence[Record], at: Mapping[str, Entry]) -> Record:
     """Combine groups' records for the stores in `at`, whose entries it contains."""
-
-    def merged(name: str) -> dict[str, Any]:
-        return {x: value for record in records for x, value in getattr(record, name).items() if x in at}
-
-    trained = frozenset(x for record in records for x in record.trained if x in at)
-    fields: dict[str, Any] = {name: merged(name) for name in ("commit", "before", "places", "parents", "undone")}
-    return Record(dict(at), trained=trained, **fields)
+    fields: dict[str, Any] = {
+        name: {x: value for record in records for x, value in getattr(record, name).items() if x in at}
+        for name in ("commit", "before", "places", "parents", "undone")
+    }
+    return Record(dict(at), trained=frozenset(x for record in records for x in record.trained if x in at), **fields)
 
 
 def next_record(record: Record, at: Mapping[str, Entry], moment: Snapshots | None) -> Record:

@@ -125,8 +125,8 @@ def write_part(
             files = write_changes(temporary, source.description, changes, progress, shard)
             rows = source.rows
         else:
-            all_rows = source.scan() if chunks is None else chunks
-            files = write_rows(temporary, source.description, all_rows, progress, shard)
+            chunks = source.scan() if chunks is None else chunks
+            files = write_rows(temporary, source.description, chunks, progress, shard)
             rows = sum(file.rows for file in files.values())
         if shard is not None:  # another process renames the folder, maybe on another host
             fsync_dir(temporary)

@@ -37,16 +37,12 @@ def converted_description(description: dict[str, Any], types: Types) -> dict[str
 
 def types_of(description: Mapping[str, Any]) -> tuple[str, str | None]:
     """The types of the rows in a valid description. The second is None if they have no states."""
-    widths = description["state_widths"]
-    states = description.get(STATE_TYPES, ["float32"] * len(widths))
+    states = description.get(STATE_TYPES, ["float32"] * len(description["state_widths"]))
     return description["dtype"], states[0] if states else None
 
 
 def converted(rows: RowArray, old: RowForm, new: RowForm, signed: bool) -> RowArray:
-    """Convert rows [n] of form `old` to form `new`, whose fields are the first fields of `old`.
-
-    signed: True if keys are signed. Raises InputError for a finite number that overflows its new type.
-    """
+    """Convert rows [n] to form `new`, which has the first fields of `old`. Raises InputError if a number overflows."""
     out = np.zeros(len(rows), new.dtype)
     for name in ("table", "key", "updates", "step"):
         out[name] = rows[name]
@@ -105,12 +101,11 @@ class Selection:
             description = converted_description(description, self.types)
         if self.state:
             return description
-        untrained: dict[str, Any] = {"optimizer": None, "step": 0}
-        untrained |= {name: [] for name in ("states", "state_widths", "initial", "hyper")}
-        if description["dtype"] != "float32":
-            untrained[STATE_TYPES] = []
         result = {name: value for name, value in description.items() if name != STATE_TYPES}
-        return {**result, **untrained, "width": RowForm(sum(result["columns"]), result["dtype"]).width}
+        result |= {"optimizer": None, "step": 0, "states": [], "state_widths": [], "initial": [], "hyper": []}
+        if result["dtype"] != "float32":
+            result[STATE_TYPES] = []
+        return {**result, "width": RowForm(sum(result["columns"]), result["dtype"]).width}
 
     def rows_of(self, snapshot: Snapshot, report: LoadReport, progress: Callable[[int], None] | None = None) -> Chunks:
         """Yields a snapshot's selected rows, counted in `report`. Without state, they are as a lookup returns them."""
