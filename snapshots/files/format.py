@@ -51,7 +51,6 @@ SHARE = "share"  # MARK of a shard: its rank
 FILES = "live_files"  # MARK: identifies the files of the live rows
 # clean marker: fields that a snapshot's description lacks
 MARKER_FIELDS = ("live", "rows", "shards", TABLE_ROWS, SHARE, LIVE, FILES)
-_MAX_SHARDS = BUCKETS
 _ROCKSDB_FILE = re.compile(r"shard-([0-9]{1,2})/(CURRENT|MANIFEST-[0-9]{1,20}|OPTIONS-[0-9]{1,20}|[0-9]{1,20}\.sst)")
 _STATE = re.compile(r"[a-z][a-z0-9_]{0,63}(?<!_padding)")
 _MAX_NAMED = 16  # states that are NumPy fields, whose names are in the header
@@ -312,7 +311,7 @@ def _decode_rocksdb(value: Any) -> RocksDBFiles | None:
         return None
     _require(type(value) is dict and value.keys() == {"shards", "files"}, "rocksdb is not shards and files")
     shards, files = value["shards"], value["files"]
-    _require(_is_count(shards) and 0 < shards <= _MAX_SHARDS, f"rocksdb has no valid shards: {shards!r}")
+    _require(_is_count(shards) and 0 < shards <= BUCKETS, f"rocksdb has no valid shards: {shards!r}")
     _require(type(files) is dict and all(type(name) is str for name in files), "rocksdb has no map of files")
     for name, entry in files.items():
         match = _ROCKSDB_FILE.fullmatch(name)

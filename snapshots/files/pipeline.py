@@ -31,10 +31,7 @@ _SLOW_SECONDS, _SYNC_THREADS = 3e-3, 4
 
 @contextmanager
 def read_ahead(source: Generator[T, None, None]) -> Iterator[Iterator[T]]:
-    """Yield an iterator over `source` that a thread fills a few items ahead. The thread ends with the block.
-
-    If the source raises, the iterator raises in place of that item.
-    """
+    """Yield an iterator over `source` that a thread fills ahead, errors included. The thread ends with the block."""
     thread, take = TaskThread("tierbed-ahead"), partial(next, source, _END)
 
     def take_items() -> Iterator[T]:

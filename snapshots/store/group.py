@@ -102,10 +102,7 @@ class Member(Rows):
             return self.group
 
     def begin_change(self, replaces: bool = False) -> None:
-        """Record durably that the rows are about to change. The caller holds the table's lock. Raises StoreError.
-
-        replaces: True if all rows are replaced, whatever they are.
-        """
+        """Record durably that rows will change, or all be replaced. The caller holds the table's lock. StoreError."""
         if self.broken and not replaces:
             raise StoreError(self.broken)
         with _changing:
