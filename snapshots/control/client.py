@@ -51,10 +51,9 @@ def request_save(
     check_name(name)
     folder = store / "snapshots" / name
     before = snapshot_id(folder)
-    paths = [os.path.realpath(path) for path in stores]
     request: Message = {"do": "save", "name": name, "kind": kind, "overwrite": overwrite}
-    if len(paths) > 1:  # an older trainer refuses this request; it could save only one store
-        request |= {"do": "save all", "stores": paths}
+    if len(stores) > 1:  # an older trainer refuses this request; it could save only one store
+        request |= {"do": "save all", "stores": [os.path.realpath(path) for path in stores]}
     pid, answers = _ask(store, request, f"save snapshot {name!r}", timeout)
     if pid is None:
         return None

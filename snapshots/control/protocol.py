@@ -84,10 +84,7 @@ def send(connection: socket.socket, message: Message) -> None:
 
 
 def receive(connection: socket.socket, packets: int = 1) -> Message | None:
-    """Receive the next message, in at most `packets` packets. Returns None when the connection has ended.
-
-    Raises OSError, TimeoutError, or ValueError if the message is invalid.
-    """
+    """Receive a message of at most `packets` packets; None at the end. Raises OSError, ValueError if it is invalid."""
     data = b""
     for _ in range(packets):
         packet, _, flags, _ = connection.recvmsg(LIMIT)

@@ -167,10 +167,9 @@ class Service:
             with client:
                 try:
                     answer = self._answer(client)
-                except TierbedError as error:
-                    answer = _error(error)
                 except Exception as error:
-                    log.warning("a client of store folder %s was not served", self._path, exc_info=True)
+                    if not isinstance(error, TierbedError):
+                        log.warning("a client of store folder %s was not served", self._path, exc_info=True)
                     answer = _error(error)
                 with contextlib.suppress(OSError):  # the client has exited
                     send(client, answer)
@@ -233,10 +232,7 @@ class Service:
 
 @dataclass(eq=False)
 class RequestedSave:
-    """A save that a client requested. The client receives progress messages for as long as it listens.
-
-    stores: the real paths of stores to save, all or none; empty for the target's own.
-    """
+    """A save that a client requested. The client receives progress messages for as long as it listens."""
 
     _client: socket.socket
     _stopping: Event
@@ -244,7 +240,7 @@ class RequestedSave:
     name: str
     kind: str
     overwrite: bool
-    stores: Sequence[str]
+    stores: Sequence[str]  # the real paths of stores to save, all or none; empty for the target's own
     rows: int = 0
     of: int | None = None  # the total; known once a full save of one store has started
     _due: float = 0.0

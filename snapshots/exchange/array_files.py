@@ -36,15 +36,11 @@ _NAMES = {"float32": "F32", "int32": "I32", "int64": "I64", "uint32": "U32", "ui
 
 
 class Column(NamedTuple):
-    """An array [n, ...] that is read row by row in ascending order, each row once.
+    """An array [n, ...] that is read row by row in ascending order, each row once."""
 
-    dtype_name: NumPy's name if there is one. read: returns the rows from `begin` to `end`, begin < end <= n. NumPy
-    lacks bfloat16, so these rows are returned as float32.
-    """
-
-    dtype_name: str
+    dtype_name: str  # NumPy's name if there is one
     shape: tuple[int, ...]
-    read: Callable[[int, int], NDArray[Any]]
+    read: Callable[[int, int], NDArray[Any]]  # rows from `begin` to `end`; bfloat16, which NumPy lacks, as float32
 
 
 def column_of(array: NDArray[Any] | Tensor) -> Column:
@@ -83,8 +79,7 @@ class NamedArrays:
         columns = {name: self.columns[name] for name in names}
         count = next(iter(columns.values())).shape[0]
         for begin in range(0, count, max_rows):
-            end = min(begin + max_rows, count)
-            yield {name: column.read(begin, end) for name, column in columns.items()}
+            yield {name: column.read(begin, min(begin + max_rows, count)) for name, column in columns.items()}
 
 
 class SpilledColumn(NamedTuple):

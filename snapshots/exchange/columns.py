@@ -33,10 +33,7 @@ def chunk_rows(row_bytes: int) -> int:
 
 
 class Columns:
-    """The columns of the rows that a valid description describes; see `shapes`.
-
-    The embedding and each optimizer state, under its own name, are float32.
-    """
+    """The columns of rows with a valid description; see `shapes`. The embedding and optimizer states are float32."""
 
     def __init__(self, description: Mapping[str, Any]) -> None:
         """Raises SnapshotError for an unknown key type, or a state with the name of another column."""

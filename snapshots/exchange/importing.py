@@ -78,7 +78,7 @@ def import_snapshot(
         OptionError: pyarrow is missing, or dtype is not supported.
     """
     check_name(name)
-    opened = open_source(source, keys, table_ids, tensor, states or {})
+    opened = open_source(source, keys, table_ids, tensor, states)
     if description is not None:
         description = checked_description(description, "description")
     dtype_name = None if dtype is None else check_dtype(dtype)
@@ -99,8 +99,7 @@ def import_snapshot(
 
 def _description_of(store: StoreFolder, source: Source) -> dict[str, Any]:
     """The description for a source without one: the store's, or an embedding's with defaults."""
-    stored = stored_description(store)
-    if stored is not None:
+    if (stored := stored_description(store)) is not None:
         return stored
     if source.tables is None:
         raise InputError(f"{source.what}: its number of tables is unknown; give description=description_for(...)")

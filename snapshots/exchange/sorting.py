@@ -45,8 +45,7 @@ class RowSorter:
             for bucket in np.flatnonzero(np.diff(bounds)).tolist():
                 if bucket not in self._files:
                     make_folder(self._folder)
-                    file = tempfile.TemporaryFile(buffering=_BUFFER_BYTES, dir=self._folder)  # noqa: SIM115
-                    self._files[bucket] = file
+                    self._files[bucket] = tempfile.TemporaryFile(buffering=_BUFFER_BYTES, dir=self._folder)  # noqa: SIM115
                 self._files[bucket].write(ordered[bounds[bucket] : bounds[bucket + 1]].view(np.uint8).data)
 
     def chunks(self) -> Chunks:

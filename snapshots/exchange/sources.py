@@ -62,13 +62,7 @@ class SourceTable(NamedTuple):
 
 
 class Source:
-    """Rows to import. Only headers are read before `batches`.
-
-    what: names the source in messages. rows, dim: the number of rows, and an embedding's length. names: the columns'
-    names. key_type: None if row numbers are keys. tables: the number of tables; None if a column says each row's
-    table. table_names: None for tensors without a TorchRec name. description: None unless it is an export or a
-    snapshot. padding_idx: an `nn.Embedding`'s. states: the states' names, if they were given for dense tables.
-    """
+    """Rows to import. Only headers are read before `batches`."""
 
     def __init__(
         self,
@@ -79,21 +73,23 @@ class Source:
         padding_idx: int | None = None,
     ) -> None:
         """parts: chooses the tables among the file's arrays. Raises InputError, SnapshotError, OptionError."""
-        self.what, self.states, self.padding_idx = what, frozenset(states), padding_idx
+        self.what = what  # names the source in messages
+        self.states = frozenset(states)  # names of the states that were given for dense tables
+        self.padding_idx = padding_idx  # an `nn.Embedding`'s
         self._opener = opener
         with _convert_errors(what), opener() as file:
             shapes, metadata = file.shapes, file.metadata
             self._parts = parts(shapes)
         self.names = frozenset(self._parts[0].columns)
-        self.tables = None if TABLE in self.names else len(self._parts)
-        self.table_names = [_torchrec_table(part.columns[EMBEDDING]) for part in self._parts]
+        self.tables = None if TABLE in self.names else len(self._parts)  # None if a column says each row's table
+        self.table_names = [_torchrec_table(part.columns[EMBEDDING]) for part in self._parts]  # None if not TorchRec's
         self.dim, self.rows = 0, 0
         for part in self._parts:
             self._add(part, shapes)
         self.key_type = shapes[self._parts[0].columns[KEY]][0] if KEY in self.names else None
         if self.key_type not in (None, *KEY_DTYPES):
             raise InputError(f"{what}: {KEY} is {self.key_type}; save keys as one of {', '.join(KEY_DTYPES)}")
-        self.description = None if metadata is None else _parse_description(metadata, what)
+        self.description = None if metadata is None else _parse_description(metadata, what)  # an export's
 
     def _add(self, part: SourceTable, shapes: Mapping[str, Shape]) -> None:
         name = part.columns[EMBEDDING]

@@ -7,7 +7,6 @@ import errno
 import math
 import re
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from types import NoneType
@@ -52,7 +51,6 @@ SHARE = "share"  # MARK of a shard: its rank
 FILES = "live_files"  # MARK: identifies the files of the live rows
 # clean marker: fields that a snapshot's description lacks
 MARKER_FIELDS = ("live", "rows", "shards", TABLE_ROWS, SHARE, LIVE, FILES)
-_MAX_SHARDS = BUCKETS
 _ROCKSDB_FILE = re.compile(r"shard-([0-9]{1,2})/(CURRENT|MANIFEST-[0-9]{1,20}|OPTIONS-[0-9]{1,20}|[0-9]{1,20}\.sst)")
 _STATE = re.compile(r"[a-z][a-z0-9_]{0,63}(?<!_padding)")
 _MAX_NAMED = 16  # states that are NumPy fields, whose names are in the header
@@ -80,7 +78,7 @@ class HashShard(NamedTuple):
         return rows[owners == self.number]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class RowFile:
     """A file of rows or deleted rows' keys: row count, size with header, and the crc32 of all after the header."""
 
@@ -313,7 +311,7 @@ def _decode_rocksdb(value: Any) -> RocksDBFiles | None:
         return None
     _require(type(value) is dict and value.keys() == {"shards", "files"}, "rocksdb is not shards and files")
     shards, files = value["shards"], value["files"]
-    _require(_is_count(shards) and 0 < shards <= _MAX_SHARDS, f"rocksdb has no valid shards: {shards!r}")
+    _require(_is_count(shards) and 0 < shards <= BUCKETS, f"rocksdb has no valid shards: {shards!r}")
     _require(type(files) is dict and all(type(name) is str for name in files), "rocksdb has no map of files")
     for name, entry in files.items():
         match = _ROCKSDB_FILE.fullmatch(name)
@@ -464,8 +462,7 @@ def snapshot_id(folder: Path) -> str:
     Raises StoreError if this process is out of descriptors or memory, since the id is unknown then.
     """
     try:
-        content = unseal(read_record(folder / MANIFEST))
-        return str(content["id"])
+        return str(unseal(read_record(folder / MANIFEST))["id"])
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             return ""

@@ -31,10 +31,7 @@ _SLOW_SECONDS, _SYNC_THREADS = 3e-3, 4
 
 @contextmanager
 def read_ahead(source: Generator[T, None, None]) -> Iterator[Iterator[T]]:
-    """Yield an iterator over `source` that a thread fills a few items ahead. The thread ends with the block.
-
-    If the source raises, the iterator raises in place of that item.
-    """
+    """Yield an iterator over `source` that a thread fills ahead, errors included. The thread ends with the block."""
     thread, take = TaskThread("tierbed-ahead"), partial(next, source, _END)
 
     def take_items() -> Iterator[T]:
@@ -77,7 +74,11 @@ class TaskThread:
         # Ctrl-C may interrupt __enter__ or __exit__, so the thread also ends when this object is collected
         finalize(self, self._queue.put, None).atexit = False
         self._thread = Thread(target=_run, args=(self._queue, self._errors), name=name, daemon=True)
-        self._has_thread = _start_thread(self._thread)
+        self._has_thread = False
+        if not sys.is_finalizing():  # Ctrl-C may delay a close until here; Python 3.11 would wait forever for a thread
+            with suppress(RuntimeError):
+                self._thread.start()
+                self._has_thread = True
 
     def add(self, task: Task) -> None:
         """Add a task. `next_result` returns the tasks' results in order."""
@@ -146,13 +147,3 @@ def _do(task: Task, future: Future[Any], errors: list[BaseException]) -> None:
     except BaseException as error:
         errors.append(error)
         future.set_exception(error)
-
-
-def _start_thread(thread: Thread) -> bool:
-    if sys.is_finalizing():  # Ctrl-C may delay a close until here; Python 3.11 would wait forever for a thread
-        return False
-    try:
-        thread.start()
-    except RuntimeError:
-        return False
-    return True

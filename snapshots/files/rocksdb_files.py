@@ -84,8 +84,7 @@ def _scan(folder: Path, form: RowForm, shards: int, max_rows: int) -> Chunks:
 
 def _scan_error(folder: Path, problem: str) -> SnapshotError:
     """The error for an incomplete scan: RocksDB refused the files, or they crashed the process."""
-    system_error = os_error_in(problem)
-    if system_error is not None:
+    if (system_error := os_error_in(problem)) is not None:
         return read_error(folder / ROCKSDB, system_error, folder)
     return damaged(folder / ROCKSDB, problem, folder)
 
@@ -203,7 +202,7 @@ def _files_in(folder: Path) -> Iterator[Path]:
 def write_rocksdb(
     temporary: Path, name: str, rows: int, tier: RocksDB, progress: Callable[[int], None] | None = None
 ) -> RocksDBFiles:
-    """Write the `rows` rows of `tier` as checkpoint `name`'s files, into the temporary folder `place`.
+    """Write the `rows` rows of `tier` as checkpoint `name`'s files, into the folder `temporary`.
 
     Row files are linked, so their size does not matter. RocksDB stored their checksums; files of an older tierbed
     have none and are read once. If the file system cannot link, files are copied, with a warning. Raises OSError,

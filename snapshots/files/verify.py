@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from ...engine.errors import SnapshotError
 from ...engine.row_format import Chunks
@@ -43,26 +42,33 @@ def verify_all(chains: dict[str, Chain], damaged: Damaged, progress: ProgressCal
                 errors[snapshot.name] = error
             raise
 
+    def is_sound(table: Chunks) -> bool:
+        try:
+            read_all(table)
+        except ReadIOError:
+            raise
+        except SnapshotError:
+            return False
+        return True
+
     def verify(chain: Chain) -> None:
         """Verify the snapshots in a chain that are not verified yet."""
         names = [snapshot.name for snapshot in chain]
         if sound.union(errors).issuperset(names):
             return
         if errors.keys().isdisjoint(names):
-            with suppress_damage():
-                table: Chunks = iter(())
-                for snapshot in chain:
-                    table = note_damage(snapshot, snapshot.apply_to(table, progress=progress, keys_only=len(chain) > 1))
-                read_all(table)
+            table: Chunks = iter(())
+            for snapshot in chain:
+                table = note_damage(snapshot, snapshot.apply_to(table, progress=progress, keys_only=len(chain) > 1))
+            if is_sound(table):
                 sound.update(names)
                 return
         first = next(number for number, name in enumerate(names) if name in errors)
         verify(chain[:first])
         for snapshot in chain[first + 1 :]:
-            if snapshot.name not in sound and snapshot.name not in errors:
-                with suppress_damage():
-                    read_all(note_damage(snapshot, snapshot.apply_to(None, progress=progress, keys_only=True)))
-                    sound.add(snapshot.name)
+            table = note_damage(snapshot, snapshot.apply_to(None, progress=progress, keys_only=True))
+            if snapshot.name not in sound and snapshot.name not in errors and is_sound(table):
+                sound.add(snapshot.name)
 
     for chain in sorted(chains.values(), key=len, reverse=True):
         verify(chain)
@@ -72,14 +78,3 @@ def verify_all(chains: dict[str, Chain], damaged: Damaged, progress: ProgressCal
         if parent is not None and name not in errors:
             inherited[name] = SnapshotError(f"its parent {parent!r} is damaged")
     return errors | inherited
-
-
-@contextmanager
-def suppress_damage() -> Iterator[None]:
-    """Suppress a SnapshotError that says the snapshot is damaged; pass a ReadIOError on."""
-    try:
-        yield
-    except ReadIOError:
-        raise
-    except SnapshotError:
-        pass

@@ -405,13 +405,10 @@ def finish(
             f"snapshot {latest.name!r} has the largest sequence, {LAST_SEQUENCE}, so no snapshot can follow it; "
             f"tierbed did not write it. Move {str(latest.folder)!r} elsewhere, or remove it"
         )
-    identity = id or secrets.token_hex(16)
-    created = time.time_ns()
-    parent_link = None if parent is None else Parent(parent.name, parent.manifest.id)
+    id = id or secrets.token_hex(16)
+    link = None if parent is None else Parent(parent.name, parent.manifest.id)
     kind: Kind = "checkpoint" if rocksdb is not None else "full" if parent is None else "incremental"
-    manifest = Manifest(
-        kind, identity, parent_link, description, rows, deleted, files, rocksdb, created, sequence, parts
-    )
+    manifest = Manifest(kind, id, link, description, rows, deleted, files, rocksdb, time.time_ns(), sequence, parts)
     try:
         data = manifest.encode()
     except ValueError as error:

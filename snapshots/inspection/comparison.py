@@ -32,22 +32,16 @@ class RowDiff(NamedTuple):
 
 
 class Comparison:
-    """The differences from one snapshot to another.
-
-    counts: for each of SORTS the number of rows by table id. A changed row differs in any byte, including state,
-    updates and step. same: the number of equal rows. largest: for "embedding" and each state, the greatest absolute
-    difference over rows in both snapshots; infinite between a number and NaN. States are compared only if both
-    snapshots have the same ones. Different dtypes are compared as float32. fields: the fields that differ between the
-    descriptions, with both values; for `hyper`, only the numbers that differ. names: the tables' names. first: the
-    first `most` rows that differ.
-    """
+    """The differences from one snapshot to another. Different dtypes are compared as float32."""
 
     def __init__(self, fields: dict[str, tuple[Any, Any]], names: Names, old: Columns, new: Columns, most: int) -> None:
-        self.fields, self.names = fields, names
-        self.counts = {sort: Counter[int]() for sort in SORTS}
-        self.same, self.first = 0, list[RowDiff]()
+        self.fields = fields  # that differ between the descriptions, with both values; of `hyper`, only such numbers
+        self.names = names  # the tables'
+        self.counts = {sort: Counter[int]() for sort in SORTS}  # rows by table id; a changed row differs in any byte
+        self.same, self.first = 0, list[RowDiff]()  # the number of equal rows; the first `most` rows that differ
         self._before, self._columns, self._most = old.form, new, most
         self._has_same_states = not fields.keys() & {"states", "state_widths"}
+        # the greatest absolute differences in rows of both; infinite between a number and NaN
         self.largest = dict.fromkeys(new.form.counts if self._has_same_states else [EMBEDDING], 0.0)
 
     @property

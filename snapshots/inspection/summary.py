@@ -25,18 +25,13 @@ _BARS = 60
 
 @dataclass
 class Summary:
-    """Statistics about rows.
+    """Statistics about rows. norms: how many embeddings have a Euclidean norm between two `NORM_EDGES`, [80,001]."""
 
-    tables, updates: the number of rows with each value. norms: int64 [80,001], how many rows have an embedding whose
-    Euclidean norm is between two `NORM_EDGES`. not_finite: the number of rows with NaN or an infinity; they have no
-    norm. first: the first rows, with the snapshot's `RowForm.dtype`.
-    """
-
-    tables: Counter[int] = field(default_factory=Counter)
-    updates: Counter[int] = field(default_factory=Counter)
+    tables: Counter[int] = field(default_factory=Counter)  # the number of rows by table id
+    updates: Counter[int] = field(default_factory=Counter)  # the number of rows by update count
     norms: NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(NORM_EDGES) - 1, np.int64))
-    not_finite: int = 0
-    first: list[Any] = field(default_factory=list)
+    not_finite: int = 0  # the number of rows with NaN or an infinity; they have no norm
+    first: list[Any] = field(default_factory=list)  # the first rows, with the snapshot's `RowForm.dtype`
     _norm_sum: float = 0.0
     _norm_min: float = np.inf
     _norm_max: float = 0.0
@@ -70,9 +65,8 @@ class Summary:
 def summarise(snapshot: Snapshot, progress: Callable[[int], None] | None = None, first: int = 0) -> Summary:
     """Summarise a snapshot's rows, keeping the `first` ones. Raises SnapshotError."""
     summary = Summary()
-    form = snapshot.manifest.form
     for _, rows in snapshot.chunks():
-        summary.add(rows, form)
+        summary.add(rows, snapshot.manifest.form)
         summary.first.extend(rows[: first - len(summary.first)].copy())
         if progress is not None:
             progress(len(rows))

@@ -78,15 +78,13 @@ def save_closed_stores(
             member = open_store(store, "resume")
             open_stores.callback(member.leave)
             source = _source(store, member, new.new_id(), open_stores)
-            store_kind = kind
-            if kind == "incremental" and len(stores) > 1 and source.parent == EMPTY:
-                store_kind = "full"
+            lacks_parent = kind == "incremental" and len(stores) > 1 and source.parent == EMPTY
+            store_kind = "full" if lacks_parent else kind
             capture = member.capture()
             check_save(store.snapshot_store, name, store_kind, source, overwrite)
             folder, parent = begin_save(store.snapshot_store, name, store_kind, source, overwrite, new)
             part = write_part(folder, store_kind, source, parent, progress)
-            temporary = temporary_path(folder)
-            manifests.append(finish(temporary, source.description, *part, parent=parent, id=source.id))
+            manifests.append(finish(temporary_path(folder), source.description, *part, parent=parent, id=source.id))
             new_ids[capture] = manifests[-1].id
         new.then(lambda: saved(new_ids))
         new.put_in_place()
@@ -124,10 +122,8 @@ def load_into_stores(
 
     After a kill, recovery goes back to these snapshots, unless only a selection of rows or converted numbers were
     loaded. If this call is killed, all stores keep the old live rows, or all get the new ones. Returns the new live
-    rows' manifests.
-
-    Raises StoreError for a folder that only holds other stores' snapshots. Raises SnapshotError if a snapshot is
-    damaged, belongs to another table, or needs `convert`; clean live rows are then unchanged.
+    rows' manifests. Raises StoreError for a folder that only holds other stores' snapshots, and SnapshotError if a
+    snapshot is damaged, belongs to another table, or needs `convert`; clean live rows are then unchanged.
     """
     pairs = [*zip(stores, snapshots, strict=True)]
     selections = [check_load(store, snapshot, selection) for store, snapshot in pairs]
@@ -143,8 +139,7 @@ def load_into_stores(
             cleanup.callback(remove_folder, store.incoming)  # gone if it has become the live rows
             report = LoadReport()
             rows = choice.rows_of(snapshot, report, progress)
-            description = choice.description(snapshot.description)
-            results.append((write_snapshot(store.incoming, description, rows), report))
+            results.append((write_snapshot(store.incoming, choice.description(snapshot.description), rows), report))
         whole_loads = [member for member, choice in zip(members, selections, strict=True) if choice.is_whole]
         ids = {member: snapshot.manifest.id for member, snapshot in zip(members, snapshots, strict=True)}
         with loading({member: ids[member] for member in whole_loads}) if whole_loads else nullcontext():
@@ -189,8 +184,7 @@ def check_load(store: StoreFolder, snapshot: Snapshot, selection: Selection) -> 
                 "saved it"
             )
     store_types, snapshot_types = types_of(marker), types_of(selection.description(snapshot.description))
-    state_types = store_types[1], snapshot_types[1]
-    state_type = snapshot_types[1] if None in state_types else store_types[1]  # rows without states accept any
+    state_type = snapshot_types[1] and (store_types[1] or snapshot_types[1])  # rows without states accept any
     if (store_types[0], state_type) == snapshot_types:
         return selection
     if not selection.convert:

@@ -12,13 +12,10 @@ from .recovery_rule import NOTHING, union
 
 
 class Detached(NamedTuple):
-    """The names of the other stores in the group that a store left, as far as they are known.
-
-    problem: what is wrong with the group's record, or None.
-    """
+    """The names of the other stores in the group that a store left, as far as they are known."""
 
     others: list[str]
-    problem: str | None = None
+    problem: str | None = None  # what is wrong with the group's record
 
 
 def detach(store: StoreFolder) -> Detached:

@@ -46,23 +46,18 @@ class StoreFolder(FolderState):
             self._lock = self._acquire()
         try:
             self.check()
-            self._lock_snapshot_store(snapshots)
+            path = FolderState(self.path).snapshot_store.path if snapshots is None else snapshots.parent
+            if os.path.realpath(path) != os.path.realpath(self.path):
+                self.snapshot_store = StoreFolder(path, self.user)
+                if snapshots is not None:
+                    with self._errors("link to other snapshots from"), uninterrupted():
+                        link_to(self.snapshots, snapshots)
             self.clear_incoming()
             with contextlib.suppress(SnapshotError):  # the next save tries again, and raises if it cannot
                 self.clear_snapshots()
         except StoreError:
             self.release()
             raise
-
-    def _lock_snapshot_store(self, snapshots: Path | None) -> None:
-        """Lock the store folder with the snapshots, if it is another one."""
-        path = FolderState(self.path).snapshot_store.path if snapshots is None else snapshots.parent
-        if os.path.realpath(path) == os.path.realpath(self.path):
-            return
-        self.snapshot_store = StoreFolder(path, self.user)
-        if snapshots is not None:
-            with self._errors("link to other snapshots from"), uninterrupted():
-                link_to(self.snapshots, snapshots)
 
     def _acquire(self) -> FileLock:
         try:

@@ -143,12 +143,9 @@ def clean_markers(store: Path, ranks: int, of: Iterable[int] | None = None) -> d
     """The clean markers in `shards_in`; None for a shard that is unclean or another rank's. Raises StoreError."""
     markers: dict[int, dict[str, Any] | None] = {}
     for rank, shard in shards_in(store, ranks, of).items():
-        marker = shard.clean_marker
-        match None if marker is None else marker.get(SHARE):
-            case {"rank": owner, "ranks": owners} if (owner, owners) == (rank, ranks):
-                markers[rank] = marker
-            case _:
-                markers[rank] = None
+        share = (shard.clean_marker or {}).get(SHARE)
+        is_own = isinstance(share, dict) and (share.get("rank"), share.get("ranks")) == (rank, ranks)
+        markers[rank] = shard.clean_marker if is_own else None
     return markers
 
 

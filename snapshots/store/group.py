@@ -17,7 +17,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import RLock
 from time import sleep
@@ -42,33 +42,22 @@ _changing = RLock()  # one thread at a time changes groups and records
 
 
 class Clock:
-    """Counts the moments of this process. `now` is the current one."""
+    """Counts the moments of this process."""
 
-    def __init__(self) -> None:
-        self.now = 0
-
-    def tick(self) -> None:
-        self.now += 1
+    now = 0
 
 
 clock = Clock()
 os.register_at_fork(after_in_child=_groups.clear)
 
 
+@dataclass(eq=False)
 class Rows:
-    """A store's rows, open or closed, while this process holds the group's lock.
+    """A store's rows, open or closed, while this process holds the group's lock."""
 
-    now: the durable rows that equal the present ones. first: the first moment with the present rows. spans: the
-    moments during which it had each snapshot's rows, including unfinished saves.
-    """
-
-    def __init__(self, now: Entry = NOTHING) -> None:
-        self.now, self.first, self.spans = now, 0, list[Interval]()
-
-    def begin(self, now: Entry) -> None:
-        """Start with these rows, when the lock is taken. Until they change, they fit any store that joins later."""
-        self.now = now
-        self.spans = [Interval(now.snapshot, 0)] if now.snapshot else []
+    now: Entry = NOTHING  # the durable rows that equal the present ones
+    first: int = 0  # the first moment with the present rows
+    spans: list[Interval] = field(default_factory=list)  # when it had each snapshot's rows, also of unfinished saves
 
     def change(self, now: Entry = NOTHING) -> None:
         """Called when the rows change. Existing snapshots, and saves in progress, keep the rows from before."""
@@ -76,38 +65,25 @@ class Rows:
             span.end(clock.now)
         self.now = now
 
-    def set_entry(self, now: Entry) -> None:
-        """Note which durable rows equal the present ones, as the record says or is about to say."""
-        self.now = now
-
-    def forget_before(self, moment: int) -> None:
-        self.spans = [span for span in self.spans if span.last >= moment]
-
-    def forget(self, snapshot: str) -> None:
-        self.spans = [span for span in self.spans if span.snapshot != snapshot]
-
 
 class Member(Rows):
-    """A store that this process has open.
-
-    store: its folder. home: the folder whose MARK leads to the record; if ranks share the rows, the snapshots'
-    folder. entry: the durable rows that it opens with. broken: why rows may not be written or saved before a load,
-    else "". partners: returns the stores trained together with it. expect_change: called when the next change must be
-    recorded.
-    """
+    """A store that this process has open."""
 
     def __init__(self, store: StoreFolder, home: StoreFolder, id: str, group: Group, entry: Entry, broken: str) -> None:
         rows = group.rows.get(id, Rows(entry))
         self.now, self.first, self.spans = NOTHING if broken else rows.now, rows.first, rows.spans
-        self.store, self.home, self.id, self.group, self.entry, self.broken = store, home, id, group, entry, broken
-        self.partners: Callable[[], Iterable[Member]] = tuple
-        self.expect_change: Callable[[], None] = lambda: None
+        self.store, self.id, self.group = store, id, group
+        self.home = home  # the folder whose MARK leads to the record; if ranks share the rows, the snapshots' folder
+        self.entry = entry  # the durable rows that it opens with
+        self.broken = broken  # why rows may not be written or saved before a load, else ""
+        self.partners: Callable[[], Iterable[Member]] = tuple  # returns the stores trained together with it
+        self.expect_change: Callable[[], None] = lambda: None  # called when the next change must be recorded
         self._writes = 0  # writes since the store was opened
-        self._named_version = 0, entry.live or f"{entry.snapshot}:0"
+        self.version = entry.live or f"{entry.snapshot}:0"  # of the rows; the same in the next run if they are
         self._run = secrets.token_hex(8)  # makes versions unique over processes and openings
 
     def attach(self, expect_change: Callable[[], None], partners: Callable[[], Iterable[Member]]) -> None:
-        """Set the two callbacks that the class describes."""
+        """Set the two callbacks."""
         self.expect_change, self.partners = expect_change, partners
 
     def tear(self, why: str) -> None:
@@ -115,31 +91,22 @@ class Member(Rows):
         self.broken = why
         self.expect_change()
 
-    @property
-    def version(self) -> str:
-        """The version of the rows. It is the same in the next run if the rows are."""
-        writes, version = self._named_version
-        return version if self._writes == writes else f"{self._run}:{self._writes}"
-
-    def lock(self) -> None:
-        """Lock the group, and write what recovery chooses. Raises StoreError, SnapshotError."""
+    def lock(self) -> Group:
+        """Lock the group and the partners' groups, join them, and return it. Raises StoreError, SnapshotError."""
         with _changing:
-            _lock_all(self)
-
-    def check_usable(self) -> None:
-        """Raises StoreError if the rows must not be written or saved."""
-        if self.broken:
-            raise StoreError(self.broken)
+            groups = list(dict.fromkeys(one.group for one in (self, *self.partners())))
+            for group in groups:
+                group.lock()
+            if len(groups) > 1:
+                _join(groups)
+            return self.group
 
     def begin_change(self, replaces: bool = False) -> None:
-        """Record durably that the rows are about to change. The caller holds the table's lock. Raises StoreError.
-
-        replaces: True if all rows are replaced, whatever they are.
-        """
-        if not replaces:
-            self.check_usable()
+        """Record durably that rows will change, or all be replaced. The caller holds the table's lock. StoreError."""
+        if self.broken and not replaces:
+            raise StoreError(self.broken)
         with _changing:
-            group = _lock_all(self)
+            group = self.lock()
             if self.id not in group.record.trained:  # else there is nothing to clear, and the disk may be full
                 group.warn_of_lone_saves(self)
                 group.write({self.id: Entry(self.now.snapshot)}, trained=group.record.trained | {self.id})
@@ -148,26 +115,20 @@ class Member(Rows):
     def write(self) -> None:
         """Count a write of rows that `begin_change` has recorded."""
         self._writes += 1
+        self.version = f"{self._run}:{self._writes}"
         self.first = clock.now + 1
 
     def capture(self) -> Capture:
         """Begin a save of the present rows. The caller holds the table's lock. Raises StoreError."""
-        self.check_usable()
+        if self.broken:
+            raise StoreError(self.broken)
         with _changing:
-            _lock_all(self)
-            clock.tick()
+            self.lock()
+            clock.now += 1
             capture = Capture("", self.first, member=self)
             self.spans.append(capture)
             self.expect_change()
             return capture
-
-    def saved(self, snapshot: str) -> None:
-        """Note that the present rows equal a snapshot's."""
-        self._named_version = self._writes, f"{snapshot}:0"
-
-    def begin_load(self) -> None:
-        """Called before the record names the snapshot that is being loaded."""
-        self.broken = LOADING
 
     def replaced(self, snapshot: str | None) -> None:
         """Called after the rows were replaced: by a snapshot's that `loading` has recorded, or by others."""
@@ -177,7 +138,7 @@ class Member(Rows):
             self.change(Entry(snapshot))
             if snapshot is not None:
                 self.spans.append(Interval(snapshot, self.first))
-                self.saved(snapshot)
+                self.version = f"{snapshot}:0"
                 self.expect_change()
 
     def end_failed_load(self, now: Entry, broken: str) -> None:
@@ -185,7 +146,7 @@ class Member(Rows):
         if broken or self.broken != LOADING:
             self.change()
         else:
-            self.set_entry(now)
+            self.now = now
         if self.broken == LOADING:
             self.broken = broken
 
@@ -193,7 +154,7 @@ class Member(Rows):
         """Record that the live rows are clean, with this version. Raises StoreError."""
         with _changing:
             try:
-                group = _lock_all(self)
+                group = self.lock()
             except StoreError:
                 if not self.group.is_locked:
                     return  # another process trains the group; these rows are unchanged since the record named them
@@ -213,12 +174,6 @@ class Member(Rows):
         elif home.mark.ranks != ranks:
             home.change(ranks=ranks)
 
-    def join(self, group: Group) -> None:
-        """Move to another group that already includes this store's rows."""
-        self.group.leave(self)
-        self.group = group
-        group.enter(self)
-
     def leave(self) -> None:
         """Called when the store is closed in this process."""
         with _changing:
@@ -231,17 +186,9 @@ class Capture(Interval):
 
     member: Member
 
-    def name(self, snapshot: str) -> None:
-        """Set the id of the finished snapshot, or "" if the save failed."""
-        self.snapshot = snapshot
-
 
 def open_store(
-    store: StoreFolder,
-    mode: str,
-    for_load: bool = False,
-    shards: Shards | None = None,
-    beside: Sequence[Path] = (),
+    store: StoreFolder, mode: str, for_load: bool = False, shards: Shards | None = None, beside: Sequence[Path] = ()
 ) -> Member:
     """Open a store in this process, with the rows that its entry names. Raises StoreError, SnapshotError.
 
@@ -251,16 +198,15 @@ def open_store(
     with _changing:
         file = GroupFile(store, shards, beside)
         group = next((one for one in _groups if one.file.key == file.key), None) or Group(file)
-        entry, broken = Entry(EMPTY), ""
-        try:
-            if mode == "fresh":
-                broken = "its rows are about to be emptied"  # so they need not be recovered
-            else:
-                entry = group.entry_of(file, mode)
-        except (StoreError, SnapshotError) as error:
-            if not for_load:
-                raise
-            entry, broken = file.newest()[file.store], str(error)
+        if mode == "fresh":
+            entry, broken = Entry(EMPTY), "its rows are about to be emptied"  # so they need not be recovered
+        else:
+            try:
+                entry, broken = group.entry_of(file, mode), ""
+            except (StoreError, SnapshotError) as error:
+                if not for_load:
+                    raise
+                entry, broken = file.newest()[file.store], str(error)
         member = Member(store, store.snapshot_store if store.ranks else store, file.store, group, entry, broken)
         group.enter(member, mode)
         try:
@@ -275,25 +221,18 @@ def open_store(
 
 
 class Group:
-    """The stores that share a record. file: the record, as one of them reads it.
-
-    rows: all members' while the group is locked, otherwise only the open ones'. rows and lock are given if it is
-    locked.
-    """
+    """The stores that share a record. rows, lock: given if it is locked."""
 
     def __init__(self, file: GroupFile, rows: Mapping[str, Rows] | None = None, lock: FileLock | None = None) -> None:
-        self.file, self.rows, self._lock, self.is_locked = file, dict(rows or {}), lock, lock is not None
+        self.file = file  # the record, as one of the stores reads it
+        self.rows = dict(rows or {})  # all stores' while the group is locked, otherwise only the open ones'
+        self._lock, self.is_locked = lock, lock is not None
         self.members: dict[str, Member] = {}  # open in this process
         self.mode = "resume"  # of the last store opened before the lock was taken
 
     @property
     def record(self) -> Record:
         return self.file.record
-
-    @property
-    def accepts_loss(self) -> bool:
-        """True if stores with a missing or foreign folder are left out."""
-        return self.mode in ("mixed", "fresh")
 
     def enter(self, member: Member, mode: str = "") -> None:
         if not self.is_locked and self.mode != "mixed":
@@ -388,8 +327,9 @@ class Group:
             if not member.broken and not _is_same(member.entry, target[id]):
                 raise StoreError(_changed_text(member.store))
         self.rows = {id: self.members.get(id) or Rows() for id in target}
-        for id, entry in target.items():
-            self.rows[id].begin(NOTHING if id in self.members and self.members[id].broken else entry)
+        for id, rows in self.rows.items():
+            rows.now = NOTHING if id in self.members and self.members[id].broken else target[id]
+            rows.spans = [Interval(rows.now.snapshot, 0)] if rows.now.snapshot else []  # fit stores that join later
         self.is_locked = True
         known = {id: entry for id, entry in target.items() if entry != NOTHING}
         if self.record.trained or any(not _is_same(self.record.now[id], entry) for id, entry in known.items()):
@@ -410,10 +350,7 @@ class Group:
         return {id: rows.now for id, rows in self.rows.items()}
 
     def write(self, now: Mapping[str, Entry] | None = None, **fields: Any) -> None:
-        """Write the record if it changes. Raises StoreError.
-
-        now: entries to replace. fields: other fields to replace.
-        """
+        """Write the record with these entries and other fields replaced, if that changes it. Raises StoreError."""
         now, path = now or {}, self.file.path
         moment, snapshots = self._newest_moment() or (0, None)
         record = replace(next_record(self.record, {**self.entries, **now}, snapshots), **fields)
@@ -430,10 +367,10 @@ class Group:
                 file.write_mark(home, member.id)
         self.file = file
         for id, entry in now.items():
-            self.rows[id].set_entry(entry)
+            self.rows[id].now = entry
         if snapshots is not None and record.commit == snapshots:
             for rows in self.rows.values():
-                rows.forget_before(moment)
+                rows.spans = [span for span in rows.spans if span.last >= moment]
 
     def warn_of_lone_saves(self, member: Member) -> None:
         """Warn before a store changes that was closed but not saved: lone saves of others then stop counting."""
@@ -458,18 +395,8 @@ class Group:
             if not missing:
                 break
             for id in missing:
-                self.rows[id].forget(snapshots[id])
+                self.rows[id].spans = [span for span in self.rows[id].spans if span.snapshot != snapshots[id]]
         return newest
-
-
-def _lock_all(member: Member) -> Group:
-    """Lock the store's group before a change or save, and join it with its partners' groups."""
-    groups = {id(one.group): one.group for one in (member, *member.partners())}
-    for group in groups.values():
-        group.lock()
-    if len(groups) > 1:
-        _join(list(groups.values()))
-    return member.group
 
 
 def _join(groups: Sequence[Group]) -> None:
@@ -478,7 +405,9 @@ def _join(groups: Sequence[Group]) -> None:
     members.sort(key=lambda member: member.store.path.name)
     path = members[0].store.snapshot_store.path.parent / f"{PREFIX}{secrets.token_hex(8)}"
     lock = FileLock(lock_file(path), f"the group of {members[0].store.path.name!r}")
-    folders = {id: folder for group in groups for id, folder in group.file.members(group.accepts_loss).items()}
+    folders = dict[str, FolderState]()
+    for group in groups:
+        folders |= group.file.members(lenient=group.mode in ("mixed", "fresh"))
     places = {id: Location.of(one.path, one.snapshot_store.path, path.parent) for id, one in folders.items()}
     rows = {id: rows for group in groups for id, rows in group.rows.items() if id in folders}
     for member in members:
@@ -500,7 +429,9 @@ def _join(groups: Sequence[Group]) -> None:
             file.write_mark(member.home, member.id)
     joined = Group(file, rows, lock)
     for member in members:
-        member.join(joined)
+        member.group.leave(member)
+        member.group = joined
+        joined.enter(member)
     joined.write()  # completes the union
     for group in groups:
         if group.file.path is not None and not group.rows.keys() - joined.members.keys():
@@ -521,15 +452,15 @@ def loading(snapshots: Mapping[Member, str]) -> Iterator[None]:
     try:
         with _changing:
             for member in snapshots:
-                _lock_all(member)
+                member.lock()
             before = {member: (member.now, member.broken) for member in snapshots}
             for member in snapshots:
-                member.begin_load()
+                member.broken = LOADING
             for group, ids in _by_group(snapshots):
                 loaded = {id: Entry(snapshot) for id, snapshot in ids.items()}
                 group.write(loaded, parents={**group.record.parents, **ids})
         yield
-        clock.tick()
+        clock.now += 1
     except BaseException:
         with _changing, suppress(StoreError):
             for member, (now, broken) in before.items():
@@ -550,19 +481,19 @@ def saved(snapshots: Mapping[Capture, str], is_parent: bool = True) -> None:
         before = [(group, {**vars(group.record), "now": group.entries}) for group, _ in groups]
         try:
             for capture, snapshot in snapshots.items():
-                capture.name(snapshot)
+                capture.snapshot = snapshot
             for group, ids in groups:
                 now = {member.id: Entry(id, member.now.live) for member, id in present.items() if member.group is group}
                 group.write(now, parents={**group.record.parents, **(ids if is_parent else {})})
         except BaseException:
             for capture in snapshots:
-                capture.name("")
+                capture.snapshot = ""
             for group, fields in before:
                 with suppress(StoreError):
                     group.write(**fields)
             raise
         for member, snapshot in present.items():
-            member.saved(snapshot)
+            member.version = f"{snapshot}:0"
 
 
 def _by_group(snapshots: Mapping[Member, Any]) -> list[tuple[Group, dict[str, Any]]]:

@@ -20,13 +20,13 @@ from typing import Any, Self
 from ...engine.durable import read_record, seal, unseal, write_atomically
 from ...engine.errors import SnapshotError, StoreError
 from ..files.format import MANIFEST
-from ..files.reader import Listing, Snapshot, list_snapshots, name_of
+from ..files.reader import Snapshot, list_snapshots, name_of
 from .folder import StoreFolder
 from .folder_state import SNAPSHOTS, FolderState, shard_versions
 from .lock import FileLock, InUseError
 from .mark import Link, live_version
 from .old_stores import PREFIX, UNKNOWN, OldGroup, record_of_group, record_of_store
-from .recovery_rule import EMPTY, NOTHING, Entry, Files, Record, choose, needed, usable
+from .recovery_rule import EMPTY, NOTHING, Entry, Files, Record, choose, usable
 
 INVALID = (ValueError, TypeError, KeyError, AttributeError)  # what reading a damaged record raises
 Shards = Mapping[str, Mapping[int, str | None]]  # from a store's path to the versions of its shards on all hosts
@@ -43,23 +43,18 @@ class RecordError(StoreError):
 class GroupFile:
     """The record of a store's group, as it was read. Raises StoreError.
 
-    path: the record file's; None if the record is in the store's MARK. store: the store's id in the record. shards:
-    the shard versions of stores that ranks share, by default those on this host. beside: folders to search for other
-    members, in case they were moved. is_alone: the store is new and without a group, whatever its MARK says.
+    shards: the shard versions of stores that ranks share, by default those on this host. beside: folders to search for
+    other members, in case they were moved. is_alone: the store is new and without a group, whatever its MARK says.
     """
 
     def __init__(
-        self,
-        folder: FolderState,
-        shards: Shards | None = None,
-        beside: Sequence[Path] = (),
-        is_alone: bool = False,
+        self, folder: FolderState, shards: Shards | None = None, beside: Sequence[Path] = (), is_alone: bool = False
     ) -> None:
         self.folder, self.shards, self.beside = folder, shards or {}, beside
         self._folders = {os.path.realpath(folder.path): folder}  # by real path; each MARK is read once
         self.home = folder.recovery_folder  # its MARK contains the record, or leads to it
         mark, group = self.home.mark, OldGroup.of(self.home.mark)
-        self.path: Path | None = None
+        self.path: Path | None = None  # of the record; None if it is in the store's MARK
         self.store = mark.store or (group.id if group is not None else secrets.token_hex(8))
         if is_alone:
             self.store = secrets.token_hex(8)
@@ -68,8 +63,7 @@ class GroupFile:
             self.path, self.record = self._follow(mark.link)
         elif group is not None:
             path, record = record_of_group(folder, group, self.files)
-            linked = self._follow(Link.to(path, self.home.path)) if record is None else (path, record)
-            self.path, self.record = linked
+            self.path, self.record = (path, record) if record else self._follow(Link.to(path, self.home.path))
         elif mark.exists or not self._find_by_path():
             self.record = mark.record or self._own_record()
         if self.path is not None:
@@ -108,7 +102,8 @@ class GroupFile:
                 except (OSError, *INVALID) as cause:
                     error = error or f"{str(path)!r}: {cause}"
             else:
-                names = ", ".join(repr(snapshot.name) for snapshot in self.listing.snapshots) or "none"
+                snapshots = list_snapshots(self.folder.snapshots).snapshots
+                names = ", ".join(repr(snapshot.name) for snapshot in snapshots) or "none"
                 raise RecordError(
                     f"{str(self.folder.path)!r} is trained together with other embeddings, and the group's record is "
                     f"missing or damaged, {error}",
@@ -136,7 +131,7 @@ class GroupFile:
 
     def _find_by_path(self) -> bool:
         """Find the record by this folder's path if MARK is lost and the snapshots are not. True if found."""
-        if self.listing.snapshots:
+        if list_snapshots(self.folder.snapshots).snapshots:
             for path in sorted(self.folder.path.parent.glob(f"{PREFIX}*")):
                 with suppress(OSError, *INVALID):
                     record = Record.parse(unseal(read_record(path)))
@@ -154,19 +149,9 @@ class GroupFile:
             home.change(store=store, record=record, link=link, old={}, **fields)
 
     @property
-    def listing(self) -> Listing:
-        return list_snapshots(self.folder.snapshots)
-
-    @property
     def last_snapshot(self) -> str | None:
         """The name of the store's snapshot in the commit; None if there is none."""
-        id = self.record.commit[self.store]
-        return None if id == EMPTY else name_of(self.folder.snapshots, id)
-
-    @property
-    def needed(self) -> set[str]:
-        """The ids of the store's snapshots that must not be removed."""
-        return needed(self.record, self.store)
+        return name_of(self.folder.snapshots, self.record.commit[self.store])
 
     def members(self, lenient: bool = False) -> dict[str, FolderState]:
         """Returns the members' folders by store id.

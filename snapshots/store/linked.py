@@ -14,6 +14,7 @@ from ..files.format import MANIFEST, ROCKSDB
 from ..files.reader import Snapshot
 from .folder_state import FolderState
 from .group_file import GroupFile
+from .recovery_rule import needed
 
 REPLACED = "replaced-"  # name prefix of a snapshot that was overwritten, but recovery may need
 OF_STATE = "state_dict-"  # name prefix of a snapshot that a `state_dict()` made
@@ -54,8 +55,10 @@ def linked(source: Path, store: FolderState) -> Iterator[Snapshot]:
     try:
         yield Snapshot.open(folder)
     except Exception:
-        if is_new and snapshot.manifest.id not in GroupFile(store).needed:
-            remove_snapshot(folder)
+        if is_new:
+            file = GroupFile(store)
+            if snapshot.manifest.id not in needed(file.record, file.store):
+                remove_snapshot(folder)
         raise
 
 

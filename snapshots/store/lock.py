@@ -29,13 +29,11 @@ class InUseError(Exception):
 
 
 class FileLock:
-    """A locked file, until `release` or the process ends. Raises InUseError, OSError.
-
-    user: what in this process locked it, for messages.
-    """
+    """A locked file, until `release` or the process ends. Raises InUseError, OSError."""
 
     def __init__(self, path: Path, user: str) -> None:
-        self.path, self.user = path, user
+        self.path = path
+        self.user = user  # what in this process locked it, for messages
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         self._descriptor: int | None = descriptor
         try:

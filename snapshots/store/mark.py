@@ -16,15 +16,11 @@ LIVE_FOLDERS = ("live", "live-2")
 
 
 class RanksRecord(NamedTuple):
-    """How many ranks share the live rows as shards.
-
-    An earlier version also stored `run`, the id of the run that wrote the first rows, and `saved`, how many
-    collective writes that run had made when the recovery snapshot was saved or loaded.
-    """
+    """How many ranks share the live rows as shards. Only an earlier version stored the other fields."""
 
     ranks: int
-    run: str = ""
-    saved: int = -1
+    run: str = ""  # the id of the run that wrote the first rows
+    saved: int = -1  # how many collective writes it had made when the recovery snapshot was saved or loaded
 
 
 class Link(NamedTuple):
@@ -44,22 +40,16 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True)
 class Mark:
-    """MARK's content.
+    """MARK's content."""
 
-    exists: False if the file is missing or damaged. clean_marker: the live rows' description; None if they are absent
-    or not clean. live: their folder. ranks: set if ranks share the rows. store: the store's id. record: set if the
-    store trains alone; otherwise `link` leads to the group's record file. old: the fields of a store from an earlier
-    version, which lacks a record and a link.
-    """
-
-    exists: bool = True
-    clean_marker: dict[str, Any] | None = None
+    exists: bool = True  # False if the file is missing or damaged
+    clean_marker: dict[str, Any] | None = None  # the live rows' description; None if they are absent or not clean
     live: str = LIVE_FOLDERS[0]
-    ranks: RanksRecord | None = None
-    store: str = ""
-    record: Record | None = None
-    link: Link | None = None
-    old: Mapping[str, Any] = field(default_factory=dict)
+    ranks: RanksRecord | None = None  # set if ranks share the rows
+    store: str = ""  # its id
+    record: Record | None = None  # set if the store trains alone
+    link: Link | None = None  # otherwise, leads to the group's record file
+    old: Mapping[str, Any] = field(default_factory=dict)  # an earlier version's fields instead of a record or a link
 
     def plain(self) -> dict[str, Any]:
         fields: dict[str, Any] = {

@@ -59,13 +59,12 @@ def record_of_store(store: str, folder: FolderState, live: str | None, shards: M
         live = next(iter(shards.values()), UNKNOWN)  # other hosts may have the other shards
     is_commit = home.mark.ranks is not None and live == f"{home.mark.ranks.run}:{home.mark.ranks.saved}"
     is_commit |= live is None and not folder.was_open
-    was_killed = live is None and folder.was_open
     commits = {store: commit}
     return Record(
         {store: Entry(commit if is_commit else None, live)},
         commits,
         commits,
-        trained=frozenset({store} if was_killed else ()),
+        trained=frozenset({store} if live is None and folder.was_open else ()),
         parents={store: ids.get(parent, EMPTY)} if parent else {},
     )
 

@@ -30,28 +30,22 @@ Snapshots = Mapping[str, str]  # from store to the id of a snapshot, or EMPTY fo
 
 
 class Entry(NamedTuple):
-    """Durable rows that equal a store's present rows: a snapshot or EMPTY, live rows, both, or neither.
-
-    live: the version in the live rows' clean marker, which is equal for all shards.
-    """
+    """Durable rows that equal a store's present rows: a snapshot or EMPTY, live rows, both, or neither."""
 
     snapshot: str | None = None
-    live: str | None = None
+    live: str | None = None  # the version in the live rows' clean marker; equal for all shards
 
 
 NOTHING = Entry()
 
 
 class Location(NamedTuple):
-    """A store's name and its folder: the path relative to the record's folder, and the absolute path.
-
-    snapshots: the folder with its snapshots if that is another one, otherwise "".
-    """
+    """A store's name and its folder: the path relative to the record's folder, and the absolute path."""
 
     name: str
     relative: str
     absolute: str
-    snapshots: str = ""
+    snapshots: str = ""  # the store folder with its snapshots, if that is another one
 
     @classmethod
     def of(cls, store: Path, snapshot_store: Path, folder: Path) -> Location:
@@ -67,23 +61,16 @@ class Location(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """What the record says.
+    """What the record says. The maps are by store."""
 
-    now: the entries at its last write. commit, before: the snapshots for the newest moment that all stores have
-    saved, and for the moment before. places: where the stores are; empty if the record is in its only store's MARK.
-    trained: the stores written since a process took the lock. parents: for each store the snapshot that the user last
-    saved or loaded. undone: for each store the sequence numbers (low, high] that the last recovery skipped. joining:
-    True while groups are being united; a listed store whose MARK leads elsewhere is then not a member yet.
-    """
-
-    now: Mapping[str, Entry]
-    commit: Snapshots
-    before: Snapshots
-    places: Mapping[str, Location] = field(default_factory=dict)
-    trained: frozenset[str] = frozenset()
-    parents: Mapping[str, str] = field(default_factory=dict)
-    undone: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    joining: bool = False
+    now: Mapping[str, Entry]  # at its last write
+    commit: Snapshots  # for the newest moment that all stores have saved
+    before: Snapshots  # for the moment before that
+    places: Mapping[str, Location] = field(default_factory=dict)  # empty if the record is in its only store's MARK
+    trained: frozenset[str] = frozenset()  # the stores written since a process took the lock
+    parents: Mapping[str, str] = field(default_factory=dict)  # the snapshots that the user last saved or loaded
+    undone: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # sequences (low, high] that recovery skipped
+    joining: bool = False  # while groups are united: a listed store whose MARK leads elsewhere is not a member yet
 
     @property
     def unchanged(self) -> dict[str, Entry]:
@@ -129,12 +116,9 @@ class Files(NamedTuple):
 
 @dataclass(eq=False)
 class Interval:
-    """From moment `first` to `last`, a store had a snapshot's rows. Only the lock holder knows this.
+    """From moment `first` to `last`, a store had a snapshot's rows. Only the lock holder knows this."""
 
-    snapshot: its id; "" until the save has ended.
-    """
-
-    snapshot: str
+    snapshot: str  # its id; "" until the save has ended
     first: int
     last: int = FOREVER
 
@@ -151,10 +135,7 @@ def usable(entry: Entry, files: Files) -> Entry:
 
 
 def choose(record: Record, files: Mapping[str, Files]) -> dict[str, Entry] | None:
-    """Choose what each member opens with if no process holds the lock. Returns None if nothing complete is left.
-
-    Tries the entries in `now`, then the snapshots in `commit`, then those in `before`.
-    """
+    """Choose what each member opens with if no process holds the lock. Returns None if nothing complete is left."""
     for entries in (record.now, *({x: Entry(ids[x]) for x in files} for ids in (record.commit, record.before))):
         chosen = {x: usable(entries[x], store_files) for x, store_files in files.items()}
         if NOTHING not in chosen.values():
@@ -166,9 +147,7 @@ def newest_moment(spans: Mapping[str, Sequence[Interval]], clock: int) -> tuple[
     """Find the newest moment at which every store's rows are in a snapshot. Returns it with these snapshots."""
     for moment in sorted({min(span.last, clock) for store in spans.values() for span in store}, reverse=True):
         snapshots = {
-            x: next(
-                (span.snapshot for span in reversed(store) if span.snapshot and span.first <= moment <= span.last), ""
-            )
+            x: next((s.snapshot for s in reversed(store) if s.snapshot and s.first <= moment <= s.last), "")
             for x, store in spans.items()
         }
         if all(snapshots.values()):
@@ -178,13 +157,11 @@ def newest_moment(spans: Mapping[str, Sequence[Interval]], clock: int) -> tuple[
 
 def union(records: Sequence[Record], at: Mapping[str, Entry]) -> Record:
     """Combine groups' records for the stores in `at`, whose entries it contains."""
-
-    def merged(name: str) -> dict[str, Any]:
-        return {x: value for record in records for x, value in getattr(record, name).items() if x in at}
-
-    trained = frozenset(x for record in records for x in record.trained if x in at)
-    fields: dict[str, Any] = {name: merged(name) for name in ("commit", "before", "places", "parents", "undone")}
-    return Record(dict(at), trained=trained, **fields)
+    fields: dict[str, Any] = {
+        name: {x: value for record in records for x, value in getattr(record, name).items() if x in at}
+        for name in ("commit", "before", "places", "parents", "undone")
+    }
+    return Record(dict(at), trained=frozenset(x for record in records for x in record.trained if x in at), **fields)
 
 
 def next_record(record: Record, at: Mapping[str, Entry], moment: Snapshots | None) -> Record:

@@ -22,14 +22,11 @@ log = logging.getLogger("tierbed")
 
 
 class PrunePlan(NamedTuple):
-    """The snapshots that a prune keeps and removes, each from oldest to latest.
-
-    kept_for_recovery: the part of `kept` that only recovery needs.
-    """
+    """The snapshots that a prune keeps and removes, each from oldest to latest."""
 
     kept: list[Snapshot]
     removed: list[Snapshot]
-    kept_for_recovery: list[Snapshot]
+    kept_for_recovery: list[Snapshot]  # the part of `kept` that only recovery needs
 
 
 def plan_prune(
@@ -39,16 +36,11 @@ def plan_prune(
     recovery_snapshots: Collection[str] = (),
     of_states: Collection[str] = (),
 ) -> PrunePlan:
-    """Decide which of `snapshots` a prune keeps. Parents of kept snapshots are kept as well.
+    """Decide which of `snapshots`, from oldest to latest, a prune keeps. It keeps their parents as well.
 
-    Args:
-        snapshots: a store's snapshots, from oldest to latest.
-        keep_last: how many of the latest to keep, at least 1.
-        keep_every: also keep the first snapshot that reached each multiple of this many steps.
-        recovery_snapshots: names that recovery may load; kept.
-        of_states: names that saved state_dicts refer to; kept, and not counted in keep_last.
-
-    Raises OptionError for invalid numbers, SnapshotError if a parent is missing.
+    keep_last: how many of the latest to keep. keep_every: also keep the first that reached each multiple of this many
+    steps. recovery_snapshots: names that recovery may load; kept. of_states: names that saved state_dicts refer to;
+    kept, and not counted in keep_last. Raises OptionError for invalid numbers, SnapshotError if a parent is missing.
     """
     keep_last = int_option("keep_last", keep_last, "a whole number from 1", 1)
     if keep_every is not None:
@@ -82,11 +74,8 @@ def plan_for(store: FolderState, keep_last: int, keep_every: int | None = None) 
 
 
 def needed_names(store: FolderState) -> set[str]:
-    """The names of snapshots that recovery or an incremental save may need, in any store with these snapshots.
-
-    Raises SnapshotError, StoreError.
-    """
-    ids = {id for snapshot in store.sharing for id in file_of(snapshot).needed}
+    """Names of snapshots that a store with them needs, to recover or as a parent. Raises SnapshotError, StoreError."""
+    ids = {id for file in map(file_of, store.sharing) for id in needed(file.record, file.store)}
     snapshots = list_snapshots(store.snapshots).snapshots
     return {snapshot_by_id(store.snapshots, id).name for id in ids & {snapshot.manifest.id for snapshot in snapshots}}
 

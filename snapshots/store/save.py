@@ -38,21 +38,16 @@ log = logging.getLogger("tierbed")
 
 
 class SaveSource(NamedTuple):
-    """The rows to save, and how to read them.
-
-    scan: yields all rows. record, store: the group's record, and the store's id in it. rocksdb: the database with all
-    rows after `flush`, or None. changes: returns the changes since the snapshot with a given id, or None if they are
-    unknown. id: the new snapshot's.
-    """
+    """The rows to save, and how to read them."""
 
     description: dict[str, Any]
     rows: int
-    scan: Callable[[], Chunks]
-    record: Record
-    store: str
-    rocksdb: RocksDB | None = None
-    changes: Callable[[str], Iterator[Change] | None] = lambda since: None
-    id: str | None = None
+    scan: Callable[[], Chunks]  # yields all rows
+    record: Record  # the group's
+    store: str  # the store's id in the record
+    rocksdb: RocksDB | None = None  # the database with all rows after `flush`
+    changes: Callable[[str], Iterator[Change] | None] = lambda since: None  # since a snapshot's id; None if unknown
+    id: str | None = None  # the new snapshot's
 
     @property
     def parent(self) -> str:
@@ -130,8 +125,8 @@ def write_part(
             files = write_changes(temporary, source.description, changes, progress, shard)
             rows = source.rows
         else:
-            all_rows = source.scan() if chunks is None else chunks
-            files = write_rows(temporary, source.description, all_rows, progress, shard)
+            chunks = source.scan() if chunks is None else chunks
+            files = write_rows(temporary, source.description, chunks, progress, shard)
             rows = sum(file.rows for file in files.values())
         if shard is not None:  # another process renames the folder, maybe on another host
             fsync_dir(temporary)

@@ -37,16 +37,12 @@ def converted_description(description: dict[str, Any], types: Types) -> dict[str
 
 def types_of(description: Mapping[str, Any]) -> tuple[str, str | None]:
     """The types of the rows in a valid description. The second is None if they have no states."""
-    widths = description["state_widths"]
-    states = description.get(STATE_TYPES, ["float32"] * len(widths))
+    states = description.get(STATE_TYPES, ["float32"] * len(description["state_widths"]))
     return description["dtype"], states[0] if states else None
 
 
 def converted(rows: RowArray, old: RowForm, new: RowForm, signed: bool) -> RowArray:
-    """Convert rows [n] of form `old` to form `new`, whose fields are the first fields of `old`.
-
-    signed: True if keys are signed. Raises InputError for a finite number that overflows its new type.
-    """
+    """Convert rows [n] to form `new`, which has the first fields of `old`. Raises InputError if a number overflows."""
     out = np.zeros(len(rows), new.dtype)
     for name in ("table", "key", "updates", "step"):
         out[name] = rows[name]
@@ -66,32 +62,23 @@ def converted(rows: RowArray, old: RowForm, new: RowForm, signed: bool) -> RowAr
 
 @dataclass
 class LoadReport:
-    """What a load did.
+    """What a load did."""
 
-    rows: how many rows were loaded. left_out: how many were skipped. remarks: what did not fit, and how it was
-    handled.
-    """
-
-    rows: int = 0
-    left_out: int = 0
-    remarks: list[str] = field(default_factory=list)
+    rows: int = 0  # how many were loaded
+    left_out: int = 0  # how many were skipped
+    remarks: list[str] = field(default_factory=list)  # what did not fit, and how it was handled
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What to load from a snapshot.
+    """What to load from a snapshot."""
 
-    tables: indexes, or names until `fitting` resolves them. where: a function of (tables [n], keys [n]) that returns
-    bool [n], True for rows to load. state: load optimizer state. convert: convert numbers to `types`, which `fitting`
-    sets, if their type differs. padding: padding_idx as 64 bits; that key is never a row.
-    """
-
-    tables: Collection[int | str] | None = None
-    where: Where | None = None
-    state: bool = True
-    padding: int | None = None
-    convert: bool = False
-    types: Types | None = None
+    tables: Collection[int | str] | None = None  # indexes, or names until `fitting` resolves them
+    where: Where | None = None  # from (tables [n], keys [n]) to bool [n], True for rows to load
+    state: bool = True  # load optimizer state
+    padding: int | None = None  # padding_idx as 64 bits; that key is never a row
+    convert: bool = False  # convert numbers to `types` if their type differs
+    types: Types | None = None  # set by `fitting`
 
     @property
     def is_whole(self) -> bool:
@@ -114,18 +101,14 @@ class Selection:
             description = converted_description(description, self.types)
         if self.state:
             return description
-        untrained: dict[str, Any] = {"optimizer": None, "step": 0}
-        untrained |= {name: [] for name in ("states", "state_widths", "initial", "hyper")}
-        if description["dtype"] != "float32":
-            untrained[STATE_TYPES] = []
         result = {name: value for name, value in description.items() if name != STATE_TYPES}
-        return {**result, **untrained, "width": RowForm(sum(result["columns"]), result["dtype"]).width}
+        result |= {"optimizer": None, "step": 0, "states": [], "state_widths": [], "initial": [], "hyper": []}
+        if result["dtype"] != "float32":
+            result[STATE_TYPES] = []
+        return {**result, "width": RowForm(sum(result["columns"]), result["dtype"]).width}
 
     def rows_of(self, snapshot: Snapshot, report: LoadReport, progress: Callable[[int], None] | None = None) -> Chunks:
-        """Yields a snapshot's selected rows, counted in `report`. Without state, they are as a lookup returns them.
-
-        progress: called with the number of rows in each chunk read.
-        """
+        """Yields a snapshot's selected rows, counted in `report`. Without state, they are as a lookup returns them."""
         chunks = snapshot.chunks()
         if not self.state:
             from ...engine.table.row_scan import caught_up  # loads torch

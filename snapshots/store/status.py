@@ -24,66 +24,43 @@ CHECKPOINT = "graph.msgpack"  # a file that checkpoints have and store folders l
 
 @dataclass(frozen=True)
 class Restart:
-    """The rows that the next run starts with.
+    """The rows that the next run starts with."""
 
-    source: "live" rows, a "snapshot", "empty" for no rows, "nowhere" if the run cannot start because of `problem`, or
-    "elsewhere" if the shards are on other hosts, so that one process cannot start. step: the rows' step. lost_steps:
-    how many later steps are lost; None if unknown.
-    """
-
+    # nowhere: the run cannot start; elsewhere: the shards are on other hosts, so one process cannot start
     source: Literal["live", "snapshot", "empty", "nowhere", "elsewhere"]
     step: int = 0
     snapshot: str | None = None
-    lost_steps: int | None = 0
-    problem: str | None = None
+    lost_steps: int | None = 0  # how many steps after that are lost; None if unknown
+    problem: str | None = None  # why the run cannot start
 
 
 class MemberStatus(NamedTuple):
-    """What a group's record says about a store.
-
-    live, snapshot: the durable rows that equal the present ones: live rows, a snapshot, both, or neither if the store
-    is being trained or was killed. step: their step; None if unknown. common: the snapshot that all stores go back to
-    together, as this one has it; None for no rows. common_step: its step. For a missing snapshot, the name is its id
-    and "(missing)".
-    """
+    """What a group's record says about a store. For a missing snapshot, the name is its id and "(missing)"."""
 
     name: str
     path: Path
-    live: bool
-    snapshot: str | None
-    step: int | None
-    common: str | None
+    live: bool  # the live rows equal the present ones
+    snapshot: str | None  # equals them too; neither does if the store is being trained or was killed
+    step: int | None  # of the present rows; None if unknown
+    common: str | None  # the snapshot that all stores go back to together, as this one has it; None for no rows
     common_step: int | None
 
 
 @dataclass(frozen=True)
 class StoreStatus:
-    """A store folder's status.
-
-    Attributes:
-        holder: the id of the process that has it open, 0 if unknown; None if no process has.
-        marker: the clean marker; None if the live rows are absent or not clean. For ranks, all shards' merged marker.
-        live: "rows", "rocksdb", "ranks" or None.
-        rows, step: of the live rows; None if unknown. rows is also None without a clean marker.
-        recovery_snapshot: its name, if any.
-        bytes: the size of live rows, snapshots and the rest. A file that several share counts in the first.
-        restart: what a run that starts now would do; if there is a holder, what it would do after the holder is
-            killed.
-        ranks: the number of ranks; None for one process.
-        group: what the record says about each store in the group, this one included; empty if it trains alone.
-    """
+    """A store folder's status."""
 
     path: Path
-    holder: int | None
-    marker: dict[str, Any] | None
-    live: str | None
-    rows: int | None
-    step: int | None
-    recovery_snapshot: str | None
-    bytes: dict[str, int]
-    restart: Restart
-    ranks: int | None = None
-    group: tuple[MemberStatus, ...] = ()
+    holder: int | None  # the id of the process that has it open, 0 if unknown; None if no process has
+    marker: dict[str, Any] | None  # the clean marker, merged for ranks; None if live rows are absent or not clean
+    live: str | None  # "rows", "rocksdb" or "ranks"
+    rows: int | None  # None without a clean marker, or if unknown
+    step: int | None  # of the live rows; None if unknown
+    recovery_snapshot: str | None  # its name
+    bytes: dict[str, int]  # of live rows, snapshots and the rest; a file that several share counts in the first
+    restart: Restart  # of a run that starts now, or after the holder is killed
+    ranks: int | None = None  # None for one process
+    group: tuple[MemberStatus, ...] = ()  # all stores of the group, this one included; empty if it trains alone
 
     @property
     def partners(self) -> tuple[str, ...]:
@@ -167,10 +144,8 @@ def _find_snapshot(folder: FolderState, id: str | None) -> tuple[str | None, int
 
 
 def _restart(file: GroupFile, marker: dict[str, Any] | None, noted_step: int | None) -> Restart:
-    if any(holder(folder.path) is not None for folder in file.members().values()):
-        entry = file.after_kill()[file.store]
-    else:
-        entry = file.target()[file.store]
+    is_open = any(holder(folder.path) is not None for folder in file.members().values())
+    entry = (file.after_kill() if is_open else file.target())[file.store]
     if entry.live is not None and marker is not None:
         return Restart("live", marker["step"])
     if entry.snapshot == EMPTY:
