@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...embedding.optim.eager import EagerOptimizer
-from ...embedding.saving.rows_reference import RowsReference
 from ...embedding.state_dict.saved_rows import EXTRA, SavedRows
 from ...engine.errors import GraphError, TierbedError
 from ...engine.optim.row_optimizer import RowOptimizer
@@ -41,13 +40,13 @@ def check_nothing_accumulated(end: StepEpilogue) -> None:
 
 
 class Training(NamedTuple):
-    """A model's optimizers, schedulers and scaler. owner and remedies are for error texts."""
+    """A model's optimizers, schedulers and scaler."""
 
     optimizers: Sequence[Optimizer]
     rows: Sequence[RowOptimizer]
     schedules: Sequence[Any]
     scaler: Any
-    owner: str
+    owner: str  # for error texts, as the remedies
     remedy: str
     scaler_remedy: str
 
@@ -81,17 +80,10 @@ class Training(NamedTuple):
 
 
 def training_of_graph(optimizers: OptimizerSet, epilogue: StepEpilogue) -> Training:
-    """Return a graph's `Training`."""
     remedy = "add the same optimizers with add_optimizer, or to score only, call graph.load(path, optimizers=False)"
-    return Training(
-        [*optimizers],
-        [*optimizers.rows.values()],
-        optimizers.schedulers(),
-        epilogue.scaler,
-        "this graph",
-        remedy,
-        "call set_grad_scaler({})",
-    )
+    rows, scaler_remedy = [*optimizers.rows.values()], "call set_grad_scaler({})"
+    schedulers = optimizers.schedulers()
+    return Training([*optimizers], rows, schedulers, epilogue.scaler, "this graph", remedy, scaler_remedy)
 
 
 def check_extra_state(training: Training, state: dict[str, Any]) -> None:
@@ -106,9 +98,8 @@ def check_extra_state(training: Training, state: dict[str, Any]) -> None:
                 f"the state has {len(state[name])} {name}, and {training.owner} has {len(current)}; {training.remedy}"
             )
     for number, (optimizer, saved) in enumerate(zip(optimizers, state["optimizers"], strict=True)):
-        saved_sizes, sizes = (
-            [len(g["params"]) for g in groups] for groups in (saved["param_groups"], optimizer.param_groups)
-        )
+        both_groups = saved["param_groups"], optimizer.param_groups
+        saved_sizes, sizes = ([len(group["params"]) for group in groups] for groups in both_groups)
         if saved_sizes != sizes:
             raise GraphError(
                 f"optimizer {number} (counted from 0) has groups of {saved_sizes} parameters in the state, and of "
@@ -263,8 +254,8 @@ def drop_row_state(root: nn.Module, state: dict[str, Any], optimizers: bool) -> 
     for path, module in root.named_modules(remove_duplicate=False):
         if isinstance(module, SavedRows):
             state.pop(f"{path}.{EXTRA}", None)
-    if EXTRA in state:
-        state[EXTRA] = {k: v for k, v in state[EXTRA].items() if k != "embeddings"} if optimizers else {}
+    if EXTRA in state and not optimizers:
+        state[EXTRA] = {}
     return state
 
 
@@ -298,8 +289,3 @@ def load_extra_state(root: nn.Module, optimizers: OptimizerSet, epilogue: StepEp
             raise
         raise GraphError(f"the state is malformed: {error_text(error)}; load one that state_dict() returned") from error
     epilogue.clear()
-    embeddings = embeddings_of(root)
-    for path, reference in state.get("embeddings", {}).items():  # older states keep the embeddings' references here
-        embedding = embeddings.get(path)
-        if isinstance(embedding, SavedRows):
-            embedding.await_rows(RowsReference(reference["step"], reference["snapshot"], None))
