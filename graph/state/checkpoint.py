@@ -236,15 +236,17 @@ def _check_free(folder: Path, overwrite: bool) -> None:
     try:
         check_exchange(folder)
     except OSError as error:
-        raise SnapshotError(f"checkpoint {str(folder)!r} cannot be overwritten: {error}. Choose another path") from error
+        raise SnapshotError(
+            f"checkpoint {str(folder)!r} cannot be overwritten: {error}. Choose another path"
+        ) from error
 
 
 def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: bool = False, kind: str = "graph") -> None:
     """Write `state` and the rows of all embeddings under `root`. The checkpoint is durable on return.
 
-    folder: from `check_save`. kind: "graph", or "loop" if the state consists of `model` and `training`. With
-    `overwrite`, an existing checkpoint is replaced, and so are its snapshots in store folders. Raises SnapshotError
-    if the checkpoint cannot be written, and GraphError for a state that it cannot hold or that differs between ranks.
+    kind: "graph", or "loop" if the state consists of `model` and `training`. With `overwrite`, the old checkpoint's
+    snapshots in store folders are replaced too. Raises SnapshotError if the checkpoint cannot be written, and
+    GraphError for a state that it cannot hold or that differs between ranks.
     """
     embeddings = _saved_embeddings(root)
     world, op = shared_world(embeddings), f"saving checkpoint {folder.name!r}"
@@ -335,10 +337,9 @@ def load(
 ) -> None:
     """Load the state with `put`, then the rows of all embeddings under `root`: all or nothing.
 
-    kind: as in `save`. check: raises GraphError if a state does not fit. current_state: returns the state, which
-    `put` restores if the load fails; if that fails too, no embedding can be used until a load succeeds. selection:
-    whether to load the rows' optimizer state, and whether to convert rows. Raises SnapshotError if the checkpoint is
-    missing, damaged, malformed or belongs to another graph.
+    check: raises GraphError if a state does not fit. current_state: returns the state, which `put` restores if the
+    load fails; if that fails too, no embedding can be used until a load succeeds. Raises SnapshotError if the
+    checkpoint is missing, damaged, malformed or belongs to another graph.
     """
     folder = folder.absolute()
     embeddings = _saved_embeddings(root)

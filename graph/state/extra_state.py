@@ -59,11 +59,8 @@ class Training(NamedTuple):
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Load the result of `state`, from a copy because optimizers train the tensors they are given.
-
-        If a value's type is wrong, raises GraphError or one of MALFORMED halfway through.
-        """
-        state = copy.deepcopy(state)
+        """Load the result of `state`. For a value of a wrong type, GraphError or one of MALFORMED halfway through."""
+        state = copy.deepcopy(state)  # optimizers train the tensors they are given
         for number, (optimizer, loaded) in enumerate(zip(self.optimizers, state["optimizers"], strict=True)):
             optimizer.load_state_dict(loaded)
             check_can_step(optimizer, f"optimizer {number} of the state")
@@ -87,10 +84,7 @@ def training_of_graph(optimizers: OptimizerSet, epilogue: StepEpilogue) -> Train
 
 
 def check_extra_state(training: Training, state: dict[str, Any]) -> None:
-    """Raise GraphError if numbers of optimizers, schedulers, parameters per group, or scalers differ.
-
-    Raises GraphError or one of MALFORMED if a value's type is wrong.
-    """
+    """Raise GraphError, or one of MALFORMED, if a state has other counts or types of values than `training`."""
     optimizers = training.optimizers
     for name, current in (("optimizers", optimizers), ("schedules", training.schedules)):
         if len(current) != len(state[name]):
@@ -151,10 +145,9 @@ def _malformed(what: str) -> GraphError:
 
 
 def check_like(current: Any, saved: Any, where: str, may_lack: Collection[Any] = ()) -> None:
-    """Raise GraphError if a saved value's kind differs from the value it replaces, or if it lacks a key.
+    """Raise GraphError if a saved value's kind differs from the value it replaces, or lacks a key not in `may_lack`.
 
-    A current value of None accepts anything. may_lack: keys that may be missing. A saved list may be longer or
-    shorter; its items must be like the current ones.
+    A current value of None accepts anything. A saved list may be longer or shorter, with items like the current ones.
     """
     if isinstance(current, dict):
         fits = isinstance(saved, dict) and (not current or {*map(type, saved)} <= {*map(type, current)})
@@ -218,11 +211,9 @@ def check_can_step(optimizer: Optimizer, where: str) -> None:
 
 
 def check_modules(root: nn.Module, state: dict[str, Any], thing: str) -> None:
-    """Raise GraphError if a state_dict's names or shapes differ from the state_dict of `root`.
-
-    Skips modules of another version, since they migrate their tensors themselves, and lazy modules' unknown shapes.
-    """
+    """Raise GraphError if a state_dict's names, or shapes of modules that are not lazy, differ from those of `root`."""
     versions = versions_of(state) or {}
+    # modules of another version migrate their tensors themselves
     migrating = tuple(
         f"{path}." if path else ""
         for path, module in root.named_modules(remove_duplicate=False)
@@ -266,10 +257,7 @@ def with_rank_states(root: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_extra_state(root: nn.Module, optimizers: OptimizerSet, epilogue: StepEpilogue, state: Any) -> None:
-    """Load the result of `get_extra_state`: the dict, or a tuple that holds it. An empty dict loads nothing.
-
-    Rows do not change. Raises GraphError if the state does not fit or is malformed; then nothing is replaced.
-    """
+    """Load `get_extra_state`'s tuple, or the dict in it. GraphError, replacing nothing, if it does not fit."""
     training = training_of_graph(optimizers, epilogue)
     backup: Any = None
     try:

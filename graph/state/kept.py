@@ -127,10 +127,9 @@ def kept_at(path: Path) -> tuple[list[Kept], dict[str, SnapshotError]]:
 
 
 def prune(path: Path, keep_last: int, dry_run: bool = False) -> tuple[list[Kept], list[Kept]]:
-    """Remove all checkpoints in a folder except the latest `keep_last`. Returns (retained, removed).
+    """Remove all checkpoints in a folder except the latest `keep_last`, oldest first. Returns (retained, removed).
 
-    Removes the oldest first; a kill leaves each one complete or absent. Snapshots in store folders stay. dry_run:
-    remove nothing. Raises SnapshotError if a checkpoint cannot be read.
+    A kill leaves each one complete or absent. Snapshots in store folders stay. SnapshotError if one cannot be read.
     """
     checkpoints, damaged = kept_at(path)
     for error in damaged.values():
