@@ -72,7 +72,7 @@ def _key(argument: Any, value_of: dict[fx.Node, int]) -> Hashable:
 
 
 def extract_id_graph(module: fx.GraphModule) -> fx.GraphModule | None:
-    """Return a module with the placeholders of `module` that returns its `prefetchable_lookups`, or None if none.
+    """Return a module with the placeholders of `module` that returns its `prefetchable_lookups`, or None.
 
     Lookups are plain tuples there: a module of torch 2.11 returns no NamedTuple.
     """

@@ -231,7 +231,7 @@ def split_capture(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModul
     """Split a step into the captured part and the rest. The first returns (results, arguments of the rest)."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
-    for node in graph.find_nodes(op="call_function", target=apply_gradients):  # it only clips: an update clips rows
+    for node in graph.find_nodes(op="call_function", target=apply_gradients):  # clips by value, as updates do
         rows: Any
         epilogue, rows, dense = node.args
         with graph.inserting_before(node):

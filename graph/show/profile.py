@@ -33,7 +33,7 @@ _FUSED_SHARE = 0.25  # share in a step spent in fusible ops; more gets advice
 
 
 def _waiting_advice(waited: float, elapsed: float) -> str:
-    """Return a line of advice if torch's spinning threads may occupy cores that all threads waited for, or ""."""
+    """Return advice if threads waited for cores that torch's idle threads may occupy, otherwise an empty string."""
     spin = torch.get_num_threads() > 1 and os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive"
     if not spin or waited <= _WAITING_SHARE * elapsed:
         return ""
