@@ -64,7 +64,7 @@ from .trace.signature import (
     tensors_spec,
 )
 from .trace.swap import trace_lock
-from .trace.trace import Trace, trace
+from .trace.trace import trace
 from .trace.values import ValueGuards
 
 MAX_CACHED_STEPS = 64
@@ -116,7 +116,7 @@ class Graph(ModelSnapshots, HasBuild):
         self.__captures = False
         self.__abandoned: list[None] = []  # one item per run that was garbage-collected before its end
         # two underscores: a subclass may use any attribute name
-        self.__steps = StepCache(MAX_CACHED_STEPS)
+        self.__steps = StepCache(type(self).__name__, MAX_CACHED_STEPS)
         # tree and dynamic leaves of the last call with containers
         self.__tree: tuple[pytree.TreeSpec, frozenset[int]] = tensors_spec(0), NO_DYNAMIC
         self.__splits_by_key = False  # build needs the values of keyed tensors split by key
@@ -125,9 +125,8 @@ class Graph(ModelSnapshots, HasBuild):
         self.__values = ValueGuards()
         # key and step of the previous call, compared before any hashing
         self.__last: tuple[Hashable, Any] = (None, None)
-        self.__has_checked_dense = (
-            False  # the dense part was compared with the rows' run, before the first training step
-        )
+        # the dense part was compared with the rows' run, before the first training step
+        self.__has_checked_dense = False
         self.__compiles = RecompileLog(MAX_CACHED_STEPS)
         self.__forward: Forward | None = None  # set while a profile runs
         self.__rank_state = RankStepState()
@@ -151,7 +150,7 @@ class Graph(ModelSnapshots, HasBuild):
         try:
             self.__optimizers.attach(self)
         except BaseException:
-            self.__optimizers.discard(optimizer)
+            self.__optimizers.optimizers.pop(optimizer, None)
             raise
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -170,7 +169,7 @@ class Graph(ModelSnapshots, HasBuild):
         """
         limit = positive("max_norm", max_norm)
         self.__refuse_captured("clip_grad_norm", limit is not None)
-        self.__epilogue.clip_norm(limit)
+        self.__epilogue.max_norm = limit
 
     def clip_grad_value(self, clip_value: float | None) -> None:
         """Clip every element of all gradients to [-clip_value, clip_value].
@@ -180,7 +179,7 @@ class Graph(ModelSnapshots, HasBuild):
         Args:
             clip_value: the largest absolute value, or None to turn clipping off.
         """
-        self.__epilogue.clip_elements(positive("clip_value", clip_value))
+        self.__epilogue.clip_value = positive("clip_value", clip_value)
 
     def accumulate_grads(self, steps: int, mean: bool = False) -> None:
         """Sum the gradients of `steps` calls before parameters and rows are updated.
@@ -214,15 +213,13 @@ class Graph(ModelSnapshots, HasBuild):
         Raises:
             OptimizerError: `scaler` is neither a `torch.amp.GradScaler` nor None.
         """
-        if scaler is None:
-            self.__epilogue.unscale_by(None)
-            return
-        if not isinstance(scaler, GradScaler):
-            raise OptimizerError(f"scaler={type(scaler).__name__}: give a torch.amp.GradScaler")
-        self.__refuse_captured("set_grad_scaler", scaler.is_enabled())
-        device = next((tensor.device for tensor in self.parameters()), "cpu")
-        scaler.scale(torch.zeros((), device=device))  # creates the scaler's tensors: a trace could not
-        self.__epilogue.unscale_by(scaler)
+        if scaler is not None:
+            if not isinstance(scaler, GradScaler):
+                raise OptimizerError(f"scaler={type(scaler).__name__}: give a torch.amp.GradScaler")
+            self.__refuse_captured("set_grad_scaler", scaler.is_enabled())
+            device = next((tensor.device for tensor in self.parameters()), "cpu")
+            scaler.scale(torch.zeros((), device=device))  # creates the scaler's tensors: a trace could not
+        self.__epilogue.scaler = scaler
 
     def compile_dense(self, **options: Any) -> None:
         """Compile the dense part of each step with TorchInductor.
@@ -281,11 +278,11 @@ class Graph(ModelSnapshots, HasBuild):
             shared_error = failed.shared_error
             cause = failed.cause.with_traceback(None)  # its frames hold everything the failed step computed
         if shared_error is not None:  # the other ranks raise this error and do not retry
-            self.__steps.drop(type(self).__name__, step, cause)
+            self.__steps.drop(step, cause)
             raise shared_error
         static_step, tensors = self.__compiled(args, kwargs, static_only=True)
         result = static_step.run(tensors, self.__forward)  # if this raises too, the dynamic-shape step is not to blame
-        self.__steps.drop(type(self).__name__, step, cause)
+        self.__steps.drop(step, cause)
         return result
 
     @checked_arguments("progress", "uneven")
@@ -412,7 +409,7 @@ class Graph(ModelSnapshots, HasBuild):
     def set_extra_state(self, state: Any) -> None:
         """Load the extra state of `load_state_dict()`: the dict, or a tuple that holds it."""
         load_extra_state(self, self.__optimizers, self.__epilogue, state)
-        self.__rank_state.note_loaded()
+        self.__rank_state.partial_update = ""
 
     def draw(self, path: str | os.PathLike[str]) -> None:
         """Write the step of the last call as a flowchart: stages, ops, shapes, and the store of each lookup.
@@ -445,7 +442,6 @@ class Graph(ModelSnapshots, HasBuild):
             )
 
     def __known_lookups(self, *args: Any) -> KnownLookups | None:
-        """Return the lookups of a later call with these arguments, if they are known."""
         try:
             step, tensors = self.__compiled(args, {})
         except Exception:  # the call itself raises it
@@ -501,7 +497,8 @@ class Graph(ModelSnapshots, HasBuild):
         while self.__structure is None or (live := self.__structure.live()) is None:
             self.__structure = Structure(self, self.__optimizers.optimizers)
             self.__values = ValueGuards()
-            self.__steps = StepCache(MAX_CACHED_STEPS)  # old steps are useless and would keep replaced modules alive
+            # old steps are useless and would keep replaced modules alive
+            self.__steps = StepCache(type(self).__name__, MAX_CACHED_STEPS)
         tensors, state = live
         return (
             spec,
@@ -527,16 +524,14 @@ class Graph(ModelSnapshots, HasBuild):
         begin, name, base = perf_counter(), type(self).__name__, signature[:-1]
         is_compiled = False
 
-        def traced_for(dynamic: Dims | None) -> Trace:
-            return trace(self, call, tensors, self.__optimizers, dynamic)
-
         def compiled(dynamic: Dims | None) -> CompiledStep:
             nonlocal is_compiled
-            traced = traced_for(dynamic)
+            trace_again = partial(trace, self, call, tensors, self.__optimizers, dynamic)
+            traced = trace_again()
             self.__values.add(traced.reads)
             key = base, dynamic, None if dynamic else tuple(tensor.shape for tensor in call.inputs)
             alike, program = [cached for cached in self.__steps.all() if cached.key == key], traced.program()
-            equal: CompiledStep | None = self.__values.equal_step(alike, program, lambda: traced_for(dynamic).program())
+            equal: CompiledStep | None = self.__values.equal_step(alike, program, lambda: trace_again().program())
             if equal is not None:
                 return equal
             is_compiled = True
@@ -547,7 +542,7 @@ class Graph(ModelSnapshots, HasBuild):
             )
             return replace(step, key=key, program=program)
 
-        step = self.__steps.make(name, signature, call, static_only, compiled)
+        step = self.__steps.make(signature, call, static_only, compiled)
         if step.trained and not self.__has_checked_dense:
             self.__has_checked_dense = True
             self.__optimizers.check_resumed_rows(name, [embedding for embedding, _ in step.trained])
@@ -565,7 +560,7 @@ class Graph(ModelSnapshots, HasBuild):
             texts = self.__values.texts()
             why = guard_facts(self, call, is_dynamic, self.__optimizers, self.__epilogue, settings, texts)
             self.__compiles.add(name, why, perf_counter() - begin)
-        self.__steps.evict_oldest(name)
+        self.__steps.evict_oldest()
         if self.__values.is_full:
             self.__structure = None
         return step

@@ -84,17 +84,16 @@ class Plan:
         self.rate = sample.rate
         self.batches = max(len(sample.batch_rows) - warmup, 0)
         uses = sample.uses()
-        counted = uses.batch >= warmup
-        if not counted.any():
+        self._counted = uses.batch >= warmup
+        if not self._counted.any():
             raise InputError(f"trace: no rows in {self.batches} batches after warmup={warmup}; give more batches")
         self._tables = uses.table
         self._overflow_row_bytes = self.line_bytes + OVERFLOW_OVERHEAD_BYTES
         self._max_batch_rows = max(sample.batch_rows)
         self._model = Model(uses, sample)
-        self._counted = counted
         _, first = np.unique(uses.row, return_index=True)
         self.seen = _estimates(uses.table[first], tables, self.rate)
-        self.uses = _estimates(uses.table[counted], tables, self.rate)
+        self.uses = _estimates(uses.table[self._counted], tables, self.rate)
 
     def rows(self, budget_mb: float) -> int:
         """Returns the number of lines in a cache of `budget_mb` MiB. Raises OptionError below MIN_CACHE_ROWS."""
@@ -230,7 +229,6 @@ class Plan:
         return "\n".join(lines)
 
     def _table_mask(self, table: int | None) -> NDArray[np.bool_]:
-        """Returns a mask that selects the counted uses, all or one table's."""
         if table is None:
             return self._counted
         if as_int(table, 0, len(self.seen) - 1) is None:
@@ -387,9 +385,8 @@ class RankPlan:
         step = -(-samples // self.size) * (len(keys) // samples) if samples else 0
         for rank in range(self.size):
             chunk = slice(rank * step, (rank + 1) * step)
-            part = _core.Batch(
-                [(keys[chunk], None if tables is None else tables[chunk], None)], self._tables, self._padding
-            )
+            chunk_tables = None if tables is None else tables[chunk]
+            part = _core.Batch([(keys[chunk], chunk_tables, None)], self._tables, self._padding)
             self.lookups[rank] += len(part.occurrences)
             self.ids[rank] += self._owned(part)
 
@@ -404,8 +401,7 @@ class RankPlan:
                 raise OptionError(f"{name}={dtype!r}: give torch.float32, bfloat16 or float16")
         requests = self.ids * (1 - np.eye(self.size, dtype=np.int64))  # a rank sends itself nothing
         ids = 8 if self._tables == 1 else 16
-        result: I64 = requests * (ids + WIRE[grads] * self.dim) + requests.T * (WIRE[rows] * self.dim)
-        return result
+        return requests * (ids + WIRE[grads] * self.dim) + requests.T * (WIRE[rows] * self.dim)
 
     @property
     def dedup(self) -> float:

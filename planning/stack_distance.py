@@ -177,11 +177,8 @@ _EXPECTED_KEPT = GROUP - _POISSON @ (GROUP - np.arange(GROUP))
 
 
 def _interpolate(load: F64, values: F64) -> F64:
-    """Interpolate values [n], given at `_LOADS`, linearly at each load >= 0; larger loads get the last value.
-
-    Loads are evenly spaced, so this needs no search.
-    """
-    position = np.minimum(load * PER_ROW, len(values) - 1)
+    """Interpolate values [n], given at `_LOADS`, linearly at each load >= 0; larger loads get the last value."""
+    position = np.minimum(load * PER_ROW, len(values) - 1)  # loads are evenly spaced, so this needs no search
     below = position.astype(np.int32)
     step = np.diff(values, append=values[-1])
     return np.asarray(values[below] + (position - below) * step[below])

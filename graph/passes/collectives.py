@@ -50,42 +50,34 @@ def sum_over_ranks(
 ) -> Vote:
     """Sum dense gradients over the ranks with a batch. If the step failed on one rank, raise its error on all."""
     finite = epilogue.scaler is None or are_finite([grad for part in rows for grad in part.grads])
-    vote: Vote = collectives.vote(dense, finite=finite, present=present)
-    return vote
+    return collectives.vote(dense, finite=finite, present=present)
 
 
 def common_world(embeddings: dict[str, EmbeddingBase]) -> Any:
     """Return the world that a graph's embeddings share, or None. GraphError if they differ."""
     by_world = {id(embedding.world): (path, embedding.world) for path, embedding in embeddings.items()}
     if len(by_world) > 1:
-        (name, world), (other_name, other_world) = list(by_world.values())[:2]
+        names, worlds = zip(*[*by_world.values()][:2], strict=True)
+        sizes = ["in this process alone" if w is None else f"over a world of {w.size} ranks" for w in worlds]
         raise GraphError(
-            f"embeddings {name!r} and {other_name!r}: {_world_text(world)}, and {_world_text(other_world)}; give all "
-            "embeddings of a graph the same world"
+            f"embeddings {names[0]!r} and {names[1]!r}: one is {sizes[0]}, and one is {sizes[1]}; give all embeddings "
+            "of a graph the same world"
         )
     return next((world for _, world in by_world.values()), None)
 
 
-def _world_text(world: Any) -> str:
-    return "one is in this process alone" if world is None else f"one is over a world of {world.size} ranks"
-
-
 def pin_early(module: fx.GraphModule) -> None:
-    """Move a pin to the top if pure torch ops make its ids from tensors that the step never writes.
-
-    A read from the same embedding stays before its pin, because the pin may evict rows.
-    """
+    """Move a pin to the top if pure torch ops make its ids from tensors that the step never writes."""
     graph = module.graph
     changed = set().union(*map(writes, graph.nodes))
-    pins = graph.find_nodes(op="call_method", target="pin")
-    last = graph.find_nodes(op="placeholder")[-1] if graph.find_nodes(op="placeholder") else None
+    last = next(reversed(graph.find_nodes(op="placeholder")), None)
     moved: set[fx.Node] = set()
-    for pin in pins:
+    for pin in graph.find_nodes(op="call_method", target="pin"):
         embedding, lookups, *ids_from = pin.args
         needed = sources_of(pin, (embedding, lookups))
         is_pure = all(is_repeatable(node, set()) and not writes(node) for node in needed)
         is_movable = is_pure and not memory_of(needed) & changed
-        is_read_before = any(
+        is_read_before = any(  # the pin may evict rows
             call_target(node) in ("read", "read_weights_grad") and node < pin for node in cast(fx.Node, embedding).users
         )
         if last is None or not is_movable or not moved.issuperset(ids_from) or is_read_before:
@@ -102,8 +94,8 @@ def schedule_collectives(
 ) -> Any:
     """Send row gradients as soon as they are complete, and insert the vote before `node`, the end of the step.
 
-    node: `apply_gradients` or `accumulate`; None if the step trains nothing. make: makes the step's `StepCollectives`
-    from its calls and its trained parameters by name. Returns these. GraphError for a sparse gradient.
+    node: None if the step trains nothing. make: makes the step's `StepCollectives`, which are returned, from its calls
+    and its trained parameters by name. GraphError for a sparse gradient.
     """
     graph = module.graph
     if node is None:

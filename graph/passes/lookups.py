@@ -40,8 +40,7 @@ _COPIES = {torch.ops.aten.clone.default: 0, torch.ops.aten._to_copy.default: 0, 
 def share_rows(module: fx.GraphModule) -> None:
     """Make a pin reuse the unique rows of another embedding's earlier pin with the same lookups.
 
-    Lookups are the same if the same torch ops make their tensors from the same tensors, and nothing in the step
-    writes to these tensors. The embeddings must have equal table counts, key types, padding and legal ids.
+    Lookups are the same if the same ops make their tensors from the same tensors, which nothing in the step writes.
     """
     changed = set().union(*map(writes, module.graph.nodes))
     values: dict[Hashable, int] = {}
@@ -73,10 +72,9 @@ def _key(argument: Any, value_of: dict[fx.Node, int]) -> Hashable:
 
 
 def extract_id_graph(module: fx.GraphModule) -> fx.GraphModule | None:
-    """Return a module with the placeholders of `module` that returns (embedding, lookups) pairs for what it trains.
+    """Return a module with the placeholders of `module` that returns its `prefetchable_lookups`, or None.
 
-    Lookups are plain tuples there: a module of torch 2.11 returns no NamedTuple. Lookups are left out if their ids
-    depend on rows, random numbers, custom ops, or what the step changes outside itself. None if no lookup is left.
+    Lookups are plain tuples there: a module of torch 2.11 returns no NamedTuple.
     """
     known = prefetchable_lookups(module)
     if not known:
@@ -93,10 +91,12 @@ def extract_id_graph(module: fx.GraphModule) -> fx.GraphModule | None:
 
 
 def prefetchable_lookups(module: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
-    """Return nodes whose rows can be fetched before the step runs, with their (embedding, lookups)."""
-    trained: list[tuple[fx.Node, Any]] = []
-    for node in module.graph.find_nodes(op="call_method", target="pin"):
-        trained.append((node, node.args[:2]))
+    """Return nodes that train rows whose ids are known before the step runs, with their (embedding, lookups).
+
+    Other ids depend on rows, random numbers, custom ops, or what the step changes outside itself.
+    """
+    pins = module.graph.find_nodes(op="call_method", target="pin")
+    trained: list[tuple[fx.Node, Any]] = [(node, node.args[:2]) for node in pins]
     for node in module.graph.find_nodes(op="call_function", target=accumulate):
         rows: Any = node.args[1]
         trained += [(node, row[:2]) for row in rows]
@@ -139,17 +139,14 @@ def expand_reads(module: fx.GraphModule, path_of: Callable[[int], str]) -> None:
     for node in graph.find_nodes(op="call_function", target=WEIGHTS_GRAD):
         embedding = _attribute(module, node.args[-1], path_of)
         with graph.inserting_before(node):
-            read = graph.call_method("read_weights_grad", (embedding, _lookup(node), node.args[0]))
-            replace(node, read)
+            replace(node, graph.call_method("read_weights_grad", (embedding, _lookup(node), node.args[0])))
 
 
 def expand_trained(module: fx.GraphModule, handle: int, grad: fx.Node, path_of: Callable[[int], str]) -> None:
     """Make one pin before the first trained lookup, a gather for each lookup, and one update at the end of the step.
 
-    Weight gradients are computed in between, where build needs them, from the gathered rows.
-
-    grad: the node that build left as gradient of the embedding's parameter. Raises GraphError if `grad` is not a
-    plain sum of lookup gradients, or if moving ids up would change a lookup's ids or the order of random draws.
+    grad: the gradient of the embedding's parameter. Raises GraphError if it is not a plain sum of lookup gradients,
+    or if moving ids up would change a lookup's ids or the order of random draws.
     """
     graph = module.graph
     grads: dict[SharedLookup, list[Any]] = defaultdict(list)
@@ -168,17 +165,13 @@ def expand_trained(module: fx.GraphModule, handle: int, grad: fx.Node, path_of: 
             "leave lookups out of saved_tensors_hooks"
         )
     embedding = _attribute(module, handle, path_of)
-    lookups = list(trained)
-    _move_ids_up(graph, lookups, embedding, path_of(handle))
-    with graph.inserting_before(lookups[0]):
+    _move_ids_up(graph, [*trained], embedding, path_of(handle))
+    with graph.inserting_before(next(iter(trained))):
         batch = graph.call_method("pin", (embedding, [key.lookup for key in shared]))
     _expand_weights_grads(graph, handle, batch, shared)
     for node, key in trained.items():
         with graph.inserting_before(node):
-            replace(
-                node,
-                graph.call_method("gather", (batch, shared.index(key), *_weights_argument(key.weights))),
-            )
+            replace(node, graph.call_method("gather", (batch, shared.index(key), *_weights_argument(key.weights))))
     with graph.inserting_before(graph.output_node()):
         used = [weights[key] for key in shared]
         totals = [reduce(lambda a, b: graph.call_function(_ADD, (a, b)), grads[key]) for key in shared]
@@ -203,11 +196,11 @@ def _lookup(node: fx.Node) -> Lookup:
 
 def _shared_lookup(node: fx.Node) -> SharedLookup:
     weights: Any = node.args[6]
-    changed = None
-    if weights is not None:
-        changed = node.prev
-        while changed.op != "root" and not writes(changed) & storages(weights):
-            changed = changed.prev
+    if weights is None:
+        return SharedLookup(_lookup(node), None, None)
+    changed = node.prev
+    while changed.op != "root" and not writes(changed) & storages(weights):
+        changed = changed.prev
     return SharedLookup(_lookup(node), weights, changed)
 
 
@@ -220,10 +213,7 @@ def _weights_argument(weights: Any) -> tuple[Any, ...]:
 
 
 def refuse_uses(graph: fx.Graph, shadows: dict[fx.Node, str], path_of: Callable[[int], str]) -> None:
-    """Raise GraphError if a node still uses an embedding's parameter or its gradient, since neither holds values.
-
-    shadows: the nodes of these parameters. Runs after lookups are expanded and dead nodes are dropped.
-    """
+    """Raise GraphError if a live node still uses an embedding's parameter (in `shadows`) or its gradient."""
     for shadow, name in shadows.items():
         if shadow.users:
             raise _shadow_error(name)
@@ -282,9 +272,8 @@ def _move_ids_up(graph: fx.Graph, lookups: list[fx.Node], embedding: fx.Node, na
     """
     from_first = dropwhile(lambda node: node is not lookups[0], graph.nodes)
     between = [*takewhile(lambda node: node is not lookups[-1], from_first)]
-    id_sources = {
-        source for lookup in lookups for source in lookup.args[1:4] if isinstance(source, fx.Node)
-    }  # not the weights
+    operands = [operand for lookup in lookups for operand in lookup.args[1:4]]  # not the weights
+    id_sources = {operand for operand in operands if isinstance(operand, fx.Node)}
     for node in reversed(between):
         if node in id_sources:
             id_sources.update(node.all_input_nodes)

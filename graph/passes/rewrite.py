@@ -41,12 +41,10 @@ def name_placeholders(nodes: list[fx.Node], names: list[str]) -> None:
 
 
 def drop_detach(graph: fx.Graph) -> None:
-    """Remove detach, which is the identity without autograd, unless just one of input and result is reshaped in place.
-
-    A detach of an argument is always removed: the trace added it, and build reshapes the call's own tensor.
-    """
+    """Remove detach, the identity without autograd, unless just one of its input and result is reshaped in place."""
     reshaped = reshaped_storages(graph)
     detaches = graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default)
+    # the trace added these, and build reshapes the call's own tensor
     arguments = [n for n in detaches if n.args[0].op == "placeholder" and LIVE not in n.args[0].meta]
     for node in detaches:
         if node in arguments or not storages(node) & reshaped:
@@ -66,10 +64,9 @@ def drop_double_transpose(graph: fx.Graph) -> None:
 
 def keep_outputs(graph: fx.Graph, count: int) -> list[fx.Node]:
     """Cut the output to its first `count` values, detached from live tensors. Returns the other values."""
-    output = graph.output_node()
-    external = external_storages(graph)
+    output, external = graph.output_node(), external_storages(graph)
     returned: Any = output.args[0]
-    values = list(returned)
+    values = [*returned]
     for i, value in enumerate(values[:count]):
         if storages(value) & external:
             with graph.inserting_before(output):
@@ -86,8 +83,8 @@ def add_dense_steps(
     with graph.inserting_before(graph.output_node()):
         for optimizer in optimizers:
             node = add_attribute(module, type(optimizer).__name__.lower(), optimizer)
-            pairs = [(parameter, grad) for holder, parameter, grad in grads if holder is optimizer]
-            graph.call_function(dense_step, (node, [p for p, _ in pairs], [g for _, g in pairs]))
+            own = [(parameter, grad) for holder, parameter, grad in grads if holder is optimizer]
+            graph.call_function(dense_step, (node, [p for p, _ in own], [g for _, g in own]))
 
 
 def merge_updates(module: fx.GraphModule, epilogue: StepEpilogue) -> fx.Node:
@@ -95,7 +92,6 @@ def merge_updates(module: fx.GraphModule, epilogue: StepEpilogue) -> fx.Node:
     graph = module.graph
     accumulates = epilogue.accumulate_steps > 1
     rows: list[Any] = []
-    dense: list[Any] = []
     for node in graph.find_nodes(op="call_method", target="update"):
         rest: Any
         batch, grads, *rest = node.args
@@ -107,9 +103,9 @@ def merge_updates(module: fx.GraphModule, epilogue: StepEpilogue) -> fx.Node:
         else:
             rows.append(RowGrads(batch, grads, weights))
         graph.erase_node(node)
-    for node in graph.find_nodes(op="call_function", target=dense_step):
-        optimizer, params, grads = node.args
-        dense.append(DenseGrads(optimizer, params, grads))
+    dense_steps = graph.find_nodes(op="call_function", target=dense_step)
+    dense: list[Any] = [DenseGrads(*node.args) for node in dense_steps]
+    for node in dense_steps:
         graph.erase_node(node)
     with graph.inserting_before(graph.output_node()):
         epilogue_node = add_attribute(module, "step_end", epilogue)
@@ -128,8 +124,7 @@ def _replace_pin_by_reads(graph: fx.Graph, pin: fx.Node) -> None:
     for node in list(pin.users):
         index: Any = node.args[1]
         with graph.inserting_before(node):
-            read = graph.call_method(reads[node.target], (embedding, lookups[index], *node.args[2:]))
-        replace(node, read)
+            replace(node, graph.call_method(reads[node.target], (embedding, lookups[index], *node.args[2:])))
     graph.erase_node(pin)
 
 

@@ -44,14 +44,11 @@ dense_steps = _DenseSteps()
 
 
 def dense_step(optimizer: Optimizer, params: list[Tensor], grads: list[Tensor]) -> None:
-    """Call `optimizer.step()` with these gradients. Learning rates, schedulers and step counts are live.
-
-    Parameters of the optimizer outside `params` keep `grad` None, so torch does not change them.
-    """
+    """Call `optimizer.step()` with these gradients. Learning rates, schedulers and step counts are live."""
     with trace_lock, DisableTorchFunctionSubclass():  # a `Shadow` would otherwise be called for each attribute
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                parameter.grad = None
+                parameter.grad = None  # so torch does not change those outside `params`
         if not params and _does_nothing(optimizer):
             return
         try:
@@ -132,15 +129,6 @@ class StepEpilogue:
         """Return a key for the settings that a compiled step depends on."""
         return self.is_plain, self.accumulate_steps > 1, None if self.scaler is None else self.scaling()
 
-    def clip_norm(self, max_norm: float | None) -> None:
-        self.max_norm = max_norm
-
-    def clip_elements(self, clip_value: float | None) -> None:
-        self.clip_value = clip_value
-
-    def unscale_by(self, scaler: GradScaler | None) -> None:
-        self.scaler = scaler
-
     def accumulate(self, steps: int, mean: bool) -> None:
         """Set how many calls' gradients are summed before an update, or averaged. OptimizerError."""
         count = as_int(steps, minimum=1)
@@ -173,10 +161,7 @@ class StepEpilogue:
             )
 
     def add(self, looked_up: list[LookupGrads], dense: list[DenseGrads], present: bool) -> None:
-        """Add one more call's gradients to the waiting ones, summed per row.
-
-        present: over ranks, True if this rank has a batch for the call.
-        """
+        """Add one more call's gradients, summed per row. present: over ranks, True if this rank has a batch."""
         self.present = self.present or present
         micro_batches = [
             (rows, rows.table_handle().local_table.sum_gradients(lookups, grads, weights, rows.output_dtype))
@@ -226,9 +211,8 @@ class StepEpilogue:
 def apply_gradients(end: StepEpilogue, rows: list[RowGrads], dense: list[DenseGrads], vote: Vote | None = None) -> bool:
     """Unscale and clip all gradients together, then update rows and dense parameters. Returns True if it updated them.
 
-    With a gradient scaler and a non-finite gradient, nothing is updated and the scale is lowered.
-
-    vote: over ranks, where the mean of the ranks' gradients is trained. Row gradients have already been sent.
+    With a gradient scaler and a non-finite gradient, nothing is updated and the scale is lowered. Over ranks, the mean
+    of the ranks' gradients is trained; row gradients have already been sent.
     """
     scale, finite = 1.0 / end.accumulate_steps if end.mean else 1.0, True
     if vote is not None:
@@ -241,17 +225,16 @@ def apply_gradients(end: StepEpilogue, rows: list[RowGrads], dense: list[DenseGr
         scale *= 1.0 / scaler.get_scale()
         finite = finite and are_finite([*grads, *(g for part in rows for g in part.grads if vote is None)])
         _update_scaler(scaler, finite)
-    if finite:
-        if end.max_norm is not None:
-            squares = sum_of_squares(grads) + sum(r.batch.square_gradients(r.grads, r.weights) for r in rows)
-            factor = end.max_norm / (math.sqrt(squares) * scale + 1e-6)  # as torch.nn.utils.clip_grad_norm_
-            scale *= 1.0 if factor > 1.0 else factor
-        for batch, row_grads, weights in rows:
-            batch.update(row_grads, weights, scale, end.clip_value)
-    else:
+    if not finite:
         for batch, *_ in rows:
             batch.release()
         return False
+    if end.max_norm is not None:
+        squares = sum_of_squares(grads) + sum(r.batch.square_gradients(r.grads, r.weights) for r in rows)
+        factor = end.max_norm / (math.sqrt(squares) * scale + 1e-6)  # as torch.nn.utils.clip_grad_norm_
+        scale *= 1.0 if factor > 1.0 else factor
+    for batch, row_grads, weights in rows:
+        batch.update(row_grads, weights, scale, end.clip_value)
     return step_dense(end, dense, scale)
 
 
@@ -271,8 +254,6 @@ def accumulate(
     """Add a call's gradients, and after the last of `accumulate_steps` calls apply their sums.
 
     If that raises, say because the capacity is reached, the gradients are dropped and accumulation starts again.
-
-    collectives: the step's collectives over ranks, or None. present: as in `StepEpilogue.add`.
     """
     if collectives is not None:
         collectives.vote([], finite=True)  # if one rank failed, no rank adds gradients
@@ -280,9 +261,8 @@ def accumulate(
     if end.waiting_calls < end.accumulate_steps:
         return False
     try:
-        return apply_gradients(
-            end, *(end.pinned_gradients() if collectives is None else collectives.pin_accumulated(end))
-        )
+        pinned = end.pinned_gradients() if collectives is None else collectives.pin_accumulated(end)
+        return apply_gradients(end, *pinned)
     except BaseException:
         for embedding in end.embeddings:
             embedding.release()
@@ -292,7 +272,6 @@ def accumulate(
 
 
 def schedule(scheduler: LRScheduler, stepped: bool = True) -> None:
-    """Step a learning rate scheduler if the optimizers stepped."""
     if stepped:
         scheduler.step()
 

@@ -39,7 +39,7 @@ from .cuda_graph_step import CudaGraphStep
 from .rank_step import RankStepState, StepCollectives
 from .rollback import RollbackStep
 
-# (module, tensors) -> the result of the module
+# (module, tensors) -> the result of the module; None where it is optional means the module's own `forward`
 Forward = Callable[[fx.GraphModule, list[Any]], Any]
 
 
@@ -75,19 +75,14 @@ class CompiledStep:
     def run(self, tensors: list[Tensor], forward: Forward | None = None) -> Any:
         """Run the step and return the result of `build`. If an op raises, rows are unpinned first.
 
-        forward: runs a module on tensors; None for the module's own `forward`.
-
         GraphError while another thread trains the same rows. DynamicStepFailed if a static-shape step should run.
         """
         if self.trained:
             outputs = row_step(self.trained, self.owner, self._forward, tensors, forward)
         else:
             outputs = self._forward(tensors, forward)
-        values = iter(outputs)
-        leaves = [
-            next(values) if is_tensor else constant
-            for is_tensor, constant in zip(self.returned.is_tensor, self.returned.constants, strict=True)
-        ]
+        values, kinds = iter(outputs), zip(self.returned.is_tensor, self.returned.constants, strict=True)
+        leaves = [next(values) if is_tensor else constant for is_tensor, constant in kinds]
         return pytree.tree_unflatten(leaves, self.returned.spec)
 
     def _forward(self, tensors: list[Tensor], forward: Forward | None) -> Any:
@@ -138,9 +133,8 @@ def compile_step(
 ) -> CompiledStep:
     """Rewrite a trace into a step. It trains if `root.training` is set and build called backward().
 
-    inductor: TorchInductor options, or None to leave the dense part uncompiled. cuda_graph: capture training steps.
-
-    Raises OptimizerError if backward() reached a parameter that no optimizer of the graph holds.
+    inductor: TorchInductor options, or None to leave the dense part uncompiled. Raises OptimizerError if backward()
+    reached a parameter that no optimizer of the graph holds.
     """
     module = traced.module
     graph = module.graph

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from functools import partial
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -82,8 +82,7 @@ _CAPTURE_OPS: dict[Any, Callable[..., Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class CapturedGraph:
+class CapturedGraph(NamedTuple):
     """A captured step. `replay` reads `inputs`, and writes `outputs` and the inputs of the step's uncaptured end."""
 
     replay: Callable[[], None]
@@ -101,8 +100,8 @@ class CudaGraphStep:
         """module: the step. Its first `inputs` placeholders are a call's tensors."""
         self._captured, self._end_of_step = split_capture(module)
         self._inputs, self._trained, self._epilogue = inputs, trained, epilogue
-        nodes = [n for n in module.graph.nodes if n.op == "get_attr"]
-        attributes = dict.fromkeys(getattr(module, str(node.target)) for node in nodes)
+        nodes = module.graph.find_nodes(op="get_attr")
+        attributes = dict.fromkeys(getattr(module, node.target) for node in nodes)
         self._read_only = [m for m in attributes if isinstance(m, EmbeddingBase) and m not in trained]
         self._constants = [value for value in attributes if isinstance(value, Tensor)]
         placeholders = self._captured.graph.find_nodes(op="placeholder")
@@ -152,9 +151,8 @@ class CudaGraphStep:
             raise self._refused
         inputs = [torch.empty_like(tensor) for tensor in tensors[: self._inputs]]
         try:
-            replay, (outputs, end_inputs) = capturer.capture(
-                lambda: self._captured.forward(*inputs, *tensors[self._inputs :])
-            )
+            step = partial(self._captured.forward, *inputs, *tensors[self._inputs :])
+            replay, (outputs, end_inputs) = capturer.capture(step)
         except (TierbedError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
@@ -233,24 +231,18 @@ def split_capture(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModul
     """Split a step into the captured part and the rest. The first returns (results, arguments of the rest)."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
-    for node in graph.find_nodes(op="call_function", target=apply_gradients):
-        _split_end(graph, node)
+    for node in graph.find_nodes(op="call_function", target=apply_gradients):  # clips by value, as updates do
+        rows: Any
+        epilogue, rows, dense = node.args
+        with graph.inserting_before(node):
+            for batch, grads, weights in rows:
+                graph.call_method("update", (batch, grads, weights))
+            replace(node, graph.call_function(step_dense, (epilogue, dense)))
     for node in graph.nodes:
         if call_target(node) in _CAPTURE_OPS:
             with graph.inserting_before(node):
                 replace(node, graph.call_function(_CAPTURE_OPS[node.target], node.args, node.kwargs))
     return split_updates(module, graph, _LIVE)
-
-
-def _split_end(graph: fx.Graph, node: fx.Node) -> None:
-    """Split the end of a step that only clips by value: the update's numbers clip rows."""
-    rows: Any
-    epilogue, rows, dense = node.args
-    with graph.inserting_before(node):
-        for batch, grads, weights in rows:
-            graph.call_method("update", (batch, grads, weights))
-        node.replace_all_uses_with(graph.call_function(step_dense, (epilogue, dense)))
-    graph.erase_node(node)
 
 
 def _tables(embeddings: list[EmbeddingBase]) -> list[OpenTable]:
@@ -281,19 +273,16 @@ def _replayed(trained: Sequence[OpenTable], read_only: Sequence[OpenTable], clip
 
 
 def _replay_key(table: OpenTable) -> Hashable | None:
-    """Return a key for the table state that a captured graph depends on. A graph may be replayed while it is unchanged.
-
-    None while a snapshot is saved in the background: a replay saves no before-images.
-    """
-    if table.observers.has_image:
+    """Return a key for the table state that a captured graph depends on; None if it must not be replayed."""
+    if table.observers.has_image:  # a snapshot is saved in the background, and a replay saves no before-images
         return None
     return table.optimizer and table.optimizer.rule, table.catch_up_rule, table.observers.changes
 
 
 def _begin_replay(table: OpenTable, trains: bool, clip_value: float | None) -> tuple[int, list[float]]:
-    """Do the host's part of a step before its replay: of `pin` and `update` if it `trains`, otherwise of `read`.
+    """Do the host's part of `pin` and `update`, or of `read`, before a replay. Returns arguments for `table.updated`.
 
-    Returns the step number and the update rule's numbers, for `OpenTable.updated`. If it raises, nothing has changed.
+    If it raises, nothing has changed.
     """
     if trains:
         table.release()

@@ -86,10 +86,7 @@ class RunProgress:
 
 
 class Announcer:
-    """Announces the batches of one run in order. Accumulated calls are announced together, as they are pinned together.
-
-    Over ranks, all ranks announce the same embeddings in the same order.
-    """
+    """Announces one run's batches in order; accumulated calls together, as they are pinned. All ranks do so alike."""
 
     def __init__(self, root: nn.Module, epilogue: StepEpilogue, world: World) -> None:
         self._epilogue, self._world = epilogue, world
@@ -148,14 +145,8 @@ class _PlannedStep(Handshake):
     """One rank's report on a later step. It is in flight until the other ranks' reports have arrived."""
 
     def __init__(self, world: World, op: str, bits: int, known: KnownLookups | None) -> None:
-        """bits: what to report. known: the step's lookups, or None."""
         super().__init__(world, op, note=bits)
         self.known, self.is_announced = known, False
-
-    def announced_notes(self) -> list[int]:
-        """Mark the step as announced and return the bits of all ranks."""
-        self.is_announced = True
-        return self.wait().notes
 
 
 class Run(Iterator[Any]):
@@ -272,7 +263,8 @@ class Run(Iterator[Any]):
         if not before or now == before:  # the prefetch thread counts rows in lumps
             return
         hits, misses = now[0] - before[0], now[1] - before[1]
-        miss_rate, hit_rate = misses / max(hits + misses, 1), _hit_rate_text(hits, misses)
+        miss_rate = misses / max(hits + misses, 1)
+        hit_rate = f"have {100 * hits / max(hits + misses, 1):.0f} % of the rows"
         pays = miss_rate > (MIN_MISS_RATE / 2 if self._num_ahead else MIN_MISS_RATE)
         for cache in self._checked_caches:
             cache.misses_rows = pays  # the next run starts with this verdict
@@ -313,7 +305,8 @@ class Run(Iterator[Any]):
                 can_send = not self._has_mismatch and self._world.failure is None
                 if plan.is_announced or not self._num_ahead or not can_send:
                     continue
-                reports = plan.announced_notes()
+                plan.is_announced = True
+                reports = plan.wait().notes
                 runs = any(reports) if self._uneven == "join" else all(bits & _BATCH for bits in reports)
                 if runs and any(bits & _KNOWN for bits in reports):
                     lacks_batch = not reports[self._world.rank] & _BATCH
@@ -421,10 +414,6 @@ class Run(Iterator[Any]):
         if self._finalizer.detach() is not None:
             self._progress.close()
             forget_announced(self._graph)
-
-
-def _hit_rate_text(hits: int, misses: int) -> str:
-    return f"have {100 * hits / max(hits + misses, 1):.0f} % of the rows"
 
 
 def _versioned_tensors(batch: Any) -> list[Tensor]:

@@ -33,7 +33,6 @@ from ..passes.step_epilogue import (
     StepEpilogue,
     accumulate,
     apply_gradients,
-    schedule,
     settings_of,
 )
 from .rollback import DynamicStepFailed
@@ -47,57 +46,40 @@ class RankStepState:
         self.synced_at_start: set[bool] = set()
         # (train() mode, step trains) -> how to join the last such step; weak, because steps hold this object
         self._joins: dict[tuple[bool, bool], weakref.WeakMethod[Callable[[], None]]] = {}
-        self.partial_update = ""  # error that only this rank raised during a step's updates
+        self.partial_update = ""  # error that only this rank raised during a step's updates; until a load, none trains
 
     def note_run(self, in_training: bool, trains: bool, join: Callable[[], None]) -> None:
-        """Remember how to join the running step."""
         self._joins[in_training, trains] = weakref.WeakMethod(join)
 
-    def note_partial_update(self, error: BaseException) -> None:
-        """Refuse further training: only this rank raised during a step's updates."""
-        self.partial_update = self.partial_update or repr(error)
-
-    def note_loaded(self) -> None:
-        self.partial_update = ""
-
     def join(self, root: nn.Module) -> None:
-        """Take part in a step without a batch, while other ranks have one.
-
-        Joins this rank's last step in the mode of `root`, preferably one that trains. GraphError if there is none.
-        """
-        for trains in (True, False):
+        """Take part in a step without a batch: join this rank's last step in the mode of `root`. GraphError if none."""
+        for trains in (True, False):  # preferably one that trains
             join_last = self._joins.get((root.training, trains), lambda: None)()
             if join_last is not None:
                 join_last()
                 return
         mode = "train()" if root.training else "eval()"
-        raise_on_ranks(
-            root,
-            GraphError(
-                f"a loader gave no batch at all, and this rank has not run a step in {mode} mode yet: it needs at "
-                "least one batch before it can join other ranks' steps"
-            ),
+        error = GraphError(
+            f"a loader gave no batch at all, and this rank has not run a step in {mode} mode yet: it needs at least "
+            "one batch before it can join other ranks' steps"
         )
+        raise_on_ranks(root, error)
 
 
 @dataclass(eq=False)
 class StepCollectives:
-    """One compiled step's collectives, in order.
-
-    trained, dense and schedulers say what the step trains, for a rank without a batch; gradient values in dense are
-    not used. parameters: the dense parameters by name, in the order of summation.
-    """
+    """One compiled step's collectives, in order."""
 
     _world: World
     rank_state: RankStepState
     _owner: str
     _epilogue: StepEpilogue
-    _trained: list[EmbeddingBase]
-    _dense: list[DenseGrads]
+    _trained: list[EmbeddingBase]  # this and the next two say what a rank without a batch trains
+    _dense: list[DenseGrads]  # without the values of gradients
     _schedulers: list[LRScheduler]
     trains: bool
     _calls: list[CollectiveCall]
-    parameters: InitVar[list[tuple[str, Tensor]]]
+    parameters: InitVar[list[tuple[str, Tensor]]]  # the dense ones by name, in the order of summation
     _first: int = 0  # the world's collective count when the step began
     _first_batch: int = 0  # number of pinned batches when the step began
     _number: str = ""  # the step's number, for error texts
@@ -121,7 +103,7 @@ class StepCollectives:
         """Return all ranks' accumulated gradients, with their rows pinned, and the vote of this update."""
         embeddings = epilogue.embeddings
         operations = [*(("pin", e) for e in embeddings), *((kind, e) for e in embeddings for kind in ("rows", "send"))]
-        calls = [*(CollectiveCall(kind, e) for kind, e in operations), CollectiveCall("vote", None)]
+        calls = [CollectiveCall(kind, e) for kind, e in [*operations, ("vote", None)]]
         parameters = [("accumulated", parameter) for parameter in epilogue.parameters]
         context = self._world, self.rank_state, self._owner, epilogue
         update = StepCollectives(*context, embeddings, [], [], True, calls, parameters)
@@ -148,8 +130,8 @@ class StepCollectives:
                 batches[embedding].arrive()
             else:
                 batches[embedding].send([], [])
-        for scheduler in self._schedulers:
-            schedule(scheduler, was_updated)
+        for scheduler in self._schedulers if was_updated else ():
+            scheduler.step()
 
     def _join_update(self, batches: dict[EmbeddingBase | None, Any]) -> bool:
         end = self._epilogue
@@ -189,7 +171,7 @@ class StepCollectives:
             if world.must_report(error):
                 self._raise_on_ranks(error)
                 if self.trains and not isinstance(error, DynamicStepFailed):
-                    self.rank_state.note_partial_update(error)
+                    self.rank_state.partial_update = self.rank_state.partial_update or repr(error)
                     for batch in (world.pinned_batches or [])[self._first_batch :]:
                         batch.mark_diverged(error)
             raise

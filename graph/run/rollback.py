@@ -21,9 +21,9 @@ Forward = Callable[[fx.GraphModule, list[Any]], Any]
 
 
 def split_updates(module: fx.GraphModule, graph: fx.Graph, last: set[Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split a step into `graph` without the calls whose targets are in `last`, and a module of those calls in order.
+    """Move the calls of `last` from `graph`, a copy of the module's graph, to a second module, in order.
 
-    Changes `graph`, a copy of the graph of `module`. The first module returns (results, arguments of the second).
+    The first module returns (results, arguments of the second).
     """
     output, tail = graph.output_node(), fx.Graph()
     moved = [node for node in graph.nodes if call_target(node) in last]
@@ -47,9 +47,9 @@ def split_updates(module: fx.GraphModule, graph: fx.Graph, last: set[Any]) -> tu
 
 
 class DynamicStepFailed(Exception):
-    """A dynamic-shape step failed, and its changes were undone.
+    """A dynamic-shape step failed with torch's exception `cause`, and its changes were undone.
 
-    cause: torch's exception. shared_error: over ranks, the error that all ranks raise; no other step runs then.
+    shared_error: over ranks, the error that all ranks raise; no other step runs then.
     """
 
     def __init__(self, cause: BaseException, shared_error: BaseException | None = None) -> None:

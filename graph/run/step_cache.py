@@ -110,9 +110,9 @@ class StepCache:
     call on. If `build` reads such a size, each size gets its own step.
     """
 
-    def __init__(self, most: int) -> None:
-        """most: the largest number of steps that serve one signature each."""
-        self._most = most
+    def __init__(self, name: str, most: int) -> None:
+        """name: the graph's. most: the largest number of steps that serve one signature each."""
+        self._name, self._most = name, most
         self._steps: OrderedDict[Hashable, CompiledStep] = OrderedDict()
         self._families: dict[Hashable, _ShapeFamily] = {}
         self._not_dynamic: dict[Hashable, None] = {}  # recent signatures whose dynamic sizes must be static
@@ -132,20 +132,16 @@ class StepCache:
         family = None if static_only else self._families.get(_family_key(signature, call))
         return next((step for step in family.dynamic_steps if step.accepts(call.inputs)), None) if family else None
 
-    def make(self, name: str, signature: Any, call: Call, static_only: bool, compiled: Compile) -> CompiledStep:
-        """Compile a step for a call that no step accepts. name: the graph's name."""
+    def make(self, signature: Any, call: Call, static_only: bool, compiled: Compile) -> CompiledStep:
+        """Compile a step for a call that no step accepts."""
         key, inputs = _family_key(signature, call), call.inputs
         family = self._families.get(key)
         if family is not None and not static_only and (dynamic := family.dynamic_dims(call)) is not None:
             step = _try_to_compile(compiled, dynamic)
-            if step is not None and family.add(name, step, inputs):
+            if step is not None and family.add(self._name, step, inputs):
                 return step
-        may_be_dynamic = (
-            bool(call.dynamic_dims)
-            and not static_only
-            and signature not in self._not_dynamic
-            and signature not in self._steps
-        )
+        is_static = static_only or signature in self._not_dynamic or signature in self._steps
+        may_be_dynamic = bool(call.dynamic_dims) and not is_static
         shared = _try_to_compile(compiled, call.dynamic_dims) if may_be_dynamic else None
         if shared is not None and any(map(shared.accepts, _calls_of_other_sizes(call))):
             self._steps[signature] = shared
@@ -157,12 +153,12 @@ class StepCache:
         if may_be_dynamic and shared is None:
             self._not_dynamic[signature] = None  # only now: a call that raises proves nothing about its sizes
         if not static_only:
-            self._families.setdefault(key, _ShapeFamily()).note_compiled(name, call)
+            self._families.setdefault(key, _ShapeFamily()).note_compiled(self._name, call)
             if len(self._families) > MAX_FAMILIES:
                 self._families.pop(next(iter(self._families)))
         return step
 
-    def drop(self, name: str, step: CompiledStep, cause: BaseException | None) -> None:
+    def drop(self, step: CompiledStep, cause: BaseException | None) -> None:
         """Drop a dynamic-shape step that failed where a static-shape step worked. Further sizes get own steps."""
         for key in [key for key, cached in self._steps.items() if cached is step]:
             del self._steps[key]
@@ -172,13 +168,13 @@ class StepCache:
         log.warning(
             "%s: the dynamic-shape step failed (%s: %s), and a static-shape step ran instead; further sizes get "
             "static-shape steps: pad inputs to few sizes, such as powers of two",
-            name,
+            self._name,
             type(cause).__name__,
             cause,
         )
 
-    def evict_oldest(self, name: str) -> None:
-        """Drop the least recently used steps if there are too many. name: the graph's name, for the warning."""
+    def evict_oldest(self) -> None:
+        """Drop the least recently used steps if there are too many."""
         too_many = len(self._steps) > self._most
         while len(self._steps) > self._most:  # one call may compile two steps
             self._steps.popitem(last=False)
@@ -186,14 +182,13 @@ class StepCache:
             self._not_dynamic.pop(next(iter(self._not_dynamic)))
         if too_many:
             warnings.warn(
-                f"{name} was compiled for more than {self._most} signatures and drops the oldest; pass numbers that "
-                "change at each call as tensors, and pad inputs to few shapes",
+                f"{self._name} was compiled for more than {self._most} signatures and drops the oldest; pass numbers "
+                "that change at each call as tensors, and pad inputs to few shapes",
                 stacklevel=7,
             )
 
 
 def _static_key(signature: Any, call: Call) -> Hashable:
-    """Return the key of a static-shape step for this call."""
     return (signature, tuple(tensor.shape for tensor in call.inputs)) if call.dynamic_dims else signature
 
 
@@ -211,11 +206,9 @@ def _try_to_compile(compiled: Compile, dynamic: Dims) -> CompiledStep | None:
 
 
 def _calls_of_other_sizes(call: Call) -> Iterator[list[Tensor]]:
-    """Yield inputs (without values) of calls with other dynamic sizes: first all sizes changed, then only equal ones.
-
-    Two sizes may have to stay equal, such as the ids of a feature with one id per sample.
-    """
+    """Yield inputs (without values) of calls with other dynamic sizes: first change all sizes, then only equal ones."""
     inputs, dynamic = call.inputs, {i for i, _ in call.dynamic_dims}
+    # two sizes may have to stay equal, such as the ids of a feature with one id per sample
     equal = [{i for i in dynamic if len(inputs[i]) == size} for size in sorted({len(inputs[i]) for i in dynamic})]
     for growth, changed in ((2, dynamic), (3, dynamic), (4, dynamic), *((2, indices) for indices in equal)):
         yield [

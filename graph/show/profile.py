@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -32,10 +33,7 @@ _FUSED_SHARE = 0.25  # share in a step spent in fusible ops; more gets advice
 
 
 def _waiting_advice(waited: float, elapsed: float) -> str:
-    """Return a line of advice if torch's spinning threads may occupy the cores, otherwise an empty string.
-
-    waited: the seconds that all threads waited for a core. Only Linux counts these; elsewhere it is 0.
-    """
+    """Return advice if threads waited for cores that torch's idle threads may occupy, otherwise an empty string."""
     spin = torch.get_num_threads() > 1 and os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive"
     if not spin or waited <= _WAITING_SHARE * elapsed:
         return ""
@@ -46,24 +44,21 @@ def _waiting_advice(waited: float, elapsed: float) -> str:
 
 
 def _core_wait_times() -> dict[str, int]:
-    """Return the nanoseconds that each thread of this process was ready to run but had no core."""
+    """Return the nanoseconds that each thread was ready to run but had no core. Only Linux counts them."""
     times = {}
     for thread in Path("/proc/self/task").glob("*"):
-        with suppress(OSError, IndexError):  # the thread ended, or the system does not count this
+        with suppress(OSError, IndexError):  # the thread ended
             times[thread.name] = int((thread / "schedstat").read_text().split()[1])
     return times
 
 
 class Op(NamedTuple):
-    """A compiled step's node: its name in `print(graph)`, its stage, and its result.
+    """A compiled step's node."""
 
-    fuses: TorchInductor would fuse it with its neighbours.
-    """
-
-    name: str
+    name: str  # in `print(graph)`
     stage: str
     makes: str
-    fuses: bool
+    fuses: bool  # TorchInductor would fuse it with its neighbours
 
 
 class Span(NamedTuple):
@@ -143,8 +138,7 @@ class Profile:
         seconds = sum(self.stages.values())
         rows = [*self.stages.items(), ("step", seconds)]
         lines = [f"{self._name}: {self.steps} steps", f"{'':14}{'total ms':>11}{'mean ms':>11}{'share':>8}"]
-        for name, spent in rows:
-            lines.append(f"{name:14}{self._figures(spent, seconds)}")
+        lines += [f"{name:14}{self._figures(spent, seconds)}" for name, spent in rows]
         if self.compile_seconds:
             lines.append(f"and {self.compile_seconds:.2f} s to compile and to add the clock, not counted above")
         return "\n".join([*lines, *filter(None, [self._compile_advice(seconds), self._advice])])
@@ -153,15 +147,14 @@ class Profile:
         """Return a table of the `most` slowest ops, by their names in `print(graph)`. InputError for most < 1."""
         if as_int(most, minimum=1) is None:
             raise InputError(f"most={most!r}: give a whole number of ops > 0")
-        spent: dict[Op, int] = {}
+        spent: Counter[Op] = Counter()
         for step in self._steps:
             for op, (begin, end) in step.ops:
-                spent[op] = spent.get(op, 0) + end - begin
+                spent[op] += end - begin
         seconds = sum(self.stages.values())
-        longest = sorted(spent.items(), key=lambda item: -item[1])[:most]
         width = max((len(op.name) for op in spent), default=0) + 2
         lines = [f"{'':{width}}{'stage':12}{'total ms':>11}{'mean ms':>11}{'share':>8}"]
-        for op, ns in longest:
+        for op, ns in spent.most_common(most):
             lines.append(f"{op.name:{width}}{op.stage:12}{self._figures(ns / 1e9, seconds)}  {op.makes}".rstrip())
         return "\n".join(lines)
 

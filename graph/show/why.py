@@ -72,10 +72,7 @@ def guard_facts(
     settings: Mapping[str, str],
     values: Mapping[str, tuple[str, Hashable]],
 ) -> Facts:
-    """Return what a call's step of `root` depends on, by the user's names. is_dynamic: the step accepts other sizes.
-
-    values: the Python values that build reads, as text and as a key.
-    """
+    """Return what a call's step of `root` depends on, by the user's names. values: as text and as a key."""
     dynamic_dims = call.dynamic_dims if is_dynamic else ()
     facts: Facts = {}
     number = 0

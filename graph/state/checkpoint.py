@@ -14,7 +14,7 @@ the new folder is exchanged atomically with the old one, and then the old one is
 Over ranks, each rank writes its shard of the rows. Rank 0 writes everything else, after the ranks have compared
 checksums. Buffers are rank 0's; `ranks` in graph.msgpack holds the other ranks' random states.
 
-Format 1 numbered the tensors. Format 3 is used for plain loops only and has `of`: "loop".
+Format 2 is a graph's, format 3 a plain loop's, with `of`: "loop".
 """
 
 from __future__ import annotations
@@ -51,14 +51,7 @@ from ...embedding.state_dict.model_snapshots import load_rows, save_rows
 from ...embedding.state_dict.saved_rows import EXTRA, SavedRows
 from ...embedding.tables.names import bare_name
 from ...engine.checks import check_flags, is_folder_name
-from ...engine.durable import (
-    UnsyncedError,
-    atomic_folder,
-    check_exchange,
-    fsync_file,
-    seal,
-    temporary_path,
-)
+from ...engine.durable import UnsyncedError, atomic_folder, check_exchange, fsync_file, seal, temporary_path
 from ...engine.errors import GraphError, InputError, OptimizerError, SnapshotError, TierbedError
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...snapshots.files.reader import Snapshot
@@ -129,7 +122,7 @@ def decode(value: Any, tensors: dict[str, Tensor]) -> Any:
         return value
     tag, content = value
     if tag == "tensor":
-        return tensors[str(content)]  # format 1 had numbers as names
+        return tensors[content]
     if tag not in _KINDS:
         raise ValueError(f"unknown kind {tag!r}")
     if tag in ("list", "tuple"):
@@ -163,13 +156,9 @@ def _atomic_folder(world: World, op: str, folder: Path, overwrite: bool) -> Iter
     """Run `durable.atomic_folder` on rank 0, and raise its OS errors as SnapshotError."""
     block = ExitStack()
 
+    @_snapshot_errors(folder)
     def begin() -> None:
-        with _snapshot_errors(folder):
-            block.enter_context(atomic_folder(folder, overwrite))
-
-    def end() -> None:
-        with _snapshot_errors(folder):
-            block.close()
+        block.enter_context(atomic_folder(folder, overwrite))
 
     world.call_on_rank_0(f"{op}: its folder", begin)
     try:
@@ -177,7 +166,7 @@ def _atomic_folder(world: World, op: str, folder: Path, overwrite: bool) -> Iter
     except BaseException:
         block.__exit__(*sys.exc_info())
         raise
-    world.call_on_rank_0(f"{op}: in place", end)
+    world.call_on_rank_0(f"{op}: in place", _snapshot_errors(folder)(block.close))
 
 
 def _check_same_on_ranks(world: World, op: str, plain: Any, tensors: Mapping[str, Tensor]) -> None:
@@ -255,9 +244,9 @@ def _check_free(folder: Path, overwrite: bool) -> None:
 def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: bool = False, kind: str = "graph") -> None:
     """Write `state` and the rows of all embeddings under `root`. The checkpoint is durable on return.
 
-    folder: from `check_save`. kind: "graph", or "loop" if the state consists of `model` and `training`. With
-    `overwrite`, an existing checkpoint is replaced, and so are its snapshots in store folders. Raises SnapshotError
-    if the checkpoint cannot be written, and GraphError for a state that it cannot hold or that differs between ranks.
+    kind: "graph", or "loop" if the state consists of `model` and `training`. With `overwrite`, the old checkpoint's
+    snapshots in store folders are replaced too. Raises SnapshotError if the checkpoint cannot be written, and
+    GraphError for a state that it cannot hold or that differs between ranks.
     """
     embeddings = _saved_embeddings(root)
     world, op = shared_world(embeddings), f"saving checkpoint {folder.name!r}"
@@ -348,10 +337,9 @@ def load(
 ) -> None:
     """Load the state with `put`, then the rows of all embeddings under `root`: all or nothing.
 
-    kind: as in `save`. check: raises GraphError if a state does not fit. current_state: returns the state, which
-    `put` restores if the load fails; if that fails too, no embedding can be used until a load succeeds. selection:
-    whether to load the rows' optimizer state, and whether to convert rows. Raises SnapshotError if the checkpoint is
-    missing, damaged, malformed or belongs to another graph.
+    check: raises GraphError if a state does not fit. current_state: returns the state, which `put` restores if the
+    load fails; if that fails too, no embedding can be used until a load succeeds. Raises SnapshotError if the
+    checkpoint is missing, damaged, malformed or belongs to another graph.
     """
     folder = folder.absolute()
     embeddings = _saved_embeddings(root)

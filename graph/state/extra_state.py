@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...embedding.optim.eager import EagerOptimizer
-from ...embedding.saving.rows_reference import RowsReference
 from ...embedding.state_dict.saved_rows import EXTRA, SavedRows
 from ...engine.errors import GraphError, TierbedError
 from ...engine.optim.row_optimizer import RowOptimizer
@@ -41,13 +40,13 @@ def check_nothing_accumulated(end: StepEpilogue) -> None:
 
 
 class Training(NamedTuple):
-    """A model's optimizers, schedulers and scaler. owner and remedies are for error texts."""
+    """A model's optimizers, schedulers and scaler."""
 
     optimizers: Sequence[Optimizer]
     rows: Sequence[RowOptimizer]
     schedules: Sequence[Any]
     scaler: Any
-    owner: str
+    owner: str  # for error texts, as the remedies
     remedy: str
     scaler_remedy: str
 
@@ -60,11 +59,8 @@ class Training(NamedTuple):
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Load the result of `state`, from a copy because optimizers train the tensors they are given.
-
-        If a value's type is wrong, raises GraphError or one of MALFORMED halfway through.
-        """
-        state = copy.deepcopy(state)
+        """Load the result of `state`. For a value of a wrong type, GraphError or one of MALFORMED halfway through."""
+        state = copy.deepcopy(state)  # optimizers train the tensors they are given
         for number, (optimizer, loaded) in enumerate(zip(self.optimizers, state["optimizers"], strict=True)):
             optimizer.load_state_dict(loaded)
             check_can_step(optimizer, f"optimizer {number} of the state")
@@ -81,24 +77,14 @@ class Training(NamedTuple):
 
 
 def training_of_graph(optimizers: OptimizerSet, epilogue: StepEpilogue) -> Training:
-    """Return a graph's `Training`."""
     remedy = "add the same optimizers with add_optimizer, or to score only, call graph.load(path, optimizers=False)"
-    return Training(
-        [*optimizers],
-        [*optimizers.rows.values()],
-        optimizers.schedulers(),
-        epilogue.scaler,
-        "this graph",
-        remedy,
-        "call set_grad_scaler({})",
-    )
+    rows, scaler_remedy = [*optimizers.rows.values()], "call set_grad_scaler({})"
+    schedulers = optimizers.schedulers()
+    return Training([*optimizers], rows, schedulers, epilogue.scaler, "this graph", remedy, scaler_remedy)
 
 
 def check_extra_state(training: Training, state: dict[str, Any]) -> None:
-    """Raise GraphError if numbers of optimizers, schedulers, parameters per group, or scalers differ.
-
-    Raises GraphError or one of MALFORMED if a value's type is wrong.
-    """
+    """Raise GraphError, or one of MALFORMED, if a state has other counts or types of values than `training`."""
     optimizers = training.optimizers
     for name, current in (("optimizers", optimizers), ("schedules", training.schedules)):
         if len(current) != len(state[name]):
@@ -106,9 +92,8 @@ def check_extra_state(training: Training, state: dict[str, Any]) -> None:
                 f"the state has {len(state[name])} {name}, and {training.owner} has {len(current)}; {training.remedy}"
             )
     for number, (optimizer, saved) in enumerate(zip(optimizers, state["optimizers"], strict=True)):
-        saved_sizes, sizes = (
-            [len(g["params"]) for g in groups] for groups in (saved["param_groups"], optimizer.param_groups)
-        )
+        both_groups = saved["param_groups"], optimizer.param_groups
+        saved_sizes, sizes = ([len(group["params"]) for group in groups] for groups in both_groups)
         if saved_sizes != sizes:
             raise GraphError(
                 f"optimizer {number} (counted from 0) has groups of {saved_sizes} parameters in the state, and of "
@@ -160,10 +145,9 @@ def _malformed(what: str) -> GraphError:
 
 
 def check_like(current: Any, saved: Any, where: str, may_lack: Collection[Any] = ()) -> None:
-    """Raise GraphError if a saved value's kind differs from the value it replaces, or if it lacks a key.
+    """Raise GraphError if a saved value's kind differs from the value it replaces, or lacks a key not in `may_lack`.
 
-    A current value of None accepts anything. may_lack: keys that may be missing. A saved list may be longer or
-    shorter; its items must be like the current ones.
+    A current value of None accepts anything. A saved list may be longer or shorter, with items like the current ones.
     """
     if isinstance(current, dict):
         fits = isinstance(saved, dict) and (not current or {*map(type, saved)} <= {*map(type, current)})
@@ -227,11 +211,9 @@ def check_can_step(optimizer: Optimizer, where: str) -> None:
 
 
 def check_modules(root: nn.Module, state: dict[str, Any], thing: str) -> None:
-    """Raise GraphError if a state_dict's names or shapes differ from the state_dict of `root`.
-
-    Skips modules of another version, since they migrate their tensors themselves, and lazy modules' unknown shapes.
-    """
+    """Raise GraphError if a state_dict's names, or shapes of modules that are not lazy, differ from those of `root`."""
     versions = versions_of(state) or {}
+    # modules of another version migrate their tensors themselves
     migrating = tuple(
         f"{path}." if path else ""
         for path, module in root.named_modules(remove_duplicate=False)
@@ -263,8 +245,8 @@ def drop_row_state(root: nn.Module, state: dict[str, Any], optimizers: bool) -> 
     for path, module in root.named_modules(remove_duplicate=False):
         if isinstance(module, SavedRows):
             state.pop(f"{path}.{EXTRA}", None)
-    if EXTRA in state:
-        state[EXTRA] = {k: v for k, v in state[EXTRA].items() if k != "embeddings"} if optimizers else {}
+    if EXTRA in state and not optimizers:
+        state[EXTRA] = {}
     return state
 
 
@@ -275,10 +257,7 @@ def with_rank_states(root: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_extra_state(root: nn.Module, optimizers: OptimizerSet, epilogue: StepEpilogue, state: Any) -> None:
-    """Load the result of `get_extra_state`: the dict, or a tuple that holds it. An empty dict loads nothing.
-
-    Rows do not change. Raises GraphError if the state does not fit or is malformed; then nothing is replaced.
-    """
+    """Load `get_extra_state`'s tuple, or the dict in it. GraphError, replacing nothing, if it does not fit."""
     training = training_of_graph(optimizers, epilogue)
     backup: Any = None
     try:
@@ -298,8 +277,3 @@ def load_extra_state(root: nn.Module, optimizers: OptimizerSet, epilogue: StepEp
             raise
         raise GraphError(f"the state is malformed: {error_text(error)}; load one that state_dict() returned") from error
     epilogue.clear()
-    embeddings = embeddings_of(root)
-    for path, reference in state.get("embeddings", {}).items():  # older states keep the embeddings' references here
-        embedding = embeddings.get(path)
-        if isinstance(embedding, SavedRows):
-            embedding.await_rows(RowsReference(reference["step"], reference["snapshot"], None))

@@ -26,17 +26,14 @@ MALFORMED = (ValueError, LookupError, TypeError, AttributeError, AssertionError,
 
 @dataclass(frozen=True)
 class Kept:
-    """A checkpoint on disk. of: "graph" or "loop". rows: each embedding's snapshot, by its path in the model.
-
-    bytes: total file size, including files shared with a store folder.
-    """
+    """A checkpoint on disk."""
 
     path: Path
-    of: str
+    of: str  # "graph" or "loop"
     created: int  # nanoseconds since 1970
-    bytes: int
+    bytes: int  # of all files, also of those shared with a store folder
     checksum: int
-    rows: dict[str, Snapshot]
+    rows: dict[str, Snapshot]  # each embedding's, by its path in the model
 
     def tensors(self) -> dict[str, Any]:
         """Return each tensor's entry in the header of the tensor file. SnapshotError."""
@@ -80,8 +77,8 @@ def read_format(folder: Path) -> dict[str, Any]:
     record: Any = unseal(read_record(folder / STATE))
     if not isinstance(record, dict) or type(record.get("format")) is not int:
         raise ValueError(f"{STATE} was not written by tierbed")
-    if record["format"] not in range(1, max(FORMATS.values()) + 1):
-        raise ValueError(f"format {record['format']}, but this tierbed reads 1 to {max(FORMATS.values())}")
+    if record["format"] not in FORMATS.values():
+        raise ValueError(f"format {record['format']}, but this tierbed reads {FORMATS['graph']} to {FORMATS['loop']}")
     names = record.get("embeddings")
     valid = {
         "of": record.get("of", "graph") in (*CALLS,),
@@ -93,9 +90,7 @@ def read_format(folder: Path) -> dict[str, Any]:
         "metadata": "metadata" in record,
     }
     if not all(valid.values()):
-        raise ValueError(
-            f"{STATE} has no valid {', '.join(field for field, is_valid in valid.items() if not is_valid)}"
-        )
+        raise ValueError(f"{STATE} has no valid {', '.join(field for field in valid if not valid[field])}")
     return record
 
 
@@ -132,10 +127,9 @@ def kept_at(path: Path) -> tuple[list[Kept], dict[str, SnapshotError]]:
 
 
 def prune(path: Path, keep_last: int, dry_run: bool = False) -> tuple[list[Kept], list[Kept]]:
-    """Remove all checkpoints in a folder except the latest `keep_last`. Returns (retained, removed).
+    """Remove all checkpoints in a folder except the latest `keep_last`, oldest first. Returns (retained, removed).
 
-    Removes the oldest first; a kill leaves each one complete or absent. Snapshots in store folders stay. dry_run:
-    remove nothing. Raises SnapshotError if a checkpoint cannot be read.
+    A kill leaves each one complete or absent. Snapshots in store folders stay. SnapshotError if one cannot be read.
     """
     checkpoints, damaged = kept_at(path)
     for error in damaged.values():

@@ -94,11 +94,7 @@ class OptimizerSet:
                 if optimizer not in self.optimizers:
                     self.add(optimizer, None)
 
-    def discard(self, optimizer: Optimizer) -> None:
-        self.optimizers.pop(optimizer, None)
-
     def schedulers(self) -> list[LRScheduler]:
-        """Return the schedulers in the order of their optimizers."""
         return [scheduler for scheduler in self.optimizers.values() if scheduler is not None]
 
     def attach(self, root: HasBuild) -> None:
@@ -138,7 +134,6 @@ class OptimizerSet:
                 embedding.when_open(partial(part.meet, embedding))
 
     def holders(self) -> dict[int, Optimizer]:
-        """Return each parameter's optimizer, by the parameter's id."""
         return {id(parameter): optimizer for optimizer, _, parameter in self._members()}
 
     def check_parameters_in_graph(self, root: HasBuild) -> None:

@@ -20,10 +20,9 @@ _BATCH_NORMS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miop
 
 def storages(node: fx.Node) -> set[int]:
     """Return the storages of a node's tensors. All views of a tensor share one."""
-    values = pytree.tree_leaves(node.meta.get("val"))
     return {
         value.untyped_storage()._cdata
-        for value in values
+        for value in pytree.tree_leaves(node.meta.get("val"))
         if isinstance(value, Tensor) and value.layout is torch.strided  # a sparse tensor has no storage
     }
 
@@ -62,7 +61,6 @@ def writes(node: fx.Node) -> set[int]:
 
 
 def reshaped_storages(graph: fx.Graph) -> set[int]:
-    """Return the storages of tensors whose shape the step changes in place."""
     return set().union(*(writes(node) for node in graph.nodes if is_reshape(node)))
 
 

@@ -60,14 +60,12 @@ class MISSING:
 class Reads:
     """Context manager around `build` that finds what this thread reads.
 
-    values: expression -> (the user's name for the value, the value). names: the objects that expressions refer to.
-
     At its end, raises GraphError if `build` drew numbers from Python's or NumPy's generators.
     """
 
     def __init__(self, root: HasBuild, arguments: list[Any]) -> None:
-        self.values: dict[str, tuple[str, Any]] = {}
-        self.names: dict[str, Any] = {}
+        self.values: dict[str, tuple[str, Any]] = {}  # expression -> the user's name for the value, and the value
+        self.names: dict[str, Any] = {}  # the objects that expressions refer to
         self._root, self._arguments, self._thread = root, arguments, get_ident()
         self._observed: dict[int, tuple[str, str, Any]] = {}  # id -> expression and label of an object, and the object
         self._modules: set[int] = set()  # ids of the graph's modules
@@ -106,10 +104,9 @@ class Reads:
     def may_be_written(self, expr: str) -> bool:
         """True if `build` may have written this value itself. Otherwise only another thread can have changed it."""
         label, value = self.values[expr]
-        name = re.findall(r"\w+", label)[-1]
         is_item = label.endswith("]") or expr.startswith("len(")
         is_special = callable(value) or "setattr" in self._known_names  # FX replaces functions during a trace
-        return is_special or is_item or name in self._assigned
+        return is_special or is_item or re.findall(r"\w+", label)[-1] in self._assigned
 
     def _name(self, value: Any) -> str:
         name = f"o{id(value)}"
@@ -120,7 +117,6 @@ class Reads:
         return not (key in self._seen or self._seen.add(key))  # type: ignore[func-returns-value]
 
     def _observe(self, expr: str, label: str, value: Any) -> None:
-        """Observe reads of an object's attributes from now on."""
         cls = type(value)
         self._observed[id(value)] = expr, label, value
         if cls not in self._classes:
@@ -240,7 +236,6 @@ class Reads:
                 self._scan_class(scanned_class, names)
 
     def _scan_class(self, cls: type, names: Names) -> None:
-        """Record what these names read from a class."""
         if issubclass(cls, Enum) or not self._mark_new(cls, names):
             return
         for base in filter(_is_user_code, cls.__mro__):

@@ -72,10 +72,7 @@ def tensors_spec(count: int) -> pytree.TreeSpec:
 
 
 def dynamic_leaves_of(spec: pytree.TreeSpec) -> frozenset[int]:
-    """Return the leaves whose first dimension may change from call to call.
-
-    A container lists them in its class attribute `open_leaves`, as positions in its flattened form.
-    """
+    """Return the leaves with a dynamic first dimension: positions in a container's class attribute `open_leaves`."""
     dynamic_leaves: set[int] = set()
     first, pending = 0, [spec]
     while pending:
@@ -94,12 +91,8 @@ def dynamic_leaves_of(spec: pytree.TreeSpec) -> frozenset[int]:
 
 
 def split_by_key(arguments: Arguments) -> Arguments:
-    """Return the arguments with keyed containers split into one leaf per key, using their method `split_by_key`.
-
-    The step then sees how many values each key has. These numbers differ from call to call.
-    """
-    split: Arguments = pytree.tree_map(lambda x: x.split_by_key() if _is_keyed(x) else x, arguments, is_leaf=_is_keyed)
-    return split
+    """Split keyed containers into one leaf per key, so that the step sees how many values each key has."""
+    return pytree.tree_map(lambda x: x.split_by_key() if _is_keyed(x) else x, arguments, is_leaf=_is_keyed)
 
 
 def can_split(arguments: Arguments) -> bool:
@@ -132,10 +125,7 @@ def _paths(value: Any) -> list[str]:
 
 
 class Structure:
-    """The modules under `root` and their state: parameters, buffers, and tensors in plain attributes.
-
-    The state is read at every call, so reading it takes few interpreter steps.
-    """
+    """The modules under `root` and their state: parameters, buffers, and tensors in plain attributes."""
 
     def __init__(self, root: nn.Module, optimizers: Collection[Optimizer]) -> None:
         """optimizers: the graph's optimizers, in an object that may grow."""
@@ -162,9 +152,7 @@ class Structure:
         """Return the current parameters and buffers (tied ones repeated), and a key of the whole state.
 
         Returns None if modules, their hooks or the number of their attributes have changed. The key has parameters by
-        identity, because optimizers hold the objects, and tensors in plain attributes by identity, because steps hold
-        them. Buffers enter by type and description, optimizers with the sizes of their param groups. Gradient mode,
-        default dtype and autocast are part of the key.
+        identity, because optimizers hold the objects, and tensors in plain attributes too, because steps hold them.
         """
         if self._read_shape() != self._shape:
             return None
@@ -208,10 +196,7 @@ def _values(dicts: list[Any]) -> list[Any]:
 def call_key(
     leaves: list[Any], dynamic_leaves: frozenset[int], build: Callable[..., Any], arguments: Arguments
 ) -> tuple[Hashable, ...]:
-    """Return the key of a call's arguments: tensors by description, plain values by type and value.
-
-    dynamic_leaves: leaves whose first dimension is left out. Raises GraphError for values of other types.
-    """
+    """Return the key of a call's arguments, without the first dimension of dynamic leaves. GraphError for others."""
     key: list[Hashable] = []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
@@ -230,7 +215,6 @@ def call_key(
 
 
 def _argument_error(leaf: Any, name: str) -> GraphError:
-    """Return the error for an argument that a step cannot accept."""
     if isinstance(leaf, Tensor):
         return GraphError(
             f"argument {name} is a nested tensor, which a static graph does not hold; create it with "
@@ -252,11 +236,10 @@ def registration_hint(value: Any) -> str:
 
 def key_without_sizes(key: tuple[Hashable, ...], leaves: list[Any]) -> tuple[Hashable, ...]:
     """Return a `call_key` without sizes: tensors need only have equal numbers of dimensions."""
-    sizeless = (
+    return tuple(
         (leaf.dim(), leaf.dtype, leaf.device, leaf.requires_grad, leaf.layout) if isinstance(leaf, Tensor) else entry
         for leaf, entry in zip(leaves, key, strict=True)
     )
-    return tuple(sizeless)
 
 
 def is_plain(value: Any) -> bool:

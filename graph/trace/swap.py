@@ -36,10 +36,7 @@ def set_grads(tensors: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None
 
 @contextmanager
 def sentinel_grads(tensors: list[Tensor]) -> Iterator[dict[int, Tensor]]:
-    """Give each trainable parameter a `grad` whose use a trace can detect, and yield these by the parameter's id.
-
-    Restores the old gradients. GraphError if `build` replaced one: it then reached a parameter that is not traced.
-    """
+    """Give trainable parameters a `grad` whose use a trace detects, by id. GraphError if `build` replaced one."""
     live = [*dict.fromkeys(tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor.requires_grad)]
     old_grads = [parameter.grad for parameter in live]
     sentinels = {id(p): torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape).requires_grad_() for p in live}
@@ -84,10 +81,9 @@ def changed_setting(optimizer: Optimizer, name: str) -> GraphError:
 def swapped(
     root: nn.Module, optimizers: Iterable[Optimizer], swaps: dict[int, Tensor], names: dict[int, str]
 ) -> Iterator[None]:
-    """Replace the tensors in modules and optimizers of the graph. `swaps` maps ids of live tensors to replacements.
+    """Replace the tensors in modules and optimizers until the block ends. swaps: replacements by a live tensor's id.
 
-    Everything is restored at the end. GraphError if build left another tensor on a module, called step() of an
-    optimizer or its scheduler, or set a learning rate.
+    GraphError if build left another tensor on a module, called step() of an optimizer, or set a learning rate.
     """
     containers = [(value, value.copy()) for _, value in _reachable(root) if isinstance(value, _MUTABLE)]
     slots = [

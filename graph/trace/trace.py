@@ -8,7 +8,6 @@ Python values that `build` reads, since they become constants of the step.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import re
@@ -16,6 +15,7 @@ import traceback
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import compress, takewhile
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -47,13 +47,8 @@ from .reads import Reads
 from .signature import Call, Dims, argument_names, is_plain, registration_hint
 from .swap import changed_setting, sentinel_grads, swapped
 
-_LIBRARY_FOLDERS = tuple(
-    f"{folder}{os.sep}"
-    for folder in (
-        Path(torch.__file__).parent,
-        *(Path(__file__).parents[2] / own for own in ("engine", "embedding", "graph")),
-    )
-)
+_OWN_FOLDERS = [Path(__file__).parents[2] / own for own in ("engine", "embedding", "graph")]
+_LIBRARY_FOLDERS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, *_OWN_FOLDERS))
 _INPUT = re.compile(r"L\['t(\d+)'\]")  # input tensor number \1 in one of torch's guards
 _OFFSET = re.compile(r"L\[\d+\]\.storage_offset\(\) == \d+")  # where a view begins does not matter to a step
 _ORDINARY_SIZE = 64
@@ -110,8 +105,7 @@ def trace(
 ) -> Trace:
     """Trace `root.build` for a call's arguments. GraphError if a static graph cannot express it.
 
-    tensors: the parameters and buffers under `root`; tied ones may repeat. dynamic: the dynamic dimensions, or None
-    for a static-shape step.
+    tensors: parameters and buffers under `root`; tied ones may repeat. dynamic: None for a static-shape step.
     """
     leaves, inputs, arguments_of = call.leaves, call.inputs, argument_names(root.build, call.arguments)
     names = tensor_names(root)
@@ -136,9 +130,8 @@ def trace(
         for fake, live in zip(flat[len(inputs) :], tensors, strict=True):
             swaps.setdefault(id(live), _leaf(fake, live))
         args, kwargs = pytree.tree_unflatten(arguments, call.spec)
-        op_guard = _OpGuard(
-            root, {**names, **{id(grad): f"{names[live]}.grad" for live, grad in sentinels.items()}}, group_tensors
-        )
+        grad_names = {id(grad): f"{names[live]}.grad" for live, grad in sentinels.items()}
+        op_guard = _OpGuard(root, names | grad_names, group_tensors)
         with swapped(root, optimizers, swaps, names), op_guard, _NoDataAssignment(), reads:
             result = root.build(*args, **kwargs)
         op_guard.check_seed()
@@ -149,24 +142,19 @@ def trace(
                     "gradient of its arguments; pass it detached, or use torch.autograd.grad in build"
                 )
         values, out_spec = pytree.tree_flatten(result)
-        for value in values:
-            if not isinstance(value, Tensor) and not is_plain(value):
+        is_tensor = [isinstance(value, Tensor) for value in values]
+        constants = [None if isinstance(value, Tensor) else value for value in values]
+        for value in constants:
+            if not is_plain(value):
                 raise GraphError(
                     f"build returns a {type(value).__name__}; return tensors, plain values, and lists, tuples and "
                     f"dicts of them, or {registration_hint(value)}"
                 )
-        outputs = [value for value in values if isinstance(value, Tensor)]
+        outputs = [value.detach() if value.requires_grad else value for value in compress(values, is_tensor)]
         grads = {live: swap.grad for live, swap in swaps.items() if swap.grad is not None}
         with_grad = {id(live): i for i, live in enumerate(tensors) if id(live) in grads}
-        returned = Returned(
-            out_spec,
-            [None if isinstance(value, Tensor) else value for value in values],
-            [isinstance(value, Tensor) for value in values],
-            list(with_grad.values()),
-        )
-        return [value.detach() if value.requires_grad else value for value in outputs] + [
-            grads[live] for live in with_grad
-        ]
+        returned = Returned(out_spec, constants, is_tensor, [*with_grad.values()])
+        return outputs + [grads[live] for live in with_grad]
 
     shapes: ShapeEnv | None = None
     if dynamic is not None:  # value-dependent ops raise, as in a static-shape trace
@@ -222,9 +210,7 @@ def _shape_guard(shapes: ShapeEnv, fakes: Sequence[Any]) -> ShapeGuard:
     if code is None:
         return lambda inputs: True
     code = _OFFSET.sub("True", _INPUT.sub(r"L[\1]", code))
-    # compiled once here; torch's own function parses it at each call
-    guard: ShapeGuard = eval(f"lambda L: {code}", dict(SYMPY_INTERP))
-    return guard
+    return eval(f"lambda L: {code}", dict(SYMPY_INTERP))  # torch's own function parses it at each call
 
 
 def _merge_attributes(module: fx.GraphModule, mode: FakeTensorMode) -> None:
@@ -264,12 +250,9 @@ def _refuse_hooks(tensors: list[Tensor], names: dict[int, str], optimizers: Iter
 
 
 class _OpGuard(TorchDispatchMode):
-    """Raises GraphError for ops that a trace would get wrong.
+    """Raises GraphError for ops that a trace would get wrong, and sets `BACKWARD` on nodes that autograd adds.
 
-    Such ops use trainable tensors that are not traced, reseed random numbers, or write to a learning rate. The guard
-    also sets `BACKWARD` on nodes that autograd adds, including hooks.
-
-    names: by id, names for live tensors and for their gradients during the trace. settings: tensors in param groups.
+    names: of live tensors and their gradients, by id. settings: tensors in param groups.
     """
 
     supports_higher_order_operators = True
@@ -308,7 +291,7 @@ class _OpGuard(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         last = next(iter(reversed(self._graph.nodes)), None)
         result = func(*args, **(kwargs or {}))
-        for node in itertools.takewhile(lambda node: node is not last, reversed(self._graph.nodes)):
+        for node in takewhile(lambda node: node is not last, reversed(self._graph.nodes)):
             node.meta[BACKWARD] = True
         return result
 
@@ -322,7 +305,7 @@ class _OpGuard(TorchDispatchMode):
 
     def _refuse(self, value: Tensor) -> None:
         frames = (frame for frame, _ in traceback.walk_stack(None))
-        build_frames = itertools.takewhile(lambda frame: frame.f_code is not type(self._root).build.__code__, frames)
+        build_frames = takewhile(lambda frame: frame.f_code is not type(self._root).build.__code__, frames)
         owners = (frame.f_locals.get("self") for frame in build_frames)
         optimizer = next((owner for owner in owners if isinstance(owner, Optimizer)), None)
         if optimizer is not None:
@@ -358,7 +341,6 @@ def _is_data_dependent(error: Exception) -> bool:
 
 
 def _remedy(error: Exception) -> str:
-    """Return the remedy for a step that needs a tensor's value."""
     owners = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
     if any(isinstance(owner, _BatchNorm) and owner.momentum is None for owner in owners):
         return "give the batch norm a momentum, such as 0.1: with momentum=None it divides by its batch count"
@@ -366,7 +348,6 @@ def _remedy(error: Exception) -> str:
 
 
 def _user_line(error: Exception) -> str:
-    """Return the user's line that led to an error."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = ([f for f in frames if not f.filename.startswith(_LIBRARY_FOLDERS)] or frames)[-1]
     return f'File "{frame.filename}", line {frame.lineno}, in {frame.name}: `{frame.line}`'

@@ -32,15 +32,11 @@ _DEFAULT = {*dir(object), "__getnewargs__"} - {"__eq__", "__ne__", "__lt__", "__
 
 
 class ValueGuards:
-    """The values of all expressions that `build` was seen to read, now and at earlier traces.
-
-    number: identifies the current combination of values; part of each signature. holds: returns True while the values
-    are unchanged; otherwise call `renew`.
-    """
+    """The values of all expressions that `build` was seen to read, now and at earlier traces."""
 
     def __init__(self) -> None:
-        self.number = 0
-        self.holds: Callable[[], bool] = True.__bool__
+        self.number = 0  # of the current combination of values; part of each signature
+        self.holds: Callable[[], bool] = True.__bool__  # False once a value has changed: call `renew`
         self._max_expressions = MAX_EXPRESSIONS
         self._labels: dict[str, str] = {}  # expression -> the user's name for the value
         self._names: dict[str, Any] = {"read": _read}  # globals of the generated code
@@ -105,10 +101,9 @@ class ValueGuards:
         return len(self._labels) > self._max_expressions
 
     def equal_step(self, alike: list[Any], program: Hashable, again: Callable[[], Hashable]) -> Any:
-        """Return the step that was compiled for an equal program, or None.
+        """Return the step that was compiled for an equal program, or None. alike: differ only in guarded values.
 
-        alike: steps that differ only in guarded values. If a changed value gave an equal program and `build` uses
-        only its text, the value is no longer guarded. `again` traces the program once more to find that out.
+        If `build` uses only a changed value's text, as `again` finds out, the value is no longer guarded.
         """
         step = next((candidate for candidate in alike if candidate.program == program), None)
         if step is not None:

@@ -534,19 +534,9 @@ def test_a_graph_goes_on_from_its_state(tmp_path: Path, path: str | None) -> Non
     graph.load(tmp_path / "best", optimizers=False)
 
 
-def test_a_graph_s_state_of_before_raises_where_rows_are_others(tmp_path: Path) -> None:
+def test_a_graph_s_state_without_rows_raises(tmp_path: Path) -> None:
     graph = rating("host", tmp_path / "store")
-    steps(graph, IDS[:2])
-    stored = copy.deepcopy(graph.state_dict())
-    stored["_extra_state"][0]["embeddings"] = {"rows": {"step": 2, "snapshot": "one"}}
-    graph.load_state_dict(stored)
-    steps(graph, IDS[2:3])
-    with pytest.raises(SnapshotError, match="rows of step 3"):
-        graph.load_state_dict(stored)
-    with pytest.raises(SnapshotError, match="keep_rows"):
-        steps(graph, IDS[3:4])
-    graph.keep_rows()
-    steps(graph, IDS[3:4])
+    steps(graph, IDS[:3])
     lacking = graph.state_dict()
     del lacking["rows._extra_state"]
     with pytest.raises(RuntimeError, match="Missing key"):

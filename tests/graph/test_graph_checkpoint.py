@@ -130,7 +130,7 @@ def test_checkpoints_that_are_missing_foreign_or_of_another_format_say_so(tmp_pa
         other.load(tmp_path / "checkpoint")
     record = unseal((tmp_path / "checkpoint" / "graph.msgpack").read_bytes())
     (tmp_path / "checkpoint" / "graph.msgpack").write_bytes(seal({**record, "format": 9}))
-    with pytest.raises(SnapshotError, match="format 9, but this tierbed reads 1"):
+    with pytest.raises(SnapshotError, match="format 9, but this tierbed reads 2"):
         graph.load(tmp_path / "checkpoint")
 
 

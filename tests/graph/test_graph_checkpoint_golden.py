@@ -11,7 +11,7 @@ from support.golden_checkpoint import Golden, batch, state_arrays
 from support.places import GOLDEN
 from tierbed.graph.state.kept import FORMATS as WRITTEN
 
-FORMATS = range(1, WRITTEN["graph"] + 1)
+FORMATS = range(2, WRITTEN["graph"] + 1)
 
 
 @pytest.mark.parametrize("store", ["device", "host"])
