@@ -403,11 +403,7 @@ class ShardedTable:
         return local, IdExchange(world, f"ids of {op}", local, answer.counts, self.traffic).wait(), pools
 
     def read(
-        self,
-        lookup: Lookup,
-        weights: Tensor | None = None,
-        dtype: torch.dtype = torch.float32,
-        trains: bool = False,
+        self, lookup: Lookup, weights: Tensor | None = None, dtype: torch.dtype = torch.float32, trains: bool = False
     ) -> Tensor:
         """Read rows or pooled bags, as `OpenTable.read` does. All ranks call it, each with its own ids."""
         local = self._look_up(lookup, trains)

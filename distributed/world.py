@@ -138,13 +138,7 @@ class World(RankGroup):
         return world
 
     @classmethod
-    def from_env(
-        cls,
-        group: dist.ProcessGroup | None = None,
-        *,
-        timeout: float = 600,
-        **dtypes: torch.dtype,
-    ) -> World:
+    def from_env(cls, group: dist.ProcessGroup | None = None, *, timeout: float = 600, **dtypes: torch.dtype) -> World:
         """Create a world from torchrun's environment variables.
 
         Creates torch's default process group first, if the variables are set and no group exists. A process that
@@ -200,11 +194,7 @@ class World(RankGroup):
         return total.view(x.shape)
 
     def handshake(
-        self,
-        op: str,
-        error: BaseException | None = None,
-        same: Mapping[str, Any] | None = None,
-        **fields: Any,
+        self, op: str, error: BaseException | None = None, same: Mapping[str, Any] | None = None, **fields: Any
     ) -> HandshakeResult:
         """Exchange headers with all ranks, as `Handshake` does, and wait for them. This is a barrier."""
         with self.collective_block(op):

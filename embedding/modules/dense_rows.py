@@ -74,10 +74,7 @@ def dense_states(embedding: KeyedRows, counts: Mapping[int, int]) -> dict[int, d
 
 
 def dense_tensors(
-    embedding: KeyedRows,
-    weights: Mapping[Any, Tensor],
-    states: Mapping[Any, Mapping[str, Any]],
-    step: Any,
+    embedding: KeyedRows, weights: Mapping[Any, Tensor], states: Mapping[Any, Mapping[str, Any]], step: Any
 ) -> dict[str, Tensor]:
     """Return the rows that `load_dense` with these arguments gives the embedding, as `RowTensors.tensors`."""
     follow_in_backward(embedding)

@@ -241,11 +241,7 @@ class LocalTable:
         self._replace(lambda before: self._persistence.load_tensors(before.optimizer, tensors, before))
 
     def load_part(
-        self,
-        snapshot: Snapshot,
-        selection: Selection,
-        strict: bool,
-        verified: Callable[[], None] | None = None,
+        self, snapshot: Snapshot, selection: Selection, strict: bool, verified: Callable[[], None] | None = None
     ) -> LoadReport:
         """Load this process's rows of a snapshot. verified: as in `TablePersistence.load`.
 

@@ -26,14 +26,7 @@ from ...snapshots.store.folder_state import FolderState, last_step, shard_versio
 from ...snapshots.store.group import Member, open_store
 from ...snapshots.store.group_file import GroupFile
 from ...snapshots.store.recovery_rule import EMPTY
-from .recovery import (
-    FolderContents,
-    OpenPlan,
-    check_shards_unlocked,
-    contents_of,
-    log_entry_of,
-    snapshot_to_open,
-)
+from .recovery import FolderContents, OpenPlan, check_shards_unlocked, contents_of, log_entry_of, snapshot_to_open
 from .shared_folder import SharedFolder
 
 
