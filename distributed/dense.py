@@ -46,8 +46,7 @@ def all_reduce_in_order(
     """Sum tensors over ranks; shapes and dtypes are the same on each rank. Collective.
 
     Ranks are added in order, and each sum is rounded to the dtype. present: this rank's tensors count; at least one
-    rank must be present. same: values by name that must be equal on all ranks. If any rank passes an `error`, all
-    ranks raise what `handshake` raises, before anything is sent.
+    rank's must. same: values by name that must be equal on all ranks. An `error` is raised on all before a transfer.
     """
     with world.collective_block(op):
         try:

@@ -77,7 +77,7 @@ class Handshake:
             return self._result
         self._rank_group.pending = None
         headers = self._exchange.wait().tolist()
-        self._rank_group.note_started_by_all(self._exchange.call)
+        self._rank_group.started_by_all = max(self._rank_group.started_by_all, self._exchange.call)
         if self._own_fields[0] or any(header[:3] != self._own_fields for header in headers):
             try:
                 self._refuse()

@@ -67,8 +67,7 @@ class LossReport:
     def write(self, error: GroupError, noticed: bool = False) -> None:
         """Write an error. Any thread may call this.
 
-        noticed: the error was not raised in a call of this rank. It is then dropped unless it is the first: torchrun
-        ends the remaining ranks once one is lost.
+        noticed: no call of this rank raised it. Later ones are dropped: torchrun ends the other ranks once one is lost.
         """
         with self._writing:
             if self._is_written and noticed:
@@ -122,7 +121,7 @@ class RankGroup:
         self.mismatches = 0  # how often all ranks raised because they differed
         self.failure: GroupError | None = None
         self._caller: tuple[int, int] | None = None  # process id and thread id that make all calls
-        self.calls = self._started_by_all = 0  # collectives begun here, and those known to have begun on all ranks
+        self.calls = self.started_by_all = 0  # collectives begun here, and those known to have begun on all ranks
         self._in_flight: list[PendingAllToAll] = []  # failed steps leave some that nobody waits for
         self._group: dist.ProcessGroup | None = None
         self._peers: PeerMonitor | None = None
@@ -135,8 +134,11 @@ class RankGroup:
         """Leave the group without waiting for other ranks; wait up to PATIENCE for collectives that all have begun."""
         with uninterrupted():
             if self.failure is None:
-                self._finish_started()
-            self.failure = self.failure or GroupError("this world is closed")
+                deadline = monotonic() + PATIENCE
+                for pending in self._in_flight:  # failed steps left them; wait for those that all ranks have begun
+                    while pending.call <= self.started_by_all and monotonic() < deadline and pending.poll():
+                        pass
+                self.failure = GroupError("this world is closed")
             if self._peers is not None:  # first, so that no rank waits for a closed group
                 self._peers.close("it closed its world")
                 self._peers = None
@@ -247,15 +249,8 @@ class RankGroup:
                     self.abort(op, f"failed with {type(error).__name__}: {error}")
                 raise
 
-    def note_started_by_all(self, call: int) -> None:
-        """Record that all ranks have begun this collective, and so all earlier ones."""
-        self._started_by_all = max(self._started_by_all, call)
-
     def check_others(self, op: str, call: int) -> None:
-        """Raise GroupError if another rank has aborted the group, or closed its world before this call.
-
-        That rank has announced it, whatever this rank is doing.
-        """
+        """Raise GroupError if another rank has announced that it aborted the group, or left it before this call."""
         if self._peers is None:
             return
         if self._peers.aborted is not None:
@@ -310,13 +305,6 @@ class RankGroup:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
             dist.destroy_process_group(group)
 
-    def _finish_started(self) -> None:
-        """Wait for leftover collectives of failed steps that all ranks have begun."""
-        deadline = monotonic() + PATIENCE
-        for pending in self._in_flight:
-            while pending.call <= self._started_by_all and monotonic() < deadline and pending.poll():
-                pass
-
     def _connect(self, ranks: list[int]) -> None:
         """Create a process group with the other ranks, and connect to each of them."""
         if tuple(ranks) in _closed_groups:
@@ -352,13 +340,10 @@ class PendingAllToAll:
         self._has_arrived, self._failure = False, ""
 
     def wait(self) -> Tensor:
-        """Wait until everything is sent and received. Returns `out`.
+        """Wait until everything is sent and received. Returns `out`. Raises GroupError after aborting the group.
 
         Signal handlers wait too, until a surrounding `uninterrupted` block ends. Ctrl-C and SIGTERM abort the group
         after they have waited for a second.
-
-        Raises:
-            GroupError: a rank did not answer, or a signal came. The group is aborted.
         """
         if self._has_arrived:
             return self._out
@@ -404,14 +389,8 @@ class PendingAllToAll:
 
 
 def _unresponsive_text(missing: Mapping[int, str]) -> str:
-    """Describe the ranks that did not answer."""
-    reasons = dict.fromkeys(missing.values())
-    return "; ".join(
-        f"{name_ranks([rank for rank in sorted(missing) if missing[rank] == reason])} did not answer ({reason})"
-        for reason in reasons
-    )
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as text for a message."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    texts = []
+    for reason in dict.fromkeys(missing.values()):
+        ranks = [str(rank) for rank in sorted(missing) if missing[rank] == reason]
+        texts.append(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} did not answer ({reason})")
+    return "; ".join(texts)

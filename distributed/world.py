@@ -43,10 +43,7 @@ def catch(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
 
 
 def make_default_group(timeout: float) -> None:
-    """Create torch's default process group (Gloo) from the processes that torchrun started.
-
-    timeout: seconds to wait for all ranks, at least MIN_START_SECONDS. Raises GroupError if one is missing.
-    """
+    """Create torch's default process group (Gloo) from torchrun's processes. Raises GroupError if one is missing."""
     from torch.distributed.rendezvous import rendezvous
 
     limit = timedelta(seconds=max(timeout, MIN_START_SECONDS))
@@ -200,15 +197,12 @@ class World(RankGroup):
         with self.collective_block(op):
             return Handshake(self, op, error, same, **fields).wait()
 
-    def call_on_all_ranks(self, op: str, call: Callable[[], Any], same: Mapping[str, Any] | None = None) -> Any:
-        """Return the result of a call that every rank makes for itself. An error on one rank is raised on all.
-
-        same: values by name that must be equal on all ranks.
-        """
+    def call_on_all_ranks(self, op: str, call: Callable[[], Any]) -> Any:
+        """Return the result of a call that every rank makes for itself. An error on one rank is raised on all."""
         if self.size == 1:
             return call()
         result, error = catch(call)
-        self.handshake(op, error, same)
+        self.handshake(op, error)
         return result
 
     def call_on_rank_0(self, op: str, call: Callable[[], Any]) -> Any:
@@ -237,22 +231,15 @@ class World(RankGroup):
             raise
 
     def _all_tensors(self, op: str, x: Any, open_dims: int) -> list[Tensor]:
-        """Return copies of all ranks' tensors, each with its length as first dimension.
-
-        open_dims: how many leading dimensions may differ; 0 for tensors that are added up. InputError.
-        """
+        """Return copies of all ranks' tensors. open_dims: 1 if first dimensions may differ, 0 if all are equal."""
         self.check_thread()
         self.check_alive()
         data, error = catch(lambda: bytes_of(check_sendable("x", x, open_dims == 0)))
         with self.collective_block(op):
             same = {"tensor": None if error else f"{x.dtype} {list(x.shape[open_dims:])}"}
-            lengths = self.handshake(op, error, same, note=0 if error else _length(x)).notes
+            lengths = self.handshake(op, error, same, note=0 if error else len(torch.atleast_1d(x))).notes
             parts = self.exchange_bytes(op, data.numpy().tobytes())
         return [_tensor(*part, x) for part in zip(parts, lengths, strict=True)]
-
-
-def _length(x: Tensor) -> int:
-    return len(x) if x.dim() else 1
 
 
 def _tensor(data: bytes, length: int, like: Tensor) -> Tensor:
@@ -261,7 +248,6 @@ def _tensor(data: bytes, length: int, like: Tensor) -> Tensor:
 
 
 def _rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """Return the rank of this process and the number of ranks."""
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise OptionError("there is no process group: call World.from_env() or dist.init_process_group() first")

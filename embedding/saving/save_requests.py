@@ -68,7 +68,7 @@ class LocalRequests:
         return self._visit(lambda: row_of(self._handle.own, table, key), give_up)
 
     def status(self) -> dict[str, Any]:
-        table = self._handle.table
+        table = self._handle.own.table
         return {"name": self._handle.name, "step": table.step, "rows": table.counts.rows}
 
     def _visit(self, call: Callable[[], T], give_up: Callable[[], bool], others: Sequence[Handle] = ()) -> T | None:
@@ -91,15 +91,16 @@ class LocalRequests:
         return list({id(one.own.table): one.own.table for one in handles}.values())
 
 
-class RankRequests:
+class RankRequests(LocalRequests):
     """Serves requests over ranks. Rank 0 receives them; on the other ranks this object stays empty.
 
     The server's thread leaves a request here. Rank 0 sets a flag in the header of the next collective, and all ranks
-    then serve the request in the thread that trains. find: returns a store's handle by its real path.
+    then serve the request in the thread that trains.
     """
 
     def __init__(self, world: World, handle: Handle, find: Callable[[str], Handle]) -> None:
-        self._world, self._handle, self._find = world, handle, find
+        super().__init__(handle, find)
+        self._world = world
         self._request: _SaveRequest | None = None
         self._take_lock, self._request_lock = Lock(), Lock()
 
@@ -139,7 +140,7 @@ class RankRequests:
             case ["get", table, key]:
                 rows = self._world.all_gather_object(op, lambda: row_of(self._handle.own, table, key))
                 if request is not None:
-                    request.answer(next((row for row in rows if row), {}))
+                    request.row = next((row for row in rows if row), {})
 
     def save_between_steps(self, save: RequestedSave) -> Manifest | None:
         several = list(save.stores) if len(save.stores) > 1 else []
@@ -151,19 +152,12 @@ class RankRequests:
             return None
         return Snapshot.open(self._handle.snapshots.folder / save.name).manifest
 
-    def prune_between_steps(self, keep_last: int, keep_every: int | None) -> tuple[list[str], list[str]]:
-        snapshots = self._handle.snapshots
-        return snapshots.prune_here(keep_last, keep_every), snapshots.names()
-
     def row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
-        """Return a row from the rank that has it, at the next step (see `SaveTarget.row_between_steps`)."""
         request = self._served(_SaveRequest(["get", table, key], [self._handle], give_up))
         return None if request is None else request.row
 
     def status(self) -> dict[str, Any]:
-        """Return rank 0's name, step and number of rows."""
-        table = self._handle.own.table
-        return {"name": self._handle.name, "step": table.step, "rows": table.counts.rows, "ranks": self._world.size}
+        return super().status() | {"ranks": self._world.size}
 
     def _served(self, request: _SaveRequest) -> _SaveRequest | None:
         """Wait until the ranks have served the request, and return it; None if the client gave up before they began."""
@@ -185,9 +179,12 @@ class RankRequests:
         """Take the request away. Returns it if `begin` and its client still waits; otherwise it is done."""
         with self._take_lock:
             request, self._request = self._request, None
-            if request is None:
-                return None
-            return request if request.begin(begin) else None
+            if request is not None:
+                request.is_begun = begin and not request.give_up()
+                if request.is_begun:
+                    return request
+                request.done.set()
+            return None
 
 
 class _SaveRequest:
@@ -209,16 +206,6 @@ class _SaveRequest:
         self.done = Event()
         self.error: TierbedError | None = None
         self.row: dict[str, Any] = {}
-
-    def begin(self, is_served: bool) -> bool:
-        """Begin to serve the request and return True. If the client has given up, it is done instead."""
-        self.is_begun = is_served and not self.give_up()
-        if not self.is_begun:
-            self.done.set()
-        return self.is_begun
-
-    def answer(self, row: dict[str, Any]) -> None:
-        self.row = row
 
     def end(self, error: BaseException | None) -> None:
         """Called when the ranks have served it or failed."""

@@ -322,8 +322,8 @@ class SavedRows(EmbeddingBase):
             self.rows_are_chosen = True
             self._pending.clear()
             return
-        if handle.own.unusable_reason:
-            raise StoreError(handle.own.unusable_reason)
+        if handle.own.persistence.unusable_reason:
+            raise StoreError(handle.own.persistence.unusable_reason)
         snapshots, in_memory = bool(options.state_dict_snapshots), options.persistent_path is None
         problem = problem or mismatch_text(self.name, handle.snapshots.rows_reference(), pending, snapshots, in_memory)
         if _mode.get() == STAY:
@@ -340,7 +340,7 @@ class SavedRows(EmbeddingBase):
         if not keep_vars:
             shadow = destination[prefix + self.parameter_name]
             if isinstance(shadow, ShadowCopy):  # a trace has another tensor
-                shadow.enter_state()
+                shadow.is_in_state = True
         if self.store_options.persistent_path is None and not are_apart() and detect_fake_mode() is None:
             rows = self._rows_for(destination, prefix)
             destination.update({f"{prefix}{ROWS}{name}": tensor for name, tensor in rows.items()})
@@ -394,7 +394,9 @@ class SavedRows(EmbeddingBase):
                 self._pending.clear()
             except TierbedError as error:
                 problem = f"the rows of embedding {self.name!r} cannot be loaded: {error}"
-                if _mode.get() == STAY and not (self._handle is not None and self._handle.own.unusable_reason):
+                if _mode.get() == STAY and not (
+                    self._handle is not None and self._handle.own.persistence.unusable_reason
+                ):
                     self._pending.clear()
                     log.warning("%s; its rows stay", problem)
                 else:
