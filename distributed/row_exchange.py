@@ -68,10 +68,10 @@ class LocalBatch:
         """dedup_from: reuse another embedding's deduplication of the same lookups. Raises InputError."""
         self.processor, self.spec, self.lookups = processor, spec, lookups
         self.batch: Any = processor.batch(lookups, None if dedup_from is None else dedup_from.batch)
-        if dedup_from is not None:
-            self.by_owner = dedup_from.by_owner
-        else:
+        if dedup_from is None:
             self.by_owner = by_owner(processor.unique_rows(self.batch), world.size, world.rank)
+        else:
+            self.by_owner = dedup_from.by_owner
         self.rows: Tensor | None = None  # kept alive while the batch's lines point into it
         if processor.defers_errors and (deferred := processor.deferred_error(True)) is not None:
             raise deferred.error

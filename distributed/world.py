@@ -197,12 +197,15 @@ class World(RankGroup):
         with self.collective_block(op):
             return Handshake(self, op, error, same, **fields).wait()
 
-    def call_on_all_ranks(self, op: str, call: Callable[[], Any]) -> Any:
-        """Return the result of a call that every rank makes for itself. An error on one rank is raised on all."""
+    def call_on_all_ranks(self, op: str, call: Callable[[], Any], same: Mapping[str, Any] | None = None) -> Any:
+        """Return the result of a call that every rank makes for itself. An error on one rank is raised on all.
+
+        same: values by name that must be equal on all ranks.
+        """
         if self.size == 1:
             return call()
         result, error = catch(call)
-        self.handshake(op, error)
+        self.handshake(op, error, same)
         return result
 
     def call_on_rank_0(self, op: str, call: Callable[[], Any]) -> Any:
