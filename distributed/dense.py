@@ -22,11 +22,7 @@ _PIECE = 16 << 20  # bytes that rank 0 sends to each rank per transfer
 
 
 class Vote(NamedTuple):
-    """What the ranks decided at the end of a step.
-
-    sums: the gradient sums, on the devices of the gradients. present: how many ranks contributed. finite: True if the
-    gradients of all ranks are finite.
-    """
+    """What the ranks decided at the end of a step. present: how many ranks contributed. finite: all gradients are."""
 
     sums: list[Tensor]
     present: int

@@ -35,8 +35,7 @@ class Handshake:
     """One all-to-all of headers, in flight until `wait`.
 
     op: the operation that every rank must be about to make. same: values by name that must be equal on all ranks.
-    counts: how much this rank sends, by rank. note: a number for all ranks. wants_more: ask all ranks for another
-    operation after this one. error: why this rank cannot take part.
+    counts: how much this rank sends, by rank. note: a number for all. wants_more: ask all ranks for another operation.
     """
 
     def __init__(

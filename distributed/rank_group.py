@@ -67,7 +67,8 @@ class LossReport:
     def write(self, error: GroupError, noticed: bool = False) -> None:
         """Write an error. Any thread may call this.
 
-        noticed: no call of this rank raised it. Later ones are dropped: torchrun ends the other ranks once one is lost.
+        noticed: the error was not raised in a call of this rank. It is then dropped unless it is the first: torchrun
+        ends the remaining ranks once one is lost.
         """
         with self._writing:
             if self._is_written and noticed:
@@ -217,10 +218,7 @@ class RankGroup:
         return pending
 
     def exchange_bytes(self, op: str, data: bytes, readers: int | None = None) -> list[bytes]:
-        """Return the bytes of each rank, in rank order. All ranks must be known to be in this very call.
-
-        readers: only ranks below this number receive the bytes, others receive empty ones. None for all.
-        """
+        """Return the bytes of each rank; empty ones on ranks from `readers` on. All ranks must be in this very call."""
         if self.size == 1:
             return [data]
         readers = self.size if readers is None else readers
@@ -259,10 +257,7 @@ class RankGroup:
             raise self.abort_unresponsive(op, call, "a rank closed its world")
 
     def abort_unresponsive(self, op: str, call: int, how: str) -> GroupError:
-        """Abort the group because collective number `call` failed. Returns the error, with what the ranks report.
-
-        how: how the failure showed on this rank.
-        """
+        """Abort the group after collective number `call` failed. Returns the error, with what the ranks report."""
         missing: Mapping[int, str] = {}
         if self._peers is not None:
             try:

@@ -118,7 +118,8 @@ class ShardedBatch:
     def send(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
         """Start to send the gradients to the owners, summed per unique row of this rank.
 
-        Errors are raised on this rank alone: it then calls `send_nothing`, and reports its error in the next handshake.
+        Errors are raised on this rank alone. A handshake follows before the update: a rank that failed here calls
+        `send_nothing` and reports its error there.
         """
         all_weights = weights or [None] * len(self.lookups)
         with self._while_pinned():
@@ -302,10 +303,7 @@ class ShardedTable:
 
     @_collective("step")
     def pin(self, lookups: list[Lookup], dtype: torch.dtype = torch.float32, dedup_from: Any = None) -> ShardedBatch:
-        """Begin a training step on all ranks, as `OpenTable.pin` does. One rank's error is raised on every rank.
-
-        The rows are still in flight when this returns. Raises the errors of `Handshake.wait`.
-        """
+        """Begin a training step on all ranks, as `OpenTable.pin` does. Its rows are still in flight on return."""
         op = f"embedding {self.name!r}, step {self.local_table.step + 1}"
         self.release()
         self._before_step()

@@ -6,6 +6,7 @@ A request is served between two steps. Over ranks, rank 0 receives it, and all r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from threading import Event, Lock
 from time import sleep
 from typing import Any, TypeVar
@@ -72,10 +73,7 @@ class LocalRequests:
         return {"name": self._handle.name, "step": table.step, "rows": table.counts.rows}
 
     def _visit(self, call: Callable[[], T], give_up: Callable[[], bool], others: Sequence[Handle] = ()) -> T | None:
-        """Call `call` between two steps of all tables trained with this one and `others`, and return its result.
-
-        None if the client gave up first.
-        """
+        """Call `call` between two steps of these tables and all trained with them. None if the client gave up first."""
         while True:
             table = self._handle.table
             with table.step_gate.between_steps(lambda: self._tables(others), give_up) as entered:
@@ -187,25 +185,18 @@ class RankRequests(LocalRequests):
             return None
 
 
+@dataclass(eq=False)
 class _SaveRequest:
-    """A request to all ranks.
+    """A request to all ranks."""
 
-    call: its name and arguments. tables: must all be between two steps. is_begun: True once the ranks serve it. done:
-    set when it has ended.
-    """
-
-    def __init__(
-        self,
-        call: list[Any],
-        tables: Sequence[Any],
-        give_up: Callable[[], bool],
-        progress: Callable[[int], None] = lambda rows: None,
-    ) -> None:
-        self.call, self.tables, self.give_up, self.progress = call, tables, give_up, progress
-        self.is_begun = False
-        self.done = Event()
-        self.error: TierbedError | None = None
-        self.row: dict[str, Any] = {}
+    call: list[Any]  # its name and arguments
+    tables: Sequence[Any]  # must all be between two steps
+    give_up: Callable[[], bool]
+    progress: Callable[[int], None] | None = None
+    is_begun = False  # True once the ranks serve it
+    done: Event = field(default_factory=Event)  # set when it has ended
+    error: TierbedError | None = None
+    row: dict[str, Any] = field(default_factory=dict)
 
     def end(self, error: BaseException | None) -> None:
         """Called when the ranks have served it or failed."""

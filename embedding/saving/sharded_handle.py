@@ -37,8 +37,7 @@ class ShardedTableHandle:
     """The open rows of an embedding that ranks share.
 
     own: this rank's rows, with their own tiers and folder. home: the common store folder; None for rows in memory.
-    Every rank makes each call, except for calls about its own rows. Raises `LocalTable`'s errors on every rank, and
-    GroupError.
+    Every rank makes each call, except for calls about its own rows. Errors, and GroupError, are raised on every rank.
     """
 
     def __init__(

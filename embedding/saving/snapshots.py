@@ -44,9 +44,8 @@ log = logging.getLogger("tierbed")
 class Snapshots:
     """Saves and loads a table's snapshots.
 
-    own: this process's rows. folder: the snapshots' folder, seen by all ranks. store: the store folder around it, on
-    rank 0. Both are None for rows without a folder. shard: this process's part of the rows; None for all. close: closes
-    the embedding.
+    own: this process's rows. folder: the snapshots' folder, seen by all ranks; None for rows in memory. store: the
+    store folder around it, on rank 0. shard: this process's part of the rows; None for all. close: closes the rows.
     """
 
     def __init__(
@@ -190,7 +189,8 @@ class Snapshots:
                 op, lambda: self._shard_of(parent or open_snapshot(self.folder / parent_name))
             )
         kind = "full" if kind == "incremental" and parent is None else kind
-        return self._save(capture, self.folder / name, kind, source, parent)
+        path, on_saved = self.folder / name, self.own.save_callback()
+        return TableSave(self.own.table, capture, path, kind, source, parent, self._shard, False, on_saved)
 
     def _begin_at(
         self, op: str, path: Path, source: SaveSource, new: NewSnapshots, kind: str, member: Member | None
@@ -204,19 +204,8 @@ class Snapshots:
             new.begin(path, source.description)
 
         self.world.call_on_rank_0(f"{op}: begun", begin)
-        return self._save(capture, path, kind, source, None, is_of_state=True)
-
-    def _save(
-        self,
-        capture: Capture | None,
-        path: Path,
-        kind: str,
-        source: SaveSource,
-        parent: Snapshot | None,
-        is_of_state: bool = False,
-    ) -> TableSave:
         on_saved = self.own.save_callback()
-        return TableSave(self.own.table, capture, path, kind, source, parent, self._shard, is_of_state, on_saved)
+        return TableSave(self.own.table, capture, path, kind, source, None, self._shard, True, on_saved)
 
     def save_rows(self, path: Path) -> None:
         """Save rows without a store folder as the snapshot `path`. Raises SnapshotError, StoreError."""
@@ -230,8 +219,7 @@ class Snapshots:
     def save_for_state(self, keep: int | None) -> RowsReference:
         """Save a snapshot for a state_dict, unless one has these rows, and return its reference.
 
-        Users' incremental snapshots never build on it. keep: how many older snapshots of this kind to keep; None for
-        all.
+        Users' incremental snapshots never build on it. keep: how many older ones for states to keep; None for all.
         """
         op = self.op("saving rows for a state_dict")
         self.world.handshake(op, same={"state_dict_snapshots": keep})
@@ -394,10 +382,7 @@ class Snapshots:
                 member.replaced(id)
 
     def _lose(self, name: str) -> str:
-        """Mark the rows as failed, so that they close without a clean marker. Returns the error text.
-
-        Otherwise a rank with old rows would resume from them, as if they were loaded.
-        """
+        """Mark the rows as failed, or the next run would resume old rows as if they were loaded. Returns the error."""
         problem = (
             f"embedding {self.name!r}: loading snapshot {name!r} failed during its changes, so its rows are closed"
         )
@@ -455,10 +440,7 @@ class Snapshots:
         )
 
     def restore(self, pending: RowsReference) -> bool:
-        """Load the snapshot that a state_dict names, unless the embedding has these rows already.
-
-        Returns False if the rows cannot be found. Raises the same errors as `load_snapshot`.
-        """
+        """Load the snapshot that a state_dict names, unless its rows are present. False if they cannot be found."""
         op = f"loading the state of embedding {self.name!r}"
         self.world.handshake(op, same={"state_dict": pending._asdict()})
         saved = reference_of_snapshot(self._folder, pending.snapshot)
@@ -486,10 +468,7 @@ class Snapshots:
         return self.folder / path.name
 
     def drop_rows(self, saved: Snapshot) -> None:
-        """Remove the snapshot of a replaced checkpoint, unless other snapshots or recovery need it.
-
-        Raises SnapshotError if that cannot be found out, or the snapshot cannot be removed. Local, on rank 0.
-        """
+        """Remove a replaced checkpoint's snapshot, unless it is needed. Raises SnapshotError. Local, on rank 0."""
         if self.store is not None:
             with self.own.table.lock:
                 remove_if_unreferenced(self.store, saved)

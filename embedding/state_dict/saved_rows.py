@@ -56,7 +56,21 @@ _EXTRA_BYTES = 1024  # enough for a snapshot's name, up to 200 bytes, and a dige
 _mode: ContextVar[str] = ContextVar("what states do with rows", default="")
 
 
-class SavedRows(EmbeddingBase):
+class LoadsRows:
+    """Mixin for modules: what `load_state_dict` does with rows that the state_dict does not match."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a state_dict, as torch does.
+
+        Args:
+            state_dict, assign: as in torch.
+            strict: if False, also keep the present rows, with a warning, if the state_dict's rows cannot be loaded.
+        """
+        with _in_mode(STAY) if strict is False and not are_apart() else nullcontext():
+            return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
+
+
+class SavedRows(LoadsRows, EmbeddingBase):
     """An embedding whose rows are saved and loaded by name, and with `state_dict()`."""
 
     _version = 3  # of the state_dict: version 1 lacked the extra state, and version 2 had a shadow [1]
@@ -428,16 +442,6 @@ class SavedRows(EmbeddingBase):
             one is not None and _same(one, other) for one, other in zip(earlier, new, strict=True)
         )
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state_dict, as torch does.
-
-        Args:
-            state_dict, assign: as in torch.
-            strict: if False, also keep the present rows, with a warning, if the state_dict's rows cannot be loaded.
-        """
-        with rows_stay(strict is False):
-            return super().load_state_dict(state_dict, strict, assign)
-
 
 def _same(one: Tensor, other: Any) -> bool:
     if one is other:
@@ -470,8 +474,3 @@ def rows_apart() -> AbstractContextManager[None]:
 def are_apart() -> bool:
     """True inside a `rows_apart` context."""
     return _mode.get() == APART
-
-
-def rows_stay(lenient: bool) -> AbstractContextManager[None]:
-    """Return a context where `load_state_dict`, if `lenient`, keeps rows that the state_dict does not match."""
-    return _in_mode(STAY) if lenient and not are_apart() else nullcontext()

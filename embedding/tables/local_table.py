@@ -39,8 +39,7 @@ class LocalTable:
 
     The table is replaced by another one when rows are loaded, moved to another device, or need room for an optimizer's
     state. shard: the rows that this process has; None for all. decide: chooses the rows to open with; by default
-    `plan_open` does. group: the embeddings that it is trained with. for_load: its rows are about to be replaced. Raises
-    StoreError, OptionError, OptimizerError, and `decide`'s errors.
+    `plan_open` does. for_load: they are about to be replaced. Raises StoreError, OptionError, OptimizerError.
     """
 
     def __init__(
@@ -174,10 +173,7 @@ class LocalTable:
         )
 
     def use_optimizer(self, optimizer: RowOptimizer) -> None:
-        """Train the rows with `optimizer`. Opens the table again if rows need room for its state.
-
-        Raises `check_optimizer`'s errors, and StoreError in a forked process.
-        """
+        """Train the rows with `optimizer`. Opens the table again if rows need room for its state. Raises StoreError."""
         if self._process != os.getpid():
             raise StoreError(
                 f"embedding {self.name!r} was opened by process {self._process}, and this one would train a copy of "
@@ -246,10 +242,7 @@ class LocalTable:
         return selection
 
     def begin_load(self, notes: bool) -> int:
-        """Clear a shard's clean marker for a collective load. Returns its number of writes. Raises StoreError.
-
-        notes: as in `TablePersistence.begin_change`.
-        """
+        """Clear a shard's clean marker for a collective load. Returns its number of writes. Raises StoreError."""
         with self.table.lock:
             self.persistence.begin_change(notes, replaces=True)
             return self.epoch.writes
