@@ -22,7 +22,7 @@ _PIECE = 16 << 20  # bytes that rank 0 sends to each rank per transfer
 
 
 class Vote(NamedTuple):
-    """What the ranks decided at the end of a step. present: how many ranks contributed. finite: all gradients are."""
+    """What the ranks decided after a step. present: how many contributed. finite: True if all gradients are finite."""
 
     sums: list[Tensor]
     present: int

@@ -148,7 +148,7 @@ def _step(value: Any) -> int:
 
 
 def _check_step_known(table: OpenTable) -> None:
-    """Warn that states without a step train on from the table's step. Raises InputError if that is 0."""
+    """Warn if states come without a step, so that the table's own step counts. Raises InputError if that is 0."""
     if table.optimizer is None or not table.optimizer.counts_steps():
         return
     step, rule = table.step + table.optimizer.shift, table.optimizer.rule
