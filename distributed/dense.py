@@ -22,11 +22,7 @@ _PIECE = 16 << 20  # bytes that rank 0 sends to each rank per transfer
 
 
 class Vote(NamedTuple):
-    """What the ranks decided at the end of a step.
-
-    sums: the gradient sums, on the devices of the gradients. present: how many ranks contributed. finite: True if the
-    gradients of all ranks are finite.
-    """
+    """What the ranks decided after a step. present: how many contributed. finite: True if all gradients are finite."""
 
     sums: list[Tensor]
     present: int
@@ -46,8 +42,7 @@ def all_reduce_in_order(
     """Sum tensors over ranks; shapes and dtypes are the same on each rank. Collective.
 
     Ranks are added in order, and each sum is rounded to the dtype. present: this rank's tensors count; at least one
-    rank must be present. same: values by name that must be equal on all ranks. If any rank passes an `error`, all
-    ranks raise what `handshake` raises, before anything is sent.
+    rank's must. same: values by name that must be equal on all ranks. An `error` is raised on all before a transfer.
     """
     with world.collective_block(op):
         try:

@@ -35,8 +35,7 @@ class Handshake:
     """One all-to-all of headers, in flight until `wait`.
 
     op: the operation that every rank must be about to make. same: values by name that must be equal on all ranks.
-    counts: how much this rank sends, by rank. note: a number for all ranks. wants_more: ask all ranks for another
-    operation after this one. error: why this rank cannot take part.
+    counts: how much this rank sends, by rank. note: a number for all. wants_more: ask all ranks for another operation.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class Handshake:
             return self._result
         self._rank_group.pending = None
         headers = self._exchange.wait().tolist()
-        self._rank_group.note_started_by_all(self._exchange.call)
+        self._rank_group.started_by_all = max(self._rank_group.started_by_all, self._exchange.call)
         if self._own_fields[0] or any(header[:3] != self._own_fields for header in headers):
             try:
                 self._refuse()

@@ -33,9 +33,8 @@ class AnnouncedStep:
         traffic: Traffic,
     ) -> None:
         self.number = number  # the announcement's number, the same on all ranks
-        self.local = local
+        self.local, self._world, self._op, self._traffic = local, world, op, traffic
         self.requested: list[Lookup] | None = None  # empty if a rank did not know its lookups
-        self._world, self._op, self._traffic = world, op, traffic
         # None if no step of this rank will use it
         self.lookups = None if lookups is None else [copied(lookup) for lookup in lookups]
         counts = [0] * world.size if local is None else local.counts
@@ -66,9 +65,7 @@ class AnnouncedStep:
         """Wait for the exchange in flight, and start the next. Call it until `is_complete`."""
         if self._ids is not None:
             self.requested = self._ids.wait()
-            return
-        answer = self._headers.wait()
-        if any(answer.notes) or self.local is None:
+        elif any((answer := self._headers.wait()).notes) or self.local is None:
             self.requested = []
         else:
             self._ids = IdExchange(self._world, f"ids of {self._op}", self.local, answer.counts, self._traffic)

@@ -48,12 +48,9 @@ class Connected(NamedTuple):
 
 
 def connect(rank: int, size: int, exchange: Callable[[bytes], list[bytes]], timeout: float) -> Connected:
-    """Connect this rank to all others within `timeout` seconds.
+    """Connect this rank to all others within `timeout` seconds. Raises GroupError if it fails for one.
 
     exchange: sends bytes to all ranks and returns those that each rank sent.
-
-    Raises:
-        GroupError: a rank's address cannot be reached from here, or a rank did not connect.
     """
     deadline = monotonic() + timeout
     host = _own_address()
@@ -62,8 +59,7 @@ def connect(rank: int, size: int, exchange: Callable[[bytes], list[bytes]], time
         token = secrets.token_hex(16)
         own = json.dumps([*listener.getsockname()[:2], token]).encode()
         addresses = [json.loads(data) for data in exchange(own)]
-        # connections queue until they are accepted
-        sockets = _connect_to_all(rank, addresses, exchange, deadline, opened)
+        sockets = _connect_to_all(rank, addresses, exchange, deadline, opened)  # these queue until they are accepted
         sockets |= _accept_ranks(listener, token, range(rank + 1, size), deadline, opened)
         opened.pop_all()
     return Connected(sockets, sum(host == addresses[rank][0] for host, *_ in addresses))

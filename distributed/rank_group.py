@@ -122,7 +122,7 @@ class RankGroup:
         self.mismatches = 0  # how often all ranks raised because they differed
         self.failure: GroupError | None = None
         self._caller: tuple[int, int] | None = None  # process id and thread id that make all calls
-        self.calls = self._started_by_all = 0  # collectives begun here, and those known to have begun on all ranks
+        self.calls = self.started_by_all = 0  # collectives begun here, and those known to have begun on all ranks
         self._in_flight: list[PendingAllToAll] = []  # failed steps leave some that nobody waits for
         self._group: dist.ProcessGroup | None = None
         self._peers: PeerMonitor | None = None
@@ -135,8 +135,11 @@ class RankGroup:
         """Leave the group without waiting for other ranks; wait up to PATIENCE for collectives that all have begun."""
         with uninterrupted():
             if self.failure is None:
-                self._finish_started()
-            self.failure = self.failure or GroupError("this world is closed")
+                deadline = monotonic() + PATIENCE
+                for pending in self._in_flight:  # failed steps left them; wait for those that all ranks have begun
+                    while pending.call <= self.started_by_all and monotonic() < deadline and pending.poll():
+                        pass
+                self.failure = GroupError("this world is closed")
             if self._peers is not None:  # first, so that no rank waits for a closed group
                 self._peers.close("it closed its world")
                 self._peers = None
@@ -215,10 +218,7 @@ class RankGroup:
         return pending
 
     def exchange_bytes(self, op: str, data: bytes, readers: int | None = None) -> list[bytes]:
-        """Return the bytes of each rank, in rank order. All ranks must be known to be in this very call.
-
-        readers: only ranks below this number receive the bytes, others receive empty ones. None for all.
-        """
+        """Return the bytes of each rank; empty ones on ranks from `readers` on. All ranks must be in this very call."""
         if self.size == 1:
             return [data]
         readers = self.size if readers is None else readers
@@ -247,15 +247,8 @@ class RankGroup:
                     self.abort(op, f"failed with {type(error).__name__}: {error}")
                 raise
 
-    def note_started_by_all(self, call: int) -> None:
-        """Record that all ranks have begun this collective, and so all earlier ones."""
-        self._started_by_all = max(self._started_by_all, call)
-
     def check_others(self, op: str, call: int) -> None:
-        """Raise GroupError if another rank has aborted the group, or closed its world before this call.
-
-        That rank has announced it, whatever this rank is doing.
-        """
+        """Raise GroupError if another rank has announced that it aborted the group, or left it before this call."""
         if self._peers is None:
             return
         if self._peers.aborted is not None:
@@ -264,10 +257,7 @@ class RankGroup:
             raise self.abort_unresponsive(op, call, "a rank closed its world")
 
     def abort_unresponsive(self, op: str, call: int, how: str) -> GroupError:
-        """Abort the group because collective number `call` failed. Returns the error, with what the ranks report.
-
-        how: how the failure showed on this rank.
-        """
+        """Abort the group after collective number `call` failed. Returns the error, with what the ranks report."""
         missing: Mapping[int, str] = {}
         if self._peers is not None:
             try:
@@ -310,13 +300,6 @@ class RankGroup:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
             dist.destroy_process_group(group)
 
-    def _finish_started(self) -> None:
-        """Wait for leftover collectives of failed steps that all ranks have begun."""
-        deadline = monotonic() + PATIENCE
-        for pending in self._in_flight:
-            while pending.call <= self._started_by_all and monotonic() < deadline and pending.poll():
-                pass
-
     def _connect(self, ranks: list[int]) -> None:
         """Create a process group with the other ranks, and connect to each of them."""
         if tuple(ranks) in _closed_groups:
@@ -352,13 +335,10 @@ class PendingAllToAll:
         self._has_arrived, self._failure = False, ""
 
     def wait(self) -> Tensor:
-        """Wait until everything is sent and received. Returns `out`.
+        """Wait until everything is sent and received. Returns `out`. Raises GroupError after aborting the group.
 
         Signal handlers wait too, until a surrounding `uninterrupted` block ends. Ctrl-C and SIGTERM abort the group
         after they have waited for a second.
-
-        Raises:
-            GroupError: a rank did not answer, or a signal came. The group is aborted.
         """
         if self._has_arrived:
             return self._out
@@ -404,14 +384,8 @@ class PendingAllToAll:
 
 
 def _unresponsive_text(missing: Mapping[int, str]) -> str:
-    """Describe the ranks that did not answer."""
-    reasons = dict.fromkeys(missing.values())
-    return "; ".join(
-        f"{name_ranks([rank for rank in sorted(missing) if missing[rank] == reason])} did not answer ({reason})"
-        for reason in reasons
-    )
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as text for a message."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    texts = []
+    for reason in dict.fromkeys(missing.values()):
+        ranks = [str(rank) for rank in sorted(missing) if missing[rank] == reason]
+        texts.append(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} did not answer ({reason})")
+    return "; ".join(texts)

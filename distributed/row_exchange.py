@@ -15,7 +15,7 @@ from torch import Tensor
 from ..engine.ops.batch import empty
 from ..engine.options.lookup import Lookup
 from ..engine.options.table_spec import TableSpec
-from ..engine.processors.processor import ByOwner, Processor, by_owner
+from ..engine.processors.processor import Processor, by_owner
 from .rank_group import PendingAllToAll
 from .world import World
 
@@ -33,10 +33,9 @@ class Traffic:
 
 
 class RankBuffers:
-    """All ranks' rows in one piece of memory. `blocks` has one block per rank, [count, dim]."""
+    """All ranks' rows in one piece of memory. `blocks` has one block per rank, [its count, dim]."""
 
     def __init__(self, world: World, counts: list[int], dim: int, dtype: torch.dtype) -> None:
-        """counts: rows per rank."""
         self.rows, self.remote_counts = empty((sum(counts), dim), dtype), zeroed(counts, world.rank)
         *self.blocks, own = self.rows.split([*self.remote_counts, counts[world.rank]])
         self.blocks[world.rank] = own
@@ -69,11 +68,10 @@ class LocalBatch:
         """dedup_from: reuse another embedding's deduplication of the same lookups. Raises InputError."""
         self.processor, self.spec, self.lookups = processor, spec, lookups
         self.batch: Any = processor.batch(lookups, None if dedup_from is None else dedup_from.batch)
-        self.by_owner: ByOwner = (
-            by_owner(processor.unique_rows(self.batch), world.size, world.rank)
-            if dedup_from is None
-            else dedup_from.by_owner
-        )
+        if dedup_from is None:
+            self.by_owner = by_owner(processor.unique_rows(self.batch), world.size, world.rank)
+        else:
+            self.by_owner = dedup_from.by_owner
         self.rows: Tensor | None = None  # kept alive while the batch's lines point into it
         if processor.defers_errors and (deferred := processor.deferred_error(True)) is not None:
             raise deferred.error
@@ -113,6 +111,5 @@ def zeroed(counts: list[int], rank: int) -> list[int]:
 
 
 def concat_lookups(lookups: list[Lookup]) -> Lookup:
-    """Concatenate all ranks' lookups."""
     tables = [lookup.table_ids for lookup in lookups if lookup.table_ids is not None]
     return Lookup(torch.cat([lookup.ids for lookup in lookups]), torch.cat(tables) if tables else None)

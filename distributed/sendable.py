@@ -22,7 +22,7 @@ _SENDABLE = (
 
 
 def check_sendable(name: str, x: Any, summed: bool = False) -> Tensor:
-    """Return a tensor whose bytes are its values. is_summed: ranks add theirs up. InputError for other values."""
+    """Return a tensor whose bytes are its values. summed: ranks add theirs up. Raises InputError for other values."""
     if not isinstance(x, Tensor):
         raise InputError(f"{name}: got {type(x).__name__}; give a dense torch.Tensor")
     if x.is_quantized:
@@ -34,10 +34,8 @@ def check_sendable(name: str, x: Any, summed: bool = False) -> Tensor:
         raise InputError(
             f"{name}: got torch.bool, and a sum of bools does not count the True ones; give {name}.to(torch.int64)"
         )
-    if x.dtype not in (_SUMMABLE if summed else _SENDABLE):
-        raise InputError(
-            f"{name}: got {x.dtype}; give one of {', '.join(map(str, _SUMMABLE if summed else _SENDABLE))}"
-        )
+    if x.dtype not in (allowed := _SUMMABLE if summed else _SENDABLE):
+        raise InputError(f"{name}: got {x.dtype}; give one of {', '.join(map(str, allowed))}")
     return x
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -55,13 +55,9 @@ class ShardedBatch:
         error: BaseException | None,
         dtype: torch.dtype,
     ) -> None:
-        """pools: a lookup of some rank pools rows.
-
-        owned: the pinned rows that ranks request from this one, or None with the error that prevented pinning.
-        """
+        """pools: a lookup of some rank pools rows. owned: the pinned rows that ranks request, None after an `error`."""
         self.core: Any = local.batch
-        self.lookups = local.lookups
-        self.dtype = dtype
+        self.lookups, self.dtype = local.lookups, dtype
         self.local, self.requested, self.owned = local, requested, owned
         self._table, self._world, self._op = table, table.world, op
         self._requested_counts = [len(lookup.ids) for lookup in requested]
@@ -131,10 +127,7 @@ class ShardedBatch:
         self._start_sending(sums)
 
     def send_nothing(self) -> None:
-        """Join the gradient exchange without gradients, if `send` failed or was not called.
-
-        An error here aborts the group, because other ranks would wait forever.
-        """
+        """Join the gradient exchange without gradients, if `send` failed or was not called."""
         if self._sent is not None:
             return
         world = self._world
@@ -143,13 +136,11 @@ class ShardedBatch:
         except BaseException as error:
             if not world.must_report(error):
                 raise
-            raise world.abort(f"gradients of {self._op}", f"failed with {error!r}") from error
+            raise world.abort(f"gradients of {self._op}", f"failed with {error!r}") from error  # or others would wait
 
     def _sum_gradients(self, gradients: Gradients) -> RankBuffers:
-        """Sum the gradients per unique row of this rank."""
-        local, wire = self.local, self._world.grads
+        local, wire, device = self.local, self._world.grads, self.local.processor.device
         blocks = RankBuffers(self._world, local.counts, self._dim, wire)
-        device = local.processor.device
         needs_no_copy = wire == torch.float32 and device.type == "cpu"
         sums = blocks.rows if needs_no_copy else torch.empty(blocks.rows.shape, dtype=torch.float32, device=device)
         local.processor.sum_gradients(self.core, gradients, local.by_owner.positions, sums)
@@ -205,7 +196,7 @@ class ShardedBatch:
         owned = self._prepare(grads, weights)
         sums = self._receive()
         try:
-            self._table.count_write()
+            self._table.own.count_write()
             owned.update(sums, None, 1.0 / self._world.size if scale is None else scale, clip_value)
         except BaseException as error:
             self.mark_diverged(error)
@@ -276,37 +267,18 @@ def _collective(operation: str) -> Callable[[Method], Method]:
     return with_name
 
 
-class Requests(Protocol):
-    """Requests of other processes that all ranks must serve together."""
-
-    def is_wanted(self) -> bool:
-        """True if this rank has a request that can be served now."""
-
-    def serve(self) -> None:
-        """Serve it on all ranks."""
-
-
 class ShardedTable:
     """All rows of an embedding. Each rank's local table holds the rows that the rank owns."""
 
     def __init__(
-        self,
-        world: World,
-        local_table: Callable[[], OpenTable],
-        open_table: Callable[[], OpenTable | None],
-        count_write: Callable[[], None],
-        capacity: int | None,
-        before_step: Callable[[], None],
-        requests: Requests,
+        self, world: World, own: Any, capacity: int | None, before_step: Callable[[], None], requests: Any
     ) -> None:
-        """local_table: returns this rank's table, or raises ClosedError. open_table: same, but None if it is closed.
+        """own: this rank's `LocalTable`. capacity: the most rows over all ranks; None if each rank limits its own.
 
-        count_write: called when every rank is about to write. capacity: the most rows over all ranks; None if each
-        rank limits its own. before_step: what all ranks do before a step. requests: requests of other processes.
+        before_step: what all ranks do before a step. requests: the `RankRequests` that they serve together.
         """
         self.world, self.capacity, self._before_step, self._requests = world, capacity, before_step, requests
-        self._local_table, self._open_table, self.count_write = local_table, open_table, count_write
-        self.name = local_table().spec.name
+        self.own = own
         self.traffic = Traffic()
         self.pinned: ShardedBatch | None = None
         self._diverged = ""  # the update that this rank's rows lack, and why; empty if none
@@ -314,25 +286,24 @@ class ShardedTable:
             world, self.name, self.traffic, lambda requested: self.local_table.announce(requested)
         )
 
-    def rename(self, name: str) -> None:
-        self.name = name
+    @property
+    def name(self) -> str:
+        return str(self.own.name)
 
     @property
     def local_table(self) -> OpenTable:
-        """This rank's table."""
-        return self._local_table()
+        """This rank's table. Raises ClosedError."""
+        table: OpenTable = self.own.table
+        return table
 
     @property
     def optimizer(self) -> RowOptimizer | None:
-        table = self._open_table()
+        table: OpenTable | None = self.own.table_if_open
         return None if table is None else table.optimizer
 
     @_collective("step")
     def pin(self, lookups: list[Lookup], dtype: torch.dtype = torch.float32, dedup_from: Any = None) -> ShardedBatch:
-        """Begin a training step on all ranks, as `OpenTable.pin` does. One rank's error is raised on every rank.
-
-        The rows are still in flight when this returns. Raises the errors of `Handshake.wait`.
-        """
+        """Begin a training step on all ranks, as `OpenTable.pin` does. Its rows are still in flight on return."""
         op = f"embedding {self.name!r}, step {self.local_table.step + 1}"
         self.release()
         self._before_step()
@@ -377,9 +348,8 @@ class ShardedTable:
                 same.update({"output_dtype": str(dtype), "optimizer": optimizer.rule, "its numbers": numbers})
             if announced is not None and announced.local is not None and dedup_from is None:
                 return announced.local
-            return LocalBatch(
-                table.processor, table.spec, lookups, world, None if dedup_from is None else dedup_from.local
-            )
+            reused = None if dedup_from is None else dedup_from.local
+            return LocalBatch(table.processor, table.spec, lookups, world, reused)
 
         local, error = catch(prepare)
         counts = [0] * world.size if local is None else local.counts
@@ -403,18 +373,13 @@ class ShardedTable:
         return local, IdExchange(world, f"ids of {op}", local, answer.counts, self.traffic).wait(), pools
 
     def read(
-        self,
-        lookup: Lookup,
-        weights: Tensor | None = None,
-        dtype: torch.dtype = torch.float32,
-        trains: bool = False,
+        self, lookup: Lookup, weights: Tensor | None = None, dtype: torch.dtype = torch.float32, trains: bool = False
     ) -> Tensor:
         """Read rows or pooled bags, as `OpenTable.read` does. All ranks call it, each with its own ids."""
         local = self._look_up(lookup, trains)
         return local.processor.gather(local.batch, 0, lookup, weights, dtype)
 
     def get(self, lookup: Lookup) -> Tensor:
-        """Same as `read`."""
         return self.read(lookup)
 
     def read_weights_grad(self, lookup: Lookup, grad: Tensor) -> Tensor:
@@ -453,7 +418,7 @@ class ShardedTable:
             news = [new or 0] * self.world.size
             answer = self.world.handshake(f"{op}: room", error, counts=news, note=self.local_table.counts.rows)
             self.check_capacity(answer.notes, answer.counts)
-        self.count_write()
+        self.own.count_write()
         _, error = catch(lambda: self.local_table.put(requested, rows))
         self.world.handshake(f"{op}: done", error)
 
@@ -472,7 +437,7 @@ class ShardedTable:
         """Delete rows, as `OpenTable.delete` does. Returns how many of all ranks' ids had been written."""
         op = f"delete of embedding {self.name!r} at step {self.local_table.step}"
         requested, _ = self._scatter(op, lookup, None)
-        self.count_write()
+        self.own.count_write()
         deleted, error = catch(lambda: self.local_table.delete(requested))
         return sum(self.world.handshake(f"{op}: done", error, note=deleted or 0).notes)
 
@@ -527,15 +492,10 @@ class ShardedTable:
         return self.local_table.counts.rows, owned.core.unique - written
 
     def mark_diverged(self, op: str, error: BaseException) -> None:
-        """Mark this rank's rows as diverged: it failed in an update that other ranks made.
-
-        No rank can use the rows until a snapshot is loaded.
-        """
+        """Note that this rank failed in an update that other ranks made. No rank can use the rows until a load."""
         catch(self.release)  # after a failure the pin cannot end normally
         self._diverged = f"{op} raised {error!r} on this rank during its updates, and other ranks made theirs"
-        table = self._open_table()
-        if table is not None:
-            table.note_failure(error)
+        self.own.lose(error)
 
     def _check_diverged(self) -> None:
         if self._diverged and self.local_table.failure is not None:  # otherwise a load has replaced the table
@@ -544,6 +504,5 @@ class ShardedTable:
     def release(self) -> None:
         """Drop the pin that a failed step left behind."""
         self.pinned = None
-        table = self._open_table()
-        if table is not None:
-            table.release()
+        if self.own.table_if_open is not None:
+            self.own.table_if_open.release()

@@ -43,10 +43,7 @@ def catch(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
 
 
 def make_default_group(timeout: float) -> None:
-    """Create torch's default process group (Gloo) from the processes that torchrun started.
-
-    timeout: seconds to wait for all ranks, at least MIN_START_SECONDS. Raises GroupError if one is missing.
-    """
+    """Create torch's default process group (Gloo) from torchrun's processes. Raises GroupError if one is missing."""
     from torch.distributed.rendezvous import rendezvous
 
     limit = timedelta(seconds=max(timeout, MIN_START_SECONDS))
@@ -138,13 +135,7 @@ class World(RankGroup):
         return world
 
     @classmethod
-    def from_env(
-        cls,
-        group: dist.ProcessGroup | None = None,
-        *,
-        timeout: float = 600,
-        **dtypes: torch.dtype,
-    ) -> World:
+    def from_env(cls, group: dist.ProcessGroup | None = None, *, timeout: float = 600, **dtypes: torch.dtype) -> World:
         """Create a world from torchrun's environment variables.
 
         Creates torch's default process group first, if the variables are set and no group exists. A process that
@@ -200,11 +191,7 @@ class World(RankGroup):
         return total.view(x.shape)
 
     def handshake(
-        self,
-        op: str,
-        error: BaseException | None = None,
-        same: Mapping[str, Any] | None = None,
-        **fields: Any,
+        self, op: str, error: BaseException | None = None, same: Mapping[str, Any] | None = None, **fields: Any
     ) -> HandshakeResult:
         """Exchange headers with all ranks, as `Handshake` does, and wait for them. This is a barrier."""
         with self.collective_block(op):
@@ -247,22 +234,15 @@ class World(RankGroup):
             raise
 
     def _all_tensors(self, op: str, x: Any, open_dims: int) -> list[Tensor]:
-        """Return copies of all ranks' tensors, each with its length as first dimension.
-
-        open_dims: how many leading dimensions may differ; 0 for tensors that are added up. InputError.
-        """
+        """Return copies of all ranks' tensors. open_dims: 1 if first dimensions may differ, 0 if all are equal."""
         self.check_thread()
         self.check_alive()
         data, error = catch(lambda: bytes_of(check_sendable("x", x, open_dims == 0)))
         with self.collective_block(op):
             same = {"tensor": None if error else f"{x.dtype} {list(x.shape[open_dims:])}"}
-            lengths = self.handshake(op, error, same, note=0 if error else _length(x)).notes
+            lengths = self.handshake(op, error, same, note=0 if error else len(torch.atleast_1d(x))).notes
             parts = self.exchange_bytes(op, data.numpy().tobytes())
         return [_tensor(*part, x) for part in zip(parts, lengths, strict=True)]
-
-
-def _length(x: Tensor) -> int:
-    return len(x) if x.dim() else 1
 
 
 def _tensor(data: bytes, length: int, like: Tensor) -> Tensor:
@@ -271,7 +251,6 @@ def _tensor(data: bytes, length: int, like: Tensor) -> Tensor:
 
 
 def _rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """Return the rank of this process and the number of ranks."""
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise OptionError("there is no process group: call World.from_env() or dist.init_process_group() first")

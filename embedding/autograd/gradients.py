@@ -98,14 +98,11 @@ class RowGradients:
         return embedding
 
     def add(self, lookup: Lookup, grad: Tensor, weights: Tensor | None = None, order: int = 0) -> None:
-        """Keep the gradient of a lookup's result.
+        """Keep the gradient of a lookup's result, lookup.shape + (dim,), in the output dtype.
 
         The lookup and the weights are copied. `grad` is not: the step raises InputError if it was changed in place. Two
-        lookups with the very same tensors get one summed gradient, as in a graph.
-
-        grad: lookup.shape + (dim,), in the output dtype. weights: used in pooling, float32 like ids. order: the step
-        takes lookups in ascending order, and equal numbers in the order of `add`. An id's gradients are summed in this
-        order.
+        lookups with the very same tensors get one summed gradient, as in a graph. order: the step takes lookups in
+        ascending order, and equal numbers in the order of `add`. An id's gradients are summed in this order.
         """
         self._check_unclipped("backward()")
         self._apply_scale()

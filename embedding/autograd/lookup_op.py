@@ -30,10 +30,7 @@ _embeddings: dict[int, weakref.ref[EmbeddingBase]] = {}  # a WeakValueDictionary
 
 
 def register(embedding: EmbeddingBase) -> int:
-    """Return a handle with which the ops find the embedding.
-
-    It is random, so that a program recorded in another process, or for a deleted embedding, finds no wrong one.
-    """
+    """Return a handle for the ops. It is random, so that another process's program finds no wrong embedding."""
     handle = secrets.randbits(62)
     _embeddings[handle] = weakref.ref(embedding, lambda _: _embeddings.pop(handle))
     return handle
@@ -44,10 +41,7 @@ def _living() -> list[EmbeddingBase]:
 
 
 def _forget_optimizers() -> None:
-    """Make a forked child's next step ask for its optimizer again, and so raise.
-
-    This concerns embeddings that are open at the fork. The child may train others, which it opens itself.
-    """
+    """Make a forked child's step raise, by asking for its optimizer again, for embeddings that are open at the fork."""
     for embedding in _living():
         if getattr(embedding, "is_open", False):
             embedding.forget_optimizer()
@@ -121,10 +115,7 @@ def _(shadow: Tensor, ids: Tensor, *rest: Any) -> Tensor:
 
 @_op("lookup_grad", "Tensor grad, rows, Tensor? weights, SymInt order, SymInt handle")
 def lookup_grad(grad: Tensor, *rest: Any) -> Tensor:
-    """Keep the gradient of a lookup's result to update rows with. order: the lookup's number in this process.
-
-    Returns the shadow's gradient, a zero that nothing reads.
-    """
+    """Keep the gradient of lookup number `order` for a step. Returns the shadow's gradient, a zero nothing reads."""
     *rows, weights, order, handle = rest
     embedding_of(handle).accumulate(lookup_of(*rows), grad, weights, order)
     return grad.new_zeros((1, 1), dtype=torch.float32)
@@ -137,10 +128,7 @@ def _(grad: Tensor, *rest: Any) -> Tensor:
 
 @_op("lookup_weights_grad", "Tensor grad, rows, Tensor shadow, SymInt handle")
 def lookup_weights_grad(grad: Tensor, *rest: Any) -> Tensor:
-    """Compute the gradient of a lookup's weights, float32 like ids. Recorded only if they require grad.
-
-    shadow: shows autograd that this gradient depends on rows.
-    """
+    """Compute the gradient of a lookup's weights. The argument `shadow` shows autograd that it depends on rows."""
     *rows, _, handle = rest
     return embedding_of(handle).read_weights_grad(lookup_of(*rows), grad)
 

@@ -119,9 +119,6 @@ class _Guarded(Tensor):
 class Shadow(_Guarded, nn.Parameter):
     """An embedding's parameter, zeros [1, 1], through which optimizers and autograd reach its rows."""
 
-    def belong_to(self, embedding: EmbeddingBase) -> None:
-        self.owner = ref(embedding)
-
 
 class ShadowCopy(_Guarded):
     """A view or copy of a `Shadow`, for example in a state_dict()."""
@@ -131,10 +128,6 @@ class ShadowCopy(_Guarded):
 
     def __init__(self, tensor: Tensor, source: _Guarded, is_own: bool) -> None:
         self.owner, self.is_own, self.is_in_state = source.owner, is_own or source.is_own, source.is_in_state
-
-    def enter_state(self) -> None:
-        """Called when a state_dict() takes the copy."""
-        self.is_in_state = True
 
 
 def adopt(embedding: EmbeddingBase, name: str, parameter: nn.Parameter | None) -> nn.Parameter:
@@ -146,7 +139,7 @@ def adopt(embedding: EmbeddingBase, name: str, parameter: nn.Parameter | None) -
     if type(parameter) is nn.Parameter:  # a trace has another type
         shadow: Any = parameter
         shadow.__class__ = Shadow
-        shadow.belong_to(embedding)
+        shadow.owner = ref(embedding)
     return parameter
 
 

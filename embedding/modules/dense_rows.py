@@ -74,10 +74,7 @@ def dense_states(embedding: KeyedRows, counts: Mapping[int, int]) -> dict[int, d
 
 
 def dense_tensors(
-    embedding: KeyedRows,
-    weights: Mapping[Any, Tensor],
-    states: Mapping[Any, Mapping[str, Any]],
-    step: Any,
+    embedding: KeyedRows, weights: Mapping[Any, Tensor], states: Mapping[Any, Mapping[str, Any]], step: Any
 ) -> dict[str, Tensor]:
     """Return the rows that `load_dense` with these arguments gives the embedding, as `RowTensors.tensors`."""
     follow_in_backward(embedding)
@@ -125,10 +122,7 @@ def dense_tensors(
 def put_in_state(
     embedding: KeyedRows, weights: Mapping[Any, Tensor], state: dict[str, Any], prefix: str, errors: list[str]
 ) -> None:
-    """Replace tables' dense weights in a state_dict by the embedding's rows, at `prefix`.
-
-    What is wrong with the weights is appended to `errors`.
-    """
+    """Replace dense weights in a state_dict by the embedding's rows, at `prefix`. Appends problems to `errors`."""
     rows: Mapping[str, Tensor] = {}
     try:
         with embedding.raise_on_all_ranks():
@@ -154,10 +148,7 @@ def _step(value: Any) -> int:
 
 
 def _check_step_known(table: OpenTable) -> None:
-    """Check a load of states that come without a step, in case the optimizer counts steps.
-
-    The table's own step is used, with a warning. Raises InputError if that is 0.
-    """
+    """Warn if states come without a step, so that the table's own step counts. Raises InputError if that is 0."""
     if table.optimizer is None or not table.optimizer.counts_steps():
         return
     step, rule = table.step + table.optimizer.shift, table.optimizer.rule

@@ -410,7 +410,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                     self._refused = error  # open it without the optimizer: the rows can still be read
                     self._handle = self._hold(None, device, for_load)
                 weakref.finalize(self, self._handle.finish)
-                if self._handle.own.unusable_reason:
+                if self._handle.own.persistence.unusable_reason:
                     self._pending[:] = self._pending or [UNKNOWN]
             elif self._handle.device != device:
                 self._handle.own.move(device)

@@ -71,8 +71,7 @@ METRICS: dict[str, Metric] = {
     "bytes_out": _counter("bytes of rows copied the other way", "out_bytes"),
     "resident_rows": _gauge("rows here now; for `ssd` an estimate, too high until compaction"),
     "bytes": _gauge(
-        "memory with metadata and the array of `ids=n`, without `overflow_bytes` and `window_bytes`",
-        "memory_bytes",
+        "memory with metadata and the array of `ids=n`, without `overflow_bytes` and `window_bytes`", "memory_bytes"
     ),
     **_latencies("fetch", "fetches"),
     **_latencies("write", "writes"),

@@ -6,6 +6,7 @@ A request is served between two steps. Over ranks, rank 0 receives it, and all r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from threading import Event, Lock
 from time import sleep
 from typing import Any, TypeVar
@@ -68,14 +69,11 @@ class LocalRequests:
         return self._visit(lambda: row_of(self._handle.own, table, key), give_up)
 
     def status(self) -> dict[str, Any]:
-        table = self._handle.table
+        table = self._handle.own.table
         return {"name": self._handle.name, "step": table.step, "rows": table.counts.rows}
 
     def _visit(self, call: Callable[[], T], give_up: Callable[[], bool], others: Sequence[Handle] = ()) -> T | None:
-        """Call `call` between two steps of all tables trained with this one and `others`, and return its result.
-
-        None if the client gave up first.
-        """
+        """Call `call` between two steps of these tables and all trained with them. None if the client gave up first."""
         while True:
             table = self._handle.table
             with table.step_gate.between_steps(lambda: self._tables(others), give_up) as entered:
@@ -91,15 +89,16 @@ class LocalRequests:
         return list({id(one.own.table): one.own.table for one in handles}.values())
 
 
-class RankRequests:
+class RankRequests(LocalRequests):
     """Serves requests over ranks. Rank 0 receives them; on the other ranks this object stays empty.
 
     The server's thread leaves a request here. Rank 0 sets a flag in the header of the next collective, and all ranks
-    then serve the request in the thread that trains. find: returns a store's handle by its real path.
+    then serve the request in the thread that trains.
     """
 
     def __init__(self, world: World, handle: Handle, find: Callable[[str], Handle]) -> None:
-        self._world, self._handle, self._find = world, handle, find
+        super().__init__(handle, find)
+        self._world = world
         self._request: _SaveRequest | None = None
         self._take_lock, self._request_lock = Lock(), Lock()
 
@@ -139,7 +138,7 @@ class RankRequests:
             case ["get", table, key]:
                 rows = self._world.all_gather_object(op, lambda: row_of(self._handle.own, table, key))
                 if request is not None:
-                    request.answer(next((row for row in rows if row), {}))
+                    request.row = next((row for row in rows if row), {})
 
     def save_between_steps(self, save: RequestedSave) -> Manifest | None:
         several = list(save.stores) if len(save.stores) > 1 else []
@@ -151,19 +150,12 @@ class RankRequests:
             return None
         return Snapshot.open(self._handle.snapshots.folder / save.name).manifest
 
-    def prune_between_steps(self, keep_last: int, keep_every: int | None) -> tuple[list[str], list[str]]:
-        snapshots = self._handle.snapshots
-        return snapshots.prune_here(keep_last, keep_every), snapshots.names()
-
     def row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
-        """Return a row from the rank that has it, at the next step (see `SaveTarget.row_between_steps`)."""
         request = self._served(_SaveRequest(["get", table, key], [self._handle], give_up))
         return None if request is None else request.row
 
     def status(self) -> dict[str, Any]:
-        """Return rank 0's name, step and number of rows."""
-        table = self._handle.own.table
-        return {"name": self._handle.name, "step": table.step, "rows": table.counts.rows, "ranks": self._world.size}
+        return super().status() | {"ranks": self._world.size}
 
     def _served(self, request: _SaveRequest) -> _SaveRequest | None:
         """Wait until the ranks have served the request, and return it; None if the client gave up before they began."""
@@ -185,40 +177,26 @@ class RankRequests:
         """Take the request away. Returns it if `begin` and its client still waits; otherwise it is done."""
         with self._take_lock:
             request, self._request = self._request, None
-            if request is None:
-                return None
-            return request if request.begin(begin) else None
+            if request is not None:
+                request.is_begun = begin and not request.give_up()
+                if request.is_begun:
+                    return request
+                request.done.set()
+            return None
 
 
+@dataclass(eq=False)
 class _SaveRequest:
-    """A request to all ranks.
+    """A request to all ranks."""
 
-    call: its name and arguments. tables: must all be between two steps. is_begun: True once the ranks serve it. done:
-    set when it has ended.
-    """
-
-    def __init__(
-        self,
-        call: list[Any],
-        tables: Sequence[Any],
-        give_up: Callable[[], bool],
-        progress: Callable[[int], None] = lambda rows: None,
-    ) -> None:
-        self.call, self.tables, self.give_up, self.progress = call, tables, give_up, progress
-        self.is_begun = False
-        self.done = Event()
-        self.error: TierbedError | None = None
-        self.row: dict[str, Any] = {}
-
-    def begin(self, is_served: bool) -> bool:
-        """Begin to serve the request and return True. If the client has given up, it is done instead."""
-        self.is_begun = is_served and not self.give_up()
-        if not self.is_begun:
-            self.done.set()
-        return self.is_begun
-
-    def answer(self, row: dict[str, Any]) -> None:
-        self.row = row
+    call: list[Any]  # its name and arguments
+    tables: Sequence[Any]  # must all be between two steps
+    give_up: Callable[[], bool]
+    progress: Callable[[int], None] | None = None
+    is_begun = False  # True once the ranks serve it
+    done: Event = field(default_factory=Event)  # set when it has ended
+    error: TierbedError | None = None
+    row: dict[str, Any] = field(default_factory=dict)
 
     def end(self, error: BaseException | None) -> None:
         """Called when the ranks have served it or failed."""

@@ -37,8 +37,7 @@ class ShardedTableHandle:
     """The open rows of an embedding that ranks share.
 
     own: this rank's rows, with their own tiers and folder. home: the common store folder; None for rows in memory.
-    Every rank makes each call, except for calls about its own rows. Raises `LocalTable`'s errors on every rank, and
-    GroupError.
+    Every rank makes each call, except for calls about its own rows. Errors, and GroupError, are raised on every rank.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class ShardedTableHandle:
                 world.call_on_all_ranks(f"{op}: begun", lambda: home.begin(world.size, recovery.member))
                 remove_other_shares(home.path, world.size)  # only now: a restart before would still look for them
             if recovery is not None and recovery.member is not None:
-                own.share(recovery.member)
+                own.persistence.share(recovery.member)
             undo.pop_all()
         self.own: LocalTable = own
         register(folder, self)
@@ -92,15 +91,7 @@ class ShardedTableHandle:
         self.snapshots = Snapshots(own, world, snapshots, store, HashShard(world.rank, world.size), self.close)
         self.requests = RankRequests(world, self, open_handle)
         capacity = options.capacity if options.eviction == "none" else None
-        self._table = ShardedTable(
-            world,
-            lambda: self.own.table,
-            lambda: self.own.table_if_open,
-            self.own.count_write,
-            capacity,
-            self.snapshots.at_step,
-            self.requests,
-        )
+        self.table = ShardedTable(world, own, capacity, self.snapshots.at_step, self.requests)  # of all ranks' rows
         own.serve(self.requests, None if home is None else home.folder)
 
     @property
@@ -112,11 +103,6 @@ class ShardedTableHandle:
         return self.own.device
 
     @property
-    def table(self) -> ShardedTable:
-        """The table that reads and trains the rows of all ranks."""
-        return self._table
-
-    @property
     def local_table(self) -> OpenTable:
         """The open table with this rank's rows. Raises ClosedError."""
         return self.own.table
@@ -124,7 +110,6 @@ class ShardedTableHandle:
     def rename(self, name: str) -> None:
         """Rename the embedding, whose rows are in memory."""
         self.own.rename(name)
-        self._table.rename(name)
 
     def keep_rows(self) -> None:
         """Accept the present rows, whatever state_dict was loaded."""
@@ -177,12 +162,12 @@ class ShardedTableHandle:
 
     def forget_announced(self) -> None:
         """Forget announced batches. Other ranks learn of it at the next step."""
-        self._table.id_prefetcher.forget()
+        self.table.id_prefetcher.forget()
         self.own.forget_announced()
 
     def release(self) -> None:
         """Release the rows that a failed step left pinned."""
-        self._table.release()
+        self.table.release()
 
     def close(self) -> None:
         """Close this rank's rows, without waiting for other ranks."""

@@ -18,7 +18,6 @@ from ...engine.errors import OptionError, SnapshotError, StoreError
 from ...engine.store.rocksdb import RocksDB
 from ...engine.table.background_save import SaveHandle
 from ...engine.table.change_observers import still_saving
-from ...engine.table.table import OpenTable
 from ...snapshots.files.format import HashShard, check_name
 from ...snapshots.files.reader import Snapshot, list_snapshots, name_of
 from ...snapshots.files.writer import NewSnapshots
@@ -45,9 +44,8 @@ log = logging.getLogger("tierbed")
 class Snapshots:
     """Saves and loads a table's snapshots.
 
-    own: this process's rows. folder: the snapshots' folder, seen by all ranks. store: the store folder around it, on
-    rank 0. Both are None for rows without a folder. shard: this process's part of the rows; None for all. close: closes
-    the embedding.
+    own: this process's rows. folder: the snapshots' folder, seen by all ranks; None for rows in memory. store: the
+    store folder around it, on rank 0. shard: this process's part of the rows; None for all. close: closes the rows.
     """
 
     def __init__(
@@ -73,11 +71,6 @@ class Snapshots:
         return self.own.group
 
     @property
-    def local_table(self) -> OpenTable:
-        """The open table with this process's rows. Raises ClosedError."""
-        return self.own.table
-
-    @property
     def member(self) -> Member | None:
         """The store as a member of its group; None without a folder, and on ranks other than 0."""
         return self.own.member
@@ -94,12 +87,12 @@ class Snapshots:
         """The snapshot that was saved or loaded last, or restored by recovery, if any. Local."""
         if self._folder is None:
             return None
-        restored = self.own.restored_snapshot
+        restored = self.own.persistence.restored_snapshot
         if self.member is not None:
             record, store, is_as_opened = self.member.group.record, self.member.id, not self.member.group.is_locked
         else:
             file = GroupFile(FolderState(self._folder.parent))
-            record, store, is_as_opened = file.record, file.store, self.own.version == f"{restored}:0"
+            record, store, is_as_opened = file.record, file.store, self.own.persistence.version == f"{restored}:0"
         id = record.parents.get(store, EMPTY)
         if restored and is_as_opened and (record.trained or record.now.get(store, NOTHING).snapshot != restored):
             id = restored  # recovery used it; the record will say so from the first change or save on
@@ -122,10 +115,10 @@ class Snapshots:
 
     def op(self, what: str) -> str:
         """Name a collective, with the step, for messages. Raises on all ranks if one has closed its rows."""
-        table, error = catch(lambda: self.local_table)
+        table, error = catch(lambda: self.own.table)
         if table is None:
             self.world.handshake(f"{what} of embedding {self.name!r}", error)
-        return f"{what} of embedding {self.name!r} at step {self.local_table.step}"
+        return f"{what} of embedding {self.name!r} at step {self.own.table.step}"
 
     # saves
 
@@ -145,7 +138,7 @@ class Snapshots:
                 self.member.lock()  # frees the names of snapshots that a recovery did not use
             check_save(store, name, kind, self._source(), overwrite)
 
-        with self.local_table.lock:
+        with self.own.table.lock:
             self._on_rank_0(op, check)
 
     def _check_arguments(self, name: str, kind: str, background: bool) -> None:
@@ -162,8 +155,8 @@ class Snapshots:
             )
         if self._folder is None:
             raise no_folder_error(self.name)
-        self.local_table.require_open()
-        self.local_table.check()
+        self.own.table.require_open()
+        self.own.table.check()
 
     def before_save(self, background: bool) -> None:
         """Prepare for a save. The caller does not hold the table's lock."""
@@ -171,20 +164,19 @@ class Snapshots:
         if self._shard is None:
             self.checked_store()
             if not background:
-                self.local_table.flush_ahead()
+                self.own.table.flush_ahead()
 
     def begin_save(self, op: str, name: str, kind: str, overwrite: bool, new: NewSnapshots) -> TableSave:
         """Begin a snapshot of the rows as they are now. All ranks call it, holding the table's lock."""
-        capture: Capture | None = None
-
-        def ready() -> SaveSource:
-            nonlocal capture
-            self.check_not_saving()
-            capture = None if self.member is None else self.member.capture()
-            return self._source(new.new_id())
-
-        source: SaveSource = self.world.call_on_all_ranks(op, ready)
+        capture: Capture | None
+        source: SaveSource
         parent: Snapshot | None = None
+
+        def ready() -> tuple[Capture | None, SaveSource]:
+            self.check_not_saving()
+            return None if self.member is None else self.member.capture(), self._source(new.new_id())
+
+        capture, source = self.world.call_on_all_ranks(op, ready)
 
         def begin() -> str | None:
             nonlocal parent
@@ -197,7 +189,8 @@ class Snapshots:
                 op, lambda: self._shard_of(parent or open_snapshot(self.folder / parent_name))
             )
         kind = "full" if kind == "incremental" and parent is None else kind
-        return self._save(capture, self.folder / name, kind, source, parent)
+        path, on_saved = self.folder / name, self.own.save_callback()
+        return TableSave(self.own.table, capture, path, kind, source, parent, self._shard, False, on_saved)
 
     def _begin_at(
         self, op: str, path: Path, source: SaveSource, new: NewSnapshots, kind: str, member: Member | None
@@ -211,19 +204,8 @@ class Snapshots:
             new.begin(path, source.description)
 
         self.world.call_on_rank_0(f"{op}: begun", begin)
-        return self._save(capture, path, kind, source, None, is_of_state=True)
-
-    def _save(
-        self,
-        capture: Capture | None,
-        path: Path,
-        kind: str,
-        source: SaveSource,
-        parent: Snapshot | None,
-        is_of_state: bool = False,
-    ) -> TableSave:
         on_saved = self.own.save_callback()
-        return TableSave(self.local_table, capture, path, kind, source, parent, self._shard, is_of_state, on_saved)
+        return TableSave(self.own.table, capture, path, kind, source, None, self._shard, True, on_saved)
 
     def save_rows(self, path: Path) -> None:
         """Save rows without a store folder as the snapshot `path`. Raises SnapshotError, StoreError."""
@@ -237,14 +219,13 @@ class Snapshots:
     def save_for_state(self, keep: int | None) -> RowsReference:
         """Save a snapshot for a state_dict, unless one has these rows, and return its reference.
 
-        Users' incremental snapshots never build on it. keep: how many older snapshots of this kind to keep; None for
-        all.
+        Users' incremental snapshots never build on it. keep: how many older ones for states to keep; None for all.
         """
         op = self.op("saving rows for a state_dict")
         self.world.handshake(op, same={"state_dict_snapshots": keep})
         self.before_save(background=False)
         with between_steps([self], waits=self.world.size == 1), NewSnapshots() as new:
-            self.world.call_on_all_ranks(op, self.local_table.check)
+            self.world.call_on_all_ranks(op, self.own.table.check)
             source = self._source(new.new_id())
 
             def find() -> tuple[str, bool]:
@@ -261,11 +242,11 @@ class Snapshots:
                 kind = "checkpoint" if has_files else "full"  # not incremental: users could not replace its parent
                 save = self._begin_at(op, self.folder / name, source, new, kind, self.member)
                 commit(self.world, op, [save], new, catch(save.write)[1])
-        reference = reference_of_snapshot(self._folder, name) or RowsReference(self.local_table.step)
-        return reference._replace(version=self.own.version)
+        reference = reference_of_snapshot(self._folder, name) or RowsReference(self.own.table.step)
+        return reference._replace(version=self.own.persistence.version)
 
     def _source(self, id: str | None = None) -> SaveSource:
-        table = self.local_table
+        table = self.own.table
         table.require_open()
         assert table.stack is not None
         bottom = table.stack.bottom
@@ -308,10 +289,10 @@ class Snapshots:
 
     def check_not_saving(self) -> None:
         """Raise StoreError during a save in the background. Local."""
-        self.local_table.check()
+        self.own.table.check()
         if self._saving is not None:  # other ranks may be writing still
             raise StoreError(still_saving(self._saving.what))
-        self.local_table.observers.check_not_saving()
+        self.own.table.observers.check_not_saving()
 
     # loads
 
@@ -327,7 +308,7 @@ class Snapshots:
         A store folder gets a link to the snapshot, for recovery. It gets none if the rows are loaded without state or
         converted: recovery would load the state, or the numbers before conversion.
         """
-        self.world.call_on_all_ranks(self._loading(path.name), lambda: self.local_table)  # raises ClosedError
+        self.world.call_on_all_ranks(self._loading(path.name), lambda: self.own.table)  # raises ClosedError
         self.finish_saving()
         with between_steps([self], replaces=True), ExitStack() as linking:
             path = self.link_in(path, linking) if self._folder is not None and selection.can_recover else path
@@ -401,10 +382,7 @@ class Snapshots:
                 member.replaced(id)
 
     def _lose(self, name: str) -> str:
-        """Mark the rows as failed, so that they close without a clean marker. Returns the error text.
-
-        Otherwise a rank with old rows would resume from them, as if they were loaded.
-        """
+        """Mark the rows as failed, or the next run would resume old rows as if they were loaded. Returns the error."""
         problem = (
             f"embedding {self.name!r}: loading snapshot {name!r} failed during its changes, so its rows are closed"
         )
@@ -457,19 +435,18 @@ class Snapshots:
         Raises earlier steps' deferred errors. Local.
         """
         step = self.own.step
-        return reference_at(step, self._folder, self.last, None if self._folder is None else self.own.version)
+        return reference_at(
+            step, self._folder, self.last, None if self._folder is None else self.own.persistence.version
+        )
 
     def restore(self, pending: RowsReference) -> bool:
-        """Load the snapshot that a state_dict names, unless the embedding has these rows already.
-
-        Returns False if the rows cannot be found. Raises the same errors as `load_snapshot`.
-        """
+        """Load the snapshot that a state_dict names, unless its rows are present. False if they cannot be found."""
         op = f"loading the state of embedding {self.name!r}"
         self.world.handshake(op, same={"state_dict": pending._asdict()})
         saved = reference_of_snapshot(self._folder, pending.snapshot)
 
         def compare() -> bool | None:
-            self.local_table.check()  # raises ClosedError
+            self.own.table.check()  # raises ClosedError
             return matches(pending, self.rows_reference(), saved)
 
         is_present: bool | None = self.world.all_gather_object(op, compare)[0]
@@ -491,12 +468,9 @@ class Snapshots:
         return self.folder / path.name
 
     def drop_rows(self, saved: Snapshot) -> None:
-        """Remove the snapshot of a replaced checkpoint, unless other snapshots or recovery need it.
-
-        Raises SnapshotError if that cannot be found out, or the snapshot cannot be removed. Local, on rank 0.
-        """
+        """Remove a replaced checkpoint's snapshot, unless it is needed. Raises SnapshotError. Local, on rank 0."""
         if self.store is not None:
-            with self.local_table.lock:
+            with self.own.table.lock:
                 remove_if_unreferenced(self.store, saved)
 
     def discard_rows(self, name: str) -> None:
@@ -507,13 +481,13 @@ class Snapshots:
     def prune(self, keep_last: int, keep_every: int | None) -> list[str]:
         """Remove old snapshots and return their names. Raises OptionError, SnapshotError."""
         op = f"pruning snapshots of embedding {self.name!r}"  # without the step, since ranks may be at different steps
-        _, error = catch(lambda: (self.local_table, self.folder))
+        _, error = catch(lambda: (self.own.table, self.folder))
         self.world.handshake(op, error, {"keep_last": keep_last, "keep_every": keep_every} if error is None else None)
         return list(self.world.call_on_rank_0(op, lambda: self.prune_here(keep_last, keep_every)))
 
     def prune_here(self, keep_last: int, keep_every: int | None) -> list[str]:
         """Prune without the other ranks, on rank 0."""
-        table, store = self.local_table, self.checked_store()
+        table, store = self.own.table, self.checked_store()
         with table.lock:  # a snapshot that is being saved is not listed yet, and is the child of no other
             saving = table.observers.saving
             if self._saving is None and (saving is None or saving.done):  # or a temporary folder is in use

@@ -68,10 +68,7 @@ def register(folder: str | None, handle: Any) -> None:
 
 
 def claimed_folder(spec: TableSpec, options: StoreOptions) -> str | None:
-    """Return the embedding folder's real path, or None without one.
-
-    Raises StoreError if another embedding in this process has it open.
-    """
+    """Return the embedding folder's real path, if any. Raises StoreError if another embedding here has it open."""
     if options.persistent_path is None:
         return None
     folder = os.path.realpath(Path(options.persistent_path) / spec.name)

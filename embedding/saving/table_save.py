@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,55 +25,44 @@ from ...snapshots.store.retention import drop_replaced
 from ...snapshots.store.save import Part, SaveSource, write_part
 
 
+@dataclass(eq=False)
 class TableSave:
-    """One table's snapshot, begun on all ranks. Each rank writes its rows as they were then.
+    """One table's snapshot, begun on all ranks. Each rank writes its rows as they were then."""
 
-    capture: these rows in the record, on rank 0. folder: the snapshot's final path. parent: this rank's
-    shard of the parent, if it is incremental. shard: None for all rows. is_of_state: True if it is saved for a
-    `state_dict()`, so that it never becomes a parent. on_saved: called with the snapshot's id.
-    """
-
-    def __init__(
-        self,
-        table: OpenTable,
-        capture: Capture | None,
-        folder: Path,
-        kind: str,
-        source: SaveSource,
-        parent: Snapshot | None,
-        shard: HashShard | None,
-        is_of_state: bool = False,
-        on_saved: Callable[[str], None] = lambda id: None,
-    ) -> None:
-        self.table, self.capture = table, capture
-        self._folder, self._kind, self._source, self._parent, self._shard = folder, kind, source, parent, shard
-        self.is_of_state, self._on_saved = is_of_state, on_saved
-        self._image: ForegroundSave | None = None
-        self._part = Part(0, {})
+    table: OpenTable
+    capture: Capture | None  # these rows in the record, on rank 0
+    folder: Path  # the snapshot's final path
+    kind: str
+    source: SaveSource
+    parent: Snapshot | None  # this rank's shard of the parent, if it is incremental
+    shard: HashShard | None  # None for all rows
+    is_of_state: bool  # saved for a `state_dict()`, so that it never becomes a parent
+    on_saved: Callable[[str], None]  # called with the snapshot's id
+    _image: ForegroundSave | None = None
+    _part: Part = field(default_factory=lambda: Part(0, {}))
 
     def begin_image(self, ending: ExitStack) -> bool:
-        """Begin an image of the rows, so that other threads can train during the save.
+        """Begin an image of the rows, so that other threads can train during the save. `ending` will end it.
 
-        Returns False if there can be no image, and the rows must be scanned under the table's lock. ending: gets the
-        call that ends the image.
+        Returns False if there can be no image, and the rows must be scanned under the table's lock.
         """
-        if self._shard is None and self._kind == "full" and not self.table.processor.defers_errors:  # not on a GPU
-            self._image = self.table.observers.save_here(f"snapshot {self._folder.name!r}")
+        if self.shard is None and self.kind == "full" and not self.table.processor.defers_errors:  # not on a GPU
+            self._image = self.table.observers.save_here(f"snapshot {self.folder.name!r}")
             ending.callback(self._image.end)
         return self._image is not None
 
     def begin_in_background(self, write: Callable[[Chunks], None], max_bytes: int) -> BackgroundSave:
         """Start a thread that passes the rows as they are now to `write`."""
-        return self.table.observers.save_in_background(f"snapshot {self._folder.name!r}", write, max_bytes)
+        return self.table.observers.save_in_background(f"snapshot {self.folder.name!r}", write, max_bytes)
 
     def write(self, progress: ProgressCallback | None = None, chunks: Chunks | None = None) -> None:
         """Write this rank's rows. chunks: the rows, if they come from an image."""
         if self._image is not None and chunks is None:
             self._image.read(lambda rows: self.write(progress, rows))
             return
-        if self._kind == "checkpoint":
+        if self.kind == "checkpoint":
             self.table.flush()
-        self._part = write_part(self._folder, self._kind, self._source, self._parent, progress, self._shard, chunks)
+        self._part = write_part(self.folder, self.kind, self.source, self.parent, progress, self.shard, chunks)
 
     def written(self) -> list[Any]:
         """Return how many rows and which files this rank has written, for `finish` on rank 0."""
@@ -86,14 +76,14 @@ class TableSave:
         """
         entries = sorted((name, entry) for _, files in parts for name, entry in files.items())
         manifest = finish(
-            temporary_path(self._folder),
-            self._source.description,
+            temporary_path(self.folder),
+            self.source.description,
             sum(rows for rows, _ in parts),
             files={name: RowFile(*entry) for name, entry in entries},
             rocksdb=self._part.rocksdb,
-            parent=self._parent,
-            parts=None if self._shard is None else len(parts),
-            id=self._source.id,
+            parent=self.parent,
+            parts=None if self.shard is None else len(parts),
+            id=self.source.id,
         )
         return manifest.id
 
@@ -103,10 +93,10 @@ class TableSave:
             observers = self.table.observers
             if from_image or self._image is not None:
                 observers.changes_saved(id)
-            elif self._kind == "incremental" or observers.changes is not None:
+            elif self.kind == "incremental" or observers.changes is not None:
                 observers.track_changes(id)
-            self._on_saved(id)
-            if self.capture is not None and self._shard is None:
+            self.on_saved(id)
+            if self.capture is not None and self.shard is None:
                 drop_replaced(self.capture.member.store.snapshot_store)
 
 
@@ -118,10 +108,7 @@ def write_and_commit(
     locks: ExitStack,
     progress: ProgressCallback | None = None,
 ) -> None:
-    """Write snapshots that have begun, and give them their names.
-
-    locks: the tables' locks. They are released before writing if all tables have an image.
-    """
+    """Write and name snapshots that have begun. If all have images, releases the tables' `locks` before writing."""
     with ExitStack() as ending:
         have_images = [save.begin_image(ending) for save in saves]
         if all(have_images):
@@ -139,10 +126,7 @@ def write_and_commit(
 def commit(
     world: World, op: str, saves: Sequence[TableSave], new: NewSnapshots, error: BaseException | None
 ) -> list[str]:
-    """Give all snapshots their names, once every rank has written its rows. Returns their ids.
-
-    error: this rank's error, if it failed. It is raised on all ranks.
-    """
+    """Name all snapshots once every rank has written its rows. Returns their ids. A rank's `error` is raised on all."""
 
     def written() -> list[Any]:
         if error is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ from ...engine.table.background_save import SaveHandle
 from ...snapshots.store.selection import ALL, LoadReport, Selection
 from ..autograd.shadow import converter
 from ..saving.save_and_load import load_rows_together, load_together, save_together
-from .saved_rows import SavedRows, rows_stay
+from .saved_rows import LoadsRows, SavedRows
 
 
-class ModelSnapshots:
+class ModelSnapshots(LoadsRows):
     """Mixin for modules and optimizers: saves and loads all their embeddings together."""
 
     def _snapshot_embeddings(self) -> list[SavedRows]:
@@ -75,16 +75,6 @@ class ModelSnapshots:
         """Accept all present rows, although a loaded state_dict names others."""
         for embedding in self._snapshot_embeddings():
             embedding.keep_rows()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state_dict, as torch does.
-
-        Args:
-            state_dict, assign: as in torch.
-            strict: if False, also keep the present rows, with a warning, if the state_dict's rows cannot be loaded.
-        """
-        with rows_stay(strict is False):
-            return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Convert or move the module, as torch does. Raises an embedding's error before any module is converted."""

@@ -56,7 +56,21 @@ _EXTRA_BYTES = 1024  # enough for a snapshot's name, up to 200 bytes, and a dige
 _mode: ContextVar[str] = ContextVar("what states do with rows", default="")
 
 
-class SavedRows(EmbeddingBase):
+class LoadsRows:
+    """Mixin for modules: what `load_state_dict` does with rows that the state_dict does not match."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a state_dict, as torch does.
+
+        Args:
+            state_dict, assign: as in torch.
+            strict: if False, also keep the present rows, with a warning, if the state_dict's rows cannot be loaded.
+        """
+        with _in_mode(STAY) if strict is False and not are_apart() else nullcontext():
+            return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
+
+
+class SavedRows(LoadsRows, EmbeddingBase):
     """An embedding whose rows are saved and loaded by name, and with `state_dict()`."""
 
     _version = 3  # of the state_dict: version 1 lacked the extra state, and version 2 had a shadow [1]
@@ -322,8 +336,8 @@ class SavedRows(EmbeddingBase):
             self.rows_are_chosen = True
             self._pending.clear()
             return
-        if handle.own.unusable_reason:
-            raise StoreError(handle.own.unusable_reason)
+        if handle.own.persistence.unusable_reason:
+            raise StoreError(handle.own.persistence.unusable_reason)
         snapshots, in_memory = bool(options.state_dict_snapshots), options.persistent_path is None
         problem = problem or mismatch_text(self.name, handle.snapshots.rows_reference(), pending, snapshots, in_memory)
         if _mode.get() == STAY:
@@ -340,7 +354,7 @@ class SavedRows(EmbeddingBase):
         if not keep_vars:
             shadow = destination[prefix + self.parameter_name]
             if isinstance(shadow, ShadowCopy):  # a trace has another tensor
-                shadow.enter_state()
+                shadow.is_in_state = True
         if self.store_options.persistent_path is None and not are_apart() and detect_fake_mode() is None:
             rows = self._rows_for(destination, prefix)
             destination.update({f"{prefix}{ROWS}{name}": tensor for name, tensor in rows.items()})
@@ -394,7 +408,9 @@ class SavedRows(EmbeddingBase):
                 self._pending.clear()
             except TierbedError as error:
                 problem = f"the rows of embedding {self.name!r} cannot be loaded: {error}"
-                if _mode.get() == STAY and not (self._handle is not None and self._handle.own.unusable_reason):
+                if _mode.get() == STAY and not (
+                    self._handle is not None and self._handle.own.persistence.unusable_reason
+                ):
                     self._pending.clear()
                     log.warning("%s; its rows stay", problem)
                 else:
@@ -425,16 +441,6 @@ class SavedRows(EmbeddingBase):
         return len(earlier) == len(new) and all(
             one is not None and _same(one, other) for one, other in zip(earlier, new, strict=True)
         )
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state_dict, as torch does.
-
-        Args:
-            state_dict, assign: as in torch.
-            strict: if False, also keep the present rows, with a warning, if the state_dict's rows cannot be loaded.
-        """
-        with rows_stay(strict is False):
-            return super().load_state_dict(state_dict, strict, assign)
 
 
 def _same(one: Tensor, other: Any) -> bool:
@@ -468,8 +474,3 @@ def rows_apart() -> AbstractContextManager[None]:
 def are_apart() -> bool:
     """True inside a `rows_apart` context."""
     return _mode.get() == APART
-
-
-def rows_stay(lenient: bool) -> AbstractContextManager[None]:
-    """Return a context where `load_state_dict`, if `lenient`, keeps rows that the state_dict does not match."""
-    return _in_mode(STAY) if lenient and not are_apart() else nullcontext()

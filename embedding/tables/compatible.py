@@ -35,9 +35,8 @@ def check_stored(
     """Raise if stored rows, or only those of `tables`, do not fit the embedding.
 
     Raises `error` if columns, keys, dtypes or the table count differ, StoreError if table names or their order
-    differ, OptimizerError if the rows lack `optimizer`'s state. label: names the stored rows in messages.
-    can_load: the rows are in a snapshot that a load can convert (implied by SnapshotError). for_load: the rows are
-    about to be replaced.
+    differ, OptimizerError if the rows lack `optimizer`'s state. label: names the rows. can_load: they are in a snapshot
+    that a load can convert (implied by SnapshotError). for_load: they are about to be replaced.
     """
     for field, argument, mine in (
         ("columns", "embedding_dim", list(spec.columns)),
@@ -142,8 +141,7 @@ def fitting(
 ) -> tuple[Selection, list[str]]:
     """Restrict a snapshot's selection to what fits the table. Also returns remarks on what is left out.
 
-    strict: leave out only padding, and raise for other parts. Raises InputError if the selection is invalid, and the
-    `check_stored`'s errors.
+    strict: leave out only padding, and raise for other parts. Raises InputError, and `check_stored`'s errors.
     """
     remarks: list[str] = []
     names, selected = table_names.names_in(stored), selection.tables

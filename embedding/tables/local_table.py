@@ -39,8 +39,7 @@ class LocalTable:
 
     The table is replaced by another one when rows are loaded, moved to another device, or need room for an optimizer's
     state. shard: the rows that this process has; None for all. decide: chooses the rows to open with; by default
-    `plan_open` does. group: the embeddings that it is trained with. for_load: its rows are about to be replaced. Raises
-    StoreError, OptionError, OptimizerError, and `decide`'s errors.
+    `plan_open` does. for_load: they are about to be replaced. Raises StoreError, OptionError, OptimizerError.
     """
 
     def __init__(
@@ -60,17 +59,17 @@ class LocalTable:
         self._closed_step = 0  # the step of the rows when they were closed
         self._service = Service()
         self._served: tuple[SaveTarget, StoreFolder | None] | None = None
-        self._persistence = TablePersistence(
+        self.persistence = TablePersistence(
             spec, options, device, shard, self._partners, () if group is None else group.folders()
         )
         try:
-            self._table = self._persistence.open(optimizer, decide, for_load)
+            self._table = self.persistence.open(optimizer, decide, for_load)
         except BaseException:
-            self._persistence.release()
+            self.persistence.release()
             raise
         note_metrics(self._table)
         if shard is None or shard.rank == 0:
-            (level, source), rows = self._persistence.source, f"{self._table.counts.rows:,} rows"
+            (level, source), rows = self.persistence.source, f"{self._table.counts.rows:,} rows"
             rows += f" of rank 0 of {shard.ranks}" if shard is not None else ""
             log.log(level, "embedding %r: %s of step %d; %s", self.name, rows, self._table.step, source)
         self._share_gate()
@@ -100,22 +99,12 @@ class LocalTable:
     @property
     def store(self) -> StoreFolder | None:
         """The folder of the table; None for rows in memory."""
-        return self._persistence.folder
+        return self.persistence.folder
 
     @property
     def member(self) -> Member | None:
         """The store as a member of its group; None without a folder, and on ranks other than 0."""
-        return self._persistence.member
-
-    @property
-    def version(self) -> str | None:
-        """The rows' version, so that the next run recognizes them; None without a folder."""
-        return self._persistence.version
-
-    @property
-    def restored_snapshot(self) -> str | None:
-        """The id of the snapshot that the table opened with, if any."""
-        return self._persistence.restored_snapshot
+        return self.persistence.member
 
     @property
     def step(self) -> int:
@@ -126,25 +115,15 @@ class LocalTable:
             self._table.check()
             return self._table.step
 
-    @property
-    def resumed_step(self) -> int:
-        """The step at which an earlier run's rows were opened; 0 for other rows."""
-        return self._persistence.resumed_step
-
-    @property
-    def unusable_reason(self) -> str:
-        """Why rows that were opened for a load may not be used before it; "" if they may."""
-        return self._persistence.unusable_reason
-
     def keep_rows(self) -> None:
         """Accept the present rows, whatever state_dict was loaded. Raises StoreError if they need a load first."""
-        if self._persistence.is_placeholder:
-            raise StoreError(self.unusable_reason)
+        if self.persistence.is_placeholder:
+            raise StoreError(self.persistence.unusable_reason)
 
     def rename(self, name: str) -> None:
         """Rename the table, whose rows are in memory."""
         self.name = name
-        self._persistence.rename(name)
+        self.persistence.rename(name)
         if self._table is not None:
             self._table.rename(name)
 
@@ -152,7 +131,7 @@ class LocalTable:
         """Join a training group. Raises StoreError."""
         self.group = group
         self._share_gate()
-        self._persistence.expect_change()  # the next change joins their records
+        self.persistence.expect_change()  # the next change joins their records
 
     def _partners(self) -> list[Member]:
         return [] if self.group is None else self.group.members()
@@ -160,10 +139,6 @@ class LocalTable:
     def _share_gate(self) -> None:
         if self.group is not None and self.store is not None and self._table is not None:
             self._table.share_gate(self.group.gate)
-
-    def share(self, member: Member) -> None:
-        """Note changes of all ranks' rows in the group's record. On rank 0."""
-        self._persistence.share(member)
 
     def serve(self, target: SaveTarget, folder: StoreFolder | None) -> None:
         """Serve other processes' requests for a folder, until `close`. folder: None on ranks without it."""
@@ -183,7 +158,7 @@ class LocalTable:
                 f"begins as {list(stored.initial)}, not of {needed.rule} with {list(needed.names)} from "
                 f"{list(needed.initial)}; train with that optimizer{self._reset_remedy()}"
             )
-        self._persistence.check_row(optimizer)
+        self.persistence.check_row(optimizer)
 
     def _reset_remedy(self) -> str:
         """Return how to go on with another optimizer, for an error."""
@@ -198,10 +173,7 @@ class LocalTable:
         )
 
     def use_optimizer(self, optimizer: RowOptimizer) -> None:
-        """Train the rows with `optimizer`. Opens the table again if rows need room for its state.
-
-        Raises `check_optimizer`'s errors, and StoreError in a forked process.
-        """
+        """Train the rows with `optimizer`. Opens the table again if rows need room for its state. Raises StoreError."""
         if self._process != os.getpid():
             raise StoreError(
                 f"embedding {self.name!r} was opened by process {self._process}, and this one would train a copy of "
@@ -213,11 +185,11 @@ class LocalTable:
         if _is_compatible(stored, needed) and replace(stored, rule=needed.rule) == needed:
             table.use_optimizer(optimizer, needed)
             return
-        self._replace(lambda before: self._persistence.reopen(before, optimizer), joins=True)
+        self._replace(lambda before: self.persistence.reopen(before, optimizer), joins=True)
 
     def move(self, device: torch.device) -> None:
         """Open the table again on another device, with the same rows. Raises InputError, OptionError, StoreError."""
-        self._replace(lambda before: self._persistence.move(before, device), joins=True)
+        self._replace(lambda before: self.persistence.move(before, device), joins=True)
         self.device = device
 
     def forget_announced(self) -> None:
@@ -238,14 +210,10 @@ class LocalTable:
 
     def load_tensors(self, tensors: RowTensors) -> None:
         """Replace all rows. Raises SnapshotError, StoreError, OptimizerError; then nothing has changed."""
-        self._replace(lambda before: self._persistence.load_tensors(before.optimizer, tensors, before))
+        self._replace(lambda before: self.persistence.load_tensors(before.optimizer, tensors, before))
 
     def load_part(
-        self,
-        snapshot: Snapshot,
-        selection: Selection,
-        strict: bool,
-        verified: Callable[[], None] | None = None,
+        self, snapshot: Snapshot, selection: Selection, strict: bool, verified: Callable[[], None] | None = None
     ) -> LoadReport:
         """Load this process's rows of a snapshot. verified: as in `TablePersistence.load`.
 
@@ -255,9 +223,9 @@ class LocalTable:
 
         def build(before: OpenTable) -> OpenTable:
             label = f"snapshot {snapshot.name!r}"
-            spec = self._persistence.spec.with_stored_seed(snapshot.description)
+            spec = self.persistence.spec.with_stored_seed(snapshot.description)
             fit, remarks = fitting(spec, snapshot.description, before.optimizer, selection, strict, label)
-            table, report = self._persistence.load(before.optimizer, snapshot, before, fit, verified)
+            table, report = self.persistence.load(before.optimizer, snapshot, before, fit, verified)
             reports.append(replace(report, remarks=report.remarks + remarks))
             return table
 
@@ -267,43 +235,40 @@ class LocalTable:
     def fitted(self, snapshot: Snapshot, selection: Selection = ALL) -> Selection:
         """Return the selection as it fits this table. Raises SnapshotError, OptimizerError if it does not."""
         optimizer = self.table.optimizer
-        spec, label = self._persistence.spec.with_stored_seed(snapshot.description), f"snapshot {snapshot.name!r}"
+        spec, label = self.persistence.spec.with_stored_seed(snapshot.description), f"snapshot {snapshot.name!r}"
         if selection.convert:
             return fitting(spec, snapshot.description, optimizer, selection, True, label)[0]
         check_stored(spec, selection.description(snapshot.description), optimizer, SnapshotError, label)
         return selection
 
     def begin_load(self, notes: bool) -> int:
-        """Clear a shard's clean marker for a collective load. Returns its number of writes. Raises StoreError.
-
-        notes: as in `TablePersistence.begin_change`.
-        """
+        """Clear a shard's clean marker for a collective load. Returns its number of writes. Raises StoreError."""
         with self.table.lock:
-            self._persistence.begin_change(notes, replaces=True)
+            self.persistence.begin_change(notes, replaces=True)
             return self.epoch.writes
 
     def count_write(self) -> None:
         """Count a collective write that is about to begin, even if it changes no row here."""
-        self._persistence.count_write()
+        self.persistence.count_write()
 
     def note_load(self, writes: int, snapshot: str | None) -> None:
         """Count a collective load after `writes` writes. snapshot: its id, if a whole snapshot is loaded."""
-        self._persistence.count_write(writes)
+        self.persistence.count_write(writes)
         if snapshot is not None:
             self.epoch.set_snapshot(snapshot, self.epoch.writes)
 
     @property
     def epoch(self) -> WriteEpoch:
         """The shard's write counter."""
-        assert self._persistence.epoch is not None
-        return self._persistence.epoch
+        assert self.persistence.epoch is not None
+        return self.persistence.epoch
 
     def save_callback(self) -> Callable[[str], None]:
         """Return a function to call with a snapshot's id, once the present rows are saved in it."""
-        epoch = self._persistence.epoch
+        epoch = self.persistence.epoch
         return (lambda id: None) if epoch is None else partial(epoch.set_snapshot, writes=epoch.writes)
 
-    def lose(self, error: StoreError) -> None:
+    def lose(self, error: BaseException) -> None:
         """Mark the rows as failed, so that they close without a clean marker."""
         if self._table is not None:
             self._table.note_failure(error)
@@ -335,7 +300,7 @@ class LocalTable:
                     with self._table.observers.between_saves():
                         if self.group is not None:
                             self.group.check_passed()
-                        self._persistence.close(self._table)
+                        self.persistence.close(self._table)
                 except BaseException:
                     if self._table.stack is None:  # the table was closed without writing its rows
                         self._release()
@@ -355,7 +320,7 @@ class LocalTable:
                 log.error("embedding %r: %s", self.name, error)
                 return
             self._service.stop()
-            consequence = self._persistence.after_failed_close(self._table)
+            consequence = self.persistence.after_failed_close(self._table)
             log.error("embedding %r could not be closed: %s; %s", self.name, error, consequence)
 
     def _replace(self, build: Callable[[OpenTable], OpenTable], joins: bool = False) -> None:
@@ -391,7 +356,7 @@ class LocalTable:
         if self._table is not None:
             self._closed_step = self._table.step
         self._table = None
-        self._persistence.release()
+        self.persistence.release()
 
 
 def _is_compatible(stored: RowState, needed: RowState) -> bool:

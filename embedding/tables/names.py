@@ -40,8 +40,7 @@ def next_seed(is_shared: bool) -> int:
 def name_embeddings(root: nn.Module, error: type[TierbedError] = OptionError, model: str = "") -> None:
     """Name each unnamed embedding under `root` after its path. Raises `error` if two embeddings have one name.
 
-    A collection made without a name gives its embeddings default names; these stay unless two are equal. model: the
-    model's path under `root`; names are relative to it.
+    A collection's default names stay unless two are equal. model: path under `root` to which names are relative.
     """
     embeddings = {path: one for path, one in root.named_modules() if isinstance(one, EmbeddingBase)}
     bare = {path: bare_name(path.removeprefix(f"{model}.")) for path in embeddings}

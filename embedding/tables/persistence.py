@@ -564,11 +564,7 @@ class TablePersistence:
         self.spec = replace(self.spec, name=name)
 
     def begin_change(self, notes: bool = True, replaces: bool = False) -> None:
-        """Note in the record that the rows change, then clear the clean marker.
-
-        notes: False if the record says so already, as when a whole snapshot is loaded (`loading`). replaces: as in
-        `Member.begin_change`.
-        """
+        """Note in the record that the rows change, unless `notes` is False, then clear the clean marker."""
         if self.folder is None:
             return
         with uninterrupted():

@@ -26,14 +26,7 @@ from ...snapshots.store.folder_state import FolderState, last_step, shard_versio
 from ...snapshots.store.group import Member, open_store
 from ...snapshots.store.group_file import GroupFile
 from ...snapshots.store.recovery_rule import EMPTY
-from .recovery import (
-    FolderContents,
-    OpenPlan,
-    check_shards_unlocked,
-    contents_of,
-    log_entry_of,
-    snapshot_to_open,
-)
+from .recovery import FolderContents, OpenPlan, check_shards_unlocked, contents_of, log_entry_of, snapshot_to_open
 from .shared_folder import SharedFolder
 
 
@@ -152,17 +145,14 @@ class RecoveryDecision:
         return _Decision(None, id, name, member.broken, *(log_entry or (0, "")))
 
     def finish(self, error: BaseException | None) -> None:
-        """Join the remaining collectives, since other ranks may wait there. Raises on all ranks if one failed.
-
-        error: why this rank could not open its shard, if it could not.
-        """
+        """Join the remaining collectives, since other ranks may wait there. A rank's `error` is raised on all."""
         try:
             self._join(self._op, self._has_reported, self._agreed, error)
         finally:
             if self._home.folder is not None:
                 self._home.remove_tokens()  # every rank has looked for it, or the world has ended
         if self.base not in (None, EMPTY):
-            self._join(row_count_op(self._op), self._has_read, self._counted, error)
+            self._join(f"{self._op}: its rows", self._has_read, self._counted, error)  # as in `check_row_count`
 
     def leave(self) -> None:
         """Leave the store's group, if the store is not opened after all. On rank 0."""
@@ -184,10 +174,7 @@ class RecoveryDecision:
 
 
 def _merged(reports: Iterable[dict[int, str | None]], recorded: str | None) -> dict[int, str | None]:
-    """Merge all hosts' reports on a store's shards. Earlier runs may have left one shard on several hosts.
-
-    The version in the record is preferred.
-    """
+    """Merge all hosts' reports on a store's shards. Of a shard on several hosts, the recorded version is preferred."""
     merged: dict[int, str | None] = {}
     for report in reports:
         for rank, version in report.items():
@@ -196,17 +183,12 @@ def _merged(reports: Iterable[dict[int, str | None]], recorded: str | None) -> d
     return merged
 
 
-def row_count_op(op: str) -> str:
-    """Name the collective that compares row counts."""
-    return f"{op}: its rows"
-
-
 def check_row_count(world: World, op: str, snapshot: Snapshot, read: Callable[[], dict[str, int]]) -> None:
     """Raise SnapshotError on all ranks if together they did not read all rows of each snapshot in the chain.
 
     Collective. read: returns this rank's row counts, by snapshot. Its error is raised on all ranks.
     """
-    counts_by_rank = world.all_gather_object(row_count_op(op), read)
+    counts_by_rank = world.all_gather_object(f"{op}: its rows", read)
     if snapshot.shard is None:
         return  # `read` has compared the counts
 

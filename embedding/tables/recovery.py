@@ -21,13 +21,7 @@ from ...engine.options.store_options import StoreOptions
 from ...snapshots.files.read_errors import os_error_in
 from ...snapshots.files.reader import Snapshot, list_snapshots, snapshot_by_id
 from ...snapshots.store.folder import StoreFolder
-from ...snapshots.store.folder_state import (
-    FolderState,
-    holder,
-    last_step,
-    shard_folder,
-    shard_versions,
-)
+from ...snapshots.store.folder_state import FolderState, holder, last_step, shard_folder, shard_versions
 from ...snapshots.store.group import Member
 from ...snapshots.store.mark import live_version
 from ...snapshots.store.recovery_rule import EMPTY

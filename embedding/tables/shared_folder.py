@@ -17,11 +17,7 @@ _TOKEN = ".token-"
 
 
 class SharedFolder:
-    """The common store folder.
-
-    folder: the open folder on rank 0, None on other ranks. snapshots: the snapshots' folder. The constructor
-    raises StoreError if rank 0 cannot lock the store folder.
-    """
+    """The common store folder, open (`folder`) only on rank 0. Raises StoreError if rank 0 cannot lock it."""
 
     def __init__(self, rank: int, name: str, options: StoreOptions) -> None:
         assert options.persistent_path is not None
@@ -65,10 +61,7 @@ class SharedFolder:
                 token.unlink()
 
     def begin(self, ranks: int, member: Member | None) -> None:
-        """Replace one process's live rows by ranks' shards. Raises StoreError.
-
-        member: the store on rank 0; None on other ranks, where nothing happens.
-        """
+        """Replace one process's live rows by ranks' shards, on rank 0, which has the `member`. Raises StoreError."""
         if self.folder is None or member is None:
             return
         if self.folder.live.exists() or self.folder.clean_marker is not None:

@@ -98,10 +98,7 @@ def train_together(modules: Iterable[Any]) -> None:
 
 
 def mark_inconsistent(members: Iterable[Member], why: str) -> None:
-    """Forbid to write, save or cleanly close stores until each is loaded.
-
-    why: what left their rows at different steps.
-    """
+    """Forbid to write, save or cleanly close stores until each is loaded. why: what left rows at different steps."""
     for member in members:
         member.tear(
             f"embeddings that are trained together have rows of different steps: {why}. Load a snapshot in each, or "
@@ -113,9 +110,8 @@ def mark_inconsistent(members: Iterable[Member], why: str) -> None:
 def between_steps(handles: Iterable[Any], waits: bool = False, replaces: bool = False) -> Iterator[None]:
     """Lock these tables and all that are trained with them, so that no other thread writes or saves them.
 
-    waits: if True, first wait for the end of another thread's step, in which some stores may be ahead of others.
-    replaces: True if the block replaces rows. Then saves in the background are finished first: they need the locks, so
-    the block could not wait for them.
+    waits: first wait for the end of another thread's step, in which some stores may be ahead of others. replaces: the
+    block replaces rows. Saves in the background, which need the locks, are then finished first.
     """
     handles = list(handles)
     groups = {id(one.group): one.group for one in handles if one.group is not None}.values()

@@ -91,7 +91,7 @@ def test_a_write_without_rows_of_the_share_takes_its_mark_as_well(tmp_path: Path
     share = open_shard(options(store, tmp_path), decide)
     share.table.before_write(share.table.step)
     share.count_write()
-    folder = share._persistence.folder
+    folder = share.persistence.folder
     assert folder.clean_marker is None
     share.close()
     assert folder.clean_marker["share"]["writes"] == 1
@@ -114,7 +114,7 @@ def test_rows_are_those_of_the_decision_also_where_the_live_rows_are_whole(tmp_p
     keys = np.arange(40).astype(np.uint64)
     assert rows_of(share).tolist() == np.flatnonzero(_core.owners(np.zeros(40, np.uint32), keys, 3) == 1).tolist()
     share.close()
-    assert share._persistence.folder.clean_marker["share"] == {"rank": 1, "ranks": 3, "run": "two", "writes": 0}
+    assert share.persistence.folder.clean_marker["share"] == {"rank": 1, "ranks": 3, "run": "two", "writes": 0}
     share = open_shard(options(store, tmp_path), lambda what: OpenPlan(run="three"))
     assert not len(rows_of(share))
     share.close()
