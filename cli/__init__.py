@@ -13,7 +13,7 @@ try:
 
     from ..engine.errors import TierbedError
     from . import checkpoint, compare, doctor, export_import, options, snapshot, store, watch
-    from .output import INTERRUPTED, PROBLEM, checked_stdout, print_error, print_interrupted, print_json_error
+    from .output import INTERRUPTED, checked_stdout, fail, print_interrupted
 except KeyboardInterrupt:  # like `main`, but the imports above are not available
     if "--json" in sys.argv:
         print('{"error": "interrupted"}')
@@ -27,11 +27,7 @@ except ImportError as error:
         print(json.dumps({"error": message}))
     raise SystemExit(1) from None
 
-app = typer.Typer(
-    help="Tiered embedding tables for PyTorch.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(help="Tiered embedding tables for PyTorch.", no_args_is_help=True, pretty_exceptions_enable=False)
 snapshot_app = typer.Typer(help="Snapshots of a store folder.", no_args_is_help=True)
 checkpoint_app = typer.Typer(help="Checkpoints of graphs and of plain loops.", no_args_is_help=True)
 store_app = typer.Typer(help="Rows of a store folder.", no_args_is_help=True)
@@ -72,10 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
             is_file_error = isinstance(error, OSError) and error.filename is not None  # without a file: stdout's error
             if not (remedy or is_file_error or isinstance(error, TierbedError)):
                 raise  # a bug in tierbed
-            print_error(f"tierbed: {error}{remedy}")
-            if as_json:
-                print_json_error(f"{error}{remedy}")
-            raise SystemExit(PROBLEM) from None
+            fail(f"{error}{remedy}", as_json=as_json)
 
 
 def _version(is_set: bool) -> None:

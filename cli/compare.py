@@ -55,12 +55,7 @@ def _plain(comparison: Comparison) -> dict[str, Any]:
         "largest": comparison.largest,
         "fields": {name: list(pair) for name, pair in comparison.fields.items()},
         "rows": [
-            {
-                "sort": row.sort,
-                **with_table_name(row.table, comparison.names),
-                "key": row.key,
-                "largest": row.largest,
-            }
+            {"sort": row.sort, **with_table_name(row.table, comparison.names), "key": row.key, "largest": row.largest}
             for row in comparison.first
         ],
     }

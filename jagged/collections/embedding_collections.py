@@ -113,7 +113,7 @@ class EmbeddingBagCollection(TableCollection):
         """
         with self.raise_on_all_ranks():
             batch = as_features(features)
-            weights = self._weights_of(batch)
+            weights = self._weights_of(batch) if self._is_weighted else None
             rows = [self._rows(lookup, batch, weights) for lookup in self._lookups]
         if not rows:
             return KeyedTensor([], [], torch.empty(batch.stride(), 0, device=batch.values().device))
@@ -151,28 +151,23 @@ class EmbeddingBagCollection(TableCollection):
         lookup.tables.append(table)
         return self._lookups.index(lookup)
 
-    def _weights_of(self, batch: KeyedJaggedTensor) -> Tensor | None:
-        """Return the batch's weights as float32, or None if the collection is unweighted. Raises InputError."""
-        if not self._is_weighted:
-            return None
-        weights = batch.weights_or_none()
-        if weights is None:
+    def _weights_of(self, batch: KeyedJaggedTensor) -> Tensor:
+        """Return the batch's weights as float32. Raises InputError if there are none."""
+        if (weights := batch.weights_or_none()) is None:
             raise InputError(
                 f"features of {self.name!r}: is_weighted=True, and the batch has no weights; give weights to the "
                 "KeyedJaggedTensor, or make the collection with is_weighted=False"
             )
-        return weights if weights.dtype == torch.float32 else weights.to(torch.float32)
+        return weights.float()
 
     def _rows(self, lookup: _PooledLookup, batch: KeyedJaggedTensor, weights: Tensor | None) -> Tensor:
         """Return [batch, columns * dim]."""
         if isinstance(batch, VariableBatchKeyedJaggedTensor):
             return self._expand_bags(lookup, batch)
         keys = batch.keys()
-        rows: Tensor = self.embedding(lookup.embedding)(
-            self.convert_ids(batch.values()), lookup.tables, batch.offsets(), lookup.pooling, weights,
-            features=key_positions(lookup.features, keys), num_features=len(keys),
-        )  # fmt: skip
-        return rows.flatten(1)
+        arguments = self.convert_ids(batch.values()), lookup.tables, batch.offsets(), lookup.pooling, weights
+        numbers = key_positions(lookup.features, keys)
+        return self.embedding(lookup.embedding)(*arguments, features=numbers, num_features=len(keys)).flatten(1)
 
     def _expand_bags(self, lookup: _PooledLookup, batch: VariableBatchKeyedJaggedTensor) -> Tensor:
         """Look each bag up once, then copy its row to each sample that shares it. Returns [batch, columns * dim]."""
@@ -198,8 +193,7 @@ class EmbeddingBagCollection(TableCollection):
         firsts = torch.tensor(chosen.lengths_offset_per_key()[:-1], device=device)
         bags = torch.arange(batch.stride(), device=device) if inverse is None else inverse[1][numbers]
         samples = bags + firsts[:, None]  # [columns, batch]
-        expanded: Tensor = rows[samples.t()].flatten(1)
-        return expanded
+        return rows[samples.t()].flatten(1)
 
 
 def as_features(features: Any) -> KeyedJaggedTensor:
@@ -309,11 +303,8 @@ class EmbeddingCollection(TableCollection):
         result: dict[str, JaggedTensor | Padded] = {}
         with self.raise_on_all_ranks():
             for name, embedding, table, (ids, offsets, mask) in self._lookups(features):
-                rows = embedding(ids, table)
-                if mask is not None:
-                    result[name] = Padded(rows, mask)
-                else:
-                    result[name] = JaggedTensor(rows, ids if self._need_indices else None, offsets=offsets)
+                rows, own_ids = embedding(ids, table), ids if self._need_indices else None
+                result[name] = JaggedTensor(rows, own_ids, None, offsets) if mask is None else Padded(rows, mask)
         return result
 
     def need_indices(self) -> bool:
@@ -329,7 +320,7 @@ class EmbeddingCollection(TableCollection):
 
     def embedding_names_by_table(self) -> list[list[str]]:
         """Return, for each table, its features' names in a result."""
-        return [list(names) for names in self._names]
+        return [[*names] for names in self._names]
 
     def _lookups_of(self, features: Any) -> Iterator[tuple[MultiTableEmbedding, Lookup]]:
         for _, embedding, table, feature_ids in self._lookups(features):

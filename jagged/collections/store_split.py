@@ -42,13 +42,11 @@ def assign_stores(store_options: Mapping[str, Any], requests: Mapping[str, Store
         return divide_store(store_options_from_dict(store_options), requests)
     by_name = {str(name): options for name, options in store_options.items()}
     names = ", ".join(map(repr, requests))
-    for name in by_name:
-        if name not in requests:
-            near = difflib.get_close_matches(name, requests, 1)
-            meant = f"did you mean {near[0]!r}? " if near else ""
-            raise OptionError(f"store_options[{name!r}]: there is no such embedding; {meant}give options for {names}")
-    missing = [name for name in requests if name not in by_name]
-    if missing:
+    if unknown := [name for name in by_name if name not in requests]:
+        near = difflib.get_close_matches(unknown[0], requests, 1)
+        meant = f"did you mean {near[0]!r}? " if near else ""
+        raise OptionError(f"store_options[{unknown[0]!r}]: there is no such embedding; {meant}give options for {names}")
+    if missing := [name for name in requests if name not in by_name]:
         raise OptionError(
             f"store_options has none for embedding {', '.join(map(repr, missing))}; give options for each of {names}, "
             "or one store for all, which is divided"

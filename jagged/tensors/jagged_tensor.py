@@ -39,8 +39,7 @@ class TensorContainer:
 
     def device(self) -> torch.device:
         """Return the tensors' device."""
-        device: torch.device = getattr(self, self._fields[0]).device
-        return device
+        return getattr(self, self._fields[0]).device
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Return a copy on another device."""
@@ -138,12 +137,9 @@ def jagged_parts(name: str, nested: Tensor) -> tuple[Tensor, Tensor]:
             "layout=torch.jagged)"
         )
     if not nested.is_contiguous():
-        raise InputError(
-            f"{name}: the nested tensor has gaps, or its second dimension is not the ragged one; give "
-            f"{name}.contiguous()"
-        )
-    values, offsets = nested.values(), nested.offsets()  # type: ignore[attr-defined]
-    return values, offsets
+        wrong = "the nested tensor has gaps, or its second dimension is not the ragged one"
+        raise InputError(f"{name}: {wrong}; give {name}.contiguous()")
+    return nested.values(), nested.offsets()  # type: ignore[attr-defined]
 
 
 def is_value(offsets: Tensor, length: int) -> Tensor:
@@ -270,9 +266,8 @@ class JaggedTensor(Jagged):
             not is_list_of(weights, Tensor) or [tensor.shape[:1] for tensor in weights] != [(size,) for size in sizes]
         ):
             raise InputError("weights: give a list of tensors, each as long as the sample's tensor in values")
-        joined = torch.cat(list(values))
-        lengths = torch.tensor(sizes, device=joined.device)
-        return cls(joined, None if weights is None else torch.cat(list(weights)), lengths)
+        lengths = torch.tensor(sizes, device=values[0].device)
+        return cls(torch.cat(list(values)), None if weights is None else torch.cat(list(weights)), lengths)
 
     @classmethod
     def from_dense_lengths(cls, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Self:
@@ -307,9 +302,7 @@ class JaggedTensor(Jagged):
     def from_nested(cls, values: Tensor, weights: Tensor | None = None) -> Self:
         """Make a feature from torch's nested tensors [batch, ragged, ...] of layout torch.jagged. Raises InputError."""
         flat, offsets = jagged_parts("values", values)
-        if weights is None:
-            return cls(flat, None, offsets=offsets)
-        return cls(flat, jagged_parts("weights", weights)[0], offsets=offsets)
+        return cls(flat, None if weights is None else jagged_parts("weights", weights)[0], offsets=offsets)
 
     def to_dense(self) -> list[Tensor]:
         """Return each sample's values, a list of views [length, ...]."""

@@ -179,9 +179,8 @@ class KeyedJaggedTensor(Jagged):
                 raise InputError(f"{name}: got a {type(argument).__name__}; give a dict with a nested tensor per key")
         if weights is not None and weights.keys() != values.keys():
             raise InputError(f"weights have keys {[*weights]} and values {[*values]}; give weights for each key")
-        key_weights = weights or {}
-        parts = {key: JaggedTensor.from_nested(nested, key_weights.get(key)) for key, nested in values.items()}
-        return KeyedJaggedTensor.from_jt_dict(parts)
+        make = JaggedTensor.from_nested
+        return KeyedJaggedTensor.from_jt_dict({key: make(values[key], weights and weights[key]) for key in values})
 
     @staticmethod
     def from_torchrec(kjt: Any) -> KeyedJaggedTensor:
@@ -250,8 +249,8 @@ class KeyedJaggedTensor(Jagged):
     def split_by_key(self) -> KeyedJaggedTensor:
         """Return the batch as a pytree with a leaf per key, for a graph whose `build` splits the values by key."""
         values, weights = self._split(range(1, len(self._keys) + 1))
-        weights = [] if self._weights is None else weights
-        return SplitKeyedJaggedTensor._unflatten([self._offsets, *values, *weights], self._context())
+        parts = values if self._weights is None else (*values, *weights)
+        return SplitKeyedJaggedTensor._unflatten([self._offsets, *parts], self._context())
 
     def _part(self, chosen: list[int], values: Tensor, weights: Tensor | None, offsets: Tensor) -> KeyedJaggedTensor:
         """Return a batch with only the keys at these indices."""
@@ -319,8 +318,7 @@ class KeyedJaggedTensor(Jagged):
 
     def inverse_indices(self) -> tuple[list[str], Tensor]:
         """Return `inverse_indices_or_none()`. Raises InputError if there are none."""
-        inverse = self.inverse_indices_or_none()
-        if inverse is None:
+        if (inverse := self.inverse_indices_or_none()) is None:
             raise InputError(f"this {type(self).__name__} has no inverse_indices; give them to its constructor")
         return inverse
 
@@ -343,8 +341,7 @@ class KeyedJaggedTensor(Jagged):
         if key not in self._index:
             raise KeyError(f"{key!r} is not a key; keys are {', '.join(self._keys)}")
         at = self._index[key]
-        values, weights = self._of_key(at)
-        return JaggedTensor(values, weights, offsets=self._offsets_of(at, at + 1))
+        return JaggedTensor(*self._of_key(at), offsets=self._offsets_of(at, at + 1))
 
     def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
         """Return {key: feature}, views from one split. compute_offsets: ignored, since offsets are always known."""
@@ -361,10 +358,7 @@ class KeyedJaggedTensor(Jagged):
         if min(segments, default=0) < 0 or ends[-1] > len(self._keys):
             raise InputError(f"segments={list(segments)}: give numbers of keys whose sum is at most {len(self._keys)}")
         parts = zip(pairwise(ends), *self._split([*ends[1:], len(self._keys)]), strict=False)
-        return [
-            self._part([*range(begin, end)], values, weights, self._offsets_of(begin, end))
-            for (begin, end), values, weights in parts
-        ]
+        return [self._part([*range(*span)], *tensors, self._offsets_of(*span)) for span, *tensors in parts]
 
     def permute(self, indices: Sequence[int], indices_tensor: Tensor | None = None) -> KeyedJaggedTensor:
         """Return a copy with the keys at these indices, which may repeat. Raises IndexError.
@@ -408,8 +402,8 @@ class KeyedJaggedTensor(Jagged):
 
     def _of_key(self, at: int) -> tuple[Tensor, Tensor | None]:
         """Return the values and weights of one key, given its index."""
-        begin, end = self._bounds[at : at + 2]
-        return self._values[begin:end], None if self._weights is None else self._weights[begin:end]
+        span = slice(*self._bounds[at : at + 2])
+        return self._values[span], None if self._weights is None else self._weights[span]
 
     def _split(self, ends: Sequence[int]) -> tuple[Sequence[Tensor], Sequence[Any]]:
         """Split values and weights at these key indices. Part i has the keys from ends[i - 1] (or 0) to ends[i]."""
@@ -428,14 +422,12 @@ class KeyedJaggedTensor(Jagged):
         return [f"key {key!r}, sample {sample}" for key, count in counts for sample in range(count)]
 
     def __str__(self) -> str:
-        return format_entries(
-            self, "KeyedJaggedTensor", lambda: [*map(self._entry, self._keys, pairwise(self._firsts))]
-        )
+        return format_entries(self, "KeyedJaggedTensor", lambda: [*map(self._entry, range(len(self._keys)))])
 
-    def _entry(self, key: str, bags: tuple[int, int]) -> str:
-        """Format one key for `__str__`. bags: (first bag, end of the last bag)."""
-        parts = bag_entries(self._values, self._weights, self._offsets[bags[0] : bags[1] + 1])
-        return f'"{key}": ' + (parts[0] if self._weights is None else in_braces(parts, "\n        "))
+    def _entry(self, at: int) -> str:
+        """Format the key at this index for `__str__`."""
+        parts = bag_entries(self._values, self._weights, self._offsets[self._firsts[at] : self._firsts[at + 1] + 1])
+        return f'"{self._keys[at]}": ' + (parts[0] if self._weights is None else in_braces(parts, "\n        "))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(keys={self.keys()}, stride={self.stride()}, {self._describe()})"
@@ -516,8 +508,7 @@ class VariableBatchKeyedJaggedTensor(KeyedJaggedTensor):
 
     def stride_per_key_per_rank(self) -> list[list[int]]:
         refuse_trace("stride_per_key", "use strides()")
-        strides: list[list[int]] = self._strides.tolist()
-        return strides
+        return self._strides.tolist()
 
     def strides(self) -> Tensor:
         """Return each key's bag count, int64 [keys]."""
