@@ -28,26 +28,26 @@ except ImportError as error:
     raise SystemExit(1) from None
 
 app = typer.Typer(help="Tiered embedding tables for PyTorch.", no_args_is_help=True, pretty_exceptions_enable=False)
-snapshot_app = typer.Typer(help="Snapshots of a store folder.", no_args_is_help=True)
-checkpoint_app = typer.Typer(help="Checkpoints of graphs and of plain loops.", no_args_is_help=True)
-store_app = typer.Typer(help="Rows of a store folder.", no_args_is_help=True)
-app.add_typer(snapshot_app, name="snapshot")
-app.add_typer(checkpoint_app, name="checkpoint")
-app.add_typer(store_app, name="store")
-
-COMMANDS = {  # in the order of --help
-    snapshot_app: (
+COMMANDS = {  # {group: its commands}, in the order of --help
+    "snapshot": (
         *(snapshot.save, snapshot.load, snapshot.list_, snapshot.inspect, snapshot.verify, compare.diff),
         *(export_import.export, export_import.import_, snapshot.merge, snapshot.prune, watch.watch),
     ),
-    checkpoint_app: (checkpoint.list_, checkpoint.inspect, checkpoint.verify, checkpoint.prune),
-    store_app: (store.stat, store.compact, store.get, store.detach, options.options),
-    app: (doctor.doctor,),
+    "checkpoint": (checkpoint.list_, checkpoint.inspect, checkpoint.verify, checkpoint.prune),
+    "store": (store.stat, store.compact, store.get, store.detach, options.options),
 }
-for group, commands in COMMANDS.items():
+HELP = {
+    "snapshot": "Snapshots of a store folder.",
+    "checkpoint": "Checkpoints of graphs and of plain loops.",
+    "store": "Rows of a store folder.",
+}
+for name, commands in COMMANDS.items():
+    group = typer.Typer(help=HELP[name], no_args_is_help=True)
+    app.add_typer(group, name=name)
     for command in commands:
         settings = {"ignore_unknown_options": command is store.get}  # its KEY may be negative
         group.command(command.__name__.rstrip("_"), context_settings=settings)(command)
+app.command("doctor")(doctor.doctor)
 
 
 def main(arguments: list[str] | None = None) -> None:

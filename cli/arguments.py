@@ -40,8 +40,6 @@ Tables = Annotated[
     list[str] | None,
     typer.Option("--table", help="Only rows of this table, by id or name; may be repeated.", show_default=False),
 ]
-
-
 Timeout = Annotated[
     float, typer.Option(help="Seconds to wait without progress from the process that has the store open.", min=0)
 ]
@@ -82,8 +80,7 @@ def check_tables(tables: list[str] | None, snapshot: Snapshot) -> list[int] | No
     names = names_in(snapshot.description)
     ids = []
     for table in tables or ():
-        number = table_number(parse_table(table), names)
-        if number is None:
+        if (number := table_number(parse_table(table), names)) is None:
             raise typer.BadParameter(f"--table {table}: snapshot {snapshot.name!r} has tables {choices(names)}")
         ids.append(number)
     return ids or None

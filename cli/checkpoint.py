@@ -66,8 +66,8 @@ def inspect(path: CheckpointPath, as_json: Json = False) -> None:
     print_fields({**{field: entry[field] for field in ("name", "of", "created")}, "size": size(entry["bytes"])})
     print()
     lines = [["embedding", "name", "rows", "step", "size"]]
-    for path, rows in entry["embeddings"].items():
-        lines.append([path, rows["name"], f"{rows['rows']:,}", f"{rows['step']:,}", size(rows["bytes"])])
+    for embedding, rows in entry["embeddings"].items():
+        lines.append([embedding, rows["name"], f"{rows['rows']:,}", f"{rows['step']:,}", size(rows["bytes"])])
     print_table(lines, {2, 3, 4})
     print()
     shapes = ([name, dtype, "x".join(map(str, shape))] for name, (dtype, *shape) in tensors.items())
@@ -117,19 +117,14 @@ def prune(
 
 
 def _entry(checkpoint: Kept) -> dict[str, Any]:
-    rows = {
-        path: {
-            "name": snapshot.description["name"],
-            "step": snapshot.description["step"],
-            "rows": snapshot.manifest.rows,
-            "bytes": snapshot.manifest.total_bytes,
-        }
-        for path, snapshot in checkpoint.rows.items()
-    }
+    embeddings = {}
+    for path, snapshot in checkpoint.rows.items():
+        names = {field: snapshot.description[field] for field in ("name", "step")}
+        embeddings[path] = {**names, "rows": snapshot.manifest.rows, "bytes": snapshot.manifest.total_bytes}
     return {
         "name": checkpoint.path.name,
         "of": checkpoint.of,
         "created": when(checkpoint.created),
         "bytes": checkpoint.bytes,
-        "embeddings": rows,
+        "embeddings": embeddings,
     }

@@ -25,7 +25,6 @@ from .arguments import Json, nearest_existing
 from .output import PROBLEM, aligned, print_json, size
 
 MIN_OPEN_FILES = 4096  # with fewer, RocksDB keeps opening and closing its files
-
 _NEEDED = "numpy", "torch", "lazy-loader", "msgpack", "safetensors"  # besides the command line's own packages
 _EXTRAS = {  # {extra: (its modules, what it is for)}
     "parquet": (("pyarrow",), "export and import of Parquet"),

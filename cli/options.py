@@ -43,9 +43,8 @@ def options(
     wrong: dict[str, str] = {}
     tables = read_store_options(file)
     if not tables:
-        raise OptionError(
-            f"store options file {str(file)!r} is empty; give each embedding a table [name] with its store"
-        )
+        remedy = "give each embedding a table [name] with its store"
+        raise OptionError(f"store options file {str(file)!r} is empty; {remedy}")
     for name in names or tables:
         try:
             store = load_store_options(file, check_name(name))
@@ -73,9 +72,8 @@ def options(
         free_memory = "" if free is None else f"; {_mib(free.bytes)} free {free.where}"
         print(f"total memory, as far as known: {_mib(known)}{free_memory}")
         for disk in disks:
-            print(
-                f"rows on the disk of {text(disk['path'])}: {size(disk['rows_bytes'])}; {size(disk['free_bytes'])} free"
-            )
+            rows_and_space = f"{size(disk['rows_bytes'])}; {size(disk['free_bytes'])} free"
+            print(f"rows on the disk of {text(disk['path'])}: {rows_and_space}")
     for name, problem in wrong.items():
         print_error(f"wrong: {text(name)}: {problem}")
     if wrong:

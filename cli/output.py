@@ -23,11 +23,8 @@ if TYPE_CHECKING:
     from ..snapshots.files.reader import Snapshot
 
 PROBLEM, USAGE, IN_USE, NO_ROW, INTERRUPTED = 1, 2, 3, 4, 130  # exit codes
-
 ProgressCallback = Callable[[int], None]
-
 BAR_AFTER = 1.0  # seconds until a progress bar appears
-
 SNAPSHOT_HEADER = ["name", "kind", "parent", "dtype", "rows", "size", "step", "age"]
 NUMBER_COLUMNS = {4, 5, 6, 7}  # aligned to the right
 

@@ -43,15 +43,13 @@ def merge(store: Store, name: Name, new: NewName, overwrite: Overwrite = False, 
     check_name(new)
     with locked([store], as_json) as (folder,):
         snapshot = open_snapshot(store, name)
-        path = folder.snapshots / new
         if overwrite and new != name and new in needed_names(folder):
-            raise SnapshotError(
-                f"snapshot {new!r} cannot be overwritten by the rows of {name!r}: it is the recovery snapshot of live "
-                "rows; choose another name"
-            )
+            reason = "it is the recovery snapshot of live rows; choose another name"
+            raise SnapshotError(f"snapshot {new!r} cannot be overwritten by the rows of {name!r}: {reason}")
         with output.progress("merging", snapshot.manifest.rows) as advance:
             id = snapshot.manifest.id  # recovery finds rows by this id, and the new snapshot has the same rows
-            manifest = write_snapshot(path, snapshot.description, snapshot.chunks(), advance, overwrite, id)
+            contents = snapshot.description, snapshot.chunks()
+            manifest = write_snapshot(folder.snapshots / new, *contents, advance, overwrite, id)
     output.report("merged", new, {"": manifest}, begin, as_json)
 
 
@@ -260,11 +258,9 @@ def inspect(
     from ..engine.options.table_names import label_of, names_in
     from ..snapshots.files.format import with_named_hyper
     from ..snapshots.inspection.row import plain_row
-    from ..snapshots.inspection.summary import summarise
+    from ..snapshots.inspection.summary import check_plot, draw, summarise
 
     if plot is not None:
-        from ..snapshots.inspection.summary import check_plot, draw
-
         check_plot(plot)
     snapshot = open_snapshot(store, name)
     with output.progress("reading", snapshot.manifest.rows) as advance:

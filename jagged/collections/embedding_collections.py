@@ -25,6 +25,7 @@ from .configs import EmbeddingBagConfig, EmbeddingConfig
 from .tables import TableCollection, TableView, key_positions, output_names
 
 PADDING_ID = -1  # the id without a row in a collection that pads
+_Ids = tuple[Tensor, Tensor, Tensor | None]
 
 
 @dataclass(eq=False)
@@ -154,10 +155,8 @@ class EmbeddingBagCollection(TableCollection):
     def _weights_of(self, batch: KeyedJaggedTensor) -> Tensor:
         """Return the batch's weights as float32. Raises InputError if there are none."""
         if (weights := batch.weights_or_none()) is None:
-            raise InputError(
-                f"features of {self.name!r}: is_weighted=True, and the batch has no weights; give weights to the "
-                "KeyedJaggedTensor, or make the collection with is_weighted=False"
-            )
+            remedy = "give weights to the KeyedJaggedTensor, or make the collection with is_weighted=False"
+            raise InputError(f"features of {self.name!r}: is_weighted=True, and the batch has no weights; {remedy}")
         return weights.float()
 
     def _rows(self, lookup: _PooledLookup, batch: KeyedJaggedTensor, weights: Tensor | None) -> Tensor:
@@ -177,10 +176,8 @@ class EmbeddingBagCollection(TableCollection):
         )
         inverse, counts = batch.inverse_indices_or_none(), batch.stride_per_key()
         if inverse is None and len({*counts}) > 1:
-            raise InputError(
-                f"features of {self.name!r}: keys differ in their numbers of bags, {counts}, and "
-                "inverse_indices=None; give inverse_indices, the bag of each sample"
-            )
+            wrong = f"keys differ in their numbers of bags, {counts}, and inverse_indices=None"
+            raise InputError(f"features of {self.name!r}: {wrong}; give inverse_indices, the bag of each sample")
         numbers = key_positions(lookup.features, batch.keys())
         chosen, device = batch.permute(numbers), batch.device()
         if device.type != "meta":
@@ -204,9 +201,8 @@ def as_features(features: Any) -> KeyedJaggedTensor:
         return KeyedJaggedTensor.from_jt_dict({key: as_jagged(jagged) for key, jagged in features.items()})
     if hasattr(features, "variable_stride_per_key"):
         return KeyedJaggedTensor.from_torchrec(features)
-    raise InputError(
-        f"features: got a {type(features).__name__}; give a KeyedJaggedTensor, TorchRec's, or a dict of JaggedTensors"
-    )
+    wanted = "a KeyedJaggedTensor, TorchRec's, or a dict of JaggedTensors"
+    raise InputError(f"features: got a {type(features).__name__}; give {wanted}")
 
 
 def as_jagged(feature: Any) -> JaggedTensor:
@@ -323,8 +319,8 @@ class EmbeddingCollection(TableCollection):
         return [[*names] for names in self._names]
 
     def _lookups_of(self, features: Any) -> Iterator[tuple[MultiTableEmbedding, Lookup]]:
-        for _, embedding, table, feature_ids in self._lookups(features):
-            yield embedding, check_lookup(embedding.spec, feature_ids.ids, table)
+        for _, embedding, table, (ids, _, _) in self._lookups(features):
+            yield embedding, check_lookup(embedding.spec, ids, table)
 
     def _lookups(self, features: Any) -> Iterator[tuple[str, MultiTableEmbedding, int, _Ids]]:
         """Yield (result name, embedding, table number in the embedding, ids) for each result."""
@@ -341,6 +337,7 @@ class EmbeddingCollection(TableCollection):
                 yield name, embedding, table, ids[feature]
 
     def _ids(self, batch: dict[str, JaggedTensor] | KeyedJaggedTensor, feature: str) -> _Ids:
+        """Return (ids [n], offsets, None), or for a padded feature (ids [batch, length], offsets, its mask)."""
         length = self._padded.get(feature)
         if length is None or isinstance(batch, dict) or batch.variable_stride_per_key():
             jagged = batch[feature]
@@ -350,14 +347,6 @@ class EmbeddingCollection(TableCollection):
             values, offsets = batch.values(), batch.offsets()[first : first + batch.stride() + 1]
         ids = self.convert_ids(values)
         if length is None:
-            return _Ids(ids, offsets, None)
+            return ids, offsets, None
         signed = ids.view(torch.int64) if ids.dtype == torch.uint64 else ids  # torch has no ops on uint64
-        return _Ids(pad(signed, offsets, length, PADDING_ID).view(ids.dtype), offsets, is_value(offsets, length))
-
-
-class _Ids(NamedTuple):
-    """The ids of a feature: jagged [n], or padded [batch, length] with a mask that is True where there is an id."""
-
-    ids: Tensor
-    offsets: Tensor
-    mask: Tensor | None
+        return pad(signed, offsets, length, PADDING_ID).view(ids.dtype), offsets, is_value(offsets, length)

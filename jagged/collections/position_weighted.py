@@ -153,10 +153,8 @@ def _check(position: Tensor, limit: Tensor, limited: Tensor, key: Tensor, keys: 
     if beyond.any():
         first = int(beyond.nonzero()[0])
         name = repr(keys[int(key[first])])
-        raise InputError(
-            f"feature {name}: a bag of more than {int(limit[first])} ids; shorten bags, or raise "
-            f"max_feature_lengths[{name}] to the longest bag's length"
-        )
+        remedy = f"shorten bags, or raise max_feature_lengths[{name}] to the longest bag's length"
+        raise InputError(f"feature {name}: a bag of more than {int(limit[first])} ids; {remedy}")
 
 
 @torch.library.custom_op("tierbed::checked_positions", mutates_args=())

@@ -90,10 +90,8 @@ class TableView(NamedTuple):
     def dense(self) -> tuple[MultiTableEmbedding, int, int]:
         """Return (embedding, table number, number of rows). Raises InputError if the table accepts any id."""
         if self.num_embeddings is None:
-            raise InputError(
-                f"table {self.name!r} takes any id, so it is no dense tensor; make it with num_embeddings, or "
-                "use save_snapshot or chunks()"
-            )
+            remedy = "make it with num_embeddings, or use save_snapshot or chunks()"
+            raise InputError(f"table {self.name!r} takes any id, so it is no dense tensor; {remedy}")
         return self.embedding, self.number, self.num_embeddings
 
 
@@ -200,8 +198,7 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
 
     def table_location(self, table: int | str) -> tuple[str, int]:
         """Return (embedding name, table number in the embedding). Raises InputError."""
-        number = table_number(table, self._tables)
-        if number is None:
+        if (number := table_number(table, self._tables)) is None:
             raise InputError(f"table of {self.name!r}: got {table!r}; give one of {choices(self._tables)}")
         view = self.embeddings.tables[self._tables[number]]
         return view.group, view.number
@@ -392,10 +389,8 @@ class TableCollection(TableModule):
         for group in self._shared:
             embedding = self.embedding(group)
             if embedding.device.type != target.type:
-                raise OptionError(
-                    f"device={device!r}: the shared embedding {embedding.name!r} is on {embedding.device}; give that, "
-                    "or move both collections by .to(device)"
-                )
+                where = f"the shared embedding {embedding.name!r} is on {embedding.device}"
+                raise OptionError(f"device={device!r}: {where}; give that, or move both collections by .to(device)")
         self.to(target)
 
     def prefetch(self, features: Any) -> None:
@@ -421,9 +416,9 @@ class TableCollection(TableModule):
         if values.dtype.is_floating_point or values.dtype.is_complex or values.dtype == torch.bool:
             raise InputError(f"values of {self.name!r}: {values.dtype}; give ids of an integer dtype")
         if values.dtype.itemsize > self.key_type.itemsize:
+            remedy = "make the collection with key_type=torch.int64, or give values.to(torch.int32)"
             raise InputError(
-                f"values of {self.name!r}: {values.dtype} is wider than key_type={self.key_type}; make the collection "
-                "with key_type=torch.int64, or give values.to(torch.int32)"
+                f"values of {self.name!r}: {values.dtype} is wider than key_type={self.key_type}; {remedy}"
             )
         return values if values.dtype == self.key_type else values.to(self.key_type)
 
@@ -435,10 +430,9 @@ class TableCollection(TableModule):
         for fact in ("num_embeddings", "embedding_dim", "dtype", "group"):
             own, other = getattr(config, fact), getattr(shared, fact)
             if own != other:
-                raise OptionError(
-                    f"table {config.name!r}: {fact}={own!r}, and {other!r} in share, {share.name!r}; give the same, or "
-                    "another name for a separate table"
-                )
+                difference = f"{fact}={own!r}, and {other!r} in share, {share.name!r}"
+                remedy = "give the same, or another name for a separate table"
+                raise OptionError(f"table {config.name!r}: {difference}; {remedy}")
         if config.table_options() != shared.table_options():
             raise OptionError(
                 f"table {config.name!r}: new rows or bad_ids differ from those in share, {share.name!r}; give the same "

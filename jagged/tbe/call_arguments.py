@@ -104,10 +104,7 @@ def refuse(
     supported: Iterable[str],
     error: type[TierbedError] = OptionError,
 ) -> None:
-    """Raise `error` for an unknown argument, or for a `known` one whose value differs from FBGEMM's default.
-
-    supported: names that the message may suggest for an unknown argument.
-    """
+    """Raise `error` for an unknown argument, suggesting one, or for a `known` one that is not at FBGEMM's default."""
     for name, value in arguments.items():
         if name not in known:
             near = difflib.get_close_matches(name, [*supported, *known], 1)
@@ -163,10 +160,8 @@ def checked_call(
     if sizes is not None:
         sizes = _checked_sizes(name, features, sizes, bags)
     elif bags < 0 or bags % features:
-        raise InputError(
-            f"offsets of {name!r}: got {bags + 1}; give features * batch + 1 for {features} features, or "
-            "batch_size_per_feature_per_rank"
-        )
+        wanted = f"features * batch + 1 for {features} features, or batch_size_per_feature_per_rank"
+        raise InputError(f"offsets of {name!r}: got {bags + 1}; give {wanted}")
     return TBECall(indices.to(torch.int64), offsets.to(torch.int64), weights, features, sizes)
 
 

@@ -42,7 +42,6 @@ class OptimType(Enum):
 
 
 E = TypeVar("E", bound=Enum)
-
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}  # keys are values of SparseType
 _RENAMED = {"EmbOptimType": "OptimType"}  # FBGEMM's class: ours
 

@@ -318,10 +318,9 @@ class TableBatchedEmbeddingBags(TableModule):
         """
         with self.raise_on_all_ranks():
             if len(weights) != len(self.tables) or (states and len(states) != len(self.tables)):
-                raise InputError(
-                    f"load_dense of {self.name!r}: got weights of {len(weights)} tables and states of "
-                    f"{len(states or ())}; give them for each of {len(self.tables)} tables"
-                )
+                counts = f"weights of {len(weights)} tables and states of {len(states or ())}"
+                wanted = f"them for each of {len(self.tables)} tables"
+                raise InputError(f"load_dense of {self.name!r}: got {counts}; give {wanted}")
             names = [*self._own_optimizer("load_dense").states, "another"] if states else []
             by_name = [dict(s if isinstance(s, Mapping) else zip(names, s, strict=False)) for s in states or ()]
         tables = [table.name for table in self.tables]

@@ -79,10 +79,7 @@ class Settings:
         return self.optimizer is not OptimType.EXACT_ROWWISE_ADAGRAD or mode is not WeightDecayMode.NONE
 
     def idle(self, names: Collection[str] = ()) -> list[str]:
-        """Return "name: reason" for each number that the user set and the optimizer does not use.
-
-        names: numbers that the user passed explicitly, including default values.
-        """
+        """Return "name: reason" for each unused number that the user set. names: those passed, even at a default."""
         name, (_, has) = self.optimizer.name, _KINDS[self.optimizer]
         set_by_user = [key for key, value in self.numbers.items() if value != DEFAULTS[key] or (value and key in names)]
         lacks = [f"{number}: OptimType.{name} has none" for number in set_by_user if number not in has]
@@ -91,15 +88,6 @@ class Settings:
 
     def make_optimizer(self, shadows: list[nn.Parameter]) -> torch.optim.Optimizer:
         """Return an optimizer of the shadow parameters. Raises OptionError for numbers that it refuses."""
-        try:
-            optimizer = self._build(shadows)
-        except (ValueError, OptimizerError) as error:
-            raise OptionError(f"optimizer=OptimType.{self.optimizer.name}: {error}") from None
-        if self.max_norm:
-            optimizer.param_groups[0]["max_row_norm"] = float(self.max_norm)
-        return optimizer
-
-    def _build(self, shadows: list[nn.Parameter]) -> torch.optim.Optimizer:
         make, has = _KINDS[self.optimizer]
         kwargs: dict[str, Any] = {name: self.numbers[name] for name in has}
         if has is _ADAM_NUMBERS:
@@ -107,7 +95,13 @@ class Settings:
         if make is RowWiseAdagrad:
             kwargs["weight_decay"] *= self._decays
             kwargs["weight_decay_mode"] = "l2" if self.weight_decay_mode is WeightDecayMode.L2 else "decoupled"
-        return make(shadows, lr=float(self.learning_rate), **kwargs)
+        try:
+            optimizer = make(shadows, lr=float(self.learning_rate), **kwargs)
+        except (ValueError, OptimizerError) as error:
+            raise OptionError(f"optimizer=OptimType.{self.optimizer.name}: {error}") from None
+        if self.max_norm:
+            optimizer.param_groups[0]["max_row_norm"] = float(self.max_norm)
+        return optimizer
 
     def change(self, group: dict[str, Any], changes: Mapping[str, float]) -> None:
         """Write numbers, under FBGEMM's names and `lr`, to a param group. If it raises OptionError, none is written.
@@ -157,10 +151,8 @@ def checked_state_dtype(argument: Any, rows: RowOptimizer) -> torch.dtype:
         if width > 1:
             element_dtypes.add(dtype)
         elif dtype != torch.float32:
-            raise OptionError(
-                f"optimizer_state_dtypes[{name!r}]={dtype}: this state has one number per row and is always float32; "
-                "leave it out"
-            )
+            reason = "this state has one number per row and is always float32"
+            raise OptionError(f"optimizer_state_dtypes[{name!r}]={dtype}: {reason}; leave it out")
     if len(element_dtypes) > 1:
         remedy = "all per-element states share a dtype; give each the same"
         raise OptionError(f"optimizer_state_dtypes={argument!r}: {remedy}")

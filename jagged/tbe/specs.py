@@ -113,10 +113,8 @@ def checked_specs(
         own = EmbeddingSpec(rows, dim, name, dtype, group=group, location=location, compute=compute, bounds=bounds)
         tables.append(own)
         if compute is not tables[0].compute:
-            raise OptionError(
-                f"embedding_specs[0] is looked up by {tables[0].compute.name} and {where} by {compute.name}; give all "
-                "tables one ComputeDevice, or make a module for each"
-            )
+            devices = f"embedding_specs[0] is looked up by {tables[0].compute.name} and {where} by {compute.name}"
+            raise OptionError(f"{devices}; give all tables one ComputeDevice, or make a module for each")
     return tables
 
 
@@ -174,10 +172,7 @@ def stores_for(
 
 
 def set_budget_mb(embedding_specs: Any, cache_sets: Any, optimizer: OptimType) -> float:
-    """Return the MiB of a cache with FBGEMM's number of sets. Each dim gets at least one of tierbed's sets.
-
-    embedding_specs: (rows, dim) per table. Raises OptionError.
-    """
+    """Return the MiB of a cache with FBGEMM's number of sets, or of one tierbed set per dim. Raises OptionError."""
     specs = embedding_specs if isinstance(embedding_specs, (list, tuple)) else ()
     pairs = [spec if isinstance(spec, (list, tuple)) and len(spec) == 2 else (0, 0) for spec in specs]
     dims = {as_int(dim, 1, 1 << 16) or 0 for _, dim in pairs}
@@ -190,10 +185,7 @@ def set_budget_mb(embedding_specs: Any, cache_sets: Any, optimizer: OptimType) -
 
 
 def choose_device(compute: ComputeDevice, device: Any) -> torch.device:
-    """Return the lookup device. Without a GPU, ComputeDevice.CUDA uses the CPU, with bit-identical results.
-
-    Raises OptionError if `device` does not match the compute device.
-    """
+    """Return the lookup device: without a GPU the CPU, with bit-identical results. Raises OptionError."""
     kind = compute.name.lower()
     if device is not None:
         try:

@@ -132,10 +132,8 @@ def bag_entries(values: Tensor, weights: Tensor | None, offsets: Tensor) -> list
 def jagged_parts(name: str, nested: Tensor) -> tuple[Tensor, Tensor]:
     """Return (values [n, ...], offsets [batch + 1]) of a nested tensor of layout torch.jagged. Raises InputError."""
     if not isinstance(nested, Tensor) or not nested.is_nested or nested.layout != torch.jagged:
-        raise InputError(
-            f"{name}: give a nested tensor of layout torch.jagged: torch.nested.as_nested_tensor(..., "
-            "layout=torch.jagged)"
-        )
+        wanted = "a nested tensor of layout torch.jagged: torch.nested.as_nested_tensor(..., layout=torch.jagged)"
+        raise InputError(f"{name}: give {wanted}")
     if not nested.is_contiguous():
         wrong = "the nested tensor has gaps, or its second dimension is not the ragged one"
         raise InputError(f"{name}: {wrong}; give {name}.contiguous()")
@@ -279,10 +277,8 @@ class JaggedTensor(Jagged):
         check_type("values", values, Tensor)
         check_type("lengths", lengths, Tensor)
         if values.dim() < 2 or lengths.shape != values.shape[:1] or values.shape[1] < max(lengths.tolist(), default=0):
-            raise InputError(
-                f"values {list(values.shape)}, lengths {list(lengths.shape)}: give values [batch, length, ...] and "
-                "lengths [batch], none above the size of the second dimension"
-            )
+            wanted = "values [batch, length, ...] and lengths [batch], none above the size of the second dimension"
+            raise InputError(f"values {list(values.shape)}, lengths {list(lengths.shape)}: give {wanted}")
         mask = torch.arange(values.shape[1], device=values.device) < lengths.unsqueeze(1)
         return cls(values[mask], None if weights is None else weights[mask], lengths)
 

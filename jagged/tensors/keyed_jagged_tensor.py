@@ -100,10 +100,8 @@ class KeyedJaggedTensor(Jagged):
         bags, count = self._offsets.shape[0] - 1, len(self._keys)
         self._batch = None if count else stride
         if statically_true(bags % count != 0 if count else bags != 0):
-            raise InputError(
-                f"{bags} lengths, {bags + 1} offsets, for {count} keys {self.keys()}: give keys * batch lengths, or "
-                "keys * batch + 1 offsets"
-            )
+            wanted = "keys * batch lengths, or keys * batch + 1 offsets"
+            raise InputError(f"{bags} lengths, {bags + 1} offsets, for {count} keys {self.keys()}: give {wanted}")
 
     @staticmethod
     def empty(
@@ -179,8 +177,8 @@ class KeyedJaggedTensor(Jagged):
                 raise InputError(f"{name}: got a {type(argument).__name__}; give a dict with a nested tensor per key")
         if weights is not None and weights.keys() != values.keys():
             raise InputError(f"weights have keys {[*weights]} and values {[*values]}; give weights for each key")
-        make = JaggedTensor.from_nested
-        return KeyedJaggedTensor.from_jt_dict({key: make(values[key], weights and weights[key]) for key in values})
+        parts = {key: JaggedTensor.from_nested(values[key], weights[key] if weights else None) for key in values}
+        return KeyedJaggedTensor.from_jt_dict(parts)
 
     @staticmethod
     def from_torchrec(kjt: Any) -> KeyedJaggedTensor:
@@ -330,10 +328,8 @@ class KeyedJaggedTensor(Jagged):
         if name == "_stride_per_key_per_rank":  # TorchRec's managed collision module reads it
             return self.stride_per_key_per_rank() or None
         if name.startswith("dist_"):
-            raise AttributeError(
-                f"{type(self).__name__} has no {name}: ranks exchange the ids of a lookup by themselves; give world= "
-                "to the collection"
-            )
+            reason = "ranks exchange the ids of a lookup by themselves; give world= to the collection"
+            raise AttributeError(f"{type(self).__name__} has no {name}: {reason}")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __getitem__(self, key: str) -> JaggedTensor:
@@ -358,7 +354,9 @@ class KeyedJaggedTensor(Jagged):
         if min(segments, default=0) < 0 or ends[-1] > len(self._keys):
             raise InputError(f"segments={list(segments)}: give numbers of keys whose sum is at most {len(self._keys)}")
         parts = zip(pairwise(ends), *self._split([*ends[1:], len(self._keys)]), strict=False)
-        return [self._part([*range(*span)], *tensors, self._offsets_of(*span)) for span, *tensors in parts]
+        return [
+            self._part([*range(*span)], values, weights, self._offsets_of(*span)) for span, values, weights in parts
+        ]
 
     def permute(self, indices: Sequence[int], indices_tensor: Tensor | None = None) -> KeyedJaggedTensor:
         """Return a copy with the keys at these indices, which may repeat. Raises IndexError.
@@ -492,10 +490,9 @@ class VariableBatchKeyedJaggedTensor(KeyedJaggedTensor):
             return
         wrong = (self._inverse < 0) | (self._inverse >= self.strides()[:, None])
         for at, sample in wrong.nonzero().tolist()[:1]:
-            raise InputError(
-                f"inverse_indices of key {self._keys[at]!r}, sample {sample}: {int(self._inverse[at, sample])}; give "
-                f"the number of one of its {int(self.strides()[at])} bags, counted from 0"
-            )
+            where = f"inverse_indices of key {self._keys[at]!r}, sample {sample}: {int(self._inverse[at, sample])}"
+            bags = int(self.strides()[at])
+            raise InputError(f"{where}; give the number of one of its {bags} bags, counted from 0")
 
     def stride(self) -> int:
         """Return the number of samples. Without inverse indices, the largest number of bags of a key."""

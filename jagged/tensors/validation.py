@@ -108,10 +108,8 @@ def check_offsets(values: Tensor, lengths: Tensor | None, offsets: Tensor | None
     if statically_true(offsets.shape[0] == 0):
         raise InputError("offsets: a tensor [0]; give 0, followed by the end of each bag")
     if lengths is not None and statically_true(lengths.shape[0] != offsets.shape[0] - 1):
-        raise InputError(
-            f"lengths [{lengths.shape[0]}] and offsets [{offsets.shape[0]}]: offsets need one element more than "
-            "lengths; give only one of the two"
-        )
+        remedy = "offsets need one element more than lengths; give only one of the two"
+        raise InputError(f"lengths [{lengths.shape[0]}] and offsets [{offsets.shape[0]}]: {remedy}")
     has_values = offsets.device.type == "cpu" and not is_traced()
     if lengths is not None and has_values and not torch.equal(offsets.diff(), lengths.to(offsets.dtype)):
         raise InputError("lengths are not the differences of offsets; give one of the two")
