@@ -316,7 +316,7 @@ class EmbeddingCollection(TableCollection):
 
     def embedding_names_by_table(self) -> list[list[str]]:
         """Return, for each table, its features' names in a result."""
-        return [[*names] for names in self._names]
+        return [list(names) for names in self._names]
 
     def _lookups_of(self, features: Any) -> Iterator[tuple[MultiTableEmbedding, Lookup]]:
         for _, embedding, table, (ids, _, _) in self._lookups(features):
