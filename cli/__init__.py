@@ -13,7 +13,7 @@ try:
 
     from ..engine.errors import TierbedError
     from . import checkpoint, compare, doctor, export_import, options, snapshot, store, watch
-    from .output import INTERRUPTED, PROBLEM, checked_stdout, print_error, print_interrupted, print_json_error
+    from .output import INTERRUPTED, checked_stdout, fail, print_interrupted
 except KeyboardInterrupt:  # like `main`, but the imports above are not available
     if "--json" in sys.argv:
         print('{"error": "interrupted"}')
@@ -27,31 +27,27 @@ except ImportError as error:
         print(json.dumps({"error": message}))
     raise SystemExit(1) from None
 
-app = typer.Typer(
-    help="Tiered embedding tables for PyTorch.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
-snapshot_app = typer.Typer(help="Snapshots of a store folder.", no_args_is_help=True)
-checkpoint_app = typer.Typer(help="Checkpoints of graphs and of plain loops.", no_args_is_help=True)
-store_app = typer.Typer(help="Rows of a store folder.", no_args_is_help=True)
-app.add_typer(snapshot_app, name="snapshot")
-app.add_typer(checkpoint_app, name="checkpoint")
-app.add_typer(store_app, name="store")
-
-COMMANDS = {  # in the order of --help
-    snapshot_app: (
+app = typer.Typer(help="Tiered embedding tables for PyTorch.", no_args_is_help=True, pretty_exceptions_enable=False)
+COMMANDS = {  # {group: its commands}, in the order of --help
+    "snapshot": (
         *(snapshot.save, snapshot.load, snapshot.list_, snapshot.inspect, snapshot.verify, compare.diff),
         *(export_import.export, export_import.import_, snapshot.merge, snapshot.prune, watch.watch),
     ),
-    checkpoint_app: (checkpoint.list_, checkpoint.inspect, checkpoint.verify, checkpoint.prune),
-    store_app: (store.stat, store.compact, store.get, store.detach, options.options),
-    app: (doctor.doctor,),
+    "checkpoint": (checkpoint.list_, checkpoint.inspect, checkpoint.verify, checkpoint.prune),
+    "store": (store.stat, store.compact, store.get, store.detach, options.options),
 }
-for group, commands in COMMANDS.items():
+HELP = {
+    "snapshot": "Snapshots of a store folder.",
+    "checkpoint": "Checkpoints of graphs and of plain loops.",
+    "store": "Rows of a store folder.",
+}
+for name, commands in COMMANDS.items():
+    group = typer.Typer(help=HELP[name], no_args_is_help=True)
+    app.add_typer(group, name=name)
     for command in commands:
         settings = {"ignore_unknown_options": command is store.get}  # its KEY may be negative
         group.command(command.__name__.rstrip("_"), context_settings=settings)(command)
+app.command("doctor")(doctor.doctor)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -72,10 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
             is_file_error = isinstance(error, OSError) and error.filename is not None  # without a file: stdout's error
             if not (remedy or is_file_error or isinstance(error, TierbedError)):
                 raise  # a bug in tierbed
-            print_error(f"tierbed: {error}{remedy}")
-            if as_json:
-                print_json_error(f"{error}{remedy}")
-            raise SystemExit(PROBLEM) from None
+            fail(f"{error}{remedy}", as_json=as_json)
 
 
 def _version(is_set: bool) -> None:

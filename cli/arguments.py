@@ -22,12 +22,8 @@ def complete_names(ctx: typer.Context, incomplete: str) -> list[str]:
     """Complete a snapshot name, for an argument or an option value that follows the store."""
     # words after an option are not parsed into params yet, only into args
     store = ctx.params.get("store") or next(iter(ctx.args), ".")
-    try:
-        entries = os.scandir(Path(store) / "snapshots")
-    except OSError:
-        return []
-    names = (entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
-    return sorted(name for name in names if name.startswith(incomplete) and name.isprintable())
+    folders = [path.name for path in Path(store, "snapshots").glob("[!.]*/")]
+    return sorted(name for name in folders if name.startswith(incomplete) and name.isprintable())
 
 
 Store = Annotated[
@@ -44,8 +40,6 @@ Tables = Annotated[
     list[str] | None,
     typer.Option("--table", help="Only rows of this table, by id or name; may be repeated.", show_default=False),
 ]
-
-
 Timeout = Annotated[
     float, typer.Option(help="Seconds to wait without progress from the process that has the store open.", min=0)
 ]
@@ -86,11 +80,16 @@ def check_tables(tables: list[str] | None, snapshot: Snapshot) -> list[int] | No
     names = names_in(snapshot.description)
     ids = []
     for table in tables or ():
-        number = table_number(parse_table(table), names)
-        if number is None:
+        if (number := table_number(parse_table(table), names)) is None:
             raise typer.BadParameter(f"--table {table}: snapshot {snapshot.name!r} has tables {choices(names)}")
         ids.append(number)
     return ids or None
+
+
+def nearest_existing(path: Path) -> Path:
+    """Return the path, or its nearest existing parent."""
+    absolute = path.absolute()
+    return next(folder for folder in (absolute, *absolute.parents) if os.path.lexists(folder))
 
 
 def open_snapshot(store: Path, name: str) -> Snapshot:

@@ -34,7 +34,7 @@ def list_(path: CheckpointPath, as_json: Json = False) -> None:
     checkpoints, damaged = kept_at(path)
     if as_json:
         errors = {name: str(error) for name, error in damaged.items()}
-        print_json({"checkpoints": [_entry(checkpoint) for checkpoint in checkpoints], "damaged": errors})
+        print_json({"checkpoints": [*map(_entry, checkpoints)], "damaged": errors})
     else:
         lines = [["name", "of", "embeddings and steps", "size", "age"]]
         for c in checkpoints:
@@ -59,24 +59,16 @@ def inspect(path: CheckpointPath, as_json: Json = False) -> None:
         raise error
     (checkpoint,) = checkpoints
     tensors = {name: [entry["dtype"], *entry["shape"]] for name, entry in checkpoint.tensors().items()}
+    entry = _entry(checkpoint)
     if as_json:
-        print_json({**_entry(checkpoint), "tensors": tensors})
+        print_json({**entry, "tensors": tensors})
         return
-    fields = {"name": checkpoint.path.name, "of": checkpoint.of}
-    print_fields({**fields, "created": when(checkpoint.created), "size": size(checkpoint.bytes)})
+    print_fields({**{field: entry[field] for field in ("name", "of", "created")}, "size": size(entry["bytes"])})
     print()
-    header = ["embedding", "name", "rows", "step", "size"]
-    rows = [
-        [
-            path,
-            s.description["name"],
-            f"{s.manifest.rows:,}",
-            f"{s.description['step']:,}",
-            size(s.manifest.total_bytes),
-        ]
-        for path, s in checkpoint.rows.items()
-    ]
-    print_table([header, *rows], {2, 3, 4})
+    lines = [["embedding", "name", "rows", "step", "size"]]
+    for embedding, rows in entry["embeddings"].items():
+        lines.append([embedding, rows["name"], f"{rows['rows']:,}", f"{rows['step']:,}", size(rows["bytes"])])
+    print_table(lines, {2, 3, 4})
     print()
     shapes = ([name, dtype, "x".join(map(str, shape))] for name, (dtype, *shape) in tensors.items())
     print_table([["tensor", "dtype", "shape"], *shapes])
@@ -125,19 +117,14 @@ def prune(
 
 
 def _entry(checkpoint: Kept) -> dict[str, Any]:
-    rows = {
-        path: {
-            "name": snapshot.description["name"],
-            "step": snapshot.description["step"],
-            "rows": snapshot.manifest.rows,
-            "bytes": snapshot.manifest.total_bytes,
-        }
-        for path, snapshot in checkpoint.rows.items()
-    }
+    embeddings = {}
+    for path, snapshot in checkpoint.rows.items():
+        names = {field: snapshot.description[field] for field in ("name", "step")}
+        embeddings[path] = {**names, "rows": snapshot.manifest.rows, "bytes": snapshot.manifest.total_bytes}
     return {
         "name": checkpoint.path.name,
         "of": checkpoint.of,
         "created": when(checkpoint.created),
         "bytes": checkpoint.bytes,
-        "embeddings": rows,
+        "embeddings": embeddings,
     }

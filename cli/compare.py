@@ -45,22 +45,16 @@ def _plain(comparison: Comparison) -> dict[str, Any]:
     from ..engine.options.table_names import with_table_name
 
     counts = {sort: dict(sorted(tables.items())) for sort, tables in comparison.counts.items()}
-    named = {"table_names": list(comparison.names)} if any(comparison.names) else {}
     return {
         "differs": comparison.differs,
         **{sort: sum(tables.values()) for sort, tables in counts.items()},
         "same": comparison.same,
         "by_table": counts,
-        **named,
+        **({"table_names": list(comparison.names)} if any(comparison.names) else {}),
         "largest": comparison.largest,
         "fields": {name: list(pair) for name, pair in comparison.fields.items()},
         "rows": [
-            {
-                "sort": row.sort,
-                **with_table_name(row.table, comparison.names),
-                "key": row.key,
-                "largest": row.largest,
-            }
+            {"sort": row.sort, **with_table_name(row.table, comparison.names), "key": row.key, "largest": row.largest}
             for row in comparison.first
         ],
     }

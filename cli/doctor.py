@@ -21,11 +21,10 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from ..engine.errors import StoreError
-from .arguments import Json
+from .arguments import Json, nearest_existing
 from .output import PROBLEM, aligned, print_json, size
 
 MIN_OPEN_FILES = 4096  # with fewer, RocksDB keeps opening and closing its files
-
 _NEEDED = "numpy", "torch", "lazy-loader", "msgpack", "safetensors"  # besides the command line's own packages
 _EXTRAS = {  # {extra: (its modules, what it is for)}
     "parquet": (("pyarrow",), "export and import of Parquet"),
@@ -61,7 +60,6 @@ def doctor(
 
     Example: tierbed doctor /data/embeddings
     """
-
     checks = [*_checks(), *(_disk_checks(path) if path is not None else ())]
     if as_json:
         plain = [{field: value for field, value in check._asdict().items() if field != "fatal"} for check in checks]
@@ -160,17 +158,15 @@ def _cupy() -> str:
 
 def _disk_checks(path: Path) -> Iterator[Check]:
     """Check a folder, or its nearest existing parent, which one of the checks then names."""
-    folder = path.absolute()
-    while not os.path.lexists(folder):
-        folder = folder.parent
+    folder = nearest_existing(path)
     if not folder.is_dir():
         yield Check("folder", False, f"{folder} is not a folder", "give a folder, or the path of a new one")
         return
     if folder != path.absolute():
         yield Check("folder", True, f"{path} does not exist yet, so {folder} was checked")
     free = shutil.disk_usage(folder).free
-    ok = free >= MIN_FREE_BYTES
-    yield Check("free space", ok, f"{size(free)} in {folder}", None if ok else "free space")
+    remedy = None if free >= MIN_FREE_BYTES else "free space"
+    yield Check("free space", remedy is None, f"{size(free)} in {folder}", remedy)
     try:
         scratch = tempfile.TemporaryDirectory(prefix=".tierbed-doctor-", dir=folder)
     except OSError as error:

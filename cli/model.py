@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 
 
 def stores_at(path: Path) -> dict[Path, str]:
-    """Return {store folder: its name} for a model's folder, or {path: ""} for a store folder. Raises StoreError.
-
-    Commands print these names as prefixes.
-    """
+    """Return {store folder: its name} for a model's folder, or {path: ""} for a store folder. Raises StoreError."""
     from ..snapshots.store.status import existing_store, stores_in
 
     return {store: store.name for store in stores_in(path)} or {existing_store(path): ""}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..engine.errors import OptionError, TierbedError
-from .arguments import Json
+from .arguments import Json, nearest_existing
 from .output import PROBLEM, print_error, print_fields, print_json, size, text
 
 if TYPE_CHECKING:
@@ -43,9 +43,8 @@ def options(
     wrong: dict[str, str] = {}
     tables = read_store_options(file)
     if not tables:
-        raise OptionError(
-            f"store options file {str(file)!r} is empty; give each embedding a table [name] with its store"
-        )
+        remedy = "give each embedding a table [name] with its store"
+        raise OptionError(f"store options file {str(file)!r} is empty; {remedy}")
     for name in names or tables:
         try:
             store = load_store_options(file, check_name(name))
@@ -62,23 +61,19 @@ def options(
             )
     free = free_host_memory()
     if as_json:
-        free_bytes = None if free is None else free.bytes
-        memory = {"memory_bytes": known, "free_memory_bytes": free_bytes}
+        memory = {"memory_bytes": known, "free_memory_bytes": None if free is None else free.bytes}
         print_json({"embeddings": results, "wrong": wrong, **memory, "disks": disks})
     else:
         for name, result in results.items():
             print(f"[{text(name)}]")
-            parts = ", ".join(
-                f"{part.replace('_', ' ')} {_amount(bytes, _mib)}" for part, bytes in result["memory_bytes"].items()
-            )
-            print_fields({**result["options"], "memory": parts, "disk": _format_disk(result["disk"])})
+            parts = [f"{part.replace('_', ' ')} {_amount(n, _mib)}" for part, n in result["memory_bytes"].items()]
+            print_fields({**result["options"], "memory": ", ".join(parts), "disk": _format_disk(result["disk"])})
             print()
         free_memory = "" if free is None else f"; {_mib(free.bytes)} free {free.where}"
         print(f"total memory, as far as known: {_mib(known)}{free_memory}")
         for disk in disks:
-            print(
-                f"rows on the disk of {text(disk['path'])}: {size(disk['rows_bytes'])}; {size(disk['free_bytes'])} free"
-            )
+            rows_and_space = f"{size(disk['rows_bytes'])}; {size(disk['free_bytes'])} free"
+            print(f"rows on the disk of {text(disk['path'])}: {rows_and_space}")
     for name, problem in wrong.items():
         print_error(f"wrong: {text(name)}: {problem}")
     if wrong:
@@ -146,8 +141,8 @@ def _disks(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     A store's present files count as space for its rows, except snapshots.
     """
     disks: dict[int, dict[str, Any]] = {}
-    for name, disk in ((name, result["disk"]) for name, result in results.items() if result["disk"]):
-        if disk["rows_bytes"] is None:
+    for name, disk in ((name, result["disk"]) for name, result in results.items()):
+        if disk is None or disk["rows_bytes"] is None:
             continue
         store = Path(disk["store"])
         new = {"path": str(store.parent), "free_bytes": disk["free_bytes"], "rows_bytes": 0, "embeddings": []}
@@ -164,9 +159,7 @@ def _disks(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _writable(option: str, path: Path) -> Path:
     """Return the nearest existing parent. Raises OptionError if no folder can be created in it."""
-    folder = path.absolute()
-    while not os.path.lexists(folder):
-        folder = folder.parent
+    folder = nearest_existing(path)
     if not folder.is_dir():
         raise OptionError(f"{option}={str(path)!r}: {str(folder)!r} is not a folder; give another path")
     if not os.access(folder, os.W_OK | os.X_OK):

@@ -23,11 +23,8 @@ if TYPE_CHECKING:
     from ..snapshots.files.reader import Snapshot
 
 PROBLEM, USAGE, IN_USE, NO_ROW, INTERRUPTED = 1, 2, 3, 4, 130  # exit codes
-
 ProgressCallback = Callable[[int], None]
-
 BAR_AFTER = 1.0  # seconds until a progress bar appears
-
 SNAPSHOT_HEADER = ["name", "kind", "parent", "dtype", "rows", "size", "step", "age"]
 NUMBER_COLUMNS = {4, 5, 6, 7}  # aligned to the right
 
@@ -40,14 +37,10 @@ def print_json(value: Any, indent: int | None = 2) -> None:
 def _plain(value: Any) -> Any:
     """Convert a value to one that JSON can represent, since MARK may have any content."""
     if isinstance(value, dict):
-        return {name if isinstance(name, str) else str(name): _plain(item) for name, item in value.items()}
+        return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def print_json_error(message: str) -> None:
-    print_json({"error": message}, indent=None)
 
 
 def print_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> None:
@@ -104,14 +97,14 @@ def fail(message: str, code: int = PROBLEM, as_json: bool = False) -> NoReturn:
     """Exit with a message on stderr. With --json, also print it as a document on stdout."""
     print_error(f"tierbed: {message}")
     if as_json:
-        print_json_error(message)
-    raise typer.Exit(code)
+        print_json({"error": message}, indent=None)
+    raise SystemExit(code) from None
 
 
 def print_interrupted(as_json: bool) -> None:
     """With --json, print a document for Ctrl-C."""
     if as_json:
-        print_json_error("interrupted")
+        print_json({"error": "interrupted"}, indent=None)
 
 
 def text(value: Any) -> str:
@@ -236,12 +229,10 @@ def dtype_words(description: Mapping[str, Any]) -> str:
 def lines(snapshots: Iterable[Snapshot]) -> list[list[str]]:
     """Return a table line for each snapshot, without the header."""
     result = []
-    for snapshot in snapshots:
-        manifest = snapshot.manifest
-        parent = "" if manifest.parent is None else manifest.parent.name
+    for name, manifest in ((snapshot.name, snapshot.manifest) for snapshot in snapshots):
+        kinds = manifest.kind, manifest.parent.name if manifest.parent else "", dtype_words(manifest.description)
         figures = f"{manifest.rows:,}", size(manifest.total_bytes), f"{manifest.description['step']:,}"
-        kinds = manifest.kind, parent, dtype_words(manifest.description)
-        result.append([snapshot.name, *kinds, *figures, age(manifest.created)])
+        result.append([name, *kinds, *figures, age(manifest.created)])
     return result
 
 
@@ -260,8 +251,7 @@ def report(action: str, name: str, manifests: dict[str, Manifest], begin: float,
     for store, manifest in manifests.items():
         of_store = f" of {text(store)}" if store else ""
         kind = "" if manifest.kind == "full" else f"{manifest.kind}, "
-        step = manifest.description["step"]
-        contents = f"{kind}{manifest.rows:,} rows, {size(manifest.total_bytes)}, step {step:,}"
+        contents = f"{kind}{manifest.rows:,} rows, {size(manifest.total_bytes)}, step {manifest.description['step']:,}"
         print(f"{action} {text(name)}{of_store}: {contents}, in {span(seconds)}{skipped}")
 
 

@@ -43,15 +43,13 @@ def merge(store: Store, name: Name, new: NewName, overwrite: Overwrite = False, 
     check_name(new)
     with locked([store], as_json) as (folder,):
         snapshot = open_snapshot(store, name)
-        path = folder.snapshots / new
         if overwrite and new != name and new in needed_names(folder):
-            raise SnapshotError(
-                f"snapshot {new!r} cannot be overwritten by the rows of {name!r}: it is the recovery snapshot of live "
-                "rows; choose another name"
-            )
+            reason = "it is the recovery snapshot of live rows; choose another name"
+            raise SnapshotError(f"snapshot {new!r} cannot be overwritten by the rows of {name!r}: {reason}")
         with output.progress("merging", snapshot.manifest.rows) as advance:
             id = snapshot.manifest.id  # recovery finds rows by this id, and the new snapshot has the same rows
-            manifest = write_snapshot(path, snapshot.description, snapshot.chunks(), advance, overwrite, id)
+            contents = snapshot.description, snapshot.chunks()
+            manifest = write_snapshot(folder.snapshots / new, *contents, advance, overwrite, id)
     output.report("merged", new, {"": manifest}, begin, as_json)
 
 
@@ -77,29 +75,24 @@ def prune(
     plans = {folder: plan_for(FolderState(folder), keep_last, keep_every) for folder in stores}
     if not dry_run:
         _prune(plans, keep_last, keep_every, timeout, as_json)
-    if as_json:
-        documents = {
-            store_name: {
-                "removed": [snapshot.name for snapshot in plans[folder].removed],
-                "kept": [snapshot.name for snapshot in plans[folder].kept],
-                "kept_for_live_rows": [snapshot.name for snapshot in plans[folder].kept_for_recovery],
-                "removed_bytes": sum(snapshot.manifest.total_bytes for snapshot in plans[folder].removed),
-                "dry_run": dry_run,
-            }
-            for folder, store_name in stores.items()
-        }
-        output.print_json(documents.get("") or {"stores": documents})
-        return
+    documents = {}
     for folder, store_name in stores.items():
-        plan, prefix = plans[folder], store_name and f"{output.text(store_name)}/"
-        for snapshot in plan.removed:
-            print(f"{'would remove' if dry_run else 'removed'} {prefix}{output.text(snapshot.name)}")
-        for snapshot in plan.kept_for_recovery:
-            note = "a save replaced it, but " if snapshot.name.startswith(REPLACED) else ""
-            verb = "would keep" if dry_run else "kept"
-            print(f"{verb} {prefix}{output.text(snapshot.name)}: {note}recovery needs it")
-        count, bytes = len(plan.removed) + len(plan.kept), sum(s.manifest.total_bytes for s in plan.removed)
-        print(f"{prefix and prefix + ' '}{len(plan.removed)} of {count} snapshots, {output.size(bytes)}")
+        kept, removed, needed = ([snapshot.name for snapshot in part] for part in plans[folder])
+        bytes = sum(snapshot.manifest.total_bytes for snapshot in plans[folder].removed)
+        parts = {"removed": removed, "kept": kept, "kept_for_live_rows": needed}
+        documents[store_name] = {**parts, "removed_bytes": bytes, "dry_run": dry_run}
+        if as_json:
+            continue
+        prefix = store_name and f"{output.text(store_name)}/"
+        for name in removed:
+            print(f"{'would remove' if dry_run else 'removed'} {prefix}{output.text(name)}")
+        for name in needed:
+            note = "a save replaced it, but " if name.startswith(REPLACED) else ""
+            print(f"{'would keep' if dry_run else 'kept'} {prefix}{output.text(name)}: {note}recovery needs it")
+        count = len(removed) + len(kept)
+        print(f"{prefix and prefix + ' '}{len(removed)} of {count} snapshots, {output.size(bytes)}")
+    if as_json:
+        output.print_json(documents.get("") or {"stores": documents})
 
 
 def _prune(plans: dict[Path, PrunePlan], keep_last: int, keep_every: int | None, timeout: float, as_json: bool) -> None:
@@ -114,12 +107,11 @@ def _prune(plans: dict[Path, PrunePlan], keep_last: int, keep_every: int | None,
         try:
             for store, plan in plans.items():
                 if store in serving and (answer := request_prune(store, keep_last, keep_every, timeout)) is not None:
-                    removed_names, everything = answer[0], [*plan.kept, *plan.removed]
+                    everything = [*plan.kept, *plan.removed]
+                    pruned = [s for s in everything if s.name in answer[0]]
                     kept, needed = (
-                        [s for s in part if s.name not in removed_names]
-                        for part in (everything, plan.kept_for_recovery)
+                        [s for s in part if s not in pruned] for part in (everything, plan.kept_for_recovery)
                     )
-                    pruned = [s for s in everything if s.name in removed_names]
                     plans[store] = retention.PrunePlan(kept, pruned, needed)
                 else:
                     with StoreFolder(store) as folder:
@@ -149,15 +141,11 @@ def verify(
     damaged: dict[str, SnapshotError] = {}
     sound: list[str] = []
     for folder, store_name in stores_at(store).items():
-        if names:
-            listing = Listing([open_snapshot(folder, name) for name in dict.fromkeys(names)], {})
-        else:
-            listing = list_snapshots(folder / "snapshots")
+        chosen = [open_snapshot(folder, name) for name in dict.fromkeys(names or ())]
+        listing = Listing(chosen, {}) if names else list_snapshots(folder / "snapshots")
         chains, broken = chains_of(listing.snapshots)
-        snapshots = {snapshot.name: snapshot for chain in chains.values() for snapshot in chain}
-        with output.progress(
-            "verifying", sum(snapshot.manifest.own_rows for snapshot in snapshots.values())
-        ) as advance:
+        rows = {snapshot.name: snapshot.manifest.own_rows for chain in chains.values() for snapshot in chain}
+        with output.progress("verifying", sum(rows.values())) as advance:
             wrong = {**listing.damaged, **verify_all(chains, broken, advance)}
         prefix = store_name and f"{store_name}/"
         damaged |= {prefix + name: error for name, error in wrong.items()}
@@ -239,25 +227,18 @@ def list_(store: Store, as_json: Json = False) -> None:
     """
     from ..snapshots.files.reader import list_snapshots
 
-    listings = {store_name: list_snapshots(folder / "snapshots") for folder, store_name in stores_at(store).items()}
-    prefixes = {store_name: store_name and f"{store_name}/" for store_name in listings}
-    damaged = {
-        prefixes[of] + name: error for of, listing in listings.items() for name, error in listing.damaged.items()
-    }
+    entries, lines = {}, [output.SNAPSHOT_HEADER]
+    damaged: dict[str, SnapshotError] = {}
+    for folder, store_name in stores_at(store).items():
+        listing, prefix = list_snapshots(folder / "snapshots"), store_name and f"{store_name}/"
+        entries[store_name] = [output.entry(s.name, s.manifest) for s in listing.snapshots]
+        lines += [[prefix + name, *cells] for name, *cells in output.lines(listing.snapshots)]
+        damaged |= {prefix + name: error for name, error in listing.damaged.items()}
     if as_json:
-        entries = {
-            store_name: [output.entry(s.name, s.manifest) for s in listing.snapshots]
-            for store_name, listing in listings.items()
-        }
         document = {"snapshots": entries[""]} if "" in entries else {"stores": entries}
         output.print_json({**document, "damaged": {name: str(error) for name, error in damaged.items()}})
     else:
-        lines = [
-            [prefixes[store_name] + line[0], *line[1:]]
-            for store_name, listing in listings.items()
-            for line in output.lines(listing.snapshots)
-        ]
-        output.print_table([output.SNAPSHOT_HEADER, *lines], output.NUMBER_COLUMNS)
+        output.print_table(lines, output.NUMBER_COLUMNS)
     output.report_damaged(damaged)
 
 
@@ -277,11 +258,9 @@ def inspect(
     from ..engine.options.table_names import label_of, names_in
     from ..snapshots.files.format import with_named_hyper
     from ..snapshots.inspection.row import plain_row
-    from ..snapshots.inspection.summary import summarise
+    from ..snapshots.inspection.summary import check_plot, draw, summarise
 
     if plot is not None:
-        from ..snapshots.inspection.summary import check_plot, draw
-
         check_plot(plot)
     snapshot = open_snapshot(store, name)
     with output.progress("reading", snapshot.manifest.rows) as advance:

@@ -31,7 +31,6 @@ def stat(store: Store, as_json: Json = False) -> None:
     if as_json:
         output.print_json(plain(status))
         return
-    sizes = ", ".join(f"{output.size(count)} {part}" for part, count in status.bytes.items())
     by_table = status.rows_by_table or {}
     tables = {"rows by table": ", ".join(f"{output.text(name)}: {rows:,}" for name, rows in by_table.items())}
     in_use = f"open in process {status.holder or 'unknown'}"
@@ -43,7 +42,7 @@ def stat(store: Store, as_json: Json = False) -> None:
             "rows": "unknown" if status.rows is None else f"{status.rows:,}",
             **(tables if len(by_table) > 1 else {}),
             "step": "unknown" if status.step is None else f"{status.step:,}",
-            "on disk": sizes,
+            "on disk": ", ".join(f"{output.size(count)} {part}" for part, count in status.bytes.items()),
             "recovery": output.text(status.recovery_snapshot or "none"),
             **({"trained together with": ", ".join(map(output.text, status.partners))} if status.partners else {}),
             **{f"record of {output.text(one.name)}": _describe_member(one, status.partners) for one in status.group},
@@ -77,8 +76,7 @@ def detach(store: Store, as_json: Json = False) -> None:
 def compact(
     store: Store,
     rocksdb_options: Annotated[
-        str,
-        typer.Option(help="The store's `rocksdb_options`, if any. New files are written with them."),
+        str, typer.Option(help="The store's `rocksdb_options`, if any. New files are written with them.")
     ] = "",
     as_json: Json = False,
 ) -> None:
@@ -98,9 +96,8 @@ def compact(
     seconds = time.monotonic() - begin
     if as_json:
         before, after = sizes or (None, None)
-        output.print_json(
-            {"merged": sizes is not None, "bytes_before": before, "bytes_after": after, "seconds": seconds}
-        )
+        figures = {"bytes_before": before, "bytes_after": after, "seconds": seconds}
+        output.print_json({"merged": sizes is not None, **figures})
     elif sizes is None:
         print("nothing to merge: the live rows are row files, which every close rewrites")
     else:
@@ -140,7 +137,6 @@ def get(
     from ..snapshots.store.status import existing_store, is_snapshot
 
     fields: dict[str, Any] = {}
-
     try:
         if snapshot is not None or is_snapshot(store):
             opened = Snapshot.open(store) if snapshot is None else open_snapshot(store, snapshot)
@@ -169,8 +165,7 @@ def get(
 
 def plain(status: StoreStatus) -> dict[str, Any]:
     """Convert a status to plain values for JSON."""
-    restart = {"from": status.restart.source, **vars(status.restart)}
-    del restart["source"]
+    restart = dict(vars(status.restart))
     return {
         "state": status.state,
         "holder": status.holder,
@@ -184,7 +179,7 @@ def plain(status: StoreStatus) -> dict[str, Any]:
         "step": status.step,
         "base": status.recovery_snapshot,
         "bytes": status.bytes,
-        "restart": restart,
+        "restart": {"from": restart.pop("source"), **restart},
     }
 
 
@@ -196,9 +191,8 @@ def _live(status: StoreStatus) -> str | None:
 
 def _describe_member(member: MemberStatus, partners: Sequence[str]) -> str:
     step = "an unknown step" if member.step is None else f"step {member.step:,}"
-    live = ["live rows"] if member.live else []
     snapshot = [f"snapshot {output.text(member.snapshot)}"] if member.snapshot else []
-    saved = " and ".join([*live, *snapshot])
+    saved = " and ".join(["live rows"] * member.live + snapshot)
     now = f"{saved or 'no rows'} of {step}" if saved or member.step == 0 else "rows that are not saved"
     common = output.text(member.common or "no rows")
     common_step = "" if member.common_step is None else f" of step {member.common_step:,}"
@@ -211,10 +205,8 @@ def _describe_restart(status: StoreStatus) -> str:
             f"{status.ranks} ranks resume from their shards, which are on other hosts; a single process must load a "
             "snapshot first"
         )
-    source = _describe_source(status.restart)
-    if status.holder is None:
-        return source
-    return f"after a close, resumes from the live rows; after a kill, {source}"
+    held = "" if status.holder is None else "after a close, resumes from the live rows; after a kill, "
+    return held + _describe_source(status.restart)
 
 
 def _describe_source(restart: Restart) -> str:

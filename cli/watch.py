@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ..snapshots.files.reader import Listing, Snapshot
     from ..snapshots.store.status import StoreStatus
 
-
 _STATE = ("state", "holder", "step")  # fields of a store's status whose change is an event
 
 

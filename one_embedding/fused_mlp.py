@@ -32,13 +32,9 @@ class FusedMLP(NoTorchScript, nn.Module):
     """
 
     @checked_arguments(
-        "in_features",
-        "hidden_features",
-        "out_features",
-        "hidden_dropout_rates",
-        "out_dropout_rate",
+        "in_features", "hidden_features", "out_features", "hidden_dropout_rates", "out_dropout_rate",
         "skip_final_activation",
-    )
+    )  # fmt: skip
     def __init__(
         self,
         in_features: int,
@@ -49,11 +45,10 @@ class FusedMLP(NoTorchScript, nn.Module):
         skip_final_activation: bool = False,
     ) -> None:
         super().__init__()
-        rates = [0.0] * len(hidden_features) if hidden_dropout_rates is None else [*hidden_dropout_rates]
-        if len(rates) != len(hidden_features):
-            raise OptionError(
-                f"hidden_dropout_rates={hidden_dropout_rates!r}: give a rate for each of {len(hidden_features)} layers"
-            )
+        layers = len(hidden_features)
+        rates = [0.0] * layers if hidden_dropout_rates is None else [*hidden_dropout_rates]
+        if len(rates) != layers:
+            raise OptionError(f"hidden_dropout_rates={hidden_dropout_rates!r}: give a rate for each of {layers} layers")
         self._rates, self.skip_final_activation = [*rates, out_dropout_rate], skip_final_activation
         for number, shape in enumerate(pairwise([in_features, *hidden_features, out_features])):
             layer: Any = nn.Linear(*shape)

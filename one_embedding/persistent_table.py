@@ -48,14 +48,13 @@ make_persistent_table_writer = _with_paths(exchange.make_persistent_table_writer
 def _store_folder(paths: Any) -> Path:
     """Return the single folder in `paths`. In OneFlow the list has a folder per rank. Raises OptionError."""
     folders = list(paths) if isinstance(paths, (list, tuple)) else [paths]
+    remedy = "give [<persistent_path>/<embedding name>]"
     if len(folders) != 1 or not isinstance(folders[0], (str, os.PathLike)):
-        raise OptionError(
-            f"paths={paths!r}: an embedding has one store folder; give [<persistent_path>/<embedding name>]"
-        )
+        raise OptionError(f"paths={paths!r}: an embedding has one store folder; {remedy}")
     folder = Path(folders[0])
     if re.fullmatch(r"\d+-\d+", folder.name) and not folder.exists():
         raise OptionError(
             f"paths={paths!r}: there is no folder {folder.name!r}. OneFlow has such a folder for each rank, and "
-            "tierbed has one folder for all; give [<persistent_path>/<embedding name>]"
+            f"tierbed has one folder for all; {remedy}"
         )
     return folder

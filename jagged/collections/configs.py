@@ -102,10 +102,8 @@ class EmbeddingConfig:
         where = f"table {self.name!r}"
         if not is_table_name(self.name):
             raise OptionError(f"{where}: name={self.name!r}; give printable characters that are not all digits")
-        if self.num_embeddings is not None:
-            int_option(
-                f"{where}: num_embeddings", self.num_embeddings, "the number of ids, or None for any id", 1, 2**64
-            )
+        if (count := self.num_embeddings) is not None:
+            int_option(f"{where}: num_embeddings", count, "the number of ids, or None for any id", 1, 2**64)
         int_option(f"{where}: embedding_dim", self.embedding_dim, "a whole number from 1 on", 1)
         self._check_unused(where)
         if isinstance(self.feature_names, str) or not all(isinstance(name, str) for name in self.feature_names):
@@ -161,11 +159,10 @@ class EmbeddingConfig:
                 f"{where}: data_type={self.data_type!r}; rows are stored in FP32, BF16 or FP16: give one of them, or "
                 "torch.float32, torch.bfloat16 or torch.float16"
             )
-        for config_field in fields(self):
-            value = getattr(self, config_field.name)
-            if "reason" in config_field.metadata and value != config_field.default:
-                reason = config_field.metadata["reason"]
-                raise OptionError(f"{where}: {config_field.name}={value!r} is not supported: {reason}; leave it out")
+        for item in fields(self):
+            value, reason = getattr(self, item.name), item.metadata.get("reason")
+            if reason and value != item.default:
+                raise OptionError(f"{where}: {item.name}={value!r} is not supported: {reason}; leave it out")
 
 
 @dataclass
@@ -210,11 +207,8 @@ def _convert_init_fn(init_fn: Any, where: str) -> Mapping[str, Any]:
 def as_config(config: Any, kind: type[EmbeddingConfig]) -> EmbeddingConfig:
     """Return a config of class `kind`, made from TorchRec's config if needed. Raises OptionError."""
     pools = issubclass(kind, EmbeddingBagConfig)
-    if (
-        not hasattr(config, "num_embeddings")
-        or not hasattr(config, "embedding_dim")
-        or hasattr(config, "pooling") != pools
-    ):
+    is_table = hasattr(config, "num_embeddings") and hasattr(config, "embedding_dim")
+    if not is_table or hasattr(config, "pooling") != pools:
         raise OptionError(
             f"tables: got a {type(config).__name__}; give a list of {kind.__name__}, "
             + ("for rows that are not pooled use an EmbeddingCollection" if pools else "which pools nothing")

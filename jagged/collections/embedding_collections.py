@@ -25,6 +25,7 @@ from .configs import EmbeddingBagConfig, EmbeddingConfig
 from .tables import TableCollection, TableView, key_positions, output_names
 
 PADDING_ID = -1  # the id without a row in a collection that pads
+_Ids = tuple[Tensor, Tensor, Tensor | None]
 
 
 @dataclass(eq=False)
@@ -113,7 +114,7 @@ class EmbeddingBagCollection(TableCollection):
         """
         with self.raise_on_all_ranks():
             batch = as_features(features)
-            weights = self._weights_of(batch)
+            weights = self._weights_of(batch) if self._is_weighted else None
             rows = [self._rows(lookup, batch, weights) for lookup in self._lookups]
         if not rows:
             return KeyedTensor([], [], torch.empty(batch.stride(), 0, device=batch.values().device))
@@ -151,28 +152,21 @@ class EmbeddingBagCollection(TableCollection):
         lookup.tables.append(table)
         return self._lookups.index(lookup)
 
-    def _weights_of(self, batch: KeyedJaggedTensor) -> Tensor | None:
-        """Return the batch's weights as float32, or None if the collection is unweighted. Raises InputError."""
-        if not self._is_weighted:
-            return None
-        weights = batch.weights_or_none()
-        if weights is None:
-            raise InputError(
-                f"features of {self.name!r}: is_weighted=True, and the batch has no weights; give weights to the "
-                "KeyedJaggedTensor, or make the collection with is_weighted=False"
-            )
-        return weights if weights.dtype == torch.float32 else weights.to(torch.float32)
+    def _weights_of(self, batch: KeyedJaggedTensor) -> Tensor:
+        """Return the batch's weights as float32. Raises InputError if there are none."""
+        if (weights := batch.weights_or_none()) is None:
+            remedy = "give weights to the KeyedJaggedTensor, or make the collection with is_weighted=False"
+            raise InputError(f"features of {self.name!r}: is_weighted=True, and the batch has no weights; {remedy}")
+        return weights.float()
 
     def _rows(self, lookup: _PooledLookup, batch: KeyedJaggedTensor, weights: Tensor | None) -> Tensor:
         """Return [batch, columns * dim]."""
         if isinstance(batch, VariableBatchKeyedJaggedTensor):
             return self._expand_bags(lookup, batch)
         keys = batch.keys()
-        rows: Tensor = self.embedding(lookup.embedding)(
-            self.convert_ids(batch.values()), lookup.tables, batch.offsets(), lookup.pooling, weights,
-            features=key_positions(lookup.features, keys), num_features=len(keys),
-        )  # fmt: skip
-        return rows.flatten(1)
+        arguments = self.convert_ids(batch.values()), lookup.tables, batch.offsets(), lookup.pooling, weights
+        numbers = key_positions(lookup.features, keys)
+        return self.embedding(lookup.embedding)(*arguments, features=numbers, num_features=len(keys)).flatten(1)
 
     def _expand_bags(self, lookup: _PooledLookup, batch: VariableBatchKeyedJaggedTensor) -> Tensor:
         """Look each bag up once, then copy its row to each sample that shares it. Returns [batch, columns * dim]."""
@@ -182,10 +176,8 @@ class EmbeddingBagCollection(TableCollection):
         )
         inverse, counts = batch.inverse_indices_or_none(), batch.stride_per_key()
         if inverse is None and len({*counts}) > 1:
-            raise InputError(
-                f"features of {self.name!r}: keys differ in their numbers of bags, {counts}, and "
-                "inverse_indices=None; give inverse_indices, the bag of each sample"
-            )
+            wrong = f"keys differ in their numbers of bags, {counts}, and inverse_indices=None"
+            raise InputError(f"features of {self.name!r}: {wrong}; give inverse_indices, the bag of each sample")
         numbers = key_positions(lookup.features, batch.keys())
         chosen, device = batch.permute(numbers), batch.device()
         if device.type != "meta":
@@ -198,8 +190,7 @@ class EmbeddingBagCollection(TableCollection):
         firsts = torch.tensor(chosen.lengths_offset_per_key()[:-1], device=device)
         bags = torch.arange(batch.stride(), device=device) if inverse is None else inverse[1][numbers]
         samples = bags + firsts[:, None]  # [columns, batch]
-        expanded: Tensor = rows[samples.t()].flatten(1)
-        return expanded
+        return rows[samples.t()].flatten(1)
 
 
 def as_features(features: Any) -> KeyedJaggedTensor:
@@ -210,9 +201,8 @@ def as_features(features: Any) -> KeyedJaggedTensor:
         return KeyedJaggedTensor.from_jt_dict({key: as_jagged(jagged) for key, jagged in features.items()})
     if hasattr(features, "variable_stride_per_key"):
         return KeyedJaggedTensor.from_torchrec(features)
-    raise InputError(
-        f"features: got a {type(features).__name__}; give a KeyedJaggedTensor, TorchRec's, or a dict of JaggedTensors"
-    )
+    wanted = "a KeyedJaggedTensor, TorchRec's, or a dict of JaggedTensors"
+    raise InputError(f"features: got a {type(features).__name__}; give {wanted}")
 
 
 def as_jagged(feature: Any) -> JaggedTensor:
@@ -309,11 +299,8 @@ class EmbeddingCollection(TableCollection):
         result: dict[str, JaggedTensor | Padded] = {}
         with self.raise_on_all_ranks():
             for name, embedding, table, (ids, offsets, mask) in self._lookups(features):
-                rows = embedding(ids, table)
-                if mask is not None:
-                    result[name] = Padded(rows, mask)
-                else:
-                    result[name] = JaggedTensor(rows, ids if self._need_indices else None, offsets=offsets)
+                rows, own_ids = embedding(ids, table), ids if self._need_indices else None
+                result[name] = JaggedTensor(rows, own_ids, None, offsets) if mask is None else Padded(rows, mask)
         return result
 
     def need_indices(self) -> bool:
@@ -332,8 +319,8 @@ class EmbeddingCollection(TableCollection):
         return [list(names) for names in self._names]
 
     def _lookups_of(self, features: Any) -> Iterator[tuple[MultiTableEmbedding, Lookup]]:
-        for _, embedding, table, feature_ids in self._lookups(features):
-            yield embedding, check_lookup(embedding.spec, feature_ids.ids, table)
+        for _, embedding, table, (ids, _, _) in self._lookups(features):
+            yield embedding, check_lookup(embedding.spec, ids, table)
 
     def _lookups(self, features: Any) -> Iterator[tuple[str, MultiTableEmbedding, int, _Ids]]:
         """Yield (result name, embedding, table number in the embedding, ids) for each result."""
@@ -350,6 +337,7 @@ class EmbeddingCollection(TableCollection):
                 yield name, embedding, table, ids[feature]
 
     def _ids(self, batch: dict[str, JaggedTensor] | KeyedJaggedTensor, feature: str) -> _Ids:
+        """Return (ids [n], offsets, None), or for a padded feature (ids [batch, length], offsets, its mask)."""
         length = self._padded.get(feature)
         if length is None or isinstance(batch, dict) or batch.variable_stride_per_key():
             jagged = batch[feature]
@@ -359,14 +347,6 @@ class EmbeddingCollection(TableCollection):
             values, offsets = batch.values(), batch.offsets()[first : first + batch.stride() + 1]
         ids = self.convert_ids(values)
         if length is None:
-            return _Ids(ids, offsets, None)
+            return ids, offsets, None
         signed = ids.view(torch.int64) if ids.dtype == torch.uint64 else ids  # torch has no ops on uint64
-        return _Ids(pad(signed, offsets, length, PADDING_ID).view(ids.dtype), offsets, is_value(offsets, length))
-
-
-class _Ids(NamedTuple):
-    """The ids of a feature: jagged [n], or padded [batch, length] with a mask that is True where there is an id."""
-
-    ids: Tensor
-    offsets: Tensor
-    mask: Tensor | None
+        return pad(signed, offsets, length, PADDING_ID).view(ids.dtype), offsets, is_value(offsets, length)

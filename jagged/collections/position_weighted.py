@@ -64,14 +64,13 @@ class PositionWeightedModuleCollection(NoTorchScript, nn.Module):
         names = max_feature_lengths if isinstance(max_feature_lengths, Mapping) else ()
         if not names or not all(isinstance(name, str) for name in names):
             raise OptionError(f"max_feature_lengths={max_feature_lengths!r}: give {{feature: maximum ids of a bag}}")
-        self.max_feature_lengths = {
-            feature: int_option(f"max_feature_lengths[{feature!r}]", length, _MAXIMUM, 1)
-            for feature, length in max_feature_lengths.items()
-        }
-        if dotted := [feature for feature in self.max_feature_lengths if "." in feature]:
-            raise OptionError(f"max_feature_lengths: {dotted[0]!r} names a parameter; use no dots")
+        self.max_feature_lengths: dict[str, int] = {}
         self.position_weights = nn.ParameterDict()
-        for feature, length in self.max_feature_lengths.items():  # one by one, since ParameterDict sorts a dict
+        for feature, maximum in max_feature_lengths.items():  # one by one, since ParameterDict sorts a dict
+            length = int_option(f"max_feature_lengths[{feature!r}]", maximum, _MAXIMUM, 1)
+            if "." in feature:
+                raise OptionError(f"max_feature_lengths: {feature!r} names a parameter; use no dots")
+            self.max_feature_lengths[feature] = length
             self.position_weights[feature] = nn.Parameter(torch.ones(length, device=device))
 
     def reset_parameters(self) -> None:
@@ -91,19 +90,16 @@ class PositionWeightedModuleCollection(NoTorchScript, nn.Module):
             InputError: If the features already have weights, or a bag is too long.
         """
         batch = as_features(features)
-        if not batch.keys():
+        if not (keys := batch.keys()):
             return batch
         if batch.weights_or_none() is not None:
             raise InputError("features: give a KeyedJaggedTensor without weights, which this adds")
-        key_positions(self.max_feature_lengths, batch.keys())  # raises for a missing feature
-        weights = _weights(self.position_weights_dict, batch.keys(), batch)
+        key_positions(self.max_feature_lengths, keys)  # raises for a missing feature
+        weights = _weights(self.position_weights_dict, keys, batch)
+        offsets, inverse = batch.offsets(), batch.inverse_indices_or_none()
+        strides = batch.stride_per_key_per_rank() or None
         return KeyedJaggedTensor(
-            batch.keys(),
-            batch.values(),
-            weights,
-            offsets=batch.offsets(),
-            stride_per_key_per_rank=batch.stride_per_key_per_rank() or None,
-            inverse_indices=batch.inverse_indices_or_none(),
+            keys, batch.values(), weights, offsets=offsets, stride_per_key_per_rank=strides, inverse_indices=inverse
         )
 
     @property
@@ -148,8 +144,7 @@ def _weights(parameters: Mapping[str, Tensor], keys: Sequence[str], batch: Jagge
     elif device.type != "meta":
         _check(position, limit, limited, key, keys)
     all_weights = torch.cat([*parameters.values(), next(iter(parameters.values())).new_ones(1)])
-    weights: Tensor = all_weights[first + torch.minimum(position, limit - 1)]
-    return weights
+    return all_weights[first + torch.minimum(position, limit - 1)]
 
 
 def _check(position: Tensor, limit: Tensor, limited: Tensor, key: Tensor, keys: Sequence[str]) -> None:
@@ -157,11 +152,9 @@ def _check(position: Tensor, limit: Tensor, limited: Tensor, key: Tensor, keys: 
     beyond = limited & (position >= limit)
     if beyond.any():
         first = int(beyond.nonzero()[0])
-        name, length = keys[int(key[first])], int(limit[first])
-        raise InputError(
-            f"feature {name!r}: a bag of more than {length} ids; shorten bags, or raise max_feature_lengths[{name!r}] "
-            "to the longest bag's length"
-        )
+        name = repr(keys[int(key[first])])
+        remedy = f"shorten bags, or raise max_feature_lengths[{name}] to the longest bag's length"
+        raise InputError(f"feature {name}: a bag of more than {int(limit[first])} ids; {remedy}")
 
 
 @torch.library.custom_op("tierbed::checked_positions", mutates_args=())

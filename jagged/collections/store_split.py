@@ -42,17 +42,13 @@ def assign_stores(store_options: Mapping[str, Any], requests: Mapping[str, Store
         return divide_store(store_options_from_dict(store_options), requests)
     by_name = {str(name): options for name, options in store_options.items()}
     names = ", ".join(map(repr, requests))
-    for name in by_name:
-        if name not in requests:
-            near = difflib.get_close_matches(name, requests, 1)
-            meant = f"did you mean {near[0]!r}? " if near else ""
-            raise OptionError(f"store_options[{name!r}]: there is no such embedding; {meant}give options for {names}")
-    missing = [name for name in requests if name not in by_name]
-    if missing:
-        raise OptionError(
-            f"store_options has none for embedding {', '.join(map(repr, missing))}; give options for each of {names}, "
-            "or one store for all, which is divided"
-        )
+    if unknown := [name for name in by_name if name not in requests]:
+        near = difflib.get_close_matches(unknown[0], requests, 1)
+        meant = f"did you mean {near[0]!r}? " if near else ""
+        raise OptionError(f"store_options[{unknown[0]!r}]: there is no such embedding; {meant}give options for {names}")
+    if missing := [name for name in requests if name not in by_name]:
+        remedy = f"give options for each of {names}, or one store for all, which is divided"
+        raise OptionError(f"store_options has none for embedding {', '.join(map(repr, missing))}; {remedy}")
     return {name: store_options_from_dict(by_name[name], f"store_options[{name!r}]") for name in requests}
 
 
@@ -118,10 +114,9 @@ def _budgets(
 ) -> list[float]:
     whole: Any = options.get(budget)
     if whole == "auto":
-        raise OptionError(
-            f"{budget}='auto' is for one embedding, and {len(requests)} share the store: {', '.join(requests)}; give a "
-            "number of MiB to divide, or store_options for each by its name"
-        )
+        embeddings = f"{len(requests)} share the store: {', '.join(requests)}"
+        remedy = "give a number of MiB to divide, or store_options for each by its name"
+        raise OptionError(f"{budget}='auto' is for one embedding, and {embeddings}; {remedy}")
     rows = _core.WAYS if budget in BUDGETS[:2] else 0  # a cache has at least one set
     minimum = [max(rows * row_bytes(request, MAX_STATES), 1) for request in requests.values()]
     parts = _divide(int(whole * MB), sizes, minimum)

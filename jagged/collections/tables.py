@@ -33,8 +33,6 @@ from .configs import EmbeddingConfig, as_config
 from .store_split import StoreRequest, assign_stores, format_stores
 
 log = logging.getLogger("tierbed")
-
-
 T = TypeVar("T", bound=EmbeddingConfig)
 
 
@@ -80,22 +78,20 @@ class TableView(NamedTuple):
         Raises InputError if the table accepts any id.
         """
         embedding, number, rows = self.dense()
-        name, device = self.name, embedding.device
-        if device.type == "meta":
-            return torch.empty(rows, self.embedding_dim, dtype=self.dtype, device=device)
+        if embedding.device.type == "meta":
+            return torch.empty(rows, self.embedding_dim, dtype=self.dtype, device="meta")
+        name = repr(self.name)
         remedy = (
-            f"weight of table {name!r} is a copy, so a write into it changes no stored row; call embedding_of({name!r})"
-            f".put(torch.arange({rows}), rows, {name!r}) or load_dense, or clone() it for a tensor of your own"
+            f"weight of table {name} is a copy, so a write into it changes no stored row; call embedding_of({name})"
+            f".put(torch.arange({rows}), rows, {name}) or load_dense, or clone() it for a tensor of your own"
         )
         return ReadOnlyCopy(dense_rows(embedding, number, rows, self.dtype), remedy)
 
     def dense(self) -> tuple[MultiTableEmbedding, int, int]:
         """Return (embedding, table number, number of rows). Raises InputError if the table accepts any id."""
         if self.num_embeddings is None:
-            raise InputError(
-                f"table {self.name!r} takes any id, so it is no dense tensor; make it with num_embeddings, or "
-                "use save_snapshot or chunks()"
-            )
+            remedy = "make it with num_embeddings, or use save_snapshot or chunks()"
+            raise InputError(f"table {self.name!r} takes any id, so it is no dense tensor; {remedy}")
         return self.embedding, self.number, self.num_embeddings
 
 
@@ -132,24 +128,17 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
     ) -> None:
         """Make an embedding per table group, and join them in one training group. options: for each embedding."""
         for group, tables in groups.items():
-            first = tables[0]
             if "." in group:
                 raise OptionError(f"name={self.name!r}: it names modules; use no dots")
             if group in self.embeddings:
                 raise OptionError(f"name={self.name!r}: share has an embedding {group!r} too; give another name")
             self._warn_of_other_dtypes(group, tables, stores[group], {*groups, *self._shared})
-            self.embeddings[group] = MultiTableEmbedding(
-                group,
-                first.embedding_dim,
-                first.dtype,
-                key_type,
-                [table.table_options() for table in tables],
-                stores[group],
-                # with a common seed, equal keys would have equal initial rows in several embeddings
-                seed=(seed + crc32(self._seed_name(group, tables).encode())) % 2**63,
-                **options,
-            )
-            embedding = self.embedding(group)
+            # with a common seed, equal keys would have equal initial rows in several embeddings
+            own_seed = (seed + crc32(self._seed_name(group, tables).encode())) % 2**63
+            types = tables[0].embedding_dim, tables[0].dtype, key_type
+            table_options = [table.table_options() for table in tables]
+            embedding = MultiTableEmbedding(group, *types, table_options, stores[group], seed=own_seed, **options)
+            self.embeddings[group] = embedding
             embedding.set_spec(has_own_seed=False)  # stored rows may come from an earlier seed formula
             if not self._is_named and stores[group].persistent_path is None:
                 embedding.naming = "default"
@@ -209,8 +198,7 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
 
     def table_location(self, table: int | str) -> tuple[str, int]:
         """Return (embedding name, table number in the embedding). Raises InputError."""
-        number = table_number(table, self._tables)
-        if number is None:
+        if (number := table_number(table, self._tables)) is None:
             raise InputError(f"table of {self.name!r}: got {table!r}; give one of {choices(self._tables)}")
         view = self.embeddings.tables[self._tables[number]]
         return view.group, view.number
@@ -218,23 +206,20 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
     def _dense_states(self) -> dict[str, dict[str, Tensor]]:
         """Return {table name: its optimizer state from `dense_states`}. Raises InputError, StoreError."""
         dense = {name: self.embeddings.tables[name].dense() for name in self._tables}
-        states = {
-            holder: dense_states(
-                holder, {number: rows for embedding, number, rows in dense.values() if embedding is holder}
-            )
-            for holder in self.each()
-        }
+        states = {}
+        for holder in self.each():
+            own = {number: rows for embedding, number, rows in dense.values() if embedding is holder}
+            states[holder] = dense_states(holder, own)
         return {name: states[embedding][number] for name, (embedding, number, _) in dense.items()}
 
     def _load_rows(self, weights: Mapping[str, Tensor], states: Mapping[str, Mapping[str, Any]], step: Any) -> None:
         """Call `load_dense` on each embedding, with arguments by table name. Checks all before it changes any."""
         loads = []
         for embedding in self.each():
-            names = [name for name in self._tables if self.embedding_of(name) is embedding]
-            rows = {name: weights[name] for name in names}
-            table_states = {name: states[name] for name in names if name in states}
+            rows = {name: weights[name] for name in self._tables if self.embedding_of(name) is embedding}
+            own_states = {name: states[name] for name in rows if name in states}
             with embedding.raise_on_all_ranks():
-                loads.append((embedding, dense_tensors(embedding, rows, table_states, step)))
+                loads.append((embedding, dense_tensors(embedding, rows, own_states, step)))
         for embedding, tensors in loads:
             embedding.load_tensors(tensors)
 
@@ -324,10 +309,8 @@ class TableCollection(TableModule):
         Raises:
             InputError: If a table accepts any id.
         """
-        tables = self.embeddings.tables
-        return {
-            name: dense_rows(*tables[config.name].dense(), config.dtype) for name, config in self._weight_names.items()
-        }
+        views = self.embeddings.tables
+        return {name: dense_rows(*views[table.name].dense(), table.dtype) for name, table in self._weight_names.items()}
 
     def to_torchrec_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """Return each table's optimizer state as TorchRec's KeyedOptimizer has it.
@@ -343,8 +326,7 @@ class TableCollection(TableModule):
         result, states = {}, self._dense_states()
         for name, config in self._weight_names.items():
             step = torch.tensor(float(self.embedding_of(config.name).table_handle().local_table.step))
-            table_states = {key: state.view(len(state), -1) for key, state in states[config.name].items()}
-            result[name] = {"step": step, **table_states}
+            result[name] = {"step": step} | {key: s.view(len(s), -1) for key, s in states[config.name].items()}
         return result
 
     @checked_arguments("state")
@@ -384,11 +366,10 @@ class TableCollection(TableModule):
         dense = {name: state_dict.pop(prefix + name) for name in self._weight_names if prefix + name in state_dict}
         if dense:
             missing += [prefix + name for name in self._weight_names if name not in dense]
+        tables = {config.name: dense[name] for name, config in self._weight_names.items() if name in dense}
         for group in self.embeddings if dense else ():
-            embedding = self.embedding(group)
-            tables = {config.name: dense[name] for name, config in self._weight_names.items() if name in dense}
-            own = {name: rows for name, rows in tables.items() if self.embedding_of(name) is embedding}
-            put_in_state(embedding, own, state_dict, f"{prefix}embeddings.{group}.", errors)
+            own = {name: rows for name, rows in tables.items() if self.table_location(name)[0] == group}
+            put_in_state(self.embedding(group), own, state_dict, f"{prefix}embeddings.{group}.", errors)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def reset_parameters(self) -> None:
@@ -408,10 +389,8 @@ class TableCollection(TableModule):
         for group in self._shared:
             embedding = self.embedding(group)
             if embedding.device.type != target.type:
-                raise OptionError(
-                    f"device={device!r}: the shared embedding {embedding.name!r} is on {embedding.device}; give that, "
-                    "or move both collections by .to(device)"
-                )
+                where = f"the shared embedding {embedding.name!r} is on {embedding.device}"
+                raise OptionError(f"device={device!r}: {where}; give that, or move both collections by .to(device)")
         self.to(target)
 
     def prefetch(self, features: Any) -> None:
@@ -437,9 +416,9 @@ class TableCollection(TableModule):
         if values.dtype.is_floating_point or values.dtype.is_complex or values.dtype == torch.bool:
             raise InputError(f"values of {self.name!r}: {values.dtype}; give ids of an integer dtype")
         if values.dtype.itemsize > self.key_type.itemsize:
+            remedy = "make the collection with key_type=torch.int64, or give values.to(torch.int32)"
             raise InputError(
-                f"values of {self.name!r}: {values.dtype} is wider than key_type={self.key_type}; make the collection "
-                "with key_type=torch.int64, or give values.to(torch.int32)"
+                f"values of {self.name!r}: {values.dtype} is wider than key_type={self.key_type}; {remedy}"
             )
         return values if values.dtype == self.key_type else values.to(self.key_type)
 
@@ -449,11 +428,11 @@ class TableCollection(TableModule):
         """Look up a table in `share`'s embedding. Raises OptionError if the table's two configs differ."""
         shared = next(other for other in share.configs if other.name == config.name)
         for fact in ("num_embeddings", "embedding_dim", "dtype", "group"):
-            if getattr(config, fact) != getattr(shared, fact):
-                raise OptionError(
-                    f"table {config.name!r}: {fact}={getattr(config, fact)!r}, and {getattr(shared, fact)!r} in share, "
-                    f"{share.name!r}; give the same, or another name for a separate table"
-                )
+            own, other = getattr(config, fact), getattr(shared, fact)
+            if own != other:
+                difference = f"{fact}={own!r}, and {other!r} in share, {share.name!r}"
+                remedy = "give the same, or another name for a separate table"
+                raise OptionError(f"table {config.name!r}: {difference}; {remedy}")
         if config.table_options() != shared.table_options():
             raise OptionError(
                 f"table {config.name!r}: new rows or bad_ids differ from those in share, {share.name!r}; give the same "

@@ -62,9 +62,9 @@ def fuse(model: nn.Module, sharders: Any) -> None:
 
 def check_sharding(where: str, sharding: Any) -> None:
     """Raise OptionError if a table's entry in a plan has a setting that tierbed does not follow."""
-    settings = {name: getattr(sharding, name, None) for name in _PLAN_SETTINGS}
+    settings = {name: value for name in _PLAN_SETTINGS if (value := getattr(sharding, name, None)) is not None}
     try:
-        refuse({name: value for name, value in settings.items() if value is not None}, _REFUSED, ())
+        refuse(settings, _REFUSED, ())
     except OptionError as error:
         raise OptionError(f"plan: {where}: {error}") from None
 

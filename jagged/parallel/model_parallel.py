@@ -60,10 +60,9 @@ class DistributedModelParallel(nn.Module):
         **refused: Any,
     ) -> None:
         super().__init__()
-        for name in (name for name, value in refused.items() if value is not None):
-            raise OptionError(
-                f"{name}={refused[name]!r}: torch's DistributedDataParallel wraps the model; leave it out"
-            )
+        for name, value in refused.items():
+            if value is not None:
+                raise OptionError(f"{name}={value!r}: torch's DistributedDataParallel wraps the model; leave it out")
         _check_plan(plan)
         self.plan, self.sharders, self.init_parameters = plan, sharders, init_parameters
         self.device = torch.device("cpu" if device is None else device)
@@ -215,9 +214,8 @@ def _check_plan(plan: Any) -> None:
     for path, kind in kinds.items():
         if (kind := getattr(kind, "value", kind)) != "row_wise":
             raise OptionError(
-                f"plan: {path} is {kind!r}; rows are spread over all ranks by the hash of their ids, "
-                "'row_wise', so that each rank holds about as many as another; leave the plan out "
-                "(docs/distributed.md)"
+                f"plan: {path} is {kind!r}; rows are spread over all ranks by the hash of their ids, 'row_wise', so "
+                "that each rank holds about as many as another; leave the plan out (docs/distributed.md)"
             )
         check_sharding(path, shardings[path])
 
@@ -233,9 +231,8 @@ def _leave_meta(root: nn.Module, device: torch.device) -> None:
             enclosing = [".".join(path.split(".")[:end]) for end in range(path.count(".") + 1, -1, -1)]
             owner = next((outer for outer in enclosing if hasattr(modules[outer], "reset_parameters")), None)
             if owner is None:
-                raise InputError(
-                    f"{path or 'module'} is on meta, and has no reset_parameters(); add one, or make it here"
-                )
+                name = path or "module"
+                raise InputError(f"{name} is on meta, and has no reset_parameters(); add one, or make it here")
             resets[owner] = modules[owner]
         for name, tensor in on_meta:
             new = torch.zeros_like(tensor, device=device)

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import reduce
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -117,7 +117,7 @@ class TrainPipelineBase:
                 del end  # the traceback references this frame, which would keep the model alive
         if number is None:
             return self._draw(loader)
-        batch = self._batches[number][1]
+        _, batch = self._batches[number]
         del self._batches[number]
         return batch
 
@@ -145,13 +145,10 @@ class TrainPipelineBase:
     def _announce(self, batch: Any) -> None:
         """Announce a batch if its features are where they were in the first batch. Otherwise no rank prefetches it."""
         for collection in self._collections():
-            features = _part(batch, self._paths.get(collection))
-            is_known = features is not None or any(
-                embedding.world and collection in self._paths for embedding in collection.each()
-            )
-            if is_known and all(
-                embedding.row_optimizer and embedding.shadow.requires_grad for embedding in collection.each()
-            ):
+            features, embeddings = _part(batch, self._paths.get(collection)), [*collection.each()]
+            has_ranks = collection in self._paths and any(embedding.world for embedding in embeddings)
+            are_trained = all(embedding.row_optimizer and embedding.shadow.requires_grad for embedding in embeddings)
+            if are_trained and (features is not None or has_ranks):
                 with suppress(Exception):  # the step itself will raise the error
                     collection.prefetch(features)
 
@@ -224,12 +221,10 @@ def _find_paths(collections: Iterable[nn.Module], paths: dict[nn.Module, Path | 
             log.info("%s: its features are not a part of the batch, so its rows are not prefetched", name)
         paths.setdefault(collection, path)
 
-    hooks = [module.register_forward_pre_hook(record_path) for module in collections if module not in paths]
-    try:
+    with ExitStack() as hooks:  # leaving it removes them
+        for module in (module for module in collections if module not in paths):
+            hooks.enter_context(module.register_forward_pre_hook(record_path))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _path_to(whole: Any, part: Any, depth: int = 4) -> Path | None:
@@ -247,8 +242,7 @@ def _path_to(whole: Any, part: Any, depth: int = 4) -> Path | None:
         slots = [field.name for field in dataclasses.fields(whole)] if dataclasses.is_dataclass(whole) else ()
         inner = [(attrgetter(name), getattr(whole, name, None)) for name in getattr(whole, "__dict__", slots)]
     for step, value in inner:
-        rest = _path_to(value, part, depth - 1)
-        if rest is not None:
+        if (rest := _path_to(value, part, depth - 1)) is not None:
             return (step, *rest)
     return None
 

@@ -17,6 +17,7 @@ from ...engine.errors import InputError, OptionError, TierbedError
 from ..tensors.keyed_jagged_tensor import VariableBatchKeyedJaggedTensor
 
 _PREFETCH = "a cache keeps the rows of announced batches by itself; call prefetch"
+_DECOUPLE = "give weight_decay_mode=WeightDecayMode.DECOUPLE"
 _INTERNAL = "it configures FBGEMM's internals, which tierbed does not have; leave it out"
 _STREAMING = "save incremental snapshots of the changed rows (docs/snapshots.md)"
 _OUTPUT = "the output is a new tensor; copy it to where you need it"
@@ -32,10 +33,7 @@ CONSTRUCTOR: dict[str, tuple[Any, str]] = {
     "stochastic_rounding": (True, "training always rounds rows of 16 bits stochastically; leave it out"),
     "ensemble_mode": (None, "it is of ENSEMBLE_ROWWISE_ADAGRAD, which is not supported; leave it out"),
     "emainplace_mode": (None, "it is of EMAINPLACE_ROWWISE_ADAGRAD, which is not supported; leave it out"),
-    "counter_based_regularization": (
-        None,
-        "decay does not depend on how often a row was used; give weight_decay_mode=WeightDecayMode.DECOUPLE",
-    ),
+    "counter_based_regularization": (None, f"decay does not depend on how often a row was used; {_DECOUPLE}"),
     "cowclip_regularization": (
         None,
         "no optimizer clips by the norm of a row; give gradient_clipping=True with max_gradient",
@@ -43,7 +41,7 @@ CONSTRUCTOR: dict[str, tuple[Any, str]] = {
     "uvm_non_rowwise_momentum": (False, "a row and its state are stored together; leave it out"),
     "stats_reporter_config": (None, "read metrics(), or give MetricsCollector the module's embeddings"),
     "multipass_prefetch_config": (None, _PREFETCH),
-    "global_weight_decay": (None, "only rows of a batch decay; give weight_decay_mode=WeightDecayMode.DECOUPLE"),
+    "global_weight_decay": (None, f"only rows of a batch decay; {_DECOUPLE}"),
     "uvm_host_mapped": (False, "a GPU reads page-locked memory of the host; leave it out"),
     "extra_optimizer_config": (None, _INTERNAL),
     "tbe_input_multiplexer_config": (None, _INTERNAL),
@@ -106,10 +104,7 @@ def refuse(
     supported: Iterable[str],
     error: type[TierbedError] = OptionError,
 ) -> None:
-    """Raise `error` for an unknown argument, or for a `known` one whose value differs from FBGEMM's default.
-
-    supported: names that the message may suggest for an unknown argument.
-    """
+    """Raise `error` for an unknown argument, suggesting one, or for a `known` one that is not at FBGEMM's default."""
     for name, value in arguments.items():
         if name not in known:
             near = difflib.get_close_matches(name, [*supported, *known], 1)
@@ -141,9 +136,8 @@ class TBECall:
     def with_gradients(self, requires_grad: Any) -> TBECall:
         """Return the call with weights detached for each feature where `requires_grad` [features] is 0."""
         if not isinstance(requires_grad, Tensor) or requires_grad.shape != (self.features,):
-            raise InputError(
-                f"feature_requires_grad={requires_grad!r}: give a tensor of {self.features} integers, one per feature"
-            )
+            wanted = f"a tensor of {self.features} integers, one per feature"
+            raise InputError(f"feature_requires_grad={requires_grad!r}: give {wanted}")
         if self.weights is None:
             return self
         counts = self.offsets[torch.tensor(self.jagged.lengths_offset_per_key(), device=self.offsets.device)].diff()
@@ -155,31 +149,28 @@ def checked_call(
     name: str, features: int, indices: Any, offsets: Any, weights: Any, sizes: Any, device: torch.device
 ) -> TBECall:
     """Check a call's arguments, and convert integers to int64 and weights to float32. Raises InputError."""
-    ids, bounds = _integers(name, "indices", indices, device), _integers(name, "offsets", offsets, device)
+    for argument, value in (("indices", indices), ("offsets", offsets)):
+        is_valid = isinstance(value, Tensor) and value.dtype in (torch.int32, torch.int64) and value.dim() == 1
+        _check_tensor(f"{argument} of {name!r}", value, is_valid, "a 1-D torch.Tensor of int64 or int32", device)
     if weights is not None:
-        if not isinstance(weights, Tensor) or not weights.is_floating_point() or weights.shape != ids.shape:
-            got = f"{weights.dtype} {tuple(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
-            raise InputError(f"per_sample_weights of {name!r}: got {got}; give floats {tuple(ids.shape)}")
-        weights = _check_location(name, "per_sample_weights", weights, device).float()
-    bags = bounds.shape[0] - 1
-    if sizes is None:
-        if bags < 0 or bags % features:
-            raise InputError(
-                f"offsets of {name!r}: got {bags + 1}; give features * batch + 1 for {features} features, or "
-                "batch_size_per_feature_per_rank"
-            )
-    else:
+        is_valid = isinstance(weights, Tensor) and weights.is_floating_point() and weights.shape == indices.shape
+        _check_tensor(f"per_sample_weights of {name!r}", weights, is_valid, f"floats {tuple(indices.shape)}", device)
+        weights = weights.float()
+    bags = offsets.shape[0] - 1
+    if sizes is not None:
         sizes = _checked_sizes(name, features, sizes, bags)
-    return TBECall(ids, bounds, weights, features, sizes)
+    elif bags < 0 or bags % features:
+        wanted = f"features * batch + 1 for {features} features, or batch_size_per_feature_per_rank"
+        raise InputError(f"offsets of {name!r}: got {bags + 1}; give {wanted}")
+    return TBECall(indices.to(torch.int64), offsets.to(torch.int64), weights, features, sizes)
 
 
 def _checked_sizes(name: str, features: int, sizes: Any, bags: int) -> list[list[int]]:
     where = f"batch_size_per_feature_per_rank of {name!r}"
     if not isinstance(sizes, (list, tuple)) or len(sizes) != features:
-        got = type(sizes).__name__ if not isinstance(sizes, (list, tuple)) else f"{len(sizes)} lists"
-        raise InputError(
-            f"{where}: got {got}; give {features} lists, one for each feature, of one batch size for each rank"
-        )
+        got = f"{len(sizes)} lists" if isinstance(sizes, (list, tuple)) else type(sizes).__name__
+        wanted = f"{features} lists, one for each feature, of one batch size for each rank"
+        raise InputError(f"{where}: got {got}; give {wanted}")
     if any(not isinstance(ranks, (list, tuple)) or len(ranks) != len(sizes[0]) or not ranks for ranks in sizes):
         raise InputError(f"{where}: {sizes!r}; give each feature one batch size for each rank")
     if any(as_int(size, 0) is None for ranks in sizes for size in ranks):
@@ -190,20 +181,14 @@ def _checked_sizes(name: str, features: int, sizes: Any, bags: int) -> list[list
     return checked
 
 
-def _integers(name: str, argument: str, value: Any, device: torch.device) -> Tensor:
-    if not isinstance(value, Tensor) or value.dtype not in (torch.int32, torch.int64) or value.dim() != 1:
+def _check_tensor(what: str, value: Any, is_valid: bool, wanted: str, device: torch.device) -> None:
+    """Raise InputError unless an argument is valid, dense and on the tables' device. what: argument and module."""
+    if not is_valid:
         got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise InputError(f"{argument} of {name!r}: got {got}; give a 1-D torch.Tensor of int64 or int32")
-    return _check_location(name, argument, value, device).to(torch.int64)
-
-
-def _check_location(name: str, argument: str, tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor. Raises InputError if it is on another device than the tables, or sparse."""
-    if tensor.device != device:
-        raise InputError(
-            f"{argument} of {name!r} are on {tensor.device} and the tables on {device}; give "
-            f"{argument}.to({str(device)!r})"
-        )
-    if tensor.layout != torch.strided:
-        raise InputError(f"{argument} of {name!r} are {tensor.layout}; give {argument}.to_dense()")
-    return tensor
+        raise InputError(f"{what}: got {got}; give {wanted}")
+    argument = what.partition(" ")[0]
+    if value.device != device:
+        remedy = f"give {argument}.to({str(device)!r})"
+        raise InputError(f"{what} are on {value.device} and the tables on {device}; {remedy}")
+    if value.layout != torch.strided:
+        raise InputError(f"{what} are {value.layout}; give {argument}.to_dense()")

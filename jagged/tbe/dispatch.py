@@ -92,10 +92,9 @@ class CallSplitter:
         chosen = call if len(self._groups) == 1 else call.permute(group.features)
         ids, counts = chosen.values(), call.stride_per_key() if self._pooling else call.length_per_key()
         rows = [counts[feature] for feature in group.features]
-        tables = torch.tensor(group.tables, device=ids.device).repeat_interleave(
-            torch.tensor(rows, device=ids.device), output_size=sum(rows)
-        )
-        lookup = Lookup(ids, tables, chosen.offsets() if self._pooling else None, self._pooling)
+        tables, repeats = torch.tensor([group.tables, rows], device=ids.device)
+        table_ids = tables.repeat_interleave(repeats, output_size=sum(rows))
+        lookup = Lookup(ids, table_ids, chosen.offsets() if self._pooling else None, self._pooling)
         return lookup, chosen.weights_or_none()
 
     def _by_rank(self, sizes: Sequence[Sequence[int]], results: Sequence[Tensor]) -> Tensor:
@@ -131,8 +130,7 @@ class FusedUpdater:
             refuse_lookup(self.embedding.name)
             if self.embedding.group is not None:
                 self.embedding.group.check_passed()
-        output: Tensor = _Lookup.apply(anchor, weights, self, lookup)
-        return output
+        return _Lookup.apply(anchor, weights, self, lookup)
 
     def update(self, lookup: Lookup, grad: Tensor, weights: Tensor | None, needs_weights_grad: bool) -> Tensor | None:
         """Update each row of a lookup once. Returns the weights' gradient, computed from the rows before the update."""
@@ -153,21 +151,20 @@ class FusedUpdater:
         """Return the weights' gradient. If only this rank fails, send its error to the ranks that await gradients."""
         world = self.embedding.world
         try:
-            weights_grad: Tensor = pinned.weights_grad(0, grad)
+            return pinned.weights_grad(0, grad)
         except Exception as error:
             if world is not None and world.must_report(error):
                 pinned.send_nothing()
                 world.handshake(f"a step of embedding {self.embedding.name!r}", error)
             raise
-        return weights_grad
 
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, weights: Tensor | None, updater: FusedUpdater, lookup: Lookup) -> Tensor:
         ctx.updater, ctx.pooling, ctx.feature_columns = updater, lookup.pooling, lookup.feature_columns
-        needs_rows = ctx.needs_input_grad[1]
-        ctx.save_for_backward(updater.embedding.shadow if needs_rows else None, anchor, weights, *lookup.tensors)
+        shadow = updater.embedding.shadow if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(shadow, anchor, weights, *lookup.tensors)
         return updater.embedding.read(lookup, weights, trains=ctx.needs_input_grad[0])
 
     @staticmethod

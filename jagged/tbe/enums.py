@@ -42,7 +42,6 @@ class OptimType(Enum):
 
 
 E = TypeVar("E", bound=Enum)
-
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}  # keys are values of SparseType
 _RENAMED = {"EmbOptimType": "OptimType"}  # FBGEMM's class: ours
 
@@ -68,8 +67,6 @@ def parse_dtype(value: Any, argument: str = "output_dtype") -> torch.dtype:
     plain = value.value if isinstance(value, Enum) else value
     dtype = _DTYPES.get(plain) if isinstance(plain, str) else plain
     if not isinstance(dtype, torch.dtype) or dtype not in OUTPUT_DTYPES:
-        raise OptionError(
-            f"{argument}={value!r}: give torch.float32, torch.float16 or torch.bfloat16, or FBGEMM's SparseType of "
-            "one of them"
-        )
+        wanted = "torch.float32, torch.float16 or torch.bfloat16, or FBGEMM's SparseType of one of them"
+        raise OptionError(f"{argument}={value!r}: give {wanted}")
     return dtype

@@ -42,7 +42,6 @@ from .settings import DEFAULTS, LEARNING_RATE, checked_state_dtype, make_setting
 from .specs import LOAD_FACTOR, Bounds, checked_features, checked_specs, choose_device, set_budget_mb, stores_for
 
 log = logging.getLogger("tierbed")
-POOLING = {PoolingMode.SUM: "sum", PoolingMode.MEAN: "mean", PoolingMode.NONE: None}
 
 
 class TableBatchedEmbeddingBags(TableModule):
@@ -178,11 +177,9 @@ class TableBatchedEmbeddingBags(TableModule):
                 embedding.use_optimizer(self._rows)
                 self._updaters.append(FusedUpdater(embedding, self._rows, clip))
         numbers = {group: number for number, group in enumerate(groups)}
-        self._splitter = CallSplitter(
-            [embedding.spec for embedding in self.each()],
-            [(numbers[group], table) for group, table in map(self.table_location, self.features)],
-            POOLING[self.pooling_mode],
-        )
+        locations = [(numbers[group], table) for group, table in map(self.table_location, self.features)]
+        pooling = None if self.pooling_mode is PoolingMode.NONE else self.pooling_mode.name.lower()
+        self._splitter = CallSplitter([embedding.spec for embedding in self.each()], locations, pooling)
         self.to(lookup_device)
         if unused:
             log.warning("TableBatchedEmbeddingBags %r: arguments that change nothing: %s", prefix, "; ".join(unused))
@@ -228,9 +225,8 @@ class TableBatchedEmbeddingBags(TableModule):
             results = [embedding.look_up(*lookup) for embedding, lookup in zip(self.each(), lookups, strict=True)]
         else:
             anchor = self.anchor if self.training else self.anchor.detach()
-            results = [
-                updater.look_up(anchor, *lookup) for updater, lookup in zip(self._updaters, lookups, strict=True)
-            ]
+            updates = zip(self._updaters, lookups, strict=True)
+            results = [updater.look_up(anchor, *lookup) for updater, lookup in updates]
         if not is_traced():
             self._bounds.warn(self.each())
         return self._splitter.join(call, results)
@@ -263,12 +259,11 @@ class TableBatchedEmbeddingBags(TableModule):
         """
         uniform = make_uniform_initializer(min_val, max_val)
         specs = {table.name: table for table in self.tables}
-        options = {
-            embedding: tuple(specs[str(name)].table_options(uniform) for name in embedding.spec.table_names)
-            for embedding in self.each()
-        }
-        for embedding, tables in options.items():
+        options = {}
+        for embedding in self.each():
+            tables = tuple(specs[str(name)].table_options(uniform) for name in embedding.spec.table_names)
             check_reach(tables, embedding.spec.dtype)
+            options[embedding] = tables
         for embedding, tables in options.items():
             if not embedding.is_open:
                 embedding.set_spec(tables=tables)
@@ -323,14 +318,11 @@ class TableBatchedEmbeddingBags(TableModule):
         """
         with self.raise_on_all_ranks():
             if len(weights) != len(self.tables) or (states and len(states) != len(self.tables)):
-                raise InputError(
-                    f"load_dense of {self.name!r}: got weights of {len(weights)} tables and states of "
-                    f"{len(states or ())}; give them for each of {len(self.tables)} tables"
-                )
+                counts = f"weights of {len(weights)} tables and states of {len(states or ())}"
+                wanted = f"them for each of {len(self.tables)} tables"
+                raise InputError(f"load_dense of {self.name!r}: got {counts}; give {wanted}")
             names = [*self._own_optimizer("load_dense").states, "another"] if states else []
-            by_name = [
-                dict(each if isinstance(each, Mapping) else zip(names, each, strict=False)) for each in states or ()
-            ]
+            by_name = [dict(s if isinstance(s, Mapping) else zip(names, s, strict=False)) for s in states or ()]
         tables = [table.name for table in self.tables]
         self._load_rows(dict(zip(tables, weights, strict=True)), dict(zip(tables, by_name, strict=False)), step)
         if self._rows is not None and (step is not None or any("step" in state for state in by_name)):
@@ -413,10 +405,8 @@ class TableBatchedEmbeddingBags(TableModule):
         if weights is not None and self.pooling_mode is PoolingMode.NONE:
             raise InputError("per_sample_weights: PoolingMode.NONE does not sum rows; leave them out")
         if sizes is not None and self.pooling_mode is PoolingMode.NONE:
-            raise InputError(
-                "batch_size_per_feature_per_rank: PoolingMode.NONE returns a row for each index and has no bags; leave "
-                "it out"
-            )
+            reason = "PoolingMode.NONE returns a row for each index and has no bags"
+            raise InputError(f"batch_size_per_feature_per_rank: {reason}; leave it out")
         device = next(self.each()).device
         return checked_call(self.name, len(self.features), indices, offsets, weights, sizes, device)
 

@@ -19,15 +19,11 @@ from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.optim.rowwise_adagrad import RowWiseAdagrad
 from .enums import OptimType, WeightDecayMode, parse_dtype, parse_enum
 
-_NEAREST = {
+_NEAREST = {  # for an unsupported optimizer; EXACT_ROWWISE_ADAGRAD if it is not listed
     OptimType.SGD: OptimType.EXACT_SGD,
-    OptimType.ROWWISE_ADAGRAD: OptimType.EXACT_ROWWISE_ADAGRAD,
     OptimType.SHAMPOO: OptimType.EXACT_ADAGRAD,
     OptimType.SHAMPOO_V2: OptimType.EXACT_ADAGRAD,
     OptimType.MADGRAD: OptimType.EXACT_ADAGRAD,
-    OptimType.EXACT_ROWWISE_WEIGHTED_ADAGRAD: OptimType.EXACT_ROWWISE_ADAGRAD,
-    OptimType.ENSEMBLE_ROWWISE_ADAGRAD: OptimType.EXACT_ROWWISE_ADAGRAD,
-    OptimType.EMAINPLACE_ROWWISE_ADAGRAD: OptimType.EXACT_ROWWISE_ADAGRAD,
 }
 _ADAM_NUMBERS = ("eps", "beta1", "beta2", "weight_decay")
 # {optimizer: (its class, the names of its numbers besides the learning rate)}
@@ -41,14 +37,10 @@ _KINDS: dict[OptimType, tuple[Callable[..., torch.optim.Optimizer], tuple[str, .
     OptimType.PARTIAL_ROWWISE_LAMB: (PartialRowWiseLAMB, _ADAM_NUMBERS),
     OptimType.LARS_SGD: (LarsSGD, ("momentum", "eta", "weight_decay")),
 }
-# supported weight decay modes; Adam and its variants decay by weight_decay in every mode, as in FBGEMM
-_DECAYS = {
-    OptimType.EXACT_ROWWISE_ADAGRAD: (WeightDecayMode.NONE, WeightDecayMode.L2, WeightDecayMode.DECOUPLE),
-    **{
-        kind: (WeightDecayMode.NONE, WeightDecayMode.DECOUPLE)
-        for kind, (_, has) in _KINDS.items()
-        if has is _ADAM_NUMBERS
-    },
+_ADAM_DECAYS = (WeightDecayMode.NONE, WeightDecayMode.DECOUPLE)  # in both, Adam decays by weight_decay, as in FBGEMM
+# {optimizer: supported weight decay modes}; the other optimizers support only NONE
+_DECAYS = {kind: _ADAM_DECAYS for kind, (_, has) in _KINDS.items() if has is _ADAM_NUMBERS} | {
+    OptimType.EXACT_ROWWISE_ADAGRAD: (WeightDecayMode.NONE, WeightDecayMode.L2, WeightDecayMode.DECOUPLE)
 }
 # FBGEMM's defaults
 LEARNING_RATE = 0.01
@@ -68,7 +60,7 @@ class Settings:
     def __post_init__(self) -> None:
         name = self.optimizer.name
         if self.optimizer not in _KINDS:
-            nearest = _NEAREST[self.optimizer].name
+            nearest = _NEAREST.get(self.optimizer, OptimType.EXACT_ROWWISE_ADAGRAD).name
             raise OptionError(f"optimizer=OptimType.{name} is not supported; the nearest is OptimType.{nearest}")
         for number, value in {"learning_rate": self.learning_rate, **self.numbers}.items():
             if as_number(value) is None:
@@ -78,10 +70,8 @@ class Settings:
             raise OptionError(f"max_norm={self.max_norm!r}: give a positive number of float32, or 0 for none")
         mode, modes = self.weight_decay_mode, _DECAYS.get(self.optimizer, (WeightDecayMode.NONE,))
         if mode not in modes:
-            raise OptionError(
-                f"weight_decay_mode=WeightDecayMode.{mode.name}: OptimType.{name} has "
-                f"{', '.join(f'WeightDecayMode.{allowed.name}' for allowed in modes)}"
-            )
+            allowed = ", ".join(f"WeightDecayMode.{mode.name}" for mode in modes)
+            raise OptionError(f"weight_decay_mode=WeightDecayMode.{mode.name}: OptimType.{name} has {allowed}")
 
     @property
     def _decays(self) -> bool:
@@ -89,10 +79,7 @@ class Settings:
         return self.optimizer is not OptimType.EXACT_ROWWISE_ADAGRAD or mode is not WeightDecayMode.NONE
 
     def idle(self, names: Collection[str] = ()) -> list[str]:
-        """Return "name: reason" for each number that the user set and the optimizer does not use.
-
-        names: numbers that the user passed explicitly, including default values.
-        """
+        """Return "name: reason" for each unused number that the user set. names: those passed, even at a default."""
         name, (_, has) = self.optimizer.name, _KINDS[self.optimizer]
         set_by_user = [key for key, value in self.numbers.items() if value != DEFAULTS[key] or (value and key in names)]
         lacks = [f"{number}: OptimType.{name} has none" for number in set_by_user if number not in has]
@@ -101,15 +88,6 @@ class Settings:
 
     def make_optimizer(self, shadows: list[nn.Parameter]) -> torch.optim.Optimizer:
         """Return an optimizer of the shadow parameters. Raises OptionError for numbers that it refuses."""
-        try:
-            optimizer = self._build(shadows)
-        except (ValueError, OptimizerError) as error:
-            raise OptionError(f"optimizer=OptimType.{self.optimizer.name}: {error}") from None
-        if self.max_norm:
-            optimizer.param_groups[0]["max_row_norm"] = float(self.max_norm)
-        return optimizer
-
-    def _build(self, shadows: list[nn.Parameter]) -> torch.optim.Optimizer:
         make, has = _KINDS[self.optimizer]
         kwargs: dict[str, Any] = {name: self.numbers[name] for name in has}
         if has is _ADAM_NUMBERS:
@@ -117,7 +95,13 @@ class Settings:
         if make is RowWiseAdagrad:
             kwargs["weight_decay"] *= self._decays
             kwargs["weight_decay_mode"] = "l2" if self.weight_decay_mode is WeightDecayMode.L2 else "decoupled"
-        return make(shadows, lr=float(self.learning_rate), **kwargs)
+        try:
+            optimizer = make(shadows, lr=float(self.learning_rate), **kwargs)
+        except (ValueError, OptimizerError) as error:
+            raise OptionError(f"optimizer=OptimType.{self.optimizer.name}: {error}") from None
+        if self.max_norm:
+            optimizer.param_groups[0]["max_row_norm"] = float(self.max_norm)
+        return optimizer
 
     def change(self, group: dict[str, Any], changes: Mapping[str, float]) -> None:
         """Write numbers, under FBGEMM's names and `lr`, to a param group. If it raises OptionError, none is written.
@@ -127,9 +111,8 @@ class Settings:
         has = ("lr", *_KINDS[self.optimizer][1])
         for name, value in changes.items():
             if name not in has:
-                raise OptionError(
-                    f"{name}={value!r}: OptimType.{self.optimizer.name} has no {name}; it has {', '.join(has)}"
-                )
+                kind = f"OptimType.{self.optimizer.name}"
+                raise OptionError(f"{name}={value!r}: {kind} has no {name}; it has {', '.join(has)}")
             if as_number(value) is None or value < 0 or (name.startswith("beta") and value >= 1):
                 raise OptionError(f"{name}={value!r}: give a number >= 0{' and < 1' if 'beta' in name else ''}")
         if not self._decays and changes.get("weight_decay"):
@@ -168,12 +151,9 @@ def checked_state_dtype(argument: Any, rows: RowOptimizer) -> torch.dtype:
         if width > 1:
             element_dtypes.add(dtype)
         elif dtype != torch.float32:
-            raise OptionError(
-                f"optimizer_state_dtypes[{name!r}]={dtype}: this state has one number per row and is always float32; "
-                "leave it out"
-            )
+            reason = "this state has one number per row and is always float32"
+            raise OptionError(f"optimizer_state_dtypes[{name!r}]={dtype}: {reason}; leave it out")
     if len(element_dtypes) > 1:
-        raise OptionError(
-            f"optimizer_state_dtypes={argument!r}: all per-element states share a dtype; give each the same"
-        )
+        remedy = "all per-element states share a dtype; give each the same"
+        raise OptionError(f"optimizer_state_dtypes={argument!r}: {remedy}")
     return next(iter(element_dtypes), torch.float32)

@@ -61,8 +61,7 @@ class Bounds:
             if embedding.device.type != "cpu" and self._calls & (self._calls - 1):
                 continue
             dropped = embedding.table_handle().local_table.processor.dropped
-            tables = [name for name, count in zip(embedding.spec.labels, dropped, strict=True) if count]
-            if tables:
+            if tables := [name for name, count in zip(embedding.spec.labels, dropped, strict=True) if count]:
                 self._warns = False
                 log.warning(
                     "TableBatchedEmbeddingBags %r: indices of table %s were negative or beyond its rows, and were "
@@ -95,9 +94,8 @@ def checked_specs(
     if not isinstance(names, (list, tuple)) or len(names) != len(embedding_specs):
         raise OptionError(f"table_names={table_names!r}: give a name for each of {len(embedding_specs)} tables")
     if None in [check_table_name(name) for name in names]:
-        raise OptionError(
-            f"table_names={table_names!r}: give a name for each table, or None for table-0, table-1 and so on"
-        )
+        remedy = "give a name for each table, or None for table-0, table-1 and so on"
+        raise OptionError(f"table_names={table_names!r}: {remedy}")
     check_distinct(names)
     tables = []
     for number, (name, spec) in enumerate(zip(names, embedding_specs, strict=True)):
@@ -115,10 +113,8 @@ def checked_specs(
         own = EmbeddingSpec(rows, dim, name, dtype, group=group, location=location, compute=compute, bounds=bounds)
         tables.append(own)
         if compute is not tables[0].compute:
-            raise OptionError(
-                f"embedding_specs[0] is looked up by {tables[0].compute.name} and {where} by {compute.name}; give all "
-                "tables one ComputeDevice, or make a module for each"
-            )
+            devices = f"embedding_specs[0] is looked up by {tables[0].compute.name} and {where} by {compute.name}"
+            raise OptionError(f"{devices}; give all tables one ComputeDevice, or make a module for each")
     return tables
 
 
@@ -128,15 +124,11 @@ def checked_features(feature_table_map: Any, tables: int) -> list[int]:
         return list(range(tables))
     entries = feature_table_map if isinstance(feature_table_map, (list, tuple)) else [None]
     features = [number for entry in entries if (number := as_int(entry, 0, tables - 1)) is not None]
+    where = f"feature_table_map={feature_table_map!r}"
     if not features or len(features) != len(entries):
-        raise OptionError(
-            f"feature_table_map={feature_table_map!r}: give a table number from 0 to {tables - 1} for each feature"
-        )
-    unused = sorted(set(range(tables)) - set(features))
-    if unused:
-        raise OptionError(
-            f"feature_table_map={feature_table_map!r}: no feature looks up table {unused[0]}; leave that table out"
-        )
+        raise OptionError(f"{where}: give a table number from 0 to {tables - 1} for each feature")
+    if unused := set(range(tables)).difference(features):
+        raise OptionError(f"{where}: no feature looks up table {min(unused)}; leave that table out")
     return features
 
 
@@ -166,25 +158,21 @@ def stores_for(
         idle += [f"cache_load_factor: {why}"] * (factor != LOAD_FACTOR)
     if store_options is not None:
         return assign_stores(store_options, store_requests(groups))
-    stores: dict[str, StoreOptions] = {}
-    for name, tables in groups.items():
+
+    def store_of(tables: Sequence[EmbeddingSpec]) -> StoreOptions:
         if tables[0].location is EmbeddingLocation.DEVICE:
-            stores[name] = make_device_mem_store_options()
-        elif tables[0].location is EmbeddingLocation.MANAGED_CACHING:
-            sets = -int(-factor * sum(table.num_embeddings for table in tables) // WAYS)
-            row = row_bytes(StoreRequest(widths[tables[0].embedding_dim]))
-            budget = max(sets, 1) * WAYS * row / MB
-            stores[name] = make_cached_host_mem_store_options(budget, cache_policy=cache_algorithm.name.lower())
-        else:
-            stores[name] = make_host_mem_store_options()
-    return stores
+            return make_device_mem_store_options()
+        if tables[0].location is not EmbeddingLocation.MANAGED_CACHING:
+            return make_host_mem_store_options()
+        sets = max(-int(-factor * sum(table.num_embeddings for table in tables) // WAYS), 1)
+        budget = sets * WAYS * row_bytes(StoreRequest(widths[tables[0].embedding_dim])) / MB
+        return make_cached_host_mem_store_options(budget, cache_policy=cache_algorithm.name.lower())
+
+    return {name: store_of(tables) for name, tables in groups.items()}
 
 
 def set_budget_mb(embedding_specs: Any, cache_sets: Any, optimizer: OptimType) -> float:
-    """Return the MiB of a cache with FBGEMM's number of sets. Each dim gets at least one of tierbed's sets.
-
-    embedding_specs: (rows, dim) per table. Raises OptionError.
-    """
+    """Return the MiB of a cache with FBGEMM's number of sets, or of one tierbed set per dim. Raises OptionError."""
     specs = embedding_specs if isinstance(embedding_specs, (list, tuple)) else ()
     pairs = [spec if isinstance(spec, (list, tuple)) and len(spec) == 2 else (0, 0) for spec in specs]
     dims = {as_int(dim, 1, 1 << 16) or 0 for _, dim in pairs}
@@ -197,10 +185,7 @@ def set_budget_mb(embedding_specs: Any, cache_sets: Any, optimizer: OptimType) -
 
 
 def choose_device(compute: ComputeDevice, device: Any) -> torch.device:
-    """Return the lookup device. Without a GPU, ComputeDevice.CUDA uses the CPU, with bit-identical results.
-
-    Raises OptionError if `device` does not match the compute device.
-    """
+    """Return the lookup device: without a GPU the CPU, with bit-identical results. Raises OptionError."""
     kind = compute.name.lower()
     if device is not None:
         try:
@@ -208,9 +193,8 @@ def choose_device(compute: ComputeDevice, device: Any) -> torch.device:
         except (RuntimeError, TypeError) as error:
             raise OptionError(f"device={device!r}: {error}; give a torch.device, or leave it out") from None
         if parsed.type != kind:
-            raise OptionError(
-                f"device={device!r}: embedding_specs say ComputeDevice.{compute.name}; give such a device"
-            )
+            kind = f"ComputeDevice.{compute.name}"
+            raise OptionError(f"device={device!r}: embedding_specs say {kind}; give such a device")
         return parsed
     if kind == "cpu" or torch.cuda.is_available():
         return torch.device(kind)

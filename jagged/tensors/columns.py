@@ -211,10 +211,9 @@ def _moves_error(inputs: Sequence[int], moves: Sequence[Sequence[int]], outputs:
                 f"permutes: {row} of {len(inputs)} inputs and {len(outputs)} outputs; give moves of columns from one "
                 "of the inputs to one of the outputs"
             )
-        if first < 0 or first + count > inputs[source]:
-            return InputError(
-                f"permutes: moves of columns {first} to {first + count}; give columns from 0 to {inputs[source]}"
-            )
+        end, width = first + count, inputs[source]
+        if first < 0 or end > width:
+            return InputError(f"permutes: moves of columns {first} to {end}; give columns from 0 to {width}")
     for output, width in enumerate(outputs):
         end = 0
         for to, count in [*sorted((row[3], row[4]) for row in moves if row[1] == output), (width, 0)]:

@@ -39,8 +39,7 @@ class TensorContainer:
 
     def device(self) -> torch.device:
         """Return the tensors' device."""
-        device: torch.device = getattr(self, self._fields[0]).device
-        return device
+        return getattr(self, self._fields[0]).device
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Return a copy on another device."""
@@ -133,17 +132,12 @@ def bag_entries(values: Tensor, weights: Tensor | None, offsets: Tensor) -> list
 def jagged_parts(name: str, nested: Tensor) -> tuple[Tensor, Tensor]:
     """Return (values [n, ...], offsets [batch + 1]) of a nested tensor of layout torch.jagged. Raises InputError."""
     if not isinstance(nested, Tensor) or not nested.is_nested or nested.layout != torch.jagged:
-        raise InputError(
-            f"{name}: give a nested tensor of layout torch.jagged: torch.nested.as_nested_tensor(..., "
-            "layout=torch.jagged)"
-        )
+        wanted = "a nested tensor of layout torch.jagged: torch.nested.as_nested_tensor(..., layout=torch.jagged)"
+        raise InputError(f"{name}: give {wanted}")
     if not nested.is_contiguous():
-        raise InputError(
-            f"{name}: the nested tensor has gaps, or its second dimension is not the ragged one; give "
-            f"{name}.contiguous()"
-        )
-    values, offsets = nested.values(), nested.offsets()  # type: ignore[attr-defined]
-    return values, offsets
+        wrong = "the nested tensor has gaps, or its second dimension is not the ragged one"
+        raise InputError(f"{name}: {wrong}; give {name}.contiguous()")
+    return nested.values(), nested.offsets()  # type: ignore[attr-defined]
 
 
 def is_value(offsets: Tensor, length: int) -> Tensor:
@@ -270,9 +264,8 @@ class JaggedTensor(Jagged):
             not is_list_of(weights, Tensor) or [tensor.shape[:1] for tensor in weights] != [(size,) for size in sizes]
         ):
             raise InputError("weights: give a list of tensors, each as long as the sample's tensor in values")
-        joined = torch.cat(list(values))
-        lengths = torch.tensor(sizes, device=joined.device)
-        return cls(joined, None if weights is None else torch.cat(list(weights)), lengths)
+        lengths = torch.tensor(sizes, device=values[0].device)
+        return cls(torch.cat(list(values)), None if weights is None else torch.cat(list(weights)), lengths)
 
     @classmethod
     def from_dense_lengths(cls, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Self:
@@ -284,10 +277,8 @@ class JaggedTensor(Jagged):
         check_type("values", values, Tensor)
         check_type("lengths", lengths, Tensor)
         if values.dim() < 2 or lengths.shape != values.shape[:1] or values.shape[1] < max(lengths.tolist(), default=0):
-            raise InputError(
-                f"values {list(values.shape)}, lengths {list(lengths.shape)}: give values [batch, length, ...] and "
-                "lengths [batch], none above the size of the second dimension"
-            )
+            wanted = "values [batch, length, ...] and lengths [batch], none above the size of the second dimension"
+            raise InputError(f"values {list(values.shape)}, lengths {list(lengths.shape)}: give {wanted}")
         mask = torch.arange(values.shape[1], device=values.device) < lengths.unsqueeze(1)
         return cls(values[mask], None if weights is None else weights[mask], lengths)
 
@@ -307,9 +298,7 @@ class JaggedTensor(Jagged):
     def from_nested(cls, values: Tensor, weights: Tensor | None = None) -> Self:
         """Make a feature from torch's nested tensors [batch, ragged, ...] of layout torch.jagged. Raises InputError."""
         flat, offsets = jagged_parts("values", values)
-        if weights is None:
-            return cls(flat, None, offsets=offsets)
-        return cls(flat, jagged_parts("weights", weights)[0], offsets=offsets)
+        return cls(flat, None if weights is None else jagged_parts("weights", weights)[0], offsets=offsets)
 
     def to_dense(self) -> list[Tensor]:
         """Return each sample's values, a list of views [length, ...]."""

@@ -100,10 +100,8 @@ class KeyedJaggedTensor(Jagged):
         bags, count = self._offsets.shape[0] - 1, len(self._keys)
         self._batch = None if count else stride
         if statically_true(bags % count != 0 if count else bags != 0):
-            raise InputError(
-                f"{bags} lengths, {bags + 1} offsets, for {count} keys {self.keys()}: give keys * batch lengths, or "
-                "keys * batch + 1 offsets"
-            )
+            wanted = "keys * batch lengths, or keys * batch + 1 offsets"
+            raise InputError(f"{bags} lengths, {bags + 1} offsets, for {count} keys {self.keys()}: give {wanted}")
 
     @staticmethod
     def empty(
@@ -179,8 +177,7 @@ class KeyedJaggedTensor(Jagged):
                 raise InputError(f"{name}: got a {type(argument).__name__}; give a dict with a nested tensor per key")
         if weights is not None and weights.keys() != values.keys():
             raise InputError(f"weights have keys {[*weights]} and values {[*values]}; give weights for each key")
-        key_weights = weights or {}
-        parts = {key: JaggedTensor.from_nested(nested, key_weights.get(key)) for key, nested in values.items()}
+        parts = {key: JaggedTensor.from_nested(values[key], weights[key] if weights else None) for key in values}
         return KeyedJaggedTensor.from_jt_dict(parts)
 
     @staticmethod
@@ -250,8 +247,8 @@ class KeyedJaggedTensor(Jagged):
     def split_by_key(self) -> KeyedJaggedTensor:
         """Return the batch as a pytree with a leaf per key, for a graph whose `build` splits the values by key."""
         values, weights = self._split(range(1, len(self._keys) + 1))
-        weights = [] if self._weights is None else weights
-        return SplitKeyedJaggedTensor._unflatten([self._offsets, *values, *weights], self._context())
+        parts = values if self._weights is None else (*values, *weights)
+        return SplitKeyedJaggedTensor._unflatten([self._offsets, *parts], self._context())
 
     def _part(self, chosen: list[int], values: Tensor, weights: Tensor | None, offsets: Tensor) -> KeyedJaggedTensor:
         """Return a batch with only the keys at these indices."""
@@ -319,8 +316,7 @@ class KeyedJaggedTensor(Jagged):
 
     def inverse_indices(self) -> tuple[list[str], Tensor]:
         """Return `inverse_indices_or_none()`. Raises InputError if there are none."""
-        inverse = self.inverse_indices_or_none()
-        if inverse is None:
+        if (inverse := self.inverse_indices_or_none()) is None:
             raise InputError(f"this {type(self).__name__} has no inverse_indices; give them to its constructor")
         return inverse
 
@@ -332,10 +328,8 @@ class KeyedJaggedTensor(Jagged):
         if name == "_stride_per_key_per_rank":  # TorchRec's managed collision module reads it
             return self.stride_per_key_per_rank() or None
         if name.startswith("dist_"):
-            raise AttributeError(
-                f"{type(self).__name__} has no {name}: ranks exchange the ids of a lookup by themselves; give world= "
-                "to the collection"
-            )
+            reason = "ranks exchange the ids of a lookup by themselves; give world= to the collection"
+            raise AttributeError(f"{type(self).__name__} has no {name}: {reason}")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __getitem__(self, key: str) -> JaggedTensor:
@@ -343,8 +337,7 @@ class KeyedJaggedTensor(Jagged):
         if key not in self._index:
             raise KeyError(f"{key!r} is not a key; keys are {', '.join(self._keys)}")
         at = self._index[key]
-        values, weights = self._of_key(at)
-        return JaggedTensor(values, weights, offsets=self._offsets_of(at, at + 1))
+        return JaggedTensor(*self._of_key(at), offsets=self._offsets_of(at, at + 1))
 
     def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
         """Return {key: feature}, views from one split. compute_offsets: ignored, since offsets are always known."""
@@ -362,8 +355,7 @@ class KeyedJaggedTensor(Jagged):
             raise InputError(f"segments={list(segments)}: give numbers of keys whose sum is at most {len(self._keys)}")
         parts = zip(pairwise(ends), *self._split([*ends[1:], len(self._keys)]), strict=False)
         return [
-            self._part([*range(begin, end)], values, weights, self._offsets_of(begin, end))
-            for (begin, end), values, weights in parts
+            self._part([*range(*span)], values, weights, self._offsets_of(*span)) for span, values, weights in parts
         ]
 
     def permute(self, indices: Sequence[int], indices_tensor: Tensor | None = None) -> KeyedJaggedTensor:
@@ -408,8 +400,8 @@ class KeyedJaggedTensor(Jagged):
 
     def _of_key(self, at: int) -> tuple[Tensor, Tensor | None]:
         """Return the values and weights of one key, given its index."""
-        begin, end = self._bounds[at : at + 2]
-        return self._values[begin:end], None if self._weights is None else self._weights[begin:end]
+        span = slice(*self._bounds[at : at + 2])
+        return self._values[span], None if self._weights is None else self._weights[span]
 
     def _split(self, ends: Sequence[int]) -> tuple[Sequence[Tensor], Sequence[Any]]:
         """Split values and weights at these key indices. Part i has the keys from ends[i - 1] (or 0) to ends[i]."""
@@ -428,14 +420,12 @@ class KeyedJaggedTensor(Jagged):
         return [f"key {key!r}, sample {sample}" for key, count in counts for sample in range(count)]
 
     def __str__(self) -> str:
-        return format_entries(
-            self, "KeyedJaggedTensor", lambda: [*map(self._entry, self._keys, pairwise(self._firsts))]
-        )
+        return format_entries(self, "KeyedJaggedTensor", lambda: [*map(self._entry, range(len(self._keys)))])
 
-    def _entry(self, key: str, bags: tuple[int, int]) -> str:
-        """Format one key for `__str__`. bags: (first bag, end of the last bag)."""
-        parts = bag_entries(self._values, self._weights, self._offsets[bags[0] : bags[1] + 1])
-        return f'"{key}": ' + (parts[0] if self._weights is None else in_braces(parts, "\n        "))
+    def _entry(self, at: int) -> str:
+        """Format the key at this index for `__str__`."""
+        parts = bag_entries(self._values, self._weights, self._offsets[self._firsts[at] : self._firsts[at + 1] + 1])
+        return f'"{self._keys[at]}": ' + (parts[0] if self._weights is None else in_braces(parts, "\n        "))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(keys={self.keys()}, stride={self.stride()}, {self._describe()})"
@@ -500,10 +490,9 @@ class VariableBatchKeyedJaggedTensor(KeyedJaggedTensor):
             return
         wrong = (self._inverse < 0) | (self._inverse >= self.strides()[:, None])
         for at, sample in wrong.nonzero().tolist()[:1]:
-            raise InputError(
-                f"inverse_indices of key {self._keys[at]!r}, sample {sample}: {int(self._inverse[at, sample])}; give "
-                f"the number of one of its {int(self.strides()[at])} bags, counted from 0"
-            )
+            where = f"inverse_indices of key {self._keys[at]!r}, sample {sample}: {int(self._inverse[at, sample])}"
+            bags = int(self.strides()[at])
+            raise InputError(f"{where}; give the number of one of its {bags} bags, counted from 0")
 
     def stride(self) -> int:
         """Return the number of samples. Without inverse indices, the largest number of bags of a key."""
@@ -516,8 +505,7 @@ class VariableBatchKeyedJaggedTensor(KeyedJaggedTensor):
 
     def stride_per_key_per_rank(self) -> list[list[int]]:
         refuse_trace("stride_per_key", "use strides()")
-        strides: list[list[int]] = self._strides.tolist()
-        return strides
+        return self._strides.tolist()
 
     def strides(self) -> Tensor:
         """Return each key's bag count, int64 [keys]."""

@@ -76,13 +76,9 @@ class KeyedTensor(TensorContainer):
         self._keys, self._lengths, self._values = check_keys(keys), tuple(length_per_key), values
         if len(self._lengths) != len(self._keys) or min(self._lengths, default=0) < 0:
             raise InputError(f"length_per_key={list(length_per_key)}: give one, 0 or more, for each of {self.keys()}")
-        if (
-            not isinstance(values, Tensor)
-            or values.dim() <= key_dim
-            or statically_true(values.shape[key_dim] != sum(self._lengths))
-        ):
+        total, has_key_dim = sum(self._lengths), isinstance(values, Tensor) and values.dim() > key_dim
+        if not has_key_dim or statically_true(values.shape[key_dim] != total):
             shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
-            total = sum(self._lengths)
             expected = f"[batch, {total}]" if key_dim else f"[{total}, batch]"
             raise InputError(f"values: {shape}; give a tensor {expected}; {total} is the sum of length_per_key")
 

@@ -64,8 +64,8 @@ def check_keys(keys: Sequence[str]) -> tuple[str, ...]:
         raise InputError(f"keys={keys!r}: give a list of strings")
     names = tuple(keys)
     if len(set(names)) < len(names):
-        repeated = next(key for key in names if names.count(key) > 1)
-        raise InputError(f"keys={list(keys)}: {repeated!r} occurs {names.count(repeated)} times; give each key once")
+        repeated, times = next((key, names.count(key)) for key in names if names.count(key) > 1)
+        raise InputError(f"keys={list(names)}: {repeated!r} occurs {times} times; give each key once")
     return names
 
 
@@ -97,9 +97,8 @@ def check_offsets(values: Tensor, lengths: Tensor | None, offsets: Tensor | None
         if tensor is None:
             continue
         if not isinstance(tensor, Tensor) or tensor.dim() != 1 or tensor.dtype not in INTEGERS:
-            raise InputError(
-                f"{name}: {_describe(tensor)}; give a tensor of integers with one dimension, feature by feature"
-            )
+            wanted = "a tensor of integers with one dimension, feature by feature"
+            raise InputError(f"{name}: {_describe(tensor)}; give {wanted}")
         if tensor.device != values.device:
             raise InputError(f"{name} are on {tensor.device} and values on {values.device}; move them to one device")
     if offsets is None:
@@ -109,10 +108,8 @@ def check_offsets(values: Tensor, lengths: Tensor | None, offsets: Tensor | None
     if statically_true(offsets.shape[0] == 0):
         raise InputError("offsets: a tensor [0]; give 0, followed by the end of each bag")
     if lengths is not None and statically_true(lengths.shape[0] != offsets.shape[0] - 1):
-        raise InputError(
-            f"lengths [{lengths.shape[0]}] and offsets [{offsets.shape[0]}]: offsets need one element more than "
-            "lengths; give only one of the two"
-        )
+        remedy = "offsets need one element more than lengths; give only one of the two"
+        raise InputError(f"lengths [{lengths.shape[0]}] and offsets [{offsets.shape[0]}]: {remedy}")
     has_values = offsets.device.type == "cpu" and not is_traced()
     if lengths is not None and has_values and not torch.equal(offsets.diff(), lengths.to(offsets.dtype)):
         raise InputError("lengths are not the differences of offsets; give one of the two")
@@ -131,15 +128,11 @@ def check_ascending(offsets: Sequence[int], count: int, bag_names: Sequence[str]
         raise InputError(f"offsets[0]={offsets[0]}: give offsets that begin with 0")
     for bag, (begin, end) in enumerate(pairwise(offsets)):
         if end < begin:
-            name = f" of {bag_names[bag]}" if bag_names else ""
-            raise InputError(
-                f"lengths[{bag}]={end - begin}{name}: offsets {begin}, {end} descend; give lengths of 0 or more"
-            )
-    if offsets[-1] != count:
-        raise InputError(
-            f"offsets[-1]={offsets[-1]} of {count} values: give offsets that end with {count}, or lengths whose sum is "
-            f"{count}"
-        )
+            length = f"lengths[{bag}]={end - begin}" + (f" of {bag_names[bag]}" if bag_names else "")
+            raise InputError(f"{length}: offsets {begin}, {end} descend; give lengths of 0 or more")
+    if (last := offsets[-1]) != count:
+        remedy = f"give offsets that end with {count}, or lengths whose sum is {count}"
+        raise InputError(f"offsets[-1]={last} of {count} values: {remedy}")
 
 
 def concat_chosen(empty: Tensor, parts: Sequence[Tensor], chosen: Iterable[int]) -> Tensor:
@@ -164,15 +157,11 @@ def order_inverse(keys: Sequence[str], names: Sequence[str], indices: Tensor) ->
     if missing := [key for key in keys if key not in rows]:
         raise InputError(f"inverse_indices have no row for {missing}; give one for each key")
     order = [rows[key] for key in keys]
-    if order != [*range(len(names))]:
-        indices = indices[order]
-    return indices.to(torch.int64)
+    return (indices if order == [*range(len(names))] else indices[order]).to(torch.int64)
 
 
 def _describe(value: object) -> str:
     """Describe a wrong argument for an error."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
-    if value.is_nested:
-        return "a nested tensor"
-    return f"a tensor {list(value.shape)} of {value.dtype}"
+    return "a nested tensor" if value.is_nested else f"a tensor {list(value.shape)} of {value.dtype}"
