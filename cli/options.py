@@ -83,7 +83,7 @@ def options(
 def _memory(options: StoreOptions) -> dict[str, int | str | None]:
     """Return {part: its bytes}. "auto" means a part of free memory; None means that it depends on the rows.
 
-    Without a GPU the device cache is in host memory, and has an overflow area.
+    Without a GPU the device cache is in host memory, with an overflow area.
     """
     from ..engine.cache.memory_split import INDEX_BYTES
     from ..engine.options.store_options import CachedHostMemOptions, CachedSsdOptions
@@ -152,7 +152,7 @@ def _disks(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         for folder, folders, files in os.walk(store):
             folders[:] = [name for name in folders if name != "snapshots"]
             for file in files:
-                with contextlib.suppress(FileNotFoundError):  # a process that has the store open may remove files
+                with contextlib.suppress(FileNotFoundError):  # the process that opened the store may remove files
                     entry["free_bytes"] += os.lstat(os.path.join(folder, file)).st_size
     return list(disks.values())
 

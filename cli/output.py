@@ -221,7 +221,7 @@ def dtypes(description: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def dtype_words(description: Mapping[str, Any]) -> str:
-    """Format the rows' dtypes: one name if embedding and state have the same dtype."""
+    """Format the rows' dtypes: one name if embedding and state share a dtype."""
     dtype, state_dtype = dtypes(description).values()
     return f"{dtype}, state {state_dtype}" if state_dtype not in (None, dtype) else str(dtype)
 

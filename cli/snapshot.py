@@ -47,7 +47,7 @@ def merge(store: Store, name: Name, new: NewName, overwrite: Overwrite = False, 
             reason = "it is the recovery snapshot of live rows; choose another name"
             raise SnapshotError(f"snapshot {new!r} cannot be overwritten by the rows of {name!r}: {reason}")
         with output.progress("merging", snapshot.manifest.rows) as advance:
-            id = snapshot.manifest.id  # recovery finds rows by this id, and the new snapshot has the same rows
+            id = snapshot.manifest.id  # recovery finds rows by this id, and the new snapshot's rows are the same
             contents = snapshot.description, snapshot.chunks()
             manifest = write_snapshot(folder.snapshots / new, *contents, advance, overwrite, id)
     output.report("merged", new, {"": manifest}, begin, as_json)
@@ -164,7 +164,7 @@ def save(
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Save the live rows. If a process has the store open, that process saves them.
+    """Save the live rows. If the store is open in a process, that process saves them.
 
     It saves between two steps and continues to train. With a model's folder, all its stores are saved at one moment.
 

@@ -80,7 +80,7 @@ def compact(
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Merge the files of a cleanly closed store on SSD, which frees the space of replaced rows.
+    """Merge the files of a cleanly closed store on SSD, to free the space of replaced rows.
 
     Example: tierbed store compact store/users
     """
@@ -126,7 +126,7 @@ def get(
 ) -> None:
     """Print a row from a store or a snapshot. Exits with 4 if the row was never written.
 
-    If a process has the store open, that process reads the row between two steps.
+    If the store is open in a process, that process reads the row between two steps.
 
     Example: tierbed store get store/users 42 --table 1
     """
@@ -229,7 +229,7 @@ def _run_in_thread(work: Callable[[], Any], advance: Callable[[int], None]) -> A
     """Return the result of `work`, run in a thread so that the bar is updated and Ctrl-C works."""
     from concurrent.futures import ThreadPoolExecutor, wait
 
-    pool = ThreadPoolExecutor(1)  # not in a `with`, which would wait for the thread after Ctrl-C
+    pool = ThreadPoolExecutor(1)  # not in a `with`: that would wait for the thread after Ctrl-C
     result = pool.submit(work)
     while not result.done():
         wait([result], 0.2)

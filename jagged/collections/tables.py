@@ -341,7 +341,7 @@ class TableCollection(TableModule):
             step: Update count so far, as in `load_dense`. TorchRec's fused Adam does not save it: pass it here.
 
         Raises:
-            InputError: If a table has no state; further errors as in `load_dense`.
+            InputError: If a table's state is missing; further errors as in `load_dense`.
         """
         with self.raise_on_all_ranks():
             full = state.get("state", state)

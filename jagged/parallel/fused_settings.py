@@ -61,7 +61,7 @@ def fuse(model: nn.Module, sharders: Any) -> None:
 
 
 def check_sharding(where: str, sharding: Any) -> None:
-    """Raise OptionError if a table's entry in a plan has a setting that tierbed does not follow."""
+    """Raise OptionError if a table's entry in a plan contains a setting that tierbed does not follow."""
     settings = {name: value for name in _PLAN_SETTINGS if (value := getattr(sharding, name, None)) is not None}
     try:
         refuse(settings, _REFUSED, ())

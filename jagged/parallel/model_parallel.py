@@ -26,7 +26,7 @@ from .fused_settings import check_sharding, fuse
 
 
 class DistributedModelParallel(nn.Module):
-    """TorchRec's wrapper for training a model in many processes. Its state dict has the model's names.
+    """TorchRec's wrapper for training a model in many processes. Its state dict uses the model's names.
 
     All ranks must construct it, and make the same calls in the same order. An optimizer from torch or TorchRec that
     `apply_optimizer_in_backward` gave to rows uses FBGEMM's formula and defaults, as in TorchRec (docs/torchrec.md).

@@ -100,7 +100,7 @@ class CallSplitter:
     def _by_rank(self, sizes: Sequence[Sequence[int]], results: Sequence[Tensor]) -> Tensor:
         """Join results ordered rank by rank, and by feature within a rank.
 
-        sizes: number of rows per feature and rank. A 1-D result has its rows flattened.
+        sizes: number of rows per feature and rank. A 1-D result holds flattened rows.
         """
         ranks = len(sizes[0])
         if len(results) == ranks == 1:

@@ -154,7 +154,7 @@ class TableBatchedEmbeddingBags(TableModule):
         self._rows: RowOptimizer | None = None
         state_dtype, widths = torch.float32, {dim: dim for dim in dims}
         if self._settings is not None:
-            # autograd reaches lookups through it; it has no elements, so dense optimizers do not change it
+            # autograd reaches lookups through it; it is empty, so dense optimizers do not change it
             self.anchor = nn.Parameter(torch.zeros(0))
             dense = self._settings.make_optimizer([self.anchor])
             self._group = dense.param_groups[0]
@@ -283,7 +283,7 @@ class TableBatchedEmbeddingBags(TableModule):
     def split_optimizer_states(self) -> list[list[Tensor]]:
         """Return a copy of each table's optimizer states. In-place writes into them raise InputError.
 
-        A state is [rows, dim], or [rows] for EXACT_ROWWISE_ADAGRAD. EXACT_SGD has no state; the list is then empty.
+        A state is [rows, dim], or [rows] for EXACT_ROWWISE_ADAGRAD. For EXACT_SGD the list is empty.
         Raises StoreError if ranks share the rows.
         """
         return [list(states.values()) for states in self.get_optimizer_state()]

@@ -41,8 +41,8 @@ def multi_remap_to_groups(
         (permutes, in_lengths, out_lengths), int32.
 
     Raises:
-        KeyError: If no input has a key of `groups`.
-        InputError: If two inputs have the same key, or lengths do not fit the keys.
+        KeyError: If a key of `groups` is in no input.
+        InputError: If two inputs share a key, or lengths do not fit the keys.
     """
     check_keys([key for tensor_keys in keys for key in tensor_keys])
     if [*map(len, keys)] != [*map(len, lengths)] or min((n for widths in lengths for n in widths), default=0) < 0:
@@ -80,7 +80,7 @@ def permute_multi_embedding(
 ) -> list[Tensor]:
     """FBGEMM's op. Copies columns of the inputs to new tensors; `multi_remap_to_groups` makes the arguments.
 
-    The last three arguments may also have the order of FBGEMM 1.8: in_lengths, out_lengths, out_lengths_list.
+    The last three arguments may also come in FBGEMM 1.8's order: in_lengths, out_lengths, out_lengths_list.
 
     Args:
         values: Inputs [batch, in_lengths[i]] with equal dtype and device.

@@ -141,7 +141,7 @@ def jagged_parts(name: str, nested: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_value(offsets: Tensor, length: int) -> Tensor:
-    """Return bool [bags, length]: True where a bag padded to `length` has a value."""
+    """Return bool [bags, length]: True where a bag padded to `length` holds a value."""
     return torch.arange(length, device=offsets.device) < offsets.diff().unsqueeze(1)
 
 
@@ -271,7 +271,7 @@ class JaggedTensor(Jagged):
     def from_dense_lengths(cls, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Self:
         """Make a feature from padded values [batch, length, ...] and weights [batch, length].
 
-        Sample b has the first lengths[b] of its values. Raises InputError.
+        Sample b keeps its first lengths[b] values. Raises InputError.
         """
         refuse_trace("from_dense_lengths", "call it on the graph's arguments, before the call")
         check_type("values", values, Tensor)

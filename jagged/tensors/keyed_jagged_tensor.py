@@ -321,7 +321,7 @@ class KeyedJaggedTensor(Jagged):
         return inverse
 
     def flatten_lengths(self) -> Self:
-        """Return self, since lengths always have one dimension."""
+        """Return self, since lengths are always 1-D."""
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -404,7 +404,7 @@ class KeyedJaggedTensor(Jagged):
         return self._values[span], None if self._weights is None else self._weights[span]
 
     def _split(self, ends: Sequence[int]) -> tuple[Sequence[Tensor], Sequence[Any]]:
-        """Split values and weights at these key indices. Part i has the keys from ends[i - 1] (or 0) to ends[i]."""
+        """Split values and weights at these key indices. Part i holds the keys from ends[i - 1] (or 0) to ends[i]."""
         sizes = [self._bounds[end] - self._bounds[begin] for begin, end in pairwise([0, *ends])]
         if self._weights is None or not sizes:
             return self._values.split(sizes) if sizes else (), [None] * len(sizes)
@@ -484,7 +484,7 @@ class VariableBatchKeyedJaggedTensor(KeyedJaggedTensor):
         self._inverse = None if inverse_indices is None else order_inverse(self._keys, *inverse_indices)
 
     def validate(self) -> None:
-        """Raise InputError unless offsets ascend and each sample has an existing bag of each key. Waits for a GPU."""
+        """Raise InputError unless offsets ascend and each sample refers to an existing bag of each key. Waits for a GPU."""
         super().validate()
         if self._inverse is None:
             return

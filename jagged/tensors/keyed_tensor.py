@@ -108,8 +108,8 @@ class KeyedTensor(TensorContainer):
             A list of tensors [batch, sum of lengths], or [sum of lengths, batch] with key_dim=0.
 
         Raises:
-            KeyError: If no tensor has a key.
-            InputError: If two tensors have the same key, or arguments do not fit each other.
+            KeyError: If a key is in no tensor.
+            InputError: If two tensors share a key, or arguments do not fit each other.
         """
         are_keyed = is_list_of(keyed_tensors, object) and all(hasattr(kt, "length_per_key") for kt in keyed_tensors)
         if not are_keyed or not keyed_tensors:

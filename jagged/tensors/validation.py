@@ -16,7 +16,7 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def is_traced() -> bool:
-    """True while a graph is being traced, when tensors have no values."""
+    """True while a graph is being traced, when tensors are without values."""
     return bool(torch._C._len_torch_dispatch_stack()) and detect_fake_mode() is not None
 
 
@@ -141,7 +141,7 @@ def concat_chosen(empty: Tensor, parts: Sequence[Tensor], chosen: Iterable[int])
 
 
 def check_alike(argument: str, trait: str, values: Mapping[Any, Any]) -> None:
-    """Raise InputError unless all parts have the same value. values: {part: its value}. trait: name of the value."""
+    """Raise InputError unless all parts agree. values: {part: its value}. trait: name of the value."""
     first, *others = values.values() or (None,)
     if any(statically_true(other != first) for other in others):
         raise InputError(f"{argument}: parts differ in their {trait}, {dict(values)}; give parts that agree")
