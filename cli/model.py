@@ -24,8 +24,8 @@ def stores_at(path: Path) -> dict[Path, str]:
 def serving_processes(stores: Iterable[Path], timeout: float, as_json: bool) -> dict[Path, int]:
     """Return {store: process id} for the stores that a process has open and serves.
 
-    Exits with `IN_USE` if a process holds a store open but does not serve it, for example a command. Raises StoreError if
-    the process is stopped.
+    Exits with `IN_USE` if a process holds a store open but does not serve it, for example a command. Raises StoreError
+    if the process is stopped.
     """
     from ..snapshots.control.client import request_status
     from ..snapshots.store.folder_state import holder

@@ -106,7 +106,7 @@ class IdPrefetcher:
         self._drop_finished()
 
     def find(self, lookups: Sequence[Lookup], processor: Processor[Any]) -> AnnouncedStep | None:
-        """Return the announced step with these lookups on a processor, or None."""
+        """Return the announced step that has these lookups and runs on `processor`, or None."""
         return next((step for step in self._announced if step.matches(lookups, processor)), None)
 
     def take(self, step: AnnouncedStep) -> list[Lookup]:

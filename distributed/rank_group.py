@@ -197,7 +197,8 @@ class RankGroup:
         """Start to send blocks of `data` to the ranks and to receive theirs, into `out` or new memory.
 
         Both are contiguous CPU tensors. send_counts, receive_counts: block lengths along dimension 0, by rank; equal
-        blocks by default. Sender and receiver must agree on each length, or the process ends. op: a name for errors.
+        blocks by default. Sender and receiver must agree on each length: a mismatch aborts the process. op: its name in
+        errors.
         """
         send_counts = send_counts or [len(data) // self.size] * self.size
         receive_counts = receive_counts or send_counts

@@ -157,8 +157,8 @@ def converter(
         if torch.cuda.is_available():
             raise
         raise OptionError(
-            f'embedding {embedding.name!r}: torch has no such device here ({error}); call .to("cpu"), where its rows '
-            f"have the same bits. {by_now}"
+            f'embedding {embedding.name!r}: torch has no such device here ({error}); call .to("cpu"): training there '
+            f"gives its rows the same bits as on a GPU. {by_now}"
         ) from error
     if dtype not in (torch.float32, embedding.output_dtype):
         if dtype in (torch.float16, torch.bfloat16):
@@ -166,8 +166,8 @@ def converter(
         else:
             remedy = f"rows are float32 at most: convert its results by .to({dtype})"
         raise OptionError(
-            f"embedding {embedding.name!r}: a conversion to {dtype} would change neither its rows nor what lookups "
-            f"return, {embedding.output_dtype}; {remedy}, or convert the other modules alone. {by_now}"
+            f"embedding {embedding.name!r}: cannot convert it to {dtype}: its rows would keep their dtype, and lookups "
+            f"would still return {embedding.output_dtype}; {remedy}, or convert only the other modules. {by_now}"
         )
     return lambda tensor: function(tensor).to(torch.float32).as_subclass(Tensor)  # torch makes the parameter of it
 
@@ -222,7 +222,7 @@ def _guarded(*arguments: Any) -> list[_Guarded]:
 
 
 def _check_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise if a guarded tensor is written to, or copied into a tensor of another size."""
+    """Raise if an operation writes to a guarded tensor, or copies one into a tensor of another size."""
     if name_of(func) == "copy_":
         target, source = args[0], args[1]
         if not isinstance(target, _Guarded) and target.numel() != 1:  # torch would fill it with zeros

@@ -80,7 +80,7 @@ class ShardedTableHandle:
             world.handshake(f"{op}: done", error)
             if recovery is not None and home is not None and not recovery.is_live:
                 world.call_on_all_ranks(f"{op}: begun", lambda: home.begin(world.size, recovery.member))
-                remove_other_shares(home.path, world.size)  # only now: a restart before would still look for them
+                remove_other_shares(home.path, world.size)  # after `begin`: before it, a new run needs the old shards
             if recovery is not None and recovery.member is not None:
                 own.persistence.share(recovery.member)
             undo.pop_all()

@@ -114,7 +114,7 @@ def _refuse(values: Any, detail: str = "") -> NoReturn:
 
 def _arrow_column(values: Any) -> Any:
     """Convert a pyarrow or pandas column to an Arrow array. None for other values, or if pyarrow is not loaded."""
-    pyarrow = sys.modules.get("pyarrow")  # whoever made such a column has imported it
+    pyarrow = sys.modules.get("pyarrow")  # a caller with an Arrow column has imported it
     if pyarrow is None:
         return None
     if isinstance(values, pyarrow.Array | pyarrow.ChunkedArray):

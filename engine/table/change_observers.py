@@ -122,7 +122,7 @@ class ChangeObservers:
             return locked(self.changes.rows(store, self._table.form.dtype), self._table.lock, self._table.ready)
 
     def changes_saved(self, since: str) -> None:
-        """Record that the snapshot with id `since` holds the changes of the last `changed`, or the rows of `image`."""
+        """Record that a snapshot, with id `since`, now holds what the last call of `changed` or `image` returned."""
         with self._table.lock:
             if self.changes is not None:
                 self.changes.saved(since)

@@ -48,7 +48,7 @@ def row_step(
             try:
                 for embedding, rows in trained:
                     if embedding.row_optimizer is not rows:
-                        embedding.use_optimizer(rows)  # another owner trained the embedding in between
+                        embedding.use_optimizer(rows)  # another optimizer trained the embedding in between
                 return step(*arguments)
             except BaseException as error:
                 embeddings = [embedding for embedding, _ in trained]

@@ -78,7 +78,7 @@ class RollbackStep:
         """Run both halves with `forward(module, tensors)` and return the step's result.
 
         If torch raises before parameters or rows change, restores buffers, arguments and random generators and raises
-        DynamicStepFailed. Tierbed's own errors and later errors propagate unchanged.
+        DynamicStepFailed. A TierbedError, and any error in the second half, is raised as it is and restores nothing.
         """
         changed = [*(tensors[i] for i in self._changed), *self._constants]
         old_values = [tensor.clone() for tensor in changed]

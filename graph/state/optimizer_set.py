@@ -43,7 +43,7 @@ class OptimizerSet:
 
     def __init__(self) -> None:
         self.optimizers: dict[Optimizer, LRScheduler | None] = {}  # with their schedulers
-        self.rows: dict[int, RowOptimizer] = {}  # of attached embeddings, by the id of the shadow
+        self.rows: dict[int, RowOptimizer] = {}  # by id(embedding.shadow), of attached embeddings
         self._checked = False  # a step trained, or a warning was logged that none does
 
     def __iter__(self) -> Iterator[Optimizer]:

@@ -134,7 +134,7 @@ def _put(slots: Iterable[tuple[nn.Module, str, Tensor]]) -> None:
 
 def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     raise GraphError(
-        f"build calls step() of {type(optimizer).__name__}, which the graph itself calls after build; leave it out"
+        f"build calls step() of {type(optimizer).__name__}, but the graph calls it after build; remove that call"
     )
 
 

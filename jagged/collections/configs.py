@@ -210,8 +210,8 @@ def as_config(config: Any, kind: type[EmbeddingConfig]) -> EmbeddingConfig:
     is_table = hasattr(config, "num_embeddings") and hasattr(config, "embedding_dim")
     if not is_table or hasattr(config, "pooling") != pools:
         raise OptionError(
-            f"tables: got a {type(config).__name__}; give a list of {kind.__name__}, "
-            + ("for rows that are not pooled use an EmbeddingCollection" if pools else "which pools nothing")
+            f"tables: got a {type(config).__name__}; give a list of {kind.__name__}"
+            + ("; for rows that are not pooled, use an EmbeddingCollection" if pools else ", which pools nothing")
         )
     if isinstance(config, kind):
         return config

@@ -296,7 +296,7 @@ class JaggedTensor(Jagged):
 
     @classmethod
     def from_nested(cls, values: Tensor, weights: Tensor | None = None) -> Self:
-        """Make a feature from torch's nested tensors [batch, ragged, ...] of layout torch.jagged. Raises InputError."""
+        """Make a feature from a nested tensor [batch, ragged, ...] of layout torch.jagged. Raises InputError."""
         flat, offsets = jagged_parts("values", values)
         return cls(flat, None if weights is None else jagged_parts("weights", weights)[0], offsets=offsets)
 

@@ -311,7 +311,7 @@ class KeyedJaggedTensor(Jagged):
     _key_indices = index_per_key  # TorchRec's modules call it
 
     def lengths_offset_per_key(self) -> list[int]:
-        """Return each key's first bag, followed by the number of bags."""
+        """Return the index of each key's first bag, followed by the total number of bags."""
         return list(self._firsts)
 
     def inverse_indices(self) -> tuple[list[str], Tensor]:
@@ -381,7 +381,7 @@ class KeyedJaggedTensor(Jagged):
 
     @cached_property
     def _firsts(self) -> list[int]:
-        """Each key's first bag, followed by the number of bags."""
+        """The index of each key's first bag, followed by the total number of bags."""
         return [*accumulate(self.stride_per_key(), initial=0)]
 
     @cached_property
@@ -484,7 +484,7 @@ class VariableBatchKeyedJaggedTensor(KeyedJaggedTensor):
         self._inverse = None if inverse_indices is None else order_inverse(self._keys, *inverse_indices)
 
     def validate(self) -> None:
-        """Raise InputError unless offsets ascend and each sample refers to an existing bag of each key. Waits for a GPU."""
+        """Raise InputError unless offsets ascend and each sample refers to a bag of each key. Waits for a GPU."""
         super().validate()
         if self._inverse is None:
             return

@@ -89,5 +89,5 @@ def checked_description(description: Any, where: str) -> dict[str, Any]:
     try:
         check_description(description)
     except ValueError as error:
-        raise InputError(f"{where}: {error}; make one by description_for") from error
+        raise InputError(f"{where}: {error}; make the description with description_for") from error
     return dict(description)

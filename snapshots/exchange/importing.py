@@ -116,7 +116,7 @@ def _check_order(names: Names, source: Source) -> None:
         is_other = name is not None and name in names and names.index(name) != number
         if is_other and source.tables is not None and source.tables > 1:
             raise InputError(
-                f"{source.what}: tensor {number} is of table {name!r}, and table {number} is {names[number]!r}; list "
+                f"{source.what}: tensor {number} is of table {name!r}, but table {number} is {names[number]!r}; list "
                 f"the tensors in the order of the tables, {', '.join(map(str, names))}"
             )
 

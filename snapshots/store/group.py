@@ -228,7 +228,7 @@ class Group:
         self.rows = dict(rows or {})  # all stores' while the group is locked, otherwise only the open ones'
         self._lock, self.is_locked = lock, lock is not None
         self.members: dict[str, Member] = {}  # open in this process
-        self.mode = "resume"  # of the last store opened before the lock was taken
+        self.mode = "resume"  # option `open` of the last store opened while unlocked; "mixed" stays
 
     @property
     def record(self) -> Record:

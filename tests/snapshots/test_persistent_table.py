@@ -269,7 +269,7 @@ def test_arguments_that_are_not_the_tables_are_refused(tmp_path: Path) -> None:
         make_persistent_table_reader(path, "s", torch.uint64, torch.float32, DIM)
     with pytest.raises(SnapshotError, match="no snapshot 't'"):
         make_persistent_table_reader(path, "t", torch.uint64, torch.float32, DIM)
-    with pytest.raises(InputError, match="description: description is not a map; make one by description_for"):
+    with pytest.raises(InputError, match="description: description is not a map; make the description"):
         make_persistent_table_writer(path, "t", *KINDS, DIM, description=[1])  # type: ignore[arg-type]
     assert not (path / "snapshots" / "new").exists()
     for maker in (make_persistent_table_reader, make_persistent_table_writer):

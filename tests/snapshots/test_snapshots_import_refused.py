@@ -223,7 +223,11 @@ def test_arguments_that_are_wrong_or_do_not_go_together(tmp_path: Path) -> None:
         (tmp_path / "x.npz", {"keys": np.arange(4)}, "keys and table_ids need a dense tensor"),
         (tmp_path / "x.parquet", {"tensor": "embedding"}, "tensor= is for .npz"),
         (tmp_path / "x.npz", {"tensor": ["embedding"], "table_ids": 1}, "a list with one name for each table"),
-        (VALUES, {"description": {}}, "description: description has no valid 'name'; make one by description_for"),
+        (
+            VALUES,
+            {"description": {}},
+            "description: description has no valid 'name'; make the description",
+        ),
         (VALUES, {"table_ids": 1}, "table holds 1; give table ids from 0 to 0"),
         (VALUES, {"keys": np.arange(39)}, r"key has shape \(39,\)"),
     )

@@ -161,7 +161,7 @@ def test_a_number_that_no_narrow_row_can_hold_is_named_with_its_key_and_nothing_
 
 def test_a_description_whose_dtype_alone_was_changed_is_refused(tmp_path: Path) -> None:
     about = description_for("t", DIM) | {"dtype": "bfloat16"}
-    with pytest.raises(InputError, match="'state_dtypes', which its 'dtype' needs; make one by description_for"):
+    with pytest.raises(InputError, match="'state_dtypes', which its 'dtype' needs; make the description"):
         import_snapshot(tmp_path / "t", "s", VALUES, description=about)
 
 

@@ -40,8 +40,8 @@ class SortedRows:
 class CudaTableImage:
     """A `TableImage` on a GPU (engine/store/contract.py). Its before-images are in host memory.
 
-    Saving before-images waits for the device. The image reads unchanged rows from their lines. A line may pass to
-    another row only after its first row was erased, and erasing saves the before-image. A cache above writes back only
+    Saving before-images waits for the device. The image reads unchanged rows from the table. A line may pass to another
+    row only after its first row was erased, and erasing saves the before-image. A cache above writes back only
     rows whose before-images were saved when a step wrote them.
     """
 

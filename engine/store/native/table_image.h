@@ -49,7 +49,7 @@ private:
     Tier& top_;
     LineShape shape_;
     std::array<BeforeImages, BUCKETS> before_images_;
-    std::vector<TableRow> rows_;  // the rows of the current bucket; line 0 for rows listed from before-images
+    std::vector<TableRow> rows_;  // the rows of the current bucket; those taken from before-images have `line` 0
     std::size_t next_ = 0;        // the next row to read
     u32 bucket_ = 0;
     bool listed_ = false;
