@@ -12,7 +12,7 @@ from .arguments import Json
 from .output import age, fail, print_fields, print_json, print_table, report_damaged, report_sound, size, text, when
 
 if TYPE_CHECKING:
-    from ..graph.state.kept import Kept
+    from ..graph.state.kept import StoredCheckpoint
 
 CheckpointPath = Annotated[
     Path,
@@ -29,9 +29,9 @@ def list_(path: CheckpointPath, as_json: Json = False) -> None:
 
     Example: tierbed checkpoint list runs/
     """
-    from ..graph.state.kept import kept_at
+    from ..graph.state.kept import list_checkpoints
 
-    checkpoints, damaged = kept_at(path)
+    checkpoints, damaged = list_checkpoints(path)
     if as_json:
         errors = {name: str(error) for name, error in damaged.items()}
         print_json({"checkpoints": [*map(_entry, checkpoints)], "damaged": errors})
@@ -49,9 +49,9 @@ def inspect(path: CheckpointPath, as_json: Json = False) -> None:
 
     Example: tierbed checkpoint inspect runs/epoch-3
     """
-    from ..graph.state.kept import kept_at
+    from ..graph.state.kept import list_checkpoints
 
-    checkpoints, damaged = kept_at(path)
+    checkpoints, damaged = list_checkpoints(path)
     names = sorted([*(checkpoint.path.name for checkpoint in checkpoints), *damaged])
     if len(names) > 1:
         fail(f"{str(path)!r} holds the checkpoints {', '.join(names)}: give the path of one", as_json=as_json)
@@ -79,9 +79,9 @@ def verify(path: CheckpointPath, as_json: Json = False) -> None:
 
     Example: tierbed checkpoint verify runs/
     """
-    from ..graph.state.kept import kept_at
+    from ..graph.state.kept import list_checkpoints
 
-    checkpoints, damaged = kept_at(path)
+    checkpoints, damaged = list_checkpoints(path)
     for checkpoint in checkpoints:
         try:
             checkpoint.verify()
@@ -116,7 +116,7 @@ def prune(
     print(f"{len(removed)} of {len(retained) + len(removed)} checkpoints")
 
 
-def _entry(checkpoint: Kept) -> dict[str, Any]:
+def _entry(checkpoint: StoredCheckpoint) -> dict[str, Any]:
     embeddings = {}
     for path, snapshot in checkpoint.rows.items():
         names = {field: snapshot.description[field] for field in ("name", "step")}

@@ -75,12 +75,12 @@ class NewFolder:
             self.drop()
             raise
 
-    def put_in_place(self) -> None:
+    def publish(self) -> None:
         """Durably rename the folder to `path`. An old folder there gets the temporary name until `drop`."""
-        put_in_place(self.temporary, self.path, self._overwrite)
+        publish(self.temporary, self.path, self._overwrite)
 
     def take_back(self) -> None:
-        """Undo `put_in_place`, ignoring errors."""
+        """Undo `publish`, ignoring errors."""
         with contextlib.suppress(OSError):
             if self.temporary.is_dir():
                 swap_folders(self.temporary, self.path)
@@ -108,7 +108,7 @@ def atomic_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
         yield new.temporary
         fsync_dir(new.temporary)
         with uninterrupted():  # a signal between the swap and its sync must not remove the old folder
-            new.put_in_place()
+            new.publish()
     except UnsyncedError:  # a power loss may restore the old folder, so keep it
         raise
     except BaseException:
@@ -130,7 +130,7 @@ class NoExchangeError(OSError):
     """The file system cannot swap two folders, so it cannot replace a folder atomically."""
 
 
-def put_in_place(temporary: Path, path: Path, overwrite: bool = False) -> None:
+def publish(temporary: Path, path: Path, overwrite: bool = False) -> None:
     """Durably rename a file or folder, whose content is already durable, to `path`. Raises OSError, UnsyncedError.
 
     With `overwrite`, `path` may exist: an old file is replaced; an old folder gets the name `temporary`, or

@@ -107,7 +107,7 @@ class RowForm:
         dim, types = sum(description["columns"]), description.get(STATE_TYPES)
         return RowForm(dim, description["dtype"], description["states"], description["state_widths"], types)
 
-    def of_words(self, chunks: Chunks) -> Chunks:
+    def from_words(self, chunks: Chunks) -> Chunks:
         """View rows with `row_dtype(width)` as rows with `dtype`."""
         for bucket, rows in chunks:
             yield bucket, rows.view(self.dtype)

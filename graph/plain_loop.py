@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..embedding.autograd.gradients import ShadowGrad
 from ..embedding.optim.eager import EagerOptimizer
-from ..embedding.state_dict.saved_rows import SavedRows, rows_apart
+from ..embedding.state_dict.saved_rows import SavedRows, rows_excluded
 from ..embedding.tables.names import name_embeddings
 from ..embedding.tables.training_group import train_together
 from ..engine.checks import check_flags
@@ -69,7 +69,7 @@ def save_checkpoint(
     if extra is not None and not isinstance(extra, Mapping):
         raise InputError(f"extra={extra!r}: give a dict of plain values and tensors, or None")
     folder = checkpoint.check_save(model, path, overwrite)
-    with rows_apart():
+    with rows_excluded():
         state = _state(model, training, extra or {})
     checkpoint.save(model, state, folder, overwrite, "loop")
 
@@ -118,7 +118,7 @@ def load_checkpoint(
         extra.update(state["extra"])
 
     extra: dict[str, Any] = {}
-    with rows_apart():
+    with rows_excluded():
         current_state = partial(_state, model, training, {})
         checkpoint.load(model, as_path(path), check, put, current_state, Selection(convert=convert), kind="loop")
     return extra

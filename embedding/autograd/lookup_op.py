@@ -155,7 +155,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     rows = ids, table_ids, offsets, pooling, feature_columns
     shadow_grad = weights_grad = None
     if ctx.needs_input_grad[0] and are_rows_reached(embedding := embedding_of(handle)):
-        if runs_at_once(grad):
+        if runs_eagerly(grad):
             embedding.accumulate(lookup_of(*rows), grad, weights, order)
             shadow_grad = grad.new_zeros((1, 1), dtype=torch.float32)
         else:
@@ -189,7 +189,7 @@ class EagerLookup(_SingleLevelFunction):
 
 def look_up(embedding: EmbeddingBase, shadow: Tensor, rows: Lookup, weights: Tensor | None) -> Tensor:
     """Run a checked lookup: directly, or as an op if a trace or transform must record it."""
-    is_trained, is_direct = torch.is_grad_enabled(), runs_at_once(rows.ids)
+    is_trained, is_direct = torch.is_grad_enabled(), runs_eagerly(rows.ids)
     if is_direct and not is_trained:
         return embedding.read(rows, weights)
     if is_direct:
@@ -201,7 +201,7 @@ def look_up(embedding: EmbeddingBase, shadow: Tensor, rows: Lookup, weights: Ten
         return output
 
 
-def runs_at_once(tensor: Tensor) -> bool:
+def runs_eagerly(tensor: Tensor) -> bool:
     """True if only autograd watches operations on the tensor: no compiler, trace, transform or mode is active."""
     return not (
         torch.compiler.is_compiling()

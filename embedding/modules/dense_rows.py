@@ -130,7 +130,7 @@ def put_in_state(
                 rows = dense_tensors(embedding, weights, {}, None)
     except TierbedError as error:
         errors.append(f"the rows of embedding {embedding.name!r} cannot be loaded: {error}")
-        embedding.note_failed()
+        embedding.mark_load_failed()
     state.pop(prefix + EXTRA, None)  # it belongs to other rows
     state[f"{prefix}{embedding.parameter_name}"] = embedding.shadow
     state |= {f"{prefix}{ROWS}{name}": tensor for name, tensor in rows.items()}

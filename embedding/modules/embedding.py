@@ -25,7 +25,7 @@ from ...engine.options.initializers import make_normal_initializer
 from ...engine.options.lookup import Lookup, check_lookup, check_output_dtype, check_weights
 from ...engine.options.store_options import store_options_from_dict
 from ...engine.options.table_spec import check_name, table_spec
-from ...engine.table.table import OpenTable, RowsReplaced
+from ...engine.table.table import OpenTable, RowsReplacedError
 from ..autograd import lookup_op as ops
 from ..autograd.gradients import ShadowGrad, accumulate, holders, set_grad
 from ..autograd.shadow import adopt, converter
@@ -98,7 +98,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
     def name(self) -> str:
         return self.spec.name
 
-    def take_name(self, name: str) -> None:
+    def set_name(self, name: str) -> None:
         """Rename the embedding. Rows in memory stay."""
         self.fix_seed()
         self.set_spec(name=check_name(name))
@@ -335,7 +335,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
     def read(self, lookup: Lookup, weights: Tensor | None = None, trains: bool = False) -> Tensor:
         try:
             return self.table_handle().table.read(lookup, weights, self.output_dtype, trains)
-        except RowsReplaced:  # by a load in another thread
+        except RowsReplacedError:  # by a load in another thread
             return self.read(lookup, weights, trains)
 
     @on_present_rows

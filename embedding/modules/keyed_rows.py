@@ -16,12 +16,12 @@ from torch import Tensor
 from ...engine.checks import checked_arguments
 from ...engine.errors import InputError, StoreError
 from ...engine.ops.batch import check_legal
-from ...engine.options.lookup import Lookup, check_lookup, check_row, check_values, keys_from, rows_from
+from ...engine.options.lookup import Lookup, as_rows, check_lookup, check_row, check_values, keys_from
 from ...engine.options.table_names import with_table_name
 from ...engine.row_format import EMBEDDING
 from ...engine.signals import uninterrupted
-from ...engine.table.table import RowsReplaced
-from ...engine.table.table_report import LOCK_SECONDS, locate, metrics, note_metrics, scan_caught_up
+from ...engine.table.table import RowsReplacedError
+from ...engine.table.table_report import LOCK_SECONDS, cache_metrics, locate, metrics, scan_caught_up
 from ..state_dict.saved_rows import SavedRows
 
 Call = TypeVar("Call", bound=Callable[..., Any])
@@ -35,7 +35,7 @@ def on_present_rows(call: Call) -> Call:
     @wraps(call)
     def until_done(*args: Any, **kwargs: Any) -> Any:
         while True:
-            with suppress(RowsReplaced):
+            with suppress(RowsReplacedError):
                 return call(*args, **kwargs)
 
     return cast(Call, until_done)
@@ -81,7 +81,7 @@ class KeyedRows(SavedRows):
         """
         with self.raise_on_all_ranks():
             lookup = self._lookup(keys, table_ids)
-            values = rows_from(self.spec, rows, lookup.ids.shape)
+            values = as_rows(self.spec, rows, lookup.ids.shape)
             if self.spec.padding_idx is not None and (lookup.ids == self.spec.padding_idx).any():
                 raise InputError(
                     f"keys of embedding {self.name!r} hold padding_idx={self.spec.padding_idx}, which has no row; "
@@ -118,7 +118,7 @@ class KeyedRows(SavedRows):
         while True:
             table = self.table_handle().local_table
             scan = scan_caught_up(table)
-            with suppress(RowsReplaced):
+            with suppress(RowsReplacedError):
                 first = next(scan, None)
                 break
         for _, rows in () if first is None else chain([first], scan):
@@ -144,7 +144,7 @@ class KeyedRows(SavedRows):
             raise StoreError(f"compact: a {self.store_options.store} store has no files to merge; only cached_ssd has")
         with table.lock, uninterrupted():
             table.ready()
-            note_metrics(table)
+            cache_metrics(table)
             assert table.stack is not None
             table.stack.compact()
 

@@ -25,7 +25,7 @@ from ...engine.options.store_options import load_store_options, make_host_mem_st
 from ...engine.table.table import OpenTable
 from ..autograd import lookup_op as ops
 from ..state_dict.read_only import ReadOnlyCopy
-from ..state_dict.saved_rows import rows_apart
+from ..state_dict.saved_rows import rows_excluded
 from ..tables.rows_in_tensors import RowTensors
 from .dense_rows import dense_rows
 from .embedding import MultiTableEmbedding
@@ -133,7 +133,7 @@ class TorchTable(MultiTableEmbedding):
             )
         ids = torch.arange(rows, device=self.device)
         rows_now = self.look_up(Lookup(ids), None)
-        if not ops.runs_at_once(ids):
+        if not ops.runs_eagerly(ids):
             if not torch.compiler.is_dynamo_compiling() and isinstance(rows_now, FakeTensor):
                 setattr(rows_now.untyped_storage(), REMEDY, self._remedy())
             return rows_now
@@ -337,7 +337,7 @@ def to_dense_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
     """
     modules = model.named_modules(remove_duplicate=False)
     tables = {f"{path}." if path else "": module for path, module in modules if isinstance(module, TorchTable)}
-    with rows_apart():
+    with rows_excluded():
         state = model.state_dict()
     dense: OrderedDict[str, Any] = OrderedDict()
     for key, value in state.items():

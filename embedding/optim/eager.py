@@ -27,7 +27,7 @@ from ...engine.errors import GraphError, OptimizerError
 from ...engine.ops.exact_sum import sum_of_squares
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.optim.base import LARGEST, SMALLEST
-from ...engine.optim.row_optimizer import RowOptimizer, check_is_optimizer, note_lazy
+from ...engine.optim.row_optimizer import RowOptimizer, check_is_optimizer, warn_if_lazy
 from ...engine.signals import uninterrupted
 from ...engine.table.row_step import row_step
 from ..autograd.gradients import RowGradients, ShadowGrad, check_not_traced, holders, kept_gradients, set_grad
@@ -136,7 +136,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         self._rows = [(e, e.attach(optimizer, groups[id(e.shadow)])) for e in embeddings]
         self._warns_of_zeros = any(rows.states for _, rows in self._rows)
         if self._warns_of_lazy_rows:
-            note_lazy(self.row_optimizers())
+            warn_if_lazy(self.row_optimizers())
         for embedding in embeddings:
             if (older := holders.get(embedding.handle)) is not None:
                 older.give_up(embedding)

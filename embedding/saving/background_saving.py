@@ -113,7 +113,7 @@ class BackgroundSaving:
         end = None if timeout is None else monotonic() + timeout
         error = None
         for thread in self._threads:
-            thread.hurry()
+            thread.skip_pauses()
         for thread in self._threads:
             if not (self._world.size > 1 and self._ended.is_set()):
                 _, failed = catch(partial(thread.wait, None if end is None else max(end - monotonic(), 0)))

@@ -107,7 +107,7 @@ class RankRequests(LocalRequests):
         request = self._request
         if request is None or any(one.own.table.in_step for one in request.tables):
             return False
-        return all(one.own.group is None or not one.own.group.is_amid_step for one in request.tables)
+        return all(one.own.group is None or not one.own.group.is_mid_step for one in request.tables)
 
     def serve(self) -> None:
         """Serve rank 0's request. All ranks call it after `is_wanted` was true on one. Raises GroupError."""

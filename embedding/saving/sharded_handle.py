@@ -20,7 +20,7 @@ from ...engine.row_format import RowForm
 from ...engine.table.table import OpenTable
 from ...engine.version import __version__
 from ...snapshots.files.format import HashShard
-from ...snapshots.store.folder_state import remove_other_shares
+from ...snapshots.store.folder_state import remove_other_shards
 from ..tables.local_table import LocalTable
 from ..tables.rank_recovery import RecoveryDecision
 from ..tables.recovery import RankShard
@@ -80,7 +80,7 @@ class ShardedTableHandle:
             world.handshake(f"{op}: done", error)
             if recovery is not None and home is not None and not recovery.is_live:
                 world.call_on_all_ranks(f"{op}: begun", lambda: home.begin(world.size, recovery.member))
-                remove_other_shares(home.path, world.size)  # after `begin`: before it, a new run needs the old shards
+                remove_other_shards(home.path, world.size)  # after `begin`: before it, a new run needs the old shards
             if recovery is not None and recovery.member is not None:
                 own.persistence.share(recovery.member)
             undo.pop_all()

@@ -425,7 +425,7 @@ class Snapshots:
 
     def _shard_of(self, snapshot: Snapshot) -> Snapshot:
         """Return the snapshot restricted to this process's rows. Local."""
-        return snapshot if self._shard is None else snapshot.of_shard(self._shard)
+        return snapshot if self._shard is None else snapshot.restrict_to_shard(self._shard)
 
     # references in state_dicts
 

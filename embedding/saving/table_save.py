@@ -36,7 +36,7 @@ class TableSave:
     source: SaveSource
     parent: Snapshot | None  # this rank's shard of the parent, if it is incremental
     shard: HashShard | None  # None for all rows
-    is_of_state: bool  # saved for a `state_dict()`, so that it never becomes a parent
+    is_state_snapshot: bool  # saved for a `state_dict()`, so that it never becomes a parent
     on_saved: Callable[[str], None]  # called with the snapshot's id
     _image: ForegroundSave | None = None
     _part: Part = field(default_factory=lambda: Part(0, {}))
@@ -47,7 +47,7 @@ class TableSave:
         Returns False if there can be no image, and the rows must be scanned under the table's lock.
         """
         if self.shard is None and self.kind == "full" and not self.table.processor.defers_errors:  # not on a GPU
-            self._image = self.table.observers.save_here(f"snapshot {self.folder.name!r}")
+            self._image = self.table.observers.begin_foreground_save(f"snapshot {self.folder.name!r}")
             ending.callback(self._image.end)
         return self._image is not None
 
@@ -135,11 +135,11 @@ def commit(
 
     ranks = world.all_gather_object(op, written)
 
-    def put_in_place() -> list[str]:
+    def publish() -> list[str]:
         ids = [save.finish([parts[number] for parts in ranks]) for number, save in enumerate(saves)]
         captured = {save.capture: id for save, id in zip(saves, ids, strict=True) if save.capture is not None}
-        new.then(lambda: saved(captured, is_parent=not saves[0].is_of_state))
-        new.put_in_place()
+        new.then(lambda: saved(captured, is_parent=not saves[0].is_state_snapshot))
+        new.publish()
         return ids
 
-    return list(world.call_on_rank_0(f"{op}: in place", put_in_place))
+    return list(world.call_on_rank_0(f"{op}: in place", publish))

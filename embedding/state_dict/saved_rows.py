@@ -66,7 +66,7 @@ class LoadsRows:
             state_dict, assign: as in torch.
             strict: if False, also keep the present rows, with a warning, if the state_dict's rows cannot be loaded.
         """
-        with _in_mode(STAY) if strict is False and not are_apart() else nullcontext():
+        with _in_mode(STAY) if strict is False and not are_rows_excluded() else nullcontext():
             return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
 
 
@@ -263,9 +263,9 @@ class SavedRows(LoadsRows, EmbeddingBase):
             return self._pending[0]  # a framework may be about to load again; or the rows cannot be trained
         options = self.store_options
         retained, path = options.state_dict_snapshots, options.persistent_path
-        if not are_apart() and retained and detect_fake_mode() is None:
+        if not are_rows_excluded() and retained and detect_fake_mode() is None:
             return self.table_handle().snapshots.save_for_state(None if retained is True else retained)
-        if not are_apart() and path is not None and not self._has_warned:
+        if not are_rows_excluded() and path is not None and not self._has_warned:
             self._has_warned = True
             log.warning(
                 "embedding %r: state_dict() holds none of its rows, which are in its store folder; give "
@@ -285,15 +285,15 @@ class SavedRows(LoadsRows, EmbeddingBase):
         Raises SnapshotError if no snapshot has them: here, or at the first use if the embedding is not open yet. From
         then on every use raises it, until a load succeeds or `keep_rows()` is called.
         """
-        if are_apart():
+        if are_rows_excluded():
             return
         try:
             pending = RowsReference.parse(json.loads(bytes(state.to(torch.uint8).tolist())))
         except (AttributeError, RuntimeError, TypeError, ValueError, KeyError):
             pending = UNKNOWN
-        self.await_rows(pending)
+        self.load_or_defer_rows(pending)
 
-    def await_rows(self, pending: RowsReference) -> None:
+    def load_or_defer_rows(self, pending: RowsReference) -> None:
         """Load the rows that a loaded state_dict names, now or at the first use. Raises SnapshotError.
 
         If this raises, torch stops and loads no later module, so the other embeddings of the group raise as well.
@@ -308,10 +308,10 @@ class SavedRows(LoadsRows, EmbeddingBase):
         except Exception:
             for other in () if self.group is None else self.group.embeddings:
                 if other is not self:
-                    other.note_failed(f"embedding {self.name!r}")
+                    other.mark_load_failed(f"embedding {self.name!r}")
             raise
 
-    def note_failed(self, stopped: str | None = None) -> None:
+    def mark_load_failed(self, stopped: str | None = None) -> None:
         """Called when a load failed, or stopped at `stopped`: the rows may not belong to the rest of the model."""
         self._pending[:] = [UNKNOWN if stopped is None else stopped_at(stopped)]
 
@@ -355,7 +355,7 @@ class SavedRows(LoadsRows, EmbeddingBase):
             shadow = destination[prefix + self.parameter_name]
             if isinstance(shadow, ShadowCopy):  # a trace has another tensor
                 shadow.is_in_state = True
-        if self.store_options.persistent_path is None and not are_apart() and detect_fake_mode() is None:
+        if self.store_options.persistent_path is None and not are_rows_excluded() and detect_fake_mode() is None:
             rows = self._rows_for(destination, prefix)
             destination.update({f"{prefix}{ROWS}{name}": tensor for name, tensor in rows.items()})
 
@@ -391,7 +391,7 @@ class SavedRows(LoadsRows, EmbeddingBase):
         missing, _, errors = rest
         fields = [name for name in FIELDS if f"{prefix}{ROWS}{name}" in state_dict]
         tensors = {name: state_dict.pop(f"{prefix}{ROWS}{name}") for name in fields}
-        if tensors and not are_apart():
+        if tensors and not are_rows_excluded():
             try:
                 if self._has_copied(tensors):
                     log.warning(
@@ -425,7 +425,7 @@ class SavedRows(LoadsRows, EmbeddingBase):
             new = nn.Parameter(torch.zeros(1, 1, device=shadow.device)) if moves else self.shadow
             state_dict[f"{prefix}{self.parameter_name}"] = new
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
-        if prefix + EXTRA in missing and (tensors or are_apart()):
+        if prefix + EXTRA in missing and (tensors or are_rows_excluded()):
             missing.remove(prefix + EXTRA)
 
     @property
@@ -466,11 +466,11 @@ def _in_mode(mode: str) -> Iterator[None]:
         _mode.reset(token)
 
 
-def rows_apart() -> AbstractContextManager[None]:
+def rows_excluded() -> AbstractContextManager[None]:
     """Return a context where state_dicts neither hold nor name rows, for checkpoints that store rows apart."""
     return _in_mode(APART)
 
 
-def are_apart() -> bool:
-    """True inside a `rows_apart` context."""
+def are_rows_excluded() -> bool:
+    """True inside a `rows_excluded` context."""
     return _mode.get() == APART

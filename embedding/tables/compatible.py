@@ -114,7 +114,7 @@ def _mismatched(spec: TableSpec, stored: dict[str, Any]) -> Collection[int]:
 
     None differ if the names come from imported tensors and the embedding's tables are unnamed.
     """
-    if stored.get(table_names.OF_TENSORS) and not any(spec.table_names):
+    if stored.get(table_names.TENSOR_NAMED) and not any(spec.table_names):
         return ()
     return table_names.mismatched_tables(table_names.names_in(stored), spec.table_names)
 

@@ -18,8 +18,8 @@ from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.optim.row_state import RowState
 from ...engine.options.store_options import StoreOptions
 from ...engine.options.table_spec import TableSpec
-from ...engine.table.table import OpenTable, RowsReplaced
-from ...engine.table.table_report import note_metrics
+from ...engine.table.table import OpenTable, RowsReplacedError
+from ...engine.table.table_report import cache_metrics
 from ...snapshots.control.server import SaveTarget, Service
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.folder import StoreFolder
@@ -67,7 +67,7 @@ class LocalTable:
         except BaseException:
             self.persistence.release()
             raise
-        note_metrics(self._table)
+        cache_metrics(self._table)
         if shard is None or shard.rank == 0:
             (level, source), rows = self.persistence.source, f"{self._table.counts.rows:,} rows"
             rows += f" of rank 0 of {shard.ranks}" if shard is not None else ""
@@ -138,7 +138,7 @@ class LocalTable:
 
     def _share_gate(self) -> None:
         if self.group is not None and self.store is not None and self._table is not None:
-            self._table.share_gate(self.group.gate)
+            self._table.use_gate(self.group.gate)
 
     def serve(self, target: SaveTarget, folder: StoreFolder | None) -> None:
         """Serve other processes' requests for a folder, until `close`. folder: None on ranks without it."""
@@ -205,7 +205,7 @@ class LocalTable:
     def tensors(self) -> RowTensors:
         """Return a copy of all rows."""
         while True:
-            with suppress(RowsReplaced):
+            with suppress(RowsReplacedError):
                 return RowTensors.of(self.table)
 
     def load_tensors(self, tensors: RowTensors) -> None:
@@ -335,7 +335,7 @@ class LocalTable:
                         return
 
     def _swap(self, before: OpenTable, build: Callable[[OpenTable], OpenTable]) -> None:
-        note_metrics(before)
+        cache_metrics(before)
         try:
             self._table = build(before)
             before.replaced()
@@ -345,7 +345,7 @@ class LocalTable:
                 self._service.stop()
                 self._release()
             raise
-        note_metrics(self._table)
+        cache_metrics(self._table)
 
     @property
     def own(self) -> LocalTable:

@@ -48,7 +48,7 @@ def name_embeddings(root: nn.Module, error: type[TierbedError] = OptionError, mo
     names = [one.name for one in embeddings.values()]
     for path, one in embeddings.items():
         if one.naming == "path" or (one.naming == "default" and names.count(one.name) > 1):
-            one.take_name(paths[path])
+            one.set_name(paths[path])
     check_distinct(embeddings, error)
 
 

@@ -33,10 +33,10 @@ from ...engine.row_format import Chunks, RowForm
 from ...engine.signals import uninterrupted
 from ...engine.store.contract import InMemoryTier
 from ...engine.store.rocksdb import RocksDB
-from ...engine.store.table_counts import FIELD, counted_chunks, counts_in
+from ...engine.store.table_counts import FIELD, count_chunk_rows, read_counts
 from ...engine.table.auto_budgets import AutoBudgets
 from ...engine.table.row_scan import checked_rows, load_rows
-from ...engine.table.stack import build_stack, processor_of
+from ...engine.table.stack import build_stack, processor_factory
 from ...engine.table.table import OpenTable
 from ...snapshots.files.format import FILES, LIVE, SHARE, check_description
 from ...snapshots.files.read_errors import os_error_in
@@ -44,7 +44,7 @@ from ...snapshots.files.reader import Snapshot
 from ...snapshots.files.writer import write_snapshot
 from ...snapshots.store.closed_store import check_live, scan_live_rows
 from ...snapshots.store.folder import StoreFolder
-from ...snapshots.store.folder_state import FolderState, remove_other_shares, snapshot_folder_of
+from ...snapshots.store.folder_state import FolderState, remove_other_shards, snapshot_folder
 from ...snapshots.store.group import Member, loading, open_store
 from ...snapshots.store.group_file import GroupFile
 from ...snapshots.store.mark import live_version
@@ -94,13 +94,13 @@ class TablePersistence:
         self.spec = spec
         self.options = options = options if shard is None else shard.options(options)
         self.epoch = None if shard is None else WriteEpoch(shard)
-        self._processor = processor_of(device, options)
+        self._processor = processor_factory(device, options)
         self._budgets = AutoBudgets(spec.name, options, ranks=1 if shard is None else shard.on_host)
         self.folder: StoreFolder | None = None
         if options.persistent_path is not None:
             path, user = Path(options.persistent_path) / spec.name, f"embedding {spec.name!r}"
             if shard is None:
-                self.folder = StoreFolder(path, user, snapshot_folder_of(options.snapshot_path, spec.name))
+                self.folder = StoreFolder(path, user, snapshot_folder(options.snapshot_path, spec.name))
             else:
                 self.folder = StoreFolder(shard.folder(path), user)
         self.member: Member | None = None  # None over ranks, except on rank 0
@@ -136,7 +136,7 @@ class TablePersistence:
             table = self._open_with(optimizer, plan, self.folder, is_new, for_load)
             if self.member is not None and self.epoch is None:
                 self.member.move_to(self.folder)
-                remove_other_shares(self.folder.path, 1)
+                remove_other_shards(self.folder.path, 1)
             return table
         except TierbedError as error:
             self._leave()
@@ -306,7 +306,7 @@ class TablePersistence:
 
     def move(self, table: OpenTable, device: torch.device) -> OpenTable:
         """Open a table with the same rows on another device. Raises InputError, OptionError, StoreError."""
-        old_processor, self._processor = self._processor, processor_of(device, self.options)
+        old_processor, self._processor = self._processor, processor_factory(device, self.options)
         try:
             return self.reopen(table, table.optimizer)
         except BaseException:
@@ -511,7 +511,7 @@ class TablePersistence:
         checked = checked_rows(chunks, self.spec.num_tables)
         remembered = table.lifecycle.note_loaded(checked)
         counts = load_rows(table.stack, remembered, table.form, self.spec.num_tables)
-        table.counts.note_stored(counts)
+        table.counts.set_stored(counts)
         return int(counts.sum())
 
     def _build(self, optimizer: RowOptimizer | None, stored: dict[str, Any] | None, path: Path | None) -> OpenTable:
@@ -531,11 +531,11 @@ class TablePersistence:
         self._run = stored_run or (self.epoch and self.epoch.run) or secrets.token_hex(8)
         table.begin(optimizer, self._run, stored)
         if stored is not None and shards is not None:  # the rows are in RocksDB already
-            table.counts.note_stored(counts_in(stored, self.spec.num_tables))
+            table.counts.set_stored(read_counts(stored, self.spec.num_tables))
             if lifecycle.has_ledger:
                 try:
                     remembered = lifecycle.note_loaded(checked_rows(table.scan(), self.spec.num_tables))
-                    table.counts.note_stored(counted_chunks(remembered, self.spec.num_tables))
+                    table.counts.set_stored(count_chunk_rows(remembered, self.spec.num_tables))
                 except BaseException:
                     table.close()
                     raise

@@ -101,13 +101,13 @@ class RecoveryDecision:
         if self.base == EMPTY:
             return plan
         whole = Snapshot.open(self._home.snapshots / decision.name)
-        snapshot = whole.of_shard(HashShard(self._world.rank, self._world.size))
+        snapshot = whole.restrict_to_shard(HashShard(self._world.rank, self._world.size))
         return plan._replace(snapshot=snapshot, verified=lambda: self._count(snapshot))
 
     def _report(self, contents: FolderContents) -> tuple[list[dict[int, str | None]], int | None]:
         """Return each store's shard versions on this host, by rank, and this store's last step."""
         self._home.find_token(self._token)
-        versions, reached = [], contents.noted_step
+        versions, reached = [], contents.recorded_step
         for relative, ranks in self._stores:
             path, is_same = Path(os.path.normpath(self._home.path / relative)), ranks == self._world.size
             if relative == "." and not is_same:
@@ -132,7 +132,7 @@ class RecoveryDecision:
         self.member = member = open_store(home.folder, self._mode, self._for_load, shards, self._beside)
         if member.entry.live is not None and ranks == self._world.size:
             return _Decision(member.entry.live, member.entry.snapshot, "", member.broken, 0, "")
-        steps = [step for _, step in reports] if ranks else [contents.noted_step]
+        steps = [step for _, step in reports] if ranks else [contents.recorded_step]
         if contents.clean_marker is not None:
             steps = [contents.clean_marker["step"]]
         reached = max((step for step in steps if step is not None), default=None)

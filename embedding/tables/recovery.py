@@ -31,7 +31,7 @@ class FolderContents(NamedTuple):
     """What a store folder holds before it is opened. `FolderState` explains the fields."""
 
     clean_marker: dict[str, Any] | None
-    noted_step: int | None
+    recorded_step: int | None
     begun: bool
     was_open: bool
 
@@ -59,7 +59,7 @@ Decide = Callable[[FolderContents], OpenPlan]
 
 def contents_of(folder: FolderState) -> FolderContents:
     """Read what a store folder holds. Raises StoreError."""
-    return FolderContents(folder.clean_marker, folder.noted_step, folder.has_begun, folder.was_open)
+    return FolderContents(folder.clean_marker, folder.recorded_step, folder.has_begun, folder.was_open)
 
 
 def plan_open(folder: StoreFolder, contents: FolderContents, member: Member) -> OpenPlan:
@@ -68,7 +68,10 @@ def plan_open(folder: StoreFolder, contents: FolderContents, member: Member) -> 
     if live is not None and live in (member.entry.live, of_snapshot):
         return OpenPlan(contents.clean_marker)
     ranks = folder.ranks
-    shards, step = shard_versions(folder.path, ranks), last_step(folder.path, ranks) if ranks else contents.noted_step
+    shards, step = (
+        shard_versions(folder.path, ranks),
+        last_step(folder.path, ranks) if ranks else contents.recorded_step,
+    )
     snapshot = snapshot_to_open(folder, member, step)
     return OpenPlan(snapshot=snapshot, log_entry=log_entry_of(folder, contents, member, snapshot, shards, step))
 

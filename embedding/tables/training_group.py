@@ -16,7 +16,7 @@ from weakref import WeakSet
 import torch
 
 from ...engine.ops.rows_contract import EmbeddingBase
-from ...engine.table.row_step import is_trained_elsewhere
+from ...engine.table.row_step import is_trained_by_other_thread
 from ...engine.table.step_gate import StepGate
 from ...snapshots.store.group import Member
 
@@ -71,7 +71,7 @@ class TrainingGroup:
         return [Path(one.store_options.persistent_path).absolute() / one.name for one in self.embeddings]
 
     @property
-    def is_amid_step(self) -> bool:
+    def is_mid_step(self) -> bool:
         """True if a table is in a step, so that tables may be at different steps."""
         return self.gate.closed or any(handle.own.table.in_step for handle in self.handles())
 
@@ -132,8 +132,8 @@ def between_steps(handles: Iterable[Any], waits: bool = False, replaces: bool = 
                 continue
             if replaces and any(table.observers.is_saving for table in tables):  # a save has begun meanwhile
                 continue
-            groups_in_step = [group for group in groups if waits and group.is_amid_step]
-            gate = next((group.gate for group in groups_in_step if is_trained_elsewhere(group.embeddings)), None)
+            groups_in_step = [group for group in groups if waits and group.is_mid_step]
+            gate = next((group.gate for group in groups_in_step if is_trained_by_other_thread(group.embeddings)), None)
             if gate is None:
                 yield
                 return

@@ -80,7 +80,7 @@ class CpuCachedStore(NativeTier, TopTier[_core.Batch]):
         hits, misses, unknowns = self._peeked
         self._peeked = (hits + batch.unique - missing, misses + missing - unknown, unknowns + unknown)
 
-    def peeked(self) -> tuple[int, int, int]:
+    def peek_counts(self) -> tuple[int, int, int]:
         return self._peeked
 
     def locate(self, table: int, key: int) -> list[dict[str, Any]]:

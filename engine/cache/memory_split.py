@@ -31,12 +31,12 @@ class MemorySplit(NamedTuple):
     cache_mb: float
     overflow_mb: float
     rocksdb_mb: float
-    given_mb: float  # budgets that the user set as numbers
+    fixed_mb: float  # budgets that the user set as numbers
     rest_mb: float
     shared_with: SharedWith
 
     def __str__(self) -> str:
-        sizes = self.cache_mb, self.overflow_mb, self.rocksdb_mb, self.given_mb
+        sizes = self.cache_mb, self.overflow_mb, self.rocksdb_mb, self.fixed_mb
         parts = zip(("cache", "overflow", "RocksDB", "other options"), sizes, strict=True)
         texts = [f"{name} {mb:.1f} MiB" for name, mb in parts if mb]
         if self.overflow_mb:
@@ -51,14 +51,14 @@ def split_memory(
     *,
     capacity: int | None = None,
     overflow_mb: float | None = 0,
-    given_mb: float = 0,
+    fixed_mb: float = 0,
 ) -> MemorySplit:
-    """Divide `free_mb` MiB, less `given_mb` for other budgets, between a cache and the other users of the memory.
+    """Divide `free_mb` MiB, less `fixed_mb` for other budgets, between a cache and the other users of the memory.
 
     row_bytes: cache memory per row, metadata included. capacity: maximum rows; the cache and RocksDB get no more than
     these need. overflow_mb: limit for the overflow area; None for the option's default.
     """
-    available = max(free_mb - given_mb, 0)
+    available = max(free_mb - fixed_mb, 0)
     cache, rocksdb = available * CACHE[shared_with], available * ROCKSDB[shared_with]
     if capacity is not None:
         cache = min(cache, max(LINES_PER_ROW * capacity, MIN_CACHE_ROWS) * row_bytes / MB)
@@ -66,4 +66,4 @@ def split_memory(
     if overflow_mb is None:
         overflow_mb = default_overflow_mb("cached_ssd" if shared_with == "rocksdb" else "cached_host_mem", cache)
     overflow = min(overflow_mb, available * OVERFLOW[shared_with])
-    return MemorySplit(free_mb, cache, overflow, rocksdb, given_mb, available - cache - overflow - rocksdb, shared_with)
+    return MemorySplit(free_mb, cache, overflow, rocksdb, fixed_mb, available - cache - overflow - rocksdb, shared_with)

@@ -58,7 +58,7 @@ def arrays_of(gradients: Gradients) -> tuple[list[Any], list[bool], list[Any]]:
     """Return the core's arguments, per lookup: gradients, whether bags are averaged, weights."""
     means = [lookup.pooling == "mean" for lookup in gradients.lookups]
     weights = [None if tensor is None else flat(tensor) for tensor in gradients.weights]
-    return [array_of(grad) for grad in gradients.grads], means, weights
+    return [as_array(grad) for grad in gradients.grads], means, weights
 
 
 def segment(spec: TableSpec, lookup: Lookup) -> Segment | FeatureSegment:
@@ -148,7 +148,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(memory).view(dtype).view(shape)
 
 
-def array_of(tensor: Tensor) -> NDArray[Any]:
+def as_array(tensor: Tensor) -> NDArray[Any]:
     """Convert rows to the core's array [n, dim], 16-bit floats as uint16. Copies only if not contiguous."""
     if tensor.dtype == torch.float32 and tensor.is_contiguous() and not tensor.requires_grad:
         return tensor.numpy().reshape(-1, tensor.shape[-1])

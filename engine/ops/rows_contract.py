@@ -48,7 +48,7 @@ class EmbeddingBase(NoTorchScript, nn.Module):
     def name(self) -> str:
         raise NotImplementedError
 
-    def take_name(self, name: str) -> None:
+    def set_name(self, name: str) -> None:
         """Change the embedding's name."""
         raise NotImplementedError
 

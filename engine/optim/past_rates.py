@@ -47,7 +47,7 @@ def with_past(
     return [*limits, float(len(knots)), *chain.from_iterable(knots)]
 
 
-def is_past(past: Sequence[float], step: int) -> bool:
+def is_past_rates(past: Sequence[float], step: int) -> bool:
     """True if `past`, the numbers stored after the limits at `step`, has the form that `with_past` makes."""
     steps, rates = past[1::2], past[2::2]
     is_whole = len(steps) == len(rates) == past[0] <= MAX_KNOTS

@@ -154,7 +154,7 @@ def row_optimizer(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimize
     return RowOptimizer(_inner_optimizer(optimizer, group), group)
 
 
-def note_lazy(rows: Iterable[RowOptimizer]) -> None:
+def warn_if_lazy(rows: Iterable[RowOptimizer]) -> None:
     """Log a warning for each torch optimizer that would change all rows of a dense nn.Embedding, but here is lazy."""
     for kind, rule in dict.fromkeys((type(row._optimizer).__name__, row.rule) for row in rows if row.is_lazy):
         log.warning(

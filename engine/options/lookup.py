@@ -280,7 +280,7 @@ def _scalar(value: int, device: torch.device) -> Tensor:
         return torch.full((), value, dtype=torch.int64, device=device)
 
 
-def rows_from(spec: TableSpec, rows: Any, shape: torch.Size) -> NDArray[np.float32]:
+def as_rows(spec: TableSpec, rows: Any, shape: torch.Size) -> NDArray[np.float32]:
     """Convert float32 rows for keys of `shape` to an array [n, dim]. Raises InputError."""
     where, expected = f"rows of embedding {spec.name!r}", (*shape, spec.dim)
     if isinstance(rows, Tensor):

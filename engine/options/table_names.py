@@ -11,7 +11,7 @@ from ..errors import OptionError
 
 # Fields of a stored description. FIELD holds a name or None for each table; if it is missing, no table is named.
 FIELD = "table_names"
-OF_TENSORS = "names_of_tensors"  # True if an import named the tables after tensors
+TENSOR_NAMED = "names_of_tensors"  # True if an import named the tables after tensors
 MAX_LENGTH = 200
 
 Names = Sequence[str | None]  # one per table; None if the table is unnamed

@@ -143,7 +143,7 @@ def table_spec(
     """Check a user's arguments and make the spec. Raises OptionError."""
     key_type, dtype, state_dtype = check_key_type(key_type), check_dtype(dtype), check_state_dtype(state_dtype)
     options = tuple(make_table_options(table) for table in tables)
-    check_reach(options, dtype)
+    check_initializer_range(options, dtype)
     check_distinct([table.name for table in options])
     name = check_name(name)
     if padding_idx is not None:
@@ -214,7 +214,7 @@ def check_state_dtype(dtype: Any) -> str:
     return DTYPES[dtype]
 
 
-def check_reach(tables: Sequence[AnyTableOptions], dtype: str) -> None:
+def check_initializer_range(tables: Sequence[AnyTableOptions], dtype: str) -> None:
     """Raise OptionError if an initializer can draw a value that overflows `dtype`."""
     for index, table in enumerate(tables):
         for part in [table] if isinstance(table, TableOptions) else table.columns:

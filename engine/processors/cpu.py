@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import _core
 from .._core import Batch
 from ..cache.cached import CpuCachedStore
-from ..ops.batch import Gradients, array_of, arrays_of, batch_of, empty, flat, keys_of
+from ..ops.batch import Gradients, arrays_of, as_array, batch_of, empty, flat, keys_of
 from ..optim.row_state import RowState
 from ..options.lookup import OUTPUT_DTYPES, Lookup
 from ..options.store_options import CachedHostMemOptions, mib
@@ -87,7 +87,7 @@ class CpuProcessor(Processor[Batch]):
             shape = lookup.ids.shape if lookup.pooling is None else lookup.shape  # `ids.shape` is faster
             out = empty((*shape, self.layout.dim), dtype)
         mean, scales = lookup.pooling == "mean", None if weights is None else flat(weights)
-        _core.gather(batch, self.layout, index, array_of(out), mean, scales, OUTPUT_DTYPES[dtype])
+        _core.gather(batch, self.layout, index, as_array(out), mean, scales, OUTPUT_DTYPES[dtype])
         return out
 
     def weights_grad(self, batch: Batch, index: int, lookup: Lookup, grad: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class CpuProcessor(Processor[Batch]):
         new = torch.empty if lookup.feature_columns is None else torch.zeros
         out = new(lookup.ids.shape, dtype=torch.float32)
         mean, dtype = lookup.pooling == "mean", OUTPUT_DTYPES[grad.dtype]
-        _core.weights_grad(batch, self.layout, index, array_of(grad), flat(out), mean, dtype)
+        _core.weights_grad(batch, self.layout, index, as_array(grad), flat(out), mean, dtype)
         return out
 
     def set_numbers(self, rule: str, hyper: Sequence[float], step: int, scale: float = 1.0) -> None:
@@ -115,7 +115,7 @@ class CpuProcessor(Processor[Batch]):
     ) -> Tensor:
         out = empty((batch.unique, self.layout.dim), torch.float32) if out is None else out
         arrays, dtype = arrays_of(gradients), OUTPUT_DTYPES[gradients.dtype]
-        _core.sum_gradients(batch, self.layout, *arrays, array_of(out), positions, dtype)
+        _core.sum_gradients(batch, self.layout, *arrays, as_array(out), positions, dtype)
         return out
 
     def unique_rows(self, batch: Batch) -> Lookup:
@@ -125,7 +125,7 @@ class CpuProcessor(Processor[Batch]):
     def set_lines(
         self, batch: Batch, rows: Tensor, positions: NDArray[np.int64], rest: tuple[Batch, int] | None = None
     ) -> None:
-        _core.set_lines(batch, self.layout, array_of(rows), positions, *(rest or ()))
+        _core.set_lines(batch, self.layout, as_array(rows), positions, *(rest or ()))
 
     def assign(self, batch: Batch, values: NDArray[np.float32], step: int) -> None:
         _core.assign(batch, self.layout, values, step, self._written)

@@ -169,13 +169,13 @@ class TopTier(TierBase, Protocol[B]):
     def hit_counts(self) -> HitCounts:
         """Return the hits and misses of each table, as in `metrics`. May wait for the device."""
 
-    def peeked(self) -> tuple[int, int, int]:
+    def peek_counts(self) -> tuple[int, int, int]:
         """Return how many rows `peek(trains=False)` found here, below, and nowhere. May wait for the device."""
 
     def peek(self, batch: B, trains: bool = False) -> None:
         """Write the row addresses to the batch, for reading only. Unknown rows get initial values in its own memory.
 
-        trains: True if the rows are part of a training step, so that `peeked` does not count them.
+        trains: True if the rows are part of a training step, so that `peek_counts` does not count them.
         """
 
 

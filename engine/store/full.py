@@ -77,7 +77,7 @@ class CpuFullStore(NativeTier, TopTier[_core.Batch]):
         self._peeked += 0 if trains else unique
         return unique > 0
 
-    def peeked(self) -> tuple[int, int, int]:
+    def peek_counts(self) -> tuple[int, int, int]:
         return self._peeked - self._unknown, 0, self._unknown
 
     def locate(self, table: int, key: int) -> list[dict[str, Any]]:

@@ -35,8 +35,8 @@ class Image(Protocol):
         """True if steps may soon have to wait for the reader."""
         return False
 
-    def wait_for_memory(self, is_unread: Callable[[], bool]) -> None:
-        """Wait while before-images use too much memory, before rows change. Closes the image if it `is_unread()`."""
+    def wait_for_memory(self, is_abandoned: Callable[[], bool]) -> None:
+        """Wait while before-images use too much memory, before rows change. Closes the image if it `is_abandoned()`."""
         return
 
     def before_write(self, batch: Any) -> None:
@@ -117,12 +117,12 @@ class MemoryImage(Image):
         with self._changed:
             return self._table is not None and 2 * self._table.before_image_bytes > self._max_bytes
 
-    def wait_for_memory(self, is_unread: Callable[[], bool]) -> None:
+    def wait_for_memory(self, is_abandoned: Callable[[], bool]) -> None:
         if self._has_memory():
             return
         self.waits += 1
         while not self._has_memory():
-            if is_unread():
+            if is_abandoned():
                 self.close()
             else:
                 self._changed.wait(POLL_SECONDS)

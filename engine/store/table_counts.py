@@ -20,14 +20,14 @@ def counted(tables: TableIds, num_tables: int) -> Counts:
     return np.bincount(tables, minlength=num_tables)
 
 
-def counted_chunks(chunks: Chunks, num_tables: int) -> Counts:
+def count_chunk_rows(chunks: Chunks, num_tables: int) -> Counts:
     counts = np.zeros(num_tables, np.int64)
     for _, rows in chunks:
         counts += counted(rows["table"], num_tables)
     return counts
 
 
-def counts_in(marker: Mapping[str, Any], num_tables: int) -> Counts | None:
+def read_counts(marker: Mapping[str, Any], num_tables: int) -> Counts | None:
     """Read the row counts in a clean marker, 0 for tables it does not list. None if the counts are invalid."""
     counts = marker.get(FIELD)
     if type(counts) is not list or len(counts) > num_tables or not all(type(n) is int and n >= 0 for n in counts):
@@ -37,7 +37,7 @@ def counts_in(marker: Mapping[str, Any], num_tables: int) -> Counts | None:
     return np.array(counts + [0] * (num_tables - len(counts)), np.int64)
 
 
-def by_label(labels: Sequence[str], **counts: Sequence[int] | Counts) -> dict[str, dict[str, int]]:
+def label_counts(labels: Sequence[str], **counts: Sequence[int] | Counts) -> dict[str, dict[str, int]]:
     """Return the counts, each [tables], keyed by table label."""
     columns = [np.asarray(values).tolist() for values in counts.values()]
     return {label: dict(zip(counts, row, strict=True)) for label, *row in zip(labels, *columns, strict=True)}

@@ -117,7 +117,7 @@ class BackgroundSave:
             raise self._error
         return done
 
-    def hurry(self) -> None:
+    def skip_pauses(self) -> None:
         self._hurry.set()
 
     def finish(self) -> BaseException | None:

@@ -169,7 +169,7 @@ class ChangeObservers:
                 raise
             return self.saving
 
-    def save_here(self, what: str) -> ForegroundSave:
+    def begin_foreground_save(self, what: str) -> ForegroundSave:
         """Begin a save of all current rows by the calling thread. It reads them without holding the lock."""
         with self._table.lock:
             self.saving = save = ForegroundSave(what, self.image(), self._table.lock)

@@ -10,7 +10,7 @@ import numpy as np
 from ..lifecycle.lifecycle import Lifecycle
 from ..processors.processor import Processor
 from ..row_format import Chunks
-from ..store.table_counts import Counts, counted_chunks
+from ..store.table_counts import Counts, count_chunk_rows
 from .row_scan import checked_rows
 
 
@@ -24,10 +24,10 @@ class RowCounts:
         self.pending: Counts | None = None  # rows being erased, for each table
 
     def begin(self, rows: int) -> None:
-        """Start with this many stored rows. `note_stored` sets the number for each table."""
+        """Start with this many stored rows. `set_stored` sets the number for each table."""
         self.stored_rows = rows
 
-    def note_stored(self, by_table: Counts | None) -> None:
+    def set_stored(self, by_table: Counts | None) -> None:
         self.stored = by_table
 
     @property
@@ -44,7 +44,7 @@ class RowCounts:
         """Returns the number of rows in each table. The first call may scan all rows (StoreError, SnapshotError)."""
         if self.stored is None:
             chunks = checked_rows(scan(), self._num_tables)
-            self.stored = counted_chunks(chunks, self._num_tables) - self._change
+            self.stored = count_chunk_rows(chunks, self._num_tables) - self._change
         return self.stored + self._change
 
     @property

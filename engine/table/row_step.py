@@ -63,7 +63,7 @@ def row_step(
                 del _training[handle]
 
 
-def is_trained_elsewhere(embeddings: Iterable[EmbeddingBase]) -> bool:
+def is_trained_by_other_thread(embeddings: Iterable[EmbeddingBase]) -> bool:
     """True if another thread is training one of the embeddings."""
     threads = [_training[embedding.handle][0] for embedding in embeddings if embedding.handle in _training]
     return any(thread is not current_thread() for thread in threads)

@@ -37,7 +37,7 @@ PROCESSORS: dict[str, Callable[[torch.device, StoreOptions], Factory]] = {
 }
 
 
-def processor_of(device: torch.device, options: StoreOptions) -> Factory:
+def processor_factory(device: torch.device, options: StoreOptions) -> Factory:
     """Returns the factory that makes processors for a torch device. Raises InputError, OptionError, StoreError."""
     if device.type not in PROCESSORS:
         raise InputError(

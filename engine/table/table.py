@@ -49,7 +49,7 @@ _PAUSE_SECONDS = 0.0005  # seconds
 _NOT_ANNOUNCED = nullcontext()
 
 
-class RowsReplaced(ClosedError):
+class RowsReplacedError(ClosedError):
     """A load replaced the rows while a call waited. Callers that only read try again with the new rows."""
 
 
@@ -189,7 +189,7 @@ class OpenTable:
     def rename(self, name: str) -> None:
         self.spec = replace(self.spec, name=name)
 
-    def share_gate(self, gate: StepGate) -> None:
+    def use_gate(self, gate: StepGate) -> None:
         """Use the training group's gate, so steps also wait for readers of the group's other tables."""
         self.step_gate = gate
 
@@ -209,7 +209,7 @@ class OpenTable:
         top = self.ready()
         keeps_rows = self.stack is not None and isinstance(self.stack.bottom, CpuFullStore)
         check = (lambda: self.is_replaced or self.ready()) if keeps_rows else self.ready
-        yield from self.form.of_words(locked(top.scan(), self.lock, check))
+        yield from self.form.from_words(locked(top.scan(), self.lock, check))
 
     def flush(self) -> None:
         with self.lock, uninterrupted():
@@ -217,7 +217,7 @@ class OpenTable:
 
     def flush_ahead(self) -> None:
         """Flush most rows in pieces, between which other threads may use the table. A later `flush` is then short."""
-        with suppress(RowsReplaced):  # `flush` will flush the new rows
+        with suppress(RowsReplacedError):  # `flush` will flush the new rows
             top = self.ready()
             if isinstance(top, CpuCachedStore):
                 for _ in locked(top.flush_pieces(), self.lock, self.ready):
@@ -303,7 +303,7 @@ class OpenTable:
     def require_open(self) -> TopTier[Any]:
         """Returns the top tier. Raises ClosedError if the table is closed, StoreError if it is inconsistent."""
         if self.stack is None:
-            raise (RowsReplaced if self.is_replaced else ClosedError)(
+            raise (RowsReplacedError if self.is_replaced else ClosedError)(
                 f"embedding {self.spec.name!r} was closed or its rows were replaced; use the embedding again"
             )
         if self.failure is not None:
@@ -318,7 +318,7 @@ class OpenTable:
         """The rule, if its rows catch up on missed steps at their next use and may have missed some, or None."""
         return self.state.rule if self.hyper and catches_up(self.state.rule) else None
 
-    def hyper_now(self) -> list[float]:
+    def current_hyper(self) -> list[float]:
         return self.hyper if self.optimizer is None else self.optimizer.hyper(self.step + 1, None, self.hyper)
 
     def read(
@@ -528,7 +528,7 @@ class OpenTable:
     def set_numbers(self) -> None:
         """Pass the rule's numbers for the next step to the processor, if rows may have missed steps."""
         if rule := self.catch_up_rule:
-            self.processor.set_numbers(rule, self.hyper_now(), self.step + 1)
+            self.processor.set_numbers(rule, self.current_hyper(), self.step + 1)
 
     def _write(self, pinned: PinnedBatch, step: int, write: Callable[[], None]) -> None:
         """Write a pinned batch's lines at `step` by calling `write`, and unpin the batch. Signals are deferred."""

@@ -11,7 +11,7 @@ from ..errors import TierbedError
 from ..ops.batch import rows_of
 from ..options.lookup import Lookup
 from ..row_format import Chunks
-from ..store.table_counts import by_label
+from ..store.table_counts import label_counts
 from .prefetch import NOTHING_ANNOUNCED
 from .row_scan import line_addresses
 from .table import OpenTable
@@ -44,7 +44,7 @@ def _without_lock(table: OpenTable, metrics: dict[str, dict[str, Any]]) -> dict[
     return metrics
 
 
-def note_metrics(table: OpenTable) -> None:
+def cache_metrics(table: OpenTable) -> None:
     """Read the metrics before a long call, so that others can be shown them, unless this would need a scan."""
     if table.counts.known_by_table is not None:
         with suppress(TierbedError):  # the long call itself will raise this error
@@ -61,9 +61,9 @@ def _read_metrics(table: OpenTable) -> dict[str, dict[str, Any]]:
         top.update(hits=int(hits.sum()), misses=int(misses.sum()))
         # requested rows that the top tier had, that a lower tier had, and that no tier had
         requested = {"hits": top["hits"], "misses": top["misses"] - last["misses"], "unknown": last["misses"]}
-        peeked = dict(zip(requested, store.peeked(), strict=True))
-        counts |= {f"train_{name}": count - peeked[name] for name, count in requested.items()}
-        counts |= {f"evaluate_{name}": count for name, count in peeked.items()}
+        peek_counts = dict(zip(requested, store.peek_counts(), strict=True))
+        counts |= {f"train_{name}": count - peek_counts[name] for name, count in requested.items()}
+        counts |= {f"evaluate_{name}": count for name, count in peek_counts.items()}
         sizes = [tier.get(name, 0) for tier in tiers.values() for name in ("bytes", "overflow_bytes", "window_bytes")]
         counts["total_bytes"] = sum(sizes) + counts["ledger_bytes"]
         table.small_caches.judge(tiers)
@@ -71,7 +71,7 @@ def _read_metrics(table: OpenTable) -> dict[str, dict[str, Any]]:
         return {
             "table": {"rows": table.counts.rows, "step": table.step, "dropped": int(dropped.sum()), **counts},
             **tiers,
-            "tables": by_label(table.spec.labels, rows=by_table, hits=hits, misses=misses, dropped=dropped),
+            "tables": label_counts(table.spec.labels, rows=by_table, hits=hits, misses=misses, dropped=dropped),
         }
 
 
@@ -101,5 +101,5 @@ def scan_caught_up(table: OpenTable) -> Chunks:
         if rule := table.catch_up_rule:
             rows = rows.copy()
             with table.lock:
-                _core.catch_up(table.layout, line_addresses(rows), rule, table.hyper_now(), table.step + 1)
+                _core.catch_up(table.layout, line_addresses(rows), rule, table.current_hyper(), table.step + 1)
         yield bucket, rows

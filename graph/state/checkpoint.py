@@ -370,7 +370,7 @@ def load(
                 put(backup)
             except BaseException:
                 for embedding in embeddings.values():
-                    embedding.note_failed(f"checkpoint {folder.name!r}")
+                    embedding.mark_load_failed(f"checkpoint {folder.name!r}")
             raise
     except (GraphError, OptimizerError, *MALFORMED) as error:
         if isinstance(error, TierbedError) and not isinstance(error, GraphError | OptimizerError):

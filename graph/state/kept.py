@@ -25,7 +25,7 @@ MALFORMED = (ValueError, LookupError, TypeError, AttributeError, AssertionError,
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredCheckpoint:
     """A checkpoint on disk."""
 
     path: Path
@@ -56,7 +56,7 @@ class Kept:
             snapshot.verify()
 
 
-def kept(folder: Path) -> Kept:
+def kept(folder: Path) -> StoredCheckpoint:
     """Read a checkpoint's record. SnapshotError if it cannot be read."""
     try:
         record = read_format(folder)
@@ -67,7 +67,7 @@ def kept(folder: Path) -> Kept:
         files = [(folder / name).stat() for name in (STATE, TENSORS)]
         size = sum(file.st_size for file in files) + sum(snapshot.manifest.total_bytes for snapshot in rows.values())
         created = record.get("created", files[0].st_mtime_ns)  # earlier versions did not record it
-        return Kept(folder, record.get("of", "graph"), int(created), size, record["checksum"], rows)
+        return StoredCheckpoint(folder, record.get("of", "graph"), int(created), size, record["checksum"], rows)
     except (OSError, ValueError) as error:
         raise SnapshotError(f"checkpoint {str(folder)!r} cannot be read: {error}") from error
 
@@ -103,7 +103,7 @@ def checksum(path: Path) -> int:
     return crc
 
 
-def kept_at(path: Path) -> tuple[list[Kept], dict[str, SnapshotError]]:
+def list_checkpoints(path: Path) -> tuple[list[StoredCheckpoint], dict[str, SnapshotError]]:
     """Return checkpoints at or in a path, oldest first, and the damaged ones' errors. SnapshotError if none."""
     checkpoints, damaged, folders = [], {}, []
     if os.path.lexists(path / STATE):
@@ -126,12 +126,12 @@ def kept_at(path: Path) -> tuple[list[Kept], dict[str, SnapshotError]]:
     return sorted(checkpoints, key=lambda entry: (entry.created, entry.path.name)), damaged
 
 
-def prune(path: Path, keep_last: int, dry_run: bool = False) -> tuple[list[Kept], list[Kept]]:
+def prune(path: Path, keep_last: int, dry_run: bool = False) -> tuple[list[StoredCheckpoint], list[StoredCheckpoint]]:
     """Remove all checkpoints in a folder except the latest `keep_last`, oldest first. Returns (retained, removed).
 
     A kill leaves each one complete or absent. Snapshots in store folders stay. SnapshotError if one cannot be read.
     """
-    checkpoints, damaged = kept_at(path)
+    checkpoints, damaged = list_checkpoints(path)
     for error in damaged.values():
         raise SnapshotError(f"nothing is pruned while a checkpoint cannot be read: {error}") from error
     removed, retained = checkpoints[:-keep_last], checkpoints[-keep_last:]

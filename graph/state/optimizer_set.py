@@ -20,7 +20,7 @@ from ...embedding.tables.names import name_embeddings
 from ...embedding.tables.training_group import train_together
 from ...engine.errors import GraphError, OptimizerError
 from ...engine.ops.rows_contract import EmbeddingBase
-from ...engine.optim.row_optimizer import RowOptimizer, check_is_optimizer, note_lazy
+from ...engine.optim.row_optimizer import RowOptimizer, check_is_optimizer, warn_if_lazy
 from ..trace.names import HasBuild, name_of
 
 log = logging.getLogger("tierbed")
@@ -113,7 +113,7 @@ class OptimizerSet:
             if id(parameter) in by_shadow and id(parameter) not in self.rows:
                 rows[id(parameter)] = by_shadow[id(parameter)].attach(optimizer, group)
         self.rows.update(rows)  # only now: a rejected optimizer changes nothing
-        note_lazy(rows.values())
+        warn_if_lazy(rows.values())
 
     def move_state(self) -> None:
         """Move optimizer state to its parameters' devices; torch does not."""

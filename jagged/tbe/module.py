@@ -20,7 +20,7 @@ from ...engine.errors import GraphError, InputError, OptionError
 from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.options.initializers import make_uniform_initializer
 from ...engine.options.store_options import make_cached_ssd_store_options
-from ...engine.options.table_spec import DTYPES, check_name, check_reach, check_seed, check_state_dtype
+from ...engine.options.table_spec import DTYPES, check_initializer_range, check_name, check_seed, check_state_dtype
 from ...engine.row_format import LAST_STEP
 from ..collections.configs import EmbeddingConfig
 from ..collections.tables import TableModule, group_tables
@@ -262,7 +262,7 @@ class TableBatchedEmbeddingBags(TableModule):
         options = {}
         for embedding in self.each():
             tables = tuple(specs[str(name)].table_options(uniform) for name in embedding.spec.table_names)
-            check_reach(tables, embedding.spec.dtype)
+            check_initializer_range(tables, embedding.spec.dtype)
             options[embedding] = tables
         for embedding, tables in options.items():
             if not embedding.is_open:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...engine.checks import checked_arguments
-from ...engine.durable import UnsyncedError, fsync_file, make_folder, put_in_place, temporary_path
+from ...engine.durable import UnsyncedError, fsync_file, make_folder, publish, temporary_path
 from ...engine.errors import InputError, SnapshotError
 from ...engine.options.table_names import Names, choices, names_in, table_number
 from ..files.reader import Snapshot
@@ -92,7 +92,7 @@ def export_snapshot(
             with spilled_columns(path.parent, columns, rows) as spilled:
                 (write_npz if format == "npz" else write_safetensors)(temporary, spilled, metadata)
         fsync_file(temporary)
-        put_in_place(temporary, path)
+        publish(temporary, path)
     except UnsyncedError as error:
         raise SnapshotError(f"snapshot {snapshot.name!r} was exported to {str(path)!r}: {error}") from error
     except OSError as error:

@@ -19,7 +19,7 @@ from ...engine.checks import is_folder_name
 from ...engine.durable import read_record, remedy_for, seal, unseal
 from ...engine.errors import SnapshotError, StoreError
 from ...engine.optim.kernel import LIMITS, kernels
-from ...engine.optim.past_rates import is_past
+from ...engine.optim.past_rates import is_past_rates
 from ...engine.options.table_names import FIELD, are_names
 from ...engine.row_format import BUCKETS, KEY, LAST_STEP, NUMBERS, STATE_TYPES, RowArray, RowForm
 from ...engine.store.table_counts import FIELD as TABLE_ROWS
@@ -412,7 +412,9 @@ def _check_rule(value: dict[str, Any], dim: int) -> None:
         {*row_types} <= {"float32"}, f"description has {STATE_TYPES!r} {row_types} of states with one number a row"
     )
     count, most = len(value["hyper"]), len(kernel.all_hypers) + len(LIMITS)  # the last is omitted if None
-    has_past_rates = kernel.catch_up is not None and count > most and is_past(value["hyper"][most:], value["step"])
+    has_past_rates = (
+        kernel.catch_up is not None and count > most and is_past_rates(value["hyper"][most:], value["step"])
+    )
     is_valid = count in (0, most - 1, most) or has_past_rates
     _require(is_valid, f"description has 'hyper' of {count} numbers, and rule {name!r} takes {most - 1}")
 

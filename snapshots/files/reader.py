@@ -122,7 +122,7 @@ class Snapshot:
         """The description of the table that the rows belong to."""
         return self.manifest.description
 
-    def of_shard(self, shard: HashShard) -> Snapshot:
+    def restrict_to_shard(self, shard: HashShard) -> Snapshot:
         """Returns the same snapshot, restricted to one shard."""
         return Snapshot(self.folder, self.manifest, shard)
 

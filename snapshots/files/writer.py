@@ -2,7 +2,7 @@
 
 Several writers can write one snapshot, each a shard, in a folder that all of them see. One of them opens a
 `NewSnapshots` block, and each calls `write_rows` in the snapshot's `temporary_path`. When all have returned, the
-first calls `finish` and `put_in_place`. If a writer fails, the block must raise, so that all files are removed.
+first calls `finish` and `publish`. If a writer fails, the block must raise, so that all files are removed.
 Snapshots of several stores are written in the same way.
 """
 
@@ -223,7 +223,7 @@ class NewSnapshots(AbstractContextManager["NewSnapshots"]):
         """Register a call for when all snapshots have their names. If it raises, the old folders come back."""
         self._then.append(call)
 
-    def put_in_place(self) -> None:
+    def publish(self) -> None:
         """Give each snapshot its name, then do the `then` calls. A SnapshotError says which snapshots exist, if any."""
         for new in self._new:
             with write_errors(new.path):
@@ -233,7 +233,7 @@ class NewSnapshots(AbstractContextManager["NewSnapshots"]):
             while self._new:
                 new = self._new[0]
                 try:
-                    new.put_in_place()
+                    new.publish()
                 except UnsyncedError as error:  # it exists; keep the old one, as a power failure may restore it
                     del self._new[0]
                     raise self._error(new.path, "was", error, [*placed, new]) from error
@@ -348,7 +348,7 @@ def new_snapshot(folder: Path, description: dict[str, Any], overwrite: bool = Fa
         temporary = new.begin(folder, description, overwrite)
         with write_errors(folder):
             yield temporary
-        new.put_in_place()
+        new.publish()
 
 
 def check_free(folder: Path, overwrite: bool | None = False) -> None:

@@ -87,7 +87,7 @@ def save_closed_stores(
             manifests.append(finish(temporary_path(folder), source.description, *part, parent=parent, id=source.id))
             new_ids[capture] = manifests[-1].id
         new.then(lambda: saved(new_ids))
-        new.put_in_place()
+        new.publish()
     for store in stores:
         drop_replaced(store.snapshot_store)
     return manifests
@@ -241,7 +241,7 @@ def _open_live(store: StoreFolder, marker: dict[str, Any]) -> Iterator[tuple[Cal
 
         with closing(RocksDB(store.live, marker["width"], marker["shards"], options=_AS_IS)) as tier:
             check_live(store, marker, tier)
-            yield lambda: RowForm.described(marker).of_words(tier.scan()), tier
+            yield lambda: RowForm.described(marker).from_words(tier.scan()), tier
     else:
         raise StoreError(f"MARK of {str(store.path)!r} has an unknown live={marker.get('live')!r}: upgrade tierbed")
 

@@ -82,7 +82,7 @@ class FolderState:
         return stores
 
     @property
-    def noted_step(self) -> int | None:
+    def recorded_step(self) -> int | None:
         """The step that `note_step` last stored since the last clean marker; None if unknown."""
         try:
             return int((self.path / "STEP").read_bytes())
@@ -98,7 +98,7 @@ class FolderState:
     @property
     def was_open(self) -> bool:
         """True if the folder ever had live rows. Otherwise its snapshots were copied here."""
-        return self._mark_file.exists() or self.live.exists() or self.noted_step is not None
+        return self._mark_file.exists() or self.live.exists() or self.recorded_step is not None
 
     @contextlib.contextmanager
     def _errors(self, action: str) -> Iterator[None]:
@@ -157,18 +157,18 @@ def shard_versions(store: Path, ranks: int, of: Iterable[int] | None = None) -> 
 def last_step(store: Path, ranks: int) -> int | None:
     """The last step of this host's shards, clean or not; None if unknown."""
     shards = shards_in(store, ranks).values()
-    steps = (shard.noted_step if shard.clean_marker is None else shard.clean_marker["step"] for shard in shards)
+    steps = (shard.recorded_step if shard.clean_marker is None else shard.clean_marker["step"] for shard in shards)
     return max((step for step in steps if step is not None), default=None)
 
 
-def remove_other_shares(store: Path, ranks: int) -> None:
+def remove_other_shards(store: Path, ranks: int) -> None:
     """Remove shards for other numbers of ranks; no run uses them again. Errors are ignored."""
     for folder in (store / RANKS).glob("*-of-*"):
         if not folder.name.endswith(f"-of-{ranks}"):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def snapshot_folder_of(snapshot_path: str | os.PathLike[str] | None, name: str) -> Path | None:
+def snapshot_folder(snapshot_path: str | os.PathLike[str] | None, name: str) -> Path | None:
     """The folder for embedding `name`'s snapshots by the option `snapshot_path`; None if there is no such option."""
     return None if snapshot_path is None else Path(os.path.abspath(snapshot_path)) / name / SNAPSHOTS
 

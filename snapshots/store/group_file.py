@@ -278,7 +278,7 @@ class GroupFile:
         name = f"{same_save[0]!r} " if same_save else ""
         return f"{folder.path.name!r} lacks snapshot {name}(id {id}) of the last step that all had saved"
 
-    def after_kill(self) -> dict[str, Entry]:
+    def target_after_kill(self) -> dict[str, Entry]:
         """What each member would open with if every process with an open store were killed now."""
         now = {store: Entry(entry.snapshot) for store, entry in self.record.now.items()}
         return self.copy_with(record=replace(self.record, now=now)).target()

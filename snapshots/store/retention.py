@@ -69,7 +69,7 @@ def plan_for(store: FolderState, keep_last: int, keep_every: int | None = None) 
     snapshots, damaged = list_snapshots(store.snapshots)
     for error in damaged.values():
         raise SnapshotError(f"nothing is pruned while a snapshot cannot be read: {error}") from error
-    of_states = [snapshot.name for snapshot in snapshots if is_of_state(snapshot)]
+    of_states = [snapshot.name for snapshot in snapshots if is_state_snapshot(snapshot)]
     return plan_prune(snapshots, keep_last, keep_every, needed_names(store), of_states)
 
 
@@ -105,14 +105,14 @@ def state_snapshot(store: StoreFolder, id: str | None, keep: int | None) -> Path
     return link
 
 
-def is_of_state(snapshot: Snapshot) -> bool:
+def is_state_snapshot(snapshot: Snapshot) -> bool:
     """True if a `state_dict()` made the snapshot: its name contains its id."""
     return snapshot.name == OF_STATE + snapshot.manifest.id
 
 
 def _prune_states(store: StoreFolder, keep: int) -> None:
     """Remove all but the latest `keep` state_dicts' snapshots, except those that recovery or children need."""
-    snapshots = [snapshot for snapshot in list_snapshots(store.snapshots).snapshots if is_of_state(snapshot)]
+    snapshots = [snapshot for snapshot in list_snapshots(store.snapshots).snapshots if is_state_snapshot(snapshot)]
     snapshots.sort(key=lambda snapshot: snapshot.folder.stat().st_mtime_ns)  # when it was linked, not when it was saved
     removable = snapshots[:-keep]
     needed = needed_names(store) if removable else set()

@@ -29,7 +29,7 @@ from ..files.writer import (
 from .folder import StoreFolder
 from .linked import remove_snapshot
 from .recovery_rule import EMPTY, Record, needed
-from .retention import drop_replaced, is_of_state, keep_replaced, undone_names
+from .retention import drop_replaced, is_state_snapshot, keep_replaced, undone_names
 
 if TYPE_CHECKING:
     from ...engine.store.rocksdb import RocksDB
@@ -148,7 +148,7 @@ def parent_for(store: StoreFolder, name: str, source: SaveSource) -> Snapshot | 
             "kind='full' first"
         )
     parent = snapshot_by_id(store.snapshots, source.parent)
-    if is_of_state(parent):
+    if is_state_snapshot(parent):
         reason = "the rows were loaded from it, and a state_dict made it"
     elif len(parent.chain) >= MAX_CHAIN:
         reason = f"it has a chain of {MAX_CHAIN - 1} parents, and at most that many can be read"

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from ...engine.errors import SnapshotError, StoreError
 from ...engine.options.table_names import labels_of, names_in
-from ...engine.store.table_counts import counts_in
+from ...engine.store.table_counts import read_counts
 from ..files.format import MANIFEST
 from ..files.reader import snapshot_by_id
 from .closed_store import merged_clean_marker
@@ -70,7 +70,7 @@ class StoreStatus:
     @property
     def rows_by_table(self) -> dict[str, int] | None:
         """The number of live rows by table name or number; None if unknown."""
-        counts = None if self.marker is None else counts_in(self.marker, len(self.marker["tables"]))
+        counts = None if self.marker is None else read_counts(self.marker, len(self.marker["tables"]))
         if self.marker is None or counts is None:
             return None
         return dict(zip(labels_of(names_in(self.marker)), counts.tolist(), strict=True))
@@ -91,9 +91,9 @@ def store_status(path: Path) -> StoreStatus:
     """Read a store's status. Raises StoreError if that fails, SnapshotError if its snapshots cannot be read."""
     path = existing_store(Path(path))
     folder = FolderState(path)
-    ranks, top, marker, noted_step = folder.ranks, folder.live, folder.clean_marker, folder.noted_step
+    ranks, top, marker, recorded_step = folder.ranks, folder.live, folder.clean_marker, folder.recorded_step
     if ranks:
-        top, marker, noted_step = path / RANKS, merged_clean_marker(folder), last_step(path, ranks)
+        top, marker, recorded_step = path / RANKS, merged_clean_marker(folder), last_step(path, ranks)
     live = "ranks" if ranks else _live_kind(folder.live) if marker is None else marker["live"]
     group: tuple[MemberStatus, ...] = ()
     name = None
@@ -104,12 +104,12 @@ def store_status(path: Path) -> StoreStatus:
             file = GroupFile(folder)
             group = _read_group(file)
             name = file.last_snapshot
-            restart = _restart(file, marker, noted_step)
+            restart = _restart(file, marker, recorded_step)
         except (StoreError, SnapshotError) as error:
-            restart = Restart("nowhere", problem=str(error), lost_steps=noted_step)
+            restart = Restart("nowhere", problem=str(error), lost_steps=recorded_step)
     if not ranks and not folder.was_open:
         restart = replace(restart, lost_steps=0)  # no step was lost: its snapshots were copied here
-    rows, step = (None, noted_step) if marker is None else (marker.get("rows"), marker["step"])
+    rows, step = (None, recorded_step) if marker is None else (marker.get("rows"), marker["step"])
     sizes = _sizes(path, top)
     return StoreStatus(path, holder(path), marker, live, rows, step, name, sizes, restart, ranks or None, group)
 
@@ -143,16 +143,16 @@ def _find_snapshot(folder: FolderState, id: str | None) -> tuple[str | None, int
     return snapshot.name, int(snapshot.description["step"])
 
 
-def _restart(file: GroupFile, marker: dict[str, Any] | None, noted_step: int | None) -> Restart:
+def _restart(file: GroupFile, marker: dict[str, Any] | None, recorded_step: int | None) -> Restart:
     is_open = any(holder(folder.path) is not None for folder in file.members().values())
-    entry = (file.after_kill() if is_open else file.target())[file.store]
+    entry = (file.target_after_kill() if is_open else file.target())[file.store]
     if entry.live is not None and marker is not None:
         return Restart("live", marker["step"])
     if entry.snapshot == EMPTY:
-        return Restart("empty", lost_steps=noted_step)
+        return Restart("empty", lost_steps=recorded_step)
     snapshot = snapshot_by_id(file.folder.snapshots, str(entry.snapshot))
     step = int(snapshot.description["step"])
-    reached = marker["step"] if marker is not None else noted_step
+    reached = marker["step"] if marker is not None else recorded_step
     return Restart("snapshot", step, snapshot.name, None if reached is None else max(0, reached - step))
 
 

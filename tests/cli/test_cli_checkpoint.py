@@ -118,8 +118,8 @@ def test_ages_names_and_links(saved: Path, capsys: pytest.CaptureFixture[str], m
 
 def test_listing_loads_no_torch(saved: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from tierbed.graph.state.kept import kept_at; "
-        f"kept_at(Path({str(saved / 'kept')!r})); print('torch' in sys.modules)"
+        "import sys; from pathlib import Path; from tierbed.graph.state.kept import list_checkpoints; "
+        f"list_checkpoints(Path({str(saved / 'kept')!r})); print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout.lower()) is False

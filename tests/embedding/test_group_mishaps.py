@@ -212,15 +212,15 @@ def pruned_while_saved(world: World, path: Path) -> int:
     member = make(options("host", path), "adagrad", name="rows", tables=1, seed=0, world=world)
     step(member)
     saving = member.save_snapshot("beside", background=True)
-    put: Callable[[NewSnapshots], None] = NewSnapshots.put_in_place
+    put: Callable[[NewSnapshots], None] = NewSnapshots.publish
 
     def prune_and_put(new: NewSnapshots) -> None:
         member.table_handle().snapshots.prune_here(5, None)
         put(new)
 
-    NewSnapshots.put_in_place = prune_and_put  # type: ignore[method-assign]
+    NewSnapshots.publish = prune_and_put  # type: ignore[method-assign]
     saving.wait()
-    NewSnapshots.put_in_place = put  # type: ignore[method-assign]
+    NewSnapshots.publish = put  # type: ignore[method-assign]
     return len(Snapshot.open(path / "rows" / "snapshots" / "beside").manifest.files)
 
 

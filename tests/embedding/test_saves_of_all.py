@@ -13,7 +13,7 @@ from support.forked import Disk, disk_path, in_process
 from support.shell import command
 from support.together import Model, killed_at
 from tierbed.engine import durable
-from tierbed.engine.durable import put_in_place
+from tierbed.engine.durable import publish
 from tierbed.engine.errors import OptionError, SnapshotError
 from tierbed.snapshots import list_snapshots
 
@@ -165,9 +165,9 @@ def test_a_rename_that_fails_leaves_the_snapshots_before_it_and_says_which(
         def fails_in_b(temporary: Path, path: Path, overwrite: bool = False) -> None:
             if path.parent.parent.name == "b":
                 raise OSError("the device fails")
-            put_in_place(temporary, path, overwrite)
+            publish(temporary, path, overwrite)
 
-        patched.setattr(durable, "put_in_place", fails_in_b)
+        patched.setattr(durable, "publish", fails_in_b)
         said = r"'two' was not written to '.*b/snapshots'.*saved in '.*a/snapshots', and not in '.*b/snapshots'"
         with pytest.raises(SnapshotError, match=said):
             save_and_wait(model, "two", background)

@@ -110,7 +110,9 @@ def test_rows_are_those_of_the_decision_also_where_the_live_rows_are_whole(tmp_p
     share = open_shard(options(store, tmp_path))
     write(share, 2)
     share.close()
-    share = open_shard(options(store, tmp_path), lambda what: OpenPlan(snapshot=snapshot.of_shard(mine), run="two"))
+    share = open_shard(
+        options(store, tmp_path), lambda what: OpenPlan(snapshot=snapshot.restrict_to_shard(mine), run="two")
+    )
     keys = np.arange(40).astype(np.uint64)
     assert rows_of(share).tolist() == np.flatnonzero(_core.owners(np.zeros(40, np.uint32), keys, 3) == 1).tolist()
     share.close()

@@ -44,7 +44,7 @@ def live(path: Path) -> Path:
     return found
 
 
-def of_shard(path: Path, name: str, shard: int = 0) -> Path:
+def restrict_to_shard(path: Path, name: str, shard: int = 0) -> Path:
     return max((live(path) / f"shard-{shard}").glob(name))
 
 
@@ -75,13 +75,13 @@ def older_list_of_files(path: Path) -> None:
 
 
 def cut_rows(path: Path) -> None:
-    file = of_shard(path, "*.sst")
+    file = restrict_to_shard(path, "*.sst")
     os.truncate(file, file.stat().st_size - 1)
 
 
 def rows_of_the_other_shard(path: Path) -> None:
     """Two files of rows, of one size, change places."""
-    one, other = of_shard(path, "*.sst"), of_shard(path, "*.sst", shard=1)
+    one, other = restrict_to_shard(path, "*.sst"), restrict_to_shard(path, "*.sst", shard=1)
     longer = max(one, other, key=lambda file: file.stat().st_size)
     size = longer.stat().st_size
     shutil.copy(min(one, other, key=lambda file: file.stat().st_size), path / "copy")
@@ -90,12 +90,12 @@ def rows_of_the_other_shard(path: Path) -> None:
 
 
 def no_file_of_rows(path: Path) -> None:
-    of_shard(path, "*.sst").unlink()
+    restrict_to_shard(path, "*.sst").unlink()
 
 
 def lost_page(path: Path) -> None:
     """A list of files whose last half reads as zeros."""
-    file = of_shard(path, "MANIFEST-*")
+    file = restrict_to_shard(path, "MANIFEST-*")
     size = file.stat().st_size
     os.truncate(file, size // 2)
     os.truncate(file, size)
@@ -179,12 +179,12 @@ def test_no_length_of_rocksdbs_list_of_files_gives_other_rows(tmp_path: Path) ->
             train(embedding, range(lot * 20, lot * 20 + 40))
             embedding.table_handle().table.flush()
         expected = rows_by_key(embedding)
-    size = of_shard(tmp_path / "sound", "MANIFEST-*").stat().st_size
+    size = restrict_to_shard(tmp_path / "sound", "MANIFEST-*").stat().st_size
     refused = 0
     for cut in range(0, size, 7):
         path = tmp_path / str(cut)
         shutil.copytree(tmp_path / "sound", path)
-        os.truncate(of_shard(path, "MANIFEST-*"), cut)
+        os.truncate(restrict_to_shard(path, "MANIFEST-*"), cut)
         with make(options("ssd", path), tables=1) as embedding:
             try:
                 assert rows_by_key(embedding) == expected

@@ -30,7 +30,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FEATURES = (1, -1, 0)  # the column of each feature
 
 
-def processor_of(dim: int) -> CpuProcessor:
+def processor_factory(dim: int) -> CpuProcessor:
     return CpuProcessor(
         table_spec("t", dim, torch.int64, [make_constant_initializer(0.0)] * TABLES, PADDING, 0), RowState(), None
     )
@@ -103,7 +103,7 @@ def sums(processor: CpuProcessor, given: Sequence[Given], grads: Sequence[Tensor
 
 @given(lookups(), st.sampled_from([1, 3, 17, 130]), st.sampled_from(DTYPES))
 def test_sums_of_rows_equal_the_reference(given: list[Given], dim: int, dtype: torch.dtype) -> None:
-    processor = processor_of(dim)
+    processor = processor_factory(dim)
     kept = [lookup for lookup, _ in given]
     batch = processor.batch(kept)
     grads = grads_of(given, dim, dtype)
@@ -136,7 +136,7 @@ def test_sums_are_the_same_for_any_threads_and_instruction_set(
 ) -> None:
     native_threads(threads)
     given, dim = large()
-    processor, grads = processor_of(dim), grads_of(given, dim, dtype)
+    processor, grads = processor_factory(dim), grads_of(given, dim, dtype)
     batch = processor.batch([lookup for lookup, _ in given])
     wanted = expected_sums(batch, given, grads, dim)
     sets = _core.instruction_sets()
@@ -158,7 +158,7 @@ def by_the_reference(batch: _core.Batch, ranks: int) -> list[list[int]]:
 
 @given(lookups(), st.integers(1, 1024), st.data())
 def test_rows_by_owner_equal_the_reference(given: list[Given], ranks: int, data: st.DataObject) -> None:
-    processor = processor_of(4)
+    processor = processor_factory(4)
     batch = processor.batch([lookup for lookup, _ in given])
     last = data.draw(st.integers(0, ranks - 1))
     found = by_owner(processor.unique_rows(batch), ranks, last)
@@ -181,7 +181,7 @@ def test_many_rows_by_owner_are_the_same_for_any_threads(native_threads: Callabl
     lookup = Lookup(ids, torch.arange(30_000) % TABLES)
     for threads in (1, 2, 5):
         native_threads(threads)
-        processor = processor_of(4)
+        processor = processor_factory(4)
         batch = processor.batch([lookup])
         for ranks in (1, 3, 1024):
             found = by_owner(processor.unique_rows(batch), ranks, ranks // 2)
@@ -217,7 +217,7 @@ def test_owners_among_too_many_ranks_are_refused(ranks: int) -> None:
 @given(lookups(), st.sampled_from([1, 3, 17]), st.sampled_from(DTYPES), st.booleans())
 def test_lookups_take_rows_from_a_tensor(given: list[Given], dim: int, dtype: torch.dtype, both: bool) -> None:
     """both: some of the rows are what another batch has."""
-    processor = processor_of(dim)
+    processor = processor_factory(dim)
     batch = processor.batch([lookup for lookup, _ in given])
     places = np.random.default_rng(0).permutation(batch.unique + 3)[: batch.unique]
     rows = torch.randn((batch.unique + 3, dim), generator=generator(5))
@@ -255,7 +255,7 @@ def test_lookups_take_rows_from_a_tensor(given: list[Given], dim: int, dtype: to
 
 
 def test_places_that_are_not_there_are_refused() -> None:
-    processor = processor_of(2)
+    processor = processor_factory(2)
     lookup = Lookup(torch.arange(3), torch.zeros(3, dtype=torch.int64))
     batch = processor.batch([lookup])
     gradients = Gradients([lookup], [torch.ones(3, 2)], [None], torch.float32)

@@ -18,7 +18,7 @@ from tierbed import EagerOptimizer, Graph, MultiTableEmbedding
 from tierbed.engine.errors import OptimizerError
 from tierbed.engine.optim import CatchUpAdam, CatchUpAdamW
 from tierbed.engine.optim.catch_up_adam import ALL, CATCH_UP_ADAM, terms
-from tierbed.engine.optim.past_rates import MAX_KNOTS, is_past, with_past
+from tierbed.engine.optim.past_rates import MAX_KNOTS, is_past_rates, with_past
 from tierbed.engine.optim.row_optimizer import row_optimizer
 from tierbed.engine.options.lookup import Lookup
 
@@ -165,9 +165,9 @@ def test_more_learning_rates_than_are_kept_are_taken_from_lines_between_them() -
         before = with_past(CATCH_UP_ADAM, list(numbers), before, step)
     past = PastRates(CATCH_UP_ADAM, before)
     assert len(past.knots) <= MAX_KNOTS
-    assert is_past(before[len(numbers) + 1 :], 1500)
-    assert not is_past(before[len(numbers) + 1 : -1], 1500)
-    assert not is_past(before[len(numbers) + 1 :], 1499)
+    assert is_past_rates(before[len(numbers) + 1 :], 1500)
+    assert not is_past_rates(before[len(numbers) + 1 : -1], 1500)
+    assert not is_past_rates(before[len(numbers) + 1 :], 1499)
     assert max(abs(past.at(step) - rate(step)) for step in range(1400, 1501)) < 1e-18
     assert max(abs(past.at(step) - rate(step)) for step in range(1, 1501)) < 1e-7
 
@@ -209,7 +209,7 @@ def test_learning_rates_of_steps_that_a_gpu_has_undone_are_forgotten() -> None:
 
     done = run(range(9, 11), 0.3, run(range(5, 9), 0.2, run(range(1, 5), 0.1, [])))
     undone = with_past(CATCH_UP_ADAM, list(numbers), done, 6)
-    assert is_past(undone[len(numbers) + 1 :], 6)
+    assert is_past_rates(undone[len(numbers) + 1 :], 6)
     past = PastRates(CATCH_UP_ADAM, run(range(7, 12), 0.3, undone))
     assert [past.at(step) for step in (4, 5, 7, 8)] == [0.1, 0.2, 0.3, 0.3]
 

@@ -22,7 +22,7 @@ from tierbed.engine.cache.memory_split import MB, MIN_CACHE_ROWS, split_memory
 from tierbed.engine.optim.row_state import RowState
 from tierbed.engine.processors.cuda import on_device
 from tierbed.engine.table.auto_budgets import AutoBudgets
-from tierbed.engine.table.stack import processor_of
+from tierbed.engine.table.stack import processor_factory
 
 sys.path.insert(0, str(BENCHMARKS))
 from disk.memory_limit import may_limit, memory_limit
@@ -47,7 +47,7 @@ def ssd(path: Path, budget_mb: Any = "auto", **more: Any) -> Any:
 
 
 def processor(options: Any) -> Any:
-    return processor_of(torch.device("cpu"), options)(make(options).spec, RowState(), None)
+    return processor_factory(torch.device("cpu"), options)(make(options).spec, RowState(), None)
 
 
 def numbers(options: Any, root: Path, name: str = "rows") -> Any:
@@ -62,11 +62,11 @@ def numbers(options: Any, root: Path, name: str = "rows") -> Any:
     st.floats(0, 1e4),
 )
 def test_the_parts_add_up_and_none_takes_more_than_it_can_use(
-    free_mb: float, beside: Any, capacity: int | None, overflow_mb: float, given_mb: float
+    free_mb: float, beside: Any, capacity: int | None, overflow_mb: float, fixed_mb: float
 ) -> None:
-    part = split_memory(free_mb, 177, beside, capacity=capacity, overflow_mb=overflow_mb, given_mb=given_mb)
+    part = split_memory(free_mb, 177, beside, capacity=capacity, overflow_mb=overflow_mb, fixed_mb=fixed_mb)
     assert min(part[:6]) >= 0
-    shared = max(free_mb - given_mb, 0)
+    shared = max(free_mb - fixed_mb, 0)
     assert part.cache_mb + part.overflow_mb + part.rocksdb_mb + part.rest_mb == pytest.approx(shared)
     assert part.cache_mb <= shared / 2
     assert part.rest_mb >= shared / 4 * (1 - 1e-9)

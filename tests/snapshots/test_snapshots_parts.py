@@ -62,7 +62,7 @@ def test_each_row_is_of_one_reader_and_of_its_owner(
     for snapshot in (Snapshot.open(folder / "s"), Snapshot.open(folder / "one")):
         found: list[RowArray] = []
         for number in range(readers):
-            reader = snapshot.of_shard(HashShard(number, readers))
+            reader = snapshot.restrict_to_shard(HashShard(number, readers))
             rows = np.concatenate([np.empty(0, row_dtype(2)), *(rows for _, rows in reader.chunks(max_rows))])
             assert reader.shard_rows == {snapshot.name: len(rows)}
             owners = _core.owners(rows["table"].copy(), rows["key"].copy(), readers)
@@ -80,10 +80,10 @@ def test_a_reader_of_a_part_opens_the_files_of_parts_that_meet_it(tmp_path: Path
     snapshot = Snapshot.open(tmp_path / "s")
     for part in (HashShard(0, 3), HashShard(1, 3), HashShard(0, 2), HashShard(2, 4)):
         if not part.meets(HashShard(2, 3)):
-            list(snapshot.of_shard(part).chunks())
+            list(snapshot.restrict_to_shard(part).chunks())
         else:
             with pytest.raises(SnapshotError, match=r"bucket-09-0002.npy"):
-                list(snapshot.of_shard(part).chunks())
+                list(snapshot.restrict_to_shard(part).chunks())
     assert [
         part.meets(HashShard(2, 3)) for part in (HashShard(0, 3), HashShard(1, 3), HashShard(0, 2), HashShard(2, 4))
     ] == [0, 0, 0, 1]
@@ -168,7 +168,7 @@ def test_a_chain_over_any_numbers_of_parts_is_the_table(
         snapshot.verify()
         assert joined(snapshot.chunks(7)) == {bucket: rows.tobytes() for bucket, rows in table.items()}
     last = Snapshot.open(folder / "s2")
-    shares = [last.of_shard(HashShard(number, readers)) for number in range(readers)]
+    shares = [last.restrict_to_shard(HashShard(number, readers)) for number in range(readers)]
     rows = sum(len(rows) for share in shares for _, rows in share.chunks(7))
     assert rows == last.manifest.rows
     for link in last.chain:

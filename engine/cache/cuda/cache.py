@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..._core import GROUP, WAY_BYTES, WAYS
 from ...errors import StoreError
-from ...ops.cuda.batch import Batch, Faults, lines_among, one_row, rows_of
+from ...ops.cuda.batch import Batch, Faults, find_lines, one_row, rows_of
 from ...ops.cuda.device import Device, Event, launch, struct_of, struct_type
 from ...ops.cuda.layout import HitCounters, Layout
 from ...ops.cuda.staging import Staging
@@ -361,7 +361,7 @@ class DeviceCache(TopTier[Batch]):
         Returns the rows as a batch, and a bool flag for each row [size]: True if it stays.
         """
         batch = rows_of(self._layout.device, tables, keys, self._faults.word)
-        batch.lines = lines_among(self._window.resident_batches, batch, self._faults.word)
+        batch.lines = find_lines(self._window.resident_batches, batch, self._faults.word)
         keep = batch.lines != 0
         initialise_lines(batch, self._layout, keep)
         self._cache.erase(batch, keep)

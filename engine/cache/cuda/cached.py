@@ -87,7 +87,7 @@ class CudaCachedStore(DeviceCache):
                 self._peeked = (hits + unique - missing, misses + below, unknown + missing - below)
             self._fetch_staging.fill(batch, absent, ranks, is_hit)
 
-    def peeked(self) -> tuple[int, int, int]:
+    def peek_counts(self) -> tuple[int, int, int]:
         return self._peeked
 
     def erase(self, tables: TableIds, keys: Keys) -> None:

@@ -68,7 +68,7 @@ class CachedTable(DeviceCache):
             initialise_lines(batch, self._layout, absent != 0)
             self._faults.post(batch)
 
-    def peeked(self) -> tuple[int, int, int]:
+    def peek_counts(self) -> tuple[int, int, int]:
         with self._window.exclusive():
             hits_below, misses_below, _, served = self._peeked.tolist()
             return served, hits_below, misses_below

@@ -144,7 +144,7 @@ def one_row(device: Device, table: int, key: int, faults: Tensor) -> Batch:
     return rows_of(device, np.array([table], np.uint32), np.array([key], np.uint64), faults)
 
 
-def lines_among(resident: Sequence[Batch], rows: Batch, faults: Tensor) -> Tensor:
+def find_lines(resident: Sequence[Batch], rows: Batch, faults: Tensor) -> Tensor:
     """Find each row's line in other batches, [rows.size] int64, 0 if in none. Waits for the device."""
     lines = torch.zeros_like(rows.lines)
     for batch in resident:

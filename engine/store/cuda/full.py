@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ... import _core
-from ...ops.cuda.batch import Batch, Faults, keys_of, lines_among, one_row, rows_of
+from ...ops.cuda.batch import Batch, Faults, find_lines, keys_of, one_row, rows_of
 from ...ops.cuda.layout import Layout
 from ...ops.cuda.staging import Staging
 from ...ops.cuda.step import initialise_lines, initialise_missing
@@ -152,7 +152,7 @@ class CudaFullStore(TopTier[Batch]):
         initialise_missing(batch, self.layout)
         self._faults.post(batch)
 
-    def peeked(self) -> tuple[int, int, int]:
+    def peek_counts(self) -> tuple[int, int, int]:
         rows, unknown = self._peeked.tolist()
         return rows - unknown, 0, unknown
 
@@ -171,7 +171,7 @@ class CudaFullStore(TopTier[Batch]):
     def erase(self, tables: TableIds, keys: Keys) -> None:
         batch = rows_of(self.layout.device, tables, keys, self._faults.word)
         self.table.find(batch)
-        pinned = lines_among([] if self._pinned is None else [self._pinned], batch, self._faults.word) != 0
+        pinned = find_lines([] if self._pinned is None else [self._pinned], batch, self._faults.word) != 0
         initialise_lines(batch, self.layout, pinned)
         self.table.erase(batch, torch.where(pinned, 0, batch.lines))
 
