@@ -58,6 +58,7 @@ def record_of_store(store: str, folder: FolderState, live: str | None, shards: M
     if len(shards) < folder.ranks and None not in shards.values() and len({*shards.values()}) < 2:
         live = next(iter(shards.values()), UNKNOWN)  # other hosts may have the other shards
     is_commit = home.mark.ranks is not None and live == f"{home.mark.ranks.run}:{home.mark.ranks.saved}"
+    is_commit |= live == f"{commit}:0"  # a first close that was killed before it wrote the record
     is_commit |= live is None and not folder.was_open
     commits = {store: commit}
     return Record(

@@ -207,6 +207,27 @@ def test_a_kill_in_a_load_does_not_say_that_the_store_was_not_closed(
         assert ("was being loaded when the last run was killed" in caplog.text) == (number == 2)
 
 
+def closed_without_rows(path: Path, begin: Callable[[], None]) -> None:
+    model = Model(path, ("ssd", "host"))
+    model.at()
+    begin()
+    model.members[0].close()
+
+
+def saved_alone_and_trained(path: Path) -> None:
+    model = Model(path, ("ssd", "host"))
+    model.at()
+    model.members[1].save_snapshot("first")
+    model.steps(1)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_kill_in_a_first_close_leaves_the_moment_without_rows(tmp_path: Path, number: int) -> None:
+    killed_at(tmp_path, "rename", number, closed_without_rows, tmp_path)
+    killed(saved_alone_and_trained, tmp_path)
+    assert Model(tmp_path, ("ssd", "host")).at() == [0, 0]
+
+
 def pruned_while_saved(world: World, path: Path) -> int:
     """Rank 0 prunes, as another process may request, while a background save gets its name."""
     member = make(options("host", path), "adagrad", name="rows", tables=1, seed=0, world=world)
