@@ -429,7 +429,7 @@ class Graph(ModelSnapshots, HasBuild):
     def why_recompiled(self) -> list[str]:
         """Return why the latest steps (up to 64) were compiled: how each differs from the most similar earlier step.
 
-        The first step has no reason. The logger "tierbed" logs the same at level INFO.
+        The first step needs no reason. The logger "tierbed" logs the same at level INFO.
         """
         return list(self.__compiles.reasons)
 

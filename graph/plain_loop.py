@@ -57,7 +57,7 @@ def save_checkpoint(
     Raises:
         SnapshotError: `path` exists or cannot be written.
         GraphError: a checkpoint cannot hold the state, or row gradients still wait for `step()`.
-        InputError: an argument has the wrong type.
+        InputError: an argument is of the wrong type.
     """
     model, training = _training(model, optimizers, schedulers, scaler)
     for m in model.modules():
@@ -100,7 +100,7 @@ def load_checkpoint(
 
     Raises:
         SnapshotError: the checkpoint is missing, damaged, or belongs to another model.
-        InputError: an argument has the wrong type.
+        InputError: an argument is of the wrong type.
     """
     check_flags(InputError, convert=convert)
     model, training = _training(model, optimizers, schedulers, scaler)

@@ -149,7 +149,7 @@ class Plan:
     def division(self, capacity: int | None = None) -> MemorySplit:
         """Returns how a `cached_ssd` on the CPU with `cache_budget_mb="auto"` would divide `memory_mb`.
 
-        `capacity` is as the store's option; other options have their defaults. Raises OptionError if `memory_mb` is
+        `capacity` is as the store's option; other options keep their defaults. Raises OptionError if `memory_mb` is
         None.
         """
         if self.memory_mb is None:

@@ -1,6 +1,6 @@
 """Computes how deep a row is in an LRU stack when a batch uses it again, and the chance that a cache still has it.
 
-An LRU cache of n lines has a row if fewer than n distinct rows were used since its last use. This number is the row's
+An LRU cache of n lines holds a row if fewer than n distinct rows were used since its last use. This number is the row's
 depth in the LRU stack. One pass over a trace yields the depth of every use, and with it the hit rate of every cache
 size (Mattson's stack algorithm).
 
@@ -138,7 +138,7 @@ class Model:
         self._uses = len(uses.batch)
 
     def chances(self, lines: float) -> F64:
-        """Returns for each use [n] the probability that a cache of `lines` lines has the row.
+        """Returns for each use [n] the probability that a cache of `lines` lines holds the row.
 
         All rows of the last batch are hits: rows that did not fit into their group are in the overflow area.
         """

@@ -57,7 +57,7 @@ class _LookupGradient:
         self.grad, self._count = grad, write_count(grad)
 
     def has_values(self, tensors: tuple[Tensor | None, ...]) -> bool:
-        """True if the lookup and the weights have the same values as `tensors`."""
+        """True if the lookup and the weights equal `tensors`."""
         return all(map(same_values, tensors, (*self.lookup.tensors, self.weights)))
 
     def add(self, grad: Tensor, order: int, name: str) -> None:

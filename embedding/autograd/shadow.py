@@ -66,7 +66,7 @@ class _Guarded(Tensor):
 
     owner: ref[EmbeddingBase]
     is_own = False  # True for a copy that may be written to
-    is_in_state = False  # True for a copy in a state_dict(); it may be read, since the state names or has the rows
+    is_in_state = False  # True for a copy in a state_dict(); it may be read, since the state names or holds the rows
 
     @classmethod
     def __torch_function__(

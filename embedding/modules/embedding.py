@@ -232,7 +232,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
         Raises:
             InputError: a tensor does not fit, or `step` is needed.
-            OptimizerError: `states` is given, but the embedding's optimizer has no state.
+            OptimizerError: `states` is given, but the embedding's optimizer is stateless.
             StoreError, SnapshotError: the rows cannot be stored.
         """
         with self.raise_on_all_ranks():

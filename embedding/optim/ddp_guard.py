@@ -34,7 +34,7 @@ def check_world(world: World | None, name: str) -> World | None:
 
 
 def warn_alone(name: str) -> None:
-    """Warn if embedding `name` has no world in a job with several processes, so that each trains its own rows."""
+    """Warn if embedding `name` is without a world in a job with several processes, so that each trains its own rows."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         log.warning(
             "embedding %r has no world, and torch's process group has %d processes: each has rows of its own; give "

@@ -68,7 +68,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
     While this object exists, backward() through a lookup keeps the gradient for `step()`. If a newer EagerOptimizer
     takes an embedding over, `step()` of the older one raises OptimizerError.
 
-    If embeddings have a world, all its ranks call `step()`, and rows train with the ranks' mean gradient. Dense
+    With a world, all its ranks call `step()`, and rows train with the ranks' mean gradient. Dense
     parameters are not exchanged: wrap them in a DistributedDataParallel.
 
     Args:

@@ -101,7 +101,7 @@ def reference_of_unopened(store: Path, fresh: bool) -> RowsReference:
 
 
 def matches(pending: RowsReference, present: RowsReference, saved: RowsReference | None) -> bool | None:
-    """True if a state_dict names the present rows; None if only its snapshot `saved` has its rows; else False."""
+    """True if a state_dict names the present rows; None if only its snapshot `saved` holds its rows; else False."""
     if saved is None or not saved.may_be(pending):
         return present.may_be(pending)
     return True if present.version == saved.version or present.may_be(pending) else None

@@ -1,4 +1,4 @@
-"""The handle through which an embedding uses its open rows, if this process has all rows."""
+"""The handle through which an embedding uses its open rows, if this process holds all rows."""
 
 from __future__ import annotations
 

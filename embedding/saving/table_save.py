@@ -88,7 +88,7 @@ class TableSave:
         return manifest.id
 
     def end(self, id: str, from_image: bool) -> None:
-        """Called when the snapshot has its name. Starts to track changes for the next incremental one, if needed."""
+        """Called when the snapshot got its name. Starts to track changes for the next incremental one, if needed."""
         with self.table.lock:
             observers = self.table.observers
             if from_image or self._image is not None:

@@ -73,7 +73,7 @@ class LoadsRows:
 class SavedRows(LoadsRows, EmbeddingBase):
     """An embedding whose rows are saved and loaded by name, and with `state_dict()`."""
 
-    _version = 3  # of the state_dict: version 1 lacked the extra state, and version 2 had a shadow [1]
+    _version = 3  # of the state_dict: version 1 lacked the extra state, and version 2 a shadow of shape [1]
     table_handle: Callable[..., Any]  # opens the table at the first use
     rows = SimpleNamespace(**dict.fromkeys(FIELDS))  # torch's get_state_dict expects an attribute for each key
 

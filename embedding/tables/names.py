@@ -38,7 +38,7 @@ def next_seed(is_shared: bool) -> int:
 
 
 def name_embeddings(root: nn.Module, error: type[TierbedError] = OptionError, model: str = "") -> None:
-    """Name each unnamed embedding under `root` after its path. Raises `error` if two embeddings have one name.
+    """Name each unnamed embedding under `root` after its path. Raises `error` if two embeddings share a name.
 
     A collection's default names stay unless two are equal. model: path under `root` to which names are relative.
     """
@@ -53,7 +53,7 @@ def name_embeddings(root: nn.Module, error: type[TierbedError] = OptionError, mo
 
 
 def check_distinct(embeddings: Mapping[str, EmbeddingBase], error: type[TierbedError]) -> None:
-    """Raise `error` if two embeddings have one name. embeddings: by their paths in the model."""
+    """Raise `error` if two embeddings share a name. embeddings: by their paths in the model."""
     first: dict[str, str] = {}
     for path, one in embeddings.items():
         if first.setdefault(one.name, path) != path:

@@ -77,7 +77,7 @@ class LiveRows(Enum):
 
 
 class TablePersistence:
-    """The store folder of an embedding, locked until `release`; none if the options have no path.
+    """The store folder of an embedding, locked until `release`; none without a path in the options.
 
     partners: returns the stores that this process trains with this one. beside: the folders of the group's stores.
     """

@@ -1,4 +1,4 @@
-"""All rows of an embedding as tensors, for its `state_dict()` if it has no store folder."""
+"""All rows of an embedding as tensors, for its `state_dict()` if no folder stores it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ...engine.table.table import OpenTable
 from ...snapshots.files.format import check_description
 
 FIELDS = ("table", "key", "embedding", "state", "updates", "step", "description")
-NOT_WHOLE = "on_another_rank"  # a description's key: True if only rank 0's state_dict has the rows
+NOT_WHOLE = "on_another_rank"  # a description's key: True if only rank 0's state_dict holds the rows
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _CHUNK = 1 << 16  # rows
 _INTEGERS = ("table", "key", "updates", "step")

@@ -88,7 +88,7 @@ class DenseOptimizer(CheckedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient.
+        """Update every parameter with a gradient.
 
         Args:
             closure: Recomputes the loss and the gradients first.

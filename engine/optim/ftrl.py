@@ -43,7 +43,7 @@ FTRL = Kernel(
 
 
 class Ftrl(DenseOptimizer):
-    """FTRL-Proximal (McMahan et al., KDD 2013) for rows and dense parameters; docs/optimizers.md has the formula.
+    """FTRL-Proximal (McMahan et al., KDD 2013) for rows and dense parameters; docs/optimizers.md gives the formula.
 
     Args:
         params: The parameters or param groups.

@@ -64,7 +64,7 @@ PARTIAL_ROWWISE_LAMB_KERNEL = replace(
 
 
 class LAMB(DenseAdam):
-    """LAMB with a trust ratio for each row (the last dimension) of a parameter; docs/optimizers.md has the formula.
+    """LAMB with a trust ratio for each row (the last dimension) of a parameter; docs/optimizers.md gives the formula.
 
     You et al., "Large batch optimization for deep learning", ICLR 2020; FBGEMM's LAMB.
 

@@ -185,7 +185,7 @@ def _inner_optimizer(optimizer: Any, group: Group) -> torch.optim.Optimizer:
 
 
 def check_is_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise OptimizerError for a torchrec.optim class that only names a fused optimizer and has no `step`."""
+    """Raise OptimizerError for a torchrec.optim class that only names a fused optimizer and lacks `step`."""
     if not hasattr(optimizer, "param_groups"):
         raise _unsupported_error(type(optimizer))
 

@@ -290,7 +290,7 @@ def as_rows(spec: TableSpec, rows: Any, shape: torch.Size) -> NDArray[np.float32
     else:
         array = _array(rows, f"{where}: give float32 {expected}")
         array = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
-        # nested lists have no dtype, so they are converted
+        # nested lists lack a dtype, so they are converted
         tensor = torch.from_numpy(array if isinstance(rows, np.ndarray) else array.astype(np.float32))
     if tensor.dtype != torch.float32 or tuple(tensor.shape) != expected:
         raise InputError(f"{where}: {tensor.dtype} {tuple(tensor.shape)}; give float32 {expected}")

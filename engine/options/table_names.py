@@ -35,7 +35,7 @@ def check_table_name(name: Any) -> str | None:
 
 
 def check_distinct(names: Names) -> None:
-    """Raise OptionError if two tables have the same name."""
+    """Raise OptionError if two tables share a name."""
     first: dict[str, int] = {}
     for index, name in enumerate(names):
         if name is not None and first.setdefault(name, index) != index:

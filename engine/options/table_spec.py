@@ -35,7 +35,7 @@ class TableSpec:
     columns: tuple[int, ...]  # the widths of the column groups
     key_type: torch.dtype
     tables: tuple[AnyTableOptions, ...]
-    padding_idx: int | None  # the id that has no row
+    padding_idx: int | None  # the id without a row
     seed: int
     dtype: str = "float32"  # how embeddings are stored
     state_dtype: str = "float32"  # how element states are stored; row states are float32
@@ -62,7 +62,7 @@ class TableSpec:
 
     @property
     def legal_ids(self) -> Hashable:
-        """A value for comparing two embeddings: equal if each table has the same legal ids in both."""
+        """A value for comparing two embeddings: equal if each table's legal ids are the same in both."""
         return self.last_ids is not None and (self.last_ids.tobytes(), self.drops)
 
     @property

@@ -59,7 +59,7 @@ class ForegroundSave:
             self.image.close()
 
     def end(self) -> None:
-        """End the save: the snapshot has its final name, or was dropped. May be called again."""
+        """End the save: the snapshot got its final name, or was dropped. May be called again."""
         self.image.close()
         with self._changed:
             self.done = True

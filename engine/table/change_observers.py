@@ -225,7 +225,7 @@ class ChangeObservers:
             self.changes.note_rows(tables, keys)
 
     def wait_for_memory(self) -> None:
-        """Wait while the image has no memory for more before-images. Called before rows change."""
+        """Wait while the image's memory for before-images is full. Called before rows change."""
         if self._image is not None:
             with self._table.lock:
                 if self._image is not None:

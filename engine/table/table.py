@@ -70,7 +70,7 @@ class PinnedBatch:
             return self.table.processor.gather(self.core, index, self.lookups[index], weights, self.dtype, out)
 
     def weights_grad(self, index: int, grad: Tensor) -> Tensor:
-        """Returns the gradient of a lookup's weights, in the shape of its ids. `grad` has the shape of its result."""
+        """Returns the gradient of a lookup's weights, in the shape of its ids. `grad` is shaped like its result."""
         with self.table.lock:
             self.table.check_pinned(self)
             return self.table.processor.weights_grad(self.core, index, self.lookups[index], grad)

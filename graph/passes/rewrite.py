@@ -201,4 +201,4 @@ def bind_ops(module: fx.GraphModule) -> None:
         return f"{name}("
 
     _exec_with_source(_OP.sub(bound, code.src), names)
-    type(module).forward = names["forward"]  # every GraphModule has its own class
+    type(module).forward = names["forward"]  # every GraphModule is of its own class

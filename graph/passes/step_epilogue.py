@@ -161,7 +161,7 @@ class StepEpilogue:
             )
 
     def add(self, looked_up: list[LookupGrads], dense: list[DenseGrads], present: bool) -> None:
-        """Add one more call's gradients, summed per row. present: over ranks, True if this rank has a batch."""
+        """Add one more call's gradients, summed per row. present: over ranks, True if this rank got a batch."""
         self.present = self.present or present
         micro_batches = [
             (rows, rows.table_handle().local_table.sum_gradients(lookups, grads, weights, rows.output_dtype))

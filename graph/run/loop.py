@@ -73,7 +73,7 @@ class RunProgress:
     def advance(self, batch: tuple[Any, ...]) -> None:
         if self._bar is None:
             return
-        self._bar.start()  # only the first call has an effect
+        self._bar.start()  # only the first call does anything
         sizes = (len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
         self._samples += next(sizes, 1)
         elapsed = self._bar.tasks[self._task].elapsed

@@ -44,7 +44,7 @@ def _waiting_advice(waited: float, elapsed: float) -> str:
 
 
 def _core_wait_times() -> dict[str, int]:
-    """Return the nanoseconds that each thread was ready to run but had no core. Only Linux counts them."""
+    """Return the nanoseconds that each thread was ready to run but got no core. Only Linux counts them."""
     times = {}
     for thread in Path("/proc/self/task").glob("*"):
         with suppress(OSError, IndexError):  # the thread ended

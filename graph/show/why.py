@@ -1,6 +1,6 @@
 """Explain why a graph compiled another step: how the call differs from the most similar signature compiled before.
 
-Signatures are quick to compare but have no names. So each compile also collects the same properties with names.
+Signatures are quick to compare but lack names. So each compile also collects the same properties with names.
 """
 
 from __future__ import annotations

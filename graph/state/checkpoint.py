@@ -382,7 +382,7 @@ def load(
 
 
 def copied(state: Mapping[str, Any]) -> Any:
-    """Copy a state to host memory. Lazy parameters, which have no values yet, are kept as they are."""
+    """Copy a state to host memory. Lazy parameters, still without values, are kept as they are."""
     copy = tree_map_only(Tensor, lambda t: t if is_lazy(t) else t.detach().to("cpu", copy=True), dict(state))
     return StateDict(copy, versions_of(state))
 

@@ -23,7 +23,7 @@ def storages(node: fx.Node) -> set[int]:
     return {
         value.untyped_storage()._cdata
         for value in pytree.tree_leaves(node.meta.get("val"))
-        if isinstance(value, Tensor) and value.layout is torch.strided  # a sparse tensor has no storage
+        if isinstance(value, Tensor) and value.layout is torch.strided  # sparse tensors lack a storage
     }
 
 

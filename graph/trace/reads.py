@@ -282,7 +282,7 @@ def _is_user_code(value: Any) -> bool:
 def _state(generator: Any) -> bytes:
     try:
         return pickle.dumps(generator)
-    except Exception:  # the system's generator has no state
+    except Exception:  # the system's generator is stateless
         return b""
 
 

@@ -31,7 +31,7 @@ Dims = frozenset[tuple[int, int]]  # (input tensor, dimension) pairs
 
 NO_DYNAMIC: frozenset[int] = frozenset()
 
-# TorchRec's containers, with the leaves that have one element per id
+# TorchRec's containers, with their leaves of one element per id
 _TORCHREC = "torchrec.sparse.jagged_tensor"
 _OF_TORCHREC = {"JaggedTensor": frozenset({0, 1}), "KeyedJaggedTensor": frozenset({0, 1})}
 _TRAINING = attrgetter("training")
