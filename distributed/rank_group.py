@@ -139,7 +139,7 @@ class RankGroup:
                 for pending in self._in_flight:  # failed steps left them; wait for those that all ranks have begun
                     while pending.call <= self.started_by_all and monotonic() < deadline and pending.poll():
                         pass
-                self.failure = GroupError("this world is closed")
+            self.failure = self.failure or GroupError("this world is closed")
             if self._peers is not None:  # first, so that no rank waits for a closed group
                 self._peers.close("it closed its world")
                 self._peers = None

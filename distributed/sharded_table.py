@@ -504,5 +504,5 @@ class ShardedTable:
     def release(self) -> None:
         """Drop the pin that a failed step left behind."""
         self.pinned = None
-        if self.own.table_if_open is not None:
-            self.own.table_if_open.release()
+        if (table := self.own.table_if_open) is not None:
+            table.release()

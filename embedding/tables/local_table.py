@@ -270,8 +270,8 @@ class LocalTable:
 
     def lose(self, error: BaseException) -> None:
         """Mark the rows as failed, so that they close without a clean marker."""
-        if self._table is not None:
-            self._table.note_failure(error)
+        if (table := self.table_if_open) is not None:
+            table.note_failure(error)
 
     def close(self) -> None:
         """Write back the rows and unlock the folder. May be called again; does nothing in a forked process.

@@ -151,7 +151,8 @@ class GroupFile:
     @property
     def last_snapshot(self) -> str | None:
         """The name of the store's snapshot in the commit; None if there is none."""
-        return name_of(self.folder.snapshots, self.record.commit[self.store])
+        id = self.record.commit[self.store]
+        return None if id == EMPTY else name_of(self.folder.snapshots, id)
 
     def members(self, lenient: bool = False) -> dict[str, FolderState]:
         """Returns the members' folders by store id.

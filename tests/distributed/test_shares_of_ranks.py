@@ -190,7 +190,7 @@ def test_one_process_does_not_take_the_place_of_ranks_whose_shares_are_elsewhere
         cli = Cli(folder / "rows", capsys, "store")
         found = cli.json("stat")
         assert (found["state"], found["restart"]["from"]) == ("elsewhere", "elsewhere")
-        assert "2 ranks resume from their shards, which are on other hosts" in cli.says("stat")
+        assert "on other hosts; a single process must load a snapshot first" in cli.says("stat")
     (tmp_path / "of another host").rename(live / "rows" / "ranks")
     assert Cli(live / "rows", capsys, "store").json("stat")["restart"]["from"] == "live"
     rows = [before for before, _, _ in run(2, live, "host", 0, snapshot_path=place)]
