@@ -22,7 +22,10 @@ def complete_names(ctx: typer.Context, incomplete: str) -> list[str]:
     """Complete a snapshot name, for an argument or an option value that follows the store."""
     # words after an option are not parsed into params yet, only into args
     store = ctx.params.get("store") or next(iter(ctx.args), ".")
-    folders = [path.name for path in Path(store, "snapshots").glob("[!.]*/")]
+    try:
+        folders = [path.name for path in Path(store, "snapshots").glob("[!.]*/")]
+    except OSError:  # the path is too long, or may not be read
+        return []
     return sorted(name for name in folders if name.startswith(incomplete) and name.isprintable())
 
 

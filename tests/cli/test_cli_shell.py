@@ -79,6 +79,7 @@ def test_the_page_of_the_command_line_lists_every_command() -> None:
         ("snapshot diff {} a b", ["b"]),
         ("store get {} 5 --snapshot a", ["a", "an-old-one"]),
         ("snapshot load {}/nowhere a", []),
+        ("snapshot load " + "a" * 300 + " a", []),
         ("snapshot p", ["prune"]),
     ],
 )

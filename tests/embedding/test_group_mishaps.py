@@ -200,11 +200,11 @@ def loaded_once_closed(path: Path, begin: Callable[[], None]) -> None:
 def test_a_kill_in_a_load_does_not_say_that_the_store_was_not_closed(
     tmp_path: Path, number: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if killed_at(tmp_path, "rename", number, loaded_once_closed, tmp_path) == "killed":
-        rows = embedding("rows", tmp_path).get(IDS)
-        assert rows.eq(1).all() or (rows.eq(0).all() and number == 1)
-        assert "not closed" not in caplog.text
-        assert ("was being loaded when the last run was killed" in caplog.text) == (number == 2)
+    assert killed_at(tmp_path, "rename", number, loaded_once_closed, tmp_path) == "killed"
+    rows = embedding("rows", tmp_path).get(IDS)
+    assert rows.eq(1).all() or (rows.eq(0).all() and number == 1)
+    assert "not closed" not in caplog.text
+    assert ("was being loaded when the last run was killed" in caplog.text) == (number == 2)
 
 
 def closed_without_rows(path: Path, begin: Callable[[], None]) -> None:
@@ -223,7 +223,7 @@ def saved_alone_and_trained(path: Path) -> None:
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_a_kill_in_a_first_close_leaves_the_moment_without_rows(tmp_path: Path, number: int) -> None:
-    killed_at(tmp_path, "rename", number, closed_without_rows, tmp_path)
+    assert killed_at(tmp_path, "rename", number, closed_without_rows, tmp_path) == "killed"
     killed(saved_alone_and_trained, tmp_path)
     assert Model(tmp_path, ("ssd", "host")).at() == [0, 0]
 
