@@ -19,9 +19,9 @@ from ...snapshots.files.format import check_name
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.folder_state import FolderState
 from ...snapshots.store.group_file import GroupFile
-from ...snapshots.store.recovery_rule import EMPTY
+from ...snapshots.store.recovery_rule import EMPTY, version_of_snapshot
 
-NO_ROWS = f"{EMPTY}:0"  # the version of rows that were never written
+NO_ROWS = version_of_snapshot(EMPTY)  # the version of rows that were never written
 
 
 class RowsReference(NamedTuple):
@@ -83,7 +83,7 @@ def reference_of_snapshot(snapshots: Path | None, name: str | None) -> RowsRefer
     files = [[file, entry.rows, entry.bytes, entry.crc32] for file, entry in sorted(snapshot.manifest.files.items())]
     content = json.dumps(files) if snapshot.kind == "full" else snapshot.manifest.id
     digest = hashlib.sha256(content.encode()).hexdigest()[:32]
-    return RowsReference(int(snapshot.description["step"]), name, digest, f"{snapshot.manifest.id}:0")
+    return RowsReference(int(snapshot.description["step"]), name, digest, version_of_snapshot(snapshot.manifest.id))
 
 
 def reference_at(step: int | None, snapshots: Path | None, base: str | None, version: str | None) -> RowsReference:
@@ -97,7 +97,7 @@ def reference_of_unopened(store: Path, fresh: bool) -> RowsReference:
     entry = None if fresh else GroupFile(FolderState(store)).own_entry()
     if entry is None:
         return RowsReference(None, version=NO_ROWS)
-    return RowsReference(None, version=entry.live or (entry.snapshot and f"{entry.snapshot}:0"))
+    return RowsReference(None, version=entry.live or (entry.snapshot and version_of_snapshot(entry.snapshot)))
 
 
 def matches(pending: RowsReference, present: RowsReference, saved: RowsReference | None) -> bool | None:

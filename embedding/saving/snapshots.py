@@ -26,7 +26,7 @@ from ...snapshots.store.folder_state import FolderState
 from ...snapshots.store.group import Capture, Member, loading
 from ...snapshots.store.group_file import GroupFile
 from ...snapshots.store.linked import OF_STATE, check_linked, link_snapshot, linked, remove_snapshot
-from ...snapshots.store.recovery_rule import EMPTY, NO_RECORD, NOTHING
+from ...snapshots.store.recovery_rule import EMPTY, NO_RECORD, NOTHING, version_of_snapshot
 from ...snapshots.store.retention import prune, remove_if_unreferenced, state_snapshot
 from ...snapshots.store.save import SaveSource, begin_save, check_kind, check_save
 from ...snapshots.store.selection import ALL, LoadReport, Selection
@@ -92,7 +92,11 @@ class Snapshots:
             record, store, is_as_opened = self.member.group.record, self.member.id, not self.member.group.is_locked
         else:
             file = GroupFile(FolderState(self._folder.parent))
-            record, store, is_as_opened = file.record, file.store, self.own.persistence.version == f"{restored}:0"
+            record, store, is_as_opened = (
+                file.record,
+                file.store,
+                self.own.persistence.version == version_of_snapshot(restored),
+            )
         id = record.parents.get(store, EMPTY)
         if restored and is_as_opened and (record.trained or record.now.get(store, NOTHING).snapshot != restored):
             id = restored  # recovery used it; the record will say so from the first change or save on

@@ -25,7 +25,7 @@ from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.folder_state import FolderState, last_step, shard_versions
 from ...snapshots.store.group import Member, open_store
 from ...snapshots.store.group_file import GroupFile
-from ...snapshots.store.recovery_rule import EMPTY
+from ...snapshots.store.recovery_rule import EMPTY, version_of_snapshot
 from .recovery import FolderContents, OpenPlan, check_shards_unlocked, contents_of, log_entry_of, snapshot_to_open
 from .shared_folder import SharedFolder
 
@@ -90,7 +90,7 @@ class RecoveryDecision:
         reports = self._world.all_gather_object(self._op, lambda: self._report(contents))
         decision = _Decision(*self._world.call_on_rank_0(f"{self._op}: chosen", lambda: self._choose(reports)))
         self._agreed = True
-        version = decision.live or "" if decision.id is None else f"{decision.id}:0"
+        version = decision.live or "" if decision.id is None else version_of_snapshot(decision.id)
         log_entry = (decision.level, decision.text) if decision.text else None
         if decision.live is not None:
             run, _, writes = decision.live.rpartition(":")

@@ -24,7 +24,7 @@ from ...snapshots.store.folder import StoreFolder
 from ...snapshots.store.folder_state import FolderState, holder, last_step, shard_folder, shard_versions
 from ...snapshots.store.group import Member
 from ...snapshots.store.mark import live_version
-from ...snapshots.store.recovery_rule import EMPTY
+from ...snapshots.store.recovery_rule import EMPTY, version_of_snapshot
 
 
 class FolderContents(NamedTuple):
@@ -64,8 +64,11 @@ def contents_of(folder: FolderState) -> FolderContents:
 
 def plan_open(folder: StoreFolder, contents: FolderContents, member: Member) -> OpenPlan:
     """Plan how to open a table whose rows are all in this process. Raises StoreError, SnapshotError."""
-    live, of_snapshot = live_version(contents.clean_marker), f"{member.entry.snapshot}:0"  # left by a killed load
-    if live is not None and live in (member.entry.live, of_snapshot):
+    live, loaded = (
+        live_version(contents.clean_marker),
+        version_of_snapshot(member.entry.snapshot),
+    )  # a killed load left this one
+    if live is not None and live in (member.entry.live, loaded):
         return OpenPlan(contents.clean_marker)
     ranks = folder.ranks
     shards, step = (
@@ -251,7 +254,7 @@ class WriteEpoch:
     def set_snapshot(self, snapshot: str, writes: int) -> None:
         """Name the rows after a snapshot that has them, unless more than `writes` writes were made."""
         if self.writes == writes:
-            self._named_at = writes, f"{snapshot}:0"
+            self._named_at = writes, version_of_snapshot(snapshot)
 
     @property
     def version(self) -> str:

@@ -19,7 +19,7 @@ from .folder import StoreFolder
 from .folder_state import RANKS, FolderState, clean_markers, shard_folder, shards_in, stores_recorded_for
 from .group import Member, loading, open_store, saved
 from .mark import live_version
-from .recovery_rule import EMPTY
+from .recovery_rule import EMPTY, version_of_snapshot
 from .retention import drop_replaced
 from .save import SaveSource, begin_save, check_save, write_part
 from .selection import ALL, LoadReport, Selection, types_of
@@ -149,7 +149,7 @@ def load_into_stores(
                     member.write()
                 if member.home is not store:
                     member.copy_to(store)
-                version = f"{ids[member]}:0" if member in whole_loads else member.version
+                version = version_of_snapshot(ids[member]) if member in whole_loads else member.version
                 marker = {**manifest.description, "live": "rows", "rows": manifest.rows, LIVE: version}
                 store.replace_live(store.incoming, marker)
                 if member in whole_loads:

@@ -32,7 +32,19 @@ from .group_file import GroupFile, Shards, lock_file, lock_of_group, put, remove
 from .lock import FileLock, InUseError
 from .mark import Link, RanksRecord
 from .old_stores import PREFIX
-from .recovery_rule import EMPTY, FOREVER, NOTHING, Entry, Interval, Location, Record, newest_moment, next_record, union
+from .recovery_rule import (
+    EMPTY,
+    FOREVER,
+    NOTHING,
+    Entry,
+    Interval,
+    Location,
+    Record,
+    newest_moment,
+    next_record,
+    union,
+    version_of_snapshot,
+)
 
 log = logging.getLogger("tierbed")
 OPEN_ATTEMPTS = 20  # to open a store while another process locks the group
@@ -79,7 +91,9 @@ class Member(Rows):
         self.partners: Callable[[], Iterable[Member]] = tuple  # returns the stores trained together with it
         self.expect_change: Callable[[], None] = lambda: None  # called when the next change must be recorded
         self._writes = 0  # writes since the store was opened
-        self.version = entry.live or f"{entry.snapshot}:0"  # of the rows; the same in the next run if they are
+        self.version = entry.live or version_of_snapshot(
+            entry.snapshot
+        )  # of the rows; kept by the next run if they are
         self._run = secrets.token_hex(8)  # makes versions unique over processes and openings
 
     def attach(self, expect_change: Callable[[], None], partners: Callable[[], Iterable[Member]]) -> None:
@@ -138,7 +152,7 @@ class Member(Rows):
             self.change(Entry(snapshot))
             if snapshot is not None:
                 self.spans.append(Interval(snapshot, self.first))
-                self.version = f"{snapshot}:0"
+                self.version = version_of_snapshot(snapshot)
                 self.expect_change()
 
     def end_failed_load(self, now: Entry, broken: str) -> None:
@@ -493,7 +507,7 @@ def saved(snapshots: Mapping[Capture, str], is_parent: bool = True) -> None:
                     group.write(**fields)
             raise
         for member, snapshot in present.items():
-            member.version = f"{snapshot}:0"
+            member.version = version_of_snapshot(snapshot)
 
 
 def _by_group(snapshots: Mapping[Member, Any]) -> list[tuple[Group, dict[str, Any]]]:

@@ -12,7 +12,7 @@ from ..files.format import OLD_CANDIDATES, OLD_GROUP, snapshot_id
 from ..files.reader import list_snapshots
 from .folder_state import FolderState
 from .mark import Mark
-from .recovery_rule import EMPTY, Entry, Files, Location, Record
+from .recovery_rule import EMPTY, Entry, Files, Location, Record, version_of_snapshot
 
 PREFIX = "GROUP-"
 UNKNOWN = "unknown"  # the id of a snapshot that no folder has
@@ -58,7 +58,7 @@ def record_of_store(store: str, folder: FolderState, live: str | None, shards: M
     if len(shards) < folder.ranks and None not in shards.values() and len({*shards.values()}) < 2:
         live = next(iter(shards.values()), UNKNOWN)  # other hosts may have the other shards
     is_commit = home.mark.ranks is not None and live == f"{home.mark.ranks.run}:{home.mark.ranks.saved}"
-    is_commit |= live == f"{commit}:0"  # a first close that was killed before it wrote the record
+    is_commit |= live == version_of_snapshot(commit)  # a first close that was killed before it wrote the record
     is_commit |= live is None and not folder.was_open
     commits = {store: commit}
     return Record(

@@ -39,6 +39,11 @@ class Entry(NamedTuple):
 NOTHING = Entry()
 
 
+def version_of_snapshot(id: str | None) -> str:
+    """The version of live rows that equal a snapshot's, or EMPTY's, and were not written since."""
+    return f"{id}:0"
+
+
 class Location(NamedTuple):
     """A store's name and its folder: the path relative to the record's folder, and the absolute path."""
 

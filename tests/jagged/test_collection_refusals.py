@@ -26,7 +26,6 @@ from tierbed.jagged import PositionWeightedModuleCollection as Positions
 STORE = tierbed.make_device_mem_store_options()
 THREE = torch.tensor([1, 2, 3])
 BAG, ROW = EmbeddingBagConfig(9, 4, "t"), EmbeddingConfig(9, 4, "t")
-META = torch.device("meta")
 
 
 def config(**change: Any) -> Callable[[], EmbeddingBagConfig]:
