@@ -196,7 +196,7 @@ class ShardedBatch:
         owned = self._prepare(grads, weights)
         sums = self._receive()
         try:
-            self._table.own.count_write()
+            self._table.local.count_write()
             owned.update(sums, None, 1.0 / self._world.size if scale is None else scale, clip_value)
         except BaseException as error:
             self.mark_diverged(error)
@@ -271,40 +271,40 @@ class ShardedTable:
     """All rows of an embedding. Each rank's local table holds the rows that the rank owns."""
 
     def __init__(
-        self, world: World, own: Any, capacity: int | None, before_step: Callable[[], None], requests: Any
+        self, world: World, local: Any, capacity: int | None, before_step: Callable[[], None], requests: Any
     ) -> None:
-        """own: this rank's `LocalTable`. capacity: the most rows over all ranks; None if each rank limits its own.
+        """local: this rank's `LocalTable`. capacity: the most rows over all ranks; None if each rank limits its own.
 
         before_step: what all ranks do before a step. requests: the `RankRequests` that they serve together.
         """
         self.world, self.capacity, self._before_step, self._requests = world, capacity, before_step, requests
-        self.own = own
+        self.local = local
         self.traffic = Traffic()
         self.pinned: ShardedBatch | None = None
         self._diverged = ""  # the update that this rank's rows lack, and why; empty if none
         self.id_prefetcher = IdPrefetcher(
-            world, self.name, self.traffic, lambda requested: self.local_table.announce(requested)
+            world, self.name, self.traffic, lambda requested: self.open_table.announce(requested)
         )
 
     @property
     def name(self) -> str:
-        return str(self.own.name)
+        return str(self.local.name)
 
     @property
-    def local_table(self) -> OpenTable:
+    def open_table(self) -> OpenTable:
         """This rank's table. Raises ClosedError."""
-        table: OpenTable = self.own.table
+        table: OpenTable = self.local.table
         return table
 
     @property
     def optimizer(self) -> RowOptimizer | None:
-        table: OpenTable | None = self.own.table_if_open
+        table: OpenTable | None = self.local.table_if_open
         return None if table is None else table.optimizer
 
     @_collective("step")
     def pin(self, lookups: list[Lookup], dtype: torch.dtype = torch.float32, dedup_from: Any = None) -> ShardedBatch:
         """Begin a training step on all ranks, as `OpenTable.pin` does. Its rows are still in flight on return."""
-        op = f"embedding {self.name!r}, step {self.local_table.step + 1}"
+        op = f"embedding {self.name!r}, step {self.open_table.step + 1}"
         self.release()
         self._before_step()
         local, requested, pools = self._request(op, lookups, dedup_from, dtype)
@@ -317,13 +317,13 @@ class ShardedTable:
 
     def _clear_clean_marker(self) -> None:
         """Clear the clean marker of this rank's rows, ahead of a write of all ranks. StoreError."""
-        with self.local_table.lock:
-            self.local_table.before_write(self.local_table.step)
+        with self.open_table.lock:
+            self.open_table.before_write(self.open_table.step)
 
     def _pin_requested(self, requested: list[Lookup], dedup_from: PinnedBatch | None) -> PinnedBatch:
         self._clear_clean_marker()
-        pinned = self.local_table.pin(requested, torch.float32, dedup_from)
-        self.local_table.check()  # deferred errors of a device; all ranks raise them in this step
+        pinned = self.open_table.pin(requested, torch.float32, dedup_from)
+        self.open_table.check()  # deferred errors of a device; all ranks raise them in this step
         return pinned
 
     def _request(
@@ -333,7 +333,7 @@ class ShardedTable:
 
         dtype: the dtype that a step gathers; None if this is not a step.
         """
-        world, table, is_step = self.world, self.local_table, dtype is not None
+        world, table, is_step = self.world, self.open_table, dtype is not None
         announced = self.id_prefetcher.find(lookups, table.processor) if is_step else None
         number = 0 if announced is None else announced.number
         pools = any(lookup.pooling is not None for lookup in lookups)
@@ -390,10 +390,10 @@ class ShardedTable:
     @_collective("lookup")
     def _look_up(self, lookup: Lookup, trains: bool) -> LocalBatch:
         """Return this rank's unique rows of a lookup, with their lines set."""
-        op = f"embedding {self.name!r}, lookup at step {self.local_table.step}"
+        op = f"embedding {self.name!r}, lookup at step {self.open_table.step}"
         local, requested, _ = self._request(op, [lookup])
         counts = [len(part.ids) for part in requested]
-        rows, error = catch(lambda: self.local_table.get(concat_lookups(requested), trains))
+        rows, error = catch(lambda: self.open_table.get(concat_lookups(requested), trains))
         source, target = (RankBuffers(self.world, c, local.spec.dim, self.world.rows) for c in (counts, local.counts))
         if rows is not None:
             for rank, part in enumerate(rows.split(counts)):
@@ -411,15 +411,15 @@ class ShardedTable:
     @_collective("put")
     def put(self, lookup: Lookup, values: NDArray[np.float32]) -> None:
         """Write rows, as `OpenTable.put` does. If several ranks write a key, the last rank wins."""
-        op = f"put of embedding {self.name!r} at step {self.local_table.step}"
+        op = f"put of embedding {self.name!r} at step {self.open_table.step}"
         requested, rows = self._scatter(op, lookup, values)
         if self.capacity is not None:
-            new, error = catch(lambda: new_rows(self.local_table, requested))
+            new, error = catch(lambda: new_rows(self.open_table, requested))
             news = [new or 0] * self.world.size
-            answer = self.world.handshake(f"{op}: room", error, counts=news, note=self.local_table.counts.rows)
+            answer = self.world.handshake(f"{op}: room", error, counts=news, note=self.open_table.counts.rows)
             self.check_capacity(answer.notes, answer.counts)
-        self.own.count_write()
-        _, error = catch(lambda: self.local_table.put(requested, rows))
+        self.local.count_write()
+        _, error = catch(lambda: self.open_table.put(requested, rows))
         self.world.handshake(f"{op}: done", error)
 
     def check_capacity(self, rows: list[int], new: list[int]) -> None:
@@ -435,17 +435,17 @@ class ShardedTable:
     @_collective("delete")
     def delete(self, lookup: Lookup) -> int:
         """Delete rows, as `OpenTable.delete` does. Returns how many of all ranks' ids had been written."""
-        op = f"delete of embedding {self.name!r} at step {self.local_table.step}"
+        op = f"delete of embedding {self.name!r} at step {self.open_table.step}"
         requested, _ = self._scatter(op, lookup, None)
-        self.own.count_write()
-        deleted, error = catch(lambda: self.local_table.delete(requested))
+        self.local.count_write()
+        deleted, error = catch(lambda: self.open_table.delete(requested))
         return sum(self.world.handshake(f"{op}: done", error, note=deleted or 0).notes)
 
     def _scatter(
         self, op: str, lookup: Lookup, values: NDArray[np.float32] | None
     ) -> tuple[Lookup, NDArray[np.float32]]:
         """Send ids and values [n, dim] to their owners. Returns those this rank owns, in order of the sending ranks."""
-        world, spec = self.world, self.local_table.spec
+        world, spec = self.world, self.open_table.spec
         on_host = Lookup(lookup.ids.cpu(), None if lookup.table_ids is None else lookup.table_ids.cpu())
         batch = batch_of(spec, [on_host])  # errors of this and the next two lines are raised on all ranks
         self._check_diverged()
@@ -468,7 +468,7 @@ class ShardedTable:
     @_collective("size")
     def size(self) -> int:
         """Return the number of rows over all ranks."""
-        rows, error = catch(lambda: self.local_table.size())
+        rows, error = catch(lambda: self.open_table.size())
         return sum(self.world.handshake(f"size of embedding {self.name!r}", error, note=rows or 0).notes)
 
     @_collective("announcement")
@@ -479,9 +479,9 @@ class ShardedTable:
         """
         if not together:
             _, error = catch(self._check_diverged)
-            self.world.handshake(f"announcement of embedding {self.name!r} at step {self.local_table.step}", error)
+            self.world.handshake(f"announcement of embedding {self.name!r} at step {self.open_table.step}", error)
         self.id_prefetcher.announce(
-            lookups, lambda: LocalBatch(self.local_table.processor, self.local_table.spec, lookups or [], self.world)
+            lookups, lambda: LocalBatch(self.open_table.processor, self.open_table.spec, lookups or [], self.world)
         )
 
     def rows_and_new(self, owned: PinnedBatch) -> tuple[int, int]:
@@ -489,20 +489,20 @@ class ShardedTable:
         if self.capacity is None:
             return 0, 0
         written = int(owned.table.processor.count_written(owned.core).sum())
-        return self.local_table.counts.rows, owned.core.unique - written
+        return self.open_table.counts.rows, owned.core.unique - written
 
     def mark_diverged(self, op: str, error: BaseException) -> None:
         """Note that this rank failed in an update that other ranks made. No rank can use the rows until a load."""
         catch(self.release)  # after a failure the pin cannot end normally
         self._diverged = f"{op} raised {error!r} on this rank during its updates, and other ranks made theirs"
-        self.own.lose(error)
+        self.local.lose(error)
 
     def _check_diverged(self) -> None:
-        if self._diverged and self.local_table.failure is not None:  # otherwise a load has replaced the table
+        if self._diverged and self.open_table.failure is not None:  # otherwise a load has replaced the table
             raise StoreError(f"{self._diverged}; load a snapshot of every embedding of that step on all ranks")
 
     def release(self) -> None:
         """Drop the pin that a failed step left behind."""
         self.pinned = None
-        if (table := self.own.table_if_open) is not None:
+        if (table := self.local.table_if_open) is not None:
             table.release()

@@ -155,7 +155,7 @@ class RowGradients:
         self._apply_scale()  # first: the squares might overflow if a GradScaler has scaled the gradients
         lookups = [one.lookup for one in self.check()]
         embedding: Any = self.embedding
-        return embedding.table_handle().local_table.square_gradients(lookups, *self.grads()) if lookups else 0.0
+        return embedding.table_handle().open_table.square_gradients(lookups, *self.grads()) if lookups else 0.0
 
     def multiply(self, scale: float) -> None:
         """Multiply the present gradients by a number. Raises GraphError after `clip`."""

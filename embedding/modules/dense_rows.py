@@ -50,7 +50,7 @@ def dense_states(embedding: KeyedRows, counts: Mapping[int, int]) -> dict[int, d
             "gathered; save a snapshot, whose files have them"
         )
     follow_in_backward(embedding)
-    table = embedding.table_handle().local_table
+    table = embedding.table_handle().open_table
     state, is_scalar = table.state, _scalar_states(table)
     columns = [() if is_scalar[name] else (width,) for name, width in zip(state.names, state.widths, strict=True)]
     # not in inference mode: its tensors count no versions, and a read-only copy detects writes by them
@@ -78,7 +78,7 @@ def dense_tensors(
 ) -> dict[str, Tensor]:
     """Return the rows that `load_dense` with these arguments gives the embedding, as `RowTensors.tensors`."""
     follow_in_backward(embedding)
-    spec, table = embedding.spec, embedding.table_handle(for_load=True).local_table
+    spec, table = embedding.spec, embedding.table_handle(for_load=True).open_table
     weights = _by_number(spec, "weights", weights)
     states_by_number = {number: dict(own) for number, own in _by_number(spec, "states", states).items()}
     steps = [_step(one.pop(name)) for one in states_by_number.values() for name in ("step", "iter") if name in one]

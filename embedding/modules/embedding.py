@@ -369,7 +369,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
     @on_present_rows
     def hit_counts(self) -> tuple[int, int]:
-        table = self.table_handle().local_table
+        table = self.table_handle().open_table
         with table.lock:
             hits, misses = table.ready().hit_counts().sum(axis=0).tolist()
         return hits, misses
@@ -410,10 +410,10 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                     self._refused = error  # open it without the optimizer: the rows can still be read
                     self._handle = self._hold(None, device, for_load)
                 weakref.finalize(self, self._handle.finish)
-                if self._handle.own.persistence.unusable_reason:
+                if self._handle.local.persistence.unusable_reason:
                     self._pending[:] = self._pending or [UNKNOWN]
             elif self._handle.device != device:
-                self._handle.own.move(device)
+                self._handle.local.move(device)
             handle = self._handle
         if self._pending and not for_load:
             self._load_pending()

@@ -116,7 +116,7 @@ class KeyedRows(SavedRows):
             Tuples of tensors: table_ids [n] int64, keys [n] of `key_type`, rows [n, dim] float32.
         """
         while True:
-            table = self.table_handle().local_table
+            table = self.table_handle().open_table
             scan = scan_caught_up(table)
             with suppress(RowsReplacedError):
                 first = next(scan, None)
@@ -139,7 +139,7 @@ class KeyedRows(SavedRows):
         Raises:
             StoreError: the store is not a cached_ssd store.
         """
-        table = self.table_handle().local_table
+        table = self.table_handle().open_table
         if self.store_options.store != "cached_ssd":
             raise StoreError(f"compact: a {self.store_options.store} store has no files to merge; only cached_ssd has")
         with table.lock, uninterrupted():
@@ -161,7 +161,7 @@ class KeyedRows(SavedRows):
         """Return `metrics`, waiting at most `seconds` for another thread's lock, and never for it to move the store."""
         handle = self._handle if self._handle is not None and not self._pending else self.table_handle()
         traffic = {} if self.world is None else {"ranks": asdict(handle.table.traffic)}
-        return {**metrics(handle.local_table, seconds), **traffic}
+        return {**metrics(handle.open_table, seconds), **traffic}
 
     @on_present_rows
     def explain(self, key: int, table: int | str | None = None) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class KeyedRows(SavedRows):
             InputError: the key or the table is invalid.
         """
         key, number = check_row(self.spec, key, table)
-        tiers, why = locate(self.table_handle().local_table, self._lookup([key], number))
+        tiers, why = locate(self.table_handle().open_table, self._lookup([key], number))
         row = {**with_table_name(number, self.spec.table_names), "key": key, "stored": why is None, "why": why}
         newest = tiers[0] if tiers else {"updates": 0, "last_step": 0}
         return {**row, "updates": newest["updates"], "last_step": newest["last_step"], "tiers": tiers}

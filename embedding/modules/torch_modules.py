@@ -137,7 +137,7 @@ class TorchTable(MultiTableEmbedding):
             if not torch.compiler.is_dynamo_compiling() and isinstance(rows_now, FakeTensor):
                 setattr(rows_now.untyped_storage(), REMEDY, self._remedy())
             return rows_now
-        table = self.table_handle().local_table
+        table = self.table_handle().open_table
         return Weight(rows_now, self._remedy(), table, table.step)
 
     def _remedy(self) -> str:

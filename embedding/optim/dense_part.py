@@ -33,7 +33,7 @@ def note_versions(parameters: Iterable[Tensor]) -> None:
 
 def note_run(parameters: Iterable[Tensor], embeddings: Iterable[SavedRows]) -> None:
     """Remember that these parameters and the embeddings' rows belong together, since they were loaded together."""
-    runs = {one.table_handle().local_table.run for one in embeddings if one.is_open}
+    runs = {one.table_handle().open_table.run for one in embeddings if one.is_open}
     for parameter in parameters:
         _runs.setdefault(parameter, set()).update(runs)
 
@@ -41,8 +41,8 @@ def note_run(parameters: Iterable[Tensor], embeddings: Iterable[SavedRows]) -> N
 def warn_of_state(embedding: SavedRows) -> bool:
     """Warn if rows keep optimizer state under an optimizer that has none yet. Returns True if they do."""
     handle: Any = embedding.table_handle()
-    table = handle.local_table
-    has_state = bool(table.step and table.state.names and not handle.own.persistence.resumed_step)
+    table = handle.open_table
+    has_state = bool(table.step and table.state.names and not handle.local.persistence.resumed_step)
     if has_state:
         log.warning(
             "embedding %r keeps the optimizer state of its %d steps under a new optimizer, which has none for "
@@ -70,7 +70,7 @@ class DensePart:
     def meet(self, embedding: SavedRows) -> None:
         """Warn if an open embedding has resumed rows that these parameters were not trained with; remember its run."""
         handle: Any = embedding.table_handle()
-        run, step = handle.local_table.run, handle.own.persistence.resumed_step
+        run, step = handle.open_table.run, handle.local.persistence.resumed_step
         fresh = sum(run not in runs if runs else not written for _, runs, written in self._before)
         is_half = fresh > 0 if self._is_known else run not in _own_runs
         is_intended = embedding.rows_are_chosen or embedding.store_options.open == "pretrained"

@@ -108,7 +108,7 @@ def load_rows_together(world: World, tables: Tables, paths: Sequence[Path]) -> N
 
 def _finish_saving(world: World, op: str, tables: Tables) -> None:
     """Wait for saves in the background before taking the locks; one may be saving the snapshot to load."""
-    world.call_on_all_ranks(op, lambda: [table.own.table for table in tables])  # raises ClosedError
+    world.call_on_all_ranks(op, lambda: [table.local.table for table in tables])  # raises ClosedError
     for table in tables:
         table.finish_saving()
 

@@ -28,9 +28,9 @@ T = TypeVar("T")
 _POLL_SECONDS = 0.05  # between two checks that the client still waits
 
 
-def row_of(own: LocalTable, label: int | str, key: int) -> dict[str, Any]:
+def row_of(local: LocalTable, label: int | str, key: int) -> dict[str, Any]:
     """Return a row of this process as plain values, {} if there is none. label: its table's index or name."""
-    table = own.table
+    table = local.table
     with table.lock:
         table.check()
         description = table.describe()
@@ -66,10 +66,10 @@ class LocalRequests:
         return snapshots.prune_here(keep_last, keep_every), snapshots.names()
 
     def row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
-        return self._visit(lambda: row_of(self._handle.own, table, key), give_up)
+        return self._visit(lambda: row_of(self._handle.local, table, key), give_up)
 
     def status(self) -> dict[str, Any]:
-        table = self._handle.own.table
+        table = self._handle.local.table
         return {"name": self._handle.name, "step": table.step, "rows": table.counts.rows}
 
     def _visit(self, call: Callable[[], T], give_up: Callable[[], bool], others: Sequence[Handle] = ()) -> T | None:
@@ -86,7 +86,7 @@ class LocalRequests:
     def _tables(self, others: Sequence[Handle]) -> list[OpenTable]:
         groups = {id(one.group): one.group for one in (self._handle, *others) if one.group is not None}.values()
         handles = [self._handle, *others, *(one for group in groups for one in group.handles())]
-        return list({id(one.own.table): one.own.table for one in handles}.values())
+        return list({id(one.local.table): one.local.table for one in handles}.values())
 
 
 class RankRequests(LocalRequests):
@@ -105,9 +105,9 @@ class RankRequests(LocalRequests):
     def is_wanted(self) -> bool:
         """True if rank 0 holds a request and none of its tables is in a step."""
         request = self._request
-        if request is None or any(one.own.table.in_step for one in request.tables):
+        if request is None or any(one.local.table.in_step for one in request.tables):
             return False
-        return all(one.own.group is None or not one.own.group.is_mid_step for one in request.tables)
+        return all(one.local.group is None or not one.local.group.is_mid_step for one in request.tables)
 
     def serve(self) -> None:
         """Serve rank 0's request. All ranks call it after `is_wanted` was true on one. Raises GroupError."""
@@ -136,7 +136,7 @@ class RankRequests(LocalRequests):
                 progress = None if request is None else request.progress
                 save_together(self._world, tables, name, kind, overwrite, progress=progress)
             case ["get", table, key]:
-                rows = self._world.all_gather_object(op, lambda: row_of(self._handle.own, table, key))
+                rows = self._world.all_gather_object(op, lambda: row_of(self._handle.local, table, key))
                 if request is not None:
                     request.row = next((row for row in rows if row), {})
 

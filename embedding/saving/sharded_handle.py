@@ -36,7 +36,7 @@ from .table_handle import claimed_folder, open_handle, register
 class ShardedTableHandle:
     """The open rows of an embedding that ranks share.
 
-    own: this rank's rows, with their own tiers and folder. home: the common store folder; None for rows in memory.
+    local: this rank's rows, with their own tiers and folder. home: the common store folder; None for rows in memory.
     Every rank makes each call, except for calls about its own rows. Errors, and GroupError, are raised on every rank.
     """
 
@@ -72,9 +72,9 @@ class ShardedTableHandle:
                 undo.callback(recovery.leave)
             shard = RankShard(world.rank, world.size, world.on_host)
             decide = None if recovery is None else recovery.decide
-            own, error = catch(lambda: LocalTable(spec, options, optimizer, device, shard, decide, group))
-            if own is not None:
-                undo.callback(own.close)
+            local, error = catch(lambda: LocalTable(spec, options, optimizer, device, shard, decide, group))
+            if local is not None:
+                undo.callback(local.close)
             if recovery is not None:
                 recovery.finish(error)
             world.handshake(f"{op}: done", error)
@@ -82,34 +82,34 @@ class ShardedTableHandle:
                 world.call_on_all_ranks(f"{op}: begun", lambda: home.begin(world.size, recovery.member))
                 remove_other_shards(home.path, world.size)  # after `begin`: before it, a new run needs the old shards
             if recovery is not None and recovery.member is not None:
-                own.persistence.share(recovery.member)
+                local.persistence.share(recovery.member)
             undo.pop_all()
-        self.own: LocalTable = own
+        self.local: LocalTable = local
         register(folder, self)
         store = None if home is None or home.folder is None else home.snapshot_store
         snapshots = None if home is None else home.snapshots
-        self.snapshots = Snapshots(own, world, snapshots, store, HashShard(world.rank, world.size), self.close)
+        self.snapshots = Snapshots(local, world, snapshots, store, HashShard(world.rank, world.size), self.close)
         self.requests = RankRequests(world, self, open_handle)
         capacity = options.capacity if options.eviction == "none" else None
-        self.table = ShardedTable(world, own, capacity, self.snapshots.at_step, self.requests)  # of all ranks' rows
-        own.serve(self.requests, None if home is None else home.folder)
+        self.table = ShardedTable(world, local, capacity, self.snapshots.at_step, self.requests)  # of all ranks' rows
+        local.serve(self.requests, None if home is None else home.folder)
 
     @property
     def name(self) -> str:
-        return self.own.name
+        return self.local.name
 
     @property
     def device(self) -> torch.device:
-        return self.own.device
+        return self.local.device
 
     @property
-    def local_table(self) -> OpenTable:
+    def open_table(self) -> OpenTable:
         """The open table with this rank's rows. Raises ClosedError."""
-        return self.own.table
+        return self.local.table
 
     def rename(self, name: str) -> None:
         """Rename the embedding, whose rows are in memory."""
-        self.own.rename(name)
+        self.local.rename(name)
 
     def keep_rows(self) -> None:
         """Accept the present rows, whatever state_dict was loaded."""
@@ -117,11 +117,11 @@ class ShardedTableHandle:
     def tensors(self) -> RowTensors:
         """Return a copy of all rows on rank 0, and no rows on the other ranks. Every rank calls it."""
         op = f"state_dict() of embedding {self.name!r}"
-        own: RowTensors = self.world.call_on_all_ranks(op, self.own.tensors)
-        own_bytes = b"".join(rows.tobytes() for _, rows in own.chunks())
-        dtype = RowForm.described(own.description).dtype
-        shards = [np.frombuffer(shard, dtype) for shard in self.world.exchange_bytes(op, own_bytes, readers=1)]
-        return RowTensors.filled({**own.description, NOT_WHOLE: self.world.rank > 0}, sum(map(len, shards)), shards)
+        tensors: RowTensors = self.world.call_on_all_ranks(op, self.local.tensors)
+        data = b"".join(rows.tobytes() for _, rows in tensors.chunks())
+        dtype = RowForm.described(tensors.description).dtype
+        shards = [np.frombuffer(shard, dtype) for shard in self.world.exchange_bytes(op, data, readers=1)]
+        return RowTensors.filled({**tensors.description, NOT_WHOLE: self.world.rank > 0}, sum(map(len, shards)), shards)
 
     def load_state(self, tensors: Mapping[str, Any]) -> None:
         """Replace all rows; each rank takes its shard. Every rank calls it, with the same rows."""
@@ -142,9 +142,9 @@ class ShardedTableHandle:
         self.world.handshake(op, same={"rows": len(whole), "their checksum": checksum})
         shard = HashShard(self.world.rank, self.world.size)
         chunks = [shard.rows(rows) for _, rows in whole.chunks()]
-        own = RowTensors.filled(whole.description, sum(map(len, chunks)), chunks)
+        shard_tensors = RowTensors.filled(whole.description, sum(map(len, chunks)), chunks)
         try:
-            self.world.call_on_all_ranks(f"{op}: done", lambda: self.own.load_tensors(own))
+            self.world.call_on_all_ranks(f"{op}: done", lambda: self.local.load_tensors(shard_tensors))
         except BaseException:
             self.close()  # some ranks may have new rows and others old ones
             raise
@@ -153,17 +153,17 @@ class ShardedTableHandle:
         """Train the rows with `optimizer`. Every rank calls it. If one of them loses its rows, all are closed."""
         op = f"optimizer of embedding {self.name!r}"
         # on all ranks first, since a rank without rows accepts any optimizer
-        self.world.call_on_all_ranks(op, lambda: self.own.check_optimizer(optimizer))
+        self.world.call_on_all_ranks(op, lambda: self.local.check_optimizer(optimizer))
         with self.world.collective_block(op):
-            _, error = catch(lambda: self.own.use_optimizer(optimizer))
-            if not all(self.world.handshake(f"{op}: open", note=self.own.is_open).notes):
+            _, error = catch(lambda: self.local.use_optimizer(optimizer))
+            if not all(self.world.handshake(f"{op}: open", note=self.local.is_open).notes):
                 self.close()
             self.world.handshake(f"{op}: done", error)
 
     def forget_announced(self) -> None:
         """Forget announced batches. Other ranks learn of it at the next step."""
         self.table.id_prefetcher.forget()
-        self.own.forget_announced()
+        self.local.forget_announced()
 
     def release(self) -> None:
         """Release the rows that a failed step left pinned."""
@@ -173,20 +173,20 @@ class ShardedTableHandle:
         """Close this rank's rows, without waiting for other ranks."""
         self.snapshots.drop_saving()
         try:
-            self.own.close()
+            self.local.close()
         finally:
-            if not self.own.is_open:
+            if not self.local.is_open:
                 self._release_folder()
 
     def finish(self) -> None:
         """Close when the embedding or the process ends, without waiting for other ranks. Errors are logged."""
         self.snapshots.drop_saving()
-        self.own.finish()
+        self.local.finish()
         self._release_folder()
 
     def _release_folder(self) -> None:
-        if self.own.member is not None:
-            self.own.member.leave()
+        if self.local.member is not None:
+            self.local.member.leave()
         if self.home is not None:
             self.home.release()
 

@@ -44,36 +44,36 @@ log = logging.getLogger("tierbed")
 class Snapshots:
     """Saves and loads a table's snapshots.
 
-    own: this process's rows. folder: the snapshots' folder, seen by all ranks; None for rows in memory. store: the
+    local: this process's rows. folder: the snapshots' folder, seen by all ranks; None for rows in memory. store: the
     store folder around it, on rank 0. shard: this process's part of the rows; None for all. close: closes the rows.
     """
 
     def __init__(
         self,
-        own: LocalTable,
+        local: LocalTable,
         world: World,
         folder: Path | None,
         store: StoreFolder | None,
         shard: HashShard | None = None,
         close: Callable[[], None] | None = None,
     ) -> None:
-        self.own, self.world, self._folder, self.store = own, world, folder, store
-        self._shard, self._close = shard, close or own.close
+        self.local, self.world, self._folder, self.store = local, world, folder, store
+        self._shard, self._close = shard, close or local.close
         self._saving: BackgroundSaving | None = None  # only over ranks
 
     @property
     def name(self) -> str:
-        return self.own.name
+        return self.local.name
 
     @property
     def group(self) -> TrainingGroup | None:
         """The embeddings that this one is trained with."""
-        return self.own.group
+        return self.local.group
 
     @property
     def member(self) -> Member | None:
         """The store as a member of its group; None without a folder, and on ranks other than 0."""
-        return self.own.member
+        return self.local.member
 
     @property
     def folder(self) -> Path:
@@ -87,7 +87,7 @@ class Snapshots:
         """The snapshot that was saved or loaded last, or restored by recovery, if any. Local."""
         if self._folder is None:
             return None
-        restored = self.own.persistence.restored_snapshot
+        restored = self.local.persistence.restored_snapshot
         if self.member is not None:
             record, store, is_as_opened = self.member.group.record, self.member.id, not self.member.group.is_locked
         else:
@@ -95,7 +95,7 @@ class Snapshots:
             record, store, is_as_opened = (
                 file.record,
                 file.store,
-                self.own.persistence.version == version_of_snapshot(restored),
+                self.local.persistence.version == version_of_snapshot(restored),
             )
         id = record.parents.get(store, EMPTY)
         if restored and is_as_opened and (record.trained or record.now.get(store, NOTHING).snapshot != restored):
@@ -119,10 +119,10 @@ class Snapshots:
 
     def op(self, what: str) -> str:
         """Name a collective, with the step, for messages. Raises on all ranks if one has closed its rows."""
-        table, error = catch(lambda: self.own.table)
+        table, error = catch(lambda: self.local.table)
         if table is None:
             self.world.handshake(f"{what} of embedding {self.name!r}", error)
-        return f"{what} of embedding {self.name!r} at step {self.own.table.step}"
+        return f"{what} of embedding {self.name!r} at step {self.local.table.step}"
 
     # saves
 
@@ -142,7 +142,7 @@ class Snapshots:
                 self.member.lock()  # frees the names of snapshots that a recovery did not use
             check_save(store, name, kind, self._source(), overwrite)
 
-        with self.own.table.lock:
+        with self.local.table.lock:
             self._on_rank_0(op, check)
 
     def _check_arguments(self, name: str, kind: str, background: bool) -> None:
@@ -159,8 +159,8 @@ class Snapshots:
             )
         if self._folder is None:
             raise no_folder_error(self.name)
-        self.own.table.require_open()
-        self.own.table.check()
+        self.local.table.require_open()
+        self.local.table.check()
 
     def before_save(self, background: bool) -> None:
         """Prepare for a save. The caller does not hold the table's lock."""
@@ -168,7 +168,7 @@ class Snapshots:
         if self._shard is None:
             self.checked_store()
             if not background:
-                self.own.table.flush_ahead()
+                self.local.table.flush_ahead()
 
     def begin_save(self, op: str, name: str, kind: str, overwrite: bool, new: NewSnapshots) -> TableSave:
         """Begin a snapshot of the rows as they are now. All ranks call it, holding the table's lock."""
@@ -193,8 +193,8 @@ class Snapshots:
                 op, lambda: self._shard_of(parent or open_snapshot(self.folder / parent_name))
             )
         kind = "full" if kind == "incremental" and parent is None else kind
-        path, on_saved = self.folder / name, self.own.save_callback()
-        return TableSave(self.own.table, capture, path, kind, source, parent, self._shard, False, on_saved)
+        path, on_saved = self.folder / name, self.local.save_callback()
+        return TableSave(self.local.table, capture, path, kind, source, parent, self._shard, False, on_saved)
 
     def _begin_at(
         self, op: str, path: Path, source: SaveSource, new: NewSnapshots, kind: str, member: Member | None
@@ -208,8 +208,8 @@ class Snapshots:
             new.begin(path, source.description)
 
         self.world.call_on_rank_0(f"{op}: begun", begin)
-        on_saved = self.own.save_callback()
-        return TableSave(self.own.table, capture, path, kind, source, None, self._shard, True, on_saved)
+        on_saved = self.local.save_callback()
+        return TableSave(self.local.table, capture, path, kind, source, None, self._shard, True, on_saved)
 
     def save_rows(self, path: Path) -> None:
         """Save rows without a store folder as the snapshot `path`. Raises SnapshotError, StoreError."""
@@ -229,7 +229,7 @@ class Snapshots:
         self.world.handshake(op, same={"state_dict_snapshots": keep})
         self.before_save(background=False)
         with between_steps([self], waits=self.world.size == 1), NewSnapshots() as new:
-            self.world.call_on_all_ranks(op, self.own.table.check)
+            self.world.call_on_all_ranks(op, self.local.table.check)
             source = self._source(new.new_id())
 
             def find() -> tuple[str, bool]:
@@ -246,11 +246,11 @@ class Snapshots:
                 kind = "checkpoint" if has_files else "full"  # not incremental: users could not replace its parent
                 save = self._begin_at(op, self.folder / name, source, new, kind, self.member)
                 commit(self.world, op, [save], new, catch(save.write)[1])
-        reference = reference_of_snapshot(self._folder, name) or RowsReference(self.own.table.step)
-        return reference._replace(version=self.own.persistence.version)
+        reference = reference_of_snapshot(self._folder, name) or RowsReference(self.local.table.step)
+        return reference._replace(version=self.local.persistence.version)
 
     def _source(self, id: str | None = None) -> SaveSource:
-        table = self.own.table
+        table = self.local.table
         table.require_open()
         assert table.stack is not None
         bottom = table.stack.bottom
@@ -276,8 +276,8 @@ class Snapshots:
     def finish_saving(self) -> None:
         """Wait for a save in the background, whose snapshot may be the one to load. Its error was logged."""
         if self._saving is None:
-            if self.own.table_if_open is not None:  # if it is closed, the caller's next call raises on all ranks
-                self.own.table_if_open.observers.finish_saving()
+            if self.local.table_if_open is not None:  # if it is closed, the caller's next call raises on all ranks
+                self.local.table_if_open.observers.finish_saving()
             return
         _, error = catch(self._saving.wait)
         if error is not None and self.world.failure is not None:
@@ -293,10 +293,10 @@ class Snapshots:
 
     def check_not_saving(self) -> None:
         """Raise StoreError during a save in the background. Local."""
-        self.own.table.check()
+        self.local.table.check()
         if self._saving is not None:  # other ranks may be writing still
             raise StoreError(still_saving(self._saving.what))
-        self.own.table.observers.check_not_saving()
+        self.local.table.observers.check_not_saving()
 
     # loads
 
@@ -312,7 +312,7 @@ class Snapshots:
         A store folder gets a link to the snapshot, for recovery. It gets none if the rows are loaded without state or
         converted: recovery would load the state, or the numbers before conversion.
         """
-        self.world.call_on_all_ranks(self._loading(path.name), lambda: self.own.table)  # raises ClosedError
+        self.world.call_on_all_ranks(self._loading(path.name), lambda: self.local.table)  # raises ClosedError
         self.finish_saving()
         with between_steps([self], replaces=True), ExitStack() as linking:
             path = self.link_in(path, linking) if self._folder is not None and selection.can_recover else path
@@ -329,7 +329,7 @@ class Snapshots:
         that, all ranks close the embedding, since some have new rows and others old ones.
         """
         if self._shard is None:
-            return self.own.load_part(snapshot, selection, strict)
+            return self.local.load_part(snapshot, selection, strict)
         op = self._loading(snapshot.name)
         world, snapshot, voted = self.world, self._shard_of(snapshot), False
         tables = selection.tables  # not checked yet: errors in it are raised below
@@ -348,7 +348,7 @@ class Snapshots:
             voted = True
             self._note_load(op, snapshot, selection.is_whole)
 
-        report, error = catch(lambda: self.own.load_part(snapshot, selection, strict, verified))
+        report, error = catch(lambda: self.local.load_part(snapshot, selection, strict, verified))
         if error is not None and voted and not world.must_report(error):
             if error is not world.shared_error:
                 self._lose(snapshot.name)
@@ -380,8 +380,8 @@ class Snapshots:
             if id is not None:  # from here on, the next run loads the snapshot
                 loads = {} if member is None else {member: id}
                 world.call_on_all_ranks(f"{op}: noted", lambda: noting.enter_context(loading(loads)))
-            writes = world.all_gather_object(f"{op}: marks", lambda: self.own.begin_load(notes=not whole))
-            self.own.note_load(max(writes), id)  # a rank that failed may have missed some
+            writes = world.all_gather_object(f"{op}: marks", lambda: self.local.begin_load(notes=not whole))
+            self.local.note_load(max(writes), id)  # a rank that failed may have missed some
             if member is not None:
                 member.replaced(id)
 
@@ -390,7 +390,7 @@ class Snapshots:
         problem = (
             f"embedding {self.name!r}: loading snapshot {name!r} failed during its changes, so its rows are closed"
         )
-        self.own.lose(StoreError(problem))
+        self.local.lose(StoreError(problem))
         return problem
 
     def _close_all(self, problem: str) -> None:
@@ -418,7 +418,7 @@ class Snapshots:
         shard = self._shard_of(snapshot)
 
         def check() -> dict[str, int]:
-            fitted = self.own.fitted(shard, selection)
+            fitted = self.local.fitted(shard, selection)
             shard.verify()
             if fitted.types is not None:
                 for _ in fitted.rows_of(shard, LoadReport()):
@@ -438,9 +438,9 @@ class Snapshots:
 
         Raises earlier steps' deferred errors. Local.
         """
-        step = self.own.step
+        step = self.local.step
         return reference_at(
-            step, self._folder, self.last, None if self._folder is None else self.own.persistence.version
+            step, self._folder, self.last, None if self._folder is None else self.local.persistence.version
         )
 
     def restore(self, pending: RowsReference) -> bool:
@@ -450,7 +450,7 @@ class Snapshots:
         saved = reference_of_snapshot(self._folder, pending.snapshot)
 
         def compare() -> bool | None:
-            self.own.table.check()  # raises ClosedError
+            self.local.table.check()  # raises ClosedError
             return matches(pending, self.rows_reference(), saved)
 
         is_present: bool | None = self.world.all_gather_object(op, compare)[0]
@@ -474,7 +474,7 @@ class Snapshots:
     def drop_rows(self, saved: Snapshot) -> None:
         """Remove a replaced checkpoint's snapshot, unless it is needed. Raises SnapshotError. Local, on rank 0."""
         if self.store is not None:
-            with self.own.table.lock:
+            with self.local.table.lock:
                 remove_if_unreferenced(self.store, saved)
 
     def discard_rows(self, name: str) -> None:
@@ -485,13 +485,13 @@ class Snapshots:
     def prune(self, keep_last: int, keep_every: int | None) -> list[str]:
         """Remove old snapshots and return their names. Raises OptionError, SnapshotError."""
         op = f"pruning snapshots of embedding {self.name!r}"  # without the step, since ranks may be at different steps
-        _, error = catch(lambda: (self.own.table, self.folder))
+        _, error = catch(lambda: (self.local.table, self.folder))
         self.world.handshake(op, error, {"keep_last": keep_last, "keep_every": keep_every} if error is None else None)
         return list(self.world.call_on_rank_0(op, lambda: self.prune_here(keep_last, keep_every)))
 
     def prune_here(self, keep_last: int, keep_every: int | None) -> list[str]:
         """Prune without the other ranks, on rank 0."""
-        table, store = self.own.table, self.checked_store()
+        table, store = self.local.table, self.checked_store()
         with table.lock:  # a snapshot that is being saved is not listed yet, and is the child of no other
             saving = table.observers.saving
             if self._saving is None and (saving is None or saving.done):  # or a temporary folder is in use

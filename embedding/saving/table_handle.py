@@ -52,7 +52,7 @@ class TableHandle(LocalTable):
         self.serve(self.requests, self.store)
 
     @property
-    def local_table(self) -> OpenTable:
+    def open_table(self) -> OpenTable:
         """The open table with this process's rows. Raises ClosedError."""
         return self.table
 
@@ -93,4 +93,4 @@ def open_handle(store: str) -> Any:
 
 def _find_open(folder: str) -> Any:
     handle = _by_folder.get(folder)
-    return None if handle is None or handle.own.table_if_open is None else handle
+    return None if handle is None or handle.local.table_if_open is None else handle

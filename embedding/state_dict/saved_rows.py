@@ -119,7 +119,7 @@ class SavedRows(LoadsRows, EmbeddingBase):
     def open_handle(self) -> Any:
         """The table's handle if it is open in this process, or None."""
         handle = self._handle
-        return None if handle is None or self.is_closed or handle.own.table_if_open is None else handle
+        return None if handle is None or self.is_closed or handle.local.table_if_open is None else handle
 
     def raise_on_all_ranks(self) -> AbstractContextManager[None]:
         """Return a context for code before a call's first collective: an error on one rank is raised on all."""
@@ -336,8 +336,8 @@ class SavedRows(LoadsRows, EmbeddingBase):
             self.rows_are_chosen = True
             self._pending.clear()
             return
-        if handle.own.persistence.unusable_reason:
-            raise StoreError(handle.own.persistence.unusable_reason)
+        if handle.local.persistence.unusable_reason:
+            raise StoreError(handle.local.persistence.unusable_reason)
         snapshots, in_memory = bool(options.state_dict_snapshots), options.persistent_path is None
         problem = problem or mismatch_text(self.name, handle.snapshots.rows_reference(), pending, snapshots, in_memory)
         if _mode.get() == STAY:
@@ -375,7 +375,7 @@ class SavedRows(LoadsRows, EmbeddingBase):
 
     def _moment(self) -> Any:
         """Return a value that is equal for two calls if no row has changed in between."""
-        table = None if self._handle is None else self._handle.local_table
+        table = None if self._handle is None else self._handle.open_table
         return table and (weakref.ref(table), table.step, table.updates)
 
     def _has_copied(self, tensors: Mapping[str, Any]) -> bool:
@@ -409,7 +409,7 @@ class SavedRows(LoadsRows, EmbeddingBase):
             except TierbedError as error:
                 problem = f"the rows of embedding {self.name!r} cannot be loaded: {error}"
                 if _mode.get() == STAY and not (
-                    self._handle is not None and self._handle.own.persistence.unusable_reason
+                    self._handle is not None and self._handle.local.persistence.unusable_reason
                 ):
                     self._pending.clear()
                     log.warning("%s; its rows stay", problem)

@@ -348,7 +348,7 @@ class LocalTable:
         cache_metrics(self._table)
 
     @property
-    def own(self) -> LocalTable:
+    def local(self) -> LocalTable:
         """This process's rows: this object itself, since all rows are here."""
         return self
 

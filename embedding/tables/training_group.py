@@ -34,7 +34,7 @@ class TrainingGroup:
         for one in sorted(self.embeddings, key=lambda one: one.name):
             one.group = self
             if (handle := one.open_handle) is not None:
-                handle.own.join(self)
+                handle.local.join(self)
 
     def begin_pass(self) -> None:
         """Called when a backward pass has pinned the rows of one embedding, before it reaches others."""
@@ -64,7 +64,7 @@ class TrainingGroup:
 
     def members(self) -> list[Member]:
         """Return the open embeddings' stores."""
-        return [handle.own.member for handle in self.handles() if handle.own.member is not None]
+        return [handle.local.member for handle in self.handles() if handle.local.member is not None]
 
     def folders(self) -> list[Path]:
         """Return all embeddings' store folders."""
@@ -73,13 +73,13 @@ class TrainingGroup:
     @property
     def is_mid_step(self) -> bool:
         """True if a table is in a step, so that tables may be at different steps."""
-        return self.gate.closed or any(handle.own.table.in_step for handle in self.handles())
+        return self.gate.closed or any(handle.local.table.in_step for handle in self.handles())
 
     def note_failed_step(self, embeddings: Iterable[Any], error: BaseException) -> None:
         """Called after a step raised. Marks the group inconsistent if only some tables were updated."""
         open_handles = [one.open_handle for one in embeddings if one.group is self and one.world is None]
         handles = [handle for handle in open_handles if handle is not None and handle.member is not None]
-        behind = [table for one in handles if (table := one.own.table).in_step or table.failure is not None]
+        behind = [table for one in handles if (table := one.local.table).in_step or table.failure is not None]
         if 0 < len(behind) < len(handles) and any(table.refused or table.failure is not None for table in behind):
             mark_inconsistent([one.member for one in handles], f"a step raised during its updates ({error!r})")
         if torch._C._current_graph_task_id() != -1:
@@ -118,7 +118,7 @@ def between_steps(handles: Iterable[Any], waits: bool = False, replaces: bool = 
     all_handles = {id(one): one for one in handles} | {id(one): one for group in groups for one in group.handles()}
     gate: StepGate | None = None
     while True:
-        tables = sorted({one.own.table for one in all_handles.values()}, key=id)
+        tables = sorted({one.local.table for one in all_handles.values()}, key=id)
         for table in tables:
             table.observers.wait_for_foreground()
             if replaces:

@@ -178,7 +178,7 @@ class CudaProcessor:
         self, batch: Batch, rows: Tensor, positions: NDArray[np.int64], rest: tuple[Batch, int] | None = None
     ) -> None:
         on_device = torch.from_numpy(positions).to(self.device)
-        lines = batch.own(rows.contiguous()) + 4 * self._layout.dim * on_device
+        lines = batch.keep_alive(rows.contiguous()) + 4 * self._layout.dim * on_device
         if rest is not None:
             other, position = rest
             is_in_rest = on_device >= len(rows)

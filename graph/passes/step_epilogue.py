@@ -164,7 +164,7 @@ class StepEpilogue:
         """Add one more call's gradients, summed per row. present: over ranks, True if this rank got a batch."""
         self.present = self.present or present
         micro_batches = [
-            (rows, rows.table_handle().local_table.sum_gradients(lookups, grads, weights, rows.output_dtype))
+            (rows, rows.table_handle().open_table.sum_gradients(lookups, grads, weights, rows.output_dtype))
             for rows, lookups, grads, weights in looked_up
         ]
         for embedding, micro_batch in micro_batches:

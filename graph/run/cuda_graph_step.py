@@ -40,7 +40,7 @@ _LIVE: set[Callable[..., Any]] = {dense_step, step_dense, schedule}
 
 def capture_pin(embedding: SavedRows, lookups: list[Lookup], dedup_from: PinnedBatch | None = None) -> PinnedBatch:
     """Launch the kernels of `embedding.pin`. `_begin_replay` does the host's part before each replay."""
-    table = embedding.table_handle().local_table
+    table = embedding.table_handle().open_table
     batch = table.processor.batch(lookups, None if dedup_from is None else dedup_from.core)
     table.require_open().pin(batch, table.capacity_limit)
     table.preview_catch_up(batch)
@@ -57,12 +57,12 @@ def capture_update(batch: PinnedBatch, grads: list[Tensor], weights: list[Tensor
 
 
 def capture_read(embedding: SavedRows, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
-    table = embedding.table_handle().local_table
+    table = embedding.table_handle().open_table
     return table.processor.gather(_peek(table, lookup), 0, lookup, weights, embedding.output_dtype)
 
 
 def capture_read_weights_grad(embedding: SavedRows, lookup: Lookup, grad: Tensor) -> Tensor:
-    table = embedding.table_handle().local_table
+    table = embedding.table_handle().open_table
     return table.processor.weights_grad(_peek(table, lookup, trains=True), 0, lookup, grad)
 
 
@@ -253,7 +253,7 @@ def _tables(embeddings: list[EmbeddingBase]) -> list[OpenTable]:
                 f"cuda_graph: the rows of {embedding.name!r}, a {type(embedding).__name__}, are in no table of this "
                 "process, so its steps cannot be captured; call cuda_graph(False)"
             )
-    return [embedding.table_handle().local_table for embedding in embeddings if isinstance(embedding, SavedRows)]
+    return [embedding.table_handle().open_table for embedding in embeddings if isinstance(embedding, SavedRows)]
 
 
 @contextmanager

@@ -122,7 +122,7 @@ class Announcer:
         if lookups is None or self._epilogue.accumulate_steps == 1:
             return lookups
         try:
-            return [embedding.table_handle().local_table.unique_rows(lookups)]
+            return [embedding.table_handle().open_table.unique_rows(lookups)]
         except Exception:  # the call itself raises it
             return None
 
@@ -346,7 +346,7 @@ class Run(Iterator[Any]):
 
     def _progress_counts(self) -> tuple[int, int, int]:
         """Return counts of row updates, dense updates, and calls whose gradients wait for an update."""
-        rows = sum(embedding.table_handle().local_table.updates for embedding in self._embeddings if embedding.is_open)
+        rows = sum(embedding.table_handle().open_table.updates for embedding in self._embeddings if embedding.is_open)
         return rows, dense_steps.count, self._epilogue.waiting_calls
 
     def skip(self) -> None:

@@ -94,7 +94,7 @@ class StepCollectives:
         grads = [grad for part in dense for grad in part.grads]
         settings = settings_of([part.optimizer for part in dense])
         trained: list[Any] = self._trained
-        _, error = catch(lambda: [embedding.table_handle().local_table for embedding in trained])
+        _, error = catch(lambda: [embedding.table_handle().open_table for embedding in trained])
         return all_reduce_in_order(
             self._world, self._op("vote"), grads, error, present=present, finite=finite, same=settings
         )
@@ -156,7 +156,7 @@ class StepCollectives:
         self._number = ""
         try:
             if all(embedding.is_open for embedding in self._embeddings):  # ranks open and close embeddings at any time
-                steps = [embedding.table_handle().local_table.step for embedding in self._embeddings]
+                steps = [embedding.table_handle().open_table.step for embedding in self._embeddings]
                 self._number = f", step {max(steps, default=0) + 1}"
             if self.trains and self.rank_state.partial_update:
                 raise GraphError(

@@ -325,7 +325,7 @@ class TableCollection(TableModule):
         """
         result, states = {}, self._dense_states()
         for name, config in self._weight_names.items():
-            step = torch.tensor(float(self.embedding_of(config.name).table_handle().local_table.step))
+            step = torch.tensor(float(self.embedding_of(config.name).table_handle().open_table.step))
             result[name] = {"step": step} | {key: s.view(len(s), -1) for key, s in states[config.name].items()}
         return result
 
@@ -351,7 +351,7 @@ class TableCollection(TableModule):
             embedding = self.embedding_of(table)
             with embedding.raise_on_all_ranks():
                 follow_in_backward(embedding)
-                names = embedding.table_handle().local_table.state.names
+                names = embedding.table_handle().open_table.state.names
             states[table] = {_state_name(name, names): tensor for name, tensor in table_state.items()}
         rows = {table: dense_rows(*self.embeddings.tables[table].dense()) for table in by_table}
         self._load_rows(rows, states, step)

@@ -331,7 +331,7 @@ class TableBatchedEmbeddingBags(TableModule):
     @property
     def iter(self) -> Tensor:
         """Update count so far, as FBGEMM counts them for Adam's bias correction: a copy, int64 [1]."""
-        steps = [embedding.table_handle().local_table.step for embedding in self.each()]
+        steps = [embedding.table_handle().open_table.step for embedding in self.each()]
         return torch.tensor([max(steps) + (0 if self._rows is None else self._rows.shift)])
 
     def metrics(self) -> dict[str, dict[str, dict[str, Any]]]:
@@ -341,7 +341,7 @@ class TableBatchedEmbeddingBags(TableModule):
     def flush(self) -> None:
         """Write changed rows from caches to the tiers below. Raises StoreError."""
         for embedding in self.each():
-            embedding.table_handle().local_table.flush()
+            embedding.table_handle().open_table.flush()
 
     def reset_cache_states(self) -> None:
         """Do nothing. Caches are always consistent here, since `load_dense` and `put` write through them."""
@@ -382,7 +382,7 @@ class TableBatchedEmbeddingBags(TableModule):
         """
         rows = self._own_optimizer("set_optimizer_step")
         past = int_option("step", step, f"a whole number from 0 to {LAST_STEP - 1}", 0, LAST_STEP - 1)
-        rows.count_from(past - max(embedding.table_handle().local_table.step for embedding in self.each()))
+        rows.count_from(past - max(embedding.table_handle().open_table.step for embedding in self.each()))
 
     def extra_repr(self) -> str:
         optimizer = "NONE" if self._settings is None else self._settings.optimizer.name

@@ -255,7 +255,7 @@ class Batch:
         self._run("group_rows", self.size, rows, order, self._sources, n, offsets, positions, sources)
         return Groups(rows, order, positions, positions if sources is None else sources, offsets)
 
-    def own(self, memory: Tensor) -> int:
+    def keep_alive(self, memory: Tensor) -> int:
         """Keep memory alive as long as the batch. Returns the memory's address."""
         self._owned.append(memory)
         return memory.data_ptr()

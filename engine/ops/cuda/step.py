@@ -71,7 +71,7 @@ def update(
 def preview_catch_up(layout: Layout, rule: str, batch: Batch, numbers: Tensor) -> None:
     """Make lookups read rows as they are when the step begins, in caught-up copies. For rules that catch up."""
     memory = torch.empty(batch.size * layout.line_bytes, dtype=torch.uint8, device=batch.lines.device)
-    batch.own(memory)
+    batch.keep_alive(memory)
     views = batch.empty(torch.int64)
     catch_up(layout, rule, batch, numbers, memory, views)
     batch.views = views
@@ -133,7 +133,7 @@ def initialise_missing(batch: Batch, layout: Layout) -> None:
 def new_lines(batch: Batch, layout: Layout, count: int) -> Tensor:
     """Allocate `count` lines in memory owned by the batch. Returns their addresses."""
     memory = torch.empty(count * layout.line_bytes, dtype=torch.uint8, device=batch.lines.device)
-    return batch.own(memory) + layout.line_bytes * torch.arange(count, device=memory.device)
+    return batch.keep_alive(memory) + layout.line_bytes * torch.arange(count, device=memory.device)
 
 
 def initialise_lines(batch: Batch, layout: Layout, only: Tensor) -> None:
@@ -157,7 +157,7 @@ def wide_lines(batch: Batch, layout: Layout, positions: Tensor, owner: Batch) ->
         return batch.views[inverse.to(torch.int64)]
     rows = torch.empty((len(inverse), layout.dim), dtype=torch.float32, device=batch.lines.device)
     _gather(layout, _lookup_program(layout, torch.float32), batch, inverse, len(inverse), rows)
-    return owner.own(rows) + 4 * layout.dim * torch.arange(len(inverse), device=rows.device)
+    return owner.keep_alive(rows) + 4 * layout.dim * torch.arange(len(inverse), device=rows.device)
 
 
 def copy_rows(batch: Batch, layout: Layout) -> None:
