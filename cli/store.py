@@ -45,7 +45,10 @@ def stat(store: Store, as_json: Json = False) -> None:
             "on disk": ", ".join(f"{output.size(count)} {part}" for part, count in status.bytes.items()),
             "recovery": output.text(status.recovery_snapshot or "none"),
             **({"trained together with": ", ".join(map(output.text, status.partners))} if status.partners else {}),
-            **{f"record of {output.text(one.name)}": _describe_member(one, status.partners) for one in status.group},
+            **{
+                f"record of {output.text(member.name)}": _describe_member(member, status.partners)
+                for member in status.group
+            },
             "a restart": _describe_restart(status),
         }
     )

@@ -119,17 +119,17 @@ class RowGradients:
 
     def pin(self) -> Any:
         """Pin all lookups' rows with `embedding.pin`, each row once. Call `check` before."""
-        return self.embedding.pin([one.lookup for one in self._in_order()], dtype=self._dtype)
+        return self.embedding.pin([gradient.lookup for gradient in self._in_order()], dtype=self._dtype)
 
     def check(self) -> list[_LookupGradient]:
         """Return the gradients in their order. Raises InputError if one cannot be applied any more."""
         embedding, kept = self.embedding, self._in_order()
-        for one in kept:
-            one.unchanged(embedding.name)
-            if one.lookup.ids.device != embedding.device:
+        for gradient in kept:
+            gradient.unchanged(embedding.name)
+            if gradient.lookup.ids.device != embedding.device:
                 raise InputError(
-                    f"gradients of embedding {embedding.name!r} are on {one.lookup.ids.device} and the embedding on "
-                    f"{embedding.device}; call zero_grad() after moving a module"
+                    f"gradients of embedding {embedding.name!r} are on {gradient.lookup.ids.device} and the embedding "
+                    f"on {embedding.device}; call zero_grad() after moving a module"
                 )
         return kept
 
@@ -141,7 +141,7 @@ class RowGradients:
     def grads(self) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return the gradients and the weights of the lookups, in the order of `pin`."""
         kept = self._in_order()
-        return [one.grad.to(self._dtype) for one in kept], [one.weights for one in kept]
+        return [gradient.grad.to(self._dtype) for gradient in kept], [gradient.weights for gradient in kept]
 
     def update(self, batch: Any) -> None:
         """Apply the embedding's optimizer once, with the summed gradients. batch: from `pin`; its pin ends."""
@@ -153,7 +153,7 @@ class RowGradients:
         """Return the squared norm of all rows' summed gradients. Raises InputError."""
         self._check_unclipped("a norm")
         self._apply_scale()  # first: the squares might overflow if a GradScaler has scaled the gradients
-        lookups = [one.lookup for one in self.check()]
+        lookups = [gradient.lookup for gradient in self.check()]
         embedding: Any = self.embedding
         return embedding.table_handle().open_table.square_gradients(lookups, *self.grads()) if lookups else 0.0
 
@@ -170,10 +170,10 @@ class RowGradients:
     def _apply_scale(self) -> None:
         """Multiply the present gradients by the scale, so that it does not apply to later ones. Raises InputError."""
         if self._scale != 1.0:
-            for one in self._kept.values():
-                one.unchanged(self.embedding.name)
-            for one in self._kept.values():
-                one.multiply(self._scale)
+            for gradient in self._kept.values():
+                gradient.unchanged(self.embedding.name)
+            for gradient in self._kept.values():
+                gradient.multiply(self._scale)
             self._scale, self._dtype = 1.0, torch.float32  # not rounded again
 
     def _check_unclipped(self, operation: str) -> None:
@@ -213,7 +213,7 @@ class ShadowGrad(Tensor):
             if not isinstance(value, Tensor):  # .data and .T return tensors
                 return value
         embeddings = [leaf.rows.embedding for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
-        on_rows = _ON_ROWS.get(func.__name__) if all(one.world is None for one in embeddings) else None
+        on_rows = _ON_ROWS.get(func.__name__) if all(embedding.world is None for embedding in embeddings) else None
         if on_rows is not None and (result := on_rows(*args, **(kwargs or {}))) is not None:
             return result
         name = f".{func.__self__.__name__}" if func.__name__ == "__get__" else func.__name__

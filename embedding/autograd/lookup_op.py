@@ -69,7 +69,7 @@ def embedding_of(handle: int) -> EmbeddingBase:
 def embeddings_of(parameters: Iterable[int]) -> list[EmbeddingBase]:
     """Return the embeddings whose parameter is among `parameters`, given by `id`, in their order."""
     by_shadow = {id(embedding.shadow): embedding for embedding in _living()}
-    return [by_shadow[one] for one in parameters if one in by_shadow]
+    return [by_shadow[parameter] for parameter in parameters if parameter in by_shadow]
 
 
 def refuse_export(name: str) -> None:

@@ -81,14 +81,14 @@ class _Guarded(Tensor):
             elif is_mix(func) and args[0] is not args[-1]:
                 raise _misuse(func, args, kwargs)
             elif func.__name__ in _CHECKS and not _is_of_state(args, kwargs):
-                if func is not torch.equal or not all(type(one) is Shadow for one in _guarded(args, kwargs)):
+                if func is not torch.equal or not all(type(argument) is Shadow for argument in _guarded(args, kwargs)):
                     raise _misuse(func, args, kwargs)
                 _warn_of_read(func, args, kwargs)  # Lightning compares parameters to find one in an optimizer
                 return args[0] is args[-1]
             plain_args = args
             module = getattr(func, "__module__", None) or ""  # methods have none
             if module.startswith("torch._ops"):  # the call comes from code that torch.compile generated
-                plain_args = [plain(one) if isinstance(one, _Guarded) else one for one in args]
+                plain_args = [plain(argument) if isinstance(argument, _Guarded) else argument for argument in args]
             result = func(*plain_args, **kwargs)
             if module == "torch._ops.tierbed":
                 return result
@@ -99,7 +99,7 @@ class _Guarded(Tensor):
             if torch.compiler.is_dynamo_compiling():
                 raise GraphError("not in compiled code: Dynamo calls it as it is, and it raises the remedy")
             if type(result) in (list, tuple):
-                return type(result)([_checked(one, func, args, kwargs) for one in result])
+                return type(result)([_checked(item, func, args, kwargs) for item in result])
             return _checked(result, func, args, kwargs)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
@@ -179,9 +179,9 @@ def _checked(result: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, A
     name, is_recorded = name_of(func), result.grad_fn is not None
     if is_recorded and name in ("view_as", "expand_as") and args[0] is args[1]:  # hooks find an autograd node by it
         return result
-    for one in _guarded(args, kwargs):
-        if name in _COPIES or shares_memory(one, result):
-            return ShadowCopy(result, one, name in _COPIES)
+    for argument in _guarded(args, kwargs):
+        if name in _COPIES or shares_memory(argument, result):
+            return ShadowCopy(result, argument, name in _COPIES)
     if is_recorded:
         raise _misuse(func, args, kwargs)
     if not name.startswith(("new_", "__get__", "copy_")) and not name.endswith("like"):
@@ -190,7 +190,7 @@ def _checked(result: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def _is_of_state(*arguments: Any) -> bool:
-    return any(one.is_in_state for one in _guarded(arguments))
+    return any(argument.is_in_state for argument in _guarded(arguments))
 
 
 def _warn_of_read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -218,7 +218,7 @@ def plain(shadow: Tensor) -> Tensor:
 
 
 def _guarded(*arguments: Any) -> list[_Guarded]:
-    return [one for one in pytree.tree_leaves(arguments) if isinstance(one, _Guarded)]
+    return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, _Guarded)]
 
 
 def _check_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -70,7 +70,7 @@ def dense_states(embedding: KeyedRows, counts: Mapping[int, int]) -> dict[int, d
                     numbers = torch.from_numpy(table.form.numbers(chunk, name)[chosen])
                     tensor[keys] = numbers.view(len(keys), *tensor.shape[1:])
         device = embedding.device
-        return {number: {name: one.to(device) for name, one in own.items()} for number, own in states.items()}
+        return {number: {name: tensor.to(device) for name, tensor in state.items()} for number, state in states.items()}
 
 
 def dense_tensors(
@@ -81,7 +81,9 @@ def dense_tensors(
     spec, table = embedding.spec, embedding.table_handle(for_load=True).open_table
     weights = _by_number(spec, "weights", weights)
     states_by_number = {number: dict(own) for number, own in _by_number(spec, "states", states).items()}
-    steps = [_step(one.pop(name)) for one in states_by_number.values() for name in ("step", "iter") if name in one]
+    steps = [
+        _step(state.pop(name)) for state in states_by_number.values() for name in ("step", "iter") if name in state
+    ]
     has_states = any(states_by_number.values())
     if step is None and not steps and has_states:
         _check_step_known(table)

@@ -64,7 +64,9 @@ def refuse_eager_ranks(root: nn.Module, embeddings: Sequence[EmbeddingBase]) -> 
     if world is None and embeddings and (shared := _find_shared(root, "the module")) is not None:
         raise _refusal(OptimizerError, shared, "an EagerOptimizer", "EagerOptimizer")
     for path, module in root.named_modules():
-        wrapped = next((one for one in module.modules() if one in embeddings), None) if _is_wrapper(module) else None
+        wrapped = (
+            next((child for child in module.modules() if child in embeddings), None) if _is_wrapper(module) else None
+        )
         if isinstance(wrapped, EmbeddingBase):
             raise OptimizerError(
                 f"embedding {wrapped.name!r} is in {path or 'the module'}, a {type(module).__name__}, but its world "

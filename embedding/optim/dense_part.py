@@ -33,7 +33,7 @@ def note_versions(parameters: Iterable[Tensor]) -> None:
 
 def note_run(parameters: Iterable[Tensor], embeddings: Iterable[SavedRows]) -> None:
     """Remember that these parameters and the embeddings' rows belong together, since they were loaded together."""
-    runs = {one.table_handle().open_table.run for one in embeddings if one.is_open}
+    runs = {embedding.table_handle().open_table.run for embedding in embeddings if embedding.is_open}
     for parameter in parameters:
         _runs.setdefault(parameter, set()).update(runs)
 
@@ -62,9 +62,9 @@ class DensePart:
 
     def __init__(self, owner: str, parameters: Iterable[Tensor] | None, states: Mapping[Any, Any]) -> None:
         self._owner, self._has_warned = owner, False
-        trained = [one for one in parameters or () if one.requires_grad and one.numel()]
-        written = {id(one) for one in trained if _versions.get(one, one._version) != one._version or states.get(one)}
-        self._before = [(one, {*_runs.get(one, ())}, id(one) in written) for one in trained]
+        trained = [parameter for parameter in parameters or () if parameter.requires_grad and parameter.numel()]
+        written = {id(p) for p in trained if _versions.get(p, p._version) != p._version or states.get(p)}
+        self._before = [(parameter, {*_runs.get(parameter, ())}, id(parameter) in written) for parameter in trained]
         self._is_known = parameters is not None
 
     def meet(self, embedding: SavedRows) -> None:

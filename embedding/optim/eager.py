@@ -104,8 +104,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         root = nn.ParameterList(self._parameters()) if module is None else module
         candidates = embeddings_of(groups) if module is None else module.modules()
-        modules = [one for one in candidates if isinstance(one, EmbeddingBase)]
-        embeddings = [one for one in modules if one.shadow.requires_grad]
+        modules = [candidate for candidate in candidates if isinstance(candidate, EmbeddingBase)]
+        embeddings = [module for module in modules if module.shadow.requires_grad]
         self._world = refuse_eager_ranks(root, embeddings) or World.of_one()
         self._partial_update = ""  # an error in this rank's row updates, when other ranks made theirs
         if self._world.size > 1 and len(embeddings) > MAX_SHARED:
@@ -114,7 +114,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             )
         for embedding in embeddings:
             if id(embedding.shadow) not in groups:
-                paths = (path for path, one in root.named_modules() if one is embedding and one.naming == "path")
+                paths = (path for path, child in root.named_modules() if child is embedding and child.naming == "path")
                 raise OptimizerError(
                     f"{type(optimizer).__name__} does not hold embedding {next(paths, embedding.name)!r}; give it the "
                     "embedding's parameters(), freeze it by requires_grad_(False), or give EagerOptimizer a module "
@@ -122,7 +122,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 )
             self._check_can_take(embedding)
         if module is None:
-            check_distinct({f"parameter {at}": one for at, one in enumerate(embeddings)}, OptimizerError)
+            check_distinct({f"parameter {number}": e for number, e in enumerate(embeddings)}, OptimizerError)
         else:
             name_embeddings(module, OptimizerError)
         train_together(modules)
@@ -131,7 +131,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         self._has_met = False  # True after the first step has checked that the dense part fits the rows
         # True until state is loaded; the state that Adagrad makes in its constructor has step 0
         self._begins = not any(state.get("step", True) for state in optimizer.state.values())
-        self._taken_over = [one for one in embeddings if one.row_optimizer is not None]
+        self._taken_over = [embedding for embedding in embeddings if embedding.row_optimizer is not None]
         note_versions(self._dense(embeddings) or ())
         self._rows = [(e, e.attach(optimizer, groups[id(e.shadow)])) for e in embeddings]
         self._warns_of_zeros = any(rows.states for _, rows in self._rows)
@@ -162,8 +162,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
 
     def _snapshot_embeddings(self) -> list[SavedRows]:
         module = None if self._module is None else self._module()
-        modules = [one for one, _ in self._rows] if self._module is None else [] if module is None else module.modules()
-        return [one for one in modules if isinstance(one, SavedRows)]
+        modules = [e for e, _ in self._rows] if self._module is None else [] if module is None else module.modules()
+        return [module for module in modules if isinstance(module, SavedRows)]
 
     def row_optimizers(self) -> list[RowOptimizer]:
         """Return the optimizers that update the rows, one for each embedding."""
@@ -286,7 +286,9 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 "clip_grad_norm_ of a sparse gradient, as of nn.Embedding(sparse=True); leave its parameter out, or "
                 "make the module with sparse=False"
             )
-        for name in (one.embedding.name for one in rows if holders.get(one.embedding.handle) is not self):
+        for name in (
+            gradients.embedding.name for gradients in rows if holders.get(gradients.embedding.handle) is not self
+        ):
             raise OptimizerError(f"embedding {name!r} is of another EagerOptimizer; call clip_grad_norm_ of that one")
         if self._world.size > 1 and any(id(embedding.shadow) in map(id, distinct) for embedding, _ in self._rows):
             raise OptimizerError(
@@ -385,7 +387,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         module = None if self._module is None else self._module()
         shadows = {id(embedding.shadow) for embedding in embeddings}
         parameters = [*([] if module is None else module.parameters()), *self._parameters()]
-        return [one for one in dict.fromkeys(parameters) if id(one) not in shadows]
+        return [parameter for parameter in dict.fromkeys(parameters) if id(parameter) not in shadows]
 
     def _pinned(self) -> None:
         """Called in a step when all its rows are pinned, before the first row changes."""

@@ -115,7 +115,9 @@ def _finish_saving(world: World, op: str, tables: Tables) -> None:
 
 def _load(world: World, op: str, tables: Tables, snapshots: Sequence[Snapshot]) -> list[LoadReport]:
     """Load verified snapshots. After a kill, the next run completes the load if the record says so already."""
-    loads = {table.member: one.manifest.id for table, one in zip(tables, snapshots, strict=True) if table.member}
+    loads = {
+        table.member: snapshot.manifest.id for table, snapshot in zip(tables, snapshots, strict=True) if table.member
+    }
     reports = []
     with ExitStack() as noting:
         world.call_on_all_ranks(op, lambda: noting.enter_context(loading(loads)) if loads else None)

@@ -52,10 +52,10 @@ class LocalRequests:
         handles = others if len(others) > 1 else [self._handle]
 
         def save_now() -> Manifest:
-            for one in others or handles:
-                check_not_pending(one.name, one.pending)
+            for handle in others or handles:
+                check_not_pending(handle.name, handle.pending)
             save.progress(0)
-            tables = [one.snapshots for one in handles]
+            tables = [handle.snapshots for handle in handles]
             save_together(self._handle.world, tables, save.name, save.kind, save.overwrite, progress=save.progress)
             return tables[0].snapshot(save.name).manifest
 
@@ -84,9 +84,11 @@ class LocalRequests:
             sleep(_POLL_SECONDS)  # the table was closed; another is about to replace it
 
     def _tables(self, others: Sequence[Handle]) -> list[OpenTable]:
-        groups = {id(one.group): one.group for one in (self._handle, *others) if one.group is not None}.values()
-        handles = [self._handle, *others, *(one for group in groups for one in group.handles())]
-        return list({id(one.local.table): one.local.table for one in handles}.values())
+        groups = {
+            id(handle.group): handle.group for handle in (self._handle, *others) if handle.group is not None
+        }.values()
+        handles = [self._handle, *others, *(handle for group in groups for handle in group.handles())]
+        return list({id(handle.local.table): handle.local.table for handle in handles}.values())
 
 
 class RankRequests(LocalRequests):
@@ -105,9 +107,9 @@ class RankRequests(LocalRequests):
     def is_wanted(self) -> bool:
         """True if rank 0 holds a request and none of its tables is in a step."""
         request = self._request
-        if request is None or any(one.local.table.in_step for one in request.tables):
+        if request is None or any(handle.local.table.in_step for handle in request.tables):
             return False
-        return all(one.local.group is None or not one.local.group.is_mid_step for one in request.tables)
+        return all(handle.local.group is None or not handle.local.group.is_mid_step for handle in request.tables)
 
     def serve(self) -> None:
         """Serve rank 0's request. All ranks call it after `is_wanted` was true on one. Raises GroupError."""
@@ -132,7 +134,9 @@ class RankRequests(LocalRequests):
             case ["save", name, kind, overwrite, stores]:
                 tables = [self._handle.snapshots]
                 if stores:
-                    tables = self._world.call_on_all_ranks(op, lambda: [self._find(one).snapshots for one in stores])
+                    tables = self._world.call_on_all_ranks(
+                        op, lambda: [self._find(store).snapshots for store in stores]
+                    )
                 progress = None if request is None else request.progress
                 save_together(self._world, tables, name, kind, overwrite, progress=progress)
             case ["get", table, key]:
@@ -143,8 +147,8 @@ class RankRequests(LocalRequests):
     def save_between_steps(self, save: RequestedSave) -> Manifest | None:
         several = list(save.stores) if len(save.stores) > 1 else []
         tables = [self._find(store) for store in several] or [self._handle]
-        for one in tables:
-            check_not_pending(one.name, one.pending)
+        for handle in tables:
+            check_not_pending(handle.name, handle.pending)
         call = ["save", save.name, save.kind, save.overwrite, several]
         if self._served(_SaveRequest(call, tables, save.is_given_up, save.progress)) is None:
             return None

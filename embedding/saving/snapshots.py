@@ -500,7 +500,7 @@ class Snapshots:
 
     def names(self) -> list[str]:
         """Return the snapshots' names. Local."""
-        return [one.name for one in list_snapshots(self.folder).snapshots]
+        return [snapshot.name for snapshot in list_snapshots(self.folder).snapshots]
 
     def _on_rank_0(self, op: str, call: Callable[[StoreFolder], object]) -> None:
         """Call `call` with the store folder on rank 0, if there is one. Its error is raised on all ranks."""

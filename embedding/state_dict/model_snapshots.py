@@ -91,7 +91,7 @@ class ModelSnapshots(LoadsRows):
         Returns:
             The names of the removed snapshots, by embedding.
         """
-        return {one.name: one.prune_snapshots(keep_last, keep_every) for one in self._stored()}
+        return {embedding.name: embedding.prune_snapshots(keep_last, keep_every) for embedding in self._stored()}
 
     def _stored(self) -> list[SavedRows]:
         embeddings = self._snapshot_embeddings()

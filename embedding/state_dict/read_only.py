@@ -51,7 +51,7 @@ class ReadOnlyCopy(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
-            copies = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, cls)]
+            copies = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
             if copies and func is Tensor.__format__:
                 return Tensor.__format__(copies[0].as_subclass(Tensor), *args[1:])  # subclasses support no format
             versions = [copy._version for copy in copies]
@@ -62,7 +62,7 @@ class ReadOnlyCopy(Tensor):
         if isinstance(result, np.ndarray) and any(copy.remedy for copy in copies):
             result.setflags(write=False)
         if type(result) in (list, tuple):
-            return type(result)(_read_only_view(one, copies) for one in result)
+            return type(result)(_read_only_view(item, copies) for item in result)
         return _read_only_view(result, copies)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +82,7 @@ def _read_only_view(result: Any, copies: Sequence[ReadOnlyCopy]) -> Any:
     if type(result) is not Tensor or result.layout != torch.strided:
         return result
     with torch._C.DisableTorchFunctionSubclass():
-        copy = next((one for one in copies if shares_memory(one, result)), None)
+        copy = next((copy for copy in copies if shares_memory(copy, result)), None)
     if copy is None:
         return result
     view = type(copy).__new__(type(copy), result)
@@ -105,10 +105,10 @@ class StateTensor(ReadOnlyCopy):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, name_of(func)
         with torch._C.DisableTorchFunctionSubclass():
-            states = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, cls)]
+            states = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
             writes, target = is_write(func) or kwargs.get("out") is not None, args[0] if args else None
-            if (writes and any(not one.is_own if one is target else name != "copy_" for one in states)) or (
-                not writes and is_mix(func) and any(one.is_floating_point() for one in states)
+            if (writes and any(not state.is_own if state is target else name != "copy_" for state in states)) or (
+                not writes and is_mix(func) and any(state.is_floating_point() for state in states)
             ):
                 raise InputError(f"{name} of the rows of a state_dict(): {_A_COPY}")
         return super().__torch_function__(func, types, args, kwargs)

@@ -439,15 +439,19 @@ class SavedRows(LoadsRows, EmbeddingBase):
             return False
         earlier, new = [loaded() for loaded in self._loaded[1]], list(tensors.values())
         return len(earlier) == len(new) and all(
-            one is not None and _same(one, other) for one, other in zip(earlier, new, strict=True)
+            tensor is not None and _same(tensor, other) for tensor, other in zip(earlier, new, strict=True)
         )
 
 
-def _same(one: Tensor, other: Any) -> bool:
-    if one is other:
+def _same(tensor: Tensor, other: Any) -> bool:
+    if tensor is other:
         return True
-    alike = isinstance(other, Tensor) and (one.dtype, one.shape, one.device) == (other.dtype, other.shape, other.device)
-    return alike and torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
+    alike = isinstance(other, Tensor) and (tensor.dtype, tensor.shape, tensor.device) == (
+        other.dtype,
+        other.shape,
+        other.device,
+    )
+    return alike and torch.equal(tensor.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
 
 
 def extra_state_of(rows: RowsReference) -> Tensor:

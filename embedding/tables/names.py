@@ -42,24 +42,24 @@ def name_embeddings(root: nn.Module, error: type[TierbedError] = OptionError, mo
 
     A collection's default names stay unless two are equal. model: path under `root` to which names are relative.
     """
-    embeddings = {path: one for path, one in root.named_modules() if isinstance(one, EmbeddingBase)}
+    embeddings = {path: module for path, module in root.named_modules() if isinstance(module, EmbeddingBase)}
     bare = {path: bare_name(path.removeprefix(f"{model}.")) for path in embeddings}
     paths = {path: re.sub(r"[^\w.-]", "-", name)[-200:].strip(".") or "embedding" for path, name in bare.items()}
-    names = [one.name for one in embeddings.values()]
-    for path, one in embeddings.items():
-        if one.naming == "path" or (one.naming == "default" and names.count(one.name) > 1):
-            one.set_name(paths[path])
+    names = [embedding.name for embedding in embeddings.values()]
+    for path, embedding in embeddings.items():
+        if embedding.naming == "path" or (embedding.naming == "default" and names.count(embedding.name) > 1):
+            embedding.set_name(paths[path])
     check_distinct(embeddings, error)
 
 
 def check_distinct(embeddings: Mapping[str, EmbeddingBase], error: type[TierbedError]) -> None:
     """Raise `error` if two embeddings share a name. embeddings: by their paths in the model."""
     first: dict[str, str] = {}
-    for path, one in embeddings.items():
-        if first.setdefault(one.name, path) != path:
+    for path, embedding in embeddings.items():
+        if first.setdefault(embedding.name, path) != path:
             raise error(
-                f"{first[one.name]} and {path} are two embeddings named {one.name!r}; use one embedding for both, or "
-                "give each its own name=. Without name=, an embedding is named after its path in the first model that "
+                f"{first[embedding.name]} and {path} are two embeddings named {embedding.name!r}; use one embedding for "
+                "both, or give each its own name=. Without name=, an embedding is named after its path in the first model that "
                 "was trained or saved: make both again in this model, and load tierbed.to_dense_state_dict of the "
                 "earlier ones"
             )

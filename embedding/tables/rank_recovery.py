@@ -81,7 +81,7 @@ class RecoveryDecision:
                 if folder.ranks:
                     folders.append(folder)
                     self._recorded[str(folder.path)] = file.record.now[store].live
-        stores = [(os.path.relpath(one.path, home.path), one.ranks) for one in folders]
+        stores = [(os.path.relpath(folder.path, home.path), folder.ranks) for folder in folders]
         return {"token": home.leave_token(), "stores": stores}
 
     def decide(self, contents: FolderContents) -> OpenPlan:

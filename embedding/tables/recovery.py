@@ -86,7 +86,7 @@ def snapshot_to_open(folder: FolderState, member: Member, step: int | None) -> S
     """
     if member.entry.snapshot is None:
         record, saved = member.group.record, list_snapshots(folder.snapshots).snapshots
-        bases = (one for ids in (record.commit, record.before) for one in saved if one.manifest.id == ids[member.id])
+        bases = (s for ids in (record.commit, record.before) for s in saved if s.manifest.id == ids[member.id])
         base, owner = next(bases, None), _owner_of(folder)
         last = "it has none" if base is None else f"its last, {base.name!r}, is of step {_step_of(base)}"
         raise StoreError(
@@ -138,7 +138,7 @@ def _unused_snapshot_text(folder: FolderState, member: Member, base: Snapshot | 
     """Name the store's last snapshot if it is later than `base`, to which recovery takes the whole group back."""
     record = member.group.record
     saved = list_snapshots(folder.snapshots).snapshots if len(record.now) > 1 else ()
-    last = next((one for one in saved if one.manifest.id == record.parents.get(member.id)), None)
+    last = next((snapshot for snapshot in saved if snapshot.manifest.id == record.parents.get(member.id)), None)
     if last is None or (base is not None and last.manifest.sequence <= base.manifest.sequence):
         return ""
     return (

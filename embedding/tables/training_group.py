@@ -31,9 +31,9 @@ class TrainingGroup:
     def add(self, embeddings: Iterable[Any]) -> None:
         """Add embeddings to the group."""
         self.embeddings |= WeakSet(embeddings)
-        for one in sorted(self.embeddings, key=lambda one: one.name):
-            one.group = self
-            if (handle := one.open_handle) is not None:
+        for embedding in sorted(self.embeddings, key=lambda embedding: embedding.name):
+            embedding.group = self
+            if (handle := embedding.open_handle) is not None:
                 handle.local.join(self)
 
     def begin_pass(self) -> None:
@@ -59,7 +59,7 @@ class TrainingGroup:
 
     def handles(self) -> list[Any]:
         """Return the open embeddings' handles, ordered by name, so that all ranks use the same order."""
-        handles = (one.open_handle for one in sorted(self.embeddings, key=lambda one: one.name))
+        handles = (embedding.open_handle for embedding in sorted(self.embeddings, key=lambda embedding: embedding.name))
         return [handle for handle in handles if handle is not None]
 
     def members(self) -> list[Member]:
@@ -68,7 +68,9 @@ class TrainingGroup:
 
     def folders(self) -> list[Path]:
         """Return all embeddings' store folders."""
-        return [Path(one.store_options.persistent_path).absolute() / one.name for one in self.embeddings]
+        return [
+            Path(embedding.store_options.persistent_path).absolute() / embedding.name for embedding in self.embeddings
+        ]
 
     @property
     def is_mid_step(self) -> bool:
@@ -77,24 +79,26 @@ class TrainingGroup:
 
     def note_failed_step(self, embeddings: Iterable[Any], error: BaseException) -> None:
         """Called after a step raised. Marks the group inconsistent if only some tables were updated."""
-        open_handles = [one.open_handle for one in embeddings if one.group is self and one.world is None]
-        handles = [handle for handle in open_handles if handle is not None and handle.member is not None]
-        behind = [table for one in handles if (table := one.local.table).in_step or table.failure is not None]
+        own_handles = [e.open_handle for e in embeddings if e.group is self and e.world is None]
+        handles = [handle for handle in own_handles if handle is not None and handle.member is not None]
+        behind = [table for handle in handles if (table := handle.local.table).in_step or table.failure is not None]
         if 0 < len(behind) < len(handles) and any(table.refused or table.failure is not None for table in behind):
-            mark_inconsistent([one.member for one in handles], f"a step raised during its updates ({error!r})")
+            mark_inconsistent([handle.member for handle in handles], f"a step raised during its updates ({error!r})")
         if torch._C._current_graph_task_id() != -1:
             self.fail_pass()
 
 
 def train_together(modules: Iterable[Any]) -> None:
     """Put the embeddings among `modules` that have a store folder into one group, joining the groups they are in."""
-    options = ((one, getattr(one, "store_options", None)) for one in modules if isinstance(one, EmbeddingBase))
-    stored = [one for one, store in options if store is not None and store.persistent_path is not None]
-    groups = {id(one.group): one.group for one in stored if one.group is not None}
+    options = (
+        (module, getattr(module, "store_options", None)) for module in modules if isinstance(module, EmbeddingBase)
+    )
+    stored = [embedding for embedding, store in options if store is not None and store.persistent_path is not None]
+    groups = {id(embedding.group): embedding.group for embedding in stored if embedding.group is not None}
     joined = next(iter(groups.values()), None) or TrainingGroup()
-    if len(stored) < 2 or (len(groups) == 1 and all(one.group is joined for one in stored)):
+    if len(stored) < 2 or (len(groups) == 1 and all(embedding.group is joined for embedding in stored)):
         return
-    joined.add([*stored, *(one for group in groups.values() for one in group.embeddings)])
+    joined.add([*stored, *(embedding for group in groups.values() for embedding in group.embeddings)])
 
 
 def mark_inconsistent(members: Iterable[Member], why: str) -> None:
@@ -114,11 +118,11 @@ def between_steps(handles: Iterable[Any], waits: bool = False, replaces: bool = 
     block replaces rows. Saves in the background, which need the locks, are then finished first.
     """
     handles = list(handles)
-    groups = {id(one.group): one.group for one in handles if one.group is not None}.values()
-    all_handles = {id(one): one for one in handles} | {id(one): one for group in groups for one in group.handles()}
+    groups = {id(handle.group): handle.group for handle in handles if handle.group is not None}.values()
+    all_handles = {id(handle): handle for handle in [*handles, *(h for group in groups for h in group.handles())]}
     gate: StepGate | None = None
     while True:
-        tables = sorted({one.local.table for one in all_handles.values()}, key=id)
+        tables = sorted({handle.local.table for handle in all_handles.values()}, key=id)
         for table in tables:
             table.observers.wait_for_foreground()
             if replaces:

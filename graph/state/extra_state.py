@@ -220,7 +220,7 @@ def check_modules(root: nn.Module, state: dict[str, Any], thing: str) -> None:
         if path in versions and versions[path].get("version") != module._version
     )
     both = root.state_dict(), state
-    current, saved = ({k: v for k, v in one.items() if not k.startswith(migrating)} for one in both)
+    current, saved = ({k: v for k, v in tensors.items() if not k.startswith(migrating)} for tensors in both)
     missing, unexpected = sorted(current.keys() - saved.keys()), sorted(saved.keys() - current.keys())
     if missing or unexpected:
         raise GraphError(

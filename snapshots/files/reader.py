@@ -419,7 +419,7 @@ def name_of(folder: Path, id: str) -> str | None:
 def snapshot_by_id(folder: Path, id: str) -> Snapshot:
     """The snapshot with this id in a folder. If it has several names, takes a user's. Raises SnapshotError."""
     snapshots, damaged = list_snapshots(folder)
-    named = sorted((one for one in snapshots if one.manifest.id == id), key=lambda one: one.name.endswith(id))
+    named = sorted((s for s in snapshots if s.manifest.id == id), key=lambda snapshot: snapshot.name.endswith(id))
     if named:
         return named[0]
     for error in damaged.values():

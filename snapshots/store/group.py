@@ -108,7 +108,7 @@ class Member(Rows):
     def lock(self) -> Group:
         """Lock the group and the partners' groups, join them, and return it. Raises StoreError, SnapshotError."""
         with _changing:
-            groups = list(dict.fromkeys(one.group for one in (self, *self.partners())))
+            groups = list(dict.fromkeys(member.group for member in (self, *self.partners())))
             for group in groups:
                 group.lock()
             if len(groups) > 1:
@@ -211,7 +211,7 @@ def open_store(
     """
     with _changing:
         file = GroupFile(store, shards, beside)
-        group = next((one for one in _groups if one.file.key == file.key), None) or Group(file)
+        group = next((group for group in _groups if group.file.key == file.key), None) or Group(file)
         if mode == "fresh":
             entry, broken = Entry(EMPTY), "its rows are about to be emptied"  # so they need not be recovered
         else:
@@ -302,7 +302,7 @@ class Group:
             return rows.now
         if all(self.rows[x].now.snapshot == id for x, id in commit.items() if x != file.store):
             return Entry(commit[file.store])  # the others still have the commit's rows
-        names = ", ".join(sorted(repr(one.store.path.name) for one in self.members.values()))
+        names = ", ".join(sorted(repr(member.store.path.name) for member in self.members.values()))
         raise StoreError(
             f"{str(file.folder.path)!r} was not closed cleanly, and embeddings that are trained together with it are "
             f"open in this process: close {names}; the next open recovers all of them together"
@@ -370,7 +370,9 @@ class Group:
         record = replace(next_record(self.record, {**self.entries, **now}, snapshots), **fields)
         if path is not None:
             stores = {id: member.store for id, member in self.members.items()}
-            places = {id: Location.of(one.path, one.snapshot_store.path, path.parent) for id, one in stores.items()}
+            places = {
+                id: Location.of(folder.path, folder.snapshot_store.path, path.parent) for id, folder in stores.items()
+            }
             record = replace(record, places={**record.places, **places})
             if record != self.record:
                 put(path, record.plain())
@@ -389,7 +391,7 @@ class Group:
     def warn_of_lone_saves(self, member: Member) -> None:
         """Warn before a store changes that was closed but not saved: lone saves of others then stop counting."""
         now, commit = self.record.now, self.record.commit
-        alone = [id for id, one in now.items() if id != member.id and one.snapshot not in (None, commit[id])]
+        alone = [id for id, entry in now.items() if id != member.id and entry.snapshot not in (None, commit[id])]
         if alone and member.now.snapshot is None and NOTHING not in now.values():
             log.warning(
                 "embedding %r is trained from now on, and no snapshot has the rows that it was closed with. So a kill "
@@ -405,7 +407,7 @@ class Group:
             if snapshots == self.record.commit:
                 break
             present = {id: self.file.files(folder).snapshots for id, folder in self.file.members(lenient=True).items()}
-            missing = [id for id, one in snapshots.items() if one != EMPTY and one not in present.get(id, ())]
+            missing = [id for id, name in snapshots.items() if name != EMPTY and name not in present.get(id, ())]
             if not missing:
                 break
             for id in missing:
@@ -422,7 +424,7 @@ def _join(groups: Sequence[Group]) -> None:
     folders = dict[str, FolderState]()
     for group in groups:
         folders |= group.file.members(lenient=group.mode in ("mixed", "fresh"))
-    places = {id: Location.of(one.path, one.snapshot_store.path, path.parent) for id, one in folders.items()}
+    places = {id: Location.of(folder.path, folder.snapshot_store.path, path.parent) for id, folder in folders.items()}
     rows = {id: rows for group in groups for id, rows in group.rows.items() if id in folders}
     for member in members:
         if member.now.snapshot is None and member.group.mode != "mixed":
@@ -513,7 +515,7 @@ def saved(snapshots: Mapping[Capture, str], is_parent: bool = True) -> None:
 def _by_group(snapshots: Mapping[Member, Any]) -> list[tuple[Group, dict[str, Any]]]:
     """Sort the values by training group; in each group they are keyed by store id."""
     groups = {member.group for member in snapshots}
-    return [(group, {one.id: value for one, value in snapshots.items() if one.group is group}) for group in groups]
+    return [(group, {m.id: value for m, value in snapshots.items() if m.group is group}) for group in groups]
 
 
 def file_of(store: FolderState) -> GroupFile:
@@ -525,8 +527,8 @@ def file_of(store: FolderState) -> GroupFile:
     return GroupFile(store) if member is None else member.group.file.copy_with(folder=store, store=member.id)
 
 
-def _is_same(one: Entry, other: Entry) -> bool:
-    return bool(one.live and one.live == other.live) or bool(one.snapshot and one.snapshot == other.snapshot)
+def _is_same(entry: Entry, other: Entry) -> bool:
+    return bool(entry.live and entry.live == other.live) or bool(entry.snapshot and entry.snapshot == other.snapshot)
 
 
 def _skipped(folder: FolderState, entry: Entry) -> tuple[int, int]:

@@ -274,8 +274,8 @@ class GroupFile:
         id = self.record.commit[store]
         if id in (EMPTY, UNKNOWN) or id in self.files(folder).snapshots:
             return ""
-        listings = [list_snapshots(member.snapshots).snapshots for member in members.values()]
-        same_save = [one.name for listing in listings for one in listing if one.manifest.id[:16] == id[:16]]
+        snapshots = [s for member in members.values() for s in list_snapshots(member.snapshots).snapshots]
+        same_save = [snapshot.name for snapshot in snapshots if snapshot.manifest.id[:16] == id[:16]]
         name = f"{same_save[0]!r} " if same_save else ""
         return f"{folder.path.name!r} lacks snapshot {name}(id {id}) of the last step that all had saved"
 

@@ -121,12 +121,12 @@ def _read_group(file: GroupFile) -> tuple[MemberStatus, ...]:
     members = []
     for store, location in file.record.places.items():
         paths = location.paths(file.path.parent)
-        path = file.folder.path if store == file.store else next((one for one in paths if one.is_dir()), paths[0])
+        path = file.folder.path if store == file.store else next((path for path in paths if path.is_dir()), paths[0])
         entry, commit, folder = file.record.now[store], file.record.commit[store], FolderState(path)
         snapshot, step = _find_snapshot(folder, entry.snapshot)
         if entry.live is not None:
             markers = [folder.clean_marker, *clean_markers(path, folder.ranks).values()]  # this host's shards
-            step = next((one["step"] for one in markers if one and live_version(one) == entry.live), step)
+            step = next((marker["step"] for marker in markers if marker and live_version(marker) == entry.live), step)
         common = _find_snapshot(folder, commit)
         members.append(MemberStatus(location.name, path, entry.live is not None, snapshot, step, *common))
     return tuple(sorted(members))

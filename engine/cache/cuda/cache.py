@@ -101,8 +101,8 @@ class CudaWindow:
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting_steps)
-            waiting = [one for one in tuple(self._announced) if one.admission is None]
-            if not any(one.batch is batch for one in waiting):
+            waiting = [entry for entry in tuple(self._announced) if entry.admission is None]
+            if not any(entry.batch is batch for entry in waiting):
                 return True
             announced = waiting[0]
             if announced.batch is not batch:  # the earlier batch's own step is about to fetch its rows
