@@ -58,8 +58,8 @@ def check_distinct(embeddings: Mapping[str, EmbeddingBase], error: type[TierbedE
     for path, embedding in embeddings.items():
         if first.setdefault(embedding.name, path) != path:
             raise error(
-                f"{first[embedding.name]} and {path} are two embeddings named {embedding.name!r}; use one embedding for "
-                "both, or give each its own name=. Without name=, an embedding is named after its path in the first model that "
-                "was trained or saved: make both again in this model, and load tierbed.to_dense_state_dict of the "
-                "earlier ones"
+                f"{first[embedding.name]} and {path} are two embeddings named {embedding.name!r}; use one embedding "
+                "for both, or give each its own name=. Without name=, an embedding is named after its path in the first "
+                "model that was trained or saved: make both again in this model, and load tierbed.to_dense_state_dict "
+                "of the earlier ones"
             )
