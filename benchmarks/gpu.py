@@ -64,7 +64,7 @@ class Tables:
         self.faults = Faults(device, "benchmark", tables, None)
         self.written = torch.zeros(tables, dtype=torch.int64, device=device.torch_device)
         self.rule = self.layout, self.optimizer.rule
-        self.numbers = cuda.new_numbers(device.torch_device)
+        self.numbers = cuda.new_hyper(device.torch_device)
         self.steps = 0
 
     def store(self, kind: str, capacity: int) -> CudaFullStore | CachedTable:
@@ -90,7 +90,7 @@ class Tables:
         store.pin(batch, None)
         out = torch.empty_like(grads)
         cuda.gather(batch, self.layout, 0, out)
-        cuda.write_numbers(*self.rule, self.optimizer.hyper(self.steps), self.steps, 1.0, self.numbers)
+        cuda.write_hyper(*self.rule, self.optimizer.hyper(self.steps), self.steps, 1.0, self.numbers)
         cuda.update(*self.rule, batch, ([grads], [False], [None]), self.numbers, self.written, self.faults.word)
         store.unpin(batch, dirty=True)
         return out

@@ -68,7 +68,7 @@ def prune(
     Example: tierbed snapshot prune store/users --keep-last 5 --keep-every 100000
     """
     from ..snapshots.store.folder_state import FolderState
-    from ..snapshots.store.linked import REPLACED
+    from ..snapshots.store.linked import REPLACED_PREFIX
     from ..snapshots.store.retention import plan_for
 
     stores = stores_at(store)
@@ -87,7 +87,7 @@ def prune(
         for name in removed:
             print(f"{'would remove' if dry_run else 'removed'} {prefix}{output.text(name)}")
         for name in needed:
-            note = "a save replaced it, but " if name.startswith(REPLACED) else ""
+            note = "a save replaced it, but " if name.startswith(REPLACED_PREFIX) else ""
             print(f"{'would keep' if dry_run else 'kept'} {prefix}{output.text(name)}: {note}recovery needs it")
         count = len(removed) + len(kept)
         print(f"{prefix and prefix + ' '}{len(removed)} of {count} snapshots, {output.size(bytes)}")

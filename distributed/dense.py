@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..engine.errors import GraphError
 from .sendable import bytes_of, check_sendable
-from .world import World, catch
+from .world import World, try_call
 
 _PRESENT, _FINITE = 1, 2  # bits of each rank's note
 _PIECE = 16 << 20  # bytes that rank 0 sends to each rank per transfer
@@ -88,7 +88,7 @@ def broadcast_parameters(world: World, op: str, tensors: Sequence[tuple[str, Ten
     """
     synced = world.synced_tensors
     tensors = [(name, tensor) for name, tensor in tensors if isinstance(tensor, nn.Parameter) or tensor not in synced]
-    all_names = world.all_gather_object(f"names of {op}", lambda: described(tensors))
+    all_names = world.all_gather_object(f"names of {op}", lambda: describe_tensors(tensors))
     for rank, names in enumerate(all_names):
         if names != all_names[0]:
             pairs = zip_longest(all_names[0], names, fillvalue="nothing more")
@@ -99,7 +99,7 @@ def broadcast_parameters(world: World, op: str, tensors: Sequence[tuple[str, Ten
                     f"tensors, {actual}; create the graph with the same code on every rank"
                 )
             )
-    _, error = catch(lambda: [check_sendable(f"{op}: {name}", tensor) for name, tensor in tensors])
+    _, error = try_call(lambda: [check_sendable(f"{op}: {name}", tensor) for name, tensor in tensors])
     with world.collective_block(op):
         world.handshake(op, error)
         for _, tensor in tensors:
@@ -107,7 +107,7 @@ def broadcast_parameters(world: World, op: str, tensors: Sequence[tuple[str, Ten
             synced[tensor] = True
 
 
-def described(tensors: Sequence[tuple[str, Tensor]]) -> list[str]:
+def describe_tensors(tensors: Sequence[tuple[str, Tensor]]) -> list[str]:
     """Return name, dtype and shape of each tensor as text."""
     return [f"{name} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for name, tensor in tensors]
 

@@ -46,7 +46,9 @@ class RankBuffers:
         return self.rows[: sum(self.remote_counts)].view(torch.uint8)
 
 
-def start(world: World, op: str, source: RankBuffers, target: RankBuffers, traffic: Traffic) -> PendingAllToAll:
+def start_exchange(
+    world: World, op: str, source: RankBuffers, target: RankBuffers, traffic: Traffic
+) -> PendingAllToAll:
     """Start to send `source`'s blocks to the other ranks and to receive `target`'s blocks."""
     sent_bytes, received_bytes = source.remote_bytes, target.remote_bytes
     traffic.bytes_sent += sent_bytes.numel()

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..engine import _core
 from ..engine.errors import CapacityError, StoreError
 from ..engine.ops.batch import Gradients, batch_of, checked_gradients
-from ..engine.ops.exact_sum import partial, total
+from ..engine.ops.exact_sum import partial_sum, sum_partials
 from ..engine.optim.row_optimizer import RowOptimizer
 from ..engine.options.lookup import Lookup
 from ..engine.table.table import OpenTable, PinnedBatch
@@ -31,8 +31,8 @@ from ..engine.table.table_report import new_rows
 from .handshake import Handshake
 from .id_prefetch import IdPrefetcher
 from .rank_group import PendingAllToAll
-from .row_exchange import IdExchange, LocalBatch, RankBuffers, Traffic, concat_lookups, start, zeroed
-from .world import World, catch
+from .row_exchange import IdExchange, LocalBatch, RankBuffers, Traffic, concat_lookups, start_exchange, zeroed
+from .world import World, try_call
 
 T = TypeVar("T")
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -74,7 +74,7 @@ class ShardedBatch:
         rows, new = (0, 0) if owned is None else table.rows_and_new(owned)
         outgoing, op = self._blocks(wire), f"rows of {op}"
         self._headers = Handshake(self._world, op, error, counts=[new] * self._world.size, note=rows)
-        self._in_flight = start(self._world, op, outgoing, self._received, table.traffic)
+        self._in_flight = start_exchange(self._world, op, outgoing, self._received, table.traffic)
         table.traffic.rows_received += sum(zeroed(local.counts, self._world.rank))
 
     def _blocks(self, wire: torch.dtype) -> RankBuffers:
@@ -152,7 +152,7 @@ class ShardedBatch:
         world = self._world
         self._sums = RankBuffers(world, self._requested_counts, self._dim, world.grads)
         self._own_sums = outgoing.blocks[world.rank]
-        self._sent = start(world, f"gradients of {self._op}", outgoing, self._sums, self._table.traffic)
+        self._sent = start_exchange(world, f"gradients of {self._op}", outgoing, self._sums, self._table.traffic)
         world.step_collectives += 1
 
     def receive(self) -> None:
@@ -172,13 +172,13 @@ class ShardedBatch:
         """Return the squared gradients of all rows, summed over ranks. The sum is the same on every rank."""
         owned, sums = self._prepare(grads, weights), self._receive()
         world, op = self._world, f"norm of {self._op}"
-        squares, error = catch(lambda: owned.partial_squares(sums))
+        squares, error = try_call(lambda: owned.partial_squares(sums))
         with world.collective_block(op):
             headers = Handshake(world, op, error)
-            own_parts = torch.from_numpy(partial(np.empty(0, np.float32)) if squares is None else squares)
+            own_parts = torch.from_numpy(partial_sum(np.empty(0, np.float32)) if squares is None else squares)
             parts = world.start(op, own_parts.repeat(world.size)).wait()
             headers.wait()
-        return total([part.numpy() for part in parts.split(len(own_parts))])
+        return sum_partials([part.numpy() for part in parts.split(len(own_parts))])
 
     def update(
         self,
@@ -217,7 +217,7 @@ class ShardedBatch:
         if self._sent is None:
             self._check()
             self.arrive()
-            _, error = catch(lambda: self.send(grads, weights))
+            _, error = try_call(lambda: self.send(grads, weights))
             self.send_nothing()
             self._unpin_on_error(lambda: self._world.handshake(f"gradients of {self._op}", error))
         assert self.owned is not None
@@ -309,7 +309,7 @@ class ShardedTable:
         self._before_step()
         local, requested, pools = self._request(op, lookups, dedup_from, dtype)
         owned_dedup_from = None if dedup_from is None else dedup_from.owned
-        owned, error = catch(lambda: self._pin_requested(requested, owned_dedup_from))
+        owned, error = try_call(lambda: self._pin_requested(requested, owned_dedup_from))
         self.pinned = ShardedBatch(self, op, local, requested, pools, owned, error, dtype)
         if self.world.pinned_batches is not None:
             self.world.pinned_batches.append(self.pinned)
@@ -351,7 +351,7 @@ class ShardedTable:
             reused = None if dedup_from is None else dedup_from.local
             return LocalBatch(table.processor, table.spec, lookups, world, reused)
 
-        local, error = catch(prepare)
+        local, error = try_call(prepare)
         counts = [0] * world.size if local is None else local.counts
         try:
             wants_more = self._requests.is_wanted()
@@ -393,7 +393,7 @@ class ShardedTable:
         op = f"embedding {self.name!r}, lookup at step {self.open_table.step}"
         local, requested, _ = self._request(op, [lookup])
         counts = [len(part.ids) for part in requested]
-        rows, error = catch(lambda: self.open_table.get(concat_lookups(requested), trains))
+        rows, error = try_call(lambda: self.open_table.get(concat_lookups(requested), trains))
         source, target = (RankBuffers(self.world, c, local.spec.dim, self.world.rows) for c in (counts, local.counts))
         if rows is not None:
             for rank, part in enumerate(rows.split(counts)):
@@ -401,7 +401,7 @@ class ShardedTable:
         self.traffic.rows_sent += sum(counts) - counts[self.world.rank]
         self.traffic.rows_received += sum(local.counts) - local.counts[self.world.rank]
         headers = Handshake(self.world, f"rows of {op}", error)
-        start(self.world, f"rows of {op}", source, target, self.traffic).wait()
+        start_exchange(self.world, f"rows of {op}", source, target, self.traffic).wait()
         headers.wait()
         rows_here = target.rows.to(local.processor.device, torch.float32)
         local.processor.set_lines(local.batch, rows_here, local.by_owner.positions)
@@ -414,12 +414,12 @@ class ShardedTable:
         op = f"put of embedding {self.name!r} at step {self.open_table.step}"
         requested, rows = self._scatter(op, lookup, values)
         if self.capacity is not None:
-            new, error = catch(lambda: new_rows(self.open_table, requested))
+            new, error = try_call(lambda: new_rows(self.open_table, requested))
             news = [new or 0] * self.world.size
             answer = self.world.handshake(f"{op}: room", error, counts=news, note=self.open_table.counts.rows)
             self.check_capacity(answer.notes, answer.counts)
         self.local.count_write()
-        _, error = catch(lambda: self.open_table.put(requested, rows))
+        _, error = try_call(lambda: self.open_table.put(requested, rows))
         self.world.handshake(f"{op}: done", error)
 
     def check_capacity(self, rows: list[int], new: list[int]) -> None:
@@ -438,7 +438,7 @@ class ShardedTable:
         op = f"delete of embedding {self.name!r} at step {self.open_table.step}"
         requested, _ = self._scatter(op, lookup, None)
         self.local.count_write()
-        deleted, error = catch(lambda: self.open_table.delete(requested))
+        deleted, error = try_call(lambda: self.open_table.delete(requested))
         return sum(self.world.handshake(f"{op}: done", error, note=deleted or 0).notes)
 
     def _scatter(
@@ -468,7 +468,7 @@ class ShardedTable:
     @_collective("size")
     def size(self) -> int:
         """Return the number of rows over all ranks."""
-        rows, error = catch(lambda: self.open_table.size())
+        rows, error = try_call(lambda: self.open_table.size())
         return sum(self.world.handshake(f"size of embedding {self.name!r}", error, note=rows or 0).notes)
 
     @_collective("announcement")
@@ -478,7 +478,7 @@ class ShardedTable:
         together: all ranks are known to be in this call. An error of one rank is then left for the step.
         """
         if not together:
-            _, error = catch(self._check_diverged)
+            _, error = try_call(self._check_diverged)
             self.world.handshake(f"announcement of embedding {self.name!r} at step {self.open_table.step}", error)
         self.id_prefetcher.announce(
             lookups, lambda: LocalBatch(self.open_table.processor, self.open_table.spec, lookups or [], self.world)
@@ -493,9 +493,9 @@ class ShardedTable:
 
     def mark_diverged(self, op: str, error: BaseException) -> None:
         """Note that this rank failed in an update that other ranks made. No rank can use the rows until a load."""
-        catch(self.release)  # after a failure the pin cannot end normally
+        try_call(self.release)  # after a failure the pin cannot end normally
         self._diverged = f"{op} raised {error!r} on this rank during its updates, and other ranks made theirs"
-        self.local.lose(error)
+        self.local.mark_failed(error)
 
     def _check_diverged(self) -> None:
         if self._diverged and self.open_table.failure is not None:  # otherwise a load has replaced the table

@@ -34,7 +34,7 @@ POLL_SECONDS = 0.02  # between polls of torch's store
 _START = "tierbed/start"
 
 
-def catch(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+def try_call(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     """Return (result, None) of a call, or (None, exception) so that it can be raised on all ranks."""
     try:
         return call(), None
@@ -128,7 +128,7 @@ class World(RankGroup):
         super().__init__(ranks, rank, timeout, rows, grads)
 
     @classmethod
-    def of_one(cls) -> World:
+    def single(cls) -> World:
         """Return a world for this process alone, without a process group. Any thread may use it."""
         world = cls.__new__(cls)
         RankGroup.__init__(world, [], 0)
@@ -204,7 +204,7 @@ class World(RankGroup):
         """
         if self.size == 1:
             return call()
-        result, error = catch(call)
+        result, error = try_call(call)
         self.handshake(op, error, same)
         return result
 
@@ -216,7 +216,7 @@ class World(RankGroup):
         """Return the result of `call` on each rank, sent as msgpack. An error on one rank is raised on all."""
         if self.size == 1:
             return [call()]
-        value, error = catch(call)
+        value, error = try_call(call)
         with self.collective_block(op):
             self.handshake(op, error)
             parts = self.exchange_bytes(op, msgpack.packb(value))
@@ -237,7 +237,7 @@ class World(RankGroup):
         """Return copies of all ranks' tensors. open_dims: 1 if first dimensions may differ, 0 if all are equal."""
         self.check_thread()
         self.check_alive()
-        data, error = catch(lambda: bytes_of(check_sendable("x", x, open_dims == 0)))
+        data, error = try_call(lambda: bytes_of(check_sendable("x", x, open_dims == 0)))
         with self.collective_block(op):
             same = {"tensor": None if error else f"{x.dtype} {list(x.shape[open_dims:])}"}
             lengths = self.handshake(op, error, same, note=0 if error else len(torch.atleast_1d(x))).notes

@@ -102,7 +102,7 @@ class RowForm:
         self.dtype = np.dtype([*named, ("updates", "<u4"), ("step", "<u4")])
 
     @staticmethod
-    def described(description: Mapping[str, Any]) -> RowForm:
+    def from_description(description: Mapping[str, Any]) -> RowForm:
         """Read a table's row format from its valid description."""
         dim, types = sum(description["columns"]), description.get(STATE_TYPES)
         return RowForm(dim, description["dtype"], description["states"], description["state_widths"], types)
@@ -112,14 +112,14 @@ class RowForm:
         for bucket, rows in chunks:
             yield bucket, rows.view(self.dtype)
 
-    def numbers(self, rows: RowArray, name: str) -> NDArray[np.float32]:
+    def values(self, rows: RowArray, name: str) -> NDArray[np.float32]:
         """Returns a field's values in rows [n] as float32 [n, count], exactly. They may share memory with the rows."""
         field = self._by_name[name]
         if not self.is_narrow:
             return rows["values"][:, field.begin // WORD : field.end // WORD]
         return widened(rows[name], field.type)
 
-    def set_numbers(self, rows: RowArray, name: str, values: NDArray[np.float32]) -> None:
+    def set_values(self, rows: RowArray, name: str, values: NDArray[np.float32]) -> None:
         """Set a field in rows [n] to values [n, count], rounded to nearest even."""
         field = self._by_name[name]
         if not self.is_narrow:

@@ -61,7 +61,11 @@ def save_checkpoint(
     """
     model, training = _training(model, optimizers, schedulers, scaler)
     for m in model.modules():
-        if isinstance(m, SavedRows) and isinstance(m.shadow.grad, ShadowGrad) and m.shadow.grad.rows.is_waiting:
+        if (
+            isinstance(m, SavedRows)
+            and isinstance(m.shadow.grad, ShadowGrad)
+            and m.shadow.grad.row_gradients.is_waiting
+        ):
             raise GraphError(
                 f"gradients of embedding {m.name!r} wait for step(), and a checkpoint holds no gradients; save "
                 "after step(), or call zero_grad() first"
@@ -155,5 +159,6 @@ def _training(model: Any, optimizers: Any, schedulers: Any, scaler: Any) -> tupl
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise InputError(f"scaler={scaler!r}: give a torch.amp.GradScaler, or None")
     remedy, scaler_remedy = "pass the saved ones, in the same order", "give scaler={}"
-    rows = [row for item in optimizer_list if isinstance(item, EagerOptimizer) for row in item.row_optimizers()]
-    return model, Training(optimizer_list, rows, scheduler_list, scaler, "this call", remedy, scaler_remedy)
+    eager = [item for item in optimizer_list if isinstance(item, EagerOptimizer)]
+    row_optimizers = [row_optimizer for item in eager for row_optimizer in item.row_optimizers()]
+    return model, Training(optimizer_list, row_optimizers, scheduler_list, scaler, "this call", remedy, scaler_remedy)

@@ -194,16 +194,16 @@ class ShadowGrad(Tensor):
     Other operations raise GraphError, since they would leave the rows out.
     """
 
-    def __new__(cls, rows: RowGradients) -> ShadowGrad:
+    def __new__(cls, row_gradients: RowGradients) -> ShadowGrad:
         with torch._C.DisableTorchFunctionSubclass():
-            plain = torch.zeros_like(rows.embedding.shadow)
+            plain = torch.zeros_like(row_gradients.embedding.shadow)
         return torch.Tensor._make_subclass(cls, plain)  # not a view, unlike as_subclass
 
-    def __init__(self, rows: RowGradients) -> None:
-        self.rows = rows
+    def __init__(self, row_gradients: RowGradients) -> None:
+        self.row_gradients = row_gradients
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"ShadowGrad(rows of embedding {self.rows.embedding.name!r})"
+        return f"ShadowGrad(rows of embedding {self.row_gradients.embedding.name!r})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -212,7 +212,8 @@ class ShadowGrad(Tensor):
                 value = func(*args, **(kwargs or {}))
             if not isinstance(value, Tensor):  # .data and .T return tensors
                 return value
-        embeddings = [leaf.rows.embedding for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
+        leaves = pytree.tree_leaves((args, kwargs))
+        embeddings = [leaf.row_gradients.embedding for leaf in leaves if isinstance(leaf, cls)]
         on_rows = _ON_ROWS.get(func.__name__) if all(embedding.world is None for embedding in embeddings) else None
         if on_rows is not None and (result := on_rows(*args, **(kwargs or {}))) is not None:
             return result
@@ -230,26 +231,26 @@ class ShadowGrad(Tensor):
 def _norm(grad: ShadowGrad, ord: float = 2.0) -> Any:
     if ord != 2:
         return None
-    norm = math.sqrt(grad.rows.square_gradients())
-    return torch.tensor(norm, dtype=torch.float32, device=grad.rows.embedding.device)
+    norm = math.sqrt(grad.row_gradients.square_gradients())
+    return torch.tensor(norm, dtype=torch.float32, device=grad.row_gradients.embedding.device)
 
 
 def _multiply(grad: ShadowGrad, factor: Any) -> Any:
     if isinstance(factor, Tensor) and factor.dim():
         return None
-    grad.rows.multiply(float(factor))
+    grad.row_gradients.multiply(float(factor))
     return grad
 
 
 def _clamp(grad: ShadowGrad, min: float | None = None, max: float | None = None) -> Any:
     if max is None or min != -max:
         return None
-    grad.rows.clip(max)
+    grad.row_gradients.clip(max)
     return grad
 
 
 def _unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> Any:
-    for rows in (grad.rows for grad in grads if isinstance(grad, ShadowGrad)):
+    for rows in (grad.row_gradients for grad in grads if isinstance(grad, ShadowGrad)):
         if not all(grad.isfinite().all() for grad in rows.grads()[0]):
             found_inf.fill_(1.0)
         rows.multiply(float(inv_scale))
@@ -349,10 +350,9 @@ def kept_gradients(embedding: EmbeddingBase) -> RowGradients | None:
         grad = embedding.shadow.grad
         if grad is None:
             return None
-        rows = grad.rows if isinstance(grad, ShadowGrad) else None
-        if (
-            rows is not None and not grad.is_cpu
-        ) or not grad.item():  # zero comes from lookups, or code that makes state
+        rows = grad.row_gradients if isinstance(grad, ShadowGrad) else None
+        # a gradient of zero comes from lookups, or from code that makes state
+        if (rows is not None and not grad.is_cpu) or not grad.item():
             return rows
     raise OptimizerError(
         f"embedding {embedding.name!r}: its parameter has a gradient that no lookup made, and no row would follow it; "

@@ -67,7 +67,7 @@ def dense_states(embedding: KeyedRows, counts: Mapping[int, int]) -> dict[int, d
                 chosen = (chunk["table"] == number) & (chunk["key"] < rows)
                 keys = torch.from_numpy(chunk["key"][chosen].astype("i8"))
                 for name, tensor in states[number].items():
-                    numbers = torch.from_numpy(table.form.numbers(chunk, name)[chosen])
+                    numbers = torch.from_numpy(table.form.values(chunk, name)[chosen])
                     tensor[keys] = numbers.view(len(keys), *tensor.shape[1:])
         device = embedding.device
         return {number: {name: tensor.to(device) for name, tensor in state.items()} for number, state in states.items()}
@@ -118,7 +118,7 @@ def dense_tensors(
         replaced = [rows for number in weights for rows in _chunks(table, number, weights, states_by_number, new_step)]
         chunks = retained + replaced
         description = spec.describe(table.state, hyper, new_step)
-        return RowTensors.filled(description, sum(map(len, chunks)), chunks).tensors
+        return RowTensors.from_chunks(description, sum(map(len, chunks)), chunks).tensors
 
 
 def put_in_state(
@@ -248,11 +248,11 @@ def _chunks(
         rows = np.zeros(part.stop - first, form.dtype)
         rows["table"], rows["key"] = number, np.arange(first, part.stop)
         rows["updates"], rows["step"] = 1, step
-        form.set_numbers(rows, EMBEDDING, _numbers(weights[number][part]))
+        form.set_values(rows, EMBEDDING, _numbers(weights[number][part]))
         for name, value in initial.items():
             state = states.get(number, {}).get(name)
             numbers = np.float32(value) if state is None else _numbers(state[part]).reshape(len(rows), -1)
-            form.set_numbers(rows, name, np.broadcast_to(numbers, (len(rows), form.counts[name])))
+            form.set_values(rows, name, np.broadcast_to(numbers, (len(rows), form.counts[name])))
         yield rows if spec.padding_key is None else rows[rows["key"] != np.uint64(spec.padding_key)]
 
 

@@ -315,12 +315,12 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         finally:
             self.register_parameter("shadow", self.shadow)  # torch may have made a new one, on another device
             if isinstance(grad, ShadowGrad):
-                set_grad(self, ShadowGrad(grad.rows))  # on the parameter's new device
+                set_grad(self, ShadowGrad(grad.row_gradients))  # on the parameter's new device
 
-    def use_optimizer(self, rows_optimizer: RowOptimizer) -> None:
+    def use_optimizer(self, row_optimizer: RowOptimizer) -> None:
         if self._handle is not None:
-            self._handle.use_optimizer(rows_optimizer)
-        self.row_optimizer = rows_optimizer
+            self._handle.use_optimizer(row_optimizer)
+        self.row_optimizer = row_optimizer
 
     def keep_rows(self) -> None:
         super().keep_rows()
@@ -371,7 +371,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
     def hit_counts(self) -> tuple[int, int]:
         table = self.table_handle().open_table
         with table.lock:
-            hits, misses = table.ready().hit_counts().sum(axis=0).tolist()
+            hits, misses = table.finish_erasures().hit_counts().sum(axis=0).tolist()
         return hits, misses
 
     def forget_announced(self) -> None:

@@ -123,7 +123,7 @@ class KeyedRows(SavedRows):
                 break
         for _, rows in () if first is None else chain([first], scan):
             keys = rows["key"].copy().view(_NUMPY_KEYS[self.spec.key_type])
-            values = table.form.numbers(rows, EMBEDDING).copy()
+            values = table.form.values(rows, EMBEDDING).copy()
             tables = torch.from_numpy(rows["table"].astype(np.int64))
             yield tables, torch.from_numpy(keys).to(self.spec.key_type), torch.from_numpy(values)
 
@@ -143,7 +143,7 @@ class KeyedRows(SavedRows):
         if self.store_options.store != "cached_ssd":
             raise StoreError(f"compact: a {self.store_options.store} store has no files to merge; only cached_ssd has")
         with table.lock, uninterrupted():
-            table.ready()
+            table.finish_erasures()
             cache_metrics(table)
             assert table.stack is not None
             table.stack.compact()

@@ -67,7 +67,7 @@ class DensePart:
         self._before = [(parameter, {*_runs.get(parameter, ())}, id(parameter) in written) for parameter in trained]
         self._is_known = parameters is not None
 
-    def meet(self, embedding: SavedRows) -> None:
+    def check(self, embedding: SavedRows) -> None:
         """Warn if an open embedding has resumed rows that these parameters were not trained with; remember its run."""
         handle: Any = embedding.table_handle()
         run, step = handle.open_table.run, handle.local.persistence.resumed_step

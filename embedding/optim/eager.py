@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
-from ...distributed.world import World, catch
+from ...distributed.world import World, try_call
 from ...engine.checks import as_number, checked_arguments
 from ...engine.errors import GraphError, OptimizerError
 from ...engine.ops.exact_sum import sum_of_squares
@@ -106,7 +106,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         candidates = embeddings_of(groups) if module is None else module.modules()
         modules = [candidate for candidate in candidates if isinstance(candidate, EmbeddingBase)]
         embeddings = [module for module in modules if module.shadow.requires_grad]
-        self._world = refuse_eager_ranks(root, embeddings) or World.of_one()
+        self._world = refuse_eager_ranks(root, embeddings) or World.single()
         self._partial_update = ""  # an error in this rank's row updates, when other ranks made theirs
         if self._world.size > 1 and len(embeddings) > MAX_SHARED:
             raise OptimizerError(
@@ -133,8 +133,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         self._begins = not any(state.get("step", True) for state in optimizer.state.values())
         self._taken_over = [embedding for embedding in embeddings if embedding.row_optimizer is not None]
         note_versions(self._dense(embeddings) or ())
-        self._rows = [(e, e.attach(optimizer, groups[id(e.shadow)])) for e in embeddings]
-        self._warns_of_zeros = any(rows.states for _, rows in self._rows)
+        self._trained = [(e, e.attach(optimizer, groups[id(e.shadow)])) for e in embeddings]
+        self._warns_of_zeros = any(row_optimizer.states for _, row_optimizer in self._trained)
         if self._warns_of_lazy_rows:
             warn_if_lazy(self.row_optimizers())
         for embedding in embeddings:
@@ -154,7 +154,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 "trains its rows in backward(); leave the embedding out of this optimizer, or make it again"
             )
         grad = embedding.shadow.grad
-        if embedding.handle in holders and isinstance(grad, ShadowGrad) and grad.rows.is_waiting:
+        if embedding.handle in holders and isinstance(grad, ShadowGrad) and grad.row_gradients.is_waiting:
             raise OptimizerError(
                 f"another EagerOptimizer has gradients of embedding {embedding.name!r} that it has not applied; call "
                 "its step(), or drop them by zero_grad() of the model, before you make a new one"
@@ -162,12 +162,12 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
 
     def _snapshot_embeddings(self) -> list[SavedRows]:
         module = None if self._module is None else self._module()
-        modules = [e for e, _ in self._rows] if self._module is None else [] if module is None else module.modules()
+        modules = [e for e, _ in self._trained] if self._module is None else [] if module is None else module.modules()
         return [module for module in modules if isinstance(module, SavedRows)]
 
     def row_optimizers(self) -> list[RowOptimizer]:
         """Return the optimizers that update the rows, one for each embedding."""
-        return [rows for _, rows in self._rows]
+        return [row_optimizer for _, row_optimizer in self._trained]
 
     def __getattr__(self, name: str) -> Any:
         """Return the wrapped optimizer's attribute, if this object lacks it."""
@@ -213,7 +213,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 f"a newer EagerOptimizer has taken over embedding {self._lost_embedding!r}; call step() of that one, "
                 "or make this one again"
             )
-        for embedding, _ in self._rows:
+        for embedding, _ in self._trained:
             check_not_traced(embedding)
         loss = None
         if closure is not None:
@@ -229,7 +229,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 reached = self._reached()
                 trained = [(embedding, rows) for embedding, rows, _ in reached]
                 row_step(trained, "an EagerOptimizer", self._update_rows, [gradients for *_, gradients in reached])
-            grads = [(embedding, set_grad(embedding, None)) for embedding, _ in self._rows]
+            grads = [(embedding, set_grad(embedding, None)) for embedding, _ in self._trained]
             with self._amid_updates():
                 self.optimizer.step()  # if this raises, rows are already updated, and their gradients are gone
             for embedding, grad in grads:
@@ -248,7 +248,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 "zero_grad(set_to_none=False): torch's step then moves a parameter that no backward() reached by its "
                 "momentum, but rows stay as they are; leave set_to_none out"
             )
-        for embedding, _ in self._rows:
+        for embedding, _ in self._trained:
             check_not_traced(embedding)
             set_grad(embedding, None)
         self.optimizer.zero_grad(set_to_none)
@@ -279,7 +279,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             )
         distinct = dict.fromkeys([parameters] if isinstance(parameters, Tensor) else parameters)
         grads = [parameter.grad for parameter in distinct if parameter.grad is not None]
-        rows = [grad.rows for grad in grads if isinstance(grad, ShadowGrad)]
+        rows = [grad.row_gradients for grad in grads if isinstance(grad, ShadowGrad)]
         dense = [grad for grad in grads if not isinstance(grad, ShadowGrad)]
         if any(grad.layout != torch.strided for grad in dense):
             raise OptimizerError(
@@ -290,7 +290,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             gradients.embedding.name for gradients in rows if holders.get(gradients.embedding.handle) is not self
         ):
             raise OptimizerError(f"embedding {name!r} is of another EagerOptimizer; call clip_grad_norm_ of that one")
-        if self._world.size > 1 and any(id(embedding.shadow) in map(id, distinct) for embedding, _ in self._rows):
+        if self._world.size > 1 and any(id(embedding.shadow) in map(id, distinct) for embedding, _ in self._trained):
             raise OptimizerError(
                 "clip_grad_norm_ of rows that ranks share: their gradients are only summed in step(). Leave the "
                 "embeddings' parameters out and clip rows by clip_grad_row_norm in their param group, or train by a "
@@ -337,20 +337,20 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
     def _row_numbers(self) -> dict[int, EmbeddingBase]:
         """Return the embeddings by their parameters' numbers in a state_dict."""
         numbers = {id(parameter): number for number, parameter in enumerate(self._parameters())}
-        return {numbers[id(e.shadow)]: e for e, _ in self._rows if id(e.shadow) in numbers}
+        return {numbers[id(e.shadow)]: e for e, _ in self._trained if id(e.shadow) in numbers}
 
     def _reached(self) -> list[tuple[EmbeddingBase, RowOptimizer, RowGradients]]:
         """Return the embeddings that backward() reached on some rank. An error on one rank is raised on all."""
-        trained = self._rows
+        trained = self._trained
         if self._world.size == 1:
             local = self._checked_gradients(trained)
-            return [(e, rows, own) for (e, rows), own in zip(trained, local, strict=True) if own is not None]
-        local, error = catch(lambda: self._checked_gradients(trained))
+            return [(*pair, gradients) for pair, gradients in zip(trained, local, strict=True) if gradients is not None]
+        local, error = try_call(lambda: self._checked_gradients(trained))
         note = sum(1 << number for number, gradients in enumerate(local or ()) if gradients is not None)
         notes = self._world.handshake(STEP, error, note=note).notes
         return [
-            (embedding, rows, gradients or RowGradients(embedding))
-            for number, ((embedding, rows), gradients) in enumerate(zip(trained, local, strict=True))
+            (embedding, optimizer, gradients or RowGradients(embedding))
+            for number, ((embedding, optimizer), gradients) in enumerate(zip(trained, local, strict=True))
             if any(note >> number & 1 for note in notes)
         ]
 
@@ -393,12 +393,12 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         """Called in a step when all its rows are pinned, before the first row changes."""
         if not self._has_met:
             self._has_met = True
-            embeddings = [embedding for embedding, _ in self._rows]
+            embeddings = [embedding for embedding, _ in self._trained]
             dense = self._dense(embeddings)
             part = DensePart(f"the EagerOptimizer of {type(self.optimizer).__name__}", dense, self.optimizer.state)
             for embedding in embeddings:
                 if isinstance(embedding, SavedRows):
-                    embedding.when_open(partial(part.meet, embedding))
+                    embedding.when_open(partial(part.check, embedding))
                     if self._begins and dense is not None and (embedding.was_loaded or embedding in self._taken_over):
                         self._begins = not warn_of_state(embedding)
             self._taken_over.clear()
@@ -433,13 +433,13 @@ class InBackwardOptimizer(EagerOptimizer):
         return None
 
     @property
-    def _rows(self) -> list[tuple[EmbeddingBase, RowOptimizer]]:
+    def _trained(self) -> list[tuple[EmbeddingBase, RowOptimizer]]:
         embedding = self._embedding()
         return [] if embedding is None else [(embedding, self._row_optimizer)]
 
-    @_rows.setter
-    def _rows(self, rows: list[tuple[EmbeddingBase, RowOptimizer]]) -> None:
-        [(embedding, self._row_optimizer)] = rows
+    @_trained.setter
+    def _trained(self, trained: list[tuple[EmbeddingBase, RowOptimizer]]) -> None:
+        [(embedding, self._row_optimizer)] = trained
         self._embedding = ref(embedding)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -458,7 +458,7 @@ class InBackwardOptimizer(EagerOptimizer):
             group.begin_pass()
 
     def _groups(self) -> list[TrainingGroup]:
-        return [embedding.group for embedding, _ in self._rows if embedding.group is not None]
+        return [embedding.group for embedding, _ in self._trained if embedding.group is not None]
 
 
 def follow_in_backward(embedding: EmbeddingBase) -> None:

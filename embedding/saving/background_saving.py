@@ -8,7 +8,7 @@ from functools import partial
 from threading import Event, Lock
 from time import monotonic
 
-from ...distributed.world import World, catch
+from ...distributed.world import World, try_call
 from ...engine.errors import StoreError
 from ...engine.row_format import Chunks
 from ...engine.store.image import MAX_BEFORE_IMAGE_BYTES
@@ -35,7 +35,7 @@ class BackgroundSaving:
         self._ids: list[str] = []
         self._error: BaseException | None = None
         self._dropped, self._ended = Event(), Event()
-        _, error = catch(self._start)
+        _, error = try_call(self._start)
         try:
             world.handshake(f"{op}: threads", error)
         except BaseException:
@@ -56,7 +56,7 @@ class BackgroundSaving:
 
     def _write(self, save: TableSave, at: int, chunks: Chunks) -> None:
         """Write the rows of one table. Runs in the table's thread, and waits for the other threads."""
-        _, error = catch(lambda: save.write(chunks=self._unless_dropped(chunks)))
+        _, error = try_call(lambda: save.write(chunks=self._unless_dropped(chunks)))
         if self._world.size == 1:
             self._arrive(at, error)
             while not self._ended.wait(POLL_SECONDS):
@@ -96,7 +96,7 @@ class BackgroundSaving:
 
     def _commit(self, error: BaseException | None) -> None:
         with self._new:
-            ids, self._error = catch(lambda: commit(self._world, self._op, self._saves, self._new, error))
+            ids, self._error = try_call(lambda: commit(self._world, self._op, self._saves, self._new, error))
         self._ids = ids or []
 
     @property
@@ -116,7 +116,7 @@ class BackgroundSaving:
             thread.skip_pauses()
         for thread in self._threads:
             if not (self._world.size > 1 and self._ended.is_set()):
-                _, failed = catch(partial(thread.wait, None if end is None else max(end - monotonic(), 0)))
+                _, failed = try_call(partial(thread.wait, None if end is None else max(end - monotonic(), 0)))
                 error = error or failed
                 if self._world.size == 1 and not isinstance(error, Exception | None):
                     raise error
@@ -135,7 +135,7 @@ class BackgroundSaving:
         if any(self._world.handshake(f"{self._op}: written", note=is_writing).notes):
             return
         self._ended.set()
-        errors = (catch(partial(thread.wait, 0))[1] for thread in self._threads)
+        errors = (try_call(partial(thread.wait, 0))[1] for thread in self._threads)
         self._commit(next((error for error in errors if error is not None), None))
         if self._error is None:
             for save, id in zip(self._saves, self._ids, strict=True):

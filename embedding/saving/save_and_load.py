@@ -13,7 +13,7 @@ from ...engine.errors import OptionError, SnapshotError
 from ...engine.table.background_save import SaveHandle
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.files.writer import NewSnapshots, ProgressCallback
-from ...snapshots.store.group import loading
+from ...snapshots.store.group import record_load
 from ...snapshots.store.group_file import check_one_moment
 from ...snapshots.store.selection import LoadReport
 from ..tables.training_group import between_steps, mark_inconsistent
@@ -120,7 +120,7 @@ def _load(world: World, op: str, tables: Tables, snapshots: Sequence[Snapshot]) 
     }
     reports = []
     with ExitStack() as noting:
-        world.call_on_all_ranks(op, lambda: noting.enter_context(loading(loads)) if loads else None)
+        world.call_on_all_ranks(op, lambda: noting.enter_context(record_load(loads)) if loads else None)
         try:
             for table, snapshot in zip(tables, snapshots, strict=True):
                 reports.append(table.load(snapshot))

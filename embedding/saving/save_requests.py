@@ -34,7 +34,7 @@ def row_of(local: LocalTable, label: int | str, key: int) -> dict[str, Any]:
     with table.lock:
         table.check()
         description = table.describe()
-        row = read_row(table.ready(), table.form, *row_key_of(description, label, key))
+        row = read_row(table.finish_erasures(), table.form, *row_key_of(description, label, key))
     return {} if row is None else plain_row(row[0], description)
 
 

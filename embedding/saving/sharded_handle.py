@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ...distributed.sharded_table import ShardedTable
-from ...distributed.world import World, catch
+from ...distributed.world import World, try_call
 from ...engine.errors import SnapshotError
 from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.options.store_options import StoreOptions
@@ -54,7 +54,7 @@ class ShardedTableHandle:
         self.world, self.pending = world, pending
         self.home: SharedFolder | None = None
         op = f"opening embedding {spec.name!r}"
-        settings, error = catch(lambda: _settings(world, spec, options, optimizer))
+        settings, error = try_call(lambda: _settings(world, spec, options, optimizer))
         world.handshake(op, error, settings)
 
         def claim() -> str | None:
@@ -72,7 +72,7 @@ class ShardedTableHandle:
                 undo.callback(recovery.leave)
             shard = RankShard(world.rank, world.size, world.on_host)
             decide = None if recovery is None else recovery.decide
-            local, error = catch(lambda: LocalTable(spec, options, optimizer, device, shard, decide, group))
+            local, error = try_call(lambda: LocalTable(spec, options, optimizer, device, shard, decide, group))
             if local is not None:
                 undo.callback(local.close)
             if recovery is not None:
@@ -119,9 +119,11 @@ class ShardedTableHandle:
         op = f"state_dict() of embedding {self.name!r}"
         tensors: RowTensors = self.world.call_on_all_ranks(op, self.local.tensors)
         data = b"".join(rows.tobytes() for _, rows in tensors.chunks())
-        dtype = RowForm.described(tensors.description).dtype
+        dtype = RowForm.from_description(tensors.description).dtype
         shards = [np.frombuffer(shard, dtype) for shard in self.world.exchange_bytes(op, data, readers=1)]
-        return RowTensors.filled({**tensors.description, NOT_WHOLE: self.world.rank > 0}, sum(map(len, shards)), shards)
+        return RowTensors.from_chunks(
+            {**tensors.description, NOT_WHOLE: self.world.rank > 0}, sum(map(len, shards)), shards
+        )
 
     def load_state(self, tensors: Mapping[str, Any]) -> None:
         """Replace all rows; each rank takes its shard. Every rank calls it, with the same rows."""
@@ -142,7 +144,7 @@ class ShardedTableHandle:
         self.world.handshake(op, same={"rows": len(whole), "their checksum": checksum})
         shard = HashShard(self.world.rank, self.world.size)
         chunks = [shard.rows(rows) for _, rows in whole.chunks()]
-        shard_tensors = RowTensors.filled(whole.description, sum(map(len, chunks)), chunks)
+        shard_tensors = RowTensors.from_chunks(whole.description, sum(map(len, chunks)), chunks)
         try:
             self.world.call_on_all_ranks(f"{op}: done", lambda: self.local.load_tensors(shard_tensors))
         except BaseException:
@@ -155,7 +157,7 @@ class ShardedTableHandle:
         # on all ranks first, since a rank without rows accepts any optimizer
         self.world.call_on_all_ranks(op, lambda: self.local.check_optimizer(optimizer))
         with self.world.collective_block(op):
-            _, error = catch(lambda: self.local.use_optimizer(optimizer))
+            _, error = try_call(lambda: self.local.use_optimizer(optimizer))
             if not all(self.world.handshake(f"{op}: open", note=self.local.is_open).notes):
                 self.close()
             self.world.handshake(f"{op}: done", error)

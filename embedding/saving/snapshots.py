@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from pathlib import Path
 
-from ...distributed.world import World, catch
+from ...distributed.world import World, try_call
 from ...engine.errors import OptionError, SnapshotError, StoreError
 from ...engine.store.rocksdb import RocksDB
 from ...engine.table.background_save import SaveHandle
@@ -23,9 +23,9 @@ from ...snapshots.files.reader import Snapshot, list_snapshots, name_of
 from ...snapshots.files.writer import NewSnapshots
 from ...snapshots.store.folder import StoreFolder
 from ...snapshots.store.folder_state import FolderState
-from ...snapshots.store.group import Capture, Member, loading
+from ...snapshots.store.group import Capture, Member, record_load
 from ...snapshots.store.group_file import GroupFile
-from ...snapshots.store.linked import OF_STATE, check_linked, link_snapshot, linked, remove_snapshot
+from ...snapshots.store.linked import STATE_PREFIX, check_linked, link_snapshot, linked, remove_snapshot
 from ...snapshots.store.recovery_rule import EMPTY, NO_RECORD, NOTHING, version_of_snapshot
 from ...snapshots.store.retention import prune, remove_if_unreferenced, state_snapshot
 from ...snapshots.store.save import SaveSource, begin_save, check_kind, check_save
@@ -119,7 +119,7 @@ class Snapshots:
 
     def op(self, what: str) -> str:
         """Name a collective, with the step, for messages. Raises on all ranks if one has closed its rows."""
-        table, error = catch(lambda: self.local.table)
+        table, error = try_call(lambda: self.local.table)
         if table is None:
             self.world.handshake(f"{what} of embedding {self.name!r}", error)
         return f"{what} of embedding {self.name!r} at step {self.local.table.step}"
@@ -133,7 +133,7 @@ class Snapshots:
     def check_save(self, name: str, kind: str, overwrite: bool, background: bool = False) -> None:
         """Check a save's arguments. Raises SnapshotError, StoreError, OptionError."""
         op = self.op("saving a snapshot")
-        _, error = catch(lambda: self._check_arguments(name, kind, background))
+        _, error = try_call(lambda: self._check_arguments(name, kind, background))
         same = {"snapshot": name, "kind": kind, "overwrite": overwrite, "background": background}
         self.world.handshake(op, error, same if error is None else None)
 
@@ -238,14 +238,14 @@ class Snapshots:
                 if self.member.now.snapshot == EMPTY:  # no rows need no snapshot
                     return "", False
                 path = state_snapshot(self.checked_store(), self.member.now.snapshot, keep)
-                return (f"{OF_STATE}{source.id}", True) if path is None else (path.name, False)
+                return (f"{STATE_PREFIX}{source.id}", True) if path is None else (path.name, False)
 
             name, is_new = self.world.call_on_rank_0(f"{op}: its name", find)
             if is_new:
                 has_files = source.rocksdb is not None and self._shard is None
                 kind = "checkpoint" if has_files else "full"  # not incremental: users could not replace its parent
                 save = self._begin_at(op, self.folder / name, source, new, kind, self.member)
-                commit(self.world, op, [save], new, catch(save.write)[1])
+                commit(self.world, op, [save], new, try_call(save.write)[1])
         reference = reference_of_snapshot(self._folder, name) or RowsReference(self.local.table.step)
         return reference._replace(version=self.local.persistence.version)
 
@@ -257,7 +257,7 @@ class Snapshots:
         rocksdb = bottom if isinstance(bottom, RocksDB) else None
         record, store = (NO_RECORD, "") if self.member is None else (self.member.group.record, self.member.id)
         return SaveSource(
-            table.describe(), table.counts.rows, table.scan, record, store, rocksdb, table.observers.changed, id
+            table.describe(), table.counts.rows, table.scan, record, store, rocksdb, table.observers.changes_since, id
         )
 
     # saves in the background
@@ -279,7 +279,7 @@ class Snapshots:
             if self.local.table_if_open is not None:  # if it is closed, the caller's next call raises on all ranks
                 self.local.table_if_open.observers.finish_saving()
             return
-        _, error = catch(self._saving.wait)
+        _, error = try_call(self._saving.wait)
         if error is not None and self.world.failure is not None:
             raise error
         interrupted = not isinstance(error, Exception | None)
@@ -348,7 +348,7 @@ class Snapshots:
             voted = True
             self._note_load(op, snapshot, selection.is_whole)
 
-        report, error = catch(lambda: self.local.load_part(snapshot, selection, strict, verified))
+        report, error = try_call(lambda: self.local.load_part(snapshot, selection, strict, verified))
         if error is not None and voted and not world.must_report(error):
             if error is not world.shared_error:
                 self._lose(snapshot.name)
@@ -379,25 +379,25 @@ class Snapshots:
         with ExitStack() as noting:
             if id is not None:  # from here on, the next run loads the snapshot
                 loads = {} if member is None else {member: id}
-                world.call_on_all_ranks(f"{op}: noted", lambda: noting.enter_context(loading(loads)))
+                world.call_on_all_ranks(f"{op}: noted", lambda: noting.enter_context(record_load(loads)))
             writes = world.all_gather_object(f"{op}: marks", lambda: self.local.begin_load(notes=not whole))
             self.local.note_load(max(writes), id)  # a rank that failed may have missed some
             if member is not None:
-                member.replaced(id)
+                member.mark_replaced(id)
 
     def _lose(self, name: str) -> str:
         """Mark the rows as failed, or the next run would resume old rows as if they were loaded. Returns the error."""
         problem = (
             f"embedding {self.name!r}: loading snapshot {name!r} failed during its changes, so its rows are closed"
         )
-        self.local.lose(StoreError(problem))
+        self.local.mark_failed(StoreError(problem))
         return problem
 
     def _close_all(self, problem: str) -> None:
         """Close the rows after a load that only some ranks completed. Every rank calls it."""
         next_run = f"recovers from snapshot {self.last!r}" if self.last else "begins empty"
         log.error("%s on all ranks; create it again, and it %s", problem, next_run)
-        _, error = catch(self._close)
+        _, error = try_call(self._close)
         if error is not None:
             log.error("closing the rows of embedding %r failed as well: %s", self.name, error)
 
@@ -418,7 +418,7 @@ class Snapshots:
         shard = self._shard_of(snapshot)
 
         def check() -> dict[str, int]:
-            fitted = self.local.fitted(shard, selection)
+            fitted = self.local.fit_selection(shard, selection)
             shard.verify()
             if fitted.types is not None:
                 for _ in fitted.rows_of(shard, LoadReport()):
@@ -485,7 +485,7 @@ class Snapshots:
     def prune(self, keep_last: int, keep_every: int | None) -> list[str]:
         """Remove old snapshots and return their names. Raises OptionError, SnapshotError."""
         op = f"pruning snapshots of embedding {self.name!r}"  # without the step, since ranks may be at different steps
-        _, error = catch(lambda: (self.local.table, self.folder))
+        _, error = try_call(lambda: (self.local.table, self.folder))
         self.world.handshake(op, error, {"keep_last": keep_last, "keep_every": keep_every} if error is None else None)
         return list(self.world.call_on_rank_0(op, lambda: self.prune_here(keep_last, keep_every)))
 

@@ -43,7 +43,7 @@ class TableHandle(LocalTable):
         for_load: bool = False,
         pending: Sequence[RowsReference] = (),
     ) -> None:
-        self.world, self.pending = World.of_one(), pending
+        self.world, self.pending = World.single(), pending
         folder = claimed_folder(spec, options)
         super().__init__(spec, options, optimizer, device, group=group, for_load=for_load)
         self.snapshots = Snapshots(self, self.world, None if self.store is None else self.store.snapshots, self.store)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...distributed.world import World, catch
+from ...distributed.world import World, try_call
 from ...engine.durable import temporary_path
 from ...engine.row_format import Chunks
 from ...engine.table.background_save import BackgroundSave, ForegroundSave
@@ -92,7 +92,7 @@ class TableSave:
         with self.table.lock:
             observers = self.table.observers
             if from_image or self._image is not None:
-                observers.changes_saved(id)
+                observers.note_saved(id)
             elif self.kind == "incremental" or observers.changes is not None:
                 observers.track_changes(id)
             self.on_saved(id)
@@ -118,7 +118,7 @@ def write_and_commit(
             for save in saves:
                 save.write(progress)
 
-        ids = commit(world, op, saves, new, catch(write)[1])
+        ids = commit(world, op, saves, new, try_call(write)[1])
         for save, id in zip(saves, ids, strict=True):
             save.end(id, from_image=False)
 

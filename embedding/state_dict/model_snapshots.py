@@ -133,4 +133,4 @@ def _world_of(embeddings: Sequence[SavedRows]) -> World:
     worlds = {id(embedding.world): embedding.world for embedding in embeddings}
     if len(worlds) > 1:
         raise OptionError("these embeddings have different worlds; save and load those of one world together")
-    return next(iter(worlds.values()), None) or World.of_one()
+    return next(iter(worlds.values()), None) or World.single()

@@ -71,14 +71,14 @@ def check_stored(
             f"{optimizer.rule}; train with that optimizer, reset its state by loading a snapshot with "
             "weights_only=True, or take another name or persistent_path"
         )
-    if RowState.described(stored).types != spec.state_of(optimizer).types:
-        state_type, _ = RowState.described(stored).narrow
+    if RowState.from_description(stored).types != spec.state_of(optimizer).types:
+        state_type, _ = RowState.from_description(stored).narrow
         raise _dtype_error(error, label, "state_dtype", state_type, spec.state_dtype, can_load)
 
 
 def _warn_of_state(spec: TableSpec, stored: dict[str, Any], label: str) -> None:
     """Warn that no optimizer could train the stored rows with this `state_dtype`."""
-    kernel, (stored_dtype, _) = kernels().get(stored["optimizer"]), RowState.described(stored).narrow
+    kernel, (stored_dtype, _) = kernels().get(stored["optimizer"]), RowState.from_description(stored).narrow
     if kernel is not None and kernel.element_states and stored_dtype != spec.state_dtype:
         log.warning(
             "%s holds state of %s, but state_dtype=torch.%s: its rows can be read, and a step will raise; give "
@@ -131,7 +131,7 @@ def _check_names(spec: TableSpec, stored: dict[str, Any], label: str, tables: Co
         )
 
 
-def fitting(
+def fit_selection(
     spec: TableSpec,
     stored: dict[str, Any],
     optimizer: RowOptimizer | None,
@@ -203,14 +203,14 @@ class LoadedIds:
         self._largest = np.zeros(spec.num_tables, np.uint64)
         self._with_padding: set[int] = set()
 
-    def stored(self, chunks: Chunks) -> Chunks:
+    def note_padding(self, chunks: Chunks) -> Chunks:
         """Pass on chunks of all stored rows, noting which tables contain a padding row. Loads skip such rows."""
         for bucket, rows in chunks:
             if self._last is not None and self._spec.padding_key is not None:
                 self._with_padding.update(rows["table"][rows["key"] == np.uint64(self._spec.padding_key)].tolist())
             yield bucket, rows
 
-    def counted(self, chunks: Chunks) -> Chunks:
+    def count(self, chunks: Chunks) -> Chunks:
         """Pass on chunks of loaded rows, and count them."""
         for bucket, rows in chunks:
             if self._last is not None:

@@ -25,7 +25,7 @@ from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.folder import StoreFolder
 from ...snapshots.store.group import Member
 from ...snapshots.store.selection import ALL, LoadReport, Selection
-from .compatible import check_stored, fitting
+from .compatible import check_stored, fit_selection
 from .persistence import TablePersistence
 from .recovery import Decide, RankShard, WriteEpoch
 from .rows_in_tensors import RowTensors
@@ -224,7 +224,7 @@ class LocalTable:
         def build(before: OpenTable) -> OpenTable:
             label = f"snapshot {snapshot.name!r}"
             spec = self.persistence.spec.with_stored_seed(snapshot.description)
-            fit, remarks = fitting(spec, snapshot.description, before.optimizer, selection, strict, label)
+            fit, remarks = fit_selection(spec, snapshot.description, before.optimizer, selection, strict, label)
             table, report = self.persistence.load(before.optimizer, snapshot, before, fit, verified)
             reports.append(replace(report, remarks=report.remarks + remarks))
             return table
@@ -232,12 +232,12 @@ class LocalTable:
         self._replace(build)
         return reports[0]
 
-    def fitted(self, snapshot: Snapshot, selection: Selection = ALL) -> Selection:
+    def fit_selection(self, snapshot: Snapshot, selection: Selection = ALL) -> Selection:
         """Return the selection as it fits this table. Raises SnapshotError, OptimizerError if it does not."""
         optimizer = self.table.optimizer
         spec, label = self.persistence.spec.with_stored_seed(snapshot.description), f"snapshot {snapshot.name!r}"
         if selection.convert:
-            return fitting(spec, snapshot.description, optimizer, selection, True, label)[0]
+            return fit_selection(spec, snapshot.description, optimizer, selection, True, label)[0]
         check_stored(spec, selection.description(snapshot.description), optimizer, SnapshotError, label)
         return selection
 
@@ -268,7 +268,7 @@ class LocalTable:
         epoch = self.persistence.epoch
         return (lambda id: None) if epoch is None else partial(epoch.set_snapshot, writes=epoch.writes)
 
-    def lose(self, error: BaseException) -> None:
+    def mark_failed(self, error: BaseException) -> None:
         """Mark the rows as failed, so that they close without a clean marker."""
         if (table := self.table_if_open) is not None:
             table.note_failure(error)
@@ -338,7 +338,7 @@ class LocalTable:
         cache_metrics(before)
         try:
             self._table = build(before)
-            before.replaced()
+            before.mark_replaced()
             self._share_gate()
         except BaseException:
             if before.stack is None:  # it failed while the new table replaced it

@@ -59,7 +59,7 @@ def check_distinct(embeddings: Mapping[str, EmbeddingBase], error: type[TierbedE
         if first.setdefault(embedding.name, path) != path:
             raise error(
                 f"{first[embedding.name]} and {path} are two embeddings named {embedding.name!r}; use one embedding "
-                "for both, or give each its own name=. Without name=, an embedding is named after its path in the first "
-                "model that was trained or saved: make both again in this model, and load tierbed.to_dense_state_dict "
-                "of the earlier ones"
+                "for both, or give each its own name=. Without name=, an embedding is named after its path in the "
+                "first model that was trained or saved: make both again in this model, and load "
+                "tierbed.to_dense_state_dict of the earlier ones"
             )

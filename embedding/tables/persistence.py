@@ -33,19 +33,19 @@ from ...engine.row_format import Chunks, RowForm
 from ...engine.signals import uninterrupted
 from ...engine.store.contract import InMemoryTier
 from ...engine.store.rocksdb import RocksDB
-from ...engine.store.table_counts import FIELD, count_chunk_rows, read_counts
+from ...engine.store.table_counts import TABLE_ROWS, count_chunk_rows, read_counts
 from ...engine.table.auto_budgets import AutoBudgets
 from ...engine.table.row_scan import checked_rows, load_rows
 from ...engine.table.stack import build_stack, processor_factory
 from ...engine.table.table import OpenTable
-from ...snapshots.files.format import FILES, LIVE, SHARE, check_description
+from ...snapshots.files.format import FILES, LIVE, SHARD, check_description
 from ...snapshots.files.read_errors import os_error_in
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.files.writer import write_snapshot
 from ...snapshots.store.closed_store import check_live, scan_live_rows
 from ...snapshots.store.folder import StoreFolder
 from ...snapshots.store.folder_state import FolderState, remove_other_shards, snapshot_folder
-from ...snapshots.store.group import Member, loading, open_store
+from ...snapshots.store.group import Member, open_store, record_load
 from ...snapshots.store.group_file import GroupFile
 from ...snapshots.store.mark import live_version
 from ...snapshots.store.selection import ALL, LoadReport, Selection, converted_description
@@ -205,7 +205,7 @@ class TablePersistence:
                 fitting = converted_description(stored, (spec.dtype, spec.state_dtype))
                 check_stored(spec, fitting, optimizer, StoreError, label)
                 assert self.member is not None
-                self.member.tear(str(error))
+                self.member.mark_broken(str(error))
                 self._live = LiveRows.PLACEHOLDER
                 plan = OpenPlan()
         if plan.snapshot is None:
@@ -271,7 +271,7 @@ class TablePersistence:
                 write_snapshot(folder.incoming, table.describe(), table.scan())
                 folder.replace_live(folder.incoming, self._clean_marker_of(table))
         if self.member is not None:
-            self.member.closed(live_version(folder.clean_marker) or "")
+            self.member.mark_closed(live_version(folder.clean_marker) or "")
 
     def after_failed_close(self, table: OpenTable) -> str:
         """Return what the next run would open with if this run ended now, for the log."""
@@ -344,10 +344,10 @@ class TablePersistence:
         self.spec = self.spec.with_stored_seed(marker)
         check_stored(self.spec, marker, optimizer, StoreError, where, for_load=for_load)
         table = self._live_table(optimizer, marker, folder, where)
-        own = self.spec.reach(None)
-        if self.spec.last_ids is not None and table.reach != own and not for_load:
+        own = self.spec.id_limits(None)
+        if self.spec.last_ids is not None and table.id_limits != own and not for_load:
             ids = LoadedIds(self.spec)
-            for _ in ids.counted(checked_rows(table.scan(), self.spec.num_tables)):
+            for _ in ids.count(checked_rows(table.scan(), self.spec.num_tables)):
                 pass
             if not self._remark(ids.remarks(where, False, None)):
                 table.use_own_reach()
@@ -358,7 +358,7 @@ class TablePersistence:
     ) -> OpenTable:
         """Open a table with the live rows that a clean marker describes."""
         fields = None if optimizer is None else self.spec.form(self.spec.state_of(optimizer)).fields
-        fits = fields in (None, RowForm.described(marker).fields)
+        fits = fields in (None, RowForm.from_description(marker).fields)
         try:
             if self._on_disk and marker["live"] == "rocksdb" and fits:
                 table = self._build(optimizer, marker, folder.live)
@@ -399,11 +399,11 @@ class TablePersistence:
         if selection.has_every_row and snapshot.shard is None:
             report = LoadReport(snapshot.manifest.rows)
         else:
-            chunks = ids.stored(snapshot.chunks())
+            chunks = ids.note_padding(snapshot.chunks())
             for _ in selection.chunks(chunks, description, report):  # count first: `capacity` depends on it
                 pass
         stored = {**selection.description(description), "rows": report.rows}
-        selected = ids.counted(selection.rows_of(snapshot, LoadReport()))
+        selected = ids.count(selection.rows_of(snapshot, LoadReport()))
         with self._with_seed_of(snapshot.description), contextlib.nullcontext() if running is None else running.lock:
             whole = snapshot.manifest.id if selection.is_whole else None
             source = contextlib.nullcontext(selected)
@@ -432,7 +432,7 @@ class TablePersistence:
         with self._with_seed_of(tensors.description), running.lock:
             check_stored(self.spec, tensors.stored(), optimizer, SnapshotError, "the state")
             ids = LoadedIds(self.spec)
-            chunks = ids.counted(checked_rows(tensors.chunks(), self.spec.num_tables))
+            chunks = ids.count(checked_rows(tensors.chunks(), self.spec.num_tables))
             table = self._restore(optimizer, tensors.stored(), contextlib.nullcontext(chunks), running)
             self._remark(ids.remarks("the state", False, None))
             if self.folder is not None and self.folder.clean_marker is None:
@@ -496,12 +496,12 @@ class TablePersistence:
     def _replace(self, running: OpenTable, whole: str | None) -> None:
         """Close a table whose rows are replaced. whole: the id of the snapshot with the new rows, or None."""
         member = self.member if self.epoch is None else None  # ranks note it in the record together
-        with loading({member: whole}) if whole and member is not None else contextlib.nullcontext():
+        with record_load({member: whole}) if whole and member is not None else contextlib.nullcontext():
             self.begin_change(notes=whole is None and self.epoch is None, replaces=True)
             running.close()
             self._unusable_reason, self._live = "", LiveRows.RECORDED  # so the next write is noted in any case
             if member is not None:
-                member.replaced(whole)
+                member.mark_replaced(whole)
 
     def _fill(self, table: OpenTable, stored: dict[str, Any], chunks: Chunks) -> int:
         """Load scanned rows, adding the optimizer's initial state if they have none. Returns their number."""
@@ -516,7 +516,7 @@ class TablePersistence:
 
     def _build(self, optimizer: RowOptimizer | None, stored: dict[str, Any] | None, path: Path | None) -> OpenTable:
         """Build a table over an empty stack, or over RocksDB at `path`, with `stored`'s step and row count."""
-        state = RowState() if stored is None else RowState.described(stored)
+        state = RowState() if stored is None else RowState.from_description(stored)
         if optimizer is not None:
             self.check_row(optimizer)
             state = self.spec.state_of(optimizer)
@@ -582,8 +582,8 @@ class TablePersistence:
         if isinstance(bottom, RocksDB):
             live = {"live": "rocksdb", "shards": bottom.shards, FILES: bottom.versions()}
         counts = table.counts.known_by_table
-        rows_by_table = {} if counts is None else {FIELD: counts.tolist()}
-        shard = {} if self.epoch is None else {SHARE: self.epoch.described()}
+        rows_by_table = {} if counts is None else {TABLE_ROWS: counts.tolist()}
+        shard = {} if self.epoch is None else {SHARD: self.epoch.describe()}
         version = {} if self.member is None or self.epoch is not None else {LIVE: self.member.version}
         return {**table.describe(), **live, "rows": table.counts.rows, **rows_by_table, **shard, **version}
 

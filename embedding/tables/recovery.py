@@ -261,6 +261,6 @@ class WriteEpoch:
         writes, version = self._named_at
         return version if self.writes == writes else f"{self.run}:{self.writes}"
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Return the field `share` of the shard's clean marker."""
         return {"rank": self._shard.rank, "ranks": self._shard.ranks, "run": self.run, "writes": self.writes}

@@ -42,17 +42,17 @@ class RowTensors:
         """Return a copy of a table's rows at its last step."""
         with table.lock:
             table.check()
-            return cls.filled(table.describe(), table.counts.rows, (rows for _, rows in table.scan()))
+            return cls.from_chunks(table.describe(), table.counts.rows, (rows for _, rows in table.scan()))
 
     @classmethod
     def none(cls, spec: TableSpec) -> RowTensors:
         """Return the empty rows of an embedding that was not used yet."""
-        return cls.filled(spec.describe(RowState(), [], 0), 0, [])
+        return cls.from_chunks(spec.describe(RowState(), [], 0), 0, [])
 
     @classmethod
-    def filled(cls, description: dict[str, Any], count: int, chunks: Iterable[RowArray]) -> RowTensors:
+    def from_chunks(cls, description: dict[str, Any], count: int, chunks: Iterable[RowArray]) -> RowTensors:
         """Return `count` rows, copied from chunks. Raises StoreError if the chunks have fewer."""
-        form = RowForm.described(description)
+        form = RowForm.from_description(description)
         tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in _shapes(form, count).items()}
         numbers, begin = {name: _numbers(tensor) for name, tensor in tensors.items()}, 0
         for rows in chunks:
@@ -61,7 +61,7 @@ class RowTensors:
                 numbers[name][part] = rows[name]
             numbers["embedding"][part] = _embedding(form, rows)
             for field, columns in _state_columns(form):
-                numbers["state"][part, columns] = form.numbers(rows, field)
+                numbers["state"][part, columns] = form.values(rows, field)
             begin += len(rows)
         if begin != count:
             raise StoreError(f"embedding {description['name']!r}: {begin} rows were found, not {count}")
@@ -76,7 +76,7 @@ class RowTensors:
         return {**self.description, "rows": len(self)}
 
     def chunks(self) -> Chunks:
-        form = RowForm.described(self.description)
+        form = RowForm.from_description(self.description)
         numbers = {name: _numbers(tensor) for name, tensor in self.tensors.items()}
         for begin in range(0, len(self), _CHUNK):
             part = slice(begin, min(begin + _CHUNK, len(self)))
@@ -85,7 +85,7 @@ class RowTensors:
                 rows[name] = numbers[name][part]
             _embedding(form, rows)[:] = numbers["embedding"][part]
             for field, columns in _state_columns(form):
-                form.set_numbers(rows, field, numbers["state"][part, columns])
+                form.set_values(rows, field, numbers["state"][part, columns])
             yield 0, rows
 
     @classmethod
@@ -109,7 +109,7 @@ class RowTensors:
         check_description(description)
         if description.get(NOT_WHOLE):
             raise ValueError("it has no rows: those of all ranks are in the state_dict() of rank 0; load that")
-        for name, (dtype, shape) in _shapes(RowForm.described(description), len(tensors["table"])).items():
+        for name, (dtype, shape) in _shapes(RowForm.from_description(description), len(tensors["table"])).items():
             if tensors[name].dtype != dtype or list(tensors[name].shape) != shape:
                 raise ValueError(
                     f"rows.{name} is {tensors[name].dtype} {list(tensors[name].shape)}; it must be {dtype} {shape}"

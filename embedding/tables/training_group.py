@@ -104,7 +104,7 @@ def train_together(modules: Iterable[Any]) -> None:
 def mark_inconsistent(members: Iterable[Member], why: str) -> None:
     """Forbid to write, save or cleanly close stores until each is loaded. why: what left rows at different steps."""
     for member in members:
-        member.tear(
+        member.mark_broken(
             f"embeddings that are trained together have rows of different steps: {why}. Load a snapshot in each, or "
             "make them again: with a persistent_path they go back to the last step for which all have rows"
         )

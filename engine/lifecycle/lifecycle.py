@@ -15,7 +15,7 @@ from .. import _core
 from ..errors import CapacityError
 from ..options.store_options import StoreOptions
 from ..row_format import Chunks, Keys, TableIds
-from ..store.table_counts import Counts, counted
+from ..store.table_counts import Counts, count_by_table
 
 log = logging.getLogger("tierbed")
 
@@ -72,7 +72,7 @@ class Lifecycle:
         """Record that an admitted batch was written at `step`."""
         assert self._ledger is not None
         if len(batch.own_lines):
-            refused = counted(batch.tables[batch.own_lines != 0], len(self.removed_counts))
+            refused = count_by_table(batch.tables[batch.own_lines != 0], len(self.removed_counts))
             self._count(refused, "refused")
         self._ledger.commit(batch, step)
 

@@ -19,7 +19,7 @@ _CHUNK = 1 << 28  # so many 24-bit mantissas sum exactly in float64
 _LANES = 1 << 16  # parallel sums
 
 
-def partial(numbers: NDArray[np.float32]) -> NDArray[np.int64]:
+def partial_sum(numbers: NDArray[np.float32]) -> NDArray[np.int64]:
     """Sum numbers [n] >= 0 exactly. Returns [12]: the sum's 10 limbs, then the counts of infinities and NaNs."""
     bits = numbers.view(np.uint32) & 0x7FFFFFFF  # a NaN's sign bit may be set
     exponents = (bits >> 23).astype(np.int64)
@@ -34,7 +34,7 @@ def partial(numbers: NDArray[np.float32]) -> NDArray[np.int64]:
     return np.array([*limbs, int((exponents == 255).sum()) - nan, nan], np.int64)
 
 
-def total(partials: Sequence[NDArray[np.int64]]) -> float:
+def sum_partials(partials: Sequence[NDArray[np.int64]]) -> float:
     """Add all ranks' partial sums, rounding once."""
     *limbs, infinite, nan = (sum(column) for column in zip(*(part.tolist() for part in partials), strict=True))
     if infinite or nan:

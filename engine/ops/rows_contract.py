@@ -99,12 +99,12 @@ class EmbeddingBase(NoTorchScript, nn.Module):
 
     def attach(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> RowOptimizer:
         """Train the rows with one of the optimizer's param groups from now on. Raises OptimizerError."""
-        rows_optimizer = row_optimizer(optimizer, group)
-        self.use_optimizer(rows_optimizer)
-        return rows_optimizer
+        new_optimizer = row_optimizer(optimizer, group)
+        self.use_optimizer(new_optimizer)
+        return new_optimizer
 
-    def use_optimizer(self, rows_optimizer: RowOptimizer) -> None:
-        """Update the rows with `rows_optimizer` from now on. Raises OptimizerError."""
+    def use_optimizer(self, row_optimizer: RowOptimizer) -> None:
+        """Update the rows with `row_optimizer` from now on. Raises OptimizerError."""
         raise NotImplementedError
 
     def forget_optimizer(self) -> None:

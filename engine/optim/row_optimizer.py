@@ -154,9 +154,9 @@ def row_optimizer(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimize
     return RowOptimizer(_inner_optimizer(optimizer, group), group)
 
 
-def warn_if_lazy(rows: Iterable[RowOptimizer]) -> None:
+def warn_if_lazy(optimizers: Iterable[RowOptimizer]) -> None:
     """Log a warning for each torch optimizer that would change all rows of a dense nn.Embedding, but here is lazy."""
-    for kind, rule in dict.fromkeys((type(row._optimizer).__name__, row.rule) for row in rows if row.is_lazy):
+    for kind, rule in dict.fromkeys((type(o._optimizer).__name__, o.rule) for o in optimizers if o.is_lazy):
         log.warning(
             "rows are trained by a lazy %s: momentum, moments or weight decay would change all rows of a dense "
             "nn.Embedding in each step, but here a step changes only the rows that it looks up. %s all rows torch's "

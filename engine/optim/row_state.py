@@ -46,7 +46,7 @@ class RowState:
         }
 
     @staticmethod
-    def described(stored: Mapping[str, Any]) -> RowState:
+    def from_description(stored: Mapping[str, Any]) -> RowState:
         """Read the row state from a stored description."""
         names, widths, initial = (tuple(stored[field]) for field in ("states", "state_widths", "initial"))
         types = tuple(stored.get(STATE_TYPES, ()))
@@ -59,7 +59,7 @@ class RowState:
             full = np.zeros(len(rows), form.dtype)
             for field in ("table", "key", "updates", "step"):
                 full[field] = rows[field]
-            form.set_numbers(full, EMBEDDING, bare.numbers(rows, EMBEDDING))
+            form.set_values(full, EMBEDDING, bare.values(rows, EMBEDDING))
             for name, width, value in zip(self.names, self.widths, self.initial, strict=True):
-                form.set_numbers(full, name, np.full((len(rows), width), value, np.float32))
+                form.set_values(full, name, np.full((len(rows), width), value, np.float32))
             yield bucket, full

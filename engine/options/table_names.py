@@ -9,8 +9,8 @@ from typing import Any
 from ..checks import as_int
 from ..errors import OptionError
 
-# Fields of a stored description. FIELD holds a name or None for each table; if it is missing, no table is named.
-FIELD = "table_names"
+# Fields of a stored description. TABLE_NAMES holds a name or None for each table; if it is missing, no table is named.
+TABLE_NAMES = "table_names"
 TENSOR_NAMED = "names_of_tensors"  # True if an import named the tables after tensors
 MAX_LENGTH = 200
 
@@ -55,7 +55,7 @@ def label_of(table: int, names: Names) -> str:
 
 
 def names_in(description: Mapping[str, Any]) -> tuple[str | None, ...]:
-    return tuple(description.get(FIELD) or [None] * len(description["tables"]))
+    return tuple(description.get(TABLE_NAMES) or [None] * len(description["tables"]))
 
 
 def table_number(table: Any, names: Names) -> int | None:

@@ -18,12 +18,12 @@ from ..optim.row_optimizer import RowOptimizer
 from ..optim.row_state import RowState
 from ..row_format import STATE_TYPES, RowForm, overflows
 from .initializers import ID_OPTIONS, AnyTableOptions, InitialValues, TableOptions, as_arrays, make_table_options
-from .table_names import FIELD, check_distinct, labels_of
+from .table_names import TABLE_NAMES, check_distinct, labels_of
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}  # that rows are stored in
 # Fields of a stored description. RUN is a random id, drawn whenever the rows start empty.
 RUN = "run"
-REACH = "reach"  # for each table, a number above all stored ids, or None
+ID_LIMITS = "reach"  # for each table, a number above all stored ids, or None
 KEY_TYPES = {torch.int32: "int32", torch.int64: "int64", torch.uint64: "uint64"}
 
 
@@ -74,10 +74,10 @@ class TableSpec:
         """Each table's name, or its number if it is unnamed, for messages and metrics."""
         return labels_of(self.table_names)
 
-    def reach(self, stored: Mapping[str, Any] | None) -> list[int | None]:
+    def id_limits(self, stored: Mapping[str, Any] | None) -> list[int | None]:
         """Returns for each table a number above its legal and its stored ids, or None if such a number is unknown."""
         own_limits = [table.ids for table in self.tables]
-        field = None if stored is None else stored.get(REACH)
+        field = None if stored is None else stored.get(ID_LIMITS)
         stored_limits = field if isinstance(field, list) else [None] * (0 if stored is None else len(stored["tables"]))
         pairs = [(limit, *stored_limits[table : table + 1]) for table, limit in enumerate(own_limits)]
         return [max(pair) if all(type(limit) is int for limit in pair) else None for pair in pairs]
@@ -124,7 +124,7 @@ class TableSpec:
             "hyper": list(hyper),
             "seed": self.seed,
             "tables": self.plain_tables(),
-            **({FIELD: names} if any(names) else {}),
+            **({TABLE_NAMES: names} if any(names) else {}),
             "padding_idx": self.padding_idx,
             "step": step,
         }

@@ -98,7 +98,7 @@ class CpuProcessor(Processor[Batch]):
         _core.weights_grad(batch, self.layout, index, as_array(grad), flat(out), mean, dtype)
         return out
 
-    def set_numbers(self, rule: str, hyper: Sequence[float], step: int, scale: float = 1.0) -> None:
+    def set_hyper(self, rule: str, hyper: Sequence[float], step: int, scale: float = 1.0) -> None:
         self._hyper, self._step, self._scale = hyper, step, scale
 
     def update(self, batch: Batch, gradients: Gradients, rule: str) -> None:

@@ -61,7 +61,7 @@ class CudaProcessor:
         self._dropped = torch.zeros_like(self._written)
         self._ids = _ids(spec, self.device)
         self._updates = torch.zeros(1, dtype=torch.int64, device=self.device)  # number of updates applied
-        self._numbers = kernels.new_numbers(self.device)
+        self._numbers = kernels.new_hyper(self.device)
 
     @property
     def written(self) -> Counts:
@@ -149,8 +149,8 @@ class CudaProcessor:
         kernels.weights_grad(batch, self._layout, index, grad.contiguous(), out, lookup.pooling == "mean")
         return out
 
-    def set_numbers(self, rule: str, hyper: Sequence[float], step: int, scale: float = 1.0) -> None:
-        kernels.write_numbers(self._layout, rule, hyper, step, scale, self._numbers)
+    def set_hyper(self, rule: str, hyper: Sequence[float], step: int, scale: float = 1.0) -> None:
+        kernels.write_hyper(self._layout, rule, hyper, step, scale, self._numbers)
 
     def update(self, batch: Batch, gradients: Gradients, rule: str) -> None:
         tensors, layout = self._tensors(gradients), self._layout

@@ -139,7 +139,7 @@ class Processor(Protocol[B]):
     def weights_grad(self, batch: B, index: int, lookup: Lookup, grad: Tensor) -> Tensor:
         """Returns the gradient of a lookup's weights: float32 in the shape of its ids, 0 for padding."""
 
-    def set_numbers(self, rule: str, hyper: Sequence[float], step: int, scale: float = 1.0) -> None:
+    def set_hyper(self, rule: str, hyper: Sequence[float], step: int, scale: float = 1.0) -> None:
         """Set `RowOptimizer.hyper`, the embedding's step and a factor of gradients for later updates and catch-ups."""
 
     def update(self, batch: B, gradients: Gradients, rule: str) -> None:

@@ -12,10 +12,10 @@ from ..row_format import Chunks, TableIds
 
 Counts = NDArray[np.int64]  # [tables]
 
-FIELD = "table_rows"  # field of the file MARK; early versions did not write it
+TABLE_ROWS = "table_rows"  # field of the file MARK; early versions did not write it
 
 
-def counted(tables: TableIds, num_tables: int) -> Counts:
+def count_by_table(tables: TableIds, num_tables: int) -> Counts:
     """Count the rows per table. `tables` lists each row's table."""
     return np.bincount(tables, minlength=num_tables)
 
@@ -23,13 +23,13 @@ def counted(tables: TableIds, num_tables: int) -> Counts:
 def count_chunk_rows(chunks: Chunks, num_tables: int) -> Counts:
     counts = np.zeros(num_tables, np.int64)
     for _, rows in chunks:
-        counts += counted(rows["table"], num_tables)
+        counts += count_by_table(rows["table"], num_tables)
     return counts
 
 
 def read_counts(marker: Mapping[str, Any], num_tables: int) -> Counts | None:
     """Read the row counts in a clean marker, 0 for tables it does not list. None if the counts are invalid."""
-    counts = marker.get(FIELD)
+    counts = marker.get(TABLE_ROWS)
     if type(counts) is not list or len(counts) > num_tables or not all(type(n) is int and n >= 0 for n in counts):
         return None
     if sum(counts) != marker.get("rows"):

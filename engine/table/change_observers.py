@@ -59,7 +59,7 @@ class ChangeTracker:
             self._saving.merge(self._later)
         self._later = later
 
-    def saved(self, since: str) -> None:
+    def note_saved(self, since: str) -> None:
         """Record that the snapshot with id `since` holds all changes before the last `start_delta`."""
         self.since, self._saving = since, None
 
@@ -102,30 +102,32 @@ class ChangeObservers:
         with self._table.lock:
             if self.changes is not None:
                 self.changes.start_delta()
-                self.changes.saved(since)
+                self.changes.note_saved(since)
             else:
                 self.is_active = True  # first, in case a signal handler changes rows in between
-                self.changes = ChangeTracker(since, self._table.ready().change_source())
+                self.changes = ChangeTracker(since, self._table.finish_erasures().change_source())
 
-    def changed(self, since: str) -> Iterator[Change] | None:
+    def changes_since(self, since: str) -> Iterator[Change] | None:
         """Returns the changes since the snapshot with id `since`, read during iteration; None if they are unknown.
 
-        Call `changes_saved` when they are saved. Otherwise the next call returns them again, along with later changes.
+        Call `note_saved` when they are saved. Otherwise the next call returns them again, along with later changes.
         Raises StoreError while a snapshot is being saved in the background.
         """
         with self._table.lock:
-            store = self._table.ready()
+            store = self._table.finish_erasures()
             self.check_not_saving()
             if self.changes is None or self.changes.since != since:
                 return None
             self.changes.start_delta()
-            return locked(self.changes.rows(store, self._table.form.dtype), self._table.lock, self._table.ready)
+            return locked(
+                self.changes.rows(store, self._table.form.dtype), self._table.lock, self._table.finish_erasures
+            )
 
-    def changes_saved(self, since: str) -> None:
-        """Record that a snapshot, with id `since`, now holds what the last call of `changed` or `image` returned."""
+    def note_saved(self, since: str) -> None:
+        """Record that snapshot `since`, an id, now holds what the last `changes_since` or `image` returned."""
         with self._table.lock:
             if self.changes is not None:
-                self.changes.saved(since)
+                self.changes.note_saved(since)
 
     def image(self, max_bytes: int = MAX_BEFORE_IMAGE_BYTES) -> Image:
         """Open an image of all current rows. Another thread may read it while the rows change.
@@ -134,7 +136,7 @@ class ChangeObservers:
         also while another image is open.
         """
         with self._table.lock, uninterrupted():
-            top = self._table.ready()
+            top = self._table.finish_erasures()
             self._table.check()
             self.check_not_saving()
             if self._image is not None:

@@ -18,7 +18,7 @@ from ..options.initializers import make_constant_initializer, make_table_options
 from ..options.table_spec import TableSpec
 from ..row_format import KEY, Chunks, RowForm
 from ..signals import uninterrupted
-from ..store.table_counts import Counts, counted
+from ..store.table_counts import Counts, count_by_table
 from .stack import Stack
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ def load_rows(stack: Stack, chunks: Chunks, form: RowForm, num_tables: int) -> C
             raise StoreError(f"rows of {rows.dtype} cannot be loaded as rows of {form.dtype}")
         tables = rows["table"].copy()
         stack.bottom.write(tables, rows["key"].copy(), line_addresses(rows))
-        counts += counted(tables, num_tables)
+        counts += count_by_table(tables, num_tables)
     return counts
 
 
@@ -60,7 +60,7 @@ def caught_up(stored: Mapping[str, Any], chunks: Chunks) -> Chunks:
         return
     constant = make_table_options(make_constant_initializer(0.0))  # unused, because no row is new
     spec = TableSpec(stored["name"], tuple(stored["columns"]), torch.int64, (constant,), None, 0, stored["dtype"])
-    layout = spec.layout(RowState.described(stored))
+    layout = spec.layout(RowState.from_description(stored))
     for bucket, rows in chunks:
         rows = rows.copy()
         _core.catch_up(layout, line_addresses(rows), rule, hyper, stored["step"] + 1)

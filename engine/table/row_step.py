@@ -46,9 +46,9 @@ def row_step(
                         "in one thread, or hold a lock around each step"
                     )
             try:
-                for embedding, rows in trained:
-                    if embedding.row_optimizer is not rows:
-                        embedding.use_optimizer(rows)  # another optimizer trained the embedding in between
+                for embedding, optimizer in trained:
+                    if embedding.row_optimizer is not optimizer:
+                        embedding.use_optimizer(optimizer)  # another optimizer trained the embedding in between
                 return step(*arguments)
             except BaseException as error:
                 embeddings = [embedding for embedding, _ in trained]

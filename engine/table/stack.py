@@ -53,7 +53,7 @@ class SmallCaches:
     def __init__(self, embedding: str) -> None:
         self._embedding, self._has_warned = embedding, False
 
-    def judge(self, tiers: Mapping[str, dict[str, float]]) -> None:
+    def check(self, tiers: Mapping[str, dict[str, float]]) -> None:
         """Add `too_small` to each cache's metrics. `tiers` holds the metrics of the whole stack, top first.
 
         A cache is too small if it misses more than half of the requested rows because it evicts rows that steps need

@@ -25,19 +25,19 @@ from ..cache.cached import CpuCachedStore
 from ..errors import ClosedError, OptimizerError, StoreError, TierbedError
 from ..lifecycle.lifecycle import Lifecycle
 from ..ops.batch import Gradients, checked_gradients, rows_of
-from ..ops.exact_sum import partial, total
+from ..ops.exact_sum import partial_sum, sum_partials
 from ..optim.row_optimizer import RowOptimizer
 from ..optim.row_state import RowState
 from ..optim.rule import catches_up
 from ..options.lookup import Lookup
-from ..options.table_spec import REACH, RUN, TableSpec
+from ..options.table_spec import ID_LIMITS, RUN, TableSpec
 from ..processors.processor import Processor
 from ..row_format import LAST_STEP, Chunks, Keys, TableIds
 from ..signals import uninterrupted
 from ..store.contract import CapacityLimit, TopTier
 from ..store.full import CpuFullStore
 from ..store.rocksdb import RocksDB
-from ..store.table_counts import Counts, counted
+from ..store.table_counts import Counts, count_by_table
 from .change_observers import ChangeObservers
 from .prefetch import Prefetcher
 from .row_counts import RowCounts
@@ -77,14 +77,14 @@ class PinnedBatch:
 
     def square_gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> float:
         """Returns the sum of squared row gradients. Like `update`, it first sums each row's gradients."""
-        return total([self.partial_squares(grads, weights)])
+        return sum_partials([self.partial_squares(grads, weights)])
 
     def partial_squares(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> NDArray[np.int64]:
         """Returns `square_gradients` as a partial sum (engine/ops/exact_sum.py) that can be added to other ranks'."""
         gradients = self.gradients(grads, weights)
         with self.table.lock:
             self.table.check_pinned(self)
-            return partial(self.table.processor.square_gradients(self.core, gradients).cpu().numpy())
+            return partial_sum(self.table.processor.square_gradients(self.core, gradients).cpu().numpy())
 
     def update(
         self,
@@ -134,7 +134,7 @@ class OpenTable:
         self.optimizer: RowOptimizer | None = None  # None if the table is open only for reading and `put`
         self.step = 0  # counts the table's updates
         self.run = ""  # id of the run, drawn when the rows started empty
-        self.reach = spec.reach(None)
+        self.id_limits = spec.id_limits(None)
         self.updates = 0  # the number of updates launched on the processor
         self.failure: BaseException | None = None  # the error that left the rows inconsistent
         self.is_replaced = False  # another table has replaced this one in the embedding
@@ -174,7 +174,7 @@ class OpenTable:
         """Set the optimizer and the run, and continue at the step and row counts in the stored rows' description."""
         self.optimizer, self.run = optimizer, run
         if stored is not None:
-            self.reach, self.step = self.spec.reach(stored), stored["step"]
+            self.id_limits, self.step = self.spec.id_limits(stored), stored["step"]
             self.counts.begin(stored["rows"])
             self.hyper = stored["hyper"] if stored["optimizer"] == self.state.rule else []
 
@@ -184,7 +184,7 @@ class OpenTable:
 
     def use_own_reach(self) -> None:
         """Use the spec's `reach`, after a check that no id exceeds it."""
-        self.reach = self.spec.reach(None)
+        self.id_limits = self.spec.id_limits(None)
 
     def rename(self, name: str) -> None:
         self.spec = replace(self.spec, name=name)
@@ -193,34 +193,34 @@ class OpenTable:
         """Use the training group's gate, so steps also wait for readers of the group's other tables."""
         self.step_gate = gate
 
-    def replaced(self) -> None:
+    def mark_replaced(self) -> None:
         """Note that another table has replaced this one in the embedding."""
         self.is_replaced = True
 
     def describe(self) -> dict[str, Any]:
-        reach = {} if self.spec.last_ids is None else {REACH: self.reach}
-        return {**self.spec.describe(self.state, self.hyper, self.step), RUN: self.run, **reach}
+        limits = {} if self.spec.last_ids is None else {ID_LIMITS: self.id_limits}
+        return {**self.spec.describe(self.state, self.hyper, self.step), RUN: self.run, **limits}
 
     def scan(self) -> Chunks:
         """Yield all written rows, in the order of `Tier.scan`. Raises ClosedError if the table is closed meanwhile.
 
         If a load replaces the rows, a scan in memory continues with the old rows, but a scan of RocksDB raises.
         """
-        top = self.ready()
+        top = self.finish_erasures()
         keeps_rows = self.stack is not None and isinstance(self.stack.bottom, CpuFullStore)
-        check = (lambda: self.is_replaced or self.ready()) if keeps_rows else self.ready
+        check = (lambda: self.is_replaced or self.finish_erasures()) if keeps_rows else self.finish_erasures
         yield from self.form.from_words(locked(top.scan(), self.lock, check))
 
     def flush(self) -> None:
         with self.lock, uninterrupted():
-            self.ready().flush()
+            self.finish_erasures().flush()
 
     def flush_ahead(self) -> None:
         """Flush most rows in pieces, between which other threads may use the table. A later `flush` is then short."""
         with suppress(RowsReplacedError):  # `flush` will flush the new rows
-            top = self.ready()
+            top = self.finish_erasures()
             if isinstance(top, CpuCachedStore):
-                for _ in locked(top.flush_pieces(), self.lock, self.ready):
+                for _ in locked(top.flush_pieces(), self.lock, self.finish_erasures):
                     sleep(_PAUSE_SECONDS)  # the lock is not fair: without a pause, other threads would not get it
 
     @property
@@ -273,13 +273,13 @@ class OpenTable:
 
         After a StoreError, either no row is erased, or the next call finishes the erasure before it uses a tier.
         """
-        existing = counted(tables, self.spec.num_tables) if existing is None else existing
+        existing = count_by_table(tables, self.spec.num_tables) if existing is None else existing
         self.before_write(self.step)  # first, so the rows remain readable if this fails because the disk is full
         self.pending_erase = tables, keys, existing, cause
         self.counts.pending = existing  # these rows already count as erased
-        self.ready()
+        self.finish_erasures()
 
-    def ready(self) -> TopTier[Any]:
+    def finish_erasures(self) -> TopTier[Any]:
         """Finish pending erasures and return the top tier. Raises ClosedError, StoreError."""
         store = self.require_open()
         if self.pending_erase is not None:
@@ -328,7 +328,7 @@ class OpenTable:
         with self.lock:
             self.check(wait=False)
             if weights is None and not self.catch_up_rule:
-                rows = self.processor.gather_few(self.ready(), lookup, dtype, trains)
+                rows = self.processor.gather_few(self.finish_erasures(), lookup, dtype, trains)
                 if rows is not None:
                     return rows
             return self.processor.gather(self._peek(lookup, trains), 0, lookup, weights, dtype)
@@ -357,7 +357,7 @@ class OpenTable:
         with self.lock:
             pinned = self._pin(lookups, dtype, dedup_from)
             if self.catch_up_rule:
-                self.set_numbers()
+                self.set_hyper()
                 self.preview_catch_up(pinned.core)
             return pinned
 
@@ -372,7 +372,7 @@ class OpenTable:
         """Announce the lookups of a future step for prefetching, in the order of steps."""
         self.check_optimizer()
         with self.lock, uninterrupted():
-            store = self.ready()
+            store = self.finish_erasures()
             if self.prefetcher is None:
                 self.prefetcher = Prefetcher(self.processor, store, self._io_threads)
             self.prefetcher.announce(lookups)
@@ -382,9 +382,9 @@ class OpenTable:
         rule, hyper = optimizer.rule, optimizer.hyper(step, clip_value, self.hyper)
 
         def write() -> None:
-            self.processor.set_numbers(rule, hyper, step, scale)
+            self.processor.set_hyper(rule, hyper, step, scale)
             self.processor.update(pinned.core, gradients, rule)
-            self.updated(step, hyper)
+            self.note_update(step, hyper)
 
         if self.observers.is_active:
             self.observers.wait_for_memory()
@@ -394,7 +394,7 @@ class OpenTable:
                 with suppress(StoreError):  # the step itself succeeded; the next call erases the rows, or raises
                     self._erase(*expired, "expired")
 
-    def updated(self, step: int, hyper: list[float]) -> None:
+    def note_update(self, step: int, hyper: list[float]) -> None:
         """Record that a step's update was launched with these numbers of the rule."""
         self.step, self.hyper = step, hyper
         self.updates += 1
@@ -409,7 +409,7 @@ class OpenTable:
 
         def write() -> None:
             if rule := self.catch_up_rule:
-                self.set_numbers()
+                self.set_hyper()
                 self.processor.catch_up(pinned.core, rule)
             self.processor.assign(pinned.core, values, self.step)
 
@@ -424,7 +424,7 @@ class OpenTable:
         self.observers.wait_for_memory()
         with self.lock, uninterrupted():
             self.release()
-            with self.announced(None):
+            with self.use_announced(None):
                 existing = self.count_written(lookup)
                 if existing.any():
                     self._erase(*rows_of(self.spec, lookup), "deleted", existing)
@@ -455,7 +455,7 @@ class OpenTable:
         with self.lock:
             self.require_open()
             squares = self.processor.square_gradients(self.processor.batch(lookups), gradients)
-            return total([partial(squares.cpu().numpy())])
+            return sum_partials([partial_sum(squares.cpu().numpy())])
 
     def count_written(self, lookup: Lookup) -> Counts:
         """Returns for each table how many of the lookup's rows exist, that is, were written."""
@@ -478,8 +478,8 @@ class OpenTable:
         self, lookups: list[Lookup], dtype: torch.dtype, dedup_from: PinnedBatch | None, is_step: bool = True
     ) -> PinnedBatch:
         self._release()
-        store = self.ready()  # finish pending erasures before counting rows
-        with self.announced(lookups if is_step else None) as batch:
+        store = self.finish_erasures()  # finish pending erasures before counting rows
+        with self.use_announced(lookups if is_step else None) as batch:
             if batch is None:
                 self.check(wait=False)
                 batch = self.processor.batch(lookups, None if dedup_from is None else dedup_from.core)
@@ -487,14 +487,14 @@ class OpenTable:
             if self.lifecycle.has_ledger and (victims := self.lifecycle.admit(batch, self.layout, step, is_step)):
                 self._erase(*victims, "evicted")
             store.pin(batch, self.capacity_limit)
-        return self.pinned(batch, lookups, dtype)
+        return self.set_pinned(batch, lookups, dtype)
 
-    def pinned(self, batch: Any, lookups: list[Lookup], dtype: torch.dtype) -> PinnedBatch:
+    def set_pinned(self, batch: Any, lookups: list[Lookup], dtype: torch.dtype) -> PinnedBatch:
         """Record the batch that the top tier has pinned for a step."""
         self._pinned = PinnedBatch(self, batch, lookups, dtype)
         return self._pinned
 
-    def announced(self, lookups: Sequence[Lookup] | None) -> AbstractContextManager[Any]:
+    def use_announced(self, lookups: Sequence[Lookup] | None) -> AbstractContextManager[Any]:
         """Returns the context manager `Prefetcher.step`, or one that yields None without a prefetcher."""
         return _NOT_ANNOUNCED if self.prefetcher is None else self.prefetcher.step(lookups)
 
@@ -514,9 +514,9 @@ class OpenTable:
     def _peek(self, lookup: Lookup, trains: bool = False) -> Any:
         self.check(wait=False)
         batch = self.processor.batch([lookup])
-        self.ready().peek(batch, trains)
+        self.finish_erasures().peek(batch, trains)
         if self.catch_up_rule:
-            self.set_numbers()
+            self.set_hyper()
             self.preview_catch_up(batch)
         return batch
 
@@ -525,10 +525,10 @@ class OpenTable:
         if rule := self.catch_up_rule:
             self.processor.preview_catch_up(batch, rule)
 
-    def set_numbers(self) -> None:
+    def set_hyper(self) -> None:
         """Pass the rule's numbers for the next step to the processor, if rows may have missed steps."""
         if rule := self.catch_up_rule:
-            self.processor.set_numbers(rule, self.current_hyper(), self.step + 1)
+            self.processor.set_hyper(rule, self.current_hyper(), self.step + 1)
 
     def _write(self, pinned: PinnedBatch, step: int, write: Callable[[], None]) -> None:
         """Write a pinned batch's lines at `step` by calling `write`, and unpin the batch. Signals are deferred."""
@@ -584,5 +584,5 @@ class OpenTable:
             )
         with self.lock, suppress(StoreError):  # a failed store raises when its rows are needed
             tiers = self.require_open().metrics()
-            self.small_caches.judge(tiers)
+            self.small_caches.check(tiers)
             self._next_rare_step = min(2 * self.step, LAST_STEP) if len(tiers) > 1 else LAST_STEP

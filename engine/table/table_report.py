@@ -66,7 +66,7 @@ def _read_metrics(table: OpenTable) -> dict[str, dict[str, Any]]:
         counts |= {f"evaluate_{name}": count for name, count in peek_counts.items()}
         sizes = [tier.get(name, 0) for tier in tiers.values() for name in ("bytes", "overflow_bytes", "window_bytes")]
         counts["total_bytes"] = sum(sizes) + counts["ledger_bytes"]
-        table.small_caches.judge(tiers)
+        table.small_caches.check(tiers)
         by_table, dropped = table.counts.by_table(table.scan), table.processor.dropped
         return {
             "table": {"rows": table.counts.rows, "step": table.step, "dropped": int(dropped.sum()), **counts},
@@ -78,7 +78,7 @@ def _read_metrics(table: OpenTable) -> dict[str, dict[str, Any]]:
 def locate(table: OpenTable, lookup: Lookup) -> tuple[list[dict[str, Any]], str | None]:
     """Returns the tiers that hold one id's row (see `TierBase.locate`), and why it is not stored, or None."""
     with table.lock:
-        store = table.ready()
+        store = table.finish_erasures()
         table.check()
         tables, keys = rows_of(table.spec, lookup)
         if not len(keys):

@@ -24,7 +24,7 @@ from ...engine.errors import GraphError
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.options.lookup import Lookup
 from ..trace.alias import call_target, external_storages, is_random, memory_of, storages, value_at, with_sources, writes
-from .nodes import add_attribute, replace
+from .nodes import add_attribute, replace_node
 from .step_epilogue import accumulate
 
 KnownLookups = list[tuple[EmbeddingBase, list[Lookup]]]
@@ -85,7 +85,7 @@ def extract_id_graph(module: fx.GraphModule) -> fx.GraphModule | None:
     for node in module.graph.nodes:
         if node in needed or node.op == "placeholder":
             copies[node] = id_graph.node_copy(node, copies.__getitem__)
-    lookups = [(rows, [tuple(lookup) for lookup in parts]) for _, (rows, parts) in known]
+    lookups = [(embedding, [tuple(lookup) for lookup in parts]) for _, (embedding, parts) in known]
     id_graph.output(fx.map_arg(lookups, copies.__getitem__))
     return fx.GraphModule(module, id_graph)
 
@@ -135,11 +135,11 @@ def expand_reads(module: fx.GraphModule, path_of: Callable[[int], str]) -> None:
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=LOOKUP):
         with graph.inserting_before(node):
-            replace(node, _read(graph, _attribute(module, node.args[-1], path_of), node))
+            replace_node(node, _read(graph, _attribute(module, node.args[-1], path_of), node))
     for node in graph.find_nodes(op="call_function", target=WEIGHTS_GRAD):
         embedding = _attribute(module, node.args[-1], path_of)
         with graph.inserting_before(node):
-            replace(node, graph.call_method("read_weights_grad", (embedding, _lookup(node), node.args[0])))
+            replace_node(node, graph.call_method("read_weights_grad", (embedding, _lookup(node), node.args[0])))
 
 
 def expand_trained(module: fx.GraphModule, handle: int, grad: fx.Node, path_of: Callable[[int], str]) -> None:
@@ -171,7 +171,7 @@ def expand_trained(module: fx.GraphModule, handle: int, grad: fx.Node, path_of: 
     _expand_weights_grads(graph, handle, batch, shared)
     for node, key in trained.items():
         with graph.inserting_before(node):
-            replace(node, graph.call_method("gather", (batch, shared.index(key), *_weights_argument(key.weights))))
+            replace_node(node, graph.call_method("gather", (batch, shared.index(key), *_weights_argument(key.weights))))
     with graph.inserting_before(graph.output_node()):
         used = [weights[key] for key in shared]
         totals = [reduce(lambda a, b: graph.call_function(_ADD, (a, b)), grads[key]) for key in shared]
@@ -185,7 +185,7 @@ def _expand_weights_grads(graph: fx.Graph, handle: int, batch: fx.Node, shared: 
         lookup = _lookup(node)
         if node.args[-1] == handle and node > batch and lookup in index_of:
             with graph.inserting_before(node):
-                replace(node, graph.call_method("weights_grad", (batch, index_of[lookup], node.args[0])))
+                replace_node(node, graph.call_method("weights_grad", (batch, index_of[lookup], node.args[0])))
 
 
 def _lookup(node: fx.Node) -> Lookup:

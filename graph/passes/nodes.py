@@ -16,7 +16,7 @@ def add_attribute(module: fx.GraphModule, name: str, value: Any) -> fx.Node:
     return module.graph.create_node("get_attr", name)
 
 
-def replace(node: fx.Node, new_node: fx.Node) -> None:
+def replace_node(node: fx.Node, new_node: fx.Node) -> None:
     new_node.meta.update(node.meta)
     node.replace_all_uses_with(new_node)
     node.graph.erase_node(node)

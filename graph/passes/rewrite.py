@@ -25,7 +25,7 @@ from ..trace.alias import external_storages, is_reshape, live_nodes, reshaped_st
 from ..trace.names import identifiers
 from ..trace.trace import LIVE
 from .collectives import sum_over_ranks
-from .nodes import add_attribute, replace
+from .nodes import add_attribute, replace_node
 from .step_epilogue import DenseGrads, RowGrads, StepEpilogue, accumulate, apply_gradients, dense_step, schedule
 
 # what nodes call to change rows or parameters: functions, and a pinned batch's method
@@ -124,7 +124,7 @@ def _replace_pin_by_reads(graph: fx.Graph, pin: fx.Node) -> None:
     for node in list(pin.users):
         index: Any = node.args[1]
         with graph.inserting_before(node):
-            replace(node, graph.call_method(reads[node.target], (embedding, lookups[index], *node.args[2:])))
+            replace_node(node, graph.call_method(reads[node.target], (embedding, lookups[index], *node.args[2:])))
     graph.erase_node(pin)
 
 

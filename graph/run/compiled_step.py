@@ -179,7 +179,7 @@ def compile_step(
             )
         if embedding is not None:
             expand_trained(module, embedding.handle, grad, label)
-            trained.append((embedding, optimizers.rows[id(embedding.shadow)]))
+            trained.append((embedding, optimizers.row_optimizers[id(embedding.shadow)]))
     # only now: the gradient of bag weights may be a dense gradient, and was replaced above
     grads = rewrite.keep_outputs(graph, count)
     dense = [

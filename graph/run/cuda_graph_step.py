@@ -26,7 +26,7 @@ from ...engine.errors import GraphError, OptionError, TierbedError
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.options.lookup import Lookup
 from ...engine.table.table import OpenTable, PinnedBatch
-from ..passes.nodes import replace
+from ..passes.nodes import replace_node
 from ..passes.step_epilogue import StepEpilogue, apply_gradients, dense_step, schedule, step_dense
 from ..trace.alias import call_target, memory_of, writes
 from .rollback import split_updates
@@ -44,7 +44,7 @@ def capture_pin(embedding: SavedRows, lookups: list[Lookup], dedup_from: PinnedB
     batch = table.processor.batch(lookups, None if dedup_from is None else dedup_from.core)
     table.require_open().pin(batch, table.capacity_limit)
     table.preview_catch_up(batch)
-    return table.pinned(batch, lookups, embedding.output_dtype)
+    return table.set_pinned(batch, lookups, embedding.output_dtype)
 
 
 def capture_update(batch: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
@@ -237,11 +237,11 @@ def split_capture(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModul
         with graph.inserting_before(node):
             for batch, grads, weights in rows:
                 graph.call_method("update", (batch, grads, weights))
-            replace(node, graph.call_function(step_dense, (epilogue, dense)))
+            replace_node(node, graph.call_function(step_dense, (epilogue, dense)))
     for node in graph.nodes:
         if call_target(node) in _CAPTURE_OPS:
             with graph.inserting_before(node):
-                replace(node, graph.call_function(_CAPTURE_OPS[node.target], node.args, node.kwargs))
+                replace_node(node, graph.call_function(_CAPTURE_OPS[node.target], node.args, node.kwargs))
     return split_updates(module, graph, _LIVE)
 
 
@@ -269,7 +269,7 @@ def _replayed(trained: Sequence[OpenTable], read_only: Sequence[OpenTable], clip
             table.note_failure(error)  # some lines may be written already
         raise
     for table, (step, hyper) in started:
-        table.updated(step, hyper)
+        table.note_update(step, hyper)
 
 
 def _replay_key(table: OpenTable) -> Hashable | None:
@@ -280,21 +280,21 @@ def _replay_key(table: OpenTable) -> Hashable | None:
 
 
 def _begin_replay(table: OpenTable, trains: bool, clip_value: float | None) -> tuple[int, list[float]]:
-    """Do the host's part of `pin` and `update`, or of `read`, before a replay. Returns arguments for `table.updated`.
+    """Do the host's part of `pin` and `update`, or of `read`, before a replay.
 
-    If it raises, nothing has changed.
+    Returns the arguments for `table.note_update`. If it raises, nothing has changed.
     """
     if trains:
         table.release()
-        with table.announced(()):
+        with table.use_announced(()):
             pass  # the captured ops make the batch themselves
-    table.ready()
+    table.finish_erasures()
     table.check(wait=False)
     if not trains:
-        table.set_numbers()
+        table.set_hyper()
         return table.step, table.hyper
     optimizer, step = table.check_optimizer(), table.next_step()
     hyper = optimizer.hyper(step, clip_value, table.hyper)
     table.before_write(step)
-    table.processor.set_numbers(optimizer.rule, hyper, step)
+    table.processor.set_hyper(optimizer.rule, hyper, step)
     return step, hyper

@@ -183,7 +183,7 @@ class Run(Iterator[Any]):
         """
         if uneven not in UNEVEN:
             raise InputError(f"uneven={uneven!r}: give one of {', '.join(map(repr, UNEVEN))}")
-        self._world, self._uneven, self._rank_state = world_of(graph) or World.of_one(), uneven, rank_state
+        self._world, self._uneven, self._rank_state = world_of(graph) or World.single(), uneven, rank_state
         embeddings, name = embeddings_of(graph), type(graph).__name__
         # a prefetch thread can hide disk reads or GPU work of these
         slow = [e for e in embeddings if e.store_options.store == "cached_ssd" or e.device.type != "cpu"]

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...distributed.dense import Vote, all_reduce_in_order, broadcast_parameters, described
+from ...distributed.dense import Vote, all_reduce_in_order, broadcast_parameters, describe_tensors
 from ...distributed.rank_group import CollectiveSequence
-from ...distributed.world import World, catch
+from ...distributed.world import World, try_call
 from ...engine.errors import GraphError
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.options.lookup import Lookup
@@ -85,7 +85,7 @@ class StepCollectives:
     _number: str = ""  # the step's number, for error texts
 
     def __post_init__(self, parameters: list[tuple[str, Tensor]]) -> None:
-        self._sequence = CollectiveSequence([*map(str, self._calls)], described(parameters))
+        self._sequence = CollectiveSequence([*map(str, self._calls)], describe_tensors(parameters))
         embeddings = (call.embedding for call in self._calls if call.embedding is not None)
         self._embeddings: list[Any] = [*dict.fromkeys(embeddings)]
 
@@ -94,7 +94,7 @@ class StepCollectives:
         grads = [grad for part in dense for grad in part.grads]
         settings = settings_of([part.optimizer for part in dense])
         trained: list[Any] = self._trained
-        _, error = catch(lambda: [embedding.table_handle().open_table for embedding in trained])
+        _, error = try_call(lambda: [embedding.table_handle().open_table for embedding in trained])
         return all_reduce_in_order(
             self._world, self._op("vote"), grads, error, present=present, finite=finite, same=settings
         )

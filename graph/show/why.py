@@ -22,7 +22,7 @@ from ..trace.signature import MODULE_HOOKS, Call, argument_names
 _MAX_SHOWN = 6  # differences shown per step
 _VALUE = "value"  # if two traces read different values, they also differ in something else
 _ATTRIBUTES = frozenset(vars(nn.Module()))
-_OF_MODULES = ("module", "training flag of", "hooks of", "attribute", "parameter", "buffer")
+_MODULE_REASONS = ("module", "training flag of", "hooks of", "attribute", "parameter", "buffer")
 
 log = logging.getLogger("tierbed")
 
@@ -133,7 +133,7 @@ def _differences(new: Facts, old: Facts) -> list[str]:
     if any(kind == "argument" for kind, _ in changed):
         changed.pop(("arguments", ""), None)
     return [
-        f"{kind} {path or 'the graph' if kind in _OF_MODULES else path}".rstrip() + f": {text}"
+        f"{kind} {path or 'the graph' if kind in _MODULE_REASONS else path}".rstrip() + f": {text}"
         for (kind, path), text in changed.items()
         if not _is_explained(kind, path, changed)
     ]
@@ -150,7 +150,7 @@ def _difference(new: Fact, old: Fact) -> str:
 
 def _is_explained(kind: str, path: str, changed: dict[tuple[str, str], str]) -> bool:
     """True if another difference explains this one: an outer module was replaced or switched by `eval()`."""
-    if kind not in _OF_MODULES or not path:
+    if kind not in _MODULE_REASONS or not path:
         return False
     outer_paths = ["", *accumulate(path.split(".")[:-1], "{}.{}".format)]
     if kind == "training flag of" and any(changed.get((kind, p)) == changed[kind, path] for p in outer_paths):

@@ -58,7 +58,7 @@ from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.selection import ALL, Selection
 from ..passes.collectives import common_world
 from ..trace.names import as_path, unwrapped_names
-from .kept import CALLS, FORMATS, MALFORMED, ROWS, STATE, TENSORS, checksum, kept, read_format
+from .kept import CALLS, FORMATS, MALFORMED, ROWS, STATE, TENSORS, checksum, read_checkpoint, read_format
 from .optimizer_set import embeddings_of
 
 _KINDS: dict[str, type[Any]] = {"dict": dict, "ordered": OrderedDict, "counter": Counter, "list": list, "tuple": tuple}
@@ -148,7 +148,7 @@ def _fits_dtype(dtype: torch.dtype) -> bool:
 
 def shared_world(embeddings: Mapping[str, EmbeddingBase]) -> World:
     """Return the world whose ranks save and load together. In a world of one, its methods are plain calls."""
-    return common_world(dict(embeddings)) or World.of_one()
+    return common_world(dict(embeddings)) or World.single()
 
 
 @contextmanager
@@ -491,5 +491,5 @@ def _saved_embeddings(root: nn.Module) -> dict[str, SavedRows]:
 def _row_snapshots(folder: Path) -> dict[str, Snapshot]:
     """Return a checkpoint's snapshots by embedding path. Empty if they cannot be read."""
     with contextlib.suppress(SnapshotError):
-        return kept(folder).rows
+        return read_checkpoint(folder).rows
     return {}

@@ -43,7 +43,7 @@ class Training(NamedTuple):
     """A model's optimizers, schedulers and scaler."""
 
     optimizers: Sequence[Optimizer]
-    rows: Sequence[RowOptimizer]
+    row_optimizers: Sequence[RowOptimizer]
     schedules: Sequence[Any]
     scaler: Any
     owner: str  # for error texts, as the remedies
@@ -64,8 +64,8 @@ class Training(NamedTuple):
         for number, (optimizer, loaded) in enumerate(zip(self.optimizers, state["optimizers"], strict=True)):
             optimizer.load_state_dict(loaded)
             check_can_step(optimizer, f"optimizer {number} of the state")
-        for rows in self.rows:
-            rows.hyper(1)  # raises the errors of its param group
+        for row_optimizer in self.row_optimizers:
+            row_optimizer.hyper(1)  # raises the errors of its param group
         for scheduler, loaded in zip(self.schedules, state["schedules"], strict=True):
             scheduler.load_state_dict(loaded)
         if self.scaler is not None and state["scaler"]:
@@ -78,9 +78,9 @@ class Training(NamedTuple):
 
 def training_of_graph(optimizers: OptimizerSet, epilogue: StepEpilogue) -> Training:
     remedy = "add the same optimizers with add_optimizer, or to score only, call graph.load(path, optimizers=False)"
-    rows, scaler_remedy = [*optimizers.rows.values()], "call set_grad_scaler({})"
+    row_optimizers, scaler_remedy = [*optimizers.row_optimizers.values()], "call set_grad_scaler({})"
     schedulers = optimizers.schedulers()
-    return Training([*optimizers], rows, schedulers, epilogue.scaler, "this graph", remedy, scaler_remedy)
+    return Training([*optimizers], row_optimizers, schedulers, epilogue.scaler, "this graph", remedy, scaler_remedy)
 
 
 def check_extra_state(training: Training, state: dict[str, Any]) -> None:

@@ -56,7 +56,7 @@ class StoredCheckpoint:
             snapshot.verify()
 
 
-def kept(folder: Path) -> StoredCheckpoint:
+def read_checkpoint(folder: Path) -> StoredCheckpoint:
     """Read a checkpoint's record. SnapshotError if it cannot be read."""
     try:
         record = read_format(folder)
@@ -113,7 +113,7 @@ def list_checkpoints(path: Path) -> tuple[list[StoredCheckpoint], dict[str, Snap
         folders = [entry for entry in visible if not entry.is_symlink() and (entry / STATE).is_file()]
     for folder in folders:
         try:
-            checkpoints.append(kept(folder))
+            checkpoints.append(read_checkpoint(folder))
         except SnapshotError as error:
             damaged[folder.name] = error
     if not checkpoints and not damaged:

@@ -43,7 +43,7 @@ class OptimizerSet:
 
     def __init__(self) -> None:
         self.optimizers: dict[Optimizer, LRScheduler | None] = {}  # with their schedulers
-        self.rows: dict[int, RowOptimizer] = {}  # by id(embedding.shadow), of attached embeddings
+        self.row_optimizers: dict[int, RowOptimizer] = {}  # by id(embedding.shadow), of attached embeddings
         self._checked = False  # a step trained, or a warning was logged that none does
 
     def __iter__(self) -> Iterator[Optimizer]:
@@ -103,17 +103,17 @@ class OptimizerSet:
         if self.optimizers:
             train_together(embeddings_of(root).values())
         holders: dict[int, Optimizer] = {}
-        rows: dict[int, RowOptimizer] = {}
+        added: dict[int, RowOptimizer] = {}
         for optimizer, group, parameter in self._members():
             if holders.setdefault(id(parameter), optimizer) is not optimizer:
                 both = f"{type(holders[id(parameter)]).__name__} and {type(optimizer).__name__}"
                 raise OptimizerError(
                     f"parameter {name_of(root, parameter)} is in two optimizers, {both}; leave it in one"
                 )
-            if id(parameter) in by_shadow and id(parameter) not in self.rows:
-                rows[id(parameter)] = by_shadow[id(parameter)].attach(optimizer, group)
-        self.rows.update(rows)  # only now: a rejected optimizer changes nothing
-        warn_if_lazy(rows.values())
+            if id(parameter) in by_shadow and id(parameter) not in self.row_optimizers:
+                added[id(parameter)] = by_shadow[id(parameter)].attach(optimizer, group)
+        self.row_optimizers.update(added)  # only now: a rejected optimizer changes nothing
+        warn_if_lazy(added.values())
 
     def move_state(self) -> None:
         """Move optimizer state to its parameters' devices; torch does not."""
@@ -131,7 +131,7 @@ class OptimizerSet:
         part = DensePart(owner, states, states)
         for embedding in embeddings:
             if isinstance(embedding, SavedRows):
-                embedding.when_open(partial(part.meet, embedding))
+                embedding.when_open(partial(part.check, embedding))
 
     def holders(self) -> dict[int, Optimizer]:
         return {id(parameter): optimizer for optimizer, _, parameter in self._members()}

@@ -44,7 +44,7 @@ Names = frozenset[str]
 _PACKAGE = __name__.partition(".")[0]
 _LIBRARIES = {"torch", "numpy", _PACKAGE, *sys.stdlib_module_names}
 _OBSERVED_CLASSES = (nn.Module, Optimizer, LRScheduler, GradScaler)  # torch classes whose attributes users change
-_OF_MODULES = frozenset({*vars(nn.Module()), *vars(nn.Module)})  # the signature covers these
+_MODULE_NAMES = frozenset({*vars(nn.Module()), *vars(nn.Module)})  # the signature covers these
 _FUNCTIONS = {property: "fget", staticmethod: "__func__", classmethod: "__func__", cached_property: "func"}
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
 _SHARED = {id(random.random.__self__): "random", id(np.random.rand.__self__): "numpy.random"}  # type: ignore[attr-defined]
@@ -155,7 +155,7 @@ class Reads:
         attributes = vars(owner) if is_module else {}  # faster to read than the module
         if isinstance(value, MethodType) and value.__self__ is owner:
             self._scan(value.__func__, type(owner))
-        elif is_module and (name in _OF_MODULES or isinstance(value, Tensor)):
+        elif is_module and (name in _MODULE_NAMES or isinstance(value, Tensor)):
             return  # the signature covers it
         elif not isinstance(getattr(type(owner), name, None), property):  # a property's own reads are observed
             expr = f"{self._name(attributes)}[{name!r}]" if name in attributes else f"{owner_expr}.{name}"

@@ -33,7 +33,7 @@ NO_DYNAMIC: frozenset[int] = frozenset()
 
 # TorchRec's containers, with their leaves of one element per id
 _TORCHREC = "torchrec.sparse.jagged_tensor"
-_OF_TORCHREC = {"JaggedTensor": frozenset({0, 1}), "KeyedJaggedTensor": frozenset({0, 1})}
+_TORCHREC_FIELDS = {"JaggedTensor": frozenset({0, 1}), "KeyedJaggedTensor": frozenset({0, 1})}
 _TRAINING = attrgetter("training")
 MODULE_HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _DESCRIBE = attrgetter("shape", "dtype", "device", "requires_grad")
@@ -83,7 +83,7 @@ def dynamic_leaves_of(spec: pytree.TreeSpec) -> frozenset[int]:
         children = node.children()
         positions: Any = getattr(node.type, "open_leaves", None)
         if positions is None and getattr(node.type, "__module__", "") == _TORCHREC:
-            positions = _OF_TORCHREC.get(node.type.__name__)
+            positions = _TORCHREC_FIELDS.get(node.type.__name__)
         if positions and all(child.is_leaf() for child in children):
             dynamic_leaves.update(first + position for position in range(len(children)) if position in positions)
         pending += reversed(children)

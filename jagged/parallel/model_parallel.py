@@ -199,7 +199,7 @@ def _world_of(env: Any) -> tuple[World, dist.ProcessGroup | None]:
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise OptionError(f"env={type(env).__name__}: give a World, a process group, TorchRec's ShardingEnv, or None")
     if group is None and not dist.is_initialized():
-        return World.of_one(), None
+        return World.single(), None
     return World(group), group
 
 

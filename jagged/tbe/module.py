@@ -151,17 +151,19 @@ class TableBatchedEmbeddingBags(TableModule):
         clip = _checked_clip(gradient_clipping, max_gradient)
         algorithm = parse_enum(CacheAlgorithm, cache_algorithm, "cache_algorithm")
         output, lookup_device = parse_dtype(output_dtype), choose_device(tables[0].compute, device)
-        self._rows: RowOptimizer | None = None
+        self._row_optimizer: RowOptimizer | None = None
         state_dtype, widths = torch.float32, {dim: dim for dim in dims}
         if self._settings is not None:
             # autograd reaches lookups through it; it is empty, so dense optimizers do not change it
             self.anchor = nn.Parameter(torch.zeros(0))
             dense = self._settings.make_optimizer([self.anchor])
             self._group = dense.param_groups[0]
-            self._rows = RowOptimizer(dense, self._group)
-            state_dtype = checked_state_dtype(optimizer_state_dtypes, self._rows)
+            self._row_optimizer = RowOptimizer(dense, self._group)
+            state_dtype = checked_state_dtype(optimizer_state_dtypes, self._row_optimizer)
             state_name = check_state_dtype(state_dtype)
-            widths = {dim: self._rows.row_state(dim, state_name).form(dim, DTYPES[dtype]).width for dim in dims}
+            widths = {
+                dim: self._row_optimizer.row_state(dim, state_name).form(dim, DTYPES[dtype]).width for dim in dims
+            }
             unused += self._settings.idle()
         if seed is None:  # two modules without names hold different tables
             seed = next_seed(world is not None) if name is None and table_names is None else 0
@@ -171,11 +173,11 @@ class TableBatchedEmbeddingBags(TableModule):
             groups, stores, check_seed(seed), output_dtype=output, world=world, state_dtype=state_dtype
         )
         self._updaters = []
-        if self._rows is not None:
+        if self._row_optimizer is not None:
             for embedding in self.each():
                 embedding.shadow.requires_grad_(False)  # so that no EagerOptimizer or graph trains it as well
-                embedding.use_optimizer(self._rows)
-                self._updaters.append(FusedUpdater(embedding, self._rows, clip))
+                embedding.use_optimizer(self._row_optimizer)
+                self._updaters.append(FusedUpdater(embedding, self._row_optimizer, clip))
         numbers = {group: number for number, group in enumerate(groups)}
         locations = [(numbers[group], table) for group, table in map(self.table_location, self.features)]
         pooling = None if self.pooling_mode is PoolingMode.NONE else self.pooling_mode.name.lower()
@@ -221,7 +223,7 @@ class TableBatchedEmbeddingBags(TableModule):
             if feature_requires_grad is not None:
                 call = call.with_gradients(feature_requires_grad)
             lookups = self._splitter.split(call)
-        if self._rows is None:
+        if self._row_optimizer is None:
             results = [embedding.look_up(*lookup) for embedding, lookup in zip(self.each(), lookups, strict=True)]
         else:
             anchor = self.anchor if self.training else self.anchor.detach()
@@ -297,7 +299,7 @@ class TableBatchedEmbeddingBags(TableModule):
                 "changes no row; call load_dense, or clone() it for a tensor of your own"
             )
             copies.append({name: ReadOnlyCopy(state, remedy) for name, state in states.items()})
-        return copies if self._rows is not None and self._rows.states else []
+        return copies if self._row_optimizer is not None and self._row_optimizer.states else []
 
     @checked_arguments("weights", "states")
     def load_dense(
@@ -325,14 +327,14 @@ class TableBatchedEmbeddingBags(TableModule):
             by_name = [dict(s if isinstance(s, Mapping) else zip(names, s, strict=False)) for s in states or ()]
         tables = [table.name for table in self.tables]
         self._load_rows(dict(zip(tables, weights, strict=True)), dict(zip(tables, by_name, strict=False)), step)
-        if self._rows is not None and (step is not None or any("step" in state for state in by_name)):
-            self._rows.count_from(0)
+        if self._row_optimizer is not None and (step is not None or any("step" in state for state in by_name)):
+            self._row_optimizer.count_from(0)
 
     @property
     def iter(self) -> Tensor:
         """Update count so far, as FBGEMM counts them for Adam's bias correction: a copy, int64 [1]."""
         steps = [embedding.table_handle().open_table.step for embedding in self.each()]
-        return torch.tensor([max(steps) + (0 if self._rows is None else self._rows.shift)])
+        return torch.tensor([max(steps) + (0 if self._row_optimizer is None else self._row_optimizer.shift)])
 
     def metrics(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Return {embedding name: its metrics}; docs/metrics.md explains them."""
@@ -380,22 +382,22 @@ class TableBatchedEmbeddingBags(TableModule):
 
         The setting is not stored: set it again after a restart.
         """
-        rows = self._own_optimizer("set_optimizer_step")
+        optimizer = self._own_optimizer("set_optimizer_step")
         past = int_option("step", step, f"a whole number from 0 to {LAST_STEP - 1}", 0, LAST_STEP - 1)
-        rows.count_from(past - max(embedding.table_handle().open_table.step for embedding in self.each()))
+        optimizer.count_from(past - max(embedding.table_handle().open_table.step for embedding in self.each()))
 
     def extra_repr(self) -> str:
         optimizer = "NONE" if self._settings is None else self._settings.optimizer.name
         return f"{self.name!r}, tables={len(self.tables)}, features={len(self.features)}, optimizer={optimizer}"
 
     def _call(self, indices: Any, offsets: Any, weights: Any, sizes: Any, unsupported: Mapping[str, Any]) -> TBECall:
-        if self._rows is not None and detect_fake_mode() is not None:
+        if self._row_optimizer is not None and detect_fake_mode() is not None:
             raise GraphError(
                 f"TableBatchedEmbeddingBags {self.name!r} updates its rows in backward, and a graph updates them after "
                 "it; make it with OptimType.NONE, and give its parameters() to an optimizer for add_optimizer"
             )
         # FBGEMM allocates gradients by total_unique_indices; tierbed does not need it
-        ignored = ("total_unique_indices", *IDLE_CALL) if self._rows is None else IDLE_CALL
+        ignored = ("total_unique_indices", *IDLE_CALL) if self._row_optimizer is None else IDLE_CALL
         if not self._has_warned_idle and any(unsupported.get(name) is not None for name in IDLE_CALL):
             self._has_warned_idle = True
             log.warning("%r: no rows are streamed, so these change nothing: %s", self.name, ", ".join(IDLE_CALL))
@@ -411,12 +413,12 @@ class TableBatchedEmbeddingBags(TableModule):
         return checked_call(self.name, len(self.features), indices, offsets, weights, sizes, device)
 
     def _own_optimizer(self, call: str) -> RowOptimizer:
-        if self._rows is None:
+        if self._row_optimizer is None:
             raise OptionError(
                 f"{call} of {self.name!r}: OptimType.NONE has no optimizer here; change that of the EagerOptimizer or "
                 "the Graph, and load states by load_dense of embedding_of(table)"
             )
-        return self._rows
+        return self._row_optimizer
 
 
 class SplitTableBatchedEmbeddingBagsCodegen(TableBatchedEmbeddingBags):

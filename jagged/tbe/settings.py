@@ -136,9 +136,9 @@ def make_settings(arguments: Mapping[str, Any]) -> Settings | None:
     return Settings(kind, arguments.get("learning_rate", LEARNING_RATE), numbers, mode, arguments.get("max_norm", 0.0))
 
 
-def checked_state_dtype(argument: Any, rows: RowOptimizer) -> torch.dtype:
+def checked_state_dtype(argument: Any, optimizer: RowOptimizer) -> torch.dtype:
     """Return the dtype of per-element state from FBGEMM's {"momentum1": dtype, ...}. Raises OptionError."""
-    widths = rows.row_state(2).widths  # not dim 1: per-element and per-row states would be equally wide
+    widths = optimizer.row_state(2).widths  # not dim 1: per-element and per-row states would be equally wide
     dtypes = {f"momentum{number}": torch.float32 for number in range(1, len(widths) + 1)}
     if argument is None:
         return torch.float32

@@ -48,7 +48,7 @@ class Columns:
         for state, times in Counter(description["states"]).items():
             if state in _OTHERS or times > 1:
                 raise SnapshotError(f"optimizer state {state!r} has the name of another column: use state=False")
-        self.form = RowForm.described(description)
+        self.form = RowForm.from_description(description)
         self.storage_dim = sum(self.form.counts.values())  # numbers in a row
 
     def shapes(self) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
@@ -67,7 +67,7 @@ class Columns:
         columns = {
             KEY: self.user_keys(rows["key"]),
             TABLE: rows["table"],
-            **{name: self.form.numbers(rows, name) for name in self.form.counts},
+            **{name: self.form.values(rows, name) for name in self.form.counts},
             UPDATES: rows["updates"],
             STEP: rows["step"],
         }
@@ -108,7 +108,7 @@ class Columns:
             rows = np.zeros(len(keys), self.form.dtype)
             rows["key"] = keys.astype(np.int64).view(np.uint64) if keys.dtype.kind == "i" else keys
             for name in self.form.counts:
-                self.form.set_numbers(rows, name, values[name][chunk])
+                self.form.set_values(rows, name, values[name][chunk])
             for name in (TABLE, UPDATES, STEP):
                 value = values[name]
                 rows[name] = value[chunk] if isinstance(value, np.ndarray) else value

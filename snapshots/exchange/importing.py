@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...engine.checks import checked_arguments
 from ...engine.errors import InputError
 from ...engine.optim.rule import counts_steps
-from ...engine.options.table_names import FIELD, TENSOR_NAMED, Names, are_names, names_in
+from ...engine.options.table_names import TABLE_NAMES, TENSOR_NAMED, Names, are_names, names_in
 from ...engine.options.table_spec import check_dtype
 from ...engine.row_format import RowForm
 from ..files.format import Manifest, check_name
@@ -89,7 +89,7 @@ def import_snapshot(
             described = converted_description(dict(described), (dtype_name, types_of(described)[1] or "float32"))
         target = folder.snapshots / name
         check_free(target, None)
-        with closing(RowSorter(folder.snapshots, RowForm.described(described).dtype)) as sorter:
+        with closing(RowSorter(folder.snapshots, RowForm.from_description(described).dtype)) as sorter:
             for rows in _rows(opened, described):
                 sorter.add(rows)
                 if progress is not None:
@@ -106,7 +106,7 @@ def _description_of(store: StoreFolder, source: Source) -> dict[str, Any]:
     key_type = getattr(torch, source.key_type or "int64")
     defaults = description_for(store.path.name, source.dim, key_type, padding_idx=source.padding_idx)
     is_named = source.tables > 1 and any(source.table_names) and are_names(source.table_names, source.tables)
-    names = {FIELD: source.table_names, TENSOR_NAMED: True} if is_named else {}
+    names = {TABLE_NAMES: source.table_names, TENSOR_NAMED: True} if is_named else {}
     return {**defaults, "tables": defaults["tables"] * source.tables, **names}
 
 

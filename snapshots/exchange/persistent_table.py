@@ -45,7 +45,7 @@ class PersistentTableReader(AbstractContextManager["PersistentTableReader"], Ite
             raise ClosedError(f"the reader of snapshot {self._name!r} was closed: make another")
         _, rows = next(self._chunks)
         form = self._columns.form
-        columns = [form.numbers(rows, name) for name in (form.counts if self._dim > form.dim else (EMBEDDING,))]
+        columns = [form.values(rows, name) for name in (form.counts if self._dim > form.dim else (EMBEDDING,))]
         keys, values = self._columns.user_keys(rows["key"]), np.concatenate(columns, axis=1)
         return (keys, values, rows["table"].copy()) if self._table_ids else (keys, values)
 

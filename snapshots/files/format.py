@@ -20,9 +20,9 @@ from ...engine.durable import read_record, remedy_for, seal, unseal
 from ...engine.errors import SnapshotError, StoreError
 from ...engine.optim.kernel import LIMITS, kernels
 from ...engine.optim.past_rates import is_past_rates
-from ...engine.options.table_names import FIELD, are_names
+from ...engine.options.table_names import TABLE_NAMES, are_names
 from ...engine.row_format import BUCKETS, KEY, LAST_STEP, NUMBERS, STATE_TYPES, RowArray, RowForm
-from ...engine.store.table_counts import FIELD as TABLE_ROWS
+from ...engine.store.table_counts import TABLE_ROWS
 
 _HEADER_STEP = 256  # bytes
 MAX_SHARDS = 1024
@@ -47,10 +47,10 @@ OLD_CANDIDATES = "base"  # MARK of an earlier version: names of the recovery sna
 OLD_GROUP = "group"  # MARK of an earlier version: the stores that are trained together
 # MARK: fields besides the clean marker
 FOLDER_FIELDS = ("place", "ranks", "store", "record", "link", OLD_CANDIDATES, OLD_GROUP, "at")
-SHARE = "share"  # MARK of a shard: its rank
+SHARD = "share"  # MARK of a shard: its rank
 FILES = "live_files"  # MARK: identifies the files of the live rows
 # clean marker: fields that a snapshot's description lacks
-MARKER_FIELDS = ("live", "rows", "shards", TABLE_ROWS, SHARE, LIVE, FILES)
+MARKER_FIELDS = ("live", "rows", "shards", TABLE_ROWS, SHARD, LIVE, FILES)
 _ROCKSDB_FILE = re.compile(r"shard-([0-9]{1,2})/(CURRENT|MANIFEST-[0-9]{1,20}|OPTIONS-[0-9]{1,20}|[0-9]{1,20}\.sst)")
 _STATE = re.compile(r"[a-z][a-z0-9_]{0,63}(?<!_padding)")
 _MAX_NAMED = 16  # states that are NumPy fields, whose names are in the header
@@ -69,7 +69,7 @@ class HashShard(NamedTuple):
         """The shard's range of the 2^16 hash slots."""
         return range(*(-(-number * _HASH_SLOTS // self.of) for number in (self.number, self.number + 1)))
 
-    def meets(self, other: HashShard) -> bool:
+    def overlaps(self, other: HashShard) -> bool:
         """True if some row may be in both shards."""
         return max(self.slots.start, other.slots.start) < min(self.slots.stop, other.slots.stop)
 
@@ -215,7 +215,7 @@ class Manifest:
     @cached_property
     def form(self) -> RowForm:
         """The form of a row, optimizer state included."""
-        return RowForm.described(self.description)
+        return RowForm.from_description(self.description)
 
     @property
     def own_rows(self) -> int:
@@ -262,7 +262,7 @@ class Manifest:
         group_fields = {"instant"} if format == GROUP_FORMAT else set()
         _require(value.keys() == fields | group_fields | {"format"}, "fields are missing or foreign")
         check_description(value["description"])
-        form, parts = RowForm.described(value["description"]), value.get("parts")
+        form, parts = RowForm.from_description(value["description"]), value.get("parts")
         needs_parts = format == FORMAT and not form.is_narrow
         _require(
             (parts is None and not needs_parts) or (_is_count(parts) and 0 < parts <= MAX_SHARDS),
@@ -342,15 +342,15 @@ def check_description(value: Any) -> None:
     }
     for field, check in valid.items():
         _require(field in value and check(value[field]), f"description has no valid {field!r}")
-    named = FIELD not in value or are_names(value[FIELD], len(value["tables"]))
-    _require(named, f"description has {FIELD!r} that are not a unique name or None for each of its tables")
+    named = TABLE_NAMES not in value or are_names(value[TABLE_NAMES], len(value["tables"]))
+    _require(named, f"description has {TABLE_NAMES!r} that are not a unique name or None for each of its tables")
     _require(_is_plain(value, _MAX_DEPTH), "description holds values that JSON cannot store")
     dim, widths = sum(value["columns"]), value["state_widths"]
     for field in ("state_widths", "initial"):
         _require(len(value[field]) == len(value["states"]), f"description has no {field!r} for each of its states")
     _require(all(w in (1, dim) for w in widths), "description has 'state_widths' that are neither 1 nor the columns'")
     _check_types(value, dim)
-    width = RowForm.described(value).width
+    width = RowForm.from_description(value).width
     _require(width == value["width"], "description has a 'width' that does not follow from its columns and states")
     _check_rule(value, dim)
 
@@ -445,7 +445,7 @@ def _require(condition: bool, problem: str) -> None:
 def fits(older: dict[str, Any], newer: dict[str, Any]) -> bool:
     """True if rows from a table described by `older` are valid in a table described by `newer`."""
     same_keys = all(older[field] == newer[field] for field in ("key_type", "columns"))
-    same_form = RowForm.described(older).dtype == RowForm.described(newer).dtype
+    same_form = RowForm.from_description(older).dtype == RowForm.from_description(newer).dtype
     return same_keys and same_form and len(older["tables"]) <= len(newer["tables"])
 
 

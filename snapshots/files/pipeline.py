@@ -49,7 +49,7 @@ def read_ahead(source: Generator[T, None, None]) -> Iterator[Iterator[T]]:
         thread.end()
 
 
-def do_all(tasks: Sequence[Task]) -> None:
+def run_syncs(tasks: Sequence[Task]) -> None:
     """Do tasks that sync files. If they are slow, several threads do the rest, as a disk merges overlapping syncs."""
     start, count = perf_counter(), 0
     while count < len(tasks) and perf_counter() - start < _SLOW_SECONDS:

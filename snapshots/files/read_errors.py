@@ -9,21 +9,21 @@ from pathlib import Path
 from ...engine.durable import MORE_FILES
 from ...engine.errors import SnapshotError as SnapshotError  # exported by tierbed.snapshots
 
-_OF_PROCESS = {
+_PROCESS_REMEDIES = {
     errno.EMFILE: MORE_FILES,
     errno.ENFILE: MORE_FILES,
     errno.EAGAIN: "let this user start more processes (ulimit -u)",
     errno.ENOMEM: "free memory",
     errno.ECHILD: "free memory",
 }
-_OF_SYSTEM = {
-    **_OF_PROCESS,
+_SYSTEM_REMEDIES = {
+    **_PROCESS_REMEDIES,
     errno.ENOSPC: "free space on the disk",
     errno.EACCES: "run as a user that may read it",
     errno.EPERM: "run as a user that may read it",
     errno.EIO: "check the disk",
 }
-_OF_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+_FILE_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 
 
 class ReadIOError(SnapshotError):
@@ -35,10 +35,10 @@ def read_error(path: Path, error: OSError, folder: Path) -> SnapshotError:
     if error.errno is None:  # raised by `check_regular`, which names the path
         return SnapshotError(f"{error}. {remedy_of(folder)}")
     problem = str(error.strerror if error.filename == str(path) else error)
-    if error.errno in _OF_FILE:
+    if error.errno in _FILE_ERRORS:
         return damaged(path, problem, folder)
-    remedy = _OF_SYSTEM.get(error.errno, "check the disk")
-    kind = ReadIOError if error.errno in _OF_PROCESS else SnapshotError
+    remedy = _SYSTEM_REMEDIES.get(error.errno, "check the disk")
+    kind = ReadIOError if error.errno in _PROCESS_REMEDIES else SnapshotError
     return kind(f"{str(path)!r} cannot be read: {problem}. The snapshot may be sound: {remedy}, then try again")
 
 
@@ -54,4 +54,6 @@ def remedy_of(folder: Path) -> str:
 
 def os_error_in(error: Exception | str) -> OSError | None:
     """The system error behind another library's error, whose text may be the only sign of it."""
-    return next((OSError(code, os.strerror(code)) for code in _OF_SYSTEM if os.strerror(code) in str(error)), None)
+    return next(
+        (OSError(code, os.strerror(code)) for code in _SYSTEM_REMEDIES if os.strerror(code) in str(error)), None
+    )

@@ -229,7 +229,7 @@ class Snapshot:
         files: tuple[dict[str, RowFile], dict[str, RowFile]] = {}, {}
         for name, file in self.manifest.files.items():
             shard = self._shard_of(name)
-            if self.shard is None or shard is None or self.shard.meets(shard):
+            if self.shard is None or shard is None or self.shard.overlaps(shard):
                 files[is_deleted(name)][name] = file
         return self.read_files(files[0], max_rows), self.read_files(files[1], max_rows)
 

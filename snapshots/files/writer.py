@@ -48,7 +48,7 @@ from .format import (
     row_check,
     snapshot_id,
 )
-from .pipeline import Task, TaskThread, do_all
+from .pipeline import Task, TaskThread, run_syncs
 from .reader import ProgressCallback as ProgressCallback
 from .reader import Snapshot, list_snapshots
 
@@ -94,7 +94,7 @@ def write_rows(
     files, threads, syncs_of_small = dict[str, _File](), list[TaskThread](), list[Task]()
     do: Callable[[Task], object]
     then: Callable[[Task], object]
-    previous, form = -1, RowForm.described(description)
+    previous, form = -1, RowForm.from_description(description)
     with ExitStack() as opened, ExitStack() as running:
         for bucket, group in groupby(chunks, key=lambda chunk: int(chunk[0])):
             if not previous < bucket < BUCKETS:
@@ -116,9 +116,9 @@ def write_rows(
             if file is not None:
                 do(partial(file.finish, then))
             if len(syncs_of_small) == _OPEN_FILES:
-                do_all(syncs_of_small)
+                run_syncs(syncs_of_small)
                 syncs_of_small.clear()
-        do_all(syncs_of_small)
+        run_syncs(syncs_of_small)
     return {name: file.entry for name, file in files.items()}
 
 
@@ -328,7 +328,7 @@ def write_incremental(
 
 def check_parent(folder: Path, parent: Snapshot, description: dict[str, Any]) -> None:
     """Raises SnapshotError if `parent` cannot be the parent of the new snapshot `folder`."""
-    if RowForm.described(description).dtype != parent.manifest.form.dtype:
+    if RowForm.from_description(description).dtype != parent.manifest.form.dtype:
         raise SnapshotError(
             f"snapshot {folder.name!r} cannot be based on {parent.name!r}, whose rows have other optimizer state or "
             'another dtype. Save it with kind="full"'

@@ -61,7 +61,7 @@ class Comparison:
             changed[:] = True
         largest = {}
         for name in self.largest:
-            before, after = self._before.numbers(old, name), self._columns.form.numbers(new, name)
+            before, after = self._before.values(old, name), self._columns.form.values(new, name)
             largest[name] = _largest_differences(before, after, changed)
             self.largest[name] = max(self.largest[name], float(largest[name].max(initial=0.0)))
         self.same += len(new) - int(changed.sum())

@@ -15,7 +15,7 @@ from ...engine.row_format import KEY as ROW_NAME
 from ...engine.row_format import Chunks, RowForm
 from ...engine.store.contract import Tier, TopTier
 from ..exchange.columns import EMBEDDING, KEY, STEP, TABLE, UPDATES, Columns
-from ..files.format import SHARE, bucket_file, deleted_file, is_deleted
+from ..files.format import SHARD, bucket_file, deleted_file, is_deleted
 from ..files.reader import Snapshot
 from ..store.closed_store import require_clean_marker
 from ..store.folder import StoreFolder
@@ -32,8 +32,8 @@ def live_row(store: StoreFolder, table: int | str, key: int) -> tuple[Row | None
     """
     marker = require_clean_marker(store)
     number, bits = row_key_of(marker, table, key)
-    if SHARE in marker:
-        rank, ranks = marker[SHARE]["rank"], marker[SHARE]["ranks"]
+    if SHARD in marker:
+        rank, ranks = marker[SHARD]["rank"], marker[SHARD]["ranks"]
         owner = int(_core.owners(np.array([number], np.uint32), np.array([bits], np.uint64), ranks)[0])
         if owner != rank:
             folder = shard_folder(store.path.parent.parent, owner, ranks)
@@ -42,7 +42,7 @@ def live_row(store: StoreFolder, table: int | str, key: int) -> tuple[Row | None
         return _find(Snapshot.open(store.live), number, bits), marker
     from ...engine.store.rocksdb import RocksDB  # needs RocksDB
 
-    form = RowForm.described(marker)
+    form = RowForm.from_description(marker)
     with closing(RocksDB(store.live, form.width, marker["shards"], read_only=True)) as tier:
         return read_row(tier, form, number, bits), marker
 

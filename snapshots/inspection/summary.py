@@ -51,7 +51,7 @@ class Summary:
     def add(self, rows: NDArray[np.void], form: RowForm) -> None:
         _count(self.tables, rows["table"])
         _count(self.updates, rows["updates"])
-        embedding = form.numbers(rows, EMBEDDING)
+        embedding = form.values(rows, EMBEDDING)
         finite = np.isfinite(embedding).all(axis=1)
         self.not_finite += len(rows) - int(finite.sum())
         norms = np.sqrt(np.square(embedding[finite].astype(np.float64)).sum(axis=1))

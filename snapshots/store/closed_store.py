@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from ...engine.durable import remove_folder, temporary_path
 from ...engine.errors import SnapshotError, StoreError
 from ...engine.row_format import Chunks, RowForm
-from ...engine.store.table_counts import FIELD
-from ..files.format import FILES, LIVE, MARKER_FIELDS, SHARE, Manifest, check_name, snapshot_id
+from ...engine.store.table_counts import TABLE_ROWS
+from ..files.format import FILES, LIVE, MARKER_FIELDS, SHARD, Manifest, check_name, snapshot_id
 from ..files.merging import merge_sorted
 from ..files.reader import Snapshot
 from ..files.writer import NewSnapshots, ProgressCallback, finish, write_snapshot
 from .folder import StoreFolder
 from .folder_state import RANKS, FolderState, clean_markers, shard_folder, shards_in, stores_recorded_for
-from .group import Member, loading, open_store, saved
+from .group import Member, open_store, record_load, saved
 from .mark import live_version
 from .recovery_rule import EMPTY, version_of_snapshot
 from .retention import drop_replaced
@@ -40,7 +40,9 @@ def merged_clean_marker(state: FolderState) -> dict[str, Any] | None:
     clean = [marker for marker in markers.values() if marker is not None]
     if len(clean) < len(markers) or len({live_version(marker) for marker in clean}) != 1:
         return None
-    common = {field: value for field, value in clean[0].items() if field not in (SHARE, "rows", "shards", FIELD, FILES)}
+    common = {
+        field: value for field, value in clean[0].items() if field not in (SHARD, "rows", "shards", TABLE_ROWS, FILES)
+    }
     return common | ({"rows": sum(marker["rows"] for marker in clean)} if len(clean) == state.ranks else {})
 
 
@@ -109,7 +111,7 @@ def _source(store: StoreFolder, member: Member, id: str, reading: ExitStack) -> 
             f"the live rows of {str(store.path)!r} are newer than those of embeddings that are trained together "
             "with it, and recovery will go back to its snapshot: load that, or open and close the embeddings"
         )
-    return SaveSource(described(marker), marker["rows"], scan, member.group.record, member.id, tier, id=id)
+    return SaveSource(description_of_marker(marker), marker["rows"], scan, member.group.record, member.id, tier, id=id)
 
 
 def load_into_stores(
@@ -142,7 +144,7 @@ def load_into_stores(
             results.append((write_snapshot(store.incoming, choice.description(snapshot.description), rows), report))
         whole_loads = [member for member, choice in zip(members, selections, strict=True) if choice.is_whole]
         ids = {member: snapshot.manifest.id for member, snapshot in zip(members, snapshots, strict=True)}
-        with loading({member: ids[member] for member in whole_loads}) if whole_loads else nullcontext():
+        with record_load({member: ids[member] for member in whole_loads}) if whole_loads else nullcontext():
             for store, member, (manifest, _) in zip(stores, members, results, strict=True):
                 if member not in whole_loads:
                     member.begin_change(replaces=True)
@@ -153,10 +155,10 @@ def load_into_stores(
                 marker = {**manifest.description, "live": "rows", "rows": manifest.rows, LIVE: version}
                 store.replace_live(store.incoming, marker)
                 if member in whole_loads:
-                    member.replaced(ids[member])
+                    member.mark_replaced(ids[member])
                 member.move_to(store)
         for member in members:
-            member.closed(member.version)
+            member.mark_closed(member.version)
     return results
 
 
@@ -241,7 +243,7 @@ def _open_live(store: StoreFolder, marker: dict[str, Any]) -> Iterator[tuple[Cal
 
         with closing(RocksDB(store.live, marker["width"], marker["shards"], options=_AS_IS)) as tier:
             check_live(store, marker, tier)
-            yield lambda: RowForm.described(marker).from_words(tier.scan()), tier
+            yield lambda: RowForm.from_description(marker).from_words(tier.scan()), tier
     else:
         raise StoreError(f"MARK of {str(store.path)!r} has an unknown live={marker.get('live')!r}: upgrade tierbed")
 
@@ -265,7 +267,7 @@ def check_live(store: FolderState, marker: Mapping[str, Any], tier: RocksDB | No
     )
 
 
-def described(marker: dict[str, Any]) -> dict[str, Any]:
+def description_of_marker(marker: dict[str, Any]) -> dict[str, Any]:
     """A clean marker's description, as a snapshot has it."""
     return {field: value for field, value in marker.items() if field not in MARKER_FIELDS}
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ...engine.errors import SnapshotError, StoreError
 from .folder import StoreFolder
-from .group_file import GroupFile, RecordError, lock_of_group, put, remove
+from .group_file import GroupFile, RecordError, lock_of_group, remove_record, write_record
 from .recovery_rule import NOTHING, union
 
 
@@ -53,13 +53,13 @@ def _detach(store: StoreFolder, file: GroupFile) -> Detached:
             record = replace(record, trained=frozenset(entries))  # so the next run records what it undoes
         except (StoreError, SnapshotError):  # the others raise it when they open, unless it is repaired by then
             entries = {**record.now, file.store: file.newest()[file.store]}
-    put(path, replace(record, joining=True).plain())  # it stops being a member when its MARK changes
+    write_record(path, replace(record, joining=True).plain())  # it stops being a member when its MARK changes
     own = union([record], {file.store: entries[file.store]})
     _write_own_record(store, file.copy_with(path=None, record=replace(own, places={})))
     if others := {other: entry for other, entry in entries.items() if other != file.store}:
-        put(path, union([record], others).plain())
+        write_record(path, union([record], others).plain())
     else:
-        remove(path)
+        remove_record(path)
     return Detached(names)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ...engine.durable import fsync_dir, make_folder, read_record, remedy_for, write_atomically
 from ...engine.errors import StoreError
-from ..files.format import SHARE
+from ..files.format import SHARD
 from .mark import Mark, live_version
 
 LOCK = "LOCK"
@@ -143,7 +143,7 @@ def clean_markers(store: Path, ranks: int, of: Iterable[int] | None = None) -> d
     """The clean markers in `shards_in`; None for a shard that is unclean or another rank's. Raises StoreError."""
     markers: dict[int, dict[str, Any] | None] = {}
     for rank, shard in shards_in(store, ranks, of).items():
-        share = (shard.clean_marker or {}).get(SHARE)
+        share = (shard.clean_marker or {}).get(SHARD)
         is_own = isinstance(share, dict) and (share.get("rank"), share.get("ranks")) == (rank, ranks)
         markers[rank] = shard.clean_marker if is_own else None
     return markers

@@ -28,7 +28,7 @@ from ...engine.threads import POLL_SECONDS
 from ..files.reader import list_snapshots
 from .folder import StoreFolder
 from .folder_state import FolderState
-from .group_file import GroupFile, Shards, lock_file, lock_of_group, put, remove
+from .group_file import GroupFile, Shards, lock_file, lock_of_group, remove_record, write_record
 from .lock import FileLock, InUseError
 from .mark import Link, RanksRecord
 from .old_stores import PREFIX
@@ -64,7 +64,7 @@ os.register_at_fork(after_in_child=_groups.clear)
 
 
 @dataclass(eq=False)
-class Rows:
+class MemberRows:
     """A store's rows, open or closed, while this process holds the group's lock."""
 
     now: Entry = NOTHING  # the durable rows that equal the present ones
@@ -78,11 +78,11 @@ class Rows:
         self.now = now
 
 
-class Member(Rows):
+class Member(MemberRows):
     """A store that this process has open."""
 
     def __init__(self, store: StoreFolder, home: StoreFolder, id: str, group: Group, entry: Entry, broken: str) -> None:
-        rows = group.rows.get(id, Rows(entry))
+        rows = group.rows.get(id, MemberRows(entry))
         self.now, self.first, self.spans = NOTHING if broken else rows.now, rows.first, rows.spans
         self.store, self.id, self.group = store, id, group
         self.home = home  # the folder whose MARK leads to the record; if ranks share the rows, the snapshots' folder
@@ -91,16 +91,15 @@ class Member(Rows):
         self.partners: Callable[[], Iterable[Member]] = tuple  # returns the stores trained together with it
         self.expect_change: Callable[[], None] = lambda: None  # called when the next change must be recorded
         self._writes = 0  # writes since the store was opened
-        self.version = entry.live or version_of_snapshot(
-            entry.snapshot
-        )  # of the rows; kept by the next run if they are
+        # the rows' version; the next run keeps it if it keeps the rows
+        self.version = entry.live or version_of_snapshot(entry.snapshot)
         self._run = secrets.token_hex(8)  # makes versions unique over processes and openings
 
     def attach(self, expect_change: Callable[[], None], partners: Callable[[], Iterable[Member]]) -> None:
         """Set the two callbacks."""
         self.expect_change, self.partners = expect_change, partners
 
-    def tear(self, why: str) -> None:
+    def mark_broken(self, why: str) -> None:
         """Forbid writing, saving and closing cleanly until the rows are loaded again. `why` is the error's text."""
         self.broken = why
         self.expect_change()
@@ -144,7 +143,7 @@ class Member(Rows):
             self.expect_change()
             return capture
 
-    def replaced(self, snapshot: str | None) -> None:
+    def mark_replaced(self, snapshot: str | None) -> None:
         """Called after the rows were replaced: by a snapshot's that `loading` has recorded, or by others."""
         with _changing:
             self.write()
@@ -164,7 +163,7 @@ class Member(Rows):
         if self.broken == LOADING:
             self.broken = broken
 
-    def closed(self, live: str) -> None:
+    def mark_closed(self, live: str) -> None:
         """Record that the live rows are clean, with this version. Raises StoreError."""
         with _changing:
             try:
@@ -225,8 +224,8 @@ def open_store(
         group.enter(member, mode)
         try:
             if mode == "fresh":
-                with loading({member: EMPTY}):
-                    member.replaced(EMPTY)
+                with record_load({member: EMPTY}):
+                    member.mark_replaced(EMPTY)
                 member.group.write()
         except BaseException:
             member.leave()
@@ -237,7 +236,9 @@ def open_store(
 class Group:
     """The stores that share a record. rows, lock: given if it is locked."""
 
-    def __init__(self, file: GroupFile, rows: Mapping[str, Rows] | None = None, lock: FileLock | None = None) -> None:
+    def __init__(
+        self, file: GroupFile, rows: Mapping[str, MemberRows] | None = None, lock: FileLock | None = None
+    ) -> None:
         self.file = file  # the record, as one of the stores reads it
         self.rows = dict(rows or {})  # all stores' while the group is locked, otherwise only the open ones'
         self._lock, self.is_locked = lock, lock is not None
@@ -297,7 +298,7 @@ class Group:
 
     def _entry_beside(self, file: GroupFile) -> Entry:
         """Choose what a store opens with while this process has others of its group locked. Raises StoreError."""
-        rows, commit = self.rows.get(file.store, Rows()), self.record.commit
+        rows, commit = self.rows.get(file.store, MemberRows()), self.record.commit
         if rows.now != NOTHING:
             return rows.now
         if all(self.rows[x].now.snapshot == id for x, id in commit.items() if x != file.store):
@@ -340,7 +341,7 @@ class Group:
         for id, member in self.members.items():
             if not member.broken and not _is_same(member.entry, target[id]):
                 raise StoreError(_changed_text(member.store))
-        self.rows = {id: self.members.get(id) or Rows() for id in target}
+        self.rows = {id: self.members.get(id) or MemberRows() for id in target}
         for id, rows in self.rows.items():
             rows.now = NOTHING if id in self.members and self.members[id].broken else target[id]
             rows.spans = [Interval(rows.now.snapshot, 0)] if rows.now.snapshot else []  # fit stores that join later
@@ -375,7 +376,7 @@ class Group:
             }
             record = replace(record, places={**record.places, **places})
             if record != self.record:
-                put(path, record.plain())
+                write_record(path, record.plain())
         file = self.file.copy_with(record=record)
         for member in self.members.values():
             homes = {member.home, member.store.snapshot_store}  # the latter, in case the store folder is lost
@@ -437,10 +438,10 @@ def _join(groups: Sequence[Group]) -> None:
             )
     record = union([group.record for group in groups], {id: present.now for id, present in rows.items()})
     file = groups[0].file.copy_with(path=path, record=replace(record, places=places, joining=True))
-    put(path, file.record.plain())
+    write_record(path, file.record.plain())
     for group in groups:
         if group.file.path is not None:
-            put(group.file.path, {"forward": Link.to(path, group.file.path.parent)})
+            write_record(group.file.path, {"forward": Link.to(path, group.file.path.parent)})
         for member in group.members.values() if group.file.path is None else ():
             file.write_mark(member.home, member.id)
     joined = Group(file, rows, lock)
@@ -451,12 +452,12 @@ def _join(groups: Sequence[Group]) -> None:
     joined.write()  # completes the union
     for group in groups:
         if group.file.path is not None and not group.rows.keys() - joined.members.keys():
-            remove(group.file.path)  # no store leads to it any more
+            remove_record(group.file.path)  # no store leads to it any more
 
 
 @contextmanager
-def loading(snapshots: Mapping[Member, str]) -> Iterator[None]:
-    """Wrap a block that replaces rows by verified snapshots' rows, and calls `Member.replaced` for each store.
+def record_load(snapshots: Mapping[Member, str]) -> Iterator[None]:
+    """Wrap a block that replaces rows by verified snapshots' rows, and calls `Member.mark_replaced` for each store.
 
     The record names the snapshots before the block runs, so a kill finishes the load. If the block raises, the record
     is rewritten to what each store has then. Raises StoreError.

@@ -334,7 +334,7 @@ def lock_file(path: Path) -> Path:
     return path.with_name(f"{path.name}.LOCK")
 
 
-def put(path: Path, content: Mapping[str, Any]) -> None:
+def write_record(path: Path, content: Mapping[str, Any]) -> None:
     """Write a record file, or a forward to another. Raises StoreError."""
     try:
         write_atomically(path, seal(content))
@@ -342,7 +342,7 @@ def put(path: Path, content: Mapping[str, Any]) -> None:
         raise StoreError(f"cannot write {str(path)!r}, the record of a group: {error}; {FolderState.remedy}") from error
 
 
-def remove(path: Path) -> None:
+def remove_record(path: Path) -> None:
     """Remove a record file that no store leads to any more, and its lock. Errors are ignored."""
     with suppress(OSError):
         path.unlink()

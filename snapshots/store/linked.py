@@ -16,8 +16,8 @@ from .folder_state import FolderState
 from .group_file import GroupFile
 from .recovery_rule import needed
 
-REPLACED = "replaced-"  # name prefix of a snapshot that was overwritten, but recovery may need
-OF_STATE = "state_dict-"  # name prefix of a snapshot that a `state_dict()` made
+REPLACED_PREFIX = "replaced-"  # name prefix of a snapshot that was overwritten, but recovery may need
+STATE_PREFIX = "state_dict-"  # name prefix of a snapshot that a `state_dict()` made
 
 
 def link_snapshot(snapshot: Snapshot, folder: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...engine.durable import unseal
-from ..files.format import FOLDER_FIELDS, LIVE, OLD_CANDIDATES, OLD_GROUP, SHARE
+from ..files.format import FOLDER_FIELDS, LIVE, OLD_CANDIDATES, OLD_GROUP, SHARD
 from .recovery_rule import Record
 
 LIVE_FOLDERS = ("live", "live-2")
@@ -88,7 +88,7 @@ def live_version(marker: Mapping[str, Any] | None) -> str | None:
     """The version of the live rows described by a clean marker; None without a marker."""
     if marker is None:
         return None
-    match marker.get(SHARE), marker.get(LIVE):
+    match marker.get(SHARD), marker.get(LIVE):
         case {"run": str(run), "writes": int(writes)}, _:
             return f"{run}:{writes}"
         case _, str(version):

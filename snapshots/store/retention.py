@@ -15,7 +15,7 @@ from ..files.writer import children_of
 from .folder import StoreFolder
 from .folder_state import FolderState
 from .group import file_of
-from .linked import OF_STATE, REPLACED, link_snapshot, remove_snapshot
+from .linked import REPLACED_PREFIX, STATE_PREFIX, link_snapshot, remove_snapshot
 from .recovery_rule import Record, needed
 
 log = logging.getLogger("tierbed")
@@ -97,7 +97,7 @@ def state_snapshot(store: StoreFolder, id: str | None, keep: int | None) -> Path
     Before a new link is made, all but the latest `keep` such links are removed.
     """
     snapshot = None if id is None else snapshot_by_id(store.snapshots, id)
-    link = None if snapshot is None else store.snapshots / (OF_STATE + snapshot.manifest.id)
+    link = None if snapshot is None else store.snapshots / (STATE_PREFIX + snapshot.manifest.id)
     if keep is not None and (link is None or not link.is_dir()):
         _prune_states(store, keep)
     if snapshot is not None and link is not None and not link.is_dir():
@@ -107,7 +107,7 @@ def state_snapshot(store: StoreFolder, id: str | None, keep: int | None) -> Path
 
 def is_state_snapshot(snapshot: Snapshot) -> bool:
     """True if a `state_dict()` made the snapshot: its name contains its id."""
-    return snapshot.name == OF_STATE + snapshot.manifest.id
+    return snapshot.name == STATE_PREFIX + snapshot.manifest.id
 
 
 def _prune_states(store: StoreFolder, keep: int) -> None:
@@ -131,7 +131,7 @@ def _prune_states(store: StoreFolder, keep: int) -> None:
 def keep_replaced(folder: Path) -> None:
     """Link a snapshot that is about to be overwritten under a second name, as recovery may need it. SnapshotError."""
     snapshot = Snapshot.open(folder)
-    link = folder.with_name(f"{REPLACED}{snapshot.manifest.id}")
+    link = folder.with_name(f"{REPLACED_PREFIX}{snapshot.manifest.id}")
     if not link.is_dir():  # a failed save may have left it
         link_snapshot(snapshot, link)
 
@@ -139,7 +139,7 @@ def keep_replaced(folder: Path) -> None:
 def drop_replaced(store: StoreFolder) -> None:
     """Remove links made by `keep_replaced` that recovery no longer needs. Raises SnapshotError."""
     try:
-        replaced = [folder for folder in store.snapshots.glob(f"{REPLACED}*/") if is_replaced(folder)]
+        replaced = [folder for folder in store.snapshots.glob(f"{REPLACED_PREFIX}*/") if is_replaced(folder)]
     except OSError as error:
         raise SnapshotError(f"the snapshots in {str(store.snapshots)!r} cannot be listed: {error}") from error
     if replaced:
@@ -151,7 +151,7 @@ def drop_replaced(store: StoreFolder) -> None:
 
 def is_replaced(folder: Path) -> bool:
     """True if `keep_replaced` gave the snapshot its name."""
-    return folder.name == f"{REPLACED}{snapshot_id(folder)}"
+    return folder.name == f"{REPLACED_PREFIX}{snapshot_id(folder)}"
 
 
 def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> PrunePlan:

@@ -32,7 +32,7 @@ def converted_description(description: dict[str, Any], types: Types) -> dict[str
     result["dtype"] = dtype
     if {dtype, *state_types} != {"float32"}:
         result[STATE_TYPES] = state_types
-    return {**result, "width": RowForm.described(result).width}
+    return {**result, "width": RowForm.from_description(result).width}
 
 
 def types_of(description: Mapping[str, Any]) -> tuple[str, str | None]:
@@ -47,7 +47,7 @@ def converted(rows: RowArray, old: RowForm, new: RowForm, signed: bool) -> RowAr
     for name in ("table", "key", "updates", "step"):
         out[name] = rows[name]
     for number in new.fields:
-        values = old.numbers(rows, number.name)
+        values = old.values(rows, number.name)
         flags = overflows(values, number.type)
         if flags.any():
             row, column = np.argwhere(flags)[0].tolist()
@@ -56,7 +56,7 @@ def converted(rows: RowArray, old: RowForm, new: RowForm, signed: bool) -> RowAr
                 f"convert=True: {number.name} of key {key} in table {rows['table'][row]} holds "
                 f"{values[row, column]!s}, which overflows {number.type}; load it into rows of torch.float32"
             )
-        new.set_numbers(out, number.name, values)
+        new.set_values(out, number.name, values)
     return out
 
 
@@ -119,7 +119,7 @@ class Selection:
     def chunks(self, chunks: Chunks, description: dict[str, Any], report: LoadReport) -> Chunks:
         """Yields the selected rows among `chunks`, and counts them in `report`."""
         signed = description["key_type"] != "uint64"
-        stored, loaded = (RowForm.described(source) for source in (description, self.description(description)))
+        stored, loaded = (RowForm.from_description(source) for source in (description, self.description(description)))
         for bucket, rows in chunks:
             selected = self._selected(rows, signed)
             report.left_out += len(rows) - len(selected)

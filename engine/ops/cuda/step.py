@@ -48,11 +48,11 @@ def weights_grad(batch: Batch, layout: Layout, index: int, grads: Tensor, out: T
     launch(layout.device, program, "weights_grad", lookup.bags, WARP, batch.views, ids, grads, out)
 
 
-def write_numbers(layout: Layout, rule: str, hyper: Sequence[float], step: int, scale: float, numbers: Tensor) -> None:
-    """Write an update's numbers, as in `Processor.set_numbers`, to memory from `new_numbers`. The kernels read them."""
+def write_hyper(layout: Layout, rule: str, hyper: Sequence[float], step: int, scale: float, numbers: Tensor) -> None:
+    """Write an update's numbers, as in `Processor.set_hyper`, to memory from `new_hyper`. The kernels read them."""
     values = np.zeros((), _NUMBERS)
     values["hyper"][: len(hyper)], values["scale"], values["step"] = hyper, scale, step
-    launch(layout.device, _update_program(layout, rule), "write_numbers", 1, WARP, values, numbers)
+    launch(layout.device, _update_program(layout, rule), "write_hyper", 1, WARP, values, numbers)
 
 
 def update(
@@ -101,7 +101,7 @@ def square_rows(layout: Layout, batch: Batch, gradients: Grads) -> Tensor:
     return squares
 
 
-def new_numbers(device: torch.device) -> Tensor:
+def new_hyper(device: torch.device) -> Tensor:
     """Allocate memory for an update's hyper-parameters. They change from step to step, captured launches do not."""
     return torch.zeros(_NUMBERS.itemsize, dtype=torch.uint8, device=device)
 

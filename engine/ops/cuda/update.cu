@@ -26,7 +26,7 @@ struct Numbers {
 }  // namespace
 
 // Kernels read the numbers from memory, since a captured launch's arguments cannot change.
-extern "C" __global__ void write_numbers(const __grid_constant__ Numbers values, Numbers* numbers) {
+extern "C" __global__ void write_hyper(const __grid_constant__ Numbers values, Numbers* numbers) {
     if (blockIdx.x == 0 && threadIdx.x == 0) *numbers = values;
 }
 
