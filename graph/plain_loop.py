@@ -61,11 +61,8 @@ def save_checkpoint(
     """
     model, training = _training(model, optimizers, schedulers, scaler)
     for m in model.modules():
-        if (
-            isinstance(m, SavedRows)
-            and isinstance(m.shadow.grad, ShadowGrad)
-            and m.shadow.grad.row_gradients.is_waiting
-        ):
+        grad = m.shadow.grad if isinstance(m, SavedRows) else None
+        if isinstance(grad, ShadowGrad) and grad.row_gradients.is_waiting:
             raise GraphError(
                 f"gradients of embedding {m.name!r} wait for step(), and a checkpoint holds no gradients; save "
                 "after step(), or call zero_grad() first"
