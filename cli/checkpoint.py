@@ -38,7 +38,7 @@ def list_(path: CheckpointPath, as_json: Json = False) -> None:
     else:
         lines = [["name", "of", "embeddings and steps", "size", "age"]]
         for c in checkpoints:
-            steps = ", ".join(f"{path} {snapshot.description['step']:,}" for path, snapshot in c.rows.items())
+            steps = ", ".join(f"{path} {snapshot.description['step']:,}" for path, snapshot in c.snapshots.items())
             lines.append([c.path.name, c.of, steps, size(c.bytes), age(c.created)])
         print_table(lines, {3, 4})
     report_damaged(damaged)
@@ -118,7 +118,7 @@ def prune(
 
 def _entry(checkpoint: StoredCheckpoint) -> dict[str, Any]:
     embeddings = {}
-    for path, snapshot in checkpoint.rows.items():
+    for path, snapshot in checkpoint.snapshots.items():
         names = {field: snapshot.description[field] for field in ("name", "step")}
         embeddings[path] = {**names, "rows": snapshot.manifest.rows, "bytes": snapshot.manifest.total_bytes}
     return {

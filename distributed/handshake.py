@@ -50,9 +50,9 @@ class Handshake:
     ) -> None:
         self._rank_group, self._op, self._error, self._same = rank_group, op, error, dict(same or {})
         self._result: HandshakeResult | None = None
-        self.refused: BaseException | None = None  # the exception that `wait` raised
+        self.error: BaseException | None = None  # the exception that `wait` raised
         if rank_group.size == 1:
-            self.refused, self._result = error, HandshakeResult([*(counts or [0])], [note], wants_more)
+            self.error, self._result = error, HandshakeResult([*(counts or [0])], [note], wants_more)
             return
         rank_group.check_thread()
         if rank_group.pending is not None:
@@ -70,8 +70,8 @@ class Handshake:
 
         All ranks raise the error of the lowest failing rank, as a GroupError unless it is a TierbedError.
         """
-        if self.refused is not None:
-            raise self.refused
+        if self.error is not None:
+            raise self.error
         if self._result is not None:
             return self._result
         self._rank_group.pending = None
@@ -81,7 +81,7 @@ class Handshake:
             try:
                 self._refuse()
             except BaseException as error:
-                self.refused = error
+                self.error = error
                 raise
         counts, notes, wants_more = ([header[field] for header in headers] for field in range(3, FIELDS))
         self._result = HandshakeResult(counts, notes, any(wants_more))

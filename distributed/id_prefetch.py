@@ -44,7 +44,7 @@ class AnnouncedStep:
     @property
     def is_refused(self) -> bool:
         """True if a rank was in another call, so all ranks raised."""
-        return self._headers.refused is not None
+        return self._headers.error is not None
 
     @property
     def is_complete(self) -> bool:

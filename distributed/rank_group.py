@@ -111,7 +111,7 @@ class RankGroup:
     ) -> None:
         """ranks: torch's global ranks, in order; empty for this process alone. rank: this process's position."""
         self.rank, self.size = rank, max(len(ranks), 1)
-        self.timeout, self.rows, self.grads = timeout, rows, grads
+        self.timeout, self.row_dtype, self.grad_dtype = timeout, rows, grads
         self.on_host = 1  # number of ranks on this host
         self.step_collectives = 0  # collectives of steps begun so far
         self.collectives = NO_COLLECTIVES  # of the running step; must be equal on all ranks

@@ -63,7 +63,7 @@ class ShardedBatch:
         self._requested_counts = [len(lookup.ids) for lookup in requested]
         self._dim = local.spec.dim
         # unpooled rows are rounded to the output dtype before they are sent; the result is the same
-        wire = dtype if not pools and self._world.rows == torch.float32 else self._world.rows
+        wire = dtype if not pools and self._world.row_dtype == torch.float32 else self._world.row_dtype
         self._keeps_own = wire == torch.float32  # otherwise this rank's rows are rounded too
         received = zeroed(local.counts, self._world.rank) if self._keeps_own else local.counts
         self._received = RankBuffers(self._world, received, self._dim, wire)
@@ -132,14 +132,14 @@ class ShardedBatch:
             return
         world = self._world
         try:
-            self._start_sending(RankBuffers(world, self.local.counts, self._dim, world.grads))
+            self._start_sending(RankBuffers(world, self.local.counts, self._dim, world.grad_dtype))
         except BaseException as error:
             if not world.must_report(error):
                 raise
             raise world.abort(f"gradients of {self._op}", f"failed with {error!r}") from error  # or others would wait
 
     def _sum_gradients(self, gradients: Gradients) -> RankBuffers:
-        local, wire, device = self.local, self._world.grads, self.local.processor.device
+        local, wire, device = self.local, self._world.grad_dtype, self.local.processor.device
         blocks = RankBuffers(self._world, local.counts, self._dim, wire)
         needs_no_copy = wire == torch.float32 and device.type == "cpu"
         sums = blocks.rows if needs_no_copy else torch.empty(blocks.rows.shape, dtype=torch.float32, device=device)
@@ -150,7 +150,7 @@ class ShardedBatch:
 
     def _start_sending(self, outgoing: RankBuffers) -> None:
         world = self._world
-        self._sums = RankBuffers(world, self._requested_counts, self._dim, world.grads)
+        self._sums = RankBuffers(world, self._requested_counts, self._dim, world.grad_dtype)
         self._own_sums = outgoing.blocks[world.rank]
         self._sent = start_exchange(world, f"gradients of {self._op}", outgoing, self._sums, self._table.traffic)
         world.step_collectives += 1
@@ -394,7 +394,9 @@ class ShardedTable:
         local, requested, _ = self._request(op, [lookup])
         counts = [len(part.ids) for part in requested]
         rows, error = try_call(lambda: self.open_table.get(concat_lookups(requested), trains))
-        source, target = (RankBuffers(self.world, c, local.spec.dim, self.world.rows) for c in (counts, local.counts))
+        source, target = (
+            RankBuffers(self.world, c, local.spec.dim, self.world.row_dtype) for c in (counts, local.counts)
+        )
         if rows is not None:
             for rank, part in enumerate(rows.split(counts)):
                 (target if rank == self.world.rank else source).blocks[rank].copy_(part)

@@ -248,10 +248,10 @@ class Graph(ModelSnapshots, HasBuild):
         Raises:
             OptionError: together with `clip_grad_norm`, `accumulate_grads`, `set_grad_scaler` or `compile_dense`.
         """
-        end = self.__epilogue
-        self.__refuse_captured("clip_grad_norm", end.max_norm is not None, enabled)
-        self.__refuse_captured("accumulate_grads", end.accumulate_steps > 1, enabled)
-        self.__refuse_captured("set_grad_scaler", end.scaler is not None and end.scaler.is_enabled(), enabled)
+        epilogue = self.__epilogue
+        self.__refuse_captured("clip_grad_norm", epilogue.max_norm is not None, enabled)
+        self.__refuse_captured("accumulate_grads", epilogue.accumulate_steps > 1, enabled)
+        self.__refuse_captured("set_grad_scaler", epilogue.scaler is not None and epilogue.scaler.is_enabled(), enabled)
         self.__refuse_captured("compile_dense", self.__inductor is not None, enabled)
         self.__captures = enabled
 
@@ -308,8 +308,10 @@ class Graph(ModelSnapshots, HasBuild):
             InputError: an argument is wrong.
         """
         label = progress if isinstance(progress, str) else type(self).__name__ * bool(progress)
-        bar, end = RunProgress(batches, label), self.__epilogue
-        return Run(self, self.__rank_state, end, batches, ahead, uneven, self.__known_lookups, bar, self.__abandoned)
+        bar, epilogue = RunProgress(batches, label), self.__epilogue
+        return Run(
+            self, self.__rank_state, epilogue, batches, ahead, uneven, self.__known_lookups, bar, self.__abandoned
+        )
 
     def profile(self, batches: Iterable[Any], steps: int | None = None, *, ahead: int | None = None) -> Profile:
         """Run a step on each batch and report where the time went.

@@ -22,12 +22,12 @@ from .table_save import write_and_commit
 
 log = logging.getLogger("tierbed")
 
-Tables = Sequence[Any]  # the `Snapshots` of each embedding
+SnapshotManagers = Sequence[Any]  # the `SnapshotManager` of each embedding
 
 
 def save_together(
     world: World,
-    tables: Tables,
+    tables: SnapshotManagers,
     name: str,
     kind: str = "full",
     overwrite: bool = False,
@@ -80,7 +80,7 @@ def _kind_of(table: Any) -> str:
     return "full"
 
 
-def load_together(world: World, tables: Tables, name: str) -> list[LoadReport]:
+def load_together(world: World, tables: SnapshotManagers, name: str) -> list[LoadReport]:
     """Replace all rows of each table by its snapshot `name`. All ranks call it.
 
     All snapshots are verified before a row is replaced. Raises SnapshotError, also if they were saved at different
@@ -97,7 +97,7 @@ def load_together(world: World, tables: Tables, name: str) -> list[LoadReport]:
         return _load(world, op, tables, snapshots)
 
 
-def load_rows_together(world: World, tables: Tables, paths: Sequence[Path]) -> None:
+def load_rows_together(world: World, tables: SnapshotManagers, paths: Sequence[Path]) -> None:
     """Load the snapshots `paths`, after `check_rows`, and link them into the store folders."""
     op = f"loading {len(tables)} embeddings"
     _finish_saving(world, op, tables)
@@ -106,14 +106,14 @@ def load_rows_together(world: World, tables: Tables, paths: Sequence[Path]) -> N
         _load(world, op, tables, world.call_on_all_ranks(op, lambda: [Snapshot.open(path) for path in linked]))
 
 
-def _finish_saving(world: World, op: str, tables: Tables) -> None:
+def _finish_saving(world: World, op: str, tables: SnapshotManagers) -> None:
     """Wait for saves in the background before taking the locks; one may be saving the snapshot to load."""
     world.call_on_all_ranks(op, lambda: [table.local.table for table in tables])  # raises ClosedError
     for table in tables:
         table.finish_saving()
 
 
-def _load(world: World, op: str, tables: Tables, snapshots: Sequence[Snapshot]) -> list[LoadReport]:
+def _load(world: World, op: str, tables: SnapshotManagers, snapshots: Sequence[Snapshot]) -> list[LoadReport]:
     """Load verified snapshots. After a kill, the next run completes the load if the record says so already."""
     loads = {
         table.member: snapshot.manifest.id for table, snapshot in zip(tables, snapshots, strict=True) if table.member

@@ -29,15 +29,15 @@ from ..tables.shared_folder import SharedFolder
 from ..tables.training_group import TrainingGroup
 from .rows_reference import RowsReference
 from .save_requests import RankRequests
-from .snapshots import Snapshots
+from .snapshots import SnapshotManager
 from .table_handle import claimed_folder, open_handle, register
 
 
 class ShardedTableHandle:
     """The open rows of an embedding that ranks share.
 
-    local: this rank's rows, with their own tiers and folder. home: the common store folder; None for rows in memory.
-    Every rank makes each call, except for calls about its own rows. Errors, and GroupError, are raised on every rank.
+    local: this rank's rows, with their own tiers and folder. shared_folder: the common store folder; None for rows in
+    memory. Every rank makes each call, except for calls about its own rows. Errors are raised on every rank.
     """
 
     def __init__(
@@ -52,23 +52,23 @@ class ShardedTableHandle:
         pending: Sequence[RowsReference] = (),
     ) -> None:
         self.world, self.pending = world, pending
-        self.home: SharedFolder | None = None
+        self.shared_folder: SharedFolder | None = None
         op = f"opening embedding {spec.name!r}"
         settings, error = try_call(lambda: _settings(world, spec, options, optimizer))
         world.handshake(op, error, settings)
 
         def claim() -> str | None:
             folder = claimed_folder(spec, options)
-            self.home = SharedFolder(world.rank, spec.name, options)
+            self.shared_folder = SharedFolder(world.rank, spec.name, options)
             return folder
 
         folder = world.call_on_all_ranks(f"{op}: folder", claim) if options.persistent_path is not None else None
-        home = self.home
+        shared_folder = self.shared_folder
         with ExitStack() as undo:
             recovery = None
-            if home is not None:
-                undo.callback(home.release)
-                recovery = RecoveryDecision(world, op, home, options.open, for_load, group)
+            if shared_folder is not None:
+                undo.callback(shared_folder.release)
+                recovery = RecoveryDecision(world, op, shared_folder, options.open, for_load, group)
                 undo.callback(recovery.leave)
             shard = RankShard(world.rank, world.size, world.on_host)
             decide = None if recovery is None else recovery.decide
@@ -78,21 +78,23 @@ class ShardedTableHandle:
             if recovery is not None:
                 recovery.finish(error)
             world.handshake(f"{op}: done", error)
-            if recovery is not None and home is not None and not recovery.is_live:
-                world.call_on_all_ranks(f"{op}: begun", lambda: home.begin(world.size, recovery.member))
-                remove_other_shards(home.path, world.size)  # after `begin`: before it, a new run needs the old shards
+            if recovery is not None and shared_folder is not None and not recovery.is_live:
+                world.call_on_all_ranks(f"{op}: begun", lambda: shared_folder.begin(world.size, recovery.member))
+                remove_other_shards(
+                    shared_folder.path, world.size
+                )  # after `begin`: before it, a new run needs the old shards
             if recovery is not None and recovery.member is not None:
-                local.persistence.share(recovery.member)
+                local.persistence.set_member(recovery.member)
             undo.pop_all()
         self.local: LocalTable = local
         register(folder, self)
-        store = None if home is None or home.folder is None else home.snapshot_store
-        snapshots = None if home is None else home.snapshots
-        self.snapshots = Snapshots(local, world, snapshots, store, HashShard(world.rank, world.size), self.close)
+        store = None if shared_folder is None or shared_folder.folder is None else shared_folder.snapshot_store
+        snapshots = None if shared_folder is None else shared_folder.snapshots
+        self.snapshots = SnapshotManager(local, world, snapshots, store, HashShard(world.rank, world.size), self.close)
         self.requests = RankRequests(world, self, open_handle)
         capacity = options.capacity if options.eviction == "none" else None
         self.table = ShardedTable(world, local, capacity, self.snapshots.at_step, self.requests)  # of all ranks' rows
-        local.serve(self.requests, None if home is None else home.folder)
+        local.serve(self.requests, None if shared_folder is None else shared_folder.folder)
 
     @property
     def name(self) -> str:
@@ -130,7 +132,7 @@ class ShardedTableHandle:
         op = f"load_state_dict() of embedding {self.name!r}"
 
         def parsed() -> RowTensors:
-            if self.home is not None:
+            if self.shared_folder is not None:
                 raise SnapshotError(
                     f"embedding {self.name!r} has a persistent_path, and the state holds the rows themselves, which "
                     "ranks load only into an embedding without one; load them there, and save a snapshot"
@@ -189,8 +191,8 @@ class ShardedTableHandle:
     def _release_folder(self) -> None:
         if self.local.member is not None:
             self.local.member.leave()
-        if self.home is not None:
-            self.home.release()
+        if self.shared_folder is not None:
+            self.shared_folder.release()
 
 
 def _settings(world: World, spec: TableSpec, options: StoreOptions, optimizer: RowOptimizer | None) -> dict[str, Any]:
@@ -209,8 +211,8 @@ def _settings(world: World, spec: TableSpec, options: StoreOptions, optimizer: R
         "seed": spec.seed,
         "padding_idx": spec.padding_idx,
         "optimizer": rule,
-        "rows of the world": str(world.rows),
-        "grads of the world": str(world.grads),
+        "rows of the world": str(world.row_dtype),
+        "grads of the world": str(world.grad_dtype),
         **{option: options[option] for option in ("open", "capacity", "eviction", "admission", "ttl_steps")},
         "persistent_path": options.persistent_path is not None,
     }

@@ -17,7 +17,7 @@ from ...distributed.world import World, try_call
 from ...engine.errors import OptionError, SnapshotError, StoreError
 from ...engine.store.rocksdb import RocksDB
 from ...engine.table.background_save import SaveHandle
-from ...engine.table.change_observers import still_saving
+from ...engine.table.change_observers import still_saving_text
 from ...snapshots.files.format import HashShard, check_name
 from ...snapshots.files.reader import Snapshot, list_snapshots, name_of
 from ...snapshots.files.writer import NewSnapshots
@@ -41,7 +41,7 @@ from .table_save import TableSave, commit, write_and_commit
 log = logging.getLogger("tierbed")
 
 
-class Snapshots:
+class SnapshotManager:
     """Saves and loads a table's snapshots.
 
     local: this process's rows. folder: the snapshots' folder, seen by all ranks; None for rows in memory. store: the
@@ -295,7 +295,7 @@ class Snapshots:
         """Raise StoreError during a save in the background. Local."""
         self.local.table.check()
         if self._saving is not None:  # other ranks may be writing still
-            raise StoreError(still_saving(self._saving.what))
+            raise StoreError(still_saving_text(self._saving.what))
         self.local.table.observers.check_not_saving()
 
     # loads

@@ -22,7 +22,7 @@ from ..tables.rows_in_tensors import RowTensors
 from ..tables.training_group import TrainingGroup
 from .rows_reference import RowsReference
 from .save_requests import LocalRequests
-from .snapshots import Snapshots
+from .snapshots import SnapshotManager
 
 _by_folder: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # handles
 
@@ -46,7 +46,8 @@ class TableHandle(LocalTable):
         self.world, self.pending = World.single(), pending
         folder = claimed_folder(spec, options)
         super().__init__(spec, options, optimizer, device, group=group, for_load=for_load)
-        self.snapshots = Snapshots(self, self.world, None if self.store is None else self.store.snapshots, self.store)
+        snapshots = None if self.store is None else self.store.snapshots
+        self.snapshots = SnapshotManager(self, self.world, snapshots, self.store)
         register(folder, self)
         self.requests = LocalRequests(self, open_handle)
         self.serve(self.requests, self.store)

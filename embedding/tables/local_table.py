@@ -320,7 +320,7 @@ class LocalTable:
                 log.error("embedding %r: %s", self.name, error)
                 return
             self._service.stop()
-            consequence = self.persistence.after_failed_close(self._table)
+            consequence = self.persistence.failed_close_text(self._table)
             log.error("embedding %r could not be closed: %s; %s", self.name, error, consequence)
 
     def _replace(self, build: Callable[[OpenTable], OpenTable], joins: bool = False) -> None:

@@ -60,7 +60,7 @@ from .recovery import (
     contents_of,
     describe_loss,
     lacks_space,
-    no_space_to_open,
+    no_space_text,
     plan_open,
 )
 from .rows_in_tensors import RowTensors
@@ -142,7 +142,7 @@ class TablePersistence:
             self._leave()
             if not lacks_space(error):
                 raise
-            raise StoreError(no_space_to_open(self.folder, error)) from error
+            raise StoreError(no_space_text(self.folder, error)) from error
 
     def _open_member(self, folder: StoreFolder, contents: FolderContents, for_load: bool) -> OpenPlan:
         """Read the group's record, and plan how to open a store whose rows are all in this process."""
@@ -150,9 +150,9 @@ class TablePersistence:
         if self._mode == "fresh" and contents.clean_marker is None:
             folder.discard_live()  # frees space for the record: no run uses these rows again
         member = open_store(folder, self._mode, for_load, beside=self._beside)
-        self.share(member)
+        self.set_member(member)
         plan = OpenPlan() if self._mode == "fresh" else plan_open(folder, contents, member)
-        if member.home is not folder:
+        if member.mark_folder is not folder:
             member.copy_to(folder)  # before the clean marker, since that counts only with a record
         return plan
 
@@ -173,7 +173,7 @@ class TablePersistence:
             return None if self.folder is None else self.epoch.version
         return None if self.member is None else self.member.version
 
-    def share(self, member: Member) -> None:
+    def set_member(self, member: Member) -> None:
         """From here on, note changes of the rows in the group's record."""
         self.member = member
         member.attach(self.expect_change, self._partners)
@@ -273,7 +273,7 @@ class TablePersistence:
         if self.member is not None:
             self.member.mark_closed(live_version(folder.clean_marker) or "")
 
-    def after_failed_close(self, table: OpenTable) -> str:
+    def failed_close_text(self, table: OpenTable) -> str:
         """Return what the next run would open with if this run ended now, for the log."""
         if self.folder is None or self.folder.clean_marker is not None:
             return "no stored row is lost by it"

@@ -49,14 +49,16 @@ class _Decision(NamedTuple):
 class RecoveryDecision:
     """One rank's side of deciding which rows to open with.
 
-    Every rank creates one, opens its shard with `decide`, and then calls `finish`. home: this rank's view of the store
-    folder. mode, for_load: as in `open_store`. group: the `TrainingGroup`. The constructor raises StoreError on all
-    ranks. Afterwards, `member` is the store, on rank 0.
+    Every rank creates one, opens its shard with `decide`, and then calls `finish`. shared_folder: the store folder as
+    this rank sees it. mode, for_load: as in `open_store`. group: the `TrainingGroup`. The constructor raises
+    StoreError on all ranks. Afterwards, `member` is the store, on rank 0.
     """
 
-    def __init__(self, world: World, op: str, home: SharedFolder, mode: str, for_load: bool, group: Any) -> None:
+    def __init__(
+        self, world: World, op: str, shared_folder: SharedFolder, mode: str, for_load: bool, group: Any
+    ) -> None:
         self._beside = () if group is None else group.folders()
-        self._world, self._home, self._mode, self._for_load = world, home, mode, for_load
+        self._world, self._shared_folder, self._mode, self._for_load = world, shared_folder, mode, for_load
         self._op = f"{op}: its rows"
         self._has_reported = False  # True once this rank has sent its report
         self._agreed = False  # True once the ranks have decided
@@ -72,17 +74,17 @@ class RecoveryDecision:
 
     def _prepare(self) -> dict[str, Any]:
         """Leave a token, and list the group's stores over ranks: relative paths and numbers of ranks. On rank 0."""
-        home = self._home
-        assert home.folder is not None
+        shared_folder = self._shared_folder
+        assert shared_folder.folder is not None
         folders: list[FolderState] = []
         with suppress(StoreError):  # `open_store` raises it if it matters
-            file = GroupFile(home.folder, beside=self._beside)
+            file = GroupFile(shared_folder.folder, beside=self._beside)
             for store, folder in file.members(lenient=True).items():
                 if folder.ranks:
                     folders.append(folder)
                     self._recorded[str(folder.path)] = file.record.now[store].live
-        stores = [(os.path.relpath(folder.path, home.path), folder.ranks) for folder in folders]
-        return {"token": home.leave_token(), "stores": stores}
+        stores = [(os.path.relpath(folder.path, shared_folder.path), folder.ranks) for folder in folders]
+        return {"token": shared_folder.leave_token(), "stores": stores}
 
     def decide(self, contents: FolderContents) -> OpenPlan:
         """Return how this rank opens its shard. An error on one rank is raised on all: StoreError, SnapshotError."""
@@ -100,16 +102,16 @@ class RecoveryDecision:
         plan = OpenPlan(run=self._token, version=version, unusable_reason=decision.unusable_reason, log_entry=log_entry)
         if self.base == EMPTY:
             return plan
-        whole = Snapshot.open(self._home.snapshots / decision.name)
+        whole = Snapshot.open(self._shared_folder.snapshots / decision.name)
         snapshot = whole.restrict_to_shard(HashShard(self._world.rank, self._world.size))
         return plan._replace(snapshot=snapshot, verified=lambda: self._count(snapshot))
 
     def _report(self, contents: FolderContents) -> tuple[list[dict[int, str | None]], int | None]:
         """Return each store's shard versions on this host, by rank, and this store's last step."""
-        self._home.find_token(self._token)
+        self._shared_folder.find_token(self._token)
         versions, reached = [], contents.recorded_step
         for relative, ranks in self._stores:
-            path, is_same = Path(os.path.normpath(self._home.path / relative)), ranks == self._world.size
+            path, is_same = Path(os.path.normpath(self._shared_folder.path / relative)), ranks == self._world.size
             if relative == "." and not is_same:
                 check_shards_unlocked(path, ranks)
                 reached = last_step(path, ranks)
@@ -120,27 +122,27 @@ class RecoveryDecision:
 
     def _choose(self, reports: list[Any]) -> _Decision:
         """Decide from the reports of all ranks. On rank 0."""
-        home = self._home
-        assert home.folder is not None
+        shared_folder = self._shared_folder
+        assert shared_folder.folder is not None
         by_store = zip(*(versions for versions, _ in reports), strict=True)
         shards = {
             path: _merged(versions, recorded)
             for versions, (path, recorded) in zip(by_store, self._recorded.items(), strict=True)
         }
-        contents = contents_of(home.folder)
-        ranks = home.folder.ranks
-        self.member = member = open_store(home.folder, self._mode, self._for_load, shards, self._beside)
+        contents = contents_of(shared_folder.folder)
+        ranks = shared_folder.folder.ranks
+        self.member = member = open_store(shared_folder.folder, self._mode, self._for_load, shards, self._beside)
         if member.entry.live is not None and ranks == self._world.size:
             return _Decision(member.entry.live, member.entry.snapshot, "", member.broken, 0, "")
         steps = [step for _, step in reports] if ranks else [contents.recorded_step]
         if contents.clean_marker is not None:
             steps = [contents.clean_marker["step"]]
         reached = max((step for step in steps if step is not None), default=None)
-        snapshot = snapshot_to_open(home.folder, member, reached)
+        snapshot = snapshot_to_open(shared_folder.folder, member, reached)
         log_entry = None
         if self._mode != "fresh":
-            versions, who = shards.get(str(home.path), {}), "all ranks: " if ranks == self._world.size else ""
-            log_entry = log_entry_of(home.folder, contents, member, snapshot, versions, reached, who)
+            versions, who = shards.get(str(shared_folder.path), {}), "all ranks: " if ranks == self._world.size else ""
+            log_entry = log_entry_of(shared_folder.folder, contents, member, snapshot, versions, reached, who)
         name, id = ("", EMPTY) if snapshot is None else (snapshot.name, snapshot.manifest.id)
         return _Decision(None, id, name, member.broken, *(log_entry or (0, "")))
 
@@ -149,8 +151,8 @@ class RecoveryDecision:
         try:
             self._join(self._op, self._has_reported, self._agreed, error)
         finally:
-            if self._home.folder is not None:
-                self._home.remove_tokens()  # every rank has looked for it, or the world has ended
+            if self._shared_folder.folder is not None:
+                self._shared_folder.remove_tokens()  # every rank has looked for it, or the world has ended
         if self.base not in (None, EMPTY):
             self._join(f"{self._op}: its rows", self._has_read, self._counted, error)  # as in `check_row_count`
 

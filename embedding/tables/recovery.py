@@ -193,7 +193,7 @@ def lacks_space(error: TierbedError) -> bool:
     return cause is not None and cause.errno == errno.ENOSPC
 
 
-def no_space_to_open(folder: FolderState, error: TierbedError) -> str:
+def no_space_text(folder: FolderState, error: TierbedError) -> str:
     """Return the error text for a store that cannot be opened because the disk is full."""
     cause = str(error).partition("; free space")[0]  # without RocksDB's advice, which is for an open store
     return (

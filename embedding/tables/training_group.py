@@ -38,22 +38,24 @@ class TrainingGroup:
 
     def begin_pass(self) -> None:
         """Called when a backward pass has pinned the rows of one embedding, before it reaches others."""
-        if not self.gate.closed:
-            self.gate.closed = True
+        if not self.gate.is_closed:
+            self.gate.is_closed = True
             torch.autograd.Variable._execution_engine.queue_callback(self.end_pass)
 
     def end_pass(self) -> None:
         """Called when the backward pass has updated all rows that it reached."""
-        self.gate.closed = False
+        self.gate.is_closed = False
 
     def check_passed(self) -> None:
         """Detect a backward pass that raised. Called before a forward pass and a close."""
-        if self.gate.closed and torch._C._current_graph_task_id() == -1:  # not inside the pass, as a recomputation is
+        if (
+            self.gate.is_closed and torch._C._current_graph_task_id() == -1
+        ):  # not inside the pass, as a recomputation is
             self.fail_pass()
 
     def fail_pass(self) -> None:
         """Called after a backward pass raised. Some rows may be updated, so the group is marked inconsistent."""
-        if self.gate.closed:
+        if self.gate.is_closed:
             self.end_pass()
             mark_inconsistent(self.members(), "a backward pass raised during its updates")
 
@@ -75,14 +77,14 @@ class TrainingGroup:
     @property
     def is_mid_step(self) -> bool:
         """True if a table is in a step, so that tables may be at different steps."""
-        return self.gate.closed or any(handle.local.table.in_step for handle in self.handles())
+        return self.gate.is_closed or any(handle.local.table.in_step for handle in self.handles())
 
     def note_failed_step(self, embeddings: Iterable[Any], error: BaseException) -> None:
         """Called after a step raised. Marks the group inconsistent if only some tables were updated."""
         own_handles = [e.open_handle for e in embeddings if e.group is self and e.world is None]
         handles = [handle for handle in own_handles if handle is not None and handle.member is not None]
         behind = [table for handle in handles if (table := handle.local.table).in_step or table.failure is not None]
-        if 0 < len(behind) < len(handles) and any(table.refused or table.failure is not None for table in behind):
+        if 0 < len(behind) < len(handles) and any(table.update_failed or table.failure is not None for table in behind):
             mark_inconsistent([handle.member for handle in handles], f"a step raised during its updates ({error!r})")
         if torch._C._current_graph_task_id() != -1:
             self.fail_pass()

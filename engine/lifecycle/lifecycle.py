@@ -94,7 +94,7 @@ class Lifecycle:
         self.removed_counts += rows
         self.counts[cause] += int(rows.sum())
 
-    def why_absent(self) -> str:
+    def absence_text(self) -> str:
         """Returns text on why a row may be missing: all causes so far, because removed rows are not remembered."""
         occurred = [cause for cause, count in self.counts.items() if count]
         causes = [f"refused by admission={self._admission}" if cause == "refused" else cause for cause in occurred]

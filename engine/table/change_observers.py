@@ -202,7 +202,7 @@ class ChangeObservers:
         if isinstance(saving, ForegroundSave) and not saving.is_running and not saving.is_by_another:
             saving.end()  # Ctrl-C interrupted it before it ran
         elif saving is not None and not saving.done:
-            raise StoreError(still_saving(saving.what))
+            raise StoreError(still_saving_text(saving.what))
 
     @property
     def is_saving(self) -> bool:
@@ -247,7 +247,7 @@ class ChangeObservers:
         return self.saving is not None and self.saving.image is self._image and self.saving.done
 
 
-def still_saving(what: str) -> str:
+def still_saving_text(what: str) -> str:
     """Returns the error text for a save that must wait for a background save."""
     return (
         f"{what} is still being saved in the background, and only one save can run at a time: call wait() on the "

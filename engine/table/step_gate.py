@@ -22,7 +22,7 @@ class StepGate:
 
     def __init__(self) -> None:
         self.is_wanted = False  # a reader is waiting; steps read this without a lock
-        self.closed = False  # a step has updated one of the tables and will pin others
+        self.is_closed = False  # a step has updated one of the tables and will pin others
         self._reader_lock = Lock()
         self._tables: Sequence[Table] = ()
         self._step_waits = Event()  # set while the training thread waits, so no step runs
@@ -31,7 +31,7 @@ class StepGate:
     def yield_to_reader(self, table: Table) -> None:
         """Wait until the reader is done. Called before a step if `is_wanted` is set. Ctrl-C ends the wait."""
         table.release()
-        if self.closed or any(other.in_step for other in self._tables):  # the reader waits for that step
+        if self.is_closed or any(other.in_step for other in self._tables):  # the reader waits for that step
             return
         self._step_waits.set()
         self._reader_left.wait()
@@ -75,7 +75,7 @@ class StepGate:
                 ):
                     continue
                 is_used = any(table.in_step or table.observers.is_saved_by_another for table in self._tables)
-                if not self.closed and not is_used:
+                if not self.is_closed and not is_used:
                     stack.enter_context(locks.pop_all())
                     return True
             self._step_waits.wait(POLL_SECONDS)

@@ -142,7 +142,7 @@ class OpenTable:
         self.lifecycle = lifecycle
         self.before_write = before_write or (lambda step: None)
         self._pinned: PinnedBatch | None = None
-        self.refused = False  # an update of the pinned rows raised
+        self.update_failed = False  # an update of the pinned rows raised
         self.prefetcher: Prefetcher | None = None  # made by the first announcement
         self._io_threads = io_threads
         self.reader_error: TierbedError | None = None  # a reader between steps found it; the next call raises it
@@ -470,7 +470,7 @@ class OpenTable:
             self._release()
 
     def _release(self) -> None:
-        pinned, self._pinned, self.refused = self._pinned, None, False
+        pinned, self._pinned, self.update_failed = self._pinned, None, False
         if pinned is not None:
             self._unpin(pinned, dirty=False)
 
@@ -550,7 +550,7 @@ class OpenTable:
             raise
 
     def note_refused(self) -> None:
-        self.refused = True
+        self.update_failed = True
 
     def note_failure(self, error: BaseException) -> None:
         """Record the error that left rows inconsistent: they are never served again, and get no clean marker."""

@@ -85,7 +85,7 @@ def locate(table: OpenTable, lookup: Lookup) -> tuple[list[dict[str, Any]], str 
             return [], f"padding_idx={table.spec.padding_idx} has no row"
         tiers = store.locate(int(tables[0]), int(keys[0]))
         if not tiers:
-            return [], table.lifecycle.why_absent()
+            return [], table.lifecycle.absence_text()
         return tiers, None if tiers[0]["updates"] else "fetched for a step that has not written it"
 
 

@@ -208,18 +208,20 @@ class StepEpilogue:
         self._rows.clear()
 
 
-def apply_gradients(end: StepEpilogue, rows: list[RowGrads], dense: list[DenseGrads], vote: Vote | None = None) -> bool:
+def apply_gradients(
+    epilogue: StepEpilogue, rows: list[RowGrads], dense: list[DenseGrads], vote: Vote | None = None
+) -> bool:
     """Unscale and clip all gradients together, then update rows and dense parameters. Returns True if it updated them.
 
     With a gradient scaler and a non-finite gradient, nothing is updated and the scale is lowered. Over ranks, the mean
     of the ranks' gradients is trained; row gradients have already been sent.
     """
-    scale, finite = 1.0 / end.accumulate_steps if end.mean else 1.0, True
+    scale, finite = 1.0 / epilogue.accumulate_steps if epilogue.mean else 1.0, True
     if vote is not None:
         sums = iter(vote.sums)
         dense = [part._replace(grads=list(islice(sums, len(part.grads)))) for part in dense]
         scale, finite = scale / vote.present, vote.finite
-    scaler = end.scaler if end.scaler is not None and end.scaler.is_enabled() else None
+    scaler = epilogue.scaler if epilogue.scaler is not None and epilogue.scaler.is_enabled() else None
     grads = [grad for part in dense for grad in part.grads]
     if scaler is not None:
         scale *= 1.0 / scaler.get_scale()
@@ -229,27 +231,31 @@ def apply_gradients(end: StepEpilogue, rows: list[RowGrads], dense: list[DenseGr
         for batch, *_ in rows:
             batch.release()
         return False
-    if end.max_norm is not None:
+    if epilogue.max_norm is not None:
         squares = sum_of_squares(grads) + sum(r.batch.square_gradients(r.grads, r.weights) for r in rows)
-        factor = end.max_norm / (math.sqrt(squares) * scale + 1e-6)  # as torch.nn.utils.clip_grad_norm_
+        factor = epilogue.max_norm / (math.sqrt(squares) * scale + 1e-6)  # as torch.nn.utils.clip_grad_norm_
         scale *= 1.0 if factor > 1.0 else factor
     for batch, row_grads, weights in rows:
-        batch.update(row_grads, weights, scale, end.clip_value)
-    return step_dense(end, dense, scale)
+        batch.update(row_grads, weights, scale, epilogue.clip_value)
+    return step_dense(epilogue, dense, scale)
 
 
 def are_finite(grads: list[Tensor]) -> bool:
     return bool(get_total_norm([grad for grad in grads if grad.numel()], math.inf).isfinite())
 
 
-def step_dense(end: StepEpilogue, dense: list[DenseGrads], scale: float = 1.0) -> bool:
+def step_dense(epilogue: StepEpilogue, dense: list[DenseGrads], scale: float = 1.0) -> bool:
     for optimizer, params, grads in dense:
-        dense_step(optimizer, params, _scale_and_clip(grads, scale, end.clip_value))
+        dense_step(optimizer, params, _scale_and_clip(grads, scale, epilogue.clip_value))
     return True
 
 
 def accumulate(
-    end: StepEpilogue, rows: list[LookupGrads], dense: list[DenseGrads], collectives: Any = None, present: bool = True
+    epilogue: StepEpilogue,
+    rows: list[LookupGrads],
+    dense: list[DenseGrads],
+    collectives: Any = None,
+    present: bool = True,
 ) -> bool:
     """Add a call's gradients, and after the last of `accumulate_steps` calls apply their sums.
 
@@ -257,18 +263,18 @@ def accumulate(
     """
     if collectives is not None:
         collectives.vote([], finite=True)  # if one rank failed, no rank adds gradients
-    end.add(rows, dense, present)
-    if end.waiting_calls < end.accumulate_steps:
+    epilogue.add(rows, dense, present)
+    if epilogue.waiting_calls < epilogue.accumulate_steps:
         return False
     try:
-        pinned = end.pinned_gradients() if collectives is None else collectives.pin_accumulated(end)
-        return apply_gradients(end, *pinned)
+        pinned = epilogue.pinned_gradients() if collectives is None else collectives.pin_accumulated(epilogue)
+        return apply_gradients(epilogue, *pinned)
     except BaseException:
-        for embedding in end.embeddings:
+        for embedding in epilogue.embeddings:
             embedding.release()
         raise
     finally:
-        end.clear()
+        epilogue.clear()
 
 
 def schedule(scheduler: LRScheduler, stepped: bool = True) -> None:

@@ -404,7 +404,7 @@ class Run(Iterator[Any]):
 
     def _forget_planned(self) -> None:
         for plan in self._plans:
-            if plan.refused is None:  # all ranks made this report
+            if plan.error is None:  # all ranks made this report
                 plan.wait()  # leave no report in flight
         self._plans.clear()
         forget_announced(self._graph)

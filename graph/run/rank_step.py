@@ -134,13 +134,15 @@ class StepCollectives:
             scheduler.step()
 
     def _join_update(self, batches: dict[EmbeddingBase | None, Any]) -> bool:
-        end = self._epilogue
-        if end.accumulate_steps == 1:
+        epilogue = self._epilogue
+        if epilogue.accumulate_steps == 1:
             rows = [RowGrads(batches[embedding], [], []) for embedding in self._trained]  # in the step's order
-            return apply_gradients(end, rows, self._dense, sum_over_ranks(self, end, rows, self._dense, present=False))
+            return apply_gradients(
+                epilogue, rows, self._dense, sum_over_ranks(self, epilogue, rows, self._dense, present=False)
+            )
         zeros = [part._replace(grads=[torch.zeros_like(p) for p in part.params]) for part in self._dense]
         no_rows: list[LookupGrads] = [(embedding, [], [], []) for embedding in self._trained]
-        return accumulate(end, no_rows, zeros, self, present=False)
+        return accumulate(epilogue, no_rows, zeros, self, present=False)
 
     @contextmanager
     def step(self, first_values: Iterable[tuple[str, Tensor]], nested: bool = False) -> Iterator[None]:

@@ -68,7 +68,7 @@ def guard_facts(
     call: Call,
     is_dynamic: bool,
     optimizers: Iterable[Optimizer],
-    end: StepEpilogue,
+    epilogue: StepEpilogue,
     settings: Mapping[str, str],
     values: Mapping[str, tuple[str, Hashable]],
 ) -> Facts:
@@ -93,9 +93,13 @@ def guard_facts(
         text = f"{type(optimizer).__name__} of {' + '.join(map(str, sizes))} parameters"
         facts["optimizer", str(i)] = Fact(text, (id(optimizer), *sizes))
     facts["gradients", ""] = Fact(
-        "accumulated" if end.accumulate_steps > 1 else "as they are" if end.is_plain else "clipped or unscaled"
+        "accumulated"
+        if epilogue.accumulate_steps > 1
+        else "as they are"
+        if epilogue.is_plain
+        else "clipped or unscaled"
     )
-    facts["gradient scaler", ""] = Fact("none" if end.scaler is None else "GradScaler", end.scaling())
+    facts["gradient scaler", ""] = Fact("none" if epilogue.scaler is None else "GradScaler", epilogue.scaling())
     facts.update({(name, ""): Fact(setting) for name, setting in settings.items()})
     facts.update({(_VALUE, label): Fact(*value) for label, value in values.items()})
     for path, module in root.named_modules():

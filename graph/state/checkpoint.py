@@ -491,5 +491,5 @@ def _saved_embeddings(root: nn.Module) -> dict[str, SavedRows]:
 def _row_snapshots(folder: Path) -> dict[str, Snapshot]:
     """Return a checkpoint's snapshots by embedding path. Empty if they cannot be read."""
     with contextlib.suppress(SnapshotError):
-        return read_checkpoint(folder).rows
+        return read_checkpoint(folder).snapshots
     return {}

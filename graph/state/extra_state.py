@@ -30,12 +30,12 @@ from .optimizer_set import OptimizerSet, embeddings_of
 _SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}  # schedulers add these to param groups
 
 
-def check_nothing_accumulated(end: StepEpilogue) -> None:
+def check_nothing_accumulated(epilogue: StepEpilogue) -> None:
     """Raise GraphError while accumulated gradients wait for their update; a state cannot hold them."""
-    if end.waiting_calls:
+    if epilogue.waiting_calls:
         raise GraphError(
-            f"gradients of {end.waiting_calls} of {end.accumulate_steps} accumulated calls wait for their update, and "
-            "a state cannot hold them; save after the last of these calls, or call drop_grads() first"
+            f"gradients of {epilogue.waiting_calls} of {epilogue.accumulate_steps} accumulated calls wait for their "
+            "update, and a state cannot hold them; save after the last of these calls, or call drop_grads() first"
         )
 
 
@@ -144,8 +144,8 @@ def _malformed(what: str) -> GraphError:
     return GraphError(f"{what}: the state is malformed; load another")
 
 
-def check_like(current: Any, saved: Any, where: str, may_lack: Collection[Any] = ()) -> None:
-    """Raise GraphError if a saved value's kind differs from the value it replaces, or lacks a key not in `may_lack`.
+def check_like(current: Any, saved: Any, where: str, optional: Collection[Any] = ()) -> None:
+    """Raise GraphError if a saved value's kind differs from the value it replaces, or lacks a key not in `optional`.
 
     A current value of None accepts anything. A saved list may be longer or shorter, with items like the current ones.
     """
@@ -154,7 +154,7 @@ def check_like(current: Any, saved: Any, where: str, may_lack: Collection[Any] =
         for key in current if fits else ():
             if key in saved:
                 check_like(current[key], saved[key], f"{where}[{key!r}]")
-            elif isinstance(key, str) and key not in may_lack:
+            elif isinstance(key, str) and key not in optional:
                 raise _malformed(f"{where} lacks {key!r} in the state")
     elif isinstance(current, list | tuple):
         fits = isinstance(saved, list | tuple) and bool(saved) >= bool(current)

@@ -33,7 +33,7 @@ class StoredCheckpoint:
     created: int  # nanoseconds since 1970
     bytes: int  # of all files, also of those shared with a store folder
     checksum: int
-    rows: dict[str, Snapshot]  # each embedding's, by its path in the model
+    snapshots: dict[str, Snapshot]  # each embedding's, by its path in the model
 
     def tensors(self) -> dict[str, Any]:
         """Return each tensor's entry in the header of the tensor file. SnapshotError."""
@@ -52,7 +52,7 @@ class StoredCheckpoint:
             raise SnapshotError(f"checkpoint {str(self.path)!r}: {TENSORS} cannot be read: {error}") from error
         if not is_intact:
             raise SnapshotError(f"checkpoint {str(self.path)!r}: {TENSORS} is damaged: its checksum does not match")
-        for snapshot in self.rows.values():
+        for snapshot in self.snapshots.values():
             snapshot.verify()
 
 

@@ -149,7 +149,7 @@ def load_into_stores(
                 if member not in whole_loads:
                     member.begin_change(replaces=True)
                     member.write()
-                if member.home is not store:
+                if member.mark_folder is not store:
                     member.copy_to(store)
                 version = version_of_snapshot(ids[member]) if member in whole_loads else member.version
                 marker = {**manifest.description, "live": "rows", "rows": manifest.rows, LIVE: version}

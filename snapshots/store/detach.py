@@ -65,8 +65,8 @@ def _detach(store: StoreFolder, file: GroupFile) -> Detached:
 
 def _write_own_record(store: StoreFolder, file: GroupFile) -> None:
     """Give a store its own record. Raises StoreError."""
-    home = store.snapshot_store if store.ranks else store
-    file.write_mark(home, file.store)
-    for other in {store, store.snapshot_store} - {home}:
+    mark_folder = store.snapshot_store if store.ranks else store
+    file.write_mark(mark_folder, file.store)
+    for other in {store, store.snapshot_store} - {mark_folder}:
         if other.mark.link is not None:
             other.change(store="", record=None, link=None)

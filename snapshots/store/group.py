@@ -81,11 +81,11 @@ class MemberRows:
 class Member(MemberRows):
     """A store that this process has open."""
 
-    def __init__(self, store: StoreFolder, home: StoreFolder, id: str, group: Group, entry: Entry, broken: str) -> None:
+    def __init__(self, store: StoreFolder, folder: StoreFolder, id: str, group: Group, entry: Entry, broken: str) -> None:
         rows = group.rows.get(id, MemberRows(entry))
         self.now, self.first, self.spans = NOTHING if broken else rows.now, rows.first, rows.spans
         self.store, self.id, self.group = store, id, group
-        self.home = home  # the folder whose MARK leads to the record; if ranks share the rows, the snapshots' folder
+        self.mark_folder = folder  # its MARK leads to the record; the snapshots' folder if ranks share the rows
         self.entry = entry  # the durable rows that it opens with
         self.broken = broken  # why rows may not be written or saved before a load, else ""
         self.partners: Callable[[], Iterable[Member]] = tuple  # returns the stores trained together with it
@@ -174,18 +174,18 @@ class Member(MemberRows):
                 raise
             group.write({self.id: Entry(self.now.snapshot, live)}, trained=group.record.trained - {self.id})
 
-    def copy_to(self, home: StoreFolder, ranks: RanksRecord | None = None) -> None:
+    def copy_to(self, mark_folder: StoreFolder, ranks: RanksRecord | None = None) -> None:
         """Also store the record, or the link to it, in another MARK, for these ranks. Raises StoreError."""
-        self.group.file.write_mark(home, self.id, ranks=ranks)
+        self.group.file.write_mark(mark_folder, self.id, ranks=ranks)
 
-    def move_to(self, home: StoreFolder, ranks: RanksRecord | None = None) -> None:
+    def move_to(self, mark_folder: StoreFolder, ranks: RanksRecord | None = None) -> None:
         """Move the record, or the link to it, to another MARK. ranks: None for one process. Raises StoreError."""
-        if home is not self.home:
-            self.copy_to(home, ranks)
-            self.home.change(store="", record=None, link=None, old={}, ranks=None)
-            self.home = home
-        elif home.mark.ranks != ranks:
-            home.change(ranks=ranks)
+        if mark_folder is not self.mark_folder:
+            self.copy_to(mark_folder, ranks)
+            self.mark_folder.change(store="", record=None, link=None, old={}, ranks=None)
+            self.mark_folder = mark_folder
+        elif mark_folder.mark.ranks != ranks:
+            mark_folder.change(ranks=ranks)
 
     def leave(self) -> None:
         """Called when the store is closed in this process."""
@@ -379,9 +379,12 @@ class Group:
                 write_record(path, record.plain())
         file = self.file.copy_with(record=record)
         for member in self.members.values():
-            homes = {member.home, member.store.snapshot_store}  # the latter, in case the store folder is lost
-            for home in homes if path is not None else {member.home}:
-                file.write_mark(home, member.id)
+            mark_folders = {
+                member.mark_folder,
+                member.store.snapshot_store,
+            }  # the latter, in case the store folder is lost
+            for mark_folder in mark_folders if path is not None else {member.mark_folder}:
+                file.write_mark(mark_folder, member.id)
         self.file = file
         for id, entry in now.items():
             self.rows[id].now = entry
@@ -443,7 +446,7 @@ def _join(groups: Sequence[Group]) -> None:
         if group.file.path is not None:
             write_record(group.file.path, {"forward": Link.to(path, group.file.path.parent)})
         for member in group.members.values() if group.file.path is None else ():
-            file.write_mark(member.home, member.id)
+            file.write_mark(member.mark_folder, member.id)
     joined = Group(file, rows, lock)
     for member in members:
         member.group.leave(member)

@@ -52,8 +52,8 @@ class GroupFile:
     ) -> None:
         self.folder, self.shards, self.beside = folder, shards or {}, beside
         self._folders = {os.path.realpath(folder.path): folder}  # by real path; each MARK is read once
-        self.home = folder.recovery_folder  # its MARK contains the record, or leads to it
-        mark, group = self.home.mark, OldGroup.of(self.home.mark)
+        self.mark_folder = folder.recovery_folder  # its MARK contains the record, or leads to it
+        mark, group = self.mark_folder.mark, OldGroup.of(self.mark_folder.mark)
         self.path: Path | None = None  # of the record; None if it is in the store's MARK
         self.store = mark.store or (group.id if group is not None else secrets.token_hex(8))
         if is_alone:
@@ -63,7 +63,7 @@ class GroupFile:
             self.path, self.record = self._follow(mark.link)
         elif group is not None:
             path, record = record_of_group(folder, group, self.files)
-            self.path, self.record = (path, record) if record else self._follow(Link.to(path, self.home.path))
+            self.path, self.record = (path, record) if record else self._follow(Link.to(path, self.mark_folder.path))
         elif mark.exists or not self._find_by_path():
             self.record = mark.record or self._own_record()
         if self.path is not None:
@@ -87,10 +87,10 @@ class GroupFile:
     @property
     def key(self) -> str:
         """A path that is equal for all stores of the group, and for no others."""
-        return os.path.realpath(self.home.path if self.path is None else self.path)
+        return os.path.realpath(self.mark_folder.path if self.path is None else self.path)
 
     def _follow(self, link: Link) -> tuple[Path, Record]:
-        folder, error = self.home.path, ""
+        folder, error = self.mark_folder.path, ""
         while True:
             for path in link.paths(folder):
                 try:
@@ -142,11 +142,11 @@ class GroupFile:
                             return True
         return False
 
-    def write_mark(self, home: StoreFolder, store: str, **fields: Any) -> None:
+    def write_mark(self, mark_folder: StoreFolder, store: str, **fields: Any) -> None:
         """Make a store's MARK contain the record, or lead to its file. fields: others to change. Raises StoreError."""
-        record, link = (self.record, None) if self.path is None else (None, Link.to(self.path, home.path))
-        if fields or (home.mark.record, home.mark.link) != (record, link):
-            home.change(store=store, record=record, link=link, old={}, **fields)
+        record, link = (self.record, None) if self.path is None else (None, Link.to(self.path, mark_folder.path))
+        if fields or (mark_folder.mark.record, mark_folder.mark.link) != (record, link):
+            mark_folder.change(store=store, record=record, link=link, old={}, **fields)
 
     @property
     def last_snapshot(self) -> str | None:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 EMPTY, FOREVER = "EMPTY", sys.maxsize
-Snapshots = Mapping[str, str]  # from store to the id of a snapshot, or EMPTY for no rows
+SnapshotIds = Mapping[str, str]  # from store to the id of a snapshot, or EMPTY for no rows
 
 
 class Entry(NamedTuple):
@@ -69,8 +69,8 @@ class Record:
     """What the record says. The maps are by store."""
 
     now: Mapping[str, Entry]  # at its last write
-    commit: Snapshots  # for the newest moment that all stores have saved
-    before: Snapshots  # for the moment before that
+    commit: SnapshotIds  # for the newest moment that all stores have saved
+    before: SnapshotIds  # for the moment before that
     places: Mapping[str, Location] = field(default_factory=dict)  # empty if the record is in its only store's MARK
     trained: frozenset[str] = frozenset()  # the stores written since a process took the lock
     parents: Mapping[str, str] = field(default_factory=dict)  # the snapshots that the user last saved or loaded
@@ -148,7 +148,7 @@ def choose(record: Record, files: Mapping[str, Files]) -> dict[str, Entry] | Non
     return None
 
 
-def newest_moment(spans: Mapping[str, Sequence[Interval]], clock: int) -> tuple[int, Snapshots] | None:
+def newest_moment(spans: Mapping[str, Sequence[Interval]], clock: int) -> tuple[int, SnapshotIds] | None:
     """Find the newest moment at which every store's rows are in a snapshot. Returns it with these snapshots."""
     for moment in sorted({min(span.last, clock) for store in spans.values() for span in store}, reverse=True):
         snapshots = {
@@ -169,7 +169,7 @@ def union(records: Sequence[Record], at: Mapping[str, Entry]) -> Record:
     return Record(dict(at), trained=frozenset(x for record in records for x in record.trained if x in at), **fields)
 
 
-def next_record(record: Record, at: Mapping[str, Entry], moment: Snapshots | None) -> Record:
+def next_record(record: Record, at: Mapping[str, Entry], moment: SnapshotIds | None) -> Record:
     """Returns the record to write. at: the members' entries. moment: the newest moment's snapshots, if there is one."""
     following = union([record], at)
     if moment is not None and moment != following.commit:
