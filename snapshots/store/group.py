@@ -81,7 +81,9 @@ class MemberRows:
 class Member(MemberRows):
     """A store that this process has open."""
 
-    def __init__(self, store: StoreFolder, folder: StoreFolder, id: str, group: Group, entry: Entry, broken: str) -> None:
+    def __init__(
+        self, store: StoreFolder, folder: StoreFolder, id: str, group: Group, entry: Entry, broken: str
+    ) -> None:
         rows = group.rows.get(id, MemberRows(entry))
         self.now, self.first, self.spans = NOTHING if broken else rows.now, rows.first, rows.spans
         self.store, self.id, self.group = store, id, group
