@@ -19,7 +19,7 @@ struct Cache {
         const u32 way = probe_set(tile, set(number), hash, table);
         return way == NONE ? NONE : number * WAYS + way;
     }
-    TIERBED_FN u32 updates(u64 slot) const { return record(line(slot), SHAPE)->updates; }
+    TIERBED_FN u32 updates(u64 slot) const { return row_counters(line(slot), SHAPE)->updates; }
     TIERBED_FN bool dirty(u64 slot) const { return tags[slot] && updates(slot) != ways[slot].stored; }
 };
 

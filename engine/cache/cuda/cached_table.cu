@@ -43,8 +43,8 @@ extern "C" __global__ void fetch(Cache cache, Admission admission, const u64* ha
         synchronise(tile);  // all lanes have read `lines`
         if (tile.lane == 0) lines[i] = used_line;
         if (admission.hit[i] || line_below == zero_line) return;
-        const u32 stored = record(line_below, SHAPE)->updates;
-        synchronise(tile);  // all lanes have read the record; it may be in `used_line`
+        const u32 stored = row_counters(line_below, SHAPE)->updates;
+        synchronise(tile);  // all lanes have read the counters; it may be in `used_line`
         if (tile.lane == 0) {
             ++thread_counts.found[stored ? HIT_BELOW : MISS_BELOW];
             tally.add(place_of(tables[i], true));
@@ -72,7 +72,7 @@ extern "C" __global__ void locate_rows(Cache cache, LineIndex table, const u64* 
             const u32 slot = cache.find(tile, tables[i], hashes[i]);
             if (slot != NONE) line = cache.line(slot);
             const u64 below = line ? 0 : table.find(tile, hashes[i], tables[i]);
-            const bool stored = below && record(below, SHAPE)->updates != 0;
+            const bool stored = below && row_counters(below, SHAPE)->updates != 0;
             if (tile.lane == 0) ++thread_counts.found[line ? SERVED : stored ? HIT_BELOW : MISS_BELOW];
             if (tile.lane == 0) tally.add(place_of(tables[i], line == 0));
             if (stored) line = below;

@@ -16,7 +16,7 @@ Replacement policy_of(const std::string& name) {
 std::optional<nb::dict> locate(CachedTier& tier, u32 table, u64 key) {
     const auto row = without_gil([&] { return tier.find(table, key); });
     if (!row) return std::nullopt;
-    nb::dict all = described(row->record);
+    nb::dict all = to_dict(row->counters);
     all["slot"] = row->slot;
     all["overflow"] = row->slot < 0;
     all["pinned"] = row->pinned;

@@ -303,7 +303,7 @@ std::vector<u32> CachedTier::read_below(const RowSpan& rows, bool touch) {
         std::size_t count = 0;
         for (std::size_t i = begin; i < end; ++i) {
             if (is_hit[i]) {
-                updates[i] = record(rows.lines[i], layout_.shape)->updates;
+                updates[i] = row_counters(rows.lines[i], layout_.shape)->updates;
                 ++count;
             } else {
                 if (rows.tables[i] >= layout_.tables) throw std::invalid_argument("the layout has no such table");
@@ -388,7 +388,7 @@ void CachedTier::read(const RowSpan& rows, bool* is_hit, bool touch) {
         below_.read(rows_below.rows(), is_hit_below.get(), touch);
     }
     for (std::size_t i = 0; i < rows.n; ++i)
-        is_hit[i] = lines[i] != 0 && record(rows.lines[i], layout_.shape)->updates > 0;
+        is_hit[i] = lines[i] != 0 && row_counters(rows.lines[i], layout_.shape)->updates > 0;
     for (std::size_t i = 0; i < missing.size(); ++i) is_hit[missing[i]] = is_hit_below[i];
 }
 
@@ -475,7 +475,7 @@ bool CachedTier::flush_rows(const ForEach& for_each, std::size_t max_rows) {
         written_ways.clear();
     };
     for_each([&](Way& way, u64 line, i64) {
-        const u32 updates = record(line, layout_.shape)->updates;
+        const u32 updates = row_counters(line, layout_.shape)->updates;
         if (!is_dirty(updates, way.stored)) return;
         more = max_rows == 0;
         if (more) return;
@@ -491,7 +491,7 @@ bool CachedTier::flush_rows(const ForEach& for_each, std::size_t max_rows) {
 
 Metrics CachedTier::metrics() const {
     const std::lock_guard directory(threads_->directory);
-    const Cache& sets = directory_.sets;
+    const CacheSets& sets = directory_.sets;
     const Overflow& overflow = directory_.overflow;
     const u64 behind = threads_->writer ? threads_->writer->rows * stored_bytes_of(layout_.shape.width) : 0;
     const std::size_t used = sets.used();
@@ -530,7 +530,7 @@ std::optional<CachedTier::Resident> CachedTier::find(u32 table, u64 key) {
     const std::lock_guard directory(threads_->directory);
     const Directory::Location location = directory_.find(slot_hash(table, key), table);
     if (!location.way) return std::nullopt;
-    const Record now = *record(location.line, layout_.shape);
+    const RowCounters now = *row_counters(location.line, layout_.shape);
     const bool dirty = is_dirty(now.updates, location.way->stored);
     const i64 slot = location.slot == NONE ? -1 : static_cast<i64>(location.slot);
     return Resident{slot, dirty, is_after(location.way->last, last_completed()), now};

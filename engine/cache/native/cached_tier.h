@@ -77,7 +77,7 @@ public:
     struct Resident {
         i64 slot;  // -1 in the overflow area
         bool dirty, pinned;
-        Record record;
+        RowCounters counters;
     };
     std::optional<Resident> find(u32 table, u64 key);
 

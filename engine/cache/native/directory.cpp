@@ -8,7 +8,7 @@
 
 namespace tierbed {
 
-Cache::Cache(const LineShape& shape, std::size_t budget_bytes, Replacement replacement)
+CacheSets::CacheSets(const LineShape& shape, std::size_t budget_bytes, Replacement replacement)
     : shape_(shape), replacement_(replacement) {
     const std::size_t set_bytes = WAYS * (shape_.line_bytes + sizeof(Way) + sizeof(u8));
     const std::size_t sets = std::min<std::size_t>(budget_bytes / set_bytes, NONE / WAYS);
@@ -19,7 +19,9 @@ Cache::Cache(const LineShape& shape, std::size_t budget_bytes, Replacement repla
     lines_ = Pages(sets * WAYS * shape_.line_bytes);
 }
 
-std::size_t Cache::used() const { return slots() - static_cast<std::size_t>(std::count(tags(), tags() + slots(), 0)); }
+std::size_t CacheSets::used() const {
+    return slots() - static_cast<std::size_t>(std::count(tags(), tags() + slots(), 0));
+}
 
 namespace {
 
@@ -151,7 +153,7 @@ void Directory::choose_victims(const RequestedRows& batch, u32 number, u32 last_
             ++parts[b].insertions;
             miss.free = sets.is_free(miss.slot);
             if (!miss.free) miss.way = sets.way(miss.slot);
-            sets.prefetch_record(miss.slot);
+            sets.prefetch_counters(miss.slot);
             sets.fill(miss.slot, way);
         }
         for (Miss& miss : misses) {

@@ -1,6 +1,6 @@
 // The directory of a cache: where its rows are, and which rows to replace.
 //
-// `Cache` is the sets, with most rows. `Overflow` (overflow.h) has evicted dirty rows and rows without a slot.
+// `CacheSets` is the sets, with most rows. `Overflow` (overflow.h) has evicted dirty rows and rows without a slot.
 // `Window` is the look-ahead: it records which announced batches need which rows. A resident row also stores the next
 // batch that needs it. Rows that announced batches need are never victims, and if a set has too few slots, the rows
 // needed soonest get them. As far as announcements reach, this is Belady's rule. `Directory` combines the three.
@@ -21,11 +21,11 @@ namespace tierbed {
 
 // The sets of a cache. Tags, ways and lines are each one block of memory. A slot is a way of a set; slots are numbered
 // across all sets. Threads may use different sets at the same time.
-class Cache {
+class CacheSets {
 public:
     // Makes as many sets as fit the budget, metadata included. Throws std::invalid_argument if none fits.
-    Cache(const LineShape& shape, std::size_t budget_bytes, Replacement replacement);
-    Cache(const Cache&) = delete;
+    CacheSets(const LineShape& shape, std::size_t budget_bytes, Replacement replacement);
+    CacheSets(const CacheSets&) = delete;
 
     // Returns the row's slot, or NONE.
     u32 find(u64 hash, u32 table) const {
@@ -47,7 +47,7 @@ public:
 
     bool is_free(u32 slot) const { return tags()[slot] == 0; }
     Way& way(u32 slot) const { return reinterpret_cast<Way*>(ways_.start())[slot]; }
-    u32 updates(u32 slot) const { return record(line(slot), shape_)->updates; }
+    u32 updates(u32 slot) const { return row_counters(line(slot), shape_)->updates; }
     u64 line(u32 slot) const { return lines_.start() + static_cast<u64>(slot) * shape_.line_bytes; }
 
     u32 slot(u64 line) const { return static_cast<u32>((line - lines_.start()) / shape_.line_bytes); }
@@ -67,7 +67,7 @@ public:
         prefetch_bytes(reinterpret_cast<u64>(set(set_of(hash, sets_)).ways + home_of(hash)), GROUP * sizeof(Way));
     }
 
-    TIERBED_INLINE void prefetch_record(u32 slot) const { prefetch(record(line(slot), shape_)); }
+    TIERBED_INLINE void prefetch_counters(u32 slot) const { prefetch(row_counters(line(slot), shape_)); }
 
     u32 slots() const { return sets_ * WAYS; }
     // True if each set belongs to one bucket.
@@ -237,7 +237,7 @@ public:
     Location find(u64 hash, u32 table);
     void erase(const Location& location);
 
-    Cache sets;
+    CacheSets sets;
     Overflow overflow;
     Window window;
 

@@ -65,7 +65,7 @@ public:
     bool is_idle(u32 entry, u32 last_completed) const {
         return !at(entry).writing && !is_after(at(entry).way.last, last_completed);
     }
-    u32 updates(u32 entry) const { return record(line(entry), shape_)->updates; }
+    u32 updates(u32 entry) const { return row_counters(line(entry), shape_)->updates; }
     bool is_dirty(u32 entry) const { return tierbed::is_dirty(updates(entry), at(entry).way.stored); }
     OverflowEntry& at(u32 entry) { return chunks_[entry / CHUNK].entries[entry % CHUNK]; }
     const OverflowEntry& at(u32 entry) const { return chunks_[entry / CHUNK].entries[entry % CHUNK]; }

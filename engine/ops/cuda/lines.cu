@@ -25,7 +25,7 @@ extern "C" __global__ void initialise_lines(const u64* hashes, const u32* tables
 extern "C" __global__ void count_written(const u64* lines, const u32* tables, const u32* count, u64* written) {
     Tally tally(written);
     for_each(*count, [&](u64 i) {
-        if (lines[i] && record(lines[i], SHAPE)->updates) tally.add(tables[i]);
+        if (lines[i] && row_counters(lines[i], SHAPE)->updates) tally.add(tables[i]);
     });
     tally.end();
 }
@@ -41,10 +41,10 @@ extern "C" __global__ void assign_rows(const u64* lines, const u32* tables, cons
         const u64 last = positions[offsets[i + 1] - 1];
         set_embedding(tile, lines[i], values + last * SHAPE.dim, SHAPE);
         if (tile.lane != 0) return;
-        Record* row_record = record(lines[i], SHAPE);
-        if (row_record->updates == 0) tally.add(tables[i]);
-        if (row_record->updates != 0xFFFFFFFFu) row_record->updates += 1;
-        row_record->step = step;
+        RowCounters* counters = row_counters(lines[i], SHAPE);
+        if (counters->updates == 0) tally.add(tables[i]);
+        if (counters->updates != 0xFFFFFFFFu) counters->updates += 1;
+        counters->step = step;
     });
     tally.end();
 }

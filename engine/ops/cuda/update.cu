@@ -80,7 +80,7 @@ extern "C" __global__ void update_rows(const __grid_constant__ Sources from, con
 
 // Templates, since a rule that does not catch up lacks the members used here. For such a rule nothing happens.
 template <class Rule>
-TIERBED_FN void catch_up_line(Tile tile, u64 line, const Rule& rule, Record before, u32 step, u64 wide) {
+TIERBED_FN void catch_up_line(Tile tile, u64 line, const Rule& rule, RowCounters before, u32 step, u64 wide) {
     change_line(
         tile, line, wide, [&](u64 at) { catch_up(tile, floats(at), SHAPE.dim, rule, before, step); },
         [&](u64 at, u64 decoded) { encode_line(tile, at, decoded, SHAPE, NoNoise{}); });
@@ -90,14 +90,14 @@ template <class Rule>
 TIERBED_FN void catch_up_all(const u64* lines, u64 count, const Rule& rule, u32 step, u64 memory, u64* views, u64 wide) {
     if constexpr (Rule::CATCHES_UP)
         for_each_item<WARP>(count, [&](Tile tile, u64 row) {
-            const Record row_record = *record(lines[row], SHAPE);
-            const bool behind = is_behind(row_record, step, Rule::MISSES_UNWRITTEN);
+            const RowCounters counters = *row_counters(lines[row], SHAPE);
+            const bool behind = is_behind(counters, step, Rule::MISSES_UNWRITTEN);
             const u64 line = behind && views ? memory + row * SHAPE.line_bytes : lines[row];
             if (views && tile.lane == 0) views[row] = line;
             if (!behind) return;
             if (views) copy_line(tile, line, lines[row], SHAPE);
             synchronise(tile);
-            catch_up_line(tile, line, rule, row_record, step, wide);
+            catch_up_line(tile, line, rule, counters, step, wide);
         });
 }
 

@@ -68,7 +68,7 @@ TIERBED_FN u32 for_each_narrow(u64 line, const LineShape& shape, const Body& bod
     return word;
 }
 
-// to: a line shaped as `widened(shape)`, including the record
+// to: a line shaped as `widened(shape)`, including the counters
 TIERBED_FN void decode_line(Tile tile, u64 to, u64 line, const LineShape& shape) {
     const u32 word = for_each_narrow(line, shape, [&](FloatType type, u64 from, u32 column) TIERBED_INLINE {
         with_type(type, [&](auto of) TIERBED_INLINE {
@@ -76,10 +76,10 @@ TIERBED_FN void decode_line(Tile tile, u64 to, u64 line, const LineShape& shape)
         });
     });
     copy_bytes(tile, floats(to) + shape.dim * (1 + shape.narrow_states), floats(line) + word,
-               (shape.width - word) * 4 + static_cast<u32>(sizeof(Record)));
+               (shape.width - word) * 4 + static_cast<u32>(sizeof(RowCounters)));
 }
 
-// from: a line shaped as `widened(shape)`, including the record
+// from: a line shaped as `widened(shape)`, including the counters
 template <class Noise>
 TIERBED_FN void encode_line(Tile tile, u64 line, u64 from, const LineShape& shape, const Noise& noise) {
     const u32 word = for_each_narrow(line, shape, [&](FloatType type, u64 to, u32 column) TIERBED_INLINE {
@@ -88,7 +88,7 @@ TIERBED_FN void encode_line(Tile tile, u64 line, u64 from, const LineShape& shap
         });
     });
     copy_bytes(tile, floats(line) + word, floats(from) + shape.dim * (1 + shape.narrow_states),
-               (shape.width - word) * 4 + static_cast<u32>(sizeof(Record)));
+               (shape.width - word) * 4 + static_cast<u32>(sizeof(RowCounters)));
 }
 
 // Writes values [dim] to a line's embedding, rounded to nearest even.

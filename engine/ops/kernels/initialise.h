@@ -1,8 +1,8 @@
 // Initial values of a row. They depend only on (seed, table, key, column), so rows that were never updated need not be
 // stored. The row of `zero_key`, if set, starts as zeros.
 //
-// One tile writes one whole line: embedding, optimizer state, record, padding. Column c uses word c % 4 of Philox with
-// counter (c / 4, table, key low, key high) and the seed as Philox key, so every column gets its own 32 bits.
+// One tile writes one whole line: embedding, optimizer state, counters, padding. Column c uses word c % 4 of Philox
+// with counter (c / 4, table, key low, key high) and the seed as Philox key, so every column gets its own 32 bits.
 #pragma once
 #include "codec.h"
 #include "math.h"

@@ -1,4 +1,4 @@
-// The layout of a row's line: embedding, optimizer state, record (docs/architecture.md).
+// The layout of a row's line: embedding, optimizer state, counters (docs/architecture.md).
 //
 // Tiers copy a line as a sequence of 4-byte words. Number types matter only where numbers are read: float32 lines are
 // used in place, others are converted by codec.h.
@@ -10,7 +10,7 @@ namespace tierbed {
 struct LineShape {
     u32 dim;         // embedding columns
     u32 width;       // words in embedding and states
-    u32 line_bytes;  // including record and padding, a multiple of 16
+    u32 line_bytes;  // including counters and padding, a multiple of 16
     // The embedding and each of the first `narrow_states` states have `dim` numbers of these types, padded to a word.
     // All other states are float32.
     FloatType embedding = FloatType::float32, states = FloatType::float32;
@@ -19,22 +19,22 @@ struct LineShape {
     TIERBED_FN constexpr bool is_narrow() const { return embedding != FloatType::float32 || narrow_states > 0; }
 };
 
-struct Record {
+struct RowCounters {
     u32 updates;  // how often the row was written
     u32 step;     // the last write's step
 };
 
 TIERBED_FN constexpr u32 line_bytes_of(u32 width) {
-    return (width * 4 + static_cast<u32>(sizeof(Record)) + 15) / 16 * 16;
+    return (width * 4 + static_cast<u32>(sizeof(RowCounters)) + 15) / 16 * 16;
 }
 // The bytes that a tier on disk stores: the line without padding.
-TIERBED_FN u32 stored_bytes_of(u32 width) { return width * 4 + static_cast<u32>(sizeof(Record)); }
+TIERBED_FN u32 stored_bytes_of(u32 width) { return width * 4 + static_cast<u32>(sizeof(RowCounters)); }
 // How many words n numbers take.
 TIERBED_FN constexpr u32 words_of(FloatType type, u32 n) { return type == FloatType::float32 ? n : (n + 1) / 2; }
 
 TIERBED_FN float* floats(u64 line) { return reinterpret_cast<float*>(line); }
-TIERBED_FN Record* record(u64 line, const LineShape& shape) {
-    return reinterpret_cast<Record*>(floats(line) + shape.width);
+TIERBED_FN RowCounters* row_counters(u64 line, const LineShape& shape) {
+    return reinterpret_cast<RowCounters*>(floats(line) + shape.width);
 }
 
 // The line's shape when decoded to float32.

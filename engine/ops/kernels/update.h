@@ -1,5 +1,5 @@
 // Updates a row: sum its occurrences' gradients, scale and clip the sum, apply the optimizer rule, write line
-// and record. A rule that catches up (lazy Adam and similar) first applies the steps that the row missed.
+// and counters. A rule that catches up (lazy Adam and similar) first applies the steps that the row missed.
 //
 // One tile works on one row, and nothing else accesses its line meanwhile. Sums and reductions have a fixed order
 // (gradients.h), so results depend neither on threads nor on tiers.
@@ -18,14 +18,14 @@ namespace tierbed {
 
 // True if the row missed steps before `step`. A row that was never written has last step 0; only some rules count
 // that as missed steps (misses_unwritten: the rule's MISSES_UNWRITTEN).
-TIERBED_FN bool is_behind(const Record& record, u32 step, bool misses_unwritten) {
-    return (misses_unwritten || record.updates != 0) && record.step + 1 < step;
+TIERBED_FN bool is_behind(const RowCounters& counters, u32 step, bool misses_unwritten) {
+    return (misses_unwritten || counters.updates != 0) && counters.step + 1 < step;
 }
 
 // Catches up columns [begin, begin + n) in the line; n <= VEC. The first `limit` steps are applied one by one, the
-// rest together for each line segment of the learning rate. before: the row's record.
+// rest together for each line segment of the learning rate. before: the row's counters.
 template <class Rule>
-TIERBED_FN void catch_up_block(float* line, u32 dim, u32 begin, u32 n, const Rule& rule, const Record& before,
+TIERBED_FN void catch_up_block(float* line, u32 dim, u32 begin, u32 n, const Rule& rule, const RowCounters& before,
                                u32 missed) {
     float w[VEC], states[Rule::ELEMENT_STATES][VEC];
     load_floats(w, line + begin, n);
@@ -66,9 +66,9 @@ TIERBED_FN void catch_up_block(float* line, u32 dim, u32 begin, u32 n, const Rul
     for (u32 k = 0; k < Rule::ELEMENT_STATES; ++k) store_floats(line + dim * (k + 1) + begin, states[k], n);
 }
 
-// Brings the embedding and states of a row that is behind to the beginning of `step`. Does not change the record.
+// Brings the embedding and states of a row that is behind to the beginning of `step`. Does not change the counters.
 template <class Rule>
-TIERBED_FN void catch_up(Tile tile, float* line, u32 dim, const Rule& rule, Record before, u32 step) {
+TIERBED_FN void catch_up(Tile tile, float* line, u32 dim, const Rule& rule, RowCounters before, u32 step) {
     const u32 missed = step - 1 - before.step;
     for_blocks(tile, dim,
                [&](u32 begin, u32 n) TIERBED_INLINE { catch_up_block(line, dim, begin, n, rule, before, missed); });
@@ -163,16 +163,16 @@ TIERBED_FN bool apply_rule(Tile tile, u64 address, const LineShape& shape, const
                            float* gradient) {
     const u32 dim = shape.dim;
     float* line = floats(address);
-    Record* row_record = record(address, shape);
+    RowCounters* counters = row_counters(address, shape);
     const auto sum_block = [&](float* g, u32 begin, u32 n) TIERBED_INLINE {
         sum(g, begin, n);
         if (rule.clip_value > 0.0f)
             for (u32 j = 0; j < n; ++j) g[j] = rule.clipped(g[j]);
     };
     if constexpr (Rule::CATCHES_UP)
-        if (is_behind(*row_record, step, Rule::MISSES_UNWRITTEN)) catch_up(tile, line, dim, rule, *row_record, step);
+        if (is_behind(*counters, step, Rule::MISSES_UNWRITTEN)) catch_up(tile, line, dim, rule, *counters, step);
     typename Rule::Row row;
-    row.first = row_record->updates == 0;
+    row.first = counters->updates == 0;
     row.step = step;
     row.dim = static_cast<float>(dim);
     row.total = 0.0f;
@@ -209,11 +209,11 @@ TIERBED_FN bool apply_rule(Tile tile, u64 address, const LineShape& shape, const
                 rule.element(w, g[j], state, row);
             });
         });
-    synchronise(tile);  // until every lane has read the record and the row states
+    synchronise(tile);  // until every lane has read the counters and the row states
     if (tile.lane == 0) {
         for (u32 k = 0; k < Rule::ROW_STATES; ++k) line[dim * (1 + Rule::ELEMENT_STATES) + k] = row_states[k];
-        if (row_record->updates != 0xFFFFFFFFu) row_record->updates += 1;
-        row_record->step = step;
+        if (counters->updates != 0xFFFFFFFFu) counters->updates += 1;
+        counters->step = step;
     }
     return row.first;
 }

@@ -104,11 +104,11 @@ std::pair<Array<u32>, Array<u64>> arrays_of(const Body& body) {
 // Returns the type of this name. Throws std::invalid_argument if there is none.
 FloatType type_named(const std::string& dtype);
 
-// Returns a row's record as a dict. `locate` adds the location.
-inline nb::dict described(const Record& record) {
+// Returns a row's counters as a dict. `locate` adds the location.
+inline nb::dict to_dict(const RowCounters& counters) {
     nb::dict row;
-    row["updates"] = record.updates;
-    row["last_step"] = record.step;
+    row["updates"] = counters.updates;
+    row["last_step"] = counters.step;
     return row;
 }
 

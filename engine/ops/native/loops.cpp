@@ -171,10 +171,10 @@ template <class Rule>
 void catch_up_lines(const CatchUpJob& job, std::size_t begin, std::size_t end) {
     const Rule rule(job.hyper);
     for (std::size_t i = begin; i < end; ++i) {
-        Record* row_record = record(job.lines[i], job.shape);
-        if (!is_behind(*row_record, job.step, Rule::MISSES_UNWRITTEN)) continue;
-        catch_up(ONE_THREAD, floats(job.lines[i]), job.shape.dim, rule, *row_record, job.step);
-        row_record->step = job.step - 1;
+        RowCounters* counters = row_counters(job.lines[i], job.shape);
+        if (!is_behind(*counters, job.step, Rule::MISSES_UNWRITTEN)) continue;
+        catch_up(ONE_THREAD, floats(job.lines[i]), job.shape.dim, rule, *counters, job.step);
+        counters->step = job.step - 1;
     }
 }
 

@@ -74,7 +74,7 @@ struct FirstWrites {
         const std::lock_guard lock(mutex);
         total += count;
         for (std::size_t row = begin; by_table && row < end; ++row)
-            if (record(batch.lines[row], layout.shape)->updates == 1 && batch.tables[row] < layout.tables)
+            if (row_counters(batch.lines[row], layout.shape)->updates == 1 && batch.tables[row] < layout.tables)
                 ++by_table[batch.tables[row]];
     }
 };
@@ -108,10 +108,10 @@ std::size_t assign(Batch& batch, const Layout& layout, const float* values, u32 
         const u32 last = batch.occurrences[batch.offsets[row + 1] - 1];
         set_embedding(THREAD, batch.lines[row], values + static_cast<std::size_t>(last) * layout.shape.dim,
                       layout.shape);
-        Record* row_record = record(batch.lines[row], layout.shape);
-        const bool first = row_record->updates == 0;
-        if (row_record->updates != 0xFFFFFFFFu) row_record->updates += 1;
-        row_record->step = step;
+        RowCounters* counters = row_counters(batch.lines[row], layout.shape);
+        const bool first = counters->updates == 0;
+        if (counters->updates != 0xFFFFFFFFu) counters->updates += 1;
+        counters->step = step;
         return first;
     };
     count_rows(batch, write,
@@ -122,7 +122,7 @@ std::size_t assign(Batch& batch, const Layout& layout, const float* values, u32 
 std::size_t count_new(const Batch& batch, const Layout& layout) {
     std::atomic<std::size_t> total{0};
     const auto is_new = [&](std::size_t row) {
-        return !batch.lines[row] || record(batch.lines[row], layout.shape)->updates == 0;
+        return !batch.lines[row] || row_counters(batch.lines[row], layout.shape)->updates == 0;
     };
     count_rows(batch, is_new, [&](std::size_t, std::size_t, std::size_t count) { total += count; });
     return total;
@@ -130,7 +130,7 @@ std::size_t count_new(const Batch& batch, const Layout& layout) {
 
 void count_written(const Batch& batch, const Layout& layout, u64* by_table) {
     for (std::size_t row = 0; row < batch.unique; ++row)
-        if (batch.lines[row] && record(batch.lines[row], layout.shape)->updates > 0 &&
+        if (batch.lines[row] && row_counters(batch.lines[row], layout.shape)->updates > 0 &&
             batch.tables[row] < layout.tables)
             ++by_table[batch.tables[row]];
 }
@@ -332,8 +332,10 @@ void catch_up(const Layout& layout, const u64* lines, std::size_t n, const Bound
 void preview_catch_up(Batch& batch, const Layout& layout, const BoundRule& rule, u32 step) {
     if (!rule.loops.catch_up) return;
     std::vector<std::size_t> behind;
-    for (std::size_t row = 0; row < batch.unique; ++row)
-        if (is_behind(*record(batch.lines[row], layout.shape), step, rule.loops.misses_unwritten)) behind.push_back(row);
+    for (std::size_t row = 0; row < batch.unique; ++row) {
+        const RowCounters& counters = *row_counters(batch.lines[row], layout.shape);
+        if (is_behind(counters, step, rule.loops.misses_unwritten)) behind.push_back(row);
+    }
     if (batch.views.size() != batch.unique) batch.views = Buffer<u64>(batch.unique);  // kept: Python may hold a view
     std::copy_n(batch.lines.data(), batch.unique, batch.views.data());
     const std::vector<u64> copies = add_lines(

@@ -65,7 +65,7 @@ extern "C" __global__ void insert_rows(LineIndex index, const u64* counts, const
         if (!record_only)
             initialise_line(tile, line, SHAPE, initial, tables[i], slot_hash.key(tables[i], hashes[i]));
         else if (tile.lane == 0)
-            *record(line, SHAPE) = Record{0, 0};
+            *row_counters(line, SHAPE) = RowCounters{0, 0};
     });
 }
 
@@ -127,6 +127,6 @@ extern "C" __global__ void list_rows(LineIndex index, u64* hashes, u32* tables, 
         hashes[row] = slot.hash;
         tables[row] = slot.table;
         lines[row] = index.memory.address(row);
-        updates[row] = record(lines[row], SHAPE)->updates;
+        updates[row] = row_counters(lines[row], SHAPE)->updates;
     });
 }

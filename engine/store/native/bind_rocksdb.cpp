@@ -81,8 +81,8 @@ void bind_rocksdb(nb::module_& m) {
         .def("release_files", &RocksTier::release_files, Unlocked())
         .def("locate",
              [](const RocksTier& tier, u32 table, u64 key) {
-                 const auto record = without_gil([&] { return tier.locate(table, key); });
-                 return record ? std::optional(described(*record)) : std::nullopt;
+                 const auto counters = without_gil([&] { return tier.locate(table, key); });
+                 return counters ? std::optional(to_dict(*counters)) : std::nullopt;
              })
         .def("metrics", &metrics_of<RocksTier>)
         .def("info", &info_of)

@@ -60,7 +60,7 @@ void bind_tiers(nb::module_& m) {
              [](const FullTable& table, u32 id, u64 key) -> std::optional<nb::dict> {
                  const auto location = without_gil([&] { return table.locate(id, key); });
                  if (!location) return std::nullopt;
-                 nb::dict row = described(location->record);
+                 nb::dict row = to_dict(location->counters);
                  row["line"] = location->line;
                  return row;
              })
@@ -133,7 +133,7 @@ void bind_packed_rows(nb::module_& m) {
     m.def(
         "join_rows",
         [](InVector<u8> before, InVector<u8> after, std::size_t row_bytes) {
-            require(row_bytes >= packed_bytes_of(0), "row_bytes is too small for a row with its record");
+            require(row_bytes >= packed_bytes_of(0), "row_bytes is too small for a row with its counters");
             const PackedRows older = packed(before, row_bytes), newer = packed(after, row_bytes);
             Joined joined = without_gil([&] { return join_rows(older, newer); });
             return std::make_pair(own(std::move(joined.gone)), own(std::move(joined.state)));

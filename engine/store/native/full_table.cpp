@@ -58,7 +58,7 @@ u32 Lines::allocate(Arena& arena, u32 line_bytes) {
 
 void Lines::release(u32 row, const LineShape& shape) {
     const u64 line = address(row, shape.line_bytes);
-    record(line, shape)->updates = 0;
+    row_counters(line, shape)->updates = 0;
     std::memcpy(floats(line), &first_free_, sizeof first_free_);
     first_free_ = row + 1;
     ++free_;
@@ -186,7 +186,7 @@ void FullTable::read(const RowSpan& rows, bool* is_hit, bool) {
         for (std::size_t i = begin; i < end; ++i) {
             if (i + AHEAD < end) index.prefetch_row(rows.hashes[i + AHEAD], rows.tables[i + AHEAD]);
             const u32 row = index.find(rows.hashes[i], rows.tables[i]);
-            is_hit[i] = row != 0 && record(line_of(bucket, row), shape_)->updates > 0;
+            is_hit[i] = row != 0 && row_counters(line_of(bucket, row), shape_)->updates > 0;
             counter.add(rows.tables[i], is_hit[i]);
             if (is_hit[i]) copy_line(THREAD, rows.lines[i], line_of(bucket, row), shape_);
         }
@@ -232,7 +232,7 @@ std::optional<FullTable::Location> FullTable::locate(u32 table, u64 key) const {
     const u64 hash = slot_hash(table, key);
     const u32 row = index_.reader(bucket_of(hash)).find(hash, table);
     if (!row) return std::nullopt;
-    return Location{row - 1, *record(line_of(bucket_of(hash), row), shape_)};
+    return Location{row - 1, *row_counters(line_of(bucket_of(hash), row), shape_)};
 }
 
 std::vector<TableRow> FullTable::list(u32 bucket) const {
@@ -257,7 +257,7 @@ std::vector<u8> FullTable::scan(u32 bucket) const {
     u8* out = packed.data();
     for (std::size_t i = 0; i < rows.size(); ++i) {
         if (i + AHEAD < rows.size()) prefetch_bytes(rows[i + AHEAD].line, shape_.line_bytes);
-        if (record(rows[i].line, shape_)->updates > 0)
+        if (row_counters(rows[i].line, shape_)->updates > 0)
             out = pack_row(out, rows[i].table, rows[i].key, floats(rows[i].line), shape_);
     }
     packed.resize(static_cast<std::size_t>(out - packed.data()));

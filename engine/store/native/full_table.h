@@ -122,7 +122,7 @@ public:
         return segments_[segment] + (r - (static_cast<u64>(BASE) << segment)) * line_bytes;
     }
     u32 allocate(Arena& arena, u32 line_bytes);
-    // Resets the line's record, so that the row counts as never updated.
+    // Resets the line's counters, so that the row counts as never updated.
     void release(u32 row, const LineShape& shape);
     u32 size() const { return size_; }  // includes free lines
     u32 used() const { return size_ - free_; }
@@ -158,10 +158,10 @@ public:
     void erase(const RowSpan& rows) override;
     bool on_disk() const override { return false; }
 
-    // A row's line number within its bucket, and its record. Does not count as a hit.
+    // A row's line number within its bucket, and its counters. Does not count as a hit.
     struct Location {
         u32 line;
-        Record record;
+        RowCounters counters;
     };
     std::optional<Location> locate(u32 table, u64 key) const;
 

@@ -22,9 +22,9 @@ const char* RowCheck::problem(const PackedRows& rows) {
         if (int32_ && static_cast<u64>(static_cast<i64>(static_cast<i32>(key))) != key)
             return "it has keys that are not int32";
         if (has_record) {
-            Record record;
-            std::memcpy(&record, rows.row(i + 1) - sizeof record, sizeof record);
-            if (record.updates == 0) return "it has rows whose update count is 0";
+            RowCounters counters;
+            std::memcpy(&counters, rows.row(i + 1) - sizeof counters, sizeof counters);
+            if (counters.updates == 0) return "it has rows whose update count is 0";
         }
     }
     return nullptr;

@@ -265,7 +265,7 @@ std::size_t RocksTier::read_sorted(rocksdb::DB& db, const RowSpan& rows, const S
     return hits;
 }
 
-std::optional<Record> RocksTier::locate(u32 table, u64 key) const {
+std::optional<RowCounters> RocksTier::locate(u32 table, u64 key) const {
     require_open();
     const std::shared_lock opened(opening_);
     const u32 bucket = bucket_of(hash_row(table, key));
@@ -278,9 +278,9 @@ std::optional<Record> RocksTier::locate(u32 table, u64 key) const {
     if (status.IsNotFound()) return std::nullopt;
     check(status, folder_, "read");
     check_size("row", value.size(), stored_bytes_of(shape_.width), folder_);
-    Record record;
-    std::memcpy(&record, value.data() + shape_.width * sizeof(float), sizeof record);
-    return record;
+    RowCounters counters;
+    std::memcpy(&counters, value.data() + shape_.width * sizeof(float), sizeof counters);
+    return counters;
 }
 
 void RocksTier::write(const RowSpan& rows) {

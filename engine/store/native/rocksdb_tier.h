@@ -1,6 +1,6 @@
 // The RocksDB tier: the last tier of a stack, on disk. Buckets are dealt out to shards, and each shard is one RocksDB
 // database. RocksDB's key is (bucket u8, table u32, key u64), big-endian, so iterators return rows in scan order. The
-// value is the line: values and record.
+// value is the line: values and counters.
 //
 // A read sorts its rows by key and splits them into MultiGets for many threads, since a disk needs many reads in
 // flight. A write puts each shard's rows into WriteBatches. Shards write in parallel, but each shard's writes run one
@@ -59,8 +59,8 @@ public:
     void write(const RowSpan& rows) override;
     void erase(const RowSpan& rows) override;
     bool on_disk() const override { return true; }
-    // Returns a row's record. Does not count as a hit.
-    std::optional<Record> locate(u32 table, u64 key) const;
+    // Returns a row's counters. Does not count as a hit.
+    std::optional<RowCounters> locate(u32 table, u64 key) const;
     void flush();
     // Call before rows are written or erased.
     void make_writable();

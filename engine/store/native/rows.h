@@ -24,7 +24,7 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "rows are stored little
 
 inline std::size_t packed_bytes_of(u32 width) { return sizeof(u32) + sizeof(u64) + stored_bytes_of(width); }
 
-// stored: values and record, as in a line. Returns the end of the packed row.
+// stored: values and counters, as in a line. Returns the end of the packed row.
 inline u8* pack_row(u8* out, u32 table, u64 key, const void* stored, const LineShape& shape) {
     std::memcpy(out, &table, sizeof table);
     std::memcpy(out + sizeof table, &key, sizeof key);

@@ -45,7 +45,7 @@ void TableImage::save_before_images(const Batch& batch) {
             const u64 hash = batch.hashes[i];
             const u32 table = batch.tables[i];
             if ((own_lines && own_lines[i]) || is_read(bucket, hash, table) || index.find(hash, table)) continue;
-            const bool is_written = record(batch.lines[i], shape_)->updates > 0;
+            const bool is_written = row_counters(batch.lines[i], shape_)->updates > 0;
             save_before_image(bucket, hash, table, is_written ? floats(batch.lines[i]) : nullptr);
         }
     });
@@ -110,7 +110,7 @@ std::size_t TableImage::next(u8* out, std::size_t max_rows) {
             std::memcpy(out, &saved.rows[(number - 1) * bytes], bytes);
             out += bytes;
         } else {
-            if (record(row.line, shape_)->updates == 0) continue;
+            if (row_counters(row.line, shape_)->updates == 0) continue;
             out = pack_row(out, row.table, row.key, floats(row.line), shape_);
         }
         ++n;

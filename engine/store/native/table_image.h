@@ -42,7 +42,7 @@ private:
     };
 
     bool is_read(u32 bucket, u64 hash, u32 table) const;
-    // stored: the row's values and record; null if the row was not in the table.
+    // stored: the row's values and counters; null if the row was not in the table.
     void save_before_image(u32 bucket, u64 hash, u32 table, const void* stored);
 
     const FullTable& table_;
