@@ -1,4 +1,4 @@
-"""Optimizers that OneFlow's `one_embedding` has under other names than tierbed."""
+"""Optimizers whose names in OneFlow's `one_embedding` differ from tierbed's."""
 
 from __future__ import annotations
 

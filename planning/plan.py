@@ -51,7 +51,7 @@ class Curve(NamedTuple):
 
 
 class Plan:
-    """Predicted hit rates of an LRU cache that all tables of an embedding share. `plan` makes it; it prints as a table.
+    """Predicted hit rates of an LRU cache that all tables of an embedding share, from `plan`. It prints as a table.
 
     Hits are counted as in an embedding's metrics: each distinct row of a batch once.
 
@@ -266,14 +266,14 @@ def plan(
         state: Optimizer state elements per row: 0 for SGD; `dim` for SGD with momentum and Adagrad; `2 * dim` for Adam,
             AdamW and CatchUpAdam; 1 for RowWiseAdagrad (docs/optimizers.md lists all).
         tables: How many tables the embedding has.
-        padding_idx: The padding id, as for an embedding. It is not counted.
+        padding_idx: The padding id, as for an embedding. Padding is not counted.
         warmup: How many batches at the start only fill the cache and are not counted.
         samples: How many row uses to keep in memory. If the trace has more, only a fraction of its rows is followed.
-        memory_mb: The MiB to divide as `cache_budget_mb="auto"` would. Default: the memory that is free here, given
-            the machine and its cgroups.
+        memory_mb: The MiB to divide as `cache_budget_mb="auto"` would. Default: the free memory of the machine and of
+            this process's cgroups.
         world_size: Predict for this many ranks. Rows are divided among the ranks, and each batch is divided into equal
-            consecutive parts. `Plan.ranks` then holds what ranks would exchange, and a cache size means the caches of
-            all ranks together.
+            consecutive parts. `Plan.ranks` then holds what ranks would exchange, and cache sizes are sums over all
+            ranks.
         dtype: The dtype of stored rows, as for an embedding.
         state_dtype: The optimizer state's dtype, as for an embedding.
 
@@ -405,7 +405,7 @@ class RankPlan:
 
     @property
     def dedup(self) -> float:
-        """Ids looked up per row requested."""
+        """Ids looked up per requested row."""
         return float(self.lookups.sum() / max(self.ids.sum(), 1))
 
     @property

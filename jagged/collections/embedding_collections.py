@@ -54,8 +54,8 @@ class EmbeddingBagCollection(TableCollection):
         key_type: Id dtype. Other integer dtypes are converted.
         seed: Determines initial rows, together with embedding and table names.
         output_dtype: Dtype for results and gradients.
-        share: Another collection. A table that both have is looked up in its embedding; `store_options` apply to
-            the other tables.
+        share: Another collection. Tables that are also in `share` are looked up in its embeddings; `store_options`
+            apply to the other tables.
         device: Lookup device. "meta" computes only shapes and allocates nothing.
         world: A `tierbed.distributed.World` whose ranks divide the rows. Shared tables keep their own world.
         state_dtype: Dtype for per-element optimizer state: torch.float32 or torch.bfloat16.
@@ -140,7 +140,7 @@ class EmbeddingBagCollection(TableCollection):
             yield embedding, check_lookup(embedding.spec, *arguments, numbers, len(keys))
 
     def _add_feature(self, config: EmbeddingBagConfig, feature: str) -> int:
-        """Add a table's feature to the first lookup that can hold it. Returns the lookup's index."""
+        """Add a table's feature to the first lookup in its embedding without it. Returns the lookup's index."""
         embedding, table = self.table_location(config.name)
         pooling = config.pooling.value.lower()
         candidates = (entry for entry in self._lookups if (entry.embedding, entry.pooling) == (embedding, pooling))

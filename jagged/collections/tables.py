@@ -73,7 +73,7 @@ class TableView(NamedTuple):
 
     @property
     def weight(self) -> Tensor:
-        """A copy of the rows [num_embeddings, dim]. In-place writes raise InputError. On meta, only the shape.
+        """A copy of the rows [num_embeddings, dim]. In-place writes raise InputError. On meta it has only a shape.
 
         Raises InputError if the table accepts any id.
         """
@@ -126,7 +126,7 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
         key_type: torch.dtype = torch.int64,
         **options: Any,
     ) -> None:
-        """Make an embedding per table group, and join them in one training group. options: for each embedding."""
+        """Make an embedding per table group, all in one training group. options: further arguments of each."""
         for group, tables in groups.items():
             if "." in group:
                 raise OptionError(f"name={self.name!r}: it names modules; use no dots")
@@ -213,7 +213,7 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
         return {name: states[embedding][number] for name, (embedding, number, _) in dense.items()}
 
     def _load_rows(self, weights: Mapping[str, Tensor], states: Mapping[str, Mapping[str, Any]], step: Any) -> None:
-        """Call `load_dense` on each embedding, with arguments by table name. Checks all before it changes any."""
+        """Call `load_dense` on each embedding. Arguments are by table name. Checks all before it changes any."""
         loads = []
         for embedding in self.each():
             rows = {name: weights[name] for name in self._tables if self.embedding_of(name) is embedding}
@@ -232,7 +232,7 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
 
         A later lookup raises ClosedError.
         """
-        with ExitStack() as stack:  # closes the others even if one raises
+        with ExitStack() as stack:  # if one close raises, the others still run
             for embedding in self._snapshot_embeddings():
                 stack.callback(embedding.close)
 

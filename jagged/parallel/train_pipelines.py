@@ -73,8 +73,8 @@ class TrainPipelineBase:
             StopIteration: After the loader's last batch.
             InputError, OptionError: If the model's result or the optimizer is unsuitable.
 
-        A loader's other exceptions are raised too, after the batches before them. If a step raises, its batch is used
-        up, as in a plain loop; the next call continues with the next batch.
+        A loader's other exceptions are raised too, after the batches before them. If a step raises, its batch is
+        dropped, as in a plain loop; the next call continues with the next batch.
         """
         if not hasattr(dataloader_iter, "__next__"):
             raise InputError(f"dataloader_iter={type(dataloader_iter).__name__}: give an iterator, iter(loader)")
@@ -143,7 +143,7 @@ class TrainPipelineBase:
             embedding.forget_announced()
 
     def _announce(self, batch: Any) -> None:
-        """Announce a batch if its features are where they were in the first batch. Otherwise no rank prefetches it."""
+        """Announce a batch if its features are at the first batch's paths. Otherwise no rank prefetches it."""
         for collection in self._collections():
             features, embeddings = _part(batch, self._paths.get(collection)), [*collection.each()]
             has_ranks = collection in self._paths and any(embedding.world for embedding in embeddings)

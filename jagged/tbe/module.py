@@ -154,7 +154,7 @@ class TableBatchedEmbeddingBags(TableModule):
         self._rows: RowOptimizer | None = None
         state_dtype, widths = torch.float32, {dim: dim for dim in dims}
         if self._settings is not None:
-            # autograd reaches lookups through it; it is empty, so dense optimizers do not change it
+            # autograd reaches lookups through `anchor`; it is empty, so dense optimizers do not change it
             self.anchor = nn.Parameter(torch.zeros(0))
             dense = self._settings.make_optimizer([self.anchor])
             self._group = dense.param_groups[0]
@@ -163,7 +163,7 @@ class TableBatchedEmbeddingBags(TableModule):
             state_name = check_state_dtype(state_dtype)
             widths = {dim: self._rows.row_state(dim, state_name).form(dim, DTYPES[dtype]).width for dim in dims}
             unused += self._settings.idle()
-        if seed is None:  # two modules without names hold different tables
+        if seed is None:  # two modules without names contain different tables
             seed = next_seed(world is not None) if name is None and table_names is None else 0
         groups = group_tables(prefix, tables)
         stores = stores_for(groups, store_options, algorithm, cache_load_factor, widths, unused)
@@ -173,7 +173,7 @@ class TableBatchedEmbeddingBags(TableModule):
         self._updaters = []
         if self._rows is not None:
             for embedding in self.each():
-                embedding.shadow.requires_grad_(False)  # so that no EagerOptimizer or graph trains it as well
+                embedding.shadow.requires_grad_(False)  # so that no EagerOptimizer or graph also trains the rows
                 embedding.use_optimizer(self._rows)
                 self._updaters.append(FusedUpdater(embedding, self._rows, clip))
         numbers = {group: number for number, group in enumerate(groups)}
@@ -203,8 +203,8 @@ class TableBatchedEmbeddingBags(TableModule):
             offsets: int64 or int32 [features * batch + 1], feature by feature.
             per_sample_weights: Floats [n]. A bag's result is sum(weight * row); MEAN divides it by the bag's number of
                 indices. Not allowed with PoolingMode.NONE.
-            feature_requires_grad: Integers [features]; 0 means that the feature's weights get no gradient. None means
-                all do.
+            feature_requires_grad: Integers [features]; 0 means that the feature's weights get no gradient. With None,
+                the weights of all features do.
             batch_size_per_feature_per_rank: Number of bags per feature and rank. Offsets are then [all bags + 1].
             unsupported: FBGEMM's other arguments are refused. hash_zch_* are ignored, with one warning.
 
@@ -330,7 +330,7 @@ class TableBatchedEmbeddingBags(TableModule):
 
     @property
     def iter(self) -> Tensor:
-        """Update count so far, as FBGEMM counts them for Adam's bias correction: a copy, int64 [1]."""
+        """Update count so far, as used in FBGEMM for Adam's bias correction: a copy, int64 [1]."""
         steps = [embedding.table_handle().local_table.step for embedding in self.each()]
         return torch.tensor([max(steps) + (0 if self._rows is None else self._rows.shift)])
 

@@ -199,7 +199,7 @@ class Jagged(TensorContainer, registered=False):
         return self._offsets.diff()
 
     def offsets(self) -> Tensor:
-        """Return where each bag begins, followed by the last bag's end: int64 [bags + 1]."""
+        """Return the index at which each bag begins, then the last bag's end: int64 [bags + 1]."""
         return self._offsets
 
     lengths_or_none, offsets_or_none = lengths, offsets  # in TorchRec one of them may be unknown
@@ -284,7 +284,7 @@ class JaggedTensor(Jagged):
 
     @classmethod
     def empty_like(cls, jt: Self, device: torch.device | str | None = None) -> Self:
-        """Return a feature without samples and with equal dtypes.
+        """Return a feature without samples, with the dtypes of `jt`.
 
         If `device` is given, return uninitialized tensors with equal shapes on that device. Raises InputError.
         """

@@ -1,4 +1,4 @@
-"""Argument checks for jagged and keyed tensors, including code that must not read values during a trace."""
+"""Argument checks for jagged and keyed tensors. During a trace they must not read values."""
 
 from __future__ import annotations
 
