@@ -54,7 +54,7 @@ def watch(
 
 
 def changes(before: View | None, now: View) -> Iterator[dict[str, Any]]:
-    """Yield the differences between two polls as dicts. Their `event` is one of
+    """Yield the differences between two polls as dicts. Each dict's `event` is one of
 
     - "store", with `state`, `holder` and `step`, if one of the three changed;
     - "saved", with a snapshot's entry, and "removed", with its `name`;

@@ -51,7 +51,7 @@ class Curve(NamedTuple):
 
 
 class Plan:
-    """Predicted hit rates of an LRU cache that all tables of an embedding share, from `plan`. It prints as a table.
+    """Predicted hit rates of an LRU cache that all tables of an embedding share, from `plan`. A plan prints as a table.
 
     Hits are counted as in an embedding's metrics: each distinct row of a batch once.
 
@@ -109,7 +109,7 @@ class Plan:
     def overflow_mb(self, budget_mb: float) -> float:
         """Returns the default `overflow_mb` for a `cached_ssd` with a cache of `budget_mb`.
 
-        It equals `budget_mb`, up to 192 MiB, but has room for at least two batches.
+        The default equals `budget_mb`, up to 192 MiB, but has room for at least two batches.
         """
         batches_mb = 2 * self._max_batch_rows * self._overflow_row_bytes / MB
         return max(default_overflow_mb("cached_ssd", budget_mb), batches_mb)
@@ -149,7 +149,7 @@ class Plan:
     def division(self, capacity: int | None = None) -> MemorySplit:
         """Returns how a `cached_ssd` on the CPU with `cache_budget_mb="auto"` would divide `memory_mb`.
 
-        `capacity` is as the store's option; other options keep their defaults. Raises OptionError if `memory_mb` is
+        `capacity` is the store option; other options have their defaults. Raises OptionError if `memory_mb` is
         None.
         """
         if self.memory_mb is None:

@@ -91,11 +91,11 @@ class Depths(NamedTuple):
 
     before: I64  # the index of the same row's previous use, or -1
     newer: I64  # distinct rows used by batches between the previous use and this one
-    tied: I64  # other rows whose last use before this one was in the same batch as the previous use
+    tied: I64  # other rows that were last used in the batch of the previous use
 
 
 def depths(uses: Uses) -> Depths:
-    """Compute the depths. They are exact for these uses."""
+    """Compute the depths. The result is exact for these uses."""
     count, batches = len(uses.batch), int(uses.batch[-1]) + 1 if len(uses.batch) else 0
     before = np.full(count, -1)
     order = np.argsort(uses.row, kind="stable")

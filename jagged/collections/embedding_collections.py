@@ -1,4 +1,4 @@
-"""TorchRec's embedding collections. They look up a batch's features.
+"""TorchRec's embedding collections, modules that look up a batch's features.
 
 `EmbeddingBagCollection` returns one pooled row per sample and feature; `EmbeddingCollection` returns one row per id.
 """
@@ -156,7 +156,7 @@ class EmbeddingBagCollection(TableCollection):
         """Return the batch's weights as float32. Raises InputError if there are none."""
         if (weights := batch.weights_or_none()) is None:
             remedy = "give weights to the KeyedJaggedTensor, or make the collection with is_weighted=False"
-            raise InputError(f"features of {self.name!r}: is_weighted=True, and the batch has no weights; {remedy}")
+            raise InputError(f"features of {self.name!r}: is_weighted=True, but the batch has no weights; {remedy}")
         return weights.float()
 
     def _rows(self, lookup: _PooledLookup, batch: KeyedJaggedTensor, weights: Tensor | None) -> Tensor:
@@ -311,7 +311,7 @@ class EmbeddingCollection(TableCollection):
         """Return the dim of all tables, or -1 if there are none. Raises InputError if dims differ."""
         dims = {config.embedding_dim for config in self.configs}
         if len(dims) > 1:
-            raise InputError(f"embedding_dim of {self.name!r}: tables have {sorted(dims)}; read it from a config")
+            raise InputError(f"embedding_dim of {self.name!r}: tables have dims {sorted(dims)}; read a config's")
         return dims.pop() if dims else -1
 
     def embedding_names_by_table(self) -> list[list[str]]:

@@ -283,7 +283,7 @@ class TableCollection(TableModule):
             stores = assign_stores(store, store_requests(groups))
             self._make_embeddings(groups, stores, seed, key_type, **options)
         elif store_options is not None and configs:
-            raise OptionError("store_options: share has every table, with its store; leave store_options out")
+            raise OptionError("store_options: all tables are in share, with their store; leave store_options out")
         views = self.embeddings.tables
         views |= {name: views.pop(name) for name in names}  # in config order, for state_dict
         if device is not None:
@@ -301,7 +301,7 @@ class TableCollection(TableModule):
     def to_torchrec_state_dict(self) -> dict[str, Tensor]:
         """Return the tables as TorchRec's collection returns them from `state_dict()`.
 
-        `load_state_dict` accepts the result. It resets optimizer state; `load_torchrec_optimizer_state` restores it.
+        `load_state_dict` accepts the result and resets optimizer state; `load_torchrec_optimizer_state` restores it.
 
         Returns:
             {TorchRec's parameter name: a copy [num_embeddings, dim] of the table in its dtype}.

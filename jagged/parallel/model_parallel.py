@@ -136,7 +136,7 @@ class DistributedModelParallel(nn.Module):
 class InBackward:
     """The optimizers that torch steps during backward: `params` by name, `param_groups` and `state_dict()`.
 
-    It can be an item of TorchRec's CombinedOptimizer, since it unpacks to a (name, optimizer) pair.
+    An InBackward can be an item of TorchRec's CombinedOptimizer, because it unpacks to a (name, optimizer) pair.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -201,7 +201,7 @@ _STREAM_ARGUMENTS = {
 
 
 class TrainPipelineSemiSync:
-    """Not supported. It looks rows up before the previous step's update, so results differ from a plain loop."""
+    """Not supported: it looks rows up before the previous step's update, so results differ from a plain loop."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise OptionError(

@@ -203,8 +203,8 @@ class TableBatchedEmbeddingBags(TableModule):
             offsets: int64 or int32 [features * batch + 1], feature by feature.
             per_sample_weights: Floats [n]. A bag's result is sum(weight * row); MEAN divides it by the bag's number of
                 indices. Not allowed with PoolingMode.NONE.
-            feature_requires_grad: Integers [features]; 0 means that the feature's weights get no gradient. With None,
-                the weights of all features do.
+            feature_requires_grad: Integers [features]; 0 means that the feature's weights get no gradient. None
+                gives all weights gradients.
             batch_size_per_feature_per_rank: Number of bags per feature and rank. Offsets are then [all bags + 1].
             unsupported: FBGEMM's other arguments are refused. hash_zch_* are ignored, with one warning.
 

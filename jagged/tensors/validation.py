@@ -36,7 +36,7 @@ def statically_true(condition: bool | torch.SymBool) -> bool:
 
 
 def is_empty(value: object) -> bool:
-    """True for a tensor without elements. In a trace, True only if it is empty for all sizes."""
+    """True for a tensor without elements. In a trace, True only if the tensor is empty for all sizes."""
     return isinstance(value, Tensor) and not value.is_nested and statically_true(value.numel() == 0)
 
 
