@@ -24,7 +24,7 @@ def complete_names(ctx: typer.Context, incomplete: str) -> list[str]:
     store = ctx.params.get("store") or next(iter(ctx.args), ".")
     try:
         folders = [path.name for path in Path(store, "snapshots").glob("[!.]*/")]
-    except OSError:  # the path is too long, or may not be read
+    except OSError:  # the path is too long, or this user may not read it
         return []
     return sorted(name for name in folders if name.startswith(incomplete) and name.isprintable())
 

@@ -77,7 +77,7 @@ def checked_stdout() -> Iterator[None]:
     Prints a message, except for a closed pipe. Characters that stdout's encoding lacks are printed as escapes.
     """
     stdout = sys.stdout
-    if not isinstance(stdout, TextIOWrapper):  # no stdout, or replaced by a program that calls `main`
+    if not isinstance(stdout, TextIOWrapper):  # there is no stdout, or a program that calls `main` replaced it
         yield
         return
     stdout.reconfigure(errors="backslashreplace")

@@ -165,7 +165,7 @@ class Plan:
 
         Args:
             table: Count only this table's rows. The cache is still shared by all tables.
-            points: The number of cache sizes. Each is the previous one times a constant.
+            points: The number of cache sizes. Each size is the previous size times a constant.
 
         Raises:
             OptionError: An argument is wrong.

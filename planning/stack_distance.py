@@ -5,7 +5,7 @@ depth in the LRU stack. One pass over a trace yields the depth of every use, and
 size (Mattson's stack algorithm).
 
 The engine's cache serves batches of distinct rows: all rows of a batch hit or miss when the batch begins, and do not
-evict each other. So a depth counts two kinds of rows: those used by later batches, and tied rows, used by the same
+evict each other. So a depth counts two kinds of rows: rows that later batches used, and tied rows of the same
 batch. Because the real cache is set-associative, `Model` turns depths into probabilities.
 """
 
@@ -25,7 +25,7 @@ F64 = NDArray[np.float64]
 
 ROUNDS = 6  # iterations to the model's fixed point; after three it changes little
 PER_ROW = 100  # table entries per unit of load
-_LOADS = np.arange(80 * PER_ROW + 1) / PER_ROW  # mean rows per group; at 80, GROUP ways practically never suffice
+_LOADS = np.arange(80 * PER_ROW + 1) / PER_ROW  # mean rows per group; if it is 80, GROUP ways practically never suffice
 
 
 class Uses(NamedTuple):
@@ -87,7 +87,7 @@ class Sample:
 
 
 class Depths(NamedTuple):
-    """Where each use finds its row in the stack, counted in sampled rows. Arrays are [n]."""
+    """The depth at which each use finds its row in the stack, counted in sampled rows. Arrays are [n]."""
 
     before: I64  # the index of the same row's previous use, or -1
     newer: I64  # distinct rows used by batches between the previous use and this one

@@ -141,7 +141,7 @@ def _write_buffers(options: CachedSsdOptions, sizes: Sequence[int]) -> list[str]
 
 
 def _divide(whole: int, weights: Sequence[int], minimum: Sequence[int]) -> list[int] | None:
-    """Divide in proportion to weights, each part at least its minimum. None if the minimums exceed the whole."""
+    """Divide in proportion to weights, each part at least its minimum. None if the minimums exceed `whole`."""
     if sum(minimum) > whole:
         return None
     raised: set[int] = set()  # indices of parts that are raised to their minimum

@@ -23,7 +23,7 @@ Path = tuple[Callable[[Any], Any], ...]  # the attribute and item accesses that 
 
 
 class TrainPipelineBase:
-    """Trains a model that returns (losses, output) for a batch. In eval mode it only calls the model.
+    """Trains a model that returns (losses, output) for a batch. In eval mode, the pipeline only calls the model.
 
     Args:
         model: The model.
@@ -36,7 +36,7 @@ class TrainPipelineBase:
         OptionError: If an argument is invalid.
     """
 
-    _ahead = 0  # how many later batches are held while a step runs
+    _ahead = 0  # how many later batches are already drawn while a step runs
 
     def __init__(
         self,

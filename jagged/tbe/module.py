@@ -344,7 +344,7 @@ class TableBatchedEmbeddingBags(TableModule):
             embedding.table_handle().local_table.flush()
 
     def reset_cache_states(self) -> None:
-        """Do nothing. Caches are always consistent here, since `load_dense` and `put` write through them."""
+        """Do nothing. Caches are always consistent, because `load_dense` and `put` write through them."""
 
     def reset_embedding_weight_momentum(
         self, pruned_indices: Tensor, pruned_indices_offsets: Tensor, logical_table_ids: Tensor, buffer_ids: Tensor
@@ -394,7 +394,7 @@ class TableBatchedEmbeddingBags(TableModule):
                 f"TableBatchedEmbeddingBags {self.name!r} updates its rows in backward, and a graph updates them after "
                 "it; make it with OptimType.NONE, and give its parameters() to an optimizer for add_optimizer"
             )
-        # FBGEMM allocates gradients by total_unique_indices; tierbed does not need it
+        # FBGEMM allocates gradients by total_unique_indices; tierbed ignores this argument
         ignored = ("total_unique_indices", *IDLE_CALL) if self._rows is None else IDLE_CALL
         if not self._has_warned_idle and any(unsupported.get(name) is not None for name in IDLE_CALL):
             self._has_warned_idle = True

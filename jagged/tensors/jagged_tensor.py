@@ -155,7 +155,7 @@ def pad(values: Tensor, offsets: Tensor, length: int, padding_value: float = 0.0
     padding = values.new_full((1, *values.shape[1:]), padding_value)
     index = offsets[:-1].unsqueeze(1) + torch.arange(1, length + 1, device=offsets.device)
     rows = torch.cat([padding, values])
-    # F.embedding's backward skips row 0, the padding, and adds a gradient to each other row once
+    # F.embedding's backward skips row 0, the padding, and adds one gradient to each other row
     result = F.embedding(index * is_value(offsets, length), rows.flatten(1) if rows.dim() > 1 else rows[:, None], 0)
     return result.view(*index.shape, *values.shape[1:])
 

@@ -294,7 +294,7 @@ class KeyedJaggedTensor(Jagged):
         return self
 
     def sync(self) -> Self:
-        """Read where each key's values begin, so that no later call waits. Does nothing while a graph is traced."""
+        """Read each key's first value index, so that no later call waits. Does nothing while a graph is traced."""
         if not is_traced():
             self.offset_per_key()
         return self
