@@ -51,7 +51,7 @@ app.command("doctor")(doctor.doctor)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run `tierbed`. Exit codes are in docs/cli.md: 0 for success, 1 for a problem, 2 for wrong usage, and others."""
+    """Run `tierbed`. Exit codes: 0 for success, 1 for a problem, 2 for wrong usage; docs/cli.md lists all."""
     as_json = "--json" in (sys.argv if arguments is None else arguments)
     with checked_stdout():
         try:

@@ -20,11 +20,11 @@ if TYPE_CHECKING:  # commands import the engine when they run, so that --help an
 
 def complete_names(ctx: typer.Context, incomplete: str) -> list[str]:
     """Complete a snapshot name, for an argument or an option value that follows the store."""
-    # words after an option are not parsed into params yet, only into args
+    # words after an option are in `ctx.args`, and not yet in `ctx.params`
     store = ctx.params.get("store") or next(iter(ctx.args), ".")
     try:
         folders = [path.name for path in Path(store, "snapshots").glob("[!.]*/")]
-    except OSError:  # the path is too long, or may not be read
+    except OSError:  # the path is too long, or this user may not read it
         return []
     return sorted(name for name in folders if name.startswith(incomplete) and name.isprintable())
 
@@ -36,7 +36,7 @@ Store = Annotated[
 Name = Annotated[str, typer.Argument(help="The name of a snapshot.", show_default=False, autocompletion=complete_names)]
 NewName = Annotated[str, typer.Argument(help="The name of the new snapshot.", show_default=False)]
 Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace an existing one, atomically, once the new one is durable.")
+    bool, typer.Option("--overwrite", help="Replace what has this name, atomically, once the new one is durable.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Tables = Annotated[
@@ -77,7 +77,7 @@ def parse_table(text: str) -> int | str:
 
 
 def check_tables(tables: list[str] | None, snapshot: Snapshot) -> list[int] | None:
-    """Convert --table to table ids, None if it was not given. Raises BadParameter for an unknown table."""
+    """Convert --table to table ids; None without --table. Raises BadParameter for an unknown table."""
     from ..engine.options.table_names import choices, names_in, table_number
 
     names = names_in(snapshot.description)

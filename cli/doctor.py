@@ -24,7 +24,7 @@ from ..engine.errors import StoreError
 from .arguments import Json, nearest_existing
 from .output import PROBLEM, aligned, print_json, size
 
-MIN_OPEN_FILES = 4096  # with fewer, RocksDB keeps opening and closing its files
+MIN_OPEN_FILES = 4096  # with a lower limit, RocksDB keeps opening and closing its files
 _NEEDED = "numpy", "torch", "lazy-loader", "msgpack", "safetensors"  # besides the command line's own packages
 _EXTRAS = {  # {extra: (its modules, what it is for)}
     "parquet": (("pyarrow",), "export and import of Parquet"),
@@ -42,7 +42,7 @@ class Check(NamedTuple):
     value: str  # the result, or the error
     remedy: str | None = None
     fatal: bool = False  # nothing works without it
-    optional: bool = False  # only the feature that `value` names needs it
+    optional: bool = False  # needed only by the feature that `value` names
 
     @property
     def state(self) -> str:
@@ -157,7 +157,7 @@ def _cupy() -> str:
 
 
 def _disk_checks(path: Path) -> Iterator[Check]:
-    """Check a folder, or its nearest existing parent, which one of the checks then names."""
+    """Check a folder. If it does not exist, check its nearest existing parent, and say so."""
     folder = nearest_existing(path)
     if not folder.is_dir():
         yield Check("folder", False, f"{folder} is not a folder", "give a folder, or the path of a new one")

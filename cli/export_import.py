@@ -32,9 +32,9 @@ def export(
     store: Store,
     name: Name,
     path: Annotated[Path, typer.Argument(metavar="PATH", help="The file or folder to write.", show_default=False)],
-    format: Annotated[Format | None, typer.Option(help="File format. By default, the suffix of PATH.")] = None,
+    format: Annotated[Format | None, typer.Option(help="File format. Default: by the suffix of PATH.")] = None,
     table: Tables = None,
-    weights_only: Annotated[bool, typer.Option("--weights-only", help="Without optimizer state.")] = False,
+    weights_only: Annotated[bool, typer.Option("--weights-only", help="Leave out optimizer state.")] = False,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
@@ -100,7 +100,7 @@ def import_(
     create: Annotated[bool, typer.Option("--create", help="Create the store folder if it does not exist.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Make a snapshot from rows that `export` or another program wrote. Then `load` makes them the live rows.
+    """Make a snapshot from rows that `export` or another program wrote. `load` then makes these rows the live rows.
 
     Example: tierbed snapshot import store/users pretrained model.pt --tensor emb.weight
     """

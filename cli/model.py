@@ -22,10 +22,10 @@ def stores_at(path: Path) -> dict[Path, str]:
 
 
 def serving_processes(stores: Iterable[Path], timeout: float, as_json: bool) -> dict[Path, int]:
-    """Return {store: process id} for the stores that a process has open and serves.
+    """Return {store: process id} for the stores that a process has open and answers requests for.
 
-    Exits with `IN_USE` if a process holds a store open but does not serve it, for example a command. Raises StoreError
-    if the process is stopped.
+    Exits with `IN_USE` if a process has a store open but answers no requests, for example another command. Raises
+    StoreError if the process is stopped.
     """
     from ..snapshots.control.client import request_status
     from ..snapshots.store.folder_state import holder
@@ -40,7 +40,7 @@ def serving_processes(stores: Iterable[Path], timeout: float, as_json: bool) -> 
 def save_together(
     stores: list[Path], name: str, kind: str, overwrite: bool, timeout: float, advance: ProgressCallback, as_json: bool
 ) -> list[Manifest]:
-    """Save a snapshot of each store. The process that has stores open saves them together; this one saves the others.
+    """Save a snapshot of each store. The process that has stores open saves these together; this one saves the rest.
 
     Exits with `IN_USE` if several processes have stores open. Raises StoreError, SnapshotError, OptionError.
     """

@@ -30,8 +30,8 @@ def options(
 ) -> None:
     """Check a store options file, and show each embedding's resulting options, memory and disk space.
 
-    The file is the one for load_store_options. Opens no store and creates no folder. Exits with 1 for an unknown or
-    invalid option.
+    FILE is a file for load_store_options. The command opens no store and creates no folder. Exits with 1 for an unknown
+    or invalid option.
 
     Example: tierbed store options deploy.toml
     """
@@ -81,7 +81,7 @@ def options(
 
 
 def _memory(options: StoreOptions) -> dict[str, int | str | None]:
-    """Return {part: its bytes}. "auto" means a part of free memory; None means that it depends on the rows.
+    """Return {part: its bytes}. "auto" is a share of free memory; None means that the size depends on the rows.
 
     Without a GPU the device cache is in host memory, with an overflow area.
     """
@@ -107,7 +107,7 @@ def _memory(options: StoreOptions) -> dict[str, int | str | None]:
 
 
 def _disk(options: StoreOptions, name: str) -> dict[str, Any] | None:
-    """Return the paths of rows and snapshots, free bytes there, and the bytes of all rows (None if unknown).
+    """Return the paths of rows and snapshots, their free bytes, and the bytes of all rows (None if unknown).
 
     Returns None if rows are not stored. Raises OptionError for an invalid path, and if the rows exceed the disk.
     """
@@ -136,9 +136,9 @@ def _disk(options: StoreOptions, name: str) -> dict[str, Any] | None:
 
 
 def _disks(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return for each file system the bytes of all rows, as far as known, and the space for them.
+    """Return for each file system the bytes of all rows, as far as known, and the space for these rows.
 
-    A store's present files count as space for its rows, except snapshots.
+    Space that a store's files occupy now, except snapshots, counts as free for its rows.
     """
     disks: dict[int, dict[str, Any]] = {}
     for name, disk in ((name, result["disk"]) for name, result in results.items()):

@@ -35,7 +35,7 @@ def print_json(value: Any, indent: int | None = 2) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to one that JSON can represent, since MARK may have any content."""
+    """Convert a value to one that JSON can represent, because MARK may contain anything."""
     if isinstance(value, dict):
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -77,7 +77,7 @@ def checked_stdout() -> Iterator[None]:
     Prints a message, except for a closed pipe. Characters that stdout's encoding lacks are printed as escapes.
     """
     stdout = sys.stdout
-    if not isinstance(stdout, TextIOWrapper):  # no stdout, or replaced by a program that calls `main`
+    if not isinstance(stdout, TextIOWrapper):  # there is no stdout, or a program that calls `main` replaced it
         yield
         return
     stdout.reconfigure(errors="backslashreplace")
@@ -108,7 +108,7 @@ def print_interrupted(as_json: bool) -> None:
 
 
 def text(value: Any) -> str:
-    """Return printable text. Anything else is escaped as JSON, since names may come from foreign files."""
+    """Return printable text. Other text is escaped as JSON, because names may come from foreign files."""
     return value if isinstance(value, str) and value.isprintable() else json.dumps(value, default=str)
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def merge(store: Store, name: Name, new: NewName, overwrite: Overwrite = False, as_json: Json = False) -> None:
-    """Merge an incremental snapshot and its parents into a new full one. The old ones are kept.
+    """Merge an incremental snapshot and its parents into a new full one. The old snapshots stay.
 
     Example: tierbed snapshot merge store/users tuesday tuesday-full
     """
@@ -96,7 +96,7 @@ def prune(
 
 
 def _prune(plans: dict[Path, PrunePlan], keep_last: int, keep_every: int | None, timeout: float, as_json: bool) -> None:
-    """Prune each store, in the process that has it open or in this one. Replaces `plans` by what was done."""
+    """Prune each store, in the process that has it open, else in this process. Replaces `plans` by the results."""
     from ..snapshots.control.client import request_prune
     from ..snapshots.store import retention
     from ..snapshots.store.folder import StoreFolder
@@ -166,7 +166,7 @@ def save(
 ) -> None:
     """Save the live rows. If the store is open in a process, that process saves them.
 
-    It saves between two steps and continues to train. With a model's folder, all its stores are saved at one moment.
+    The save is made between two training steps. With a model's folder, all stores in it are saved at one moment.
 
     Example: tierbed snapshot save store/users before-retraining
     """

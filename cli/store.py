@@ -57,8 +57,8 @@ def stat(store: Store, as_json: Json = False) -> None:
 def detach(store: Store, as_json: Json = False) -> None:
     """Take a closed store out of its training group, so that it is recovered alone.
 
-    Its rows stay as they are. Use this for a copy of a store, for a store that moves to another model, and for a store
-    whose group is lost.
+    The store's rows do not change. Use this for a copy of a store, for a store that moves to another model, and for a
+    store whose group is lost.
 
     Example: tierbed store detach copy/users
     """

@@ -54,9 +54,9 @@ def watch(
 
 
 def changes(before: View | None, now: View) -> Iterator[dict[str, Any]]:
-    """Yield the differences between two polls as dicts. Their `event` is one of
+    """Yield the differences between two polls as dicts. Each dict's `event` is one of
 
-    - "store", if `state`, `holder` or `step` changed, with all three;
+    - "store", with `state`, `holder` and `step`, if one of the three changed;
     - "saved", with a snapshot's entry, and "removed", with its `name`;
     - "damaged", with `name` and `error`.
     """

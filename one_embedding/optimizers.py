@@ -1,4 +1,4 @@
-"""Optimizers that OneFlow's `one_embedding` has under other names than tierbed."""
+"""Optimizers whose names in OneFlow's `one_embedding` differ from tierbed's."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def SmartDecayAdam(
     contiguous_params: bool = False,
     fused: bool = False,
 ) -> CatchUpAdam:
-    """Return a `CatchUpAdam`. It serves the purpose of OneFlow's SmartDecayAdam, but has another formula.
+    """Return a `CatchUpAdam`, which serves the purpose of OneFlow's SmartDecayAdam with another formula.
 
     Args:
         params, lr, betas, eps: As in torch.optim.Adam.
         weight_decay, amsgrad, do_bias_correction: Only the defaults are supported.
-        contiguous_params, fused: Ignored. They configure OneFlow's dense parameters and change no result.
+        contiguous_params, fused: Ignored. In OneFlow, both configure dense parameters and change no result.
 
     Raises:
         OptimizerError: If weight_decay, amsgrad or do_bias_correction is not the default.

@@ -27,7 +27,7 @@ def _with_paths(make: Callable[Concatenate[Path, P], T]) -> Callable[Concatenate
     def call(paths: Paths, *args: P.args, **kwargs: P.kwargs) -> T:
         return make(_store_folder(paths), *args, **kwargs)
 
-    call.__doc__ = f"""`tierbed.{make.__name__}` with OneFlow's first argument. Other arguments and errors are equal.
+    call.__doc__ = f"""`tierbed.{make.__name__}` with OneFlow's first argument. Other arguments and errors are the same.
 
     Args:
         paths: The store folder, `<persistent_path>/<embedding name>`, or a list with this one item.

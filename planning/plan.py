@@ -51,7 +51,7 @@ class Curve(NamedTuple):
 
 
 class Plan:
-    """Predicted hit rates of an LRU cache that all tables of an embedding share. `plan` makes it; it prints as a table.
+    """Predicted hit rates of an LRU cache that all tables of an embedding share, from `plan`. A plan prints as a table.
 
     Hits are counted as in an embedding's metrics: each distinct row of a batch once.
 
@@ -109,7 +109,7 @@ class Plan:
     def overflow_mb(self, budget_mb: float) -> float:
         """Returns the default `overflow_mb` for a `cached_ssd` with a cache of `budget_mb`.
 
-        It equals `budget_mb`, up to 192 MiB, but has room for at least two batches.
+        The default equals `budget_mb`, up to 192 MiB, but has room for at least two batches.
         """
         batches_mb = 2 * self._max_batch_rows * self._overflow_row_bytes / MB
         return max(default_overflow_mb("cached_ssd", budget_mb), batches_mb)
@@ -149,7 +149,7 @@ class Plan:
     def division(self, capacity: int | None = None) -> MemorySplit:
         """Returns how a `cached_ssd` on the CPU with `cache_budget_mb="auto"` would divide `memory_mb`.
 
-        `capacity` is as the store's option; other options keep their defaults. Raises OptionError if `memory_mb` is
+        `capacity` is the store option; other options have their defaults. Raises OptionError if `memory_mb` is
         None.
         """
         if self.memory_mb is None:
@@ -165,7 +165,7 @@ class Plan:
 
         Args:
             table: Count only this table's rows. The cache is still shared by all tables.
-            points: The number of cache sizes. Each is the previous one times a constant.
+            points: The number of cache sizes. Each size is the previous size times a constant.
 
         Raises:
             OptionError: An argument is wrong.
@@ -266,14 +266,14 @@ def plan(
         state: Optimizer state elements per row: 0 for SGD; `dim` for SGD with momentum and Adagrad; `2 * dim` for Adam,
             AdamW and CatchUpAdam; 1 for RowWiseAdagrad (docs/optimizers.md lists all).
         tables: How many tables the embedding has.
-        padding_idx: The padding id, as for an embedding. It is not counted.
+        padding_idx: The padding id, as for an embedding. Padding is not counted.
         warmup: How many batches at the start only fill the cache and are not counted.
         samples: How many row uses to keep in memory. If the trace has more, only a fraction of its rows is followed.
-        memory_mb: The MiB to divide as `cache_budget_mb="auto"` would. Default: the memory that is free here, given
-            the machine and its cgroups.
+        memory_mb: The MiB to divide as `cache_budget_mb="auto"` would. Default: the free memory of the machine and of
+            this process's cgroups.
         world_size: Predict for this many ranks. Rows are divided among the ranks, and each batch is divided into equal
-            consecutive parts. `Plan.ranks` then holds what ranks would exchange, and a cache size means the caches of
-            all ranks together.
+            consecutive parts. `Plan.ranks` then holds what ranks would exchange, and cache sizes are sums over all
+            ranks.
         dtype: The dtype of stored rows, as for an embedding.
         state_dtype: The optimizer state's dtype, as for an embedding.
 
@@ -405,7 +405,7 @@ class RankPlan:
 
     @property
     def dedup(self) -> float:
-        """Ids looked up per row requested."""
+        """Ids looked up per requested row."""
         return float(self.lookups.sum() / max(self.ids.sum(), 1))
 
     @property

@@ -5,8 +5,8 @@ depth in the LRU stack. One pass over a trace yields the depth of every use, and
 size (Mattson's stack algorithm).
 
 The engine's cache serves batches of distinct rows: all rows of a batch hit or miss when the batch begins, and do not
-evict each other. So a depth has two parts: the rows that later batches used, and the rows that the same batch used,
-which tie with the row. Since the real cache is set-associative, `Model` turns depths into probabilities.
+evict each other. So a depth counts two kinds of rows: rows that later batches used, and tied rows of the same
+batch. Because the real cache is set-associative, `Model` turns depths into probabilities.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ F64 = NDArray[np.float64]
 
 ROUNDS = 6  # iterations to the model's fixed point; after three it changes little
 PER_ROW = 100  # table entries per unit of load
-_LOADS = np.arange(80 * PER_ROW + 1) / PER_ROW  # mean rows per group; at 80, GROUP ways practically never suffice
+_LOADS = np.arange(80 * PER_ROW + 1) / PER_ROW  # mean rows per group; if it is 80, GROUP ways practically never suffice
 
 
 class Uses(NamedTuple):
@@ -38,7 +38,7 @@ class Uses(NamedTuple):
 
 
 class Sample:
-    """A spatial sample: all uses of the rows whose hash is below a bound. This is the fraction `rate` of all rows.
+    """A spatial sample: all uses of the rows whose hash is below a bound. These are a fraction `rate` of all rows.
 
     The bound is halved whenever there are more than `max_uses` uses. From Waldspurger et al., "Efficient MRC
     Construction with SHARDS", FAST 2015.
@@ -87,26 +87,26 @@ class Sample:
 
 
 class Depths(NamedTuple):
-    """Where each use finds its row in the stack, counted in sampled rows. Arrays are [n]."""
+    """The depth at which each use finds its row in the stack, counted in sampled rows. Arrays are [n]."""
 
     before: I64  # the index of the same row's previous use, or -1
     newer: I64  # distinct rows used by batches between the previous use and this one
-    tied: I64  # other rows whose last use before this one was in the same batch as the previous use
+    tied: I64  # other rows that were last used in the batch of the previous use
 
 
 def depths(uses: Uses) -> Depths:
-    """Compute the depths. They are exact for these uses."""
+    """Compute the depths. The result is exact for these uses."""
     count, batches = len(uses.batch), int(uses.batch[-1]) + 1 if len(uses.batch) else 0
     before = np.full(count, -1)
     order = np.argsort(uses.row, kind="stable")
     again = np.flatnonzero(np.diff(uses.row[order]) == 0)
     before[order[again + 1]] = order[again]
     newer, tied = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    last = np.zeros(batches + 1, np.int64)  # for each batch, the number of rows that it was the last to use
+    last = np.zeros(batches + 1, np.int64)  # for each batch, the number of rows whose last use it is
     ends = np.searchsorted(uses.batch, np.arange(batches), side="right")
     begin = 0
     for batch, end in enumerate(ends):
-        since = np.cumsum(last[batch::-1])[::-1]  # for each batch, rows last used by it or a later one
+        since = np.cumsum(last[batch::-1])[::-1]  # for each batch, rows last used by this batch or a later one
         repeated = begin + np.flatnonzero(before[begin:end] >= 0)
         latest = uses.batch[before[repeated]]
         newer[repeated], tied[repeated] = since[latest + 1], last[latest] - 1
@@ -119,8 +119,8 @@ def depths(uses: Uses) -> Depths:
 class Model:
     """Probabilities that uses hit a cache where a new row replaces another row of its group (GROUP ways).
 
-    Rows fall into groups at random. So the rows of a group that are above a given row in the stack have a Poisson
-    distributed count. Its mean is the row's depth divided by the number of groups (Smith, "A comparative study of set
+    Rows fall into groups at random. So the number of a group's rows above a given row in the stack is Poisson
+    distributed, with a mean of the row's depth divided by the number of groups (Smith, "A comparative study of set
     associative memory mapping algorithms", 1978). Tied rows are in random order. If a batch has more rows in a group
     than there are ways, the group keeps the batch's hits and the first of its misses.
     """
@@ -150,7 +150,7 @@ class Model:
         chances[self._repeated] = stays
         if load.max(initial=0.0) < GROUP / 4:  # no batch fills a group
             return chances
-        # A batch keeps rows depending on its hits, and its hits depend on the rows that earlier batches kept.
+        # Which rows a batch keeps depends on its hits; its hits depend on the rows that earlier batches kept.
         for _ in range(ROUNDS):
             hit, rate = chances[self._before], float(chances.mean())
             p_kept = _interpolate(load * (rate + (1 - rate) * self._arrival), _P_FITS)

@@ -1,4 +1,4 @@
-"""TorchRec's embedding collections. They look up a batch's features.
+"""TorchRec's embedding collections, modules that look up a batch's features.
 
 `EmbeddingBagCollection` returns one pooled row per sample and feature; `EmbeddingCollection` returns one row per id.
 """
@@ -54,8 +54,8 @@ class EmbeddingBagCollection(TableCollection):
         key_type: Id dtype. Other integer dtypes are converted.
         seed: Determines initial rows, together with embedding and table names.
         output_dtype: Dtype for results and gradients.
-        share: Another collection. A table that both have is looked up in its embedding; `store_options` apply to
-            the other tables.
+        share: Another collection. Tables that are also in `share` are looked up in its embeddings; `store_options`
+            apply to the other tables.
         device: Lookup device. "meta" computes only shapes and allocates nothing.
         world: A `tierbed.distributed.World` whose ranks divide the rows. Shared tables keep their own world.
         state_dtype: Dtype for per-element optimizer state: torch.float32 or torch.bfloat16.
@@ -140,7 +140,7 @@ class EmbeddingBagCollection(TableCollection):
             yield embedding, check_lookup(embedding.spec, *arguments, numbers, len(keys))
 
     def _add_feature(self, config: EmbeddingBagConfig, feature: str) -> int:
-        """Add a table's feature to the first lookup that can hold it. Returns the lookup's index."""
+        """Add a table's feature to the first lookup in its embedding without it. Returns the lookup's index."""
         embedding, table = self.table_location(config.name)
         pooling = config.pooling.value.lower()
         candidates = (entry for entry in self._lookups if (entry.embedding, entry.pooling) == (embedding, pooling))
@@ -156,7 +156,7 @@ class EmbeddingBagCollection(TableCollection):
         """Return the batch's weights as float32. Raises InputError if there are none."""
         if (weights := batch.weights_or_none()) is None:
             remedy = "give weights to the KeyedJaggedTensor, or make the collection with is_weighted=False"
-            raise InputError(f"features of {self.name!r}: is_weighted=True, and the batch has no weights; {remedy}")
+            raise InputError(f"features of {self.name!r}: is_weighted=True, but the batch has no weights; {remedy}")
         return weights.float()
 
     def _rows(self, lookup: _PooledLookup, batch: KeyedJaggedTensor, weights: Tensor | None) -> Tensor:
@@ -311,7 +311,7 @@ class EmbeddingCollection(TableCollection):
         """Return the dim of all tables, or -1 if there are none. Raises InputError if dims differ."""
         dims = {config.embedding_dim for config in self.configs}
         if len(dims) > 1:
-            raise InputError(f"embedding_dim of {self.name!r}: tables have {sorted(dims)}; read it from a config")
+            raise InputError(f"embedding_dim of {self.name!r}: tables have dims {sorted(dims)}; read a config's")
         return dims.pop() if dims else -1
 
     def embedding_names_by_table(self) -> list[list[str]]:

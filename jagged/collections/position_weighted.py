@@ -93,7 +93,7 @@ class PositionWeightedModuleCollection(NoTorchScript, nn.Module):
         if not (keys := batch.keys()):
             return batch
         if batch.weights_or_none() is not None:
-            raise InputError("features: give a KeyedJaggedTensor without weights, which this adds")
+            raise InputError("features: give a KeyedJaggedTensor without weights; this module adds them")
         key_positions(self.max_feature_lengths, keys)  # raises for a missing feature
         weights = _weights(self.position_weights_dict, keys, batch)
         offsets, inverse = batch.offsets(), batch.inverse_indices_or_none()

@@ -57,8 +57,8 @@ def divide_store(options: StoreOptions, requests: Mapping[str, StoreRequest]) ->
 
     Memory is divided in proportion to row bytes, `capacity` in proportion to row counts. If any row count is unknown,
     all parts are equal. Budgets of 0 stay 0. RocksDB's write buffers are divided too, down to their minimum size,
-    unless `rocksdb_options` sets it. A single embedding gets everything. Raises OptionError if the whole is too small,
-    or if a budget is "auto" and there are several embeddings.
+    unless `rocksdb_options` sets a size. A single embedding gets everything. Raises OptionError if there is too little
+    to divide, or if a budget is "auto" and there are several embeddings.
     """
     if len(requests) == 1:
         return dict.fromkeys(requests, options)
@@ -141,7 +141,7 @@ def _write_buffers(options: CachedSsdOptions, sizes: Sequence[int]) -> list[str]
 
 
 def _divide(whole: int, weights: Sequence[int], minimum: Sequence[int]) -> list[int] | None:
-    """Divide in proportion to weights, each part at least its minimum. None if the minimums exceed the whole."""
+    """Divide in proportion to weights, each part at least its minimum. None if the minimums exceed `whole`."""
     if sum(minimum) > whole:
         return None
     raised: set[int] = set()  # indices of parts that are raised to their minimum

@@ -73,7 +73,7 @@ class TableView(NamedTuple):
 
     @property
     def weight(self) -> Tensor:
-        """A copy of the rows [num_embeddings, dim]. In-place writes raise InputError. On meta, only the shape.
+        """A copy of the rows [num_embeddings, dim]. In-place writes raise InputError. On meta it has only a shape.
 
         Raises InputError if the table accepts any id.
         """
@@ -126,7 +126,7 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
         key_type: torch.dtype = torch.int64,
         **options: Any,
     ) -> None:
-        """Make an embedding per table group, and join them in one training group. options: for each embedding."""
+        """Make an embedding per table group, all in one training group. options: further arguments of each."""
         for group, tables in groups.items():
             if "." in group:
                 raise OptionError(f"name={self.name!r}: it names modules; use no dots")
@@ -213,7 +213,7 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
         return {name: states[embedding][number] for name, (embedding, number, _) in dense.items()}
 
     def _load_rows(self, weights: Mapping[str, Tensor], states: Mapping[str, Mapping[str, Any]], step: Any) -> None:
-        """Call `load_dense` on each embedding, with arguments by table name. Checks all before it changes any."""
+        """Call `load_dense` on each embedding. Arguments are by table name. Checks all before it changes any."""
         loads = []
         for embedding in self.each():
             rows = {name: weights[name] for name in self._tables if self.embedding_of(name) is embedding}
@@ -232,7 +232,7 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
 
         A later lookup raises ClosedError.
         """
-        with ExitStack() as stack:  # closes the others even if one raises
+        with ExitStack() as stack:  # if one close raises, the others still run
             for embedding in self._snapshot_embeddings():
                 stack.callback(embedding.close)
 
@@ -283,7 +283,7 @@ class TableCollection(TableModule):
             stores = assign_stores(store, store_requests(groups))
             self._make_embeddings(groups, stores, seed, key_type, **options)
         elif store_options is not None and configs:
-            raise OptionError("store_options: share has every table, with its store; leave store_options out")
+            raise OptionError("store_options: all tables are in share, with their store; leave store_options out")
         views = self.embeddings.tables
         views |= {name: views.pop(name) for name in names}  # in config order, for state_dict
         if device is not None:
@@ -301,7 +301,7 @@ class TableCollection(TableModule):
     def to_torchrec_state_dict(self) -> dict[str, Tensor]:
         """Return the tables as TorchRec's collection returns them from `state_dict()`.
 
-        `load_state_dict` accepts the result. It resets optimizer state; `load_torchrec_optimizer_state` restores it.
+        `load_state_dict` accepts the result and resets optimizer state; `load_torchrec_optimizer_state` restores it.
 
         Returns:
             {TorchRec's parameter name: a copy [num_embeddings, dim] of the table in its dtype}.

@@ -1,6 +1,6 @@
 """Gives rows the optimizers that TorchRec would fuse into its sharded modules.
 
-TorchRec passes a fused optimizer's numbers to FBGEMM. FBGEMM's formulas and defaults then apply, whatever
+TorchRec passes a fused optimizer's settings to FBGEMM. FBGEMM's formulas and defaults then apply, whichever
 optimizer class the user named.
 """
 

@@ -1,7 +1,7 @@
 """`DistributedModelParallel`: embedding rows are sharded over ranks, and the dense part is replicated.
 
-TorchRec replaces modules by sharded ones. Here modules stay: an embedding with a world spreads its rows over the ranks
-by the hash of their ids, and torch's DistributedDataParallel keeps the dense parameters equal.
+TorchRec replaces modules by sharded ones. In tierbed, modules stay: an embedding with a world spreads its rows over the
+ranks by the hash of their ids, and torch's DistributedDataParallel keeps the dense parameters equal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .fused_settings import check_sharding, fuse
 class DistributedModelParallel(nn.Module):
     """TorchRec's wrapper for training a model in many processes. Its state dict uses the model's names.
 
-    All ranks must construct it, and make the same calls in the same order. An optimizer from torch or TorchRec that
+    All ranks must construct the wrapper and make the same calls in order. An optimizer from torch or TorchRec that
     `apply_optimizer_in_backward` gave to rows uses FBGEMM's formula and defaults, as in TorchRec (docs/torchrec.md).
 
     Args:
@@ -136,7 +136,7 @@ class DistributedModelParallel(nn.Module):
 class InBackward:
     """The optimizers that torch steps during backward: `params` by name, `param_groups` and `state_dict()`.
 
-    It can be an item of TorchRec's CombinedOptimizer, since it unpacks to a (name, optimizer) pair.
+    An InBackward can be an item of TorchRec's CombinedOptimizer, because it unpacks to a (name, optimizer) pair.
     """
 
     def __init__(self, module: nn.Module) -> None:

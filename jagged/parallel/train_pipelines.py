@@ -23,7 +23,7 @@ Path = tuple[Callable[[Any], Any], ...]  # the attribute and item accesses that 
 
 
 class TrainPipelineBase:
-    """Trains a model that returns (losses, output) for a batch. In eval mode it only calls the model.
+    """Trains a model that returns (losses, output) for a batch. In eval mode, the pipeline only calls the model.
 
     Args:
         model: The model.
@@ -36,7 +36,7 @@ class TrainPipelineBase:
         OptionError: If an argument is invalid.
     """
 
-    _ahead = 0  # how many later batches are held while a step runs
+    _ahead = 0  # how many later batches are already drawn while a step runs
 
     def __init__(
         self,
@@ -73,8 +73,8 @@ class TrainPipelineBase:
             StopIteration: After the loader's last batch.
             InputError, OptionError: If the model's result or the optimizer is unsuitable.
 
-        A loader's other exceptions are raised too, after the batches before them. If a step raises, its batch is used
-        up, as in a plain loop; the next call continues with the next batch.
+        A loader's other exceptions are raised too, after the batches before them. If a step raises, its batch is
+        dropped, as in a plain loop; the next call continues with the next batch.
         """
         if not hasattr(dataloader_iter, "__next__"):
             raise InputError(f"dataloader_iter={type(dataloader_iter).__name__}: give an iterator, iter(loader)")
@@ -143,7 +143,7 @@ class TrainPipelineBase:
             embedding.forget_announced()
 
     def _announce(self, batch: Any) -> None:
-        """Announce a batch if its features are where they were in the first batch. Otherwise no rank prefetches it."""
+        """Announce a batch if its features are at the first batch's paths. Otherwise no rank prefetches it."""
         for collection in self._collections():
             features, embeddings = _part(batch, self._paths.get(collection)), [*collection.each()]
             has_ranks = collection in self._paths and any(embedding.world for embedding in embeddings)
@@ -201,7 +201,7 @@ _STREAM_ARGUMENTS = {
 
 
 class TrainPipelineSemiSync:
-    """Not supported. It looks rows up before the previous step's update, so results differ from a plain loop."""
+    """Not supported: it looks rows up before the previous step's update, so results differ from a plain loop."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise OptionError(

@@ -31,8 +31,8 @@ CONSTRUCTOR: dict[str, tuple[Any, str]] = {
     "record_cache_metrics": (None, "each store counts hits and misses; read metrics()"),
     "gather_uvm_cache_stats": (False, "each store counts hits and misses; read metrics()"),
     "stochastic_rounding": (True, "training always rounds rows of 16 bits stochastically; leave it out"),
-    "ensemble_mode": (None, "it is of ENSEMBLE_ROWWISE_ADAGRAD, which is not supported; leave it out"),
-    "emainplace_mode": (None, "it is of EMAINPLACE_ROWWISE_ADAGRAD, which is not supported; leave it out"),
+    "ensemble_mode": (None, "it is for ENSEMBLE_ROWWISE_ADAGRAD, which is not supported; leave it out"),
+    "emainplace_mode": (None, "it is for EMAINPLACE_ROWWISE_ADAGRAD, which is not supported; leave it out"),
     "counter_based_regularization": (None, f"decay does not depend on how often a row was used; {_DECOUPLE}"),
     "cowclip_regularization": (
         None,
@@ -73,7 +73,7 @@ IDLE: dict[str, tuple[Any, str]] = {
 
 IDLE_CALL = ("hash_zch_identities", "hash_zch_runtime_meta")  # arguments of forward that change nothing
 CALL: dict[str, tuple[Any, str]] = {
-    "total_unique_indices": (None, "it is of OptimType.NONE; leave it out"),
+    "total_unique_indices": (None, "it is for OptimType.NONE; leave it out"),
     "forward_stream": (None, "a table synchronises its own streams with the caller's; leave it out"),
     "vbe_output": (None, _OUTPUT),
     "vbe_output_offsets": (None, _OUTPUT),
@@ -104,7 +104,7 @@ def refuse(
     supported: Iterable[str],
     error: type[TierbedError] = OptionError,
 ) -> None:
-    """Raise `error` for an unknown argument, suggesting one, or for a `known` one that is not at FBGEMM's default."""
+    """Raise `error` for an unknown argument, with a suggestion, or for a `known` one without FBGEMM's default value."""
     for name, value in arguments.items():
         if name not in known:
             near = difflib.get_close_matches(name, [*supported, *known], 1)

@@ -44,7 +44,7 @@ class _FeatureGroup:
         if self.tables == [*range(self.spec.num_tables)]:
             return None
         if device not in self._table_ids:
-            with _disable_current_modes(), torch.inference_mode(False):  # the tensor outlives this trace or mode
+            with _disable_current_modes(), torch.inference_mode(False):  # the cached tensor outlives this trace or mode
                 self._table_ids[device] = torch.tensor(self.tables, device=device)
         return self._table_ids[device]
 

@@ -154,7 +154,7 @@ class TableBatchedEmbeddingBags(TableModule):
         self._row_optimizer: RowOptimizer | None = None
         state_dtype, widths = torch.float32, {dim: dim for dim in dims}
         if self._settings is not None:
-            # autograd reaches lookups through it; it is empty, so dense optimizers do not change it
+            # autograd reaches lookups through `anchor`; it is empty, so dense optimizers do not change it
             self.anchor = nn.Parameter(torch.zeros(0))
             dense = self._settings.make_optimizer([self.anchor])
             self._group = dense.param_groups[0]
@@ -165,7 +165,7 @@ class TableBatchedEmbeddingBags(TableModule):
                 dim: self._row_optimizer.row_state(dim, state_name).form(dim, DTYPES[dtype]).width for dim in dims
             }
             unused += self._settings.idle()
-        if seed is None:  # two modules without names hold different tables
+        if seed is None:  # two modules without names contain different tables
             seed = next_seed(world is not None) if name is None and table_names is None else 0
         groups = group_tables(prefix, tables)
         stores = stores_for(groups, store_options, algorithm, cache_load_factor, widths, unused)
@@ -175,7 +175,7 @@ class TableBatchedEmbeddingBags(TableModule):
         self._updaters = []
         if self._row_optimizer is not None:
             for embedding in self.each():
-                embedding.shadow.requires_grad_(False)  # so that no EagerOptimizer or graph trains it as well
+                embedding.shadow.requires_grad_(False)  # so that no EagerOptimizer or graph also trains the rows
                 embedding.use_optimizer(self._row_optimizer)
                 self._updaters.append(FusedUpdater(embedding, self._row_optimizer, clip))
         numbers = {group: number for number, group in enumerate(groups)}
@@ -205,8 +205,8 @@ class TableBatchedEmbeddingBags(TableModule):
             offsets: int64 or int32 [features * batch + 1], feature by feature.
             per_sample_weights: Floats [n]. A bag's result is sum(weight * row); MEAN divides it by the bag's number of
                 indices. Not allowed with PoolingMode.NONE.
-            feature_requires_grad: Integers [features]; 0 means that the feature's weights get no gradient. None means
-                all do.
+            feature_requires_grad: Integers [features]; 0 means that the feature's weights get no gradient. None
+                gives all weights gradients.
             batch_size_per_feature_per_rank: Number of bags per feature and rank. Offsets are then [all bags + 1].
             unsupported: FBGEMM's other arguments are refused. hash_zch_* are ignored, with one warning.
 
@@ -332,7 +332,7 @@ class TableBatchedEmbeddingBags(TableModule):
 
     @property
     def iter(self) -> Tensor:
-        """Update count so far, as FBGEMM counts them for Adam's bias correction: a copy, int64 [1]."""
+        """Update count so far, as used in FBGEMM for Adam's bias correction: a copy, int64 [1]."""
         steps = [embedding.table_handle().open_table.step for embedding in self.each()]
         return torch.tensor([max(steps) + (0 if self._row_optimizer is None else self._row_optimizer.shift)])
 
@@ -346,7 +346,7 @@ class TableBatchedEmbeddingBags(TableModule):
             embedding.table_handle().open_table.flush()
 
     def reset_cache_states(self) -> None:
-        """Do nothing. Caches are always consistent here, since `load_dense` and `put` write through them."""
+        """Do nothing. Caches are always consistent, because `load_dense` and `put` write through them."""
 
     def reset_embedding_weight_momentum(
         self, pruned_indices: Tensor, pruned_indices_offsets: Tensor, logical_table_ids: Tensor, buffer_ids: Tensor
@@ -396,7 +396,7 @@ class TableBatchedEmbeddingBags(TableModule):
                 f"TableBatchedEmbeddingBags {self.name!r} updates its rows in backward, and a graph updates them after "
                 "it; make it with OptimType.NONE, and give its parameters() to an optimizer for add_optimizer"
             )
-        # FBGEMM allocates gradients by total_unique_indices; tierbed does not need it
+        # FBGEMM allocates gradients by total_unique_indices; tierbed ignores this argument
         ignored = ("total_unique_indices", *IDLE_CALL) if self._row_optimizer is None else IDLE_CALL
         if not self._has_warned_idle and any(unsupported.get(name) is not None for name in IDLE_CALL):
             self._has_warned_idle = True

@@ -19,7 +19,7 @@ from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.optim.rowwise_adagrad import RowWiseAdagrad
 from .enums import OptimType, WeightDecayMode, parse_dtype, parse_enum
 
-_NEAREST = {  # for an unsupported optimizer; EXACT_ROWWISE_ADAGRAD if it is not listed
+_NEAREST = {  # {unsupported optimizer: the nearest supported one}; for others, EXACT_ROWWISE_ADAGRAD
     OptimType.SGD: OptimType.EXACT_SGD,
     OptimType.SHAMPOO: OptimType.EXACT_ADAGRAD,
     OptimType.SHAMPOO_V2: OptimType.EXACT_ADAGRAD,
@@ -79,7 +79,7 @@ class Settings:
         return self.optimizer is not OptimType.EXACT_ROWWISE_ADAGRAD or mode is not WeightDecayMode.NONE
 
     def idle(self, names: Collection[str] = ()) -> list[str]:
-        """Return "name: reason" for each unused number that the user set. names: those passed, even at a default."""
+        """Return "name: reason" for each unused number that the user set. names: numbers passed, even defaults."""
         name, (_, has) = self.optimizer.name, _KINDS[self.optimizer]
         set_by_user = [key for key, value in self.numbers.items() if value != DEFAULTS[key] or (value and key in names)]
         lacks = [f"{number}: OptimType.{name} has none" for number in set_by_user if number not in has]

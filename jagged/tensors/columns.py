@@ -78,15 +78,15 @@ def permute_multi_embedding(
     in_lengths: Tensor,
     out_lengths: Tensor | Sequence[int],
 ) -> list[Tensor]:
-    """FBGEMM's op. Copies columns of the inputs to new tensors; `multi_remap_to_groups` makes the arguments.
+    """FBGEMM's op. Copies columns of the inputs to new tensors; `multi_remap_to_groups` computes the arguments.
 
     The last three arguments may also come in FBGEMM 1.8's order: in_lengths, out_lengths, out_lengths_list.
 
     Args:
         values: Inputs [batch, in_lengths[i]] with equal dtype and device.
         permutes: Integers [moves, 6]. A move is (input, output, first input column, first output column, number of
-            columns, jump). The jump is for FBGEMM's backward and is ignored. Moves must fill each output exactly, and
-            may read the same columns; gradients of a column are then added in the order of the moves.
+            columns, jump). The jump is for FBGEMM's backward and is ignored. Moves must fill each output column exactly
+            once. If several moves read a column, its gradients are added in the order of the moves.
         out_lengths_list: Each output's column count.
         in_lengths: Each input's column count, as a tensor.
         out_lengths: `out_lengths_list` as a tensor.
@@ -95,7 +95,7 @@ def permute_multi_embedding(
         A list of tensors [batch, out_lengths[o]].
 
     Raises:
-        InputError: If arguments do not fit each other. Moves are checked only on a CPU, since other devices would wait.
+        InputError: If arguments do not fit each other. Moves are checked only on a CPU; on a GPU the host would wait.
     """
     if isinstance(out_lengths_list, Tensor):
         in_lengths, out_lengths, out_lengths_list = out_lengths_list, in_lengths, out_lengths
@@ -132,8 +132,8 @@ def move_columns(
 ) -> list[Tensor]:
     """Fill new tensors of `widths` columns by moves. With is_gradient, compute input gradients from output gradients.
 
-    Each direction is the other's gradient. A CPU ignores the lengths; other devices ignore the tensors' shapes. Raises
-    InputError on a CPU.
+    Each direction is the gradient of the other one. A CPU ignores the lengths; other devices ignore the tensors'
+    shapes. Raises InputError on a CPU.
     """
     if any(len(tensor) != len(tensors[0]) for tensor in tensors):
         raise InputError(_ALIKE)
@@ -156,7 +156,7 @@ def _move(sources: list[int], targets: list[int], permutes: Tensor, rows: int, d
 def _gather(
     tensors: Sequence[Tensor], permutes: Tensor, ins: Tensor, outs: Tensor, widths: Sequence[int], is_gradient: bool
 ) -> Sequence[Tensor]:
-    """Compute `move_columns` by torch's ops. Returns views of one tensor. Moves are checked on a CPU."""
+    """Compute `move_columns` with torch's ops. Returns views of one tensor. Moves are checked on a CPU."""
     columns = [tensor.shape[1] for tensor in tensors]
     if tensors[0].device.type == "cpu":
         sources, targets = ([n for width in sizes for n in (0, 0, width)] for sizes in (columns, widths))

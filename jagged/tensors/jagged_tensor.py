@@ -155,7 +155,7 @@ def pad(values: Tensor, offsets: Tensor, length: int, padding_value: float = 0.0
     padding = values.new_full((1, *values.shape[1:]), padding_value)
     index = offsets[:-1].unsqueeze(1) + torch.arange(1, length + 1, device=offsets.device)
     rows = torch.cat([padding, values])
-    # F.embedding's backward skips row 0, the padding, and adds a gradient to each other row once
+    # F.embedding's backward skips row 0, the padding, and adds one gradient to each other row
     result = F.embedding(index * is_value(offsets, length), rows.flatten(1) if rows.dim() > 1 else rows[:, None], 0)
     return result.view(*index.shape, *values.shape[1:])
 
@@ -199,7 +199,7 @@ class Jagged(TensorContainer, registered=False):
         return self._offsets.diff()
 
     def offsets(self) -> Tensor:
-        """Return where each bag begins, followed by the last bag's end: int64 [bags + 1]."""
+        """Return the index at which each bag begins, then the last bag's end: int64 [bags + 1]."""
         return self._offsets
 
     lengths_or_none, offsets_or_none = lengths, offsets  # in TorchRec one of them may be unknown
@@ -284,7 +284,7 @@ class JaggedTensor(Jagged):
 
     @classmethod
     def empty_like(cls, jt: Self, device: torch.device | str | None = None) -> Self:
-        """Return a feature without samples and with equal dtypes.
+        """Return a feature without samples, with the dtypes of `jt`.
 
         If `device` is given, return uninitialized tensors with equal shapes on that device. Raises InputError.
         """

@@ -42,7 +42,7 @@ class KeyedJaggedTensor(Jagged):
 
     The constructor checks shapes, dtypes and repeated keys. `validate` and lookups check the numbers in offsets.
 
-    It can be an argument of a graph, with any number of values in a batch. If `build` splits the values by key, the
+    A graph takes it as an argument, with any number of values in a batch. If `build` splits the values by key, the
     graph splits them before each call; on a GPU the split waits for the offsets.
 
     Args:
@@ -51,7 +51,7 @@ class KeyedJaggedTensor(Jagged):
         weights: [n].
         lengths: Integers [keys * batch], each bag's length.
         offsets: Integers [keys * batch + 1]. Either lengths or offsets is enough. Offsets are stored, as int64.
-        stride: Sample count, where it does not follow from the bags.
+        stride: Sample count, for a batch without keys or with variable batch sizes.
         stride_per_key_per_rank, stride_per_key, inverse_indices: Number of bags per key (and rank), and the bag of each
             sample. Any of them makes a VariableBatchKeyedJaggedTensor, a subclass.
         length_per_key, lengths_offset_per_key, offset_per_key, index_per_key, jt_dict: Ignored. TorchRec precomputes
@@ -63,7 +63,7 @@ class KeyedJaggedTensor(Jagged):
 
     _facts = ("_keys", "_batch")
     _keys: tuple[str, ...]
-    _batch: int | None = None  # sample count, where it does not follow from the bags
+    _batch: int | None = None  # sample count, if it does not follow from the number of bags
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class KeyedJaggedTensor(Jagged):
 
     @staticmethod
     def from_nested(values: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None = None) -> KeyedJaggedTensor:
-        """Make a batch from {key: nested tensor of layout torch.jagged}, and such weights. Raises InputError."""
+        """Make a batch from {key: nested tensor of layout torch.jagged}, also for weights. Raises InputError."""
         for name, argument in (("values", values), ("weights", weights or {})):
             if not isinstance(argument, Mapping):
                 raise InputError(f"{name}: got a {type(argument).__name__}; give a dict with a nested tensor per key")
@@ -230,7 +230,7 @@ class KeyedJaggedTensor(Jagged):
         return result
 
     def stride(self) -> int:
-        """Return the number of samples. Without keys, the number in the batch it was split from, or 0."""
+        """Return the number of samples. Without keys, that of the batch it was split from, or 0."""
         return (self._offsets.shape[0] - 1) // len(self._keys) if self._keys else self._batch or 0
 
     def stride_per_key(self) -> list[int]:
@@ -272,7 +272,7 @@ class KeyedJaggedTensor(Jagged):
         return [end - begin for begin, end in pairwise(self._bounds)]
 
     def offset_per_key(self) -> list[int]:
-        """Return where each key's values begin, followed by the last key's end."""
+        """Return the index at which each key's values begin, then the last key's end."""
         return list(self._bounds)
 
     def length_per_key_or_none(self) -> list[int] | None:
@@ -294,7 +294,7 @@ class KeyedJaggedTensor(Jagged):
         return self
 
     def sync(self) -> Self:
-        """Read where each key's values begin, so that no later call waits. Does nothing while a graph is traced."""
+        """Read each key's first value index, so that no later call waits. Does nothing while a graph is traced."""
         if not is_traced():
             self.offset_per_key()
         return self
@@ -386,7 +386,7 @@ class KeyedJaggedTensor(Jagged):
 
     @cached_property
     def _bounds(self) -> list[int]:
-        """Where each key's values begin, and the last key's end. On meta, keys have equal numbers, as in TorchRec."""
+        """The index at which each key's values begin, then the last key's end. On meta, all keys get equal counts."""
         refuse_trace("the number of values of one key", _ONE_KEY)
         if self._offsets.is_meta:
             count, rest = divmod(self._values.shape[0], len(self._keys) or 1)

@@ -1,7 +1,7 @@
 """`KeyedTensor`: named dense features side by side, and functions that reorder them.
 
 Regrouping splits each tensor once and concatenates once per group. Slicing each feature would make backward quadratic
-in the number of features, since a slice's gradient is as wide as the whole.
+in the number of features, because a slice's gradient is as wide as the whole tensor.
 """
 
 from __future__ import annotations

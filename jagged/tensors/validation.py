@@ -1,4 +1,4 @@
-"""Argument checks for jagged and keyed tensors, including code that must not read values during a trace."""
+"""Argument checks for jagged and keyed tensors. During a trace they must not read values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def statically_true(condition: bool | torch.SymBool) -> bool:
 
 
 def is_empty(value: object) -> bool:
-    """True for a tensor without elements. In a trace, True only if it is empty for all sizes."""
+    """True for a tensor without elements. In a trace, True only if the tensor is empty for all sizes."""
     return isinstance(value, Tensor) and not value.is_nested and statically_true(value.numel() == 0)
 
 
