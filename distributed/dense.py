@@ -41,8 +41,8 @@ def all_reduce_in_order(
 ) -> Vote:
     """Sum tensors over ranks; shapes and dtypes are the same on each rank. Collective.
 
-    Ranks are added in order, and each sum is rounded to the dtype. present: this rank's tensors count; at least one
-    rank's must. same: values by name that must be equal on all ranks. An `error` is raised on all before a transfer.
+    Tensors are added in rank order, and each sum is rounded to the dtype. present: True if this rank's tensors count;
+    at least one rank's must. same: values by name that must be equal on all ranks. error: raised on all ranks.
     """
     with world.collective_block(op):
         try:

@@ -28,7 +28,7 @@ class HandshakeResult(NamedTuple):
 
     counts: list[int]  # how much each rank sends to this one
     notes: list[int]
-    wants_more: bool  # a rank asks for another operation
+    wants_more: bool  # True if a rank asks for another operation
 
 
 class Handshake:
@@ -56,7 +56,7 @@ class Handshake:
             return
         rank_group.check_thread()
         if rank_group.pending is not None:
-            rank_group.pending.wait()  # if a rank sent other headers instead, all must learn of it first
+            rank_group.pending.wait()  # if a rank sent other headers instead, all ranks must learn of that first
         headers = np.empty((rank_group.size, FIELDS), np.int64)  # NumPy: faster than torch for small calls
         headers[:] = (error is not None, _checksum(op), _checksum(self._same), 0, note, wants_more)
         if counts is not None:

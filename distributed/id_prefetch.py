@@ -35,7 +35,7 @@ class AnnouncedStep:
         self.number = number  # the announcement's number, the same on all ranks
         self.local, self._world, self._op, self._traffic = local, world, op, traffic
         self.requested: list[Lookup] | None = None  # empty if a rank did not know its lookups
-        # None if no step of this rank will use it
+        # None if no step of this rank will use the announcement
         self.lookups = None if lookups is None else [copied(lookup) for lookup in lookups]
         counts = [0] * world.size if local is None else local.counts
         self._headers = Handshake(world, op, counts=counts, note=local is None)
@@ -43,17 +43,17 @@ class AnnouncedStep:
 
     @property
     def is_refused(self) -> bool:
-        """True if a rank was in another call, so all ranks raised."""
+        """True if the handshake failed because a rank was in another call. All ranks raised then."""
         return self._headers.error is not None
 
     @property
     def is_complete(self) -> bool:
-        """True if nothing of it is in flight."""
+        """True if none of its transfers is in flight."""
         return self.requested is not None or self.is_refused
 
     @property
     def is_needed(self) -> bool:
-        """True if a step of this rank may still use it."""
+        """True if a step of this rank may still use the announcement."""
         return self.lookups is not None and self.requested != [] and not self.is_refused
 
     def matches(self, lookups: Sequence[Lookup], processor: Processor[Any]) -> bool:
@@ -94,7 +94,7 @@ class IdPrefetcher:
         number = self._count + 1
         op = f"announced step {number} of embedding {self._name!r}"
         self._announced.append(AnnouncedStep(self._world, op, number, lookups, local, self._traffic))
-        self._count = number  # only now: if the earlier headers are refused, no rank announces this step
+        self._count = number  # only now: if ranks refuse the earlier headers, none announces this step
         if len(self._announced) > QUEUE and self._announced[0].is_complete:
             self._announced.popleft()
 
@@ -125,13 +125,13 @@ class IdPrefetcher:
         self._drop_finished()
 
     def forget(self) -> None:
-        """Mark all announcements as unused on this rank. What is in flight still arrives."""
+        """Mark all announcements as unused on this rank. Transfers in flight still arrive."""
         self.skip(self._count)
 
     def _drop_finished(self) -> None:
-        """Release steps that are complete and that no step will use."""
+        """Release announcements that are complete and that no step will use."""
         if self._announced and self._announced[-1].is_refused:
-            self._count -= 1  # the other ranks did not announce it either
+            self._count -= 1  # the other ranks did not announce the step either
         self._announced = deque(step for step in self._announced if step.is_needed or not step.is_complete)
 
     def _advance(self, step: AnnouncedStep) -> None:

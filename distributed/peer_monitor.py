@@ -130,7 +130,7 @@ def _accept_ranks(
         try:
             connection, (host, *_) = listener.accept()
         except OSError as error:
-            if error.errno not in CANNOT_ACCEPT:  # the connection is gone
+            if error.errno not in CANNOT_ACCEPT:  # the connecting process is gone
                 continue
             if not ungreeted:
                 remedy = remedy_for(error, "let this host have more memory")
@@ -256,14 +256,14 @@ class PeerMonitor:
         self._send({"left": rank, "why": [*why.items()]})
 
     def close(self, why: str) -> None:
-        """Tell the other ranks why, and close the connections."""
+        """Tell the other ranks why this rank leaves, and close the connections."""
         self._at_end.cancel()
         self._is_closed = True
         self._send({"closed": why, "at": self.last_call})
         with self._changed:
             for connection in self._connections.values():
                 with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)  # the thread notices
+                    connection.shutdown(socket.SHUT_RDWR)  # wakes the thread
 
     def _end_of_process(self) -> None:
         if os.getpid() == self._pid:  # a forked child shares its parent's connections
@@ -273,7 +273,7 @@ class PeerMonitor:
         line = json.dumps(message).encode() + b"\n"
         with self._changed:
             for rank in self._connections if ranks is None else ranks:
-                with contextlib.suppress(OSError):  # the thread notices
+                with contextlib.suppress(OSError):  # wakes the thread
                     self._connections[rank].sendall(line)
 
     def _listen(self) -> None:

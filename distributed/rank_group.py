@@ -61,7 +61,7 @@ class LossReport:
 
     def __init__(self, rank: int) -> None:
         self._rank, self._writing, self._is_written = rank, Lock(), False
-        if ERROR_FILE in os.environ:  # import now: there is no time once a rank is lost
+        if ERROR_FILE in os.environ:  # import now: there is no time after a rank is lost
             import torch.distributed.elastic.multiprocessing.errors  # noqa: F401
 
     def write(self, error: GroupError, noticed: bool = False) -> None:
@@ -206,7 +206,7 @@ class RankGroup:
             out = empty((sum(receive_counts), *data.shape[1:]), data.dtype)
         self.check_thread()
         self.check_alive()
-        self.check_others(op, self.calls + 1)  # they may wait for a transfer of other sizes
+        self.check_others(op, self.calls + 1)  # other ranks may be waiting for a transfer of other sizes
         assert self._group is not None
         # all_to_all_single calls this, and spends half its time in Python
         work = self._group.alltoall_base(out, data, [*receive_counts], [*send_counts], dist.AllToAllOptions())
@@ -219,7 +219,7 @@ class RankGroup:
         return pending
 
     def exchange_bytes(self, op: str, data: bytes, readers: int | None = None) -> list[bytes]:
-        """Return the bytes of each rank; empty ones on ranks from `readers` on. All ranks must be in this very call."""
+        """Return each rank's bytes. Ranks numbered `readers` or higher get empty bytes. All ranks must make this call."""
         if self.size == 1:
             return [data]
         readers = self.size if readers is None else readers
@@ -297,7 +297,7 @@ class RankGroup:
             _closed_groups.add(tuple(dist.get_process_group_ranks(group)))
             transfers, self._in_flight = self._in_flight, []
             completed = [transfer.release() for transfer in transfers]
-            if not all(completed):  # its destructor would wait for them
+            if not all(completed):  # otherwise the process group's destructor would wait for them
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
             dist.destroy_process_group(group)
 
@@ -361,7 +361,7 @@ class PendingAllToAll:
             return self._out
 
     def is_pending(self) -> bool:
-        """True if it is in flight. Once complete, it releases the process group."""
+        """True if the transfer is in flight. A complete transfer releases the process group."""
         if self._work is not None and self._work.is_completed():
             try:
                 self._work.wait()

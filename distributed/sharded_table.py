@@ -55,7 +55,7 @@ class ShardedBatch:
         error: BaseException | None,
         dtype: torch.dtype,
     ) -> None:
-        """pools: a lookup of some rank pools rows. owned: the pinned rows that ranks request, None after an `error`."""
+        """pools: True if a lookup of some rank pools rows. owned: the pinned rows that ranks request; None after an `error`."""
         self.core: Any = local.batch
         self.lookups, self.dtype = local.lookups, dtype
         self.local, self.requested, self.owned = local, requested, owned
@@ -136,7 +136,7 @@ class ShardedBatch:
         except BaseException as error:
             if not world.must_report(error):
                 raise
-            raise world.abort(f"gradients of {self._op}", f"failed with {error!r}") from error  # or others would wait
+            raise world.abort(f"gradients of {self._op}", f"failed with {error!r}") from error  # otherwise the other ranks would wait
 
     def _sum_gradients(self, gradients: Gradients) -> RankBuffers:
         local, wire, device = self.local, self._world.grad_dtype, self.local.processor.device
@@ -204,7 +204,7 @@ class ShardedBatch:
         self._table.pinned = None
 
     def mark_diverged(self, error: BaseException) -> None:
-        """Mark this rank's rows as diverged unless it finished its update: other ranks updated theirs."""
+        """Mark this rank's rows as diverged if its update did not finish, since other ranks updated theirs."""
         if self._table.pinned is self:
             self._table.mark_diverged(self._op, error)
 
@@ -477,7 +477,7 @@ class ShardedTable:
     def announce(self, lookups: list[Lookup] | None, together: bool = False) -> None:
         """Announce a later step, as `OpenTable.announce` does. All ranks call it; lookups is None if they are unknown.
 
-        together: all ranks are known to be in this call. An error of one rank is then left for the step.
+        together: True if all ranks are known to be in this call. The step then raises an error of one rank.
         """
         if not together:
             _, error = try_call(self._check_diverged)

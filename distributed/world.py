@@ -58,7 +58,7 @@ def make_default_group(timeout: float) -> None:
 
 
 def store_of_this_start(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
-    """Return a part of a store that only ranks of the job's current start share.
+    """Return a view of torch's store that only the ranks of the job's current start use.
 
     torchrun keeps its store when it restarts a job's processes. A rank that starts early could then read addresses of
     ranks that have already exited (https://github.com/pytorch/pytorch/issues/135712). So rank 0 draws a name for this
