@@ -219,7 +219,7 @@ class RankGroup:
         return pending
 
     def exchange_bytes(self, op: str, data: bytes, readers: int | None = None) -> list[bytes]:
-        """Return each rank's bytes. Ranks numbered `readers` or higher get empty bytes. All ranks must make this call."""
+        """Return each rank's bytes; empty bytes on ranks from number `readers` on. All ranks make this call."""
         if self.size == 1:
             return [data]
         readers = self.size if readers is None else readers

@@ -55,7 +55,7 @@ class ShardedBatch:
         error: BaseException | None,
         dtype: torch.dtype,
     ) -> None:
-        """pools: True if a lookup of some rank pools rows. owned: the pinned rows that ranks request; None after an `error`."""
+        """pools: True if any rank pools rows. owned: the pinned rows that ranks request; None after an `error`."""
         self.core: Any = local.batch
         self.lookups, self.dtype = local.lookups, dtype
         self.local, self.requested, self.owned = local, requested, owned
@@ -136,7 +136,8 @@ class ShardedBatch:
         except BaseException as error:
             if not world.must_report(error):
                 raise
-            raise world.abort(f"gradients of {self._op}", f"failed with {error!r}") from error  # otherwise the other ranks would wait
+            # the other ranks would wait for gradients
+            raise world.abort(f"gradients of {self._op}", f"failed with {error!r}") from error
 
     def _sum_gradients(self, gradients: Gradients) -> RankBuffers:
         local, wire, device = self.local, self._world.grad_dtype, self.local.processor.device
