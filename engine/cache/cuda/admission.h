@@ -25,7 +25,7 @@ struct Cache {
 
 enum Evicted : u8 { NOTHING, CLEAN, DIRTY };
 
-// Arrays over a batch's rows: the slot or NONE, the line or 0, whether it was a hit, what the slot held before.
+// Arrays over a batch's rows: slot or NONE, line or 0, 1 for a hit, what the slot held before (Evicted), and its way.
 struct Admission {
     u32* slots;
     u64* lines;
