@@ -1,4 +1,4 @@
-// Keeps a failed database, still open, from changing its folder.
+// Prevents a failed database that is still open from changing its folder.
 #pragma once
 #include <memory>
 
@@ -20,7 +20,7 @@ public:
 
     // The file system to open the database with.
     rocksdb::Env* env() const { return env_.get(); }
-    // Gives RocksDB checksums that files computed while they were written through the fence, and computes all others.
+    // Returns a factory of checksums. It reuses the checksum of a file that was written through the fence.
     std::shared_ptr<rocksdb::FileChecksumGenFactory> checksums() const;
     // May be called more than once.
     void shut() noexcept;

@@ -34,7 +34,7 @@ const char TABLE[] = "block_based_table_factory";
 }
 
 constexpr int MERGED = 8;    // memtables that a flush merges
-constexpr int BUFFERS = 12;  // limit of memtables per shard: a flush's, and a few to write to during the flush
+constexpr int BUFFERS = 12;  // memtables per shard: those of one flush, and a few to write to meanwhile
 constexpr std::size_t SMALLEST_BUFFER = 64 << 10;  // RocksDB's minimum for a memtable
 constexpr std::size_t ENTRY_BYTES = 20;            // approximate overhead of a row in a block
 constexpr std::size_t BLOCK_BYTES = 64;            // approximate overhead of a block
@@ -75,7 +75,7 @@ rocksdb::Options own_options(const RocksOptions& options) {
     table.no_block_cache = !caches_blocks(options);
     table.filter_policy.reset(rocksdb::NewBloomFilterPolicy(10));
     table.data_block_index_type = rocksdb::BlockBasedTableOptions::kDataBlockBinaryAndHash;
-    table.format_version = 5;  // RocksDB 6.6 and later read it
+    table.format_version = 5;  // RocksDB 6.6 and later can read this version
     rocksdb::Options database;
     database.table_factory.reset(rocksdb::NewBlockBasedTableFactory(table));
     database.create_if_missing = options.create;
