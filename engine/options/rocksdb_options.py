@@ -131,7 +131,7 @@ def allowed_text(allowed: Allowed) -> str:
 
 
 def _check_all(text: str, prefix: str = "") -> None:
-    """Raise ValueError for an option or a value that is not allowed. For a struct's fields, `prefix` is its name."""
+    """Raise ValueError for an option or value that is not allowed. For a struct's fields, `prefix` names the struct."""
     for name, value in _core.parse_rocksdb_options(text):
         path = prefix + name
         if path in _STRUCTS and "=" in value:

@@ -20,7 +20,7 @@ from ..row_format import STATE_TYPES, RowForm, overflows
 from .initializers import ID_OPTIONS, AnyTableOptions, InitialValues, TableOptions, as_arrays, make_table_options
 from .table_names import TABLE_NAMES, check_distinct, labels_of
 
-DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}  # that rows are stored in
+DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}  # dtypes of stored rows
 # Fields of a stored description. RUN is a random id, drawn whenever the rows start empty.
 RUN = "run"
 ID_LIMITS = "reach"  # for each table, a number above all stored ids, or None
@@ -50,7 +50,7 @@ class TableSpec:
     drops: tuple[bool, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        # fields rather than properties, because each step reads them several times
+        # These are fields rather than properties, because each step reads them several times.
         object.__setattr__(self, "dim", sum(self.columns))
         object.__setattr__(self, "num_tables", len(self.tables))
         object.__setattr__(self, "padding_key", None if self.padding_idx is None else self.padding_idx % 2**64)
@@ -107,7 +107,7 @@ class TableSpec:
         ]
 
     def with_stored_seed(self, stored: dict[str, Any]) -> TableSpec:
-        """Returns the spec with the stored rows' seed, unless the user gave one."""
+        """Returns the spec with the stored rows' seed, unless the user gave a seed."""
         return self if self.has_own_seed or stored["seed"] == self.seed else replace(self, seed=stored["seed"])
 
     def describe(self, state: RowState, hyper: Sequence[float], step: int) -> dict[str, Any]:
