@@ -33,7 +33,7 @@ TIERBED_FN u64 hash_row(u32 table, u64 key) { return last_shift(mix_key(table, k
 
 TIERBED_FN u32 bucket_of(u64 hash) { return static_cast<u32>(hash >> 58); }
 
-// The rank that owns a row, by an interval of 16 bits of its `hash_row`. ranks <= MAX_RANKS.
+// Returns the rank that owns a row: each rank owns an interval of 16 bits of `hash_row`. ranks <= MAX_RANKS.
 TIERBED_FN u32 owner_of(u64 hash, u32 ranks) { return static_cast<u32>((hash >> 34 & 0xFFFF) * ranks >> 16); }
 
 TIERBED_FN u64 reverse_bytes(u64 x) {  // compilers recognise this pattern
@@ -42,14 +42,14 @@ TIERBED_FN u64 reverse_bytes(u64 x) {  // compilers recognise this pattern
     return x << 32 | x >> 32;
 }
 
-// Multiplies `mix_key` by a random factor, folds it and multiplies by a second one. To keep the bucket, the top byte
-// is rotated to the bottom meanwhile, where factors that are 1 modulo 256 do not change it.
+// Multiplies `mix_key` by a random factor, folds the product and multiplies by a second factor. To keep the bucket, the
+// top byte is rotated to the bottom meanwhile, where factors that are 1 modulo 256 do not change this byte.
 //
 // With a random odd factor, two keys agree in their m leading bits with probability at most 2 / 2^m (Dietzfelbinger,
 // Hagerup, Katajainen, Penttonen: A reliable randomized algorithm for the closest-pair problem, 1997). That is not
-// enough for linear probing: a product maps arithmetic sequences to such sequences (Patrascu, Thorup: On the
+// enough for linear probing: a product maps arithmetic sequences to arithmetic sequences (Patrascu, Thorup: On the
 // k-independence required by linear probing and minwise independence, 2010). The random addend, the fold and the second
-// factor break them up.
+// factor break such sequences up.
 struct SlotHash {
     u64 addend, table_factor;    // multiples of 256
     u64 factor[2], inverse[2];  // modulo 2^64

@@ -1,4 +1,4 @@
-// Logarithm, powers and the inverse normal distribution function, as fixed sequences of IEEE operations. Unlike with
+// Logarithm, powers and the inverse normal distribution function, as fixed sequences of IEEE operations. Unlike in
 // libm, results are bit-identical on every machine.
 #pragma once
 #include "portable.h"

@@ -49,8 +49,7 @@ private:
     std::size_t size_ = 0;
 };
 
-// Zeroed pages; huge pages for large sizes. may_be_huge: pass false for sparse data: it would leave huge pages mostly
-// unused.
+// Zeroed pages; huge pages for large sizes. may_be_huge: false for sparse data, which would mostly not use huge pages.
 class Pages {
 public:
     Pages() = default;
