@@ -1,4 +1,4 @@
-"""Base classes for the optimizers that torch.optim does not have, and checks of param group settings."""
+"""Base classes for optimizers that torch.optim lacks, and checks of param group settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALLEST, LARGEST = 2.0**-126, 2.0**127  # range of positive numbers that float3
 
 
 def checked_number(group: Group, name: str, low: float = 0.0, high: float = LARGEST) -> float:
-    """Returns a param group's setting, at least `low` and below `high`. Raises OptimizerError for any other."""
+    """Returns a param group's setting. Raises OptimizerError unless it is at least `low` and below `high`."""
     value: Any = group[name]
     try:
         setting = float(value)
@@ -116,7 +116,7 @@ class DenseOptimizer(CheckedOptimizer):
 
 
 class DenseAdam(DenseOptimizer):
-    """Base class for variants of Adam: the settings and the moments."""
+    """Base class for variants of Adam. Holds the settings and computes the moments."""
 
     def __init__(
         self,

@@ -22,11 +22,10 @@ class Rule:
 
     kernel: Kernel
     optimizer: type[torch.optim.Optimizer]  # the exact type
-    # (group, step) -> hyper-parameters by name; the group's settings supply the others, and unknown names are ignored.
-    # `step` is the embedding's, from 1.
+    # (group, the embedding's step from 1) -> hyper-parameters by name; settings supply missing ones. Ignores others.
     hyper: Callable[[Group, int], Mapping[str, float]] = lambda group, step: {}
     initial: Callable[[Group], Mapping[str, float]] = lambda group: {}  # initial values of states, by default 0
-    when: Callable[[Group], bool] = lambda group: True  # True if the rule applies to this param group
+    when: Callable[[Group], bool] = lambda group: True  # true if the rule applies to a param group
     torchrec_name: str = ""  # "module.name" of the TorchRec class that this rule also supports
 
 
