@@ -229,10 +229,7 @@ class StoreOptions(_Stored):
 
 @options_class
 class DeviceMemOptions(StoreOptions):
-    """Stores all rows in device memory, or in host memory if there is no device. The fastest store.
-
-    `StoreOptions` describes the arguments.
-    """
+    """The fastest store: all rows in device memory (host memory without a device). `StoreOptions` lists arguments."""
 
     store: str = field(default="device_mem", init=False)
 
@@ -246,9 +243,7 @@ class HostMemOptions(StoreOptions):
 
 @options_class
 class CachedHostMemOptions(StoreOptions, _Cached):
-    """Stores all rows in host memory and caches hot rows in device memory.
-
-    `StoreOptions` describes the other arguments.
+    """Stores all rows in host memory, caches hot rows in device memory. `StoreOptions` describes the other arguments.
 
     Args:
         cache_budget_mb: The cache size in MiB. "auto" divides the memory that is free when the table opens, and prints
