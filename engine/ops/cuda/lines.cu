@@ -30,7 +30,7 @@ extern "C" __global__ void count_written(const u64* lines, const u32* tables, co
     tally.end();
 }
 
-// Writes values [size, dim], one per position, to embeddings; the last value wins. Adds first writes to written [tables].
+// Writes values [size, dim], one per position, to embeddings; last value wins. Adds first writes to written [tables].
 extern "C" __global__ void assign_rows(const u64* lines, const u32* tables, const u32* offsets, const u32* positions,
                                        const u32* count, const float* values, u32 step, u64* written,
                                        const u32* faults) {
