@@ -110,7 +110,7 @@ def check_arguments(
 def checked_arguments(*typed: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
     """Decorate a public function so that an unknown keyword raises OptionError and suggests the nearest argument.
 
-    `typed` lists arguments to check against their annotations. Checks are too slow for functions that each step calls.
+    `typed` lists arguments to check against their annotations. The checks are too slow for functions of each step.
     """
 
     def decorate(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:

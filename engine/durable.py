@@ -89,7 +89,7 @@ class NewFolder:
             fsync_dir(self.path.parent)
 
     def drop(self) -> None:
-        """Remove the folder with the temporary name. Ignores errors: the next `NewFolder` for this path removes it."""
+        """Remove the temporary folder. Ignores errors, because the next `NewFolder` for this path removes leftovers."""
         with contextlib.suppress(OSError):
             remove_folder(self.temporary)
 
@@ -190,7 +190,7 @@ def remove_folder(path: Path) -> None:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file atomically: readers see the complete old or new file. Only one caller at a time may write it."""
+    """Replace a file atomically: readers see the complete old or new file. Allows one writer at a time."""
     temporary = temporary_path(path)
     try:
         with uninterrupted(), temporary.open("wb") as file:

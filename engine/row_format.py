@@ -42,7 +42,7 @@ def words_of(type: str, count: int) -> int:
 
 
 def line_bytes_of(width: int) -> int:
-    """Returns how many bytes a line with `width` words takes in memory, including record and padding."""
+    """Returns how many bytes a line with `width` words takes in memory, including counters and padding."""
     return -(-(width * WORD + RECORD_BYTES) // 16) * 16
 
 

@@ -21,7 +21,7 @@ log = logging.getLogger("tierbed")
 
 
 def wrong_budget(option: str, budget_mb: float, line_bytes: int, error: Exception) -> OptionError:
-    """Return an OptionError. It calls the budget too small if the cache raised ValueError, otherwise too large."""
+    """Return an OptionError that calls the budget too small if the cache raised ValueError, otherwise too large."""
     problem = "too small for" if isinstance(error, ValueError) else "more than this machine has memory for, with"
     return OptionError(f"{option}={budget_mb} is {problem} rows of {line_bytes} bytes: {error}; give another budget")
 
@@ -46,7 +46,7 @@ class CpuCachedStore(NativeTier, TopTier[_core.Batch]):
         except (ValueError, MemoryError) as error:
             raise wrong_budget(option, budget_mb, layout.line_bytes, error) from None
         self._budget = f"{option}={budget_mb}"
-        self._rows = int(self.native.metrics()["capacity"])  # what the sets hold; the first larger batch logs a warning
+        self._rows = int(self.native.metrics()["capacity"])  # rows in the sets; the first batch beyond logs a warning
         self._peeked = (0, 0, 0)
 
     def announce(self, batch: _core.Batch) -> None:
@@ -106,7 +106,7 @@ class CpuCachedStore(NativeTier, TopTier[_core.Batch]):
         """Flush most dirty rows, one piece per `next`. Does not make the last tier durable."""
         begin, metrics = 0, self.native.metrics()
         pieces = 2 + int(metrics["capacity"] + metrics["overflow_rows"]) // PIECE_ROWS
-        for _ in range(pieces):  # bounded, because steps write more rows meanwhile
+        for _ in range(pieces):  # a fixed number of pieces, because steps write more rows meanwhile
             begin = self.native.flush_some(begin, PIECE_ROWS)
             yield True
             if begin == 0:

@@ -77,7 +77,7 @@ class Lifecycle:
         self._ledger.commit(batch, step)
 
     def expired(self, step: int) -> tuple[TableIds, Keys] | None:
-        """Returns the rows that expire after `step`, or None. Only `SCANS` of `ttl_steps` steps look for them."""
+        """Returns the rows that expire after `step`, or None. Only `SCANS` of `ttl_steps` steps scan for rows."""
         assert self._ledger is not None
         if self._ttl is None or self._eviction == "ttl" or step % max(1, self._ttl // SCANS):
             return None
@@ -95,13 +95,13 @@ class Lifecycle:
         self.counts[cause] += int(rows.sum())
 
     def absence_text(self) -> str:
-        """Returns a text on why a row may be missing. It lists all causes so far: removed rows are not recorded."""
+        """Returns all causes so far that may explain a missing row, as text. (Removed rows are not recorded.)"""
         occurred = [cause for cause, count in self.counts.items() if count]
         causes = [f"refused by admission={self._admission}" if cause == "refused" else cause for cause in occurred]
         return " or ".join(["not written since the table was opened", *causes])
 
     def note_loaded(self, chunks: Chunks) -> Chunks:
-        """Add rows that are being loaded into the table to the ledger, and yield them unchanged."""
+        """Yield rows that are being loaded into the table, and add these rows to the ledger."""
         for bucket, rows in chunks:
             if self._ledger is not None:
                 self._ledger.load(*(rows[field].copy() for field in ("table", "key", "updates", "step")))

@@ -91,7 +91,7 @@ def _default_tables(columns: int, num_tables: int) -> NDArray[np.uint32]:
 
 @lru_cache(maxsize=64)
 def _table_array(num_tables: int, table_ids: tuple[int, ...]) -> NDArray[np.uint32] | None:
-    """Return `table_ids` as an array, or None if one is out of range."""
+    """Return `table_ids` as an array, or None if a table id is out of range."""
     return np.array(table_ids, np.uint32) if all(0 <= table < num_tables for table in table_ids) else None
 
 

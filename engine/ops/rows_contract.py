@@ -108,5 +108,5 @@ class EmbeddingBase(NoTorchScript, nn.Module):
         raise NotImplementedError
 
     def forget_optimizer(self) -> None:
-        """Make the next update look up its optimizer again."""
+        """Make the next update look up the rows' optimizer again."""
         self.row_optimizer = None

@@ -6,8 +6,8 @@
     adamw   w *= 1 - lr * weight_decay, then adam without weight decay
 
 `maximize` negates `g`; adam's weight decay then adds `weight_decay * w` to `g`. `t` counts the embedding's steps. Both
-are lazy: a row's `m` and `v` decay only in steps that touch the row. If `m` would be divided by 0 (eps = 0 and no
-gradient so far), `w` stays unchanged, while torch makes `w` NaN.
+optimizers are lazy: a row's `m` and `v` decay only in steps that touch the row. If `m` would be divided by 0 (eps = 0
+and no gradient so far), `m` does not change `w`, while torch makes `w` NaN.
 """
 
 from __future__ import annotations

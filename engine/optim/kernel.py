@@ -1,8 +1,8 @@
 """Declares optimizer kernels, and generates a C++ header from all kernels.
 
-A kernel is C++ text with named inputs, similar to `cupy.ElementwiseKernel`. A file in this folder declares it as
+A kernel is C++ text with named inputs, similar to `cupy.ElementwiseKernel`. A file in this folder declares one as
 `NAME = Kernel(...)` with literal arguments, or as `NAME = replace(OTHER, ...)`, where OTHER is an earlier kernel whose
-texts the arguments may refer to. So this module can read kernels without importing the files. The build runs it as a
+texts the arguments may refer to. So this module can read kernels without importing files. The build runs this file as a
 script, `python kernel.py OUTPUT`, with a Python that has neither torch nor NumPy. For a GPU, `header()` returns the
 same text at run time.
 
@@ -33,15 +33,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-# Every rule has these settings; they follow its hyper-parameters, and 0 means no limit.
+# Every rule has these settings, after the rule's hyper-parameters. 0 means no limit.
 LIMITS = ("clip_grad_value", "clip_grad_row_norm", "max_row_norm")
 
 
 @dataclass(frozen=True)
 class CatchUp:
-    """How a row catches up on the steps that it missed, before it is looked up or updated.
+    """How a row catches up on missed steps before the row is looked up or updated.
 
-    The bodies run in the order of these fields. They can use the hyper-parameters (`lr` is the current step's rate, in
+    The bodies run in the order of these fields. Bodies can use hyper-parameters (`lr` is the current step's rate, in
     double), and pass `values` and `doubles` on to each other.
     """
 
@@ -49,7 +49,7 @@ class CatchUp:
     values: tuple[str, ...]  # names, float32
     doubles: tuple[str, ...]
     begin: str  # may use `last`, the step of the row's last update
-    step: str  # for each step up to `limit`, before `element`; `rate` is its learning rate (past_rates.py)
+    step: str  # for each step up to `limit`, before `element`; `rate` is the step's learning rate (past_rates.py)
     element: str  # updates w and element states
     # For the steps beyond `limit`, `rest` and then `rest_element` run: once if these steps have the same learning rate,
     # otherwise several times. In the bodies, `rest` counts steps, `rate` is their mean rate, and `is_constant` is true

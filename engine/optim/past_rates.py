@@ -5,7 +5,7 @@ before the first knot have the first knot's rate, and steps after the last knot 
 rate needs no knot. Up to `MAX_KNOTS` knots describe the past exactly. If there are more, knots of the older half are
 dropped, first the knots closest to the line through their neighbors.
 
-In a rule's numbers, the knots follow the limits: their count, then the step and the rate of each knot.
+In a rule's numbers, the limits are followed by the number of knots, then by each knot's step and rate.
 """
 
 from __future__ import annotations

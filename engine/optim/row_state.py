@@ -15,7 +15,7 @@ from ..row_format import EMBEDDING, STATE_TYPES, Chunks, RowForm
 class RowState:
     """The optimizer states in a row, in a line's order."""
 
-    rule: str | None = None  # None if the rows were put without an optimizer
+    rule: str | None = None  # None if `put` wrote the rows without an optimizer
     names: tuple[str, ...] = ()
     widths: tuple[int, ...] = ()  # the size of each state, in numbers per row
     initial: tuple[float, ...] = ()  # the initial value of each state

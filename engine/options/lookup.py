@@ -58,7 +58,7 @@ def check_lookup(
     """Check a lookup's arguments and return them as a `Lookup`. All tensors must be on one device. Raises InputError.
 
     Ids are converted to the key type if the key type can hold their integer dtype. Table ids may be a tensor, an array,
-    or nested lists (possibly of table names). They become a tensor in the result's shape, or with one id per feature.
+    or nested lists (possibly of table names). The returned table ids are a tensor in the result's shape, or [columns].
     """
     if (
         type(ids) is Tensor

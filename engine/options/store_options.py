@@ -137,7 +137,7 @@ class StoreOptions(_Stored):
     """The options that all stores share. docs/lifecycle.md explains `eviction`, `admission` and `ttl_steps`.
 
     Args:
-        persistent_path: The folder that holds one folder per embedding, with its name. None keeps nothing on disk.
+        persistent_path: The folder with one folder per embedding, named like the embedding. None keeps no files.
             A leading `~` and `${NAME}` are replaced; an unset variable is an error.
         capacity: The maximum number of written rows in all tables together. None is no limit.
         size_factor: The row size, including optimizer state, as a multiple of the embedding's dimension. The engine
@@ -252,7 +252,7 @@ class CachedHostMemOptions(StoreOptions, _Cached):
         cache_policy: Which row of a full set to evict if the announced steps do not decide: "lru", the least recently
             used, or "lfu", the row that the fewest steps used.
         overflow_mb: The size in MiB of the overflow area, in addition to the cache. The area holds rows that do not fit
-            into their set. With RocksDB, it also holds rows waiting for write-back, which may keep half of the area
+            into their set. With RocksDB, the area also holds rows waiting for write-back. These may keep half of it
             until other rows need it. If the area is full, prefetches and evictions wait, but a step still gets what its
             own batch needs. Default: the cache's size, up to 64 MiB (192 MiB with RocksDB), at least two batches.
     """
@@ -292,7 +292,7 @@ class CachedSsdOptions(CachedHostMemOptions, _HostCached):
             are "auto" and there is no GPU, there is no second cache.
         shards: The number of RocksDB databases in a new folder, 1 to 64. Rows are divided among the databases by hash.
             An existing folder keeps its number. Default: 4.
-        read_mode: "buffered" reads files through the page cache. "mmap" maps files, which is faster if they are in
+        read_mode: "buffered" reads files through the page cache. "mmap" maps files, and is faster if files are in
             memory, but a disk read error kills the process. "direct" bypasses the page cache.
         io_threads: The maximum number of threads that read rows at the same time, that prefetch rows, and that write
             rows back. By default, as many threads read as the disk can serve, up to 64. Prefetch and write-back each

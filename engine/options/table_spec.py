@@ -37,8 +37,8 @@ class TableSpec:
     tables: tuple[AnyTableOptions, ...]
     padding_idx: int | None  # the id without a row
     seed: int
-    dtype: str = "float32"  # how embeddings are stored
-    state_dtype: str = "float32"  # how element states are stored; row states are float32
+    dtype: str = "float32"  # the dtype of stored embeddings
+    state_dtype: str = "float32"  # the dtype of stored element states; row states are float32
     has_own_seed: bool = True  # the user gave a seed; otherwise it comes from the name or from stored rows
     zero_key: int | None = None  # the id, as 64 bits, whose row starts as zeros
     dim: int = field(init=False)  # elements of a row, without optimizer state
@@ -186,14 +186,14 @@ def check_columns(embedding_dim: Any) -> tuple[int, ...]:
 
 
 def check_key_type(key_type: Any) -> torch.dtype:
-    """Returns the key type. Raises OptionError if it is not supported."""
+    """Returns the key type. Raises OptionError for an unsupported type."""
     if not isinstance(key_type, torch.dtype) or key_type not in KEY_TYPES:
         raise OptionError(f"key_type={key_type!r}: give torch.int32, torch.int64 or torch.uint64")
     return key_type
 
 
 def check_dtype(dtype: Any) -> str:
-    """Returns the dtype's name. Raises OptionError if rows cannot be stored in it."""
+    """Returns the dtype's name. Raises OptionError if rows cannot be stored in this dtype."""
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise OptionError(
             f"dtype={dtype!r}: give the dtype that rows are stored in, torch.float32, torch.bfloat16 or "
@@ -203,7 +203,7 @@ def check_dtype(dtype: Any) -> str:
 
 
 def check_state_dtype(dtype: Any) -> str:
-    """Returns the dtype's name. Raises OptionError if it is not supported for element states."""
+    """Returns the dtype's name. Raises OptionError for a dtype that element states do not support."""
     if dtype is torch.float16:
         raise OptionError(
             "state_dtype=torch.float16: it rounds sums of squares below 6e-8 to 0, and then updates are infinite; give "

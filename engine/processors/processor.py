@@ -116,7 +116,7 @@ class Processor(Protocol[B]):
         return
 
     def adopt(self, batch: B, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
-        """Make a batch usable in this thread for `lookups`. Another thread made it from `announced`, equal lookups."""
+        """Make a batch usable in this thread for `lookups`. Another thread made the batch from equal lookups."""
         return
 
     def count_written(self, batch: B) -> Counts:
@@ -143,7 +143,7 @@ class Processor(Protocol[B]):
         """Set the rule's numbers (`RowOptimizer.hyper`), the step and the gradients' factor for later updates."""
 
     def update(self, batch: B, gradients: Gradients, rule: str) -> None:
-        """Sum each row's gradients and apply the rule. Raises TypeError or ValueError before any write."""
+        """Sum rows' gradients and apply the rule. Wrong gradients raise TypeError or ValueError before any write."""
 
     def square_gradients(self, batch: B, gradients: Gradients) -> Tensor:
         """Returns each row's sum of squared gradient elements: float32 [unique or longer], padded with 0."""

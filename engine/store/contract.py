@@ -75,7 +75,7 @@ class TableImage(Protocol):
         """Start to read a bucket. Read buckets in ascending order."""
 
     def sort(self) -> None:
-        """Sort the bucket's rows. Call it between `list` and the first `next`."""
+        """Sort the bucket's rows. Call `sort` between `list` and the first `next`."""
 
     def next(self, rows: NDArray[np.uint8]) -> int:
         """Fill `rows` with the next packed rows (`row_dtype`), by (table, key). Returns their number; 0 at the end."""
@@ -135,7 +135,7 @@ class ChangeSource(Protocol[B]):
 
 
 class TopTier(TierBase, Protocol[B]):
-    """The top tier serves steps. The default methods suit a store without a tier below: they ignore announcements."""
+    """The top tier serves steps. The default methods suit a store without a tier below; announcements do nothing."""
 
     def pin(self, batch: B, capacity_limit: CapacityLimit | None) -> None:
         """Make the batch's unique rows resident, initialise new ones, and write all line addresses to the batch.
@@ -145,7 +145,7 @@ class TopTier(TierBase, Protocol[B]):
         """
 
     def unpin(self, batch: B, dirty: bool) -> None:
-        """Release the pinned batch. dirty: True if its lines were written and must be written back."""
+        """Release the pinned batch. dirty: True if the batch's lines were written and must be written back."""
 
     def announce(self, batch: B) -> None:
         """Announce a future step's batch. Steps must pin announced batches in order of announcement."""
@@ -170,7 +170,7 @@ class TopTier(TierBase, Protocol[B]):
         """Return the hits and misses of each table, as in `metrics`. May wait for the device."""
 
     def peek_counts(self) -> tuple[int, int, int]:
-        """Return how many rows `peek(trains=False)` found in this tier, in those below, and in none. May wait."""
+        """Return how many rows `peek(trains=False)` found in this tier, in lower tiers and in no tier. May wait."""
 
     def peek(self, batch: B, trains: bool = False) -> None:
         """Write row addresses to the batch, for reading only. The batch's memory holds initial values of unknown rows.

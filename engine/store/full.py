@@ -1,4 +1,4 @@
-"""The full table: all rows in memory. It serves steps itself, or is the last tier below a cache."""
+"""The full table holds all rows in memory. A full table serves steps, or is the last tier below a cache."""
 
 from __future__ import annotations
 

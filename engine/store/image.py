@@ -25,7 +25,7 @@ class Image(Protocol):
     """
 
     def chunks(self) -> Chunks:
-        """Yield all rows, once and in one thread. Raises StoreError, or ClosedError if image or table is closed."""
+        """Yield all rows, once and in one thread. Raises StoreError, or ClosedError if the image or table is closed."""
 
     def close(self) -> None:
         """Stop saving before-images. May be called more than once."""
@@ -95,7 +95,7 @@ class MemoryImage(Image):
             with self._changed:
                 self._require_table().list(bucket)
             if (table := self._table) is not None:
-                table.sort()  # slow, and needs no lock
+                table.sort()  # sorting is slow, and needs no lock
             while True:
                 rows = np.empty(chunk_rows, self._dtype)
                 with self._changed:

@@ -1,4 +1,4 @@
-"""Computes cache sizes for "auto" budgets by dividing the free memory, and prints them."""
+"""Computes cache sizes for "auto" budgets by dividing the free memory, and prints the division."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ _lock = Lock()
 
 
 def _forget_parent() -> None:
-    """Reset a forked child. It uses none of the parent's caches, and a thread of the parent may hold the lock."""
+    """Reset a forked child, which uses none of the parent's caches. A thread of the parent may hold the lock."""
     global _lock
     _lock = Lock()
     _instances.clear()

@@ -73,7 +73,7 @@ class ForegroundSave:
 
 
 class BackgroundSave:
-    """A save by a background thread. It passes an image's rows to `write`, then closes the image.
+    """A save by a background thread, which passes an image's rows to `write` and then closes the image.
 
     `what` names the snapshot in messages. `lock` is the table's lock; a waiting call releases this lock. Raises
     RuntimeError if the system cannot start a thread.
@@ -104,7 +104,7 @@ class BackgroundSave:
         return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the save ends, for at most `timeout` seconds. Returns False if it still runs.
+        """Wait until the save ends, for at most `timeout` seconds. Returns False if the save still runs.
 
         Ctrl-C ends the wait, not the save. If the save failed, there is no snapshot, and `wait` raises its error.
         Raises StoreError in a forked process, because the thread does not exist there.

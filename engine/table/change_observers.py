@@ -5,7 +5,7 @@ the rows as of the save's step. Before a later step changes a row in memory, the
 and the image keeps a copy of the row (a before-image) until the save has read it. With RocksDB as the bottom tier, the
 image is a RocksDB read view and needs no copies.
 
-An incremental snapshot holds only the rows that changed since its parent. `ChangeTracker` records their keys.
+An incremental snapshot holds only the rows that changed since its parent. `ChangeTracker` records these rows' keys.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class ChangeTracker:
 
 
 class ChangeObservers:
-    """A table's observers. The table notifies them before it changes rows."""
+    """The observers of a table. The table notifies its observers before rows change."""
 
     def __init__(self, table: Table) -> None:
         self._table: Table = weakref.proxy(table)
@@ -94,7 +94,7 @@ class ChangeObservers:
 
     @property
     def has_image(self) -> bool:
-        """True if an image is open; it may need before-images."""
+        """True if an image is open, because an open image may need before-images."""
         return self._image is not None
 
     def track_changes(self, since: str) -> None:

@@ -77,7 +77,7 @@ def _memory(lookup: Lookup) -> tuple[Any, ...]:
 
 
 class Prefetcher:
-    """Prepares a table's announced batches in order. Its thread starts at the first announcement."""
+    """Prepares a table's announced batches in order. The thread starts at the first announcement."""
 
     def __init__(self, processor: Processor[Any], store: TopTier[Any], threads: int) -> None:
         self._processor = processor
@@ -126,7 +126,7 @@ class Prefetcher:
     def step(self, lookups: Sequence[Lookup] | None) -> Iterator[Any]:
         """Enter a block that pins a step's rows. Yields the step's prepared batch, or None if no batch is prepared.
 
-        Without `lookups`, the block is not a step and uses no announced batch. Raises an error of the preparation.
+        Without `lookups`, the block is not a step and uses no announced batch. Raises an error if preparation failed.
         """
         if not self._announced:
             yield None

@@ -32,7 +32,7 @@ class RowCounts:
 
     @property
     def rows(self) -> int:
-        """The number of rows in all tables. Reading it may wait for the device."""
+        """The number of rows in all tables. This property may wait for the device."""
         return self.stored_rows + int(self._change.sum())
 
     @property
@@ -49,7 +49,7 @@ class RowCounts:
 
     @property
     def _change(self) -> Counts:
-        """The growth of each table since it was opened."""
+        """How many rows each table has gained since the table was opened."""
         pending = self.pending  # read once: `status` holds no lock, so another thread may change `self.pending`
         change = self._processor.written - self._lifecycle.removed_counts
         return change if pending is None else change - pending

@@ -95,7 +95,7 @@ class PinnedBatch:
     ) -> None:
         """Apply the optimizer and unpin the rows.
 
-        For each lookup, `grads` holds the gradient of its result and `weights` the weights that pooled it. A row's
+        `grads` holds the gradient of each lookup's result, and `weights` the weights that pooled this result. A row's
         summed gradient is multiplied by `scale`; then each element is clipped to [-clip_value, clip_value].
         """
         try:
@@ -301,7 +301,7 @@ class OpenTable:
         return store
 
     def require_open(self) -> TopTier[Any]:
-        """Returns the top tier. Raises ClosedError if the table is closed, StoreError if it is inconsistent."""
+        """Returns the top tier. Raises ClosedError if the table is closed, StoreError if the table is inconsistent."""
         if self.stack is None:
             raise (RowsReplacedError if self.is_replaced else ClosedError)(
                 f"embedding {self.spec.name!r} was closed or its rows were replaced; use the embedding again"
@@ -544,7 +544,7 @@ class OpenTable:
             is_written, self._pinned = True, None
             self._unpin(pinned, dirty=True)
         except BaseException as error:
-            if is_written or not isinstance(error, (TypeError, ValueError)):  # those are raised before any write
+            if is_written or not isinstance(error, (TypeError, ValueError)):  # both are raised before any write
                 # Lines, counters and lower tiers may disagree: never serve these rows, and write no clean marker.
                 self.failure, self._pinned = error, None
             raise

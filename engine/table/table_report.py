@@ -45,7 +45,7 @@ def _without_lock(table: OpenTable, metrics: dict[str, dict[str, Any]]) -> dict[
 
 
 def cache_metrics(table: OpenTable) -> None:
-    """Read the metrics before a long call, so other threads can see them. Does nothing if a scan would be needed."""
+    """Read the metrics before a long call, for other threads to see. Does nothing if a scan would be needed."""
     if table.counts.known_by_table is not None:
         with suppress(TierbedError):  # the long call itself will raise this error
             table.last_metrics = _read_metrics(table)

@@ -1,4 +1,4 @@
-"""The set-associative cache in device memory, as the top tier of a stack. It decides like the CPU cache.
+"""The set-associative cache in device memory: the top tier of a stack, which decides like the CPU cache.
 
 Kernels find rows and choose victims; `Cache` launches these kernels and copies no row itself. Look-ahead hides the time
 to fetch missing rows: the caller announces the batches of future steps, and a prefetch thread admits and fetches their
@@ -41,7 +41,7 @@ _CACHE = struct_type("uint64 tags ways memory", "uint32 sets")
 
 @dataclass(eq=False)
 class _AnnouncedBatch:
-    """An announced batch. Its rows are resident once `admission` is set."""
+    """An announced batch. The batch's rows are resident once `admission` is set."""
 
     batch: Batch
     event: Event = None
@@ -119,7 +119,7 @@ class CudaWindow:
             return admission is not None
 
     def pin(self, batch: Batch, admit: Callable[[int], Admission | None]) -> bool:
-        """Pin a batch, and return True if its rows were resident. If not, fetch them by `admit(last_completed)`."""
+        """Pin a batch. If its rows were resident, return True; otherwise fetch the rows by `admit(last_completed)`."""
         if self._pin_if_resident(batch):
             return True
         with self.exclusive():
@@ -239,7 +239,7 @@ class Cache:
         self._run("mark_fetched", batch.size, 1, self.by_value(), admission.by_value(), batch.count)
 
     def cancel(self, admission: Admission, restore: bool) -> None:
-        """Undo the latest admission. restore: True to put victims back; they must not be written back yet."""
+        """Undo the latest admission. restore: True to put back victims that were not written back."""
         batch, cache = admission.batch, self.by_value()
         self._run("cancel_rows", batch.size, 1, cache, admission.by_value(), batch.count, np.uint32(restore))
 

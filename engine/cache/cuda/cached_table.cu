@@ -31,7 +31,7 @@ extern "C" __global__ void write_back(LineIndex below, Admission admission, cons
 }
 
 // Fetches the first `count` rows. On entry, lines [n] has each row's line in the table below. On return, a row that has
-// a slot has the slot's line; other rows keep theirs. Skips rows at `zero_line`. Counts misses in lookups [tables, 2].
+// a slot has the slot's line; other rows keep that line. Skips rows at `zero_line`. Counts misses in `lookups`.
 extern "C" __global__ void fetch(Cache cache, Admission admission, const u64* hashes, const u32* tables,
                                  const u32* count, u64* lines, u64 zero_line, InitialRow initial,
                                  const __grid_constant__ SlotHash slot_hash, u64* counts, Counters lookups) {
@@ -60,7 +60,7 @@ extern "C" __global__ void fetch(Cache cache, Admission admission, const u64* ha
 }
 
 // Looks up the first `count` rows for reading: writes lines [n], 0 if no tier has the row, and absent [n], 1 if no
-// tier has it, otherwise 0. Counts hits and misses in lookups [tables, 2].
+// tier has the row, otherwise 0. Counts hits and misses in lookups [tables, 2].
 extern "C" __global__ void locate_rows(Cache cache, LineIndex table, const u64* hashes, const u32* tables,
                                        const u32* count, u64 n, u64* lines, i32* absent, u64* counts,
                                        Counters lookups) {
@@ -85,7 +85,7 @@ extern "C" __global__ void locate_rows(Cache cache, LineIndex table, const u64* 
     thread_counts.add_to(counts);
 }
 
-// Writes dirty rows back to the table below. They stay in the cache.
+// Writes dirty rows back to the table below, and keeps the rows in the cache.
 extern "C" __global__ void flush_rows(Cache cache, LineIndex below, u64* counts) {
     Counts thread_counts;
     for_each_item<COPY_LANES>(static_cast<u64>(cache.sets) * WAYS, [&](Tile tile, u64 slot) {

@@ -33,7 +33,7 @@ class CachedTable(DeviceCache):
         self._run = partial(launch, layout.device, layout.program("cache/cuda/cached_table.cu"))
         # Counts of cached_table.cu: hits and misses in the table below, rows written back, lookups the cache served.
         self._counts = torch.zeros(4, dtype=torch.int64, device=layout.device.torch_device)
-        self._peeked = torch.zeros_like(self._counts)  # the same counts for `peek`
+        self._peeked = torch.zeros_like(self._counts)  # like `_counts`, but for `peek`
         self._hit_counters = HitCounters(layout)  # hits of read-only lookups, and all misses
         self._new: dict[Batch, Tensor] = {}  # per announced batch: flags [size] of its rows inserted below
 

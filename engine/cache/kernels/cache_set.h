@@ -22,7 +22,7 @@ struct Way {
     u32 last;    // the last batch that touched the row
     u32 next;    // the next announced batch that needs the row; 0 for none
     u32 uses;    // how many batches touched the row
-    u32 stored;  // the row's `updates` in the tier below; 0 if that tier lacks it
+    u32 stored;  // the row's `updates` in the tier below; 0 if that tier lacks the row
     u32 spare;
 };
 static_assert(sizeof(Way) == 32, "two ways a cache line");
@@ -102,7 +102,7 @@ TIERBED_FN u32 probe_set(Tile tile, const SetView& set, u64 hash, u32 table) {
     return NONE;
 }
 
-// True if a row differs from its copy in the tier below. A saturated `updates` cannot show this, so it counts as dirty.
+// True if a row differs from its copy in the tier below. A row with a saturated `updates` always counts as dirty.
 TIERBED_FN bool is_dirty(u32 updates, u32 stored) { return updates != stored || updates == 0xFFFFFFFFu; }
 
 // True if batch `number` comes after `other`. Batch numbers wrap around, so their difference decides.
@@ -114,8 +114,8 @@ TIERBED_FN u32 batches_until(u32 next, u32 number) {
 }
 
 // Returns the way that a new row of batch `number` gets: the first free way, searched from `home` on. If none is free,
-// the row replaces a victim that is neither pinned nor needed by an announced batch. The first group with such rows is
-// used, and there the least recently used row (LRU) or the least used one (LFU). Returns NONE if there is no victim.
+// searches groups from `home` on for rows that are neither pinned nor needed by an announced batch. In the first group
+// with such rows, takes the least recently used row (LRU) or the least used row (LFU). Returns NONE without such rows.
 TIERBED_FN u32 victim_way(const SetView& set, u32 home, u32 number, u32 last_completed, Replacement replacement) {
     for (u32 turn = 0; turn < WAYS; turn += GROUP) {
         const u32 first = (home + turn) % WAYS, free = first_free(set.tags + first);

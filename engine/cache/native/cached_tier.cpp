@@ -432,7 +432,7 @@ void CachedTier::erase(const RowSpan& rows) {
 
 void CachedTier::forget_errors() {
     below_.forget_errors();
-    const std::lock_guard admission(threads_->admission);  // then no thread waits for the writer
+    const std::lock_guard admission(threads_->admission);  // no thread may wait for the writer meanwhile
     std::unique_lock directory(threads_->directory);
     auto& writer = threads_->writer;
     if (!writer) return;

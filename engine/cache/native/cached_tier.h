@@ -46,7 +46,7 @@ public:
     CachedTier(const CachedTier&) = delete;
 
     // Documented in engine/store/contract.py. `announce` and `prefetch` may run in another thread. If the write-behind
-    // thread fails, the next call that fetches rows throws its error, or `flush` drops the error. No row is lost.
+    // thread fails, the next call that fetches rows throws the error, or `flush` drops the error. No row is lost.
     void announce(std::shared_ptr<Batch> batch);
     bool prefetch(const Batch& batch);
     void pin(std::shared_ptr<Batch> batch);
@@ -98,7 +98,7 @@ private:
     // Call these with `queue` held.
     Announced* find_announced(u32 number);  // null if the batch was cancelled
     void update_last_completed();
-    // Call these with `admission` held. The first two calls surround each `read` or `write`, which counts as a batch.
+    // Call these with `admission` held. Each `read` or `write` counts as a batch, between the first two calls.
     u32 begin_internal_batch();
     void end_internal_batch();
     // Returns false if a prefetched batch might need too much of the overflow area now.

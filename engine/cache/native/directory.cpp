@@ -49,7 +49,7 @@ void Directory::announce(const RequestedRows& batch, u32 number) {
                 if (!sets.prefetch_way(batch.hashes[i + AHEAD])) overflow.prefetch_slot(batch.hashes[i + AHEAD]);
                 window.prefetch_slot(bucket, batch.hashes[i + AHEAD]);
             }
-            if (!window.add_row(bucket, batch.hashes[i], batch.tables[i])) continue;  // an earlier batch needs it first
+            if (!window.add_row(bucket, batch.hashes[i], batch.tables[i])) continue;  // an earlier batch needs the row
             const Location location = find(batch.hashes[i], batch.tables[i]);
             if (location.way) location.way->next = number;
         }

@@ -52,7 +52,7 @@ public:
 
     u32 slot(u64 line) const { return static_cast<u32>((line - lines_.start()) / shape_.line_bytes); }
 
-    // The next functions prefetch memory for later calls with the same row. Call them in this order. They are inlined,
+    // The next functions prefetch memory for later calls with the same row. Call them in this order. All are inlined,
     // because GCC drops calls to functions that only prefetch.
     TIERBED_INLINE void prefetch_tags(u64 hash) const { prefetch(set(set_of(hash, sets_)).tags); }
     // Returns true if the row seems to be in the set.
@@ -85,9 +85,9 @@ private:
     Pages tags_, ways_, lines_;
 };
 
-// The look-ahead window records which announced batches need which rows, with one bit per row and batch. It has at most
-// SPAN batches, with consecutive numbers. A batch leaves the window when the batch begins. Threads may change different
-// buckets concurrently.
+// The look-ahead window records which announced batches need which rows, with one bit per row and batch. A window has
+// at most SPAN batches, with consecutive numbers. A batch leaves the window when the batch begins. Threads may change
+// different buckets concurrently.
 class Window {
 public:
     static constexpr u32 SPAN = 32;
@@ -101,7 +101,7 @@ public:
         if (empty()) first_ = number;
         last_ = number;
     }
-    // Records that the last added batch needs the row. Returns false if an earlier batch needs it too.
+    // Records that the last added batch needs the row. Returns false if an earlier batch needs the row too.
     bool add_row(u32 bucket, u64 hash, u32 table) {
         u32* const bits = maps_[bucket].look_up(hash, table);
         if (bits)
@@ -117,7 +117,7 @@ public:
         first_ = number + 1;
         if (empty()) clear();
     }
-    // Records that batch `number` no longer needs the row. Returns the next batch that needs it, or 0.
+    // Records that batch `number` no longer needs the row. Returns the next batch that needs the row, or 0.
     u32 remove_row(u32 bucket, u64 hash, u32 table, u32 number) {
         u32* const bits = maps_[bucket].look_up(hash, table);
         const u32 rest = bits ? *bits & ~bit_of(number) : 0;
@@ -161,7 +161,7 @@ struct RequestedRows {
 // A row that a batch needs but that is in no set.
 struct Miss {
     u32 row;             // index in the batch
-    u32 from;            // the row's entry in the overflow area; NONE if it must be fetched
+    u32 from;            // the row's entry in the overflow area; NONE if the row must be fetched
     u32 last_batch;      // the last batch that touched entry `from`; until this batch ends, it uses the entry's line
     u32 next = 0;        // the next batch that needs the row; 0 for none
     u32 slot = NONE;     // the slot the row gets
@@ -196,7 +196,7 @@ public:
     // Chooses a slot for each miss. Rows that are needed soonest choose first.
     void choose_victims(const RequestedRows& batch, u32 number, u32 last_completed);
     void undo_victims();
-    // Gives each miss its line. Rows from the overflow area keep their values. keep_victims: move dirty victims to it.
+    // Gives each miss its line. Rows in the overflow area keep their values. keep_victims: dirty victims move there.
     void place_misses(const RequestedRows& batch, bool keep_victims);
     // Records how many updates each fetched row has in the tier below.
     void set_fetched(const u32* updates);

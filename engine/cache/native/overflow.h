@@ -40,12 +40,12 @@ public:
     void remove(u32 entry);
     // Frees the memory beyond the capacity, if no row uses it.
     void trim();
-    // Raises the capacity to `rows` in whole chunks. False if already as large, or if memory beyond it is in use.
+    // Raises the capacity to `rows` in whole chunks, unless memory beyond it is in use. True if the capacity grew.
     bool grow(std::size_t rows);
     static std::size_t whole_chunks(std::size_t rows) { return rows / CHUNK * CHUNK + CHUNK - 1; }
     std::size_t capacity() const { return capacity_; }
 
-    // At most `rows` rows stay; at most `needed_rows`, while announced batches need them.
+    // At most `rows` rows stay. If announced batches need more rows, at most `needed_rows` rows stay.
     struct Limits {
         std::size_t rows, needed_rows;
     };

@@ -30,7 +30,7 @@ public:
     void wait_for_write(std::unique_lock<std::mutex>& directory);
     // Throws the thread's error, if there is one, and lets the thread try again.
     void rethrow_error();
-    // Drops the thread's error and lets it try again.
+    // Drops the thread's error and lets the thread try again.
     void drop_error();
     // Waits for the current write and ends the thread. Rows stay in the overflow area.
     void stop();

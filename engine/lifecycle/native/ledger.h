@@ -1,7 +1,7 @@
 // The ledger records how often and when each row was written. From these records, the ledger decides which new rows are
 // admitted, and which rows expire or are evicted from their table.
 //
-// The ledger is always in host memory, and is called in step order. Its decisions do not depend on tiers or threads, so
+// The ledger is always in host memory, and is called in step order. The decisions do not depend on tiers or threads, so
 // every stack of tiers keeps the same rows.
 #pragma once
 #include <algorithm>
@@ -21,7 +21,7 @@ class FrequencySketch {
 public:
     void begin() { counts_.assign(std::size_t{BUCKETS} * DEPTH * COLUMNS, 0); }
 
-    // Returns an estimate of the row's lookups since the last halving. It is never too low, but limited to 255.
+    // Returns an estimate of the row's lookups since the last halving. An estimate below 255, the limit, is not too low.
     u32 count(u64 hash, u32 table) const {
         u32 lowest = MAX_COUNT;
         for (const std::size_t at : cells(hash, table)) lowest = std::min<u32>(lowest, counts_[at]);

@@ -32,7 +32,7 @@ _IDS = struct_type("uint64 padding last drops dropped", "uint32 has_padding num_
 
 
 class Faults:
-    """A table's fault word, `word` [1]: kernels set its bits. It is uint32, stored as int32 on the device."""
+    """A table's fault word, `word` [1], is uint32, stored as int32 on the device. Kernels set the word's bits."""
 
     def __init__(self, device: Device, name: str, num_tables: int, capacity: int | None) -> None:
         self.word = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
@@ -261,7 +261,7 @@ class Batch:
         return memory.data_ptr()
 
     def record_stream(self) -> None:
-        """Allow this thread to use another thread's batch. Torch keeps its memory until this thread's launches end."""
+        """Allow this thread to use another thread's batch. Torch keeps the batch until this thread's launches end."""
         parts = [*vars(self).values(), *self._owned, *(lookup.begins for lookup in self.lookups)]
         for part in [*parts, *vars(self.groups).values()]:
             if isinstance(part, Tensor):

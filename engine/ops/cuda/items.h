@@ -33,7 +33,7 @@ TIERBED_FN void for_each_ahead(u64 n, const Read& read, const Body& body) {
     }
 }
 
-// Fault bits: errors that kernels find. The host raises them in the next call at the latest.
+// Fault bits: errors that kernels find. The host raises these errors in the next call at the latest.
 constexpr u32 NO_ROOM = 1, BAD_TABLE = 2, BAD_OFFSETS = 4, BAD_ID = 16;
 
 // Counters in device memory to which many threads add. A counter is a sum over COPIES elements. Blocks add to

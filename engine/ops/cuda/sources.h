@@ -64,7 +64,7 @@ TIERBED_FN void sum_occurrences(float* sum, const Gradients& gradients, const Oc
     }
 }
 
-// A row's line and occurrences. Each lane reads a different row's; then the whole warp works on row after row.
+// A row's line and occurrences. One lane reads them for each row; then the whole warp works on row after row.
 struct RowStart {
     u32 begin, count;  // occurrences
     Next<AHEAD> next;

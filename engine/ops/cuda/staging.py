@@ -68,7 +68,7 @@ class Staging:
     def pack(
         self, tables: NDArray[np.uint32], keys: NDArray[np.uint64], lines: Tensor, rows: NDArray[np.void]
     ) -> NDArray[np.uint8]:
-        """Fill `rows` [n] of `row_dtype` from row keys and lines. Returns its view of the lines, [n, stored_bytes]."""
+        """Fill `rows` [n] of `row_dtype` from row keys and lines. Returns a view of `rows`: lines [n, stored_bytes]."""
         rows["table"], rows["key"] = tables, keys
         packed = rows.view(np.uint8).reshape(-1, rows.dtype.itemsize)[:, -self._layout.stored_bytes :]
         packed[:] = self.read(lines)[:, : self._layout.stored_bytes]

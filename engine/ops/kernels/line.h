@@ -27,7 +27,7 @@ struct RowCounters {
 TIERBED_FN constexpr u32 line_bytes_of(u32 width) {
     return (width * 4 + static_cast<u32>(sizeof(RowCounters)) + 15) / 16 * 16;
 }
-// The bytes that a tier on disk stores: the line without padding.
+// Returns how many bytes a tier on disk stores: the line without padding.
 TIERBED_FN u32 stored_bytes_of(u32 width) { return width * 4 + static_cast<u32>(sizeof(RowCounters)); }
 // Returns how many words n numbers take.
 TIERBED_FN constexpr u32 words_of(FloatType type, u32 n) { return type == FloatType::float32 ? n : (n + 1) / 2; }

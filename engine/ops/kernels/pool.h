@@ -92,7 +92,7 @@ TIERBED_FN void pool_block(typename Type::Stored* out, const u64* lines, const B
     for (u32 j = 0; j < n; ++j) out[j] = Type::store(sum[j]);
 }
 
-// out [dim]; lines [unique]
+// Pools a bag to out [dim]. lines [unique]: each row's line.
 template <class Row, class Type>
 TIERBED_FN void pool_row(Tile tile, typename Type::Stored* out, const u64* lines, const Bag& bag, u32 dim) {
     const float rows = bag.mean ? static_cast<float>(rows_of(bag)) : 0.0f;
@@ -123,8 +123,8 @@ TIERBED_FN void gather_row(Tile tile, typename Type::Stored* out, u64 line, u32 
         for (u32 c = tile.lane; c < dim; c += tile.size) out[c] = Type::store(Row::load(embedding<Row>(line)[c]));
 }
 
-// Writes a bag's weight gradients to out [count]: dot products of grad and row, divided by the row count for a mean; 0
-// for padding.
+// Writes a bag's weight gradients to out [count], 0 for padding. A gradient is the dot product of `grad` and the row,
+// for a mean divided by the row count.
 template <class Row, class Type>
 TIERBED_FN void pool_weights_grad(Tile tile, float* out, const u64* lines, const Bag& bag,
                                   const typename Type::Stored* grad, u32 dim) {

@@ -1,7 +1,7 @@
 // Macros and functions with which the same kernel body compiles for CPU and GPU.
 //
 // A body processes one item (a row, a key, a set) with a *tile*: on a GPU a warp or part of it, on a CPU one thread.
-// Its inner loops start at `tile.lane` and advance by `tile.size`; the caller gives each item to exactly one tile.
+// The inner loops start at `tile.lane` and advance by `tile.size`; the caller gives each item to exactly one tile.
 // Bodies do not allocate and call no library function except sqrt, so the same sequence of IEEE operations runs
 // everywhere (build with FP contraction off).
 #pragma once

@@ -18,7 +18,7 @@ TIERBED_FN float square(float x) { return x * x; }
 TIERBED_FN float absolute(float x) { return x < 0.0f ? -x : x; }
 
 // A row's limits. Before weight decay, each element of the summed gradient is limited to [-clip_value, clip_value],
-// then the gradient's L2 norm to clip_norm. After the rule, its L2 norm is limited to row_norm. 0: no limit. NaN stays.
+// then the gradient's L2 norm to clip_norm; after the rule, the row's L2 norm to row_norm. 0: no limit. NaN stays NaN.
 struct Limits {
     static constexpr u32 LIMITS = 3;
     float clip_value, clip_norm, row_norm;

@@ -324,8 +324,8 @@ void deduplicate_by_hash(Deduplicated& out, const Grouping& grouping,
     grouping.invert(bucket_begin.data(), local.data(), out.inverse.data());
 }
 
-// Finds each part's unique rows by sorting its ids. One thread does all work on a part, so that its core's cache keeps
-// the entries.
+// Finds each part's unique rows by sorting the part's ids. One thread does all work on a part, so that the core's cache
+// keeps the part's entries.
 template <class Beyond>
 void deduplicate_by_number(Deduplicated& out, const std::vector<std::vector<Chunk>>& chunks, std::optional<u64> padding,
                const LegalIds& legal, const Beyond& beyond) {

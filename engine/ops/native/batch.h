@@ -109,7 +109,7 @@ public:
     Buffer<u64>& keys();
     // Allocates `n` lines that live as long as the batch. Returns their addresses.
     std::vector<u64> allocate(std::size_t n, const LineShape& shape);
-    // Replaces a row's line by its element in `own_lines`, if that is set.
+    // Replaces each row's line by the row's element in `own_lines`, if this element is not 0.
     void use_own_lines() {
         for (std::size_t row = 0; row < own_lines.size(); ++row)
             if (own_lines[row]) lines[row] = own_lines[row];
@@ -127,7 +127,7 @@ public:
     const Buffer<u32>& offsets = shared_->offsets;
 
     Buffer<u64> lines;      // [unique], addresses
-    Buffer<u64> views;      // [unique], the lines that lookups read; empty if they read `lines`
+    Buffer<u64> views;      // [unique], the lines that lookups read; empty if lookups read `lines`
     bool has_wide_lines = false;  // true if `lines` hold float32 embeddings, but the table narrower ones
     Buffer<u64> own_lines;        // [unique], lines of rows that must not enter a tier, 0 for other rows; or empty
 

@@ -11,8 +11,8 @@
 namespace tierbed {
 namespace {
 
-// Parses one lookup, (keys [n], table ids, bags) or (keys, table ids, bags, features, batch). Appends its arrays to
-// `owners`, to keep them alive.
+// Parses one lookup, (keys [n], table ids, bags) or (keys, table ids, bags, features, batch). Appends all arrays to
+// `owners`, to keep the arrays alive.
 //
 // bags: None without pooling, each bag's length, or offsets [bags + 1] that ascend from 0 to n. table ids: [bags], or
 // None if bag i belongs to table i % num_tables. features [columns]: the features to look up, each at most once. With

@@ -16,13 +16,13 @@ struct Pooling {
 
 // Writes the sum or mean of each bag's weighted rows to out [bags, dim]; zeros for padding and empty bags.
 void gather(const Batch& batch, const Layout& layout, std::size_t lookup, const Pooling& pooling, void* out);
-// Writes each weight's gradient to out [positions]: the dot product of its row and its bag's gradient in grads
+// Writes each weight's gradient to out [positions]: the dot product of the weighted row and the bag's gradient in grads
 // [bags, dim], divided by the bag's row count for a mean.
 void weights_grad(const Batch& batch, const Layout& layout, std::size_t lookup, const Pooling& pooling,
                   const void* grads, float* out);
 
 // Writes values [size, dim], one per position, to the embeddings; a row's last occurrence wins. Returns how many rows
-// were written for the first time, and adds their numbers to by_table [layout.tables] if it is not null.
+// were written for the first time, and adds the counts to by_table [layout.tables] unless it is null.
 std::size_t assign(Batch& batch, const Layout& layout, const float* values, u32 step, u64* by_table);
 // Returns how many rows were never written. A row without a line counts as new.
 std::size_t count_new(const Batch& batch, const Layout& layout);
@@ -50,8 +50,8 @@ struct BoundRule {
     std::vector<double> hyper;
 };
 
-// Applies the rule to each row. grads: one per lookup, all of one type. scale: multiplies each row's gradient. Returns
-// and counts first writes like `assign`.
+// Applies the rule to each row. grads: one per lookup, all of one type. scale: multiplies each row's gradient. Counts
+// and returns first writes, like `assign`.
 std::size_t update(Batch& batch, const Layout& layout, const std::vector<Upstream>& grads, const BoundRule& rule,
                    u32 step, float scale, u64* by_table);
 // Writes each row's squared gradient norm to out [unique].

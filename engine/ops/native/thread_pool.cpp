@@ -162,8 +162,8 @@ thread_local std::unique_ptr<Pool> own_pool;
 using RunParallel = void (*)(void (*run)(void*), void* data, unsigned threads, unsigned flags);
 
 // True if this process was started by exec. In a process forked without exec, libgomp's state names threads that exist
-// only in the parent, and a parallel region would wait for these threads forever. Linux shows this by PF_FORKNOEXEC in
-// the ninth field of /proc/self/stat. If there are no flags, as in some sandboxes, false is the safe answer.
+// only in the parent, and a parallel region would wait for these threads forever. Linux marks such a process by flag
+// PF_FORKNOEXEC in the ninth field of /proc/self/stat. If there are no flags, as in some sandboxes, false is safe.
 bool was_started_by_exec() {
     constexpr unsigned long FORKED = 0x40;
     std::ifstream file("/proc/self/stat");

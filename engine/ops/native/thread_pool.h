@@ -2,7 +2,7 @@
 //
 // Any thread may run any task, so no two tasks may write the same memory. The first exception that a task throws is
 // rethrown to the caller. While one caller uses the pool, other callers run their tasks alone. A forked child starts a
-// new pool. If torch's OpenMP threads spin between ops, they serve as workers for the threads that run steps.
+// new pool. If torch's OpenMP threads spin between ops, threads that run steps use OpenMP's threads as workers.
 #pragma once
 #include <cstddef>
 #include <functional>

@@ -38,7 +38,7 @@ class SortedRows:
 
 
 class CudaTableImage:
-    """A `TableImage` on a GPU (engine/store/contract.py). Its before-images are in host memory.
+    """A `TableImage` (engine/store/contract.py) on a GPU, with before-images in host memory.
 
     Saving before-images waits for the device. The image reads unchanged rows from the table. A line passes to another
     row only after the line's row was erased, and erasing saves that row's before-image. A cache above writes back only

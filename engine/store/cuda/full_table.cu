@@ -1,5 +1,5 @@
 // The full table on a GPU. One open-addressing index is in device memory. Lines are in segments that double in size and
-// never move, in device memory or in page-locked host memory; kernels use both by address.
+// never move, in device memory or in page-locked host memory; kernels access lines by address.
 //
 // The rows of a call are distinct, so inserts only race for slots; setting `row` claims a slot. New rows get line
 // numbers by their rank among the missing rows. So neither numbers nor values depend on the order of threads.

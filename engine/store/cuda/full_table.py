@@ -1,4 +1,4 @@
-"""The full table on a GPU. Its index is in device memory, its lines in device or page-locked host memory."""
+"""The full table on a GPU. The index is in device memory, lines are in device or page-locked host memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class CudaFullTable:
         self.hit_counters = HitCounters(layout)
         # A lock for readers outside the store's calls. Set by a cache whose prefetch thread changes the table.
         self.exclusive: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._erased = self._zeros(1, torch.int32)  # at least the free lines, each as line number + 1
+        self._erased = self._zeros(1, torch.int32)  # all free lines, and maybe others, as line number + 1
         # Kernels read the address of `_erased` here. With a capacity, nothing else moves: captured launches stay valid.
         self._erased_ptr = torch.full((1,), self._erased.data_ptr(), dtype=torch.int64, device=self.zero_line.device)
         if capacity is not None:

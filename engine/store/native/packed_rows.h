@@ -54,7 +54,7 @@ Joined join_rows(const PackedRows& older, const PackedRows& newer);
 
 struct Merged {
     std::vector<u8> rows;
-    std::vector<std::size_t> rows_read;  // per side
+    std::vector<std::size_t> rows_read;  // how many rows of each side were read
     bool has_conflict = false;           // a row key is both changed and erased
 };
 

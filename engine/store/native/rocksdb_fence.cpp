@@ -165,7 +165,7 @@ public:
     IOStatus LockFile(const std::string& path, const IOOptions& io, rocksdb::FileLock** lock, Debug* debug) override {
         const std::lock_guard guard(mutex_);
         if (!open_) return closed_error();
-        locks_.reserve(locks_.size() + 1);  // so that nothing can fail once the lock is taken
+        locks_.reserve(locks_.size() + 1);  // first, so that nothing can fail once the lock is taken
         const IOStatus status = target()->LockFile(path, io, lock, debug);
         if (status.ok()) locks_.push_back(*lock);
         return status;

@@ -7,7 +7,7 @@
 
 namespace tierbed {
 
-// Calls open(&db). RocksDB before 9.11 sets a DB*, RocksDB 11.0 a std::unique_ptr<DB>, versions in between either.
+// Calls open(&db). db is a DB* before RocksDB 9.11, a std::unique_ptr<DB> from 11.0 on, and may be either in between.
 template <class Open>
 rocksdb::Status open_into(std::unique_ptr<rocksdb::DB>& db, const Open& open) {
     if constexpr (std::is_invocable_v<const Open&, std::unique_ptr<rocksdb::DB>*>) {

@@ -29,7 +29,7 @@ namespace tierbed {
 
 namespace {
 
-// RocksDB's global destructors wait for its threads. If these may never end, exit before the destructors run.
+// RocksDB's global destructors wait for RocksDB's threads. If a thread may never end, exit before the destructors run.
 void exit_before_destructors() {
     on_exit(
         [](int status, void*) {
@@ -74,7 +74,7 @@ RocksTier::RocksTier(const std::string& folder, u32 width, const RocksOptions& o
     info_ = {background_threads(database),
              database.write_buffer_size * static_cast<std::size_t>(database.max_write_buffer_number) * options.shards,
              options.async_io && has_async_io()};
-    // Shards fill evenly. Each gets one early flush, at a different fill level, so that they never all flush at once.
+    // Shards fill evenly. Each shard flushes early once, at its own fill level, so that shards never all flush at once.
     const u64 cycle = database.write_buffer_size * static_cast<u64>(database.min_write_buffer_number_to_merge);
     try {
         for (u32 i = 0; i < options.shards; ++i) {
@@ -329,7 +329,7 @@ bool RocksTier::resume(Shard& shard, const rocksdb::Status& failed) {
     return db.Resume().ok();
 }
 
-// After a failed compaction, RocksDB refuses writes that must wait for a compaction. They wait here until one fails.
+// After a failed compaction, RocksDB refuses writes that need a compaction. Such writes wait here until another fails.
 rocksdb::Status RocksTier::write_batch(Shard& shard, rocksdb::WriteBatch& batch) const {
     rocksdb::DB& db = *shard.db;
     rocksdb::WriteOptions options;

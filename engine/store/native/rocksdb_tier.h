@@ -7,9 +7,9 @@
 // at a time. There is no write-ahead log: `flush` makes rows durable.
 //
 // Failures throw std::runtime_error with the folder, RocksDB's status and a remedy. Two failures have lasting effects.
-// If the disk is too full to open a database for writing, it opens read-only until `make_writable`. If an exception
-// leaves RocksDB in the middle of a call, for example because memory ran out, its locks may be held for good. Then the
-// tier has failed: all calls throw, and `close` leaves the databases open behind a `Fence`.
+// If the disk is too full to open a database for writing, the database opens read-only until `make_writable`. If an
+// exception leaves RocksDB in the middle of a call, for example because memory ran out, RocksDB's locks may stay taken.
+// Then the tier has failed: all calls throw, and `close` leaves the databases open behind a `Fence`.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -66,13 +66,13 @@ public:
     void make_writable();
     // Merges all files of each shard. Drops replaced versions of rows, and their keys in RocksDB's list of files.
     void compact();
-    // Flushes, and returns the files with all rows written so far. RocksDB deletes none of them until `release_files`.
+    // Flushes, and returns the files with all rows written so far. RocksDB deletes no such file until `release_files`.
     // One caller at a time.
     std::vector<LiveFile> hold_files();
     void release_files();
     void close();  // close scans first; call nothing afterwards
     bool failed() const { return failed_; }
-    // Returns each shard's database identity and the number of its last write. Compactions change neither.
+    // Returns each shard's database identity and the number of its last write. Compactions change neither value.
     std::vector<std::pair<std::string, u64>> versions() const;
     Metrics metrics() const;
     RocksInfo info() const { return info_; }
