@@ -143,7 +143,7 @@ def publish(temporary: Path, path: Path, overwrite: bool = False) -> None:
     try:
         fsync_dir(path.parent)
     except OSError as error:  # the rename stays, because undoing it might not be durable either
-        raise UnsyncedError(f"it is complete, but may not survive a power loss: {error}") from error
+        raise UnsyncedError(f"the data is complete, but may not survive a power loss: {error}") from error
 
 
 def swap_folders(first: Path, second: Path) -> None:

@@ -47,5 +47,5 @@ class _Started(threading.Event):
         self._forget()  # now only the thread holds a reference to the callable
         while not super().wait(POLL_SECONDS):
             if self._running() is None and not self.is_set():
-                raise RuntimeError("can't start new thread: it died immediately, probably because memory ran out")
+                raise RuntimeError("can't start new thread: the thread died at once, probably because memory ran out")
         return True

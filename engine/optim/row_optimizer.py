@@ -82,7 +82,7 @@ class RowOptimizer:
         if change > self._warns_beyond:
             self._warns_beyond = 10 * change  # warn again if the change grows much larger
             log.warning(
-                "lr of %s changes too often to keep all past rates: one is off by %.2g of the largest rate. Rows that "
+                "lr of %s changes too often to keep all past rates: one rate is off by %.2g of the largest. Rows that "
                 "wait for more than %d changes may be off by ten times that fraction of a step. Change lr once per "
                 "epoch, or with fewer rises and falls",
                 type(self._optimizer).__name__, change, MAX_KNOTS // 2,

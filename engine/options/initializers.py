@@ -112,7 +112,7 @@ class NormalInitializer(Initializer):
             raise OptionError(f"{self.type} initializer: std={self.std} < 0; give std >= 0")
         if abs(self.mean) + MAX_DEVIATIONS * self.std > FLOAT32_MAX:
             settings = f"mean={self.mean}, std={self.std}"
-            raise OptionError(f"{self.type} initializer: {settings}: values overflow float32; give smaller ones")
+            raise OptionError(f"{self.type} initializer: {settings}: values overflow float32; give smaller numbers")
 
     def entry(self) -> Entry:
         return NORMAL, (self.mean, self.std), (0.0, 1.0)

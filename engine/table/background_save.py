@@ -96,7 +96,7 @@ class BackgroundSave:
         """True once the save has ended, successfully or not."""
         is_alive = self._thread.is_alive()  # read first: the thread sets `_ended` before it ends
         if not is_alive and not self._ended.is_set() and self._process == os.getpid():
-            death = MemoryError(f"{self.what}: the thread that saves it died without raising an error")
+            death = MemoryError(f"{self.what}: the saving thread died without raising an error")
             self._error = self._error or death
             self.image.close()
             self._ended.set()

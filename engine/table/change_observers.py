@@ -140,7 +140,7 @@ class ChangeObservers:
             self._table.check()
             self.check_not_saving()
             if self._image is not None:
-                raise StoreError(f"embedding {self._table.spec.name!r} has an image already; close it first")
+                raise StoreError(f"embedding {self._table.spec.name!r} has an image already; close that image first")
             if isinstance(top, CpuCachedStore):
                 top.write_back()  # no slow flush is needed, because the snapshot itself will be durable
             else:

@@ -42,8 +42,8 @@ def row_step(
                 elif (thread := holder[0]) is not current[0]:
                     raise GraphError(
                         f"a step of {owner} in thread {current[0].name!r} trains embedding {embedding.name!r} while a "
-                        f"step of {holder[1]} in thread {thread.name!r} does; run all training steps of an embedding "
-                        "in one thread, or hold a lock around each step"
+                        f"step of {holder[1]} in thread {thread.name!r} trains it; run all training steps of an "
+                        "embedding in one thread, or hold a lock around each step"
                     )
             try:
                 for embedding, optimizer in trained:

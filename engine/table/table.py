@@ -309,7 +309,7 @@ class OpenTable:
         if self.failure is not None:
             raise StoreError(
                 f"embedding {self.spec.name!r} failed in the middle of a write ({self.failure!r}); load a snapshot, "
-                "or create it again: with a persistent_path it recovers its last snapshot"
+                "or create the embedding again: with a persistent_path, it recovers its last snapshot"
             ) from self.failure
         return self.stack.top
 

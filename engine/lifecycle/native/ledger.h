@@ -21,7 +21,7 @@ class FrequencySketch {
 public:
     void begin() { counts_.assign(std::size_t{BUCKETS} * DEPTH * COLUMNS, 0); }
 
-    // Returns an estimate of the row's lookups since the last halving. An estimate below 255, the limit, is not too low.
+    // Returns an estimate of the row's lookups since the last halving. Estimates are never too low, but at most 255.
     u32 count(u64 hash, u32 table) const {
         u32 lowest = MAX_COUNT;
         for (const std::size_t at : cells(hash, table)) lowest = std::min<u32>(lowest, counts_[at]);

@@ -6,7 +6,7 @@
 // `SlotHash` is seeded with a random number per process, so nobody can choose ids that collide. The top 6 bits of
 // `SlotHash` are the same bucket; other bits choose slots, cache sets and tags. Batches and all structures in memory
 // store only this hash, as `hash`. Files, ranks, row values and decisions do not depend on `SlotHash`. Within a table,
-// both hashes are bijections of the key, so (table, hash) identifies a row. A key is hashed once, and indexes store none.
+// both hashes are bijections of the key, so (table, hash) identifies a row. A key is hashed only once.
 #pragma once
 #include "portable.h"
 
