@@ -35,7 +35,7 @@ class Lifecycle:
         self._ledger: _core.Ledger | None = None
         self.has_ledger = False  # if True, this class checks the capacity and must know every written row
         self.counts = {"refused": 0, "evicted": 0, "expired": 0, "deleted": 0}
-        self.removed_counts = np.zeros(num_tables, np.int64)  # per table: written rows later removed, and refused rows
+        self.removed_counts = np.zeros(num_tables, np.int64)  # per table: written rows removed since, and refused rows
         if self.capacity is not None and options.eviction in ("none", "ttl") and stored_rows > self.capacity:
             log.warning(
                 "embedding %r: %d stored rows exceed capacity=%d; all of them stay, but no new row is inserted until "

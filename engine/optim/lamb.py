@@ -66,7 +66,7 @@ PARTIAL_ROWWISE_LAMB_KERNEL = replace(
 class LAMB(DenseAdam):
     """LAMB with a trust ratio for each row (the last dimension) of a parameter; docs/optimizers.md gives the formula.
 
-    You et al., "Large batch optimization for deep learning", ICLR 2020; FBGEMM's LAMB.
+    Source: You et al., "Large batch optimization for deep learning", ICLR 2020. Equals FBGEMM's LAMB.
 
     Args:
         params: The parameters or param groups.

@@ -43,7 +43,7 @@ LARS_SGD = Kernel(
 class LarsSGD(DenseOptimizer):
     """SGD with momentum that scales the rate for each row (the last dimension) of a parameter.
 
-    You et al., "Large batch training of convolutional networks", 2017; FBGEMM's LARS_SGD; see docs/optimizers.md.
+    Source: You et al., "Large batch training of convolutional networks", 2017; FBGEMM's LARS_SGD; docs/optimizers.md.
 
     Args:
         params: The parameters or param groups.

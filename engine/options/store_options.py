@@ -137,7 +137,7 @@ class StoreOptions(_Stored):
     """The options that all stores share. docs/lifecycle.md explains `eviction`, `admission` and `ttl_steps`.
 
     Args:
-        persistent_path: The folder with one folder per embedding, named like the embedding. None keeps no files.
+        persistent_path: The folder with one folder per embedding, named like it. None stores nothing on disk.
             A leading `~` and `${NAME}` are replaced; an unset variable is an error.
         capacity: The maximum number of written rows in all tables together. None is no limit.
         size_factor: The row size, including optimizer state, as a multiple of the embedding's dimension. The engine

@@ -64,7 +64,7 @@ class SmallCaches:
         top = next(iter(tiers.values()))
         requested = top["hits"] + top["misses"]
         for (tier, cache), (_, below) in pairwise(tiers.items()):
-            overflow = cache.get("overflow_evictions", 0)  # with prefetch, most evictions; not counted on a GPU
+            overflow = cache.get("overflow_evictions", 0)  # most evictions, with prefetch; a GPU cache counts none
             evicted = cache["evictions_clean"] + cache["evictions_dirty"] + overflow
             misses = requested < 2 * cache["misses"] and requested < 4 * below["hits"]
             is_small = misses and cache["misses"] <= 2 * evicted and evicted >= cache["capacity"]

@@ -157,7 +157,7 @@ class OpenTable:
 
     @property
     def is_inconsistent(self) -> bool:
-        """True if a call that failed halfway left rows inconsistent, so they must not get a clean marker."""
+        """True if rows are inconsistent because a call failed halfway. Such rows must not get a clean marker."""
         bottom = None if self.stack is None else self.stack.bottom
         return self.failure is not None or (isinstance(bottom, RocksDB) and bottom.failed)
 

@@ -36,7 +36,7 @@ TIERBED_FN float sum_columns(Tile tile, u32 n, const Value& value) {
     i32 begin = end < 32 ? 0 : 32;
     if (begin == 0)
         for (i32 j = 0; j < 32; ++j) sums[j] = 0.0f;
-    else  // a constant 0, since GCC would clear `sums` with a slow instruction
+    else  // start at a constant 0, since GCC would clear `sums` slowly
         for (i32 j = 0; j < 32; ++j) sums[j] = 0.0f + value(j);
     for (; begin + 32 <= end; begin += 32)
         for (i32 j = 0; j < 32; ++j) sums[j] += value(begin + j);

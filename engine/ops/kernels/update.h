@@ -22,8 +22,8 @@ TIERBED_FN bool is_behind(const RowCounters& counters, u32 step, bool misses_unw
     return (misses_unwritten || counters.updates != 0) && counters.step + 1 < step;
 }
 
-// Catches up columns [begin, begin + n) in the line; n <= VEC. Applies the first `limit` steps one by one, and the
-// rest together for each line segment of the learning rate. before: the row's counters.
+// Catches up columns [begin, begin + n) in the line; n <= VEC. Applies the first `limit` steps one by one. Later steps
+// on the same line segment of the learning rate are applied together. before: the row's counters.
 template <class Rule>
 TIERBED_FN void catch_up_block(float* line, u32 dim, u32 begin, u32 n, const Rule& rule, const RowCounters& before,
                                u32 missed) {
@@ -124,7 +124,7 @@ private:
 };
 #endif
 
-// Runs the passes of a rule with norms. gradient [dim]: the row's gradient; `element` changes it to the update.
+// Runs a rule with norms, in several passes. gradient [dim]: the row's gradient; `element` changes it to the update.
 template <class Rule>
 TIERBED_FN void update_by_norms(Tile tile, float* line, u32 dim, float* gradient, const Rule& rule,
                                 typename Rule::Row& row) {

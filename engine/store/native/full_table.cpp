@@ -25,7 +25,7 @@ std::size_t NumberIndex::bytes() const {
 
 namespace {
 
-constexpr std::size_t AHEAD = 16;          // how many rows ahead slots are prefetched
+constexpr std::size_t AHEAD = 16;          // slots are prefetched this many rows ahead
 constexpr std::size_t NUMBERS_AHEAD = 64;  // more for numbered rows, because they are faster to locate
 constexpr std::size_t ROWS = 1024;         // rows per task
 
