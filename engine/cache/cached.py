@@ -27,7 +27,7 @@ def wrong_budget(option: str, budget_mb: float, line_bytes: int, error: Exceptio
 
 
 class CpuCachedStore(NativeTier, TopTier[_core.Batch]):
-    """A write-back cache. `tier` is its name in metrics, `option` its budget's name in errors."""
+    """A write-back cache. `tier` is its name in metrics, `option` its budget's in errors. Budgets include metadata."""
 
     def __init__(
         self, layout: _core.Layout, below: Tier, options: CachedHostMemOptions, budget_mb: float, tier: str, option: str

@@ -43,7 +43,8 @@ LARS_SGD = Kernel(
 class LarsSGD(DenseOptimizer):
     """SGD with momentum that scales the rate for each row (the last dimension) of a parameter.
 
-    Source: You et al., "Large batch training of convolutional networks", 2017; FBGEMM's LARS_SGD; docs/optimizers.md.
+    Sources: You et al., "Large batch training of convolutional networks", 2017, and FBGEMM's LARS_SGD.
+    docs/optimizers.md gives the formula.
 
     Args:
         params: The parameters or param groups.

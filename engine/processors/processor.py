@@ -140,7 +140,7 @@ class Processor(Protocol[B]):
         """Returns the gradient of a lookup's weights: float32 in the shape of its ids, 0 for padding."""
 
     def set_hyper(self, rule: str, hyper: Sequence[float], step: int, scale: float = 1.0) -> None:
-        """Set the rule's numbers (`RowOptimizer.hyper`), the step and the gradients' factor for later updates."""
+        """Set the rule's numbers (`RowOptimizer.hyper`), the step and a gradient factor for updates and catch-ups."""
 
     def update(self, batch: B, gradients: Gradients, rule: str) -> None:
         """Sum rows' gradients and apply the rule. Wrong gradients raise TypeError or ValueError before any write."""

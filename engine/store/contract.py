@@ -152,7 +152,7 @@ class TopTier(TierBase, Protocol[B]):
         return
 
     def prefetch(self, batch: B) -> bool:
-        """Fetch and pin an announced batch. Returns False if memory is short. May run in another thread than steps."""
+        """Fetch and pin an announced batch. False if memory is short. May run in another thread, like `announce`."""
         return True
 
     def cancel(self) -> None:

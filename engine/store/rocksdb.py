@@ -143,7 +143,7 @@ class RocksDB(NativeTier):
 
     @contextlib.contextmanager
     def live_files(self) -> Iterator[list[LiveFile]]:
-        """Yield the files that hold all rows; RocksDB keeps these files until the block ends. Raises StoreError."""
+        """Yield all rows' files, which are kept until the block ends. Blocks must not overlap. Raises StoreError."""
         files = [LiveFile(*file) for file in self.native.hold_files()]
         try:
             yield files

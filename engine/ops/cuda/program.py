@@ -67,7 +67,7 @@ def _text(file: str) -> str:
 
 
 def compiled(nvrtc: Any, program: Program, architecture: str) -> Path:
-    """Compile a program for `architecture` ("sm_90") and return its cubin's path. Raises StoreError."""
+    """Return the path of a program's cubin for `architecture` ("sm_90"). Compiles it if missing. Raises StoreError."""
     source, options = program.source(), (*OPTIONS, f"--gpu-architecture={architecture}")
     content = "\0".join([source, *options, str(nvrtc.getVersion())])
     folder = Path(os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache").expanduser()

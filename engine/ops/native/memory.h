@@ -49,7 +49,7 @@ private:
     std::size_t size_ = 0;
 };
 
-// Zeroed pages; huge pages for large sizes. may_be_huge: false for sparse data, which would mostly not use huge pages.
+// Zeroed pages; huge pages for large sizes. may_be_huge: false for sparse data, which would leave most pages unused.
 class Pages {
 public:
     Pages() = default;
