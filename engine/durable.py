@@ -1,4 +1,4 @@
-"""Writes files that survive a crash (fsync, atomic replacement), and detects damaged ones (records with a checksum)."""
+"""Writes files that survive a crash (fsync, atomic replacement), and detects damaged files (checksums of records)."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def write_atomically(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         temporary.rename(path)
     except BaseException:
-        with contextlib.suppress(OSError):  # an error here must not hide the first one
+        with contextlib.suppress(OSError):  # an error here must not hide the first error
             temporary.unlink()
         raise
     fsync_dir(path.parent)

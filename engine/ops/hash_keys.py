@@ -113,7 +113,7 @@ def _refuse(values: Any, detail: str = "") -> NoReturn:
 
 
 def _arrow_column(values: Any) -> Any:
-    """Convert a pyarrow or pandas column to an Arrow array. None for other values, or if pyarrow is not loaded."""
+    """Convert a pyarrow or pandas column to an Arrow array. Returns None for others, or if pyarrow is not loaded."""
     pyarrow = sys.modules.get("pyarrow")  # a caller with an Arrow column has imported pyarrow
     if pyarrow is None:
         return None

@@ -137,8 +137,8 @@ class StoreOptions(_Stored):
     """The options that all stores share. docs/lifecycle.md explains `eviction`, `admission` and `ttl_steps`.
 
     Args:
-        persistent_path: The folder with one folder per embedding, named like it. None stores nothing on disk.
-            A leading `~` and `${NAME}` are replaced; an unset variable is an error.
+        persistent_path: The folder that holds a folder for each embedding, named like the embedding. None keeps nothing
+            on disk. A leading `~` and `${NAME}` are replaced; an unset variable is an error.
         capacity: The maximum number of written rows in all tables together. None is no limit.
         size_factor: The row size, including optimizer state, as a multiple of the embedding's dimension. The engine
             computes the row size; this argument only checks it.
@@ -252,9 +252,10 @@ class CachedHostMemOptions(StoreOptions, _Cached):
         cache_policy: Which row of a full set to evict if the announced steps do not decide: "lru", the least recently
             used, or "lfu", the row that the fewest steps used.
         overflow_mb: The size in MiB of the overflow area, in addition to the cache. The area holds rows that do not fit
-            into their set. With RocksDB, the area also holds rows waiting for write-back. These may keep half of it
-            until other rows need it. If the area is full, prefetches and evictions wait, but a step still gets what its
-            own batch needs. Default: the cache's size, up to 64 MiB (192 MiB with RocksDB), at least two batches.
+            into their set. With RocksDB, the area also holds rows waiting for write-back; waiting rows may keep half of
+            the area until others need the space. If the area is full, prefetches and evictions wait, but a step still
+            gets what its batch needs. Default: the cache's size, up to 64 MiB (192 MiB with RocksDB), at least two
+            batches.
     """
 
     store: str = field(default="cached_host_mem", init=False)

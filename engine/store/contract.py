@@ -160,7 +160,7 @@ class TopTier(TierBase, Protocol[B]):
         return
 
     def change_source(self) -> ChangeSource[B] | None:
-        """Start to collect changed rows. Returns None if `_core.ChangedRows` can collect them from batches."""
+        """Start to collect changed rows. Returns None if `_core.ChangedRows` can collect batches' rows."""
         return None
 
     def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> HitMask:

@@ -126,7 +126,7 @@ class RocksDB(NativeTier):
         self.native.compact()
 
     def make_writable(self) -> None:
-        """Reopen for writing if a full disk forced read-only. Call it before rows change. Raises StoreError."""
+        """Reopen for writing, before rows change, if a full disk forced read-only. Raises StoreError."""
         self.native.make_writable()
 
     @property

@@ -157,7 +157,7 @@ class OpenTable:
 
     @property
     def is_inconsistent(self) -> bool:
-        """True if rows are inconsistent because a call failed halfway. Such rows must not get a clean marker."""
+        """True if rows are inconsistent because a call failed halfway. Inconsistent rows get no clean marker."""
         bottom = None if self.stack is None else self.stack.bottom
         return self.failure is not None or (isinstance(bottom, RocksDB) and bottom.failed)
 
@@ -495,7 +495,7 @@ class OpenTable:
         return self._pinned
 
     def use_announced(self, lookups: Sequence[Lookup] | None) -> AbstractContextManager[Any]:
-        """Returns the context manager `Prefetcher.step`. Without a prefetcher, returns one that yields None."""
+        """Returns `Prefetcher.step`'s context manager. Without a prefetcher, the context manager yields None."""
         return _NOT_ANNOUNCED if self.prefetcher is None else self.prefetcher.step(lookups)
 
     def _unpin(self, pinned: PinnedBatch, dirty: bool) -> None:

@@ -137,7 +137,7 @@ class CudaWindow:
         self._pinned = None
 
     def cancel(self) -> None:
-        """Forget the announced batches. Their rows stay resident but are no longer pinned."""
+        """Forget the announced batches. Rows of forgotten batches stay resident but are no longer pinned."""
         if self._announced:
             with self.exclusive():
                 self._announced.clear()
@@ -368,6 +368,6 @@ class DeviceCache(TopTier[Batch]):
         return batch, keep
 
     def _metrics(self) -> dict[str, float]:
-        """Return the cache's counters and sizes, and the store's hits and misses. Call it in an `exclusive` block."""
+        """Return the cache's counters and sizes, and the store's hits and misses. Needs an `exclusive` block."""
         hits, misses = self.hit_counts().sum(0).tolist()
         return {**self._cache.metrics(), "hits": hits, "misses": misses}

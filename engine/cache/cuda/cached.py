@@ -118,7 +118,7 @@ class CudaCachedStore(DeviceCache):
     ) -> Admission | None:
         """Fetch a batch's rows. Waits for the device once. last_completed: as in `Cache.admit`.
 
-        ahead: True if called before the batch's step. Then, if a row cannot be fetched, returns None without changes.
+        ahead: True before the batch's step. A call ahead returns None, without changes, if a row cannot be fetched.
         """
         if ahead and self._overflows is not None:  # the pinned batch has rows that the tier below lacks
             return None

@@ -1,5 +1,5 @@
 // A cache in device memory above a full table whose lines are in page-locked host memory. Only kernels copy rows. Each
-// resident row also owns a line in that table, so the row can always be written back.
+// resident row also owns a line in the full table, so the row can always be written back.
 #include "admission.h"
 #include "store/cuda/segments.h"
 #include "ops/cuda/items.h"

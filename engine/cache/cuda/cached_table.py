@@ -112,7 +112,7 @@ class CachedTable(DeviceCache):
     def _fetch(self, batch: Batch, last_completed: int, ahead: bool) -> Admission | None:
         """Fetch a batch's rows. last_completed: as in `Cache.admit`.
 
-        ahead: True if called before the batch's step. Then waits for the device, and returns None if a row has no room.
+        ahead: True before the batch's step. A call ahead waits for the device, and returns None if a row has no room.
         """
         table = self._below.table
         ranks = table.find(batch)

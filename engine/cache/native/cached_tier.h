@@ -98,7 +98,7 @@ private:
     // Call these with `queue` held.
     Announced* find_announced(u32 number);  // null if the batch was cancelled
     void update_last_completed();
-    // Call these with `admission` held. Each `read` or `write` counts as a batch, between the first two calls.
+    // Call these with `admission` held. `begin_internal_batch` and `end_internal_batch` surround reads and writes.
     u32 begin_internal_batch();
     void end_internal_batch();
     // Returns false if a prefetched batch might need too much of the overflow area now.

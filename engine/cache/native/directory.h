@@ -3,7 +3,7 @@
 // `Directory` combines three classes. `CacheSets` holds most rows. `Overflow` (overflow.h) holds evicted dirty rows and
 // rows without a slot. `Window` records which announced batches need which rows; each resident row also stores the next
 // batch that needs the row. Rows that announced batches need are never victims. If a set has too few slots, the rows
-// that are needed soonest get them. This is Belady's rule, applied to the announced batches.
+// that are needed soonest get the slots: this is Belady's rule, applied to the announced batches.
 //
 // Most calls run one task per bucket in parallel. A task uses only its bucket's sets and maps, so tasks need no locks.
 #pragma once
@@ -33,7 +33,7 @@ public:
         const u32 way = probe_set(THREAD, set(number), hash, table);
         return way == NONE ? NONE : number * WAYS + way;
     }
-    // Returns the slot that `victim_way` chooses for a row without one, or NONE.
+    // Returns the slot that `victim_way` chooses for a row without a slot, or NONE.
     u32 victim_slot(u64 hash, u32 batch, u32 last_completed) const {
         const u32 number = set_of(hash, sets_);
         const u32 way = victim_way(set(number), home_of(hash), batch, last_completed, replacement_);
@@ -52,7 +52,7 @@ public:
 
     u32 slot(u64 line) const { return static_cast<u32>((line - lines_.start()) / shape_.line_bytes); }
 
-    // The next functions prefetch memory for later calls with the same row. Call them in this order. All are inlined,
+    // The next functions, called in this order, prefetch memory for later calls with the same row. They are inlined,
     // because GCC drops calls to functions that only prefetch.
     TIERBED_INLINE void prefetch_tags(u64 hash) const { prefetch(set(set_of(hash, sets_)).tags); }
     // Returns true if the row seems to be in the set.

@@ -8,7 +8,7 @@
 
 using namespace tierbed;
 
-// Checks offsets [bags + 1]. Writes them to begins [bags + 1], clamped to [0, n] so that bad offsets are safe to use.
+// Checks offsets [bags + 1]. Writes begins [bags + 1]: the offsets, clamped to [0, n] so that bad offsets are safe.
 extern "C" __global__ void check_offsets(const i64* offsets, u64 bags, u64 n, i64* begins, u32* faults) {
     for_each(bags + 1, [&](u64 bag) {
         const i64 begin = offsets[bag], expected = bag == bags ? static_cast<i64>(n) : 0;

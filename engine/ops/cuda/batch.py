@@ -1,6 +1,6 @@
 """Deduplicates a step's lookups on the GPU.
 
-The host never waits for the number of unique rows. It launches kernels for as many rows as there are positions (ids),
+The host never waits for the number of unique rows. The host launches kernels for as many rows as positions (ids),
 and the kernels stop at `count`, a number on the device. Kernels also check the input. After an error, kernels set a
 bit in a fault word and change no rows; a later call raises the error on the host.
 """

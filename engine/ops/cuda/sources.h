@@ -64,7 +64,7 @@ TIERBED_FN void sum_occurrences(float* sum, const Gradients& gradients, const Oc
     }
 }
 
-// A row's line and occurrences. One lane reads them for each row; then the whole warp works on row after row.
+// A row's line and occurrences, read by one lane. Then the whole warp works on the lanes' rows, one after another.
 struct RowStart {
     u32 begin, count;  // occurrences
     Next<AHEAD> next;

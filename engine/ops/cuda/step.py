@@ -124,7 +124,7 @@ def count_written(layout: Layout, batch: Batch, lines: Tensor) -> Tensor:
 
 
 def initialise_missing(batch: Batch, layout: Layout) -> None:
-    """Give each row without a line a new one with initial values, in memory owned by the batch."""
+    """Give each row without a line a new line with initial values, in memory owned by the batch."""
     absent = batch.lines == 0
     batch.lines.copy_(torch.where(absent, new_lines(batch, layout, batch.size), batch.lines))
     initialise_lines(batch, layout, absent)

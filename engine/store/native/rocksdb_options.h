@@ -46,7 +46,7 @@ std::string library_version();
 // True if RocksDB can read by io_uring on this machine.
 bool has_async_io();
 
-// RocksDB's background threads in this process. All databases share them.
+// RocksDB's background threads in this process, shared by all databases.
 struct BackgroundThreads {
     int flushes, compactions;
 };

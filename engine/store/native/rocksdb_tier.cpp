@@ -329,7 +329,7 @@ bool RocksTier::resume(Shard& shard, const rocksdb::Status& failed) {
     return db.Resume().ok();
 }
 
-// After a failed compaction, RocksDB refuses writes that need a compaction. Such writes wait here until another fails.
+// After a failed compaction, RocksDB refuses writes that need one. Such writes wait here until the next one fails.
 rocksdb::Status RocksTier::write_batch(Shard& shard, rocksdb::WriteBatch& batch) const {
     rocksdb::DB& db = *shard.db;
     rocksdb::WriteOptions options;
@@ -359,7 +359,7 @@ void RocksTier::apply(Shard& shard, rocksdb::WriteBatch& batch) const {
     batch.Clear();
 }
 
-// After a failed flush, RocksDB 7.8's Flush may return OK before the rows are in files. So this waits for the files.
+// After a failed flush, RocksDB 7.8's Flush may return OK before the rows are in files. This function waits for them.
 rocksdb::Status RocksTier::flush_rows(rocksdb::DB& db, const rocksdb::FlushOptions& options) {
     const u64 failures = property_of(db, rocksdb::DB::Properties::kBackgroundErrors);
     rocksdb::Status status = db.Flush(options);

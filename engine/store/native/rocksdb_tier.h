@@ -67,7 +67,7 @@ public:
     // Merges all files of each shard. Drops replaced versions of rows, and their keys in RocksDB's list of files.
     void compact();
     // Flushes, and returns the files with all rows written so far. RocksDB deletes no such file until `release_files`.
-    // One caller at a time.
+    // Only one caller at a time may hold files.
     std::vector<LiveFile> hold_files();
     void release_files();
     void close();  // close scans first; call nothing afterwards
