@@ -1,10 +1,10 @@
 """Declares optimizer kernels, and generates a C++ header from all kernels.
 
-A kernel is C++ text with named inputs, similar to `cupy.ElementwiseKernel`. A file in this folder declares one as
-`NAME = Kernel(...)` with literal arguments, or as `NAME = replace(OTHER, ...)`, where OTHER is an earlier kernel whose
-texts the arguments may refer to. So this module can read kernels without importing files. The build runs this file as a
-script, `python kernel.py OUTPUT`, with a Python that has neither torch nor NumPy. For a GPU, `header()` returns the
-same text at run time.
+A kernel is C++ text with named inputs, similar to `cupy.ElementwiseKernel`. A file in this folder declares a kernel as
+`NAME = Kernel(...)` with literal arguments, or as `NAME = replace(OTHER, ...)`, where OTHER is an earlier kernel; the
+arguments may refer to OTHER's texts. So this module can read kernels without importing files. The build runs this file
+as a script, `python kernel.py OUTPUT`, with a Python that has neither torch nor NumPy. For a GPU, `header()` returns
+the same text at run time.
 
 A kernel's bodies, and the names that each may use:
 

@@ -42,10 +42,10 @@ struct Ids {
     }
 };
 
-// Writes a lookup's hashes, tables and, unless null, sources (output rows) [n] to the batch's arrays, from `first` on.
-// Bags begin at begins [bags + 1], or have `length` ids each. table_ids [bags]; if null, bag b belongs to table
-// b % num_tables. feature_columns [features], or null: each feature's column, -1 for none; then there are
-// features * batch bags, and table_ids are [columns].
+// Writes a lookup's hashes, tables and (unless null) sources to the batch's arrays, from `first` on. Sources are output
+// rows. Bags begin at begins [bags + 1], or have `length` ids each. table_ids [bags]; if null, bag b belongs to table
+// b % num_tables. With feature_columns [features] (each feature's column, -1 for none), there are features * batch
+// bags, and table_ids are [columns].
 extern "C" __global__ void hash_ids(const u64* keys, const i64* table_ids, const i64* begins, u64 bags, u64 length,
                                     u64 n, const __grid_constant__ Ids ids, const i32* feature_columns, u64 columns,
                                     u64 batch, u64 first, u64 first_source, const __grid_constant__ SlotHash slot_hash,

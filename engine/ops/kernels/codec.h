@@ -1,7 +1,7 @@
 // Converts lines to and from float32.
 //
 // Optimizer rules work on float32 lines, so a narrow line (16-bit floats) is decoded, updated and encoded again.
-// Updates round stochastically, with noise that is a pure function of (seed, row hash, step, column); initial values,
+// Updates round stochastically, with noise that is a pure function of (seed, row hash, step, column). Initial values,
 // `put` and reads round to nearest even. Padding is zeros.
 #pragma once
 #include "line.h"

@@ -18,8 +18,8 @@ TIERBED_FN void add_halves(float* sums) {
 }
 #endif
 
-// Sums value(c) over columns c in [0, n), in an order that suits both vector registers and warps: column c is added to
-// partial sum c % 32, columns ascending, and the 32 partial sums are added by halves: 16 + 16, 8 + 8, 4 + 4, 2 + 2,
+// Sums value(c) over columns c in [0, n), in an order that suits both vector registers and warps. Columns ascend, and
+// column c is added to partial sum c % 32. Then the 32 partial sums are added by halves: 16 + 16, 8 + 8, 4 + 4, 2 + 2,
 // 1 + 1. Columns are signed, since compilers vectorise only indexes that cannot wrap around. Returns the sum on every
 // lane.
 template <class Value>

@@ -39,8 +39,8 @@ struct Upstream {
     Pooling pooling;
 };
 
-// An optimizer rule with its numbers: the kernel's hyper-parameters (engine/optim) in order, the clipping limits, and
-// optionally, for a rule that catches up, the numbers that Rates (ops/kernels/rule.h) reads.
+// An optimizer rule with its numbers, in order: the kernel's hyper-parameters (engine/optim), the clipping limits, and
+// optional numbers for Rates (ops/kernels/rule.h). Only rules that catch up have numbers for Rates.
 struct BoundRule {
     // Throws std::invalid_argument for an unknown rule, a wrong number of hyper-parameters, or lines without room for
     // the rule's states.

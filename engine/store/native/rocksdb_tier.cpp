@@ -403,8 +403,8 @@ void RocksTier::compact() {
     rewrite_manifests();
 }
 
-// Reopens databases after a compaction: RocksDB's list of files (MANIFEST) keeps the first and last keys of merged
-// files until RocksDB opens the database again and writes a new list. Skips a database that is being scanned or whose
+// Reopens databases after a compaction. RocksDB's list of files (MANIFEST) keeps the first and last keys of merged
+// files; opening a database writes a new list without them. Skips a database that is being scanned or whose
 // files are held; `close` handles it later.
 void RocksTier::rewrite_manifests() {
     const std::unique_lock lock(opening_);
