@@ -142,7 +142,7 @@ class OpenTable:
         self.lifecycle = lifecycle
         self.before_write = before_write or (lambda step: None)
         self._pinned: PinnedBatch | None = None
-        self.update_failed = False  # an update of the pinned rows raised
+        self.update_failed = False  # True if an update of the pinned rows raised
         self.prefetcher: Prefetcher | None = None  # made by the first announcement
         self._io_threads = io_threads
         self.reader_error: TierbedError | None = None  # found between steps by a reader; the next call raises it

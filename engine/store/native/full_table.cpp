@@ -81,7 +81,7 @@ std::size_t FullTable::find(Batch& batch) {
         const std::size_t grain = std::max(ROWS, (batch.unique + BUCKETS - 1) / BUCKETS);  // at most BUCKETS tasks
         parallel_ranges(batch.unique, grain, [&](std::size_t begin, std::size_t end) {
             TableCounts::Part counter = hit_counts_.part(begin / grain);
-            u64 counts[2] = {0, 0};  // of the current table, whose rows are contiguous
+            u64 counts[2] = {0, 0};  // counts of the current table; a table's rows are contiguous
             for (std::size_t i = begin; i < end; ++i) {
                 if (i + NUMBERS_AHEAD < end) prefetch(&numbered.line(numbers[i + NUMBERS_AHEAD]));
                 if (own_lines && own_lines[i]) {

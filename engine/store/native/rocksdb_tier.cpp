@@ -137,8 +137,8 @@ void RocksTier::close() {
 void RocksTier::abandon() {
     for (auto& shard : shards_) static_cast<void>(shard.release());
     shards_.clear();
-    static_cast<void>(fence_.release());    // the databases still use the fence's files
-    static_cast<void>(readers_.release());  // the threads may be in a call, or the parent's
+    static_cast<void>(fence_.release());    // the databases still use the fence's file system
+    static_cast<void>(readers_.release());  // reader threads may be in a call, or belong to the parent process
 }
 
 void RocksTier::fail() const noexcept {
