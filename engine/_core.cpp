@@ -22,9 +22,9 @@ void bind_ledger(nb::module_& m);
 }  // namespace tierbed
 
 NB_MODULE(_core, m) {
-    // At exit, a thread, an exception or a parent object may still own objects; users could not fix such a warning.
+    // At exit, threads, exceptions or parent objects may still own objects. Users could not fix the cause of a warning.
     nb::set_leak_warnings(false);
-    // std::runtime_error becomes StoreError, a RuntimeError; nanobind's own exceptions are passed on.
+    // A std::runtime_error becomes a StoreError. Exceptions of nanobind's own types are passed on.
     nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
         try {
             std::rethrow_exception(thrown);
@@ -43,7 +43,7 @@ NB_MODULE(_core, m) {
     tierbed::bind_ops(m);
     tierbed::bind_stores(m);
     tierbed::bind_cache(m);
-    tierbed::bind_rocksdb(m);  // its base class is bound by bind_stores
+    tierbed::bind_rocksdb(m);  // after bind_stores, which binds the base class of RocksTier
     tierbed::bind_ledger(m);
     tierbed::bind_keys(m);
     tierbed::bind_columns(m);

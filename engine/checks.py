@@ -36,7 +36,7 @@ def as_number(value: Any) -> float | None:
 
 
 def int_option(name: str, value: Any, expected: str, minimum: float = -math.inf, maximum: float = math.inf) -> int:
-    """Returns the option's value as an int from `minimum` to `maximum`. The OptionError for others says `expected`."""
+    """Returns the option's value as an int from `minimum` to `maximum`. Otherwise the OptionError says `expected`."""
     number = as_int(value, minimum, maximum)
     if number is None:
         raise OptionError(f"{name}={value!r}: give {expected}")
@@ -44,7 +44,7 @@ def int_option(name: str, value: Any, expected: str, minimum: float = -math.inf,
 
 
 def budget_option(name: str, value: Any, zero: bool, alternative: str = "") -> float:
-    """Returns the option's value, MiB above 0, or from 0 if `zero` is True. The OptionError ends with `alternative`."""
+    """Returns the option's value in MiB: above 0, or 0 if `zero` is True. The OptionError ends with `alternative`."""
     number = as_number(value)
     if number is None or not (number > 0 or (zero and number == 0)) or number >= 1 << 40:
         raise OptionError(f"{name}={value!r}: give a number of MiB {'>=' if zero else '>'} 0{alternative}")
@@ -77,13 +77,13 @@ def is_folder_name(name: Any) -> bool:
 
 
 def expanded(option: str, path: str) -> str:
-    """Returns the path with `${NAME}`, `$NAME` and a leading `~` replaced. The OptionErrors call it `option`."""
+    """Returns the path with `${NAME}`, `$NAME` and a leading `~` replaced. Errors call the path `option`."""
 
     def value(match: re.Match[str]) -> str:
         name = match[1] if match[2] is None else match[2]
         if content := os.environ.get(name):
             return content
-        problem = f"the environment variable {name!r} is unset or empty"  # else it would be part of the folder's name
+        problem = f"the environment variable {name!r} is unset or empty"  # otherwise a folder would get this name
         raise OptionError(f"{option}={path!r}: {problem}; set it, or give the folder")
 
     result = os.path.expanduser(_VARIABLE.sub(value, path))
@@ -96,7 +96,7 @@ def expanded(option: str, path: str) -> str:
 def check_arguments(
     maker: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Returns the arguments by name. For an unknown or missing one, raises OptionError that suggests the nearest."""
+    """Returns the arguments by name. Raises OptionError, with a suggestion, if an argument is unknown or missing."""
     names = [name for name in signature.parameters if name != "self"]
     has_kwargs = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     if not has_kwargs and (unknown := sorted(set(kwargs) - set(names))):
@@ -110,7 +110,7 @@ def check_arguments(
 def checked_arguments(*typed: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
     """Decorate a public function so that an unknown keyword raises OptionError and suggests the nearest argument.
 
-    `typed` lists arguments to check against their annotations. Too slow for functions that each step calls.
+    `typed` lists arguments to check against their annotations. The checks are too slow for functions of each step.
     """
 
     def decorate(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -136,7 +136,7 @@ def checked_arguments(*typed: str) -> Callable[[Callable[_Arguments, _Result]], 
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """True if a value fits the annotated type `kind`. Items are only checked for sequences."""
+    """True if a value fits the annotated type `kind`. A container's items are checked only if `kind` is a Sequence."""
     origin = get_origin(kind) or kind
     if origin in (Union, UnionType):
         return any(fits(value, member) for member in get_args(kind))
@@ -158,7 +158,7 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def nearest(unknown: Iterable[str], names: Sequence[str]) -> str:
-    """Returns a remedy for unknown names: the closest of `names` to one of them, or all of `names`."""
+    """Returns a remedy for unknown names: it suggests a similar one of `names`, or lists all `names`."""
     for name in sorted(unknown):
         if near := difflib.get_close_matches(name, names, 1):
             return f"did you mean {near[0]}?"

@@ -1,4 +1,4 @@
-"""Files that survive a crash, and whose damage is detected: fsync, atomic replace, msgpack records with a checksum."""
+"""Writes files that survive a crash (fsync, atomic replacement), and detects damaged files (checksums of records)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .signals import uninterrupted
 
 TEMPORARY = ".tmp-"  # name prefix of a file or folder that is being written
 MORE_FILES = "let this process open more files (ulimit -n)"
-MAX_SEALED = 1 << 24  # bytes; limits the memory that reading a foreign file can allocate
+MAX_SEALED = 1 << 24  # bytes of a record; limits the memory that reading a foreign file can allocate
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # from <fcntl.h> and <linux/fs.h>
 _exchange_lock = Lock()  # `check_exchange` may run in several threads, since background saves call it
@@ -32,7 +32,7 @@ def remedy_for(error: OSError, otherwise: str) -> str:
 
 
 def fsync_file(path: Path) -> None:
-    """Make a file's content durable, or, for a folder, the creation, renaming and removal of files in it."""
+    """Make a file's content durable. For a folder, make the creation, renaming and removal of its files durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -61,7 +61,7 @@ def temporary_path(path: Path) -> Path:
 class NewFolder:
     """A folder that is written as `temporary`, next to `path`, and is then renamed to `path`.
 
-    The caller makes the files in `temporary` durable, and calls `drop` in the end, whether or not it succeeded.
+    The caller makes the files in `temporary` durable, and finally calls `drop`, after success and failure alike.
     """
 
     def __init__(self, path: Path, overwrite: bool = False) -> None:
@@ -76,7 +76,7 @@ class NewFolder:
             raise
 
     def publish(self) -> None:
-        """Durably rename the folder to `path`. An old folder there gets the temporary name until `drop`."""
+        """Durably rename the folder to `path`. An old folder at `path` gets the temporary name until `drop`."""
         publish(self.temporary, self.path, self._overwrite)
 
     def take_back(self) -> None:
@@ -89,7 +89,7 @@ class NewFolder:
             fsync_dir(self.path.parent)
 
     def drop(self) -> None:
-        """Remove what has the temporary name, ignoring errors: the next `NewFolder` for this path removes the rest."""
+        """Remove the temporary folder. Ignores errors, because the next `NewFolder` for this path removes leftovers."""
         with contextlib.suppress(OSError):
             remove_folder(self.temporary)
 
@@ -98,10 +98,10 @@ class NewFolder:
 def atomic_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
     """Yield a temporary folder next to `folder`, and durably rename it to `folder` when the block ends.
 
-    The block makes the files that it writes durable; if it raises, no files remain. Parents are created, and leftovers
-    of a killed process removed. With `overwrite`, the new folder replaces an old one atomically, and the old one is
-    removed once that is durable. Raises OSError; NoExchangeError leaves the old folder unchanged; after UnsyncedError
-    the new folder exists.
+    The block must make the files that it writes durable. If the block raises, its files are removed. Missing parents
+    are created, and leftovers of a killed process removed. With `overwrite`, the new folder replaces an old folder
+    atomically, and the old folder is removed once the replacement is durable. Raises OSError. After NoExchangeError,
+    the old folder is unchanged. After UnsyncedError, the new folder exists.
     """
     new = NewFolder(folder, overwrite)
     try:
@@ -118,7 +118,7 @@ def atomic_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed processes left of `atomic_folder` in a folder, if the folder exists. Raises OSError."""
+    """Remove the temporary folders that killed processes left in a folder, if the folder exists. Raises OSError."""
     remove_temporary(list(folder.glob(f"{TEMPORARY}*/")))
 
 
@@ -133,8 +133,8 @@ class NoExchangeError(OSError):
 def publish(temporary: Path, path: Path, overwrite: bool = False) -> None:
     """Durably rename a file or folder, whose content is already durable, to `path`. Raises OSError, UnsyncedError.
 
-    With `overwrite`, `path` may exist: an old file is replaced; an old folder gets the name `temporary`, or
-    NoExchangeError is raised if the file system cannot do this.
+    With `overwrite`, `path` may exist. An old file is replaced; an old folder gets the name `temporary`. Raises
+    NoExchangeError if the file system cannot swap two folders.
     """
     if overwrite and temporary.is_dir() and os.path.lexists(path):
         swap_folders(temporary, path)
@@ -142,8 +142,8 @@ def publish(temporary: Path, path: Path, overwrite: bool = False) -> None:
         temporary.rename(path)
     try:
         fsync_dir(path.parent)
-    except OSError as error:  # not undone, because the undo might not be durable either
-        raise UnsyncedError(f"it is complete, but may not survive a power loss: {error}") from error
+    except OSError as error:  # the rename stays, because undoing it might not be durable either
+        raise UnsyncedError(f"the data is complete, but may not survive a power loss: {error}") from error
 
 
 def swap_folders(first: Path, second: Path) -> None:
@@ -162,7 +162,7 @@ def swap_folders(first: Path, second: Path) -> None:
 
 def check_exchange(folder: Path) -> None:
     """Raise NoExchangeError or OSError if `folder` could not be swapped with a folder next to it."""
-    path = folder.parent / f"{TEMPORARY}.{folder.name}"  # no user's folder has this name: they have no leading dot
+    path = folder.parent / f"{TEMPORARY}.{folder.name}"  # users cannot choose this name, because of its leading dot
     with _exchange_lock:
         try:
             remove_folder(path)
@@ -177,7 +177,7 @@ def check_exchange(folder: Path) -> None:
 def remove_temporary(folders: Collection[Path]) -> None:
     """Remove leftovers of killed processes, all in the same parent folder, if they exist. Raises OSError."""
     existing = [folder for folder in folders if os.path.lexists(folder)]
-    if existing:  # one may be the old folder after a swap, so make the swap durable first
+    if existing:  # a leftover may be the old folder after a swap, so make the swap durable first
         fsync_dir(existing[0].parent)
     for folder in existing:
         remove_folder(folder)
@@ -185,12 +185,12 @@ def remove_temporary(folders: Collection[Path]) -> None:
 
 def remove_folder(path: Path) -> None:
     """Remove a folder with its contents, if it exists. For a link to a folder, remove only the link."""
-    with uninterrupted(), contextlib.suppress(FileNotFoundError):  # otherwise shutil leaks descriptors
+    with uninterrupted(), contextlib.suppress(FileNotFoundError):  # an interrupted rmtree leaks descriptors
         path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file atomically: readers see either the old or the new file, complete. Only one writer at a time."""
+    """Replace a file atomically: readers see the complete old or new file. Allows one writer at a time."""
     temporary = temporary_path(path)
     try:
         with uninterrupted(), temporary.open("wb") as file:
@@ -199,14 +199,14 @@ def write_atomically(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         temporary.rename(path)
     except BaseException:
-        with contextlib.suppress(OSError):  # so that the first error is raised
+        with contextlib.suppress(OSError):  # an error here must not hide the first error
             temporary.unlink()
         raise
     fsync_dir(path.parent)
 
 
 def seal(value: Any) -> bytes:
-    """Returns a record: msgpack of `[msgpack of value, its crc32]`. Raises ValueError if msgpack cannot hold it."""
+    """Returns a record: msgpack of `[payload, its crc32]`. The payload is msgpack of `value`. Raises ValueError."""
     try:
         payload = msgpack.packb(value)
     except (TypeError, OverflowError) as error:
@@ -230,7 +230,7 @@ def unseal(data: bytes) -> Any:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading. Raises OSError, also for a pipe or device, because reading it could block forever."""
+    """Open a file for reading. Raises OSError. Rejects pipes and devices, because reading them could block forever."""
     check_regular(path)
     return path.open("rb")
 
@@ -242,7 +242,7 @@ def check_regular(path: Path) -> None:
 
 
 def read_record(path: Path) -> bytes:
-    """Read a file for `unseal`. Raises OSError, or ValueError if it has more than MAX_SEALED bytes."""
+    """Read a file for `unseal`. Raises OSError, or ValueError if the file has more than MAX_SEALED bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_SEALED:

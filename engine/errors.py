@@ -38,11 +38,11 @@ class SnapshotError(TierbedError, RuntimeError):
 
 
 class GraphError(TierbedError, RuntimeError):
-    """`build` does something that cannot be traced."""
+    """A graph's `build` does something that cannot be traced."""
 
 
 class GroupError(TierbedError, RuntimeError):
-    """A rank did not answer, or made a different call than the others. `ranks` lists the ranks that did not answer."""
+    """A rank did not answer, or made a different call than others. `ranks` lists the ranks that did not answer."""
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)

@@ -10,7 +10,7 @@ ROOT = Path("/")
 
 
 class FreeMemory(NamedTuple):
-    """The number of free bytes, and `where` they are, as text for messages."""
+    """A number of free bytes, and a text for messages that says `where` these bytes are."""
 
     bytes: int
     where: str
@@ -20,9 +20,9 @@ def free_host_memory(root: Path = ROOT) -> FreeMemory | None:
     """Returns the free memory of the machine or of this process's memory cgroups, whichever is least.
 
     The machine's free memory is MemAvailable. A cgroup's free memory is its limit (`memory.max` and `memory.high` in
-    version 2, `memory.limit_in_bytes` in version 1) minus the memory in use; its parents count likewise. File pages do
-    not count as in use, since the system can free them. `root` is the folder that contains proc and sys. Returns None
-    without /proc/meminfo.
+    version 2, `memory.limit_in_bytes` in version 1) minus the memory in use. The cgroup's parents count in the same
+    way. Cached files do not count as memory in use, since the system can free them. `root` is the folder that contains
+    proc and sys. Returns None if /proc/meminfo is missing.
     """
     available = _numbers(root / "proc/meminfo").get("MemAvailable:")
     if available is None:
@@ -44,7 +44,7 @@ def _free_in_cgroups(root: Path) -> Iterator[FreeMemory]:
 
 
 def _free_in(top: Path, cgroup: str, limit_files: tuple[str, ...], usage: str, prefix: str) -> Iterator[FreeMemory]:
-    """Yield the free memory of a cgroup and of its parents. Skips cgroups that a container does not show."""
+    """Yield the free memory of a cgroup and of its parents. Skips cgroups that are not visible in a container."""
     path = PurePosixPath("/", cgroup)
     cgroups = [PurePosixPath("/")] if ".." in path.parts else [path, *path.parents]
     for path in cgroups:

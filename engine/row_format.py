@@ -1,4 +1,4 @@
-"""The row format in scans and snapshots. Tiers move rows as 4-byte words (`row_dtype`); `RowForm` interprets them."""
+"""The row format in scans and snapshots. Tiers move rows as 4-byte words (`row_dtype`); `RowForm` interprets words."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 BUCKETS = 64
-WORD = 4  # bytes; lines consist of words
+WORD = 4  # bytes per word; a line consists of words
 RECORD_BYTES = 8  # the counters `updates` and `last step` in a line
 EMBEDDING = "embedding"  # the field that lookups return
-STATE_TYPES = "state_dtypes"  # field of a stored description: the states' types, if a row field is not float32
+STATE_TYPES = "state_dtypes"  # key in a stored description, for the states' types; absent if all row fields are float32
 NUMBERS: dict[str, np.dtype[Any]] = {  # stored types
     "float32": np.dtype("<f4"),
     "float16": np.dtype("<f2"),
@@ -27,11 +27,11 @@ RowArray = NDArray[np.void]  # [n], with dtype `row_dtype` or KEY
 Chunks = Iterator[tuple[int, RowArray]]  # (bucket, rows with `row_dtype`), as `Tier.scan` yields them
 Change = tuple[int, RowArray, RowArray]  # (bucket, new or changed rows, keys [n] of erased rows)
 
-KEY = np.dtype([("table", "<u4"), ("key", "<u8")])  # identifies a row
+KEY = np.dtype([("table", "<u4"), ("key", "<u8")])  # the dtype of a row key
 
 
 def row_dtype(width: int) -> np.dtype[np.void]:
-    """Returns the packed NumPy dtype of a row with `width` float32 numbers, or any other words that a tier moves."""
+    """Returns the packed NumPy dtype of a row with `width` 4-byte words, typed float32 whatever the words hold."""
     values = ("values", "<f4", (width,))
     return np.dtype([("table", "<u4"), ("key", "<u8"), values, ("updates", "<u4"), ("step", "<u4")])
 
@@ -42,7 +42,7 @@ def words_of(type: str, count: int) -> int:
 
 
 def line_bytes_of(width: int) -> int:
-    """Returns how many bytes a line with `width` words takes in memory, including record and padding."""
+    """Returns how many bytes a line with `width` words takes in memory, including counters and padding."""
     return -(-(width * WORD + RECORD_BYTES) // 16) * 16
 
 
@@ -51,13 +51,13 @@ class Field:
     """One field in a row's line, padded to whole words."""
 
     name: str
-    count: int  # how many numbers it holds
+    count: int  # how many numbers the field holds
     type: str  # a key in NUMBERS
     begin: int  # byte offset in the line
 
     @property
     def is_padded(self) -> bool:
-        """True if a padding number, 0, follows."""
+        """True if one number of padding, a 0, follows the field's numbers."""
         return self.count * NUMBERS[self.type].itemsize % WORD != 0
 
     @property
@@ -69,8 +69,8 @@ class Field:
 class RowForm:
     """The fields in a row's line and their types: the embedding, then each optimizer state.
 
-    `dtype` is the NumPy dtype of stored rows. If all numbers are float32, it is `row_dtype(width)`. Otherwise it has a
-    NumPy field for each field, and another one for its padding, if any.
+    `dtype` is the NumPy dtype of stored rows. If all numbers are float32, `dtype` is `row_dtype(width)`. Otherwise
+    `dtype` has a NumPy field for each row field, and a second NumPy field for a row field's padding.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class RowForm:
             fields.append(Field(name, count, state_type, fields[-1].end))
         self.fields = tuple(fields)
         self._by_name = {field.name: field for field in fields}
-        self.counts = {field.name: field.count for field in fields}  # how many numbers each holds
-        self.width = fields[-1].end // WORD  # of all fields, in words
+        self.counts = {field.name: field.count for field in fields}  # how many numbers each field holds
+        self.width = fields[-1].end // WORD  # width of all fields together, in words
         self.is_narrow = any(field.type != "float32" for field in fields)
         if not self.is_narrow:
             self.dtype = row_dtype(self.width)
@@ -113,7 +113,7 @@ class RowForm:
             yield bucket, rows.view(self.dtype)
 
     def values(self, rows: RowArray, name: str) -> NDArray[np.float32]:
-        """Returns a field's values in rows [n] as float32 [n, count], exactly. They may share memory with the rows."""
+        """Returns a field's values in rows [n] as exact float32 [n, count]. The result may share the rows' memory."""
         field = self._by_name[name]
         if not self.is_narrow:
             return rows["values"][:, field.begin // WORD : field.end // WORD]

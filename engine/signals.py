@@ -1,4 +1,4 @@
-"""Defers signal handlers while native memory and Python's view of it must change together."""
+"""Defers signal handlers in blocks where native memory and Python's view of that memory must change together."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from _signal import signal as set_handler
 from collections.abc import Callable
 from types import FrameType
 
-# the signals that users handle: Ctrl-C raises an exception, and a SIGTERM handler may save a checkpoint
+# Signals that users handle: Ctrl-C raises an exception, and a SIGTERM handler may save a checkpoint.
 _DEFERRED = tuple(
     map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM))
 )
-# the signals deferred by the main thread's current block; None outside a block
+# Signals deferred by the main thread's current block. None outside a block.
 _received: list[tuple[int, FrameType | None]] | None = None
 
 _NO_HANDLER = (None, int(signal.SIG_DFL), int(signal.SIG_IGN))  # None: a handler not installed from Python
@@ -29,7 +29,7 @@ class uninterrupted:  # a class, because a generator is slower and each step ent
         global _received
         self._handlers: dict[int, Handler] = {}
         if _received is not None or threading.current_thread() is not threading.main_thread():
-            return  # handlers run only in the main thread
+            return  # Python runs signal handlers only in the main thread
         signals: list[tuple[int, FrameType | None]] = []
         self._signals = signals
 
@@ -38,12 +38,12 @@ class uninterrupted:  # a class, because a generator is slower and each step ent
 
         installed = zip(_DEFERRED, map(getsignal, _DEFERRED), strict=True)
         handlers = {number: handler for number, handler in installed if handler not in _NO_HANDLER}
-        if not handlers:  # the next block checks again
+        if not handlers:  # nothing to defer; the next block checks again
             return
         try:
             for number in handlers:
                 set_handler(number, note)
-        except BaseException:  # a handler that was not replaced yet raised it
+        except BaseException:  # raised by a signal handler that was not replaced yet
             for number, handler in handlers.items():
                 set_handler(number, handler)
             raise
@@ -57,7 +57,7 @@ class uninterrupted:  # a class, because a generator is slower and each step ent
         try:
             for number, handler in self._handlers.items():
                 set_handler(number, handler)
-        except BaseException:  # a handler that was already restored raised it
+        except BaseException:  # raised by a signal handler that was already restored
             for number, handler in self._handlers.items():
                 set_handler(number, handler)
             raise
@@ -69,7 +69,7 @@ class uninterrupted:  # a class, because a generator is slower and each step ent
 def deferred_signals() -> list[int]:
     """Returns the signals deferred by this thread's block so far, in order of arrival.
 
-    A block that waits for another process checks this and raises, so the handlers run even if no answer ever comes.
+    A block that waits for another process calls this function and raises if a signal came, so waits can be interrupted.
     """
     if _received is None or threading.current_thread() is not threading.main_thread():
         return []

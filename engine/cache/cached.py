@@ -1,4 +1,4 @@
-"""A write-back CPU cache above a slower tier. It is both a top tier and a tier, so caches stack."""
+"""A write-back CPU cache above a slower tier. The slower tier can be another cache."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ..store.contract import CapacityLimit, NativeTier, Tier, TopTier
 from ..store.full import check_capacity
 
 MB = 1 << 20
-PIECE_ROWS = 1 << 13  # other threads wait while a piece is flushed
+PIECE_ROWS = 1 << 13  # rows flushed at a time; other threads wait meanwhile
 
 log = logging.getLogger("tierbed")
 
 
 def wrong_budget(option: str, budget_mb: float, line_bytes: int, error: Exception) -> OptionError:
-    """Return an OptionError for a budget: too small if the cache raised ValueError, otherwise too large for memory."""
+    """Return an OptionError that calls the budget too small if the cache raised ValueError, otherwise too large."""
     problem = "too small for" if isinstance(error, ValueError) else "more than this machine has memory for, with"
     return OptionError(f"{option}={budget_mb} is {problem} rows of {line_bytes} bytes: {error}; give another budget")
 
 
 class CpuCachedStore(NativeTier, TopTier[_core.Batch]):
-    """A write-back cache. `tier` names it in metrics; `option` names its budget, which covers metadata, in errors."""
+    """A write-back cache. `tier` is its name in metrics, `option` its budget's in errors. Budgets include metadata."""
 
     def __init__(
         self, layout: _core.Layout, below: Tier, options: CachedHostMemOptions, budget_mb: float, tier: str, option: str
@@ -46,7 +46,7 @@ class CpuCachedStore(NativeTier, TopTier[_core.Batch]):
         except (ValueError, MemoryError) as error:
             raise wrong_budget(option, budget_mb, layout.line_bytes, error) from None
         self._budget = f"{option}={budget_mb}"
-        self._rows = int(self.native.metrics()["capacity"])  # rows in the sets; the first larger batch logs a warning
+        self._rows = int(self.native.metrics()["capacity"])  # rows in the sets; the first batch beyond logs a warning
         self._peeked = (0, 0, 0)
 
     def announce(self, batch: _core.Batch) -> None:
@@ -70,7 +70,7 @@ class CpuCachedStore(NativeTier, TopTier[_core.Batch]):
             self._warn_small_cache(batch.unique)
 
     def unpin(self, batch: _core.Batch, dirty: bool) -> None:
-        """Release the pinned batch. Ignores `dirty`: each line's record shows whether it was written."""
+        """Release the pinned batch. Ignores `dirty`, because each line's counters show if the line was written."""
         self.native.unpin(batch)
 
     def peek(self, batch: _core.Batch, trains: bool = False) -> None:
@@ -93,7 +93,7 @@ class CpuCachedStore(NativeTier, TopTier[_core.Batch]):
         yield from self._below.scan()
 
     def write_back(self) -> None:
-        """Write dirty rows to the last tier, but do not make them durable as `flush` does."""
+        """Write dirty rows to the last tier. Unlike `flush`, this does not make the rows durable."""
         self.native.flush()
         if isinstance(self._below, CpuCachedStore):
             self._below.write_back()
@@ -106,7 +106,7 @@ class CpuCachedStore(NativeTier, TopTier[_core.Batch]):
         """Flush most dirty rows, one piece per `next`. Does not make the last tier durable."""
         begin, metrics = 0, self.native.metrics()
         pieces = 2 + int(metrics["capacity"] + metrics["overflow_rows"]) // PIECE_ROWS
-        for _ in range(pieces):  # not until all rows are clean: steps write more rows meanwhile
+        for _ in range(pieces):  # a fixed number of pieces, because steps write more rows meanwhile
             begin = self.native.flush_some(begin, PIECE_ROWS)
             yield True
             if begin == 0:

@@ -1,4 +1,4 @@
-"""The rule of `cache_budget_mb="auto"`: divides free memory between a cache and the other users of the memory."""
+"""Implements `cache_budget_mb="auto"`: divides free memory between a cache and the other users of the memory."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from ..store.rocksdb import WRITE_BUFFER_BYTES
 MB = 1 << 20
 LINE_OVERHEAD_BYTES = WAY_BYTES + 1  # cache metadata per line: a way and a tag
 OVERFLOW_OVERHEAD_BYTES = 91  # overflow area metadata per line
-MIN_CACHE_ROWS = WAYS * BUCKETS  # a smaller cache inserts the rows of a batch in another order
+MIN_CACHE_ROWS = WAYS * BUCKETS  # with fewer rows, buckets share sets, so a batch's rows are inserted in another order
 
-# The other user: RocksDB with its page cache, a full table with the same rows, or all else in a GPU's memory
+# What shares the memory with the cache: RocksDB and the page cache, a full table, or the other data of a GPU
 SharedWith = Literal["rocksdb", "table", "device"]
 CACHE = {"rocksdb": 1 / 2, "table": 1 / 8, "device": 1 / 2}
 OVERFLOW = {"rocksdb": 1 / 8, "table": 1 / 8, "device": 0.0}  # upper limits
-ROCKSDB = {"rocksdb": 1 / 8, "table": 0.0, "device": 0.0}  # index and filters of files, write buffers
+ROCKSDB = {"rocksdb": 1 / 8, "table": 0.0, "device": 0.0}  # for write buffers, and for indexes and filters of files
 REST = {"rocksdb": "page cache and all else", "table": "the table and all else", "device": "all else"}
-LINES_PER_ROW = 1.5  # rows hash to sets at random; with this many lines a cache hardly evicts
-INDEX_BYTES = 3  # per row, for the index of RocksDB's files
+LINES_PER_ROW = 1.5  # rows hash to sets at random; with so many lines per row, a cache hardly evicts
+INDEX_BYTES = 3  # bytes per row, for the index of RocksDB's files
 
 
 class MemorySplit(NamedTuple):
-    """A division of free memory, in MiB. The parts add up to `free_mb`."""
+    """A division of free memory, in MiB. The other sizes add up to `free_mb`."""
 
     free_mb: float
     cache_mb: float
@@ -55,8 +55,8 @@ def split_memory(
 ) -> MemorySplit:
     """Divide `free_mb` MiB, less `fixed_mb` for other budgets, between a cache and the other users of the memory.
 
-    row_bytes: cache memory per row, metadata included. capacity: maximum rows; the cache and RocksDB get no more than
-    these need. overflow_mb: limit for the overflow area; None for the option's default.
+    row_bytes: cache memory per row, metadata included. capacity: maximum number of rows; the cache and RocksDB get no
+    more memory than so many rows need. overflow_mb: limit for the overflow area; None means the option's default.
     """
     available = max(free_mb - fixed_mb, 0)
     cache, rocksdb = available * CACHE[shared_with], available * ROCKSDB[shared_with]

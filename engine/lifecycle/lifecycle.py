@@ -1,7 +1,7 @@
-"""The lifecycle of rows: which new rows a table keeps, and which rows it deletes at capacity or because of their age.
+"""Decides which new rows a table keeps, and which rows it deletes at capacity or because of their age.
 
-The ledger (`native/ledger.h`) decides this step by step, from the counts and ages of written rows. A removed row is
-like a row that was never written.
+The ledger (`native/ledger.h`) makes these decisions step by step, from the counts and ages of written rows. A removed
+row is treated like a row that was never written.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ SCANS = 16  # scans for expired rows per `ttl_steps` steps
 class Lifecycle:
     """The lifecycle of an open table's rows.
 
-    Without the options for it there is no ledger, and `admit`, `note_written` and `expired` are not called. An earlier
-    run may have stored more rows (`stored_rows`) than the capacity; the excess is evicted when new rows are admitted.
+    Without `eviction`, `admission` and `ttl_steps`, no ledger exists, and `admit`, `note_written` and `expired` are not
+    called. If an earlier run stored more rows than the capacity, the excess is evicted when new rows are admitted.
     """
 
     def __init__(self, name: str, num_tables: int, options: StoreOptions, stored_rows: int, seed: int) -> None:
@@ -35,7 +35,7 @@ class Lifecycle:
         self._ledger: _core.Ledger | None = None
         self.has_ledger = False  # if True, this class checks the capacity and must know every written row
         self.counts = {"refused": 0, "evicted": 0, "expired": 0, "deleted": 0}
-        self.removed_counts = np.zeros(num_tables, np.int64)  # written rows that were removed, or refused
+        self.removed_counts = np.zeros(num_tables, np.int64)  # per table: written rows removed since, and refused rows
         if self.capacity is not None and options.eviction in ("none", "ttl") and stored_rows > self.capacity:
             log.warning(
                 "embedding %r: %d stored rows exceed capacity=%d; all of them stay, but no new row is inserted until "
@@ -60,10 +60,10 @@ class Lifecycle:
         return {**self.counts, "ledger_bytes": 0 if self._ledger is None else self._ledger.bytes}
 
     def admit(self, batch: Any, layout: _core.Layout, step: int, training: bool) -> tuple[TableIds, Keys] | None:
-        """Decide which new rows of a batch, to be written at `step`, to keep. Returns rows to erase first, or None."""
+        """Decide which new rows to keep of a batch that `step` will write. Returns rows to erase first, or None."""
         assert self._ledger is not None
         admitted = self._ledger.admit(batch, layout, step, training)  # refused rows get lines in the batch itself
-        if admitted.lacking:  # nothing has changed
+        if admitted.lacking:  # no row and no count has changed
             raise CapacityError(self._capacity_text(admitted.fresh, admitted.lacking))
         tables, keys = admitted.take_victims()
         return (tables, keys) if len(keys) else None
@@ -77,7 +77,7 @@ class Lifecycle:
         self._ledger.commit(batch, step)
 
     def expired(self, step: int) -> tuple[TableIds, Keys] | None:
-        """Returns the rows that expire after `step`, or None. Only `SCANS` of `ttl_steps` steps scan for such rows."""
+        """Returns the rows that expire after `step`, or None. Only `SCANS` of `ttl_steps` steps scan for rows."""
         assert self._ledger is not None
         if self._ttl is None or self._eviction == "ttl" or step % max(1, self._ttl // SCANS):
             return None
@@ -85,7 +85,7 @@ class Lifecycle:
         return (tables, keys) if len(keys) else None
 
     def note_removed(self, tables: TableIds, keys: Keys, existing: Counts, cause: str) -> None:
-        """Record that rows were removed: `existing` written rows in each table, for a `cause` named in `counts`."""
+        """Record that rows were removed. `existing` counts the written rows per table; `cause` is a key of `counts`."""
         if self._ledger is not None:
             self._ledger.erase(tables, keys)
         self._count(existing, cause)
@@ -95,13 +95,13 @@ class Lifecycle:
         self.counts[cause] += int(rows.sum())
 
     def absence_text(self) -> str:
-        """Returns text on why a row may be missing: all causes so far, because removed rows are not remembered."""
+        """Returns all causes so far that may explain a missing row, as text. (Removed rows are not recorded.)"""
         occurred = [cause for cause, count in self.counts.items() if count]
         causes = [f"refused by admission={self._admission}" if cause == "refused" else cause for cause in occurred]
         return " or ".join(["not written since the table was opened", *causes])
 
     def note_loaded(self, chunks: Chunks) -> Chunks:
-        """Add rows that are being loaded into the table to the ledger, and yield them unchanged."""
+        """Yield rows that are being loaded into the table, and add these rows to the ledger."""
         for bucket, rows in chunks:
             if self._ledger is not None:
                 self._ledger.load(*(rows[field].copy() for field in ("table", "key", "updates", "step")))

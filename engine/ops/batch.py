@@ -1,4 +1,4 @@
-"""Convert lookups and their gradients to flat arrays for the native core.
+"""Converts lookups and their gradients to flat arrays for the native core.
 
 Values (table ids, offsets, ids) are checked here, when the step runs: a trace sees only shapes and dtypes.
 """
@@ -20,11 +20,11 @@ from ..errors import InputError
 from ..options.lookup import Lookup, check_weights
 from ..options.table_spec import TableSpec
 
-LARGE = 1 << 20  # bytes; the system clears large new allocations page by page
+LARGE = 1 << 20  # bytes; for larger allocations, the system clears new memory page by page
 
-# (keys [n], each bag's table id or None, bags: None if unpooled, else their length or offsets [bags + 1])
+# (keys [n], each bag's table id or None, bags: None without pooling; otherwise the bags' length or offsets [bags + 1])
 Segment = tuple[NDArray[np.uint64], NDArray[np.uint32] | None, int | NDArray[np.int64] | None]
-# the same, then each column's feature [columns] and the batch size
+# the items of a Segment, then each column's feature [columns] and the batch size
 FeatureSegment = tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.int64], NDArray[np.uint32], int]
 
 
@@ -40,7 +40,7 @@ class Gradients(NamedTuple):
 def checked_gradients(
     spec: TableSpec, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None], dtype: torch.dtype
 ) -> Gradients:
-    """Bundle one gradient and one weights tensor per lookup. Raises InputError if one does not fit its lookup."""
+    """Bundle one gradient and one weights tensor per lookup. Raises InputError if a tensor does not fit its lookup."""
     for lookup, grad, pooling_weights in zip(lookups, grads, weights, strict=True):
         shape = lookup.ids.shape if lookup.pooling is None else lookup.shape  # `lookup.shape` is slower
         expected = (*shape, spec.dim)
@@ -55,7 +55,7 @@ def checked_gradients(
 
 
 def arrays_of(gradients: Gradients) -> tuple[list[Any], list[bool], list[Any]]:
-    """Return the core's arguments, per lookup: gradients, whether bags are averaged, weights."""
+    """Return the core's arguments, per lookup: gradients, True if bags are averaged, weights."""
     means = [lookup.pooling == "mean" for lookup in gradients.lookups]
     weights = [None if tensor is None else flat(tensor) for tensor in gradients.weights]
     return [as_array(grad) for grad in gradients.grads], means, weights
@@ -91,12 +91,12 @@ def _default_tables(columns: int, num_tables: int) -> NDArray[np.uint32]:
 
 @lru_cache(maxsize=64)
 def _table_array(num_tables: int, table_ids: tuple[int, ...]) -> NDArray[np.uint32] | None:
-    """Return `table_ids` as an array, or None if one is out of range."""
+    """Return `table_ids` as an array, or None if a table id is out of range."""
     return np.array(table_ids, np.uint32) if all(0 <= table < num_tables for table in table_ids) else None
 
 
 def batch_of(spec: TableSpec, lookups: Sequence[Lookup], strict: bool = False) -> _core.Batch:
-    """Deduplicate lookups on the CPU. Raises InputError; if `strict`, also for ids that `bad_ids='drop'` leaves out."""
+    """Deduplicate lookups on the CPU. Raises InputError. `strict`: also for ids that `bad_ids='drop'` leaves out."""
     segments = [segment(spec, lookup) for lookup in lookups]
     try:
         batch = _core.Batch(segments, spec.num_tables, spec.padding_key, spec.last_ids, () if strict else spec.drops)
@@ -122,7 +122,7 @@ def illegal_id(spec: TableSpec, table: int, key: int) -> InputError:
 
 
 def check_legal(spec: TableSpec, lookup: Lookup) -> None:
-    """Raise InputError if an id is beyond its table's last id. For unpooled lookups on any device."""
+    """Raise InputError if an id of an unpooled lookup, on any device, is beyond its table's last id."""
     if spec.last_ids is not None:
         batch_of(spec, [_on_host(lookup)], strict=True)
 
@@ -190,7 +190,7 @@ def _bags(lookup: Lookup) -> int | NDArray[np.int64] | None:
         return None
     if lookup.offsets is not None:
         return _offsets(lookup.offsets)
-    # offsets tell the core how many empty bags there are
+    # if all bags are empty, offsets tell the core their number
     return lookup.ids.shape[-1] or np.zeros(lookup.ids.shape[:-1].numel() + 1, np.int64)
 
 
@@ -201,7 +201,7 @@ def _offsets(offsets: Tensor) -> NDArray[np.int64]:
 
 
 def check_offsets(spec: TableSpec, lookup: Lookup) -> None:
-    """Raise InputError unless offsets ascend from 0 to the number of ids. For lookups on the CPU."""
+    """Raise InputError unless the offsets of a lookup on the CPU ascend from 0 to the number of ids."""
     if lookup.offsets is None:
         return
     flat, ids = _offsets(lookup.offsets), lookup.ids.shape[0]

@@ -1,7 +1,7 @@
-"""Sum float32 numbers and squared gradients with the same bits whatever the order, threads and processor.
+"""Sums float32 numbers and squared gradients. The result's bits do not depend on threads, ranks or processor.
 
-`partial` adds exactly, in integer multiples of the smallest float32, and `total` rounds once, so ranks may sum in any
-order. `sum_of_squares` adds in a fixed order instead.
+`partial_sum` adds exactly, in integer multiples of the smallest float32, and `sum_partials` rounds once, so ranks may
+sum in any order. `sum_of_squares` adds in a fixed order instead.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 _LIMBS, _BITS = 10, 32  # a partial sum: ten 32-bit limbs, lowest first, enough for 2^40 numbers
 _UNIT = 1 << 149  # 1.0 as a multiple of the smallest float32
-_CHUNK = 1 << 28  # so many 24-bit mantissas sum exactly in float64
+_CHUNK = 1 << 28  # float64 sums this many 24-bit mantissas exactly
 _LANES = 1 << 16  # parallel sums
 
 
@@ -39,7 +39,7 @@ def sum_partials(partials: Sequence[NDArray[np.int64]]) -> float:
     *limbs, infinite, nan = (sum(column) for column in zip(*(part.tolist() for part in partials), strict=True))
     if infinite or nan:
         return float("nan" if nan else "inf")
-    return sum(count << _BITS * limb for limb, count in enumerate(limbs)) / _UNIT  # dividing two integers rounds once
+    return sum(count << _BITS * limb for limb, count in enumerate(limbs)) / _UNIT  # an integer division rounds once
 
 
 @torch.no_grad()
@@ -54,7 +54,7 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> float:
 
 def _sum_on_device(flats: list[Tensor]) -> float:
     """Sum the squares in 1-D tensors on one device. Waits for the device once."""
-    small = [flat for flat in flats if len(flat) < _LANES]  # joined, since for few elements the op's launch dominates
+    small = [flat for flat in flats if len(flat) < _LANES]  # joined, since a launch costs more than a small op
     flats = [torch.cat(small), *(flat for flat in flats if len(flat) >= _LANES)] if small else flats
     lanes = flats[0].new_zeros(min(max(map(len, flats)), _LANES), dtype=torch.float64)
     memory = torch.empty_like(lanes)

@@ -1,4 +1,4 @@
-"""Detect whether a lookup's tensors changed since an earlier call, by object, memory or values."""
+"""Detects if a lookup's tensors changed since an earlier call. Compares objects, memory or values."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def fingerprint(tensor: Tensor | None, by_memory: bool = False) -> Hashable:
     """
     if tensor is None:
         return None
-    # writes to inference tensors are not counted, so a new object makes two fingerprints differ
+    # torch does not count writes to inference tensors, so a new object makes two fingerprints differ
     count = object() if tensor.is_inference() else tensor._version
     return (tensor.data_ptr(), count, tensor.dtype, tensor.shape, tensor.stride()) if by_memory else (id(tensor), count)
 
 
 def same_values(left: Tensor | None, right: Tensor | None) -> bool:
-    """True if both are None or have equal shape, dtype and values. May wait for a device."""
+    """True if `left` and `right` are None, or have equal shape, dtype and values. May wait for a device."""
     if left is None or right is None:
         return left is right
     return left.shape == right.shape and left.dtype == right.dtype and torch.equal(left, right)

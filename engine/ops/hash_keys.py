@@ -24,8 +24,8 @@ def hash_keys(values: Any, seed: int = 0, null: int | None = None) -> Tensor:
 
     Args:
         values: A NumPy array of str (`U`, `StringDType`), bytes (`S`) or objects; nested lists of str and bytes; a
-            pandas column; or an Arrow column of strings or binary in any layout, dictionary-encoded or chunked too.
-            NumPy pads `U` and `S` strings with zeros, so their trailing zeros are ignored.
+            pandas column; or an Arrow column of strings or binary in any layout (also dictionary-encoded or chunked).
+            NumPy pads `U` and `S` strings with zeros, so trailing zeros of such strings are ignored.
         seed: The hash's seed, 64 bits.
         null: The id of None, NaN, pandas' NA, Arrow nulls and masked elements.
 
@@ -113,8 +113,8 @@ def _refuse(values: Any, detail: str = "") -> NoReturn:
 
 
 def _arrow_column(values: Any) -> Any:
-    """Convert a pyarrow or pandas column to an Arrow array. None for other values, or if pyarrow is not loaded."""
-    pyarrow = sys.modules.get("pyarrow")  # a caller with an Arrow column has imported it
+    """Convert a pyarrow or pandas column to an Arrow array. Returns None for others, or if pyarrow is not loaded."""
+    pyarrow = sys.modules.get("pyarrow")  # a caller with an Arrow column has imported pyarrow
     if pyarrow is None:
         return None
     if isinstance(values, pyarrow.Array | pyarrow.ChunkedArray):
@@ -159,6 +159,6 @@ def _hash_dictionary(column: Any, seed: int, null: int | None) -> Ids:
 
 
 def _element_type(column: Any) -> str:
-    """Return the type name of a column's elements; for a dictionary column, of its values."""
+    """Return the type name of a column's elements (for a dictionary column, of the dictionary's values)."""
     name = str(column.type)
     return str(column.type.value_type) if name.startswith("dictionary<") else name

@@ -13,12 +13,12 @@ from ..options.lookup import Lookup
 from ..options.store_options import StoreOptions
 from ..options.table_spec import TableSpec
 
-TRACED = "tierbed_traced"  # a traced tensor's attribute: the tracing thread, and the live parameter
-REMEDY = "tierbed_remedy"  # attribute of a traced `weight`'s storage: the error text if the model writes to it
+TRACED = "tierbed_traced"  # attribute of a traced tensor: (tracing thread, live parameter)
+REMEDY = "tierbed_remedy"  # attribute of a traced `weight`'s storage: error text for writes to the weight
 
 
 class NoTorchScript:
-    """A module that TorchScript cannot compile: torch.jit.script raises GraphError for it and for models using it."""
+    """A module that TorchScript cannot compile: torch.jit.script raises GraphError for models that contain it."""
 
     def __prepare_scriptable__(self) -> NoReturn:
         raise GraphError(
@@ -32,16 +32,16 @@ class EmbeddingBase(NoTorchScript, nn.Module):
 
     spec: TableSpec
     store_options: StoreOptions
-    output_dtype: torch.dtype  # of lookup results and their gradients
-    device: torch.device  # where lookups run; changed by Module.to()
+    output_dtype: torch.dtype  # dtype of lookup results and their gradients
+    device: torch.device  # the device where lookups run; Module.to() changes it
     handle: int  # the number by which the ops find the module
-    shadow: nn.Parameter  # [1, 1] float32; optimizers and autograd reach the rows through it
+    shadow: nn.Parameter  # [1, 1] float32; stands for the rows in optimizers and autograd
     parameter_name = "shadow"  # the shadow's name in named_parameters() and state_dict()
-    misses_rows: bool  # whether caches over SSD missed rows when a run last checked
+    misses_rows: bool  # True if caches over SSD missed rows at a run's last check
     row_optimizer: RowOptimizer | None  # makes the next update
     world: Any = None  # the ranks that own the rows
     group: Any = None  # the training group
-    # "path": unnamed until its path in a model is known; "default": its name may change; "given": the user named it
+    # "path": unnamed until its path in a model is known; "default": the name may change; "given": the user's name
     naming: str = "given"
 
     @property
@@ -62,14 +62,14 @@ class EmbeddingBase(NoTorchScript, nn.Module):
         raise NotImplementedError
 
     def read_weights_grad(self, lookup: Lookup, grad: Tensor) -> Tensor:
-        """Return a lookup's weight gradients, computed from its result's gradient and the current rows."""
+        """Return the gradients of a lookup's weights, computed from the result's gradient and the current rows."""
         raise NotImplementedError
 
     def pin(self, lookups: list[Lookup], dedup_from: Any = None, dtype: torch.dtype | None = None) -> Any:
         """Pin all rows that a training step looks up. Returns a `PinnedBatch`, or with ranks a `ShardedBatch`.
 
-        dedup_from: another embedding's batch with the same lookups, to reuse its deduplication. dtype: for results and
-        gradients, `output_dtype` by default. Raises OptimizerError, StoreError, CapacityError, InputError.
+        dedup_from: another embedding's batch of the same lookups, whose deduplication is reused. dtype: of results and
+        gradients, by default `output_dtype`. Raises OptimizerError, StoreError, CapacityError, InputError.
         """
         raise NotImplementedError
 
@@ -82,7 +82,7 @@ class EmbeddingBase(NoTorchScript, nn.Module):
         raise NotImplementedError
 
     def announce(self, lookups: list[Lookup]) -> None:
-        """Announce a future step's checked lookups, to prefetch its rows. Call it in step order."""
+        """Announce a future step's checked lookups, to prefetch the step's rows. Call this in step order."""
         raise NotImplementedError
 
     def forget_announced(self) -> None:
@@ -90,11 +90,11 @@ class EmbeddingBase(NoTorchScript, nn.Module):
         raise NotImplementedError
 
     def check_trained_lookup(self) -> None:
-        """Raise OptimizerError if the rows cannot be trained. Called before a lookup that trains them."""
+        """Raise OptimizerError if the rows cannot be trained. Called before a lookup of a training step."""
         raise NotImplementedError
 
     def accumulate(self, lookup: Lookup, grad: Tensor, weights: Tensor | None, order: int) -> None:
-        """Keep an eager lookup's gradient for the next step. Thread-safe. Raises GraphError if no step follows."""
+        """Keep an eager lookup's gradient until the next step. Thread-safe. Raises GraphError if no step follows."""
         raise NotImplementedError
 
     def attach(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> RowOptimizer:
@@ -108,5 +108,5 @@ class EmbeddingBase(NoTorchScript, nn.Module):
         raise NotImplementedError
 
     def forget_optimizer(self) -> None:
-        """Make the next update look up its optimizer again."""
+        """Make the next update look up the rows' optimizer again."""
         self.row_optimizer = None

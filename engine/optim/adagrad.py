@@ -3,8 +3,8 @@
     s += g * g
     w -= lr / (1 + (t - 1) * lr_decay) * (g / (sqrt(s) + eps))
 
-`maximize` negates `g`; weight decay then adds `weight_decay * w` to it. `t` counts the embedding's steps. If
-sqrt(s) + eps is 0 (eps = 0 and no gradient so far), w stays unchanged, where torch makes it NaN.
+`maximize` negates `g`; weight decay then adds `weight_decay * w` to `g`. `t` counts the embedding's steps. If
+sqrt(s) + eps is 0 (eps = 0 and no gradient so far), `w` stays unchanged, while torch makes `w` NaN.
 """
 
 from __future__ import annotations

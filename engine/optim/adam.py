@@ -5,9 +5,9 @@
             w -= lr / (1 - beta1^t) * (m / (sqrt(v) / sqrt(1 - beta2^t) + eps))
     adamw   w *= 1 - lr * weight_decay, then adam without weight decay
 
-`maximize` negates `g`; adam's weight decay then adds `weight_decay * w` to it. `t` counts the embedding's steps. Lazy:
-a row's `m` and `v` decay only in steps that touch the row. If m would be divided by 0 (eps = 0 and no gradient so far),
-it does not change w, where torch makes it NaN.
+`maximize` negates `g`; adam's weight decay then adds `weight_decay * w` to `g`. `t` counts the embedding's steps. Both
+optimizers are lazy: a row's `m` and `v` decay only in steps that touch the row. If `m` would be divided by 0 (eps = 0
+and no gradient so far), `m` does not change `w`, while torch makes `w` NaN.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ADAMW = replace(
 
 
 def hyper(group: Group, step: int) -> dict[str, float]:
-    """Returns the hyper-parameters that both rules compute from settings, in double (the kernel rounds them once)."""
+    """Returns the hyper-parameters that both rules compute from settings, in double. The kernel rounds once."""
     lr = float(group["lr"])
     beta1, beta2 = map(float, group["betas"])
     return {

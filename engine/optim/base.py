@@ -1,4 +1,4 @@
-"""Base classes for the optimizers that torch.optim does not have, and checks of param group settings."""
+"""Base classes for optimizers that torch.optim lacks, and checks of param group settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALLEST, LARGEST = 2.0**-126, 2.0**127  # range of positive numbers that float3
 
 
 def checked_number(group: Group, name: str, low: float = 0.0, high: float = LARGEST) -> float:
-    """Returns a param group's setting, at least `low` and below `high`. Raises OptimizerError for any other."""
+    """Returns a param group's setting. Raises OptimizerError unless the setting is at least `low` and below `high`."""
     value: Any = group[name]
     try:
         setting = float(value)
@@ -31,7 +31,7 @@ def checked_number(group: Group, name: str, low: float = 0.0, high: float = LARG
 
 
 def positive(name: str, value: float | None) -> float | None:
-    """Returns the value. Raises OptimizerError unless it is None or float32 holds it as a positive normal number."""
+    """Returns `value`: None, or a positive number that is normal in float32. Otherwise raises OptimizerError."""
     if value is None:
         return None
     number = as_number(value)
@@ -53,7 +53,7 @@ def checked_betas(group: Group) -> tuple[float, float]:
 
 
 def checked_choice(group: Group, name: str, choices: tuple[str, ...]) -> str:
-    """Returns a param group's setting. Raises OptimizerError unless it is one of `choices`."""
+    """Returns a param group's setting. Raises OptimizerError unless the setting is one of `choices`."""
     value: Any = group[name]
     if value not in choices:
         raise OptimizerError(f"param group: {name}={value!r}; give one of {', '.join(map(repr, choices))}")
@@ -116,7 +116,7 @@ class DenseOptimizer(CheckedOptimizer):
 
 
 class DenseAdam(DenseOptimizer):
-    """Base class for variants of Adam: the settings and the moments."""
+    """Base class for variants of Adam. Holds the settings and computes the moments."""
 
     def __init__(
         self,

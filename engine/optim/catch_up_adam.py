@@ -1,7 +1,7 @@
 """Adam and AdamW that update rows lazily, but give them the values of dense torch.optim.Adam and AdamW.
 
-A row is written only in steps that touch it. When it is next looked up or updated, the steps that it missed are applied
-first. The row's gradient was zero in these steps, so step s = last + 1 ... t - 1, with the lr of step s, is
+A row is written only in steps that touch the row. When the row is next looked up or updated, its missed steps are
+applied first. The row's gradient was zero in these steps, so step s = last + 1 ... t - 1, with the lr of step s, is
 
     CatchUpAdam     g  = weight_decay * w
                     m += (1 - beta1) * (g - m);  v = beta2 * v + (1 - beta2) * g * g
@@ -11,13 +11,11 @@ first. The row's gradient was zero in these steps, so step s = last + 1 ... t - 
 With weight decay, a row that was never written has missed all steps before t.
 
 CatchUpAdam with weight decay applies all missed steps one by one: each step depends on w, and no closed form is known.
-The other rules apply at most `terms` steps one by one. For the remaining steps they multiply m and v by powers of beta1
-and beta2, and w by a power of the decay. The error is bounded: with r = beta1 / sqrt(beta2), the j-th step after the
-first missed step changes w by at most r^j sqrt(1 + j) times the first change, because sqrt(1 - beta2^s) grows by no
-more than sqrt(1 + j). `terms` is chosen so that the bounds of the remaining steps sum to less than 2^-24, which is
-below the rounding of the first step.
-
-The bias corrections advance step by step in double. OneFlow's SmartDecayAdam serves the same purpose.
+The other rules apply at most `terms` steps one by one. For the other steps, these rules multiply m and v by powers of
+beta1 and beta2, and w by a power of the decay. The error is bounded: with r = beta1 / sqrt(beta2), the j-th step after
+the first missed step changes w by at most r^j sqrt(1 + j) times the first change, because sqrt(1 - beta2^s) grows by at
+most sqrt(1 + j). `terms` is chosen so that the bounds of the remaining steps sum to less than 2^-24, which is less than
+the first step's rounding. The bias corrections advance step by step in double. OneFlow's SmartDecayAdam is similar.
 """
 
 from __future__ import annotations
@@ -127,27 +125,27 @@ CATCH_UP_ADAMW = replace(
 class CatchUpAdam(CheckedOptimizer, torch.optim.Adam):
     """`torch.optim.Adam` that gives rows the values of dense Adam, however rarely their ids occur.
 
-    Dense parameters train as with `torch.optim.Adam`, whose arguments this class has. Rows are updated lazily: when a
-    row is next looked up or updated, the steps that it missed are applied first. With `weight_decay` (L2) they are
-    applied one by one, however many they are.
+    The arguments are the same as for `torch.optim.Adam`, and dense parameters train in the same way. Rows are updated
+    lazily: when a row is next looked up or updated, the steps that it missed are applied first. With `weight_decay`
+    (L2), all missed steps are applied one by one.
 
     Raises:
-        OptimizerError: `amsgrad=True`, or `eps=0`. With `eps=0`, the missed steps of a row that was put, whose moments
-            are 0, would be 0 / 0.
+        OptimizerError: `amsgrad=True`, or `eps=0`. With `eps=0`, the missed steps of a row written by `put` would be
+            0 / 0, because its moments are 0.
     """
 
 
 class CatchUpAdamW(CheckedOptimizer, torch.optim.AdamW):
     """`torch.optim.AdamW` that gives rows the values of dense AdamW, however rarely their ids occur.
 
-    Dense parameters train as with `torch.optim.AdamW`, whose arguments this class has. Rows are updated lazily, and
-    errors are raised, as for `CatchUpAdam`.
+    The arguments are the same as for `torch.optim.AdamW`, and dense parameters train in the same way. Lazy updates of
+    rows and errors are as in `CatchUpAdam`.
     """
 
 
 @cache
 def terms(beta1: float, beta2: float) -> int:
-    """Returns the number of missed steps to apply one by one: `ALL` if their bounds do not become negligible."""
+    """Returns the number of missed steps to apply one by one; `ALL` if later steps never become negligible."""
     ratio = beta1 / math.sqrt(beta2) if beta2 else math.inf
 
     def is_negligible(count: int) -> bool:  # bounds the steps from `count` on by a geometric series

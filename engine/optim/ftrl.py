@@ -87,7 +87,7 @@ class Ftrl(DenseOptimizer):
 
     @property
     def support_sparse(self) -> bool:
-        """False: sparse gradients are not supported. OneFlow's optimizers have this property."""
+        """False, because sparse gradients are not supported. OneFlow's optimizers have this property."""
         return False
 
     def update_parameter(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:

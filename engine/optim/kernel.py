@@ -1,10 +1,10 @@
-"""Optimizer kernels: how an optimizer's file declares its kernel, and the C++ header generated from all kernels.
+"""Declares optimizer kernels, and generates a C++ header from all kernels.
 
-A kernel is C++ text with named inputs, similar to `cupy.ElementwiseKernel`. A file in this folder declares it as
-`NAME = Kernel(...)` with literal arguments, or as `NAME = replace(OTHER, ...)`, where OTHER is an earlier kernel whose
-texts the arguments may refer to. So this module can read kernels without importing the files. The build runs it as a
-script, `python kernel.py OUTPUT`, with a Python that has neither torch nor NumPy. For a GPU, `header()` returns the
-same text at run time.
+A kernel is C++ text with named inputs, similar to `cupy.ElementwiseKernel`. A file in this folder declares a kernel as
+`NAME = Kernel(...)` with literal arguments, or as `NAME = replace(OTHER, ...)`, where OTHER is an earlier kernel; the
+arguments may refer to OTHER's texts. So this module can read kernels without importing files. The build runs this file
+as a script, `python kernel.py OUTPUT`, with a Python that has neither torch nor NumPy. For a GPU, `header()` returns
+the same text at run time.
 
 A kernel's bodies, and the names that each may use:
 
@@ -33,26 +33,27 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-# Every rule has these settings; they follow its hyper-parameters, and 0 means no limit.
+# Every rule has these settings, after the rule's hyper-parameters. 0 means no limit.
 LIMITS = ("clip_grad_value", "clip_grad_row_norm", "max_row_norm")
 
 
 @dataclass(frozen=True)
 class CatchUp:
-    """How a row catches up on the steps that it missed, before it is looked up or updated.
+    """How a row catches up on missed steps before the row is looked up or updated.
 
-    The bodies run in this order. They can use the hyper-parameters (`lr` is the current step's rate, in double), and
-    pass on to each other `values` and `doubles`.
+    The bodies run in the order of these fields. Bodies can use hyper-parameters (`lr` is the current step's rate, in
+    double), and pass `values` and `doubles` on to each other.
     """
 
-    limit: str  # the most steps that are applied one by one, an expression of hyper-parameters
+    limit: str  # how many steps at most are applied one by one: an expression of hyper-parameters
     values: tuple[str, ...]  # names, float32
     doubles: tuple[str, ...]
     begin: str  # may use `last`, the step of the row's last update
-    step: str  # for each step up to `limit`, before `element`; `rate` is its learning rate (past_rates.py)
+    step: str  # for each step up to `limit`, before `element`; `rate` is the step's learning rate (past_rates.py)
     element: str  # updates w and element states
-    # For the `rest` steps beyond `limit`, `rest` and then `rest_element` run: once if all these steps have the same
-    # learning rate, else several times. `rate` is the mean of `rest` steps; `is_constant` is true if theirs are equal.
+    # For the steps beyond `limit`, `rest` and then `rest_element` run: once if these steps have the same learning rate,
+    # otherwise several times. In the bodies, `rest` counts steps, `rate` is their mean rate, and `is_constant` is true
+    # if their rates are equal.
     rest: str = ""
     rest_element: str = ""
     unwritten: str = ""  # "steps" if rows that were never written miss steps too, "rest" if only `rest` changes them
@@ -62,14 +63,14 @@ class CatchUp:
 class Kernel:
     """The kernel of one rule.
 
-    A kernel without `term` and `row` makes no pass over the row before `element`; one without `norms`, `after` and
-    `finish` makes none after it.
+    Without `term` and `row`, a kernel makes no pass over the row before `element`. Without `norms`, `after` and
+    `finish`, a kernel makes no pass after `element`.
     """
 
     name: str
     hypers: str  # names separated by spaces
     element: str
-    doubles: str = ""  # likewise
+    doubles: str = ""  # names separated by spaces
     element_states: tuple[str, ...] = ()
     row_states: tuple[str, ...] = ()
     term: str = ""
@@ -96,7 +97,7 @@ class Kernel:
 
 
 def declared(folder: Path = Path(__file__).parent) -> list[Kernel]:
-    """Returns the kernels in a folder's files, sorted by name. Raises ValueError if one is not made of literals."""
+    """Returns the kernels in a folder's files, sorted by name. Raises ValueError if an argument is no literal."""
     kernels = []
     for path in folder.glob("*.py"):
         names: dict[str, Any] = {"__builtins__": {}, "Kernel": Kernel, "CatchUp": CatchUp, "replace": replace}
@@ -213,7 +214,7 @@ def _references(states: dict[str, str], fields: dict[str, str], owner: str = "ro
 
 
 def _function(result: str, name: str, arguments: str, references: dict[str, str], body: str) -> str:
-    """Returns a member function. References that its body does not use are left out, and unused arguments unnamed."""
+    """Returns a member function. Leaves out unused references, and names of unused arguments."""
     lines = [line.strip() for line in body.strip().splitlines()]
     lines = [f"auto& {name} = {target};" for name, target in references.items() if _uses(body, name)] + lines
     text = "\n".join(lines)

@@ -9,8 +9,8 @@ A row takes the role of the paper's layer, as in FBGEMM's LAMB and PARTIAL_ROWWI
     w -= lr * |w| / |r| * r
 
 |x| is a row's L2 norm. `maximize` negates `g`. `t` counts the embedding's steps. Lazy: a row's `m` and `v` decay only
-in steps that touch the row. If |w| or |r| is 0, w changes by lr * r, where FBGEMM divides by 0. If m would be divided
-by 0 (eps = 0 and no gradient so far), that part of r is 0.
+in steps that touch the row. If |w| or |r| is 0, w changes by lr * r, while FBGEMM divides by 0. If m would be divided
+by 0 (eps = 0 and no gradient so far), this quotient counts as 0.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ PARTIAL_ROWWISE_LAMB_KERNEL = replace(
 class LAMB(DenseAdam):
     """LAMB with a trust ratio for each row (the last dimension) of a parameter; docs/optimizers.md gives the formula.
 
-    You et al., "Large batch optimization for deep learning", ICLR 2020; FBGEMM's LAMB.
+    Source: You et al., "Large batch optimization for deep learning", ICLR 2020. Equals FBGEMM's LAMB.
 
     Args:
         params: The parameters or param groups.

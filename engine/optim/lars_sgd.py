@@ -6,7 +6,7 @@ of the paper's layer, as in FBGEMM's LARS_SGD (https://github.com/pytorch/FBGEMM
     w -= b
 
 |x| is a row's L2 norm. `maximize` negates `g`. A row's buffer decays only in steps that touch the row. If |w| or the
-divisor is 0, a = lr, where FBGEMM divides by 0 and never changes a row of zeros.
+divisor is 0, a = lr, while FBGEMM divides by 0 and never changes a row of zeros.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ LARS_SGD = Kernel(
 class LarsSGD(DenseOptimizer):
     """SGD with momentum that scales the rate for each row (the last dimension) of a parameter.
 
-    You et al., "Large batch training of convolutional networks", 2017; FBGEMM's LARS_SGD. docs/optimizers.md has the
-    formula.
+    Sources: You et al., "Large batch training of convolutional networks", 2017, and FBGEMM's LARS_SGD.
+    docs/optimizers.md gives the formula.
 
     Args:
         params: The parameters or param groups.

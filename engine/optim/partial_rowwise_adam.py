@@ -6,7 +6,7 @@
     w  = w * (1 - lr * weight_decay) - lr / (1 - beta1^t) / (sqrt(v) / sqrt(1 - beta2^t) + eps) * m
 
 `maximize` negates `g`. `t` counts the embedding's steps. Lazy: a row's `m` and `v` decay only in steps that touch the
-row. If m's divisor is 0 (eps = 0 and no gradient so far), m does not change w.
+row. If `m` would be divided by 0 (eps = 0 and no gradient so far), `m` does not change `w`.
 """
 
 from __future__ import annotations

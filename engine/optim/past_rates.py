@@ -1,11 +1,11 @@
 """The learning rates of past steps, needed by rows that catch up on missed steps.
 
-The rates are stored as knots (step, rate), sorted by step. A rate between two knots is interpolated linearly; steps
-before the first knot use its rate, and steps after the last knot use the current rate. So a constant rate needs no
-knot. Up to `MAX_KNOTS` knots describe the past exactly. Beyond that, the older half loses knots, first those closest to
-the line through their neighbors.
+The rates are stored as knots (step, rate), sorted by step. A rate between two knots is interpolated linearly. Steps
+before the first knot have the first knot's rate, and steps after the last knot have the current rate. So a constant
+rate needs no knot. Up to `MAX_KNOTS` knots describe the past exactly. If there are more, knots of the older half are
+dropped, first the knots closest to the line through their neighbors.
 
-In a rule's numbers, the knots follow the limits: their count, then the step and the rate of each knot.
+In a rule's numbers, the limits are followed by the number of knots, then by each knot's step and rate.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import chain, pairwise
 
 from .kernel import LIMITS, Kernel
 
-MAX_KNOTS = 240  # the most that the GPU kernels support
+MAX_KNOTS = 240  # the largest number that the GPU kernels support
 DROPPED = 24  # knots dropped at a time
 Knot = tuple[float, float]
 
@@ -29,12 +29,12 @@ def knots_of(kernel: Kernel, numbers: Sequence[float]) -> tuple[list[Knot], floa
 def with_past(
     kernel: Kernel, numbers: list[float], before: Sequence[float], step: int, note: Callable[[float], object] = abs
 ) -> list[float]:
-    """Returns the numbers of `step`, extended by the rates of the steps before it; `before`: see `RowOptimizer.hyper`.
+    """Returns the numbers of `step`, extended by the rates of earlier steps; `before`: see `RowOptimizer.hyper`.
 
     When knots are dropped, `note` gets the largest change of a past rate, relative to the largest rate.
     """
     knots, rate = knots_of(kernel, before) if before else ([], 0.0)  # before its first step, a rule's rate is 0
-    while knots and knots[-1][0] >= step:  # left by steps that a GPU has undone
+    while knots and knots[-1][0] >= step:  # knots of steps that a GPU has undone
         rate = knots.pop()[1]
     first = knots[-1][0] + 1 if knots else 1.0
     if first < step and rate != numbers[kernel.all_hypers.index("lr")]:
@@ -48,7 +48,7 @@ def with_past(
 
 
 def is_past_rates(past: Sequence[float], step: int) -> bool:
-    """True if `past`, the numbers stored after the limits at `step`, has the form that `with_past` makes."""
+    """True if `past`, the numbers stored after the limits at `step`, has the form of `with_past`."""
     steps, rates = past[1::2], past[2::2]
     is_whole = len(steps) == len(rates) == past[0] <= MAX_KNOTS
     return is_whole and all(a < b for a, b in pairwise([0, *steps, step])) and all(map(float.is_integer, steps))
@@ -66,7 +66,7 @@ def interpolate(a: Knot, b: Knot, step: float) -> float:
 def _drop(knots: list[Knot]) -> float:
     """Drop `DROPPED` knots of the older half. Returns the largest change of a knot's rate."""
 
-    def change(index: int) -> float:  # of the sum of the rates, if this knot is dropped
+    def change(index: int) -> float:  # changes the rates' sum if the knot is dropped
         a, knot, b = knots[index - 1 : index + 2]
         return abs(knot[1] - interpolate(a, b, knot[0])) * (b[0] - a[0])
 

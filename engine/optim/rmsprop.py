@@ -4,8 +4,8 @@ https://docs.pytorch.org/docs/stable/generated/torch.optim.RMSprop.html
     v  = alpha * v + (1 - alpha) * g * g
     w -= lr * g / (sqrt(v) + eps)
 
-`maximize` negates `g`; weight decay then adds `weight_decay * w` to it. Lazy: a row's `v` decays only in steps that
-touch the row. If g would be divided by 0 (eps = 0 and no gradient so far), w stays unchanged, where torch makes it NaN.
+`maximize` negates `g`; weight decay then adds `weight_decay * w` to `g`. Lazy: a row's `v` decays only in steps that
+touch the row. If `g` would be divided by 0 (eps = 0 and no gradient so far), `w` stays unchanged; torch makes `w` NaN.
 """
 
 from __future__ import annotations

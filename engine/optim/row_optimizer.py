@@ -1,7 +1,6 @@
 """Connects an optimizer from torch or `tierbed.optim` to the rows of an embedding; see docs/optimizers.md.
 
-Updates are lazy: a row and its optimizer state change only in steps whose batch contains the row. A NaN gradient makes
-its row NaN, as in torch.
+Updates are lazy: a row and its optimizer state change only in steps that touch the row. A NaN gradient makes a row NaN.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ log = logging.getLogger("tierbed")
 _UNSUPPORTED = ("amsgrad", "centered", "differentiable")
 # Param group keys from torch, its schedulers and users that do not affect a step.
 _LABELS = ("params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
-_LAZY = ("adam", "adamw", "sgd_momentum", "rmsprop")  # torch.optim's rules that differ from dense training if lazy
+_LAZY = ("adam", "adamw", "sgd_momentum", "rmsprop")  # torch.optim's rules that give other results if lazy
 _EQUIVALENT = {"adam": "tierbed.optim.CatchUpAdam gives", "adamw": "tierbed.optim.CatchUpAdamW gives"}
 _PARTLY_EQUIVALENT = "Adagrad, or SGD without momentum, and a penalty in place of weight_decay, give"
 _CLOSE = 1e-3  # a past lr may be off by this fraction of the largest lr without a warning
-_NUMBERS = ("lr", "eps", "weight_decay", "lr_decay", "momentum")  # must not be negative, in any optimizer
+_NUMBERS = ("lr", "eps", "weight_decay", "lr_decay", "momentum")  # settings that must not be negative
 
 
 class RowOptimizer:
-    """An optimizer's param group that trains rows. Its settings are read at each step. `row_optimizer` makes one."""
+    """An optimizer's param group that trains rows. Reads the group's settings at each step. Made by `row_optimizer`."""
 
     shift = 0  # added to the embedding's step number
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: Group) -> None:
         self._optimizer = optimizer
-        # the index, because load_state_dict replaces the dict
+        # store the group's index, because load_state_dict replaces the dict
         self._index = next(index for index, other in enumerate(optimizer.param_groups) if other is group)
         self._rule = _rule_of(optimizer, group)
         self.rule = self._rule.kernel.name  # for `_core.update`
@@ -49,15 +48,15 @@ class RowOptimizer:
         self._checked: dict[str, Any] | None = None  # the last settings that passed the checks
         self._warns_of_changes = self._rule.kernel.catch_up is not None
         self._warns_beyond = _CLOSE
-        self._limits = [0.0] * len(LIMITS)  # from these settings
+        self._limits = [0.0] * len(LIMITS)  # from the last checked settings
         self.hyper(1)  # raises now if a setting is wrong
 
     def hyper(self, step: int, clip_value: float | None = None, before: Sequence[float] | None = None) -> list[float]:
         """Returns the rule's numbers for the embedding's step, from 1: hyper-parameters, limits, past learning rates.
 
-        `clip_value` clips each gradient element in this step, in addition to the group's `clip_grad_value`. `before`
-        holds the previous step's numbers, for a rule that catches up: empty if this rule did not run that step; None
-        leaves past rates out. Raises OptimizerError if a setting is wrong, or the settings now belong to another rule.
+        `clip_value` clips each gradient element in this step, in addition to the group's `clip_grad_value`. For a rule
+        that catches up, `before` holds the previous step's numbers, or is empty if another rule ran that step; None
+        omits past rates. Raises OptimizerError if a setting is wrong, or the settings now belong to another rule.
         """
         group = self._optimizer.param_groups[self._index]
         settings = {name: value for name, value in group.items() if name != "params"}
@@ -81,9 +80,9 @@ class RowOptimizer:
 
     def _note_rates(self, change: float) -> None:
         if change > self._warns_beyond:
-            self._warns_beyond = 10 * change  # warn again if it grows much larger
+            self._warns_beyond = 10 * change  # warn again if the change grows much larger
             log.warning(
-                "lr of %s changes too often to keep all past rates: one is off by %.2g of the largest rate. Rows that "
+                "lr of %s changes too often to keep all past rates: one rate is off by %.2g of the largest. Rows that "
                 "wait for more than %d changes may be off by ten times that fraction of a step. Change lr once per "
                 "epoch, or with fewer rises and falls",
                 type(self._optimizer).__name__, change, MAX_KNOTS // 2,
@@ -99,7 +98,7 @@ class RowOptimizer:
 
     @property
     def is_lazy(self) -> bool:
-        """True if the same torch optimizer would also change rows of a dense table that a step does not look up."""
+        """True if the optimizer would also change a dense table's rows that a step does not look up."""
         decays = self.rule in ("sgd", "adagrad") and self._optimizer.param_groups[self._index].get("weight_decay")
         return self.rule in _LAZY or bool(decays)
 
@@ -147,15 +146,15 @@ class RowOptimizer:
 def row_optimizer(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimizer:
     """Make the row optimizer for `group`, one of the optimizer's param groups.
 
-    The optimizer is an instance of a class in `all_rules`, not of a subclass; TorchRec's KeyedOptimizer and similar
-    wrappers may contain it. Raises OptimizerError for any other type, for `amsgrad`, `centered` or `differentiable`,
-    for a limit that is not a positive float32 number, and for a key that the optimizer does not know.
+    The optimizer must be an instance of a class in `all_rules`, not of a subclass. TorchRec's KeyedOptimizer and
+    similar wrappers may contain it. Raises OptimizerError for another type, for `amsgrad`, `centered` or
+    `differentiable`, for a limit that is not a positive float32 number, and for a key that the optimizer does not know.
     """
     return RowOptimizer(_inner_optimizer(optimizer, group), group)
 
 
 def warn_if_lazy(optimizers: Iterable[RowOptimizer]) -> None:
-    """Log a warning for each torch optimizer that would change all rows of a dense nn.Embedding, but here is lazy."""
+    """Log a warning for each lazy optimizer that would change all rows of a dense nn.Embedding."""
     for kind, rule in dict.fromkeys((type(o._optimizer).__name__, o.rule) for o in optimizers if o.is_lazy):
         log.warning(
             "rows are trained by a lazy %s: momentum, moments or weight decay would change all rows of a dense "
@@ -166,7 +165,7 @@ def warn_if_lazy(optimizers: Iterable[RowOptimizer]) -> None:
 
 
 def _inner_optimizer(optimizer: Any, group: Group) -> torch.optim.Optimizer:
-    """Returns the optimizer that a group belongs to. TorchRec's KeyedOptimizer and similar wrap other optimizers."""
+    """Returns a group's optimizer: if `optimizer` is a wrapper like TorchRec's KeyedOptimizer, the wrapped one."""
     kind = type(optimizer)
     clips = any(base.__module__ == "torchrec.optim.clipping" for base in kind.__mro__)
     if clips and optimizer._clipping.name != "NONE":

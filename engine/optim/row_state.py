@@ -15,7 +15,7 @@ from ..row_format import EMBEDDING, STATE_TYPES, Chunks, RowForm
 class RowState:
     """The optimizer states in a row, in a line's order."""
 
-    rule: str | None = None  # None if the rows were put without an optimizer
+    rule: str | None = None  # None if `put` wrote the rows without an optimizer
     names: tuple[str, ...] = ()
     widths: tuple[int, ...] = ()  # the size of each state, in numbers per row
     initial: tuple[float, ...] = ()  # the initial value of each state
@@ -28,7 +28,7 @@ class RowState:
 
     @property
     def narrow(self) -> tuple[str, int]:
-        """The dtype of the narrow states (not float32), and their count. They precede the float32 states."""
+        """The dtype of the narrow (not float32) states, and their count. Narrow states precede float32 states."""
         narrow = [type for type in self.types if type != "float32"]
         return (narrow[0] if narrow else "float32"), len(narrow)
 
@@ -53,7 +53,7 @@ class RowState:
         return RowState(stored["optimizer"], names, widths, initial, types if {*types} - {"float32"} else ())
 
     def added_to(self, chunks: Chunks, dim: int, dtype: str) -> Chunks:
-        """Add a new row's initial state to scanned rows that have none (`dim` numbers in `dtype`)."""
+        """Add the initial optimizer state to scanned rows without state (`dim` numbers in `dtype`)."""
         bare, form = RowForm(dim, dtype), self.form(dim, dtype)
         for bucket, rows in chunks:
             full = np.zeros(len(rows), form.dtype)

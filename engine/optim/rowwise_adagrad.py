@@ -5,8 +5,7 @@
     w -= lr / (sqrt(s) + eps) * g
 
 With `weight_decay_mode="l2"`, `g` is the gradient plus `weight_decay * w`, also in the mean. With "decoupled", `w` is
-first multiplied by 1 - lr * weight_decay. If sqrt(s) + eps is 0 (eps = 0 and no gradient so far), `g` is 0 too and does
-not change the row.
+first multiplied by 1 - lr * weight_decay. If sqrt(s) + eps is 0 (eps = 0 and no gradient so far), `w` is unchanged.
 """
 
 from __future__ import annotations

@@ -22,11 +22,10 @@ class Rule:
 
     kernel: Kernel
     optimizer: type[torch.optim.Optimizer]  # the exact type
-    # (group, step) -> hyper-parameters by name; the group's settings supply the others, and unknown names are ignored.
-    # `step` is the embedding's, from 1.
+    # (group, embedding's step from 1) -> hyper-parameters by name. Settings supply missing ones; others are ignored.
     hyper: Callable[[Group, int], Mapping[str, float]] = lambda group, step: {}
     initial: Callable[[Group], Mapping[str, float]] = lambda group: {}  # initial values of states, by default 0
-    when: Callable[[Group], bool] = lambda group: True  # True if the rule applies to this param group
+    when: Callable[[Group], bool] = lambda group: True  # true if the rule applies to a param group
     torchrec_name: str = ""  # "module.name" of the TorchRec class that this rule also supports
 
 
@@ -40,7 +39,7 @@ def all_rules() -> tuple[Rule, ...]:
 
 @cache
 def catches_up(name: str | None) -> bool:
-    """True if this rule's rows must catch up on missed steps before they are used."""
+    """True if this rule's rows must catch up on missed steps before the rows are used."""
     return any(rule.kernel.name == name and rule.kernel.catch_up is not None for rule in all_rules())
 
 

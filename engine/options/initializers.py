@@ -20,8 +20,8 @@ from .table_names import check_table_name
 MASK64 = 0xFFFFFFFFFFFFFFFF
 CONSTANT, UNIFORM, NORMAL = 0, 1, 2
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-MIN_PROBABILITY = 1e-6  # a truncated normal distribution keeps at least this much
-MAX_DEVIATIONS = 7.0  # no normal draw is more standard deviations away from the mean
+MIN_PROBABILITY = 1e-6  # the least probability of a truncated normal's interval
+MAX_DEVIATIONS = 7.0  # a normal draw is at most this many standard deviations from the mean
 Entry = tuple[int, tuple[float, float], tuple[float, float]]  # kind, parameters, quantiles
 ID_OPTIONS = ("name", "ids", "bad_ids")  # table options that do not affect initial values
 BAD_IDS = ("raise", "drop")
@@ -46,7 +46,7 @@ class Initializer(PlainDict):
             self._set(item.name, number)
 
     def entry(self) -> Entry:
-        """Returns (kind, parameters, quantiles) for `_core.Layout`, one entry per table and column group."""
+        """Returns the initializer as (kind, parameters, quantiles) for `_core.Layout`."""
         raise NotImplementedError
 
     @property
@@ -60,7 +60,7 @@ class UniformInitializer(Initializer):
     """Initializes new rows uniformly from [low, high].
 
     Raises:
-        OptionError: `low > high`, or a value, or `high - low`, overflows float32.
+        OptionError: `low > high`, or one of `low`, `high` and `high - low` overflows float32.
     """
 
     type: str = field(default="uniform", init=False)
@@ -81,7 +81,7 @@ class UniformInitializer(Initializer):
 
 @options_class
 class ConstantInitializer(Initializer):
-    """Initializes new rows with `value`, a finite float32 number; raises `OptionError` for any other."""
+    """Initializes new rows with `value`. Raises `OptionError` if `value` is not a finite float32 number."""
 
     type: str = field(default="constant", init=False)
     value: float
@@ -112,7 +112,7 @@ class NormalInitializer(Initializer):
             raise OptionError(f"{self.type} initializer: std={self.std} < 0; give std >= 0")
         if abs(self.mean) + MAX_DEVIATIONS * self.std > FLOAT32_MAX:
             settings = f"mean={self.mean}, std={self.std}"
-            raise OptionError(f"{self.type} initializer: {settings}: values overflow float32; give smaller ones")
+            raise OptionError(f"{self.type} initializer: {settings}: values overflow float32; give smaller numbers")
 
     def entry(self) -> Entry:
         return NORMAL, (self.mean, self.std), (0.0, 1.0)
@@ -133,7 +133,7 @@ class TruncNormalInitializer(NormalInitializer):
         mean: The mean before truncation.
         std: The standard deviation before truncation.
         a: The lower bound, an absolute value (not a multiple of `std`).
-        b: The upper bound, likewise.
+        b: The upper bound, also an absolute value.
 
     Raises:
         OptionError: `std < 0`, `a >= b`, less than 1e-6 of the distribution lies in [a, b], or float32 cannot hold the
@@ -175,7 +175,7 @@ def _truncation(mean: float, std: float, a: float, b: float) -> tuple[float, flo
 
 
 def _bisect(is_reached: Callable[[float], bool]) -> tuple[float, float]:
-    """Returns the floats in (0, 1) just below and just above a threshold (within 2^-100 near 0)."""
+    """Returns the floats in (0, 1) just below and above the threshold of `is_reached` (near 0, within 2^-100)."""
     low, high = 0.0, 1.0
     for _ in range(100):
         middle = low + (high - low) / 2
@@ -264,7 +264,7 @@ def make_column_options(initializer: Mapping[str, Any]) -> ColumnOptions:
         initializer: An initializer, its printed form as a dict, or column options.
 
     Raises:
-        OptionError: `initializer` is anything else.
+        OptionError: `initializer` has another type or value.
     """
     if isinstance(initializer, Mapping) and set(initializer) == {"initializer"}:
         initializer = initializer["initializer"]
@@ -278,17 +278,17 @@ def make_table_options(
     ids: int | None = None,
     bad_ids: str | None = None,
 ) -> AnyTableOptions:
-    """Make the options of one table. If `name`, `ids` or `bad_ids` is None, its value in `param`, if any, applies.
+    """Make the options of one table. If `name`, `ids` or `bad_ids` is None, its value in `param` applies.
 
     Args:
         param: An initializer, a list of column options, or table options; each may also be a dict in its printed form.
         name: A name for the table, in addition to its number.
         ids: The number of legal ids, 0 to `ids - 1`. By default every id of the embedding's `key_type` is legal.
-        bad_ids: What a lookup does with any other id: "raise" (the default) raises `InputError`; "drop" treats the id
+        bad_ids: What a lookup does with an illegal id: "raise" (the default) raises `InputError`; "drop" treats the id
             as padding and counts it in the metric `dropped`.
 
     Raises:
-        OptionError: An argument is anything else.
+        OptionError: An argument has another type or value.
     """
     options: dict[str, Any] = {"name": name, "ids": ids, "bad_ids": bad_ids}
     if isinstance(param, Mapping) and set(param) - set(ID_OPTIONS) in ({"initializer"}, {"columns"}):
@@ -315,10 +315,10 @@ class InitialValues(NamedTuple):
     kinds: Sequence[int]
     parameters: NDArray[np.float32]
     quantiles: NDArray[np.float64]
-    dtype: str = "float32"  # of the embedding
-    state_dtype: str = "float32"  # of the first `narrow_states` states; other states are float32
+    dtype: str = "float32"  # the embedding's stored type
+    state_dtype: str = "float32"  # type of the first `narrow_states` states; other states are float32
     narrow_states: int = 0
-    zero_key: int | None = None  # the row of this key starts as zeros, whatever the initializer
+    zero_key: int | None = None  # the key whose row starts as zeros, whatever the initializer
 
 
 def as_arrays(

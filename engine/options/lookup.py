@@ -1,4 +1,4 @@
-"""Checks of lookup arguments. They read only shapes and dtypes, so they also work while a step is traced."""
+"""Checks lookup arguments. The checks read only shapes and dtypes, so they also work while a step is traced."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..row_format import overflows
 from .table_names import choices, table_number
 from .table_spec import DTYPES, KEY_TYPES, TableSpec
 
-DEVICES = ("cpu", "cuda")  # that tables can be on
+DEVICES = ("cpu", "cuda")  # device types that tables can be on
 _NARROW = (torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32)
 OUTPUT_DTYPES = DTYPES
 
@@ -26,11 +26,11 @@ class Lookup(NamedTuple):
     """The checked arguments of a lookup. A bag is a set of ids whose rows are pooled into one row."""
 
     ids: Tensor  # [...] without pooling, [..., L] with pooling, or [n] with offsets
-    # integers in the result's shape, or [columns] with feature_columns; None: the result's last dimension is the table
+    # integers in the result's shape, or [columns] with feature_columns; None if the last dimension is the table
     table_ids: Tensor | None = None
     offsets: Tensor | None = None  # [bags + 1]: where each bag starts, then where the last bag ends
     pooling: str | None = None  # "sum" or "mean"
-    # the result column of each feature, or -1 if it is not looked up; offsets are [features * batch + 1], by feature
+    # each feature's result column, -1 if the feature is not looked up; offsets are [features * batch + 1], by feature
     feature_columns: tuple[int, ...] | None = None
 
     @property
@@ -57,8 +57,8 @@ def check_lookup(
 ) -> Lookup:
     """Check a lookup's arguments and return them as a `Lookup`. All tensors must be on one device. Raises InputError.
 
-    Ids of an integer dtype that fits into the key type are converted to it. Table ids, given as a tensor, an array or
-    nested lists (possibly with table names), become a tensor in the result's shape, or one per feature.
+    Ids are converted to the key type if the key type can hold their integer dtype. Table ids may be a tensor, an array,
+    or nested lists (possibly of table names). The returned table ids are a tensor in the result's shape, or [columns].
     """
     if (
         type(ids) is Tensor
@@ -175,7 +175,7 @@ def _check_tables_in_order(spec: TableSpec, lookup: Lookup) -> None:
 
 
 def check_row(spec: TableSpec, key: Any, table: Any) -> tuple[int, int]:
-    """Returns the key and its table's number. `table` may be None if there is only one. Raises InputError."""
+    """Returns the key and its table's number. `table` may be None for a single table. Raises InputError."""
     if as_int(key) is None:
         raise _error(spec, "key", f"got {key!r}; give one whole number")
     if table is None and spec.num_tables == 1:
@@ -199,7 +199,7 @@ def check_weights(spec: TableSpec, lookup: Lookup, weights: Any) -> None:
 
 
 def check_output_dtype(dtype: Any) -> torch.dtype:
-    """Returns the dtype. Raises OptionError if lookups cannot return it."""
+    """Returns the dtype. Raises OptionError if lookups cannot return this dtype."""
     if not isinstance(dtype, torch.dtype) or dtype not in OUTPUT_DTYPES:
         raise OptionError(f"output_dtype={dtype!r}: give torch.float32, torch.float16 or torch.bfloat16")
     return dtype
@@ -235,7 +235,7 @@ def _check_tensor(spec: TableSpec, name: str, values: Any, ids: Tensor) -> None:
 def _conversion(ids: Tensor, spec: TableSpec) -> str:
     """Returns advice for ids in another dtype: how to convert them, or what to do if conversion would change them."""
     if {ids.dtype, spec.key_type} == {torch.int64, torch.uint64}:
-        return f"give the same 64 bits as ids.view({spec.key_type})"  # from 2**63, .to() depends on the processor
+        return f"give the same 64 bits as ids.view({spec.key_type})"  # from 2**63 on, .to() depends on the CPU
     if ids.dtype in KEY_TYPES and ids.dtype.itemsize > spec.key_type.itemsize:
         return f"make the embedding with key_type={ids.dtype}; ids.to({spec.key_type}) would drop the high bits"
     return f"convert them with ids.to({spec.key_type})"
@@ -269,13 +269,13 @@ def _table_ids_from(spec: TableSpec, table_ids: Any, device: torch.device) -> Te
     values = array.astype(np.int64)
     if values.ndim == 0:
         return _scalar(int(values), device)
-    with _disable_current_modes():  # becomes a constant of a traced step, so steps do not copy it to the device again
+    with _disable_current_modes():  # the tensor becomes a constant of a traced step, so steps do not copy it
         return torch.from_numpy(values).to(device, non_blocking=True)
 
 
 @cache
 def _scalar(value: int, device: torch.device) -> Tensor:
-    """Returns the same tensor for the same value: its identity shows, also in a trace, that table ids are equal."""
+    """Returns the same tensor for the same value. So a tensor's identity shows, even in a trace, that ids are equal."""
     with _disable_current_modes(), torch.inference_mode(False):
         return torch.full((), value, dtype=torch.int64, device=device)
 

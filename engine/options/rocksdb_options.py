@@ -20,7 +20,7 @@ Allowed = list[str | tuple[float, float]]  # strings, and closed ranges of numbe
 KB, MB, GB, TB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 _SUFFIXES = {"": 1, "k": KB, "m": MB, "g": GB, "t": TB}
 _BOOL: Allowed = ["false", "true"]
-# Not kBZip2Compression: it takes milliseconds to decompress a block, and every row read may decompress one.
+# Not kBZip2Compression: decompressing a block takes milliseconds, and every row read may decompress a block.
 _COMPRESSIONS = ("NoCompression", "SnappyCompression", "ZlibCompression", "LZ4Compression", "LZ4HCCompression", "ZSTD")
 _COMPRESSION: Allowed = [f"k{name}" for name in _COMPRESSIONS]
 _BITS = (4, 8, 10, 12, 16, 20)  # filter bits per row
@@ -104,7 +104,7 @@ _INSTEAD = {
 
 
 def options_text(options: Mapping[str, Any] | str | None) -> str:
-    """Returns RocksDB's options string, `name=value;name={name=value}`, from a dict or such a string (OptionError)."""
+    """Returns RocksDB's options string, `name=value;name={name=value}`, from a dict or a string. Raises OptionError."""
     if options is None:
         return ""
     if isinstance(options, Mapping):
@@ -131,7 +131,7 @@ def allowed_text(allowed: Allowed) -> str:
 
 
 def _check_all(text: str, prefix: str = "") -> None:
-    """Raise ValueError for an option or a value that is not allowed. For a struct's fields, `prefix` is its name."""
+    """Raise ValueError for an option or value that is not allowed. For a struct's fields, `prefix` names the struct."""
     for name, value in _core.parse_rocksdb_options(text):
         path = prefix + name
         if path in _STRUCTS and "=" in value:

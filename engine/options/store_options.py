@@ -59,7 +59,7 @@ def options_class(cls: _Class) -> _Class:
 
 @options_class
 class PlainDict(Mapping[str, Any]):
-    """Base class for options. They read like a dict: `options["capacity"]`, `dict(options)`, `options == {...}`."""
+    """Base class for options. Options read like a dict: `options["capacity"]`, `dict(options)`, `options == {...}`."""
 
     maker: ClassVar = "options"  # the constructor's public name, such as "make_host_mem_store_options"
 
@@ -84,7 +84,7 @@ class PlainDict(Mapping[str, Any]):
         object.__setattr__(self, name, value)
 
     def _set_int(self, name: str, expected: str, minimum: int, maximum: int) -> None:
-        """Check the option with `int_option` and store the int, unless it is None."""
+        """Check the option with `int_option` and store the int, unless the option is None."""
         value = getattr(self, name)
         if value is not None:
             self._set(name, int_option(name, value, f"{expected}, or None", minimum, maximum))
@@ -105,7 +105,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-# The constructor's arguments are the fields of all base classes, starting from the last in method resolution order.
+# The constructor's arguments are the fields of all base classes, in reverse method resolution order.
 
 
 @options_class
@@ -137,12 +137,12 @@ class StoreOptions(_Stored):
     """The options that all stores share. docs/lifecycle.md explains `eviction`, `admission` and `ttl_steps`.
 
     Args:
-        persistent_path: The folder that holds a folder for each embedding, named after it. None keeps nothing on disk.
-            A leading `~` and `${NAME}` are replaced; an unset variable is an error.
+        persistent_path: The folder that holds a folder for each embedding, named like the embedding. None keeps nothing
+            on disk. A leading `~` and `${NAME}` are replaced; an unset variable is an error.
         capacity: The maximum number of written rows in all tables together. None is no limit.
         size_factor: The row size, including optimizer state, as a multiple of the embedding's dimension. The engine
             computes the row size; this argument only checks it.
-        storage_dim: The row size in floats, checked in the same way.
+        storage_dim: The row size in floats. This argument, too, only checks the row size.
         physical_block_size: The disk's block size in bytes.
         open: How to open a folder after an unclean shutdown. "resume" loads the recovery snapshot, or starts empty if
             there is none; "error" raises. "mixed" is like "resume", but lets embeddings that are trained together start
@@ -151,12 +151,12 @@ class StoreOptions(_Stored):
         snapshot_path: The folder that holds a folder of snapshots for each embedding. Default: `persistent_path`.
         eviction: Which rows to delete when new rows exceed `capacity`: "lru", "lfu", "ttl" or "distance_lfu"; "none"
             raises `CapacityError` instead.
-        admission: Which new rows training keeps: None, all rows; a whole number n, rows that n training steps looked
-            up; a probability p, each row with probability p at each step.
+        admission: Which new rows training keeps. None keeps all rows. A whole number n keeps rows that n training steps
+            looked up. A probability p keeps each new row with this probability at each step.
         ttl_steps: Delete rows that were not written for more than this many steps; with `eviction="ttl"`, only when new
             rows exceed `capacity`. None deletes no rows.
         state_dict_snapshots: True if `state_dict()` saves a snapshot for `load_state_dict()` to load. A number keeps
-            that many of the latest snapshots, in addition to the one of the current rows. Without a `persistent_path`,
+            that many of the latest snapshots, and also the current rows' snapshot. Without a `persistent_path`,
             `state_dict()` holds the rows themselves.
 
     Raises:
@@ -172,7 +172,7 @@ class StoreOptions(_Stored):
 
     @property
     def background_threads(self) -> int:
-        """The number of background threads that work while steps run, not counting any that wait for a disk."""
+        """The number of background threads that work while steps run, not counting threads that wait for a disk."""
         return BACKGROUND_THREADS
 
     def __post_init__(self) -> None:
@@ -229,10 +229,7 @@ class StoreOptions(_Stored):
 
 @options_class
 class DeviceMemOptions(StoreOptions):
-    """Stores all rows in device memory, or in host memory if there is no device. The fastest store.
-
-    `StoreOptions` describes the arguments.
-    """
+    """The fastest store: all rows in device memory (host memory without a device). `StoreOptions` lists arguments."""
 
     store: str = field(default="device_mem", init=False)
 
@@ -246,9 +243,7 @@ class HostMemOptions(StoreOptions):
 
 @options_class
 class CachedHostMemOptions(StoreOptions, _Cached):
-    """Stores all rows in host memory and caches hot rows in device memory.
-
-    `StoreOptions` describes the other arguments.
+    """Stores all rows in host memory, caches hot rows in device memory. `StoreOptions` describes the other arguments.
 
     Args:
         cache_budget_mb: The cache size in MiB. "auto" divides the memory that is free when the table opens, and prints
@@ -256,10 +251,11 @@ class CachedHostMemOptions(StoreOptions, _Cached):
             table.
         cache_policy: Which row of a full set to evict if the announced steps do not decide: "lru", the least recently
             used, or "lfu", the row that the fewest steps used.
-        overflow_mb: The size in MiB of the overflow area, in addition to the cache. It holds rows that do not fit into
-            their set and, if rows are in RocksDB, rows waiting for write-back; these may keep half of it while nothing
-            else needs the space. At this limit, prefetches and evictions wait, but a step still gets what its own batch
-            needs. Default: the cache's size, up to 64 MiB (192 MiB with RocksDB), and at least two batches.
+        overflow_mb: The size in MiB of the overflow area, in addition to the cache. The area holds rows that do not fit
+            into their set. With RocksDB, the area also holds rows waiting for write-back; waiting rows may keep half of
+            the area until others need the space. If the area is full, prefetches and evictions wait, but a step still
+            gets what its batch needs. Default: the cache's size, up to 64 MiB (192 MiB with RocksDB), at least two
+            batches.
     """
 
     store: str = field(default="cached_host_mem", init=False)
@@ -275,12 +271,12 @@ class CachedHostMemOptions(StoreOptions, _Cached):
 
     @property
     def memory_mb(self) -> float | None:
-        """MiB of all caches and overflow areas, before they grow with the batches; None if a budget is "auto"."""
+        """MiB of all caches and overflow areas, before growth with the batches; None if a budget is "auto"."""
         caches = [mb for mb in (self.cache_budget_mb, getattr(self, "host_cache_budget_mb", 0)) if mb]
         return None if "auto" in caches else sum(mib(mb) + self.overflow_for(mib(mb)) for mb in caches)
 
     def overflow_for(self, cache_mb: float) -> float:
-        """Returns the overflow area's MiB for a cache of `cache_mb`, before it grows with the batches."""
+        """Returns the overflow area's MiB for a cache of `cache_mb`, before the area grows with the batches."""
         return default_overflow_mb(self.store, cache_mb) if self.overflow_mb is None else self.overflow_mb
 
 
@@ -295,13 +291,13 @@ class CachedSsdOptions(CachedHostMemOptions, _HostCached):
             table opens, and prints the division to stderr: the cache gets half, and `overflow_mb` at most an eighth.
         host_cache_budget_mb: The size in MiB of a second cache, in host memory; 0 for none, or "auto". If both budgets
             are "auto" and there is no GPU, there is no second cache.
-        shards: The number of RocksDB databases, 1 to 64, among which a new folder divides rows by hash. Default: 4. An
-            existing folder keeps its number.
-        read_mode: "buffered" reads files through the page cache. "mmap" maps files, which is faster if they are in
+        shards: The number of RocksDB databases in a new folder, 1 to 64. Rows are divided among the databases by hash.
+            An existing folder keeps its number. Default: 4.
+        read_mode: "buffered" reads files through the page cache. "mmap" maps files, and is faster if files are in
             memory, but a disk read error kills the process. "direct" bypasses the page cache.
         io_threads: The maximum number of threads that read rows at the same time, that prefetch rows, and that write
-            rows back. By default, as many threads read as the disk can serve, up to 64, and half of the cores do the
-            rest.
+            rows back. By default, as many threads read as the disk can serve, up to 64. Prefetch and write-back each
+            use half of the cores, up to 4.
         async_io: Read with io_uring, if this build's RocksDB supports it.
         rocksdb_cache_mb: The size in MiB of RocksDB's block cache, only for `read_mode="direct"`; the other modes use
             the page cache. Default: 32.

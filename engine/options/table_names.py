@@ -1,4 +1,4 @@
-"""Table names: checks, the table that a name refers to, and matching against stored names."""
+"""Checks table names, finds tables by name, and compares names with stored names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ..checks import as_int
 from ..errors import OptionError
 
-# Fields of a stored description. TABLE_NAMES holds a name or None for each table; if it is missing, no table is named.
+# Keys in a stored description. TABLE_NAMES has a name or None for each table; if the key is missing, no table is named.
 TABLE_NAMES = "table_names"
 TENSOR_NAMED = "names_of_tensors"  # True if an import named the tables after tensors
 MAX_LENGTH = 200
@@ -78,13 +78,13 @@ def with_table_name(table: int, names: Names) -> dict[str, Any]:
 
 
 def mismatched_tables(stored: Names, names: Names) -> list[int]:
-    """Returns the tables whose stored name is different. A table stored without a name matches any name."""
+    """Returns the numbers of tables whose stored name differs. A table stored without a name matches any name."""
     padded = [*names, *[None] * len(stored)]
     return [index for index, name in enumerate(stored) if name is not None and name != padded[index]]
 
 
 def merged_names(left: Names, right: Names) -> tuple[str | None, ...] | None:
-    """Returns each table's name from whichever description has one; None if names conflict or tables share one."""
+    """Returns each table's name from `left` or `right`. None if names conflict or two tables have the same name."""
     names = tuple(a or b for a, b in zip_longest(left, right))
     present = [name for name in names if name is not None]
     return None if mismatched_tables(right, names) or len(set(present)) < len(present) else names

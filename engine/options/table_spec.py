@@ -20,7 +20,7 @@ from ..row_format import STATE_TYPES, RowForm, overflows
 from .initializers import ID_OPTIONS, AnyTableOptions, InitialValues, TableOptions, as_arrays, make_table_options
 from .table_names import TABLE_NAMES, check_distinct, labels_of
 
-DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}  # that rows are stored in
+DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}  # dtypes of stored rows
 # Fields of a stored description. RUN is a random id, drawn whenever the rows start empty.
 RUN = "run"
 ID_LIMITS = "reach"  # for each table, a number above all stored ids, or None
@@ -37,8 +37,8 @@ class TableSpec:
     tables: tuple[AnyTableOptions, ...]
     padding_idx: int | None  # the id without a row
     seed: int
-    dtype: str = "float32"  # how embeddings are stored
-    state_dtype: str = "float32"  # how element states are stored; row states are float32
+    dtype: str = "float32"  # the dtype of stored embeddings
+    state_dtype: str = "float32"  # the dtype of stored element states; row states are float32
     has_own_seed: bool = True  # the user gave a seed; otherwise it comes from the name or from stored rows
     zero_key: int | None = None  # the id, as 64 bits, whose row starts as zeros
     dim: int = field(init=False)  # elements of a row, without optimizer state
@@ -50,7 +50,7 @@ class TableSpec:
     drops: tuple[bool, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        # fields rather than properties, because each step reads them several times
+        # These are fields rather than properties, because each step reads them several times.
         object.__setattr__(self, "dim", sum(self.columns))
         object.__setattr__(self, "num_tables", len(self.tables))
         object.__setattr__(self, "padding_key", None if self.padding_idx is None else self.padding_idx % 2**64)
@@ -107,7 +107,7 @@ class TableSpec:
         ]
 
     def with_stored_seed(self, stored: dict[str, Any]) -> TableSpec:
-        """Returns the spec with the stored rows' seed, unless the user gave one."""
+        """Returns the spec with the stored rows' seed, unless the user gave a seed."""
         return self if self.has_own_seed or stored["seed"] == self.seed else replace(self, seed=stored["seed"])
 
     def describe(self, state: RowState, hyper: Sequence[float], step: int) -> dict[str, Any]:
@@ -186,14 +186,14 @@ def check_columns(embedding_dim: Any) -> tuple[int, ...]:
 
 
 def check_key_type(key_type: Any) -> torch.dtype:
-    """Returns the key type. Raises OptionError if it is not supported."""
+    """Returns the key type. Raises OptionError for an unsupported type."""
     if not isinstance(key_type, torch.dtype) or key_type not in KEY_TYPES:
         raise OptionError(f"key_type={key_type!r}: give torch.int32, torch.int64 or torch.uint64")
     return key_type
 
 
 def check_dtype(dtype: Any) -> str:
-    """Returns the dtype's name. Raises OptionError if rows cannot be stored in it."""
+    """Returns the dtype's name. Raises OptionError if rows cannot be stored in this dtype."""
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise OptionError(
             f"dtype={dtype!r}: give the dtype that rows are stored in, torch.float32, torch.bfloat16 or "
@@ -203,7 +203,7 @@ def check_dtype(dtype: Any) -> str:
 
 
 def check_state_dtype(dtype: Any) -> str:
-    """Returns the dtype's name. Raises OptionError if it is not supported for element states."""
+    """Returns the dtype's name. Raises OptionError for a dtype that element states do not support."""
     if dtype is torch.float16:
         raise OptionError(
             "state_dtype=torch.float16: it rounds sums of squares below 6e-8 to 0, and then updates are infinite; give "

@@ -26,7 +26,7 @@ FEW = 256  # maximum number of ids for `gather_few`, as in native/full_table.h
 
 
 class CpuProcessor(Processor[Batch]):
-    """The `Processor` for the CPU. A call's work is done when it returns, so no errors are deferred."""
+    """The `Processor` for the CPU. A call's work is done when the call returns, so no errors are deferred."""
 
     def __init__(self, spec: TableSpec, state: RowState, capacity: int | None) -> None:
         self.device = torch.device("cpu")

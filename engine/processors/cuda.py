@@ -44,7 +44,7 @@ def on_device(device: Device, options: StoreOptions) -> Factory:
 
 
 class CudaProcessor:
-    """The `Processor` for a GPU. A call returns before the device has run it."""
+    """The `Processor` for a GPU. A call returns before the device has done the work."""
 
     defers_errors = True  # for illegal ids, table ids and offsets, and for rows that exceed a fixed capacity
 
@@ -107,11 +107,11 @@ class CudaProcessor:
             for part in (part for lookup in lookups for part in lookup.tensors):
                 if part is not None:
                     self._on.record_stream(part)
-            _ = batch.groups  # compute it here rather than in the step
+            _ = batch.groups  # computed here rather than in the step
         return batch
 
     def adopt(self, batch: Batch, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
-        batch.record_stream()  # a fetch of its rows may still use its faults
+        batch.record_stream()  # a fetch of the batch's rows may still use the batch's faults
         differ = [
             (old != new).any()
             for pair in zip(announced, lookups, strict=True)
@@ -220,7 +220,7 @@ def _segment(lookup: Lookup) -> Segment:
         for part in (lookup.table_ids, lookup.offsets)
     )
     bags: int | Tensor | None = offsets
-    if offsets is None and lookup.pooling is not None:  # bags without ids need offsets: the ids do not tell how many
+    if offsets is None and lookup.pooling is not None:  # bags without ids need offsets, which count the bags
         bags = lookup.ids.shape[-1] or keys.new_zeros(lookup.ids.shape[:-1].numel() + 1)
     return Segment(keys, tables, bags, lookup.feature_columns)
 

@@ -26,7 +26,7 @@ B = TypeVar("B")
 
 
 class DeferredError(NamedTuple):
-    """An error that was found after its call had returned. Nothing has changed since that call."""
+    """An error that was found after the failed call had returned. No row has changed since that call."""
 
     error: TierbedError
     updates: int  # how many launched updates were applied
@@ -59,11 +59,11 @@ class Processor(Protocol[B]):
     """Runs one table's operations on one kind of device. Rows and outputs are bit-identical on all devices.
 
     `B` is the processor's batch type: the unique rows of lookups, with line addresses that a store sets. Tensors are on
-    `device`. The default methods are for a processor that finishes a call's work before it returns.
+    `device`. The default methods suit a processor that finishes a call's work before the call returns.
     """
 
     device: torch.device
-    layout: _core.Layout  # of lines in host memory
+    layout: _core.Layout  # the layout of lines in host memory
     defers_errors: bool = False  # True if an error in the input may be raised by a later call
     capturer: Any = None  # the Device that captures launches and replays them
 
@@ -95,8 +95,8 @@ class Processor(Protocol[B]):
     def batch(self, lookups: Sequence[Lookup], dedup_from: B | None = None, ahead: bool = False) -> B:
         """Deduplicate lookups into a batch. Raises InputError, maybe deferred, for illegal ids, table ids and offsets.
 
-        `dedup_from`, whose deduplication is reused, is a batch of the same lookups for an embedding with the same
-        number of tables and the same padding. With `ahead`, the batch is for a later step, which raises its errors.
+        `dedup_from` is a batch of the same lookups for an embedding with the same number of tables and the same
+        padding; its deduplication is reused. With `ahead`, the batch is for a later step, and that step raises errors.
         """
 
     def side_stream(self) -> AbstractContextManager[object]:
@@ -116,11 +116,11 @@ class Processor(Protocol[B]):
         return
 
     def adopt(self, batch: B, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
-        """Make a batch that another thread made from `announced` usable in this thread for the equal `lookups`."""
+        """Make a batch usable in this thread for `lookups`. Another thread made the batch from equal lookups."""
         return
 
     def count_written(self, batch: B) -> Counts:
-        """Returns for each table how many rows in a batch, whose lines are set, were ever written. May wait."""
+        """Returns, for each table, how many of the batch's rows were ever written. Needs the rows' lines. May wait."""
 
     def gather_few(self, top: TopTier[B], lookup: Lookup, dtype: torch.dtype, trains: bool) -> Tensor | None:
         """Returns a small lookup's result without making a batch, or None. `trains` is as in `TopTier.peek`."""
@@ -134,16 +134,16 @@ class Processor(Protocol[B]):
         dtype: torch.dtype,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Returns a lookup's rows or pooled bags in `out`, a contiguous tensor, or a new one: [*lookup.shape, dim]."""
+        """Returns a lookup's rows or pooled bags, [*lookup.shape, dim], in a new tensor or in `out` (contiguous)."""
 
     def weights_grad(self, batch: B, index: int, lookup: Lookup, grad: Tensor) -> Tensor:
         """Returns the gradient of a lookup's weights: float32 in the shape of its ids, 0 for padding."""
 
     def set_hyper(self, rule: str, hyper: Sequence[float], step: int, scale: float = 1.0) -> None:
-        """Set `RowOptimizer.hyper`, the embedding's step and a factor of gradients for later updates and catch-ups."""
+        """Set the rule's numbers (`RowOptimizer.hyper`), the step and a gradient factor for updates and catch-ups."""
 
     def update(self, batch: B, gradients: Gradients, rule: str) -> None:
-        """Sum each row's gradients and apply the rule. Wrong ones raise TypeError or ValueError before any write."""
+        """Sum rows' gradients and apply the rule. Wrong gradients raise TypeError or ValueError before any write."""
 
     def square_gradients(self, batch: B, gradients: Gradients) -> Tensor:
         """Returns each row's sum of squared gradient elements: float32 [unique or longer], padded with 0."""
@@ -165,12 +165,12 @@ class Processor(Protocol[B]):
     ) -> None:
         """Make `gather` and `weights_grad` read row u of the batch from rows[positions[u]]; rows are float32 [*, dim].
 
-        With `rest=(other, start)`, position len(rows) + i means the row at position start + i of the batch `other` of
-        this processor. That batch must stay pinned while this one is read.
+        With `rest=(other, start)`, position len(rows) + i means the row at position start + i of `other`, a batch of
+        this processor. `other` must stay pinned while `batch` is read.
         """
 
     def assign(self, batch: B, values: NDArray[np.float32], step: int) -> None:
-        """Write values [positions, dim] to the rows of a lookup without bags. The last write wins."""
+        """Write values [positions, dim] to the rows of a lookup without bags. A row's last value wins."""
 
     def preview_catch_up(self, batch: B, rule: str) -> None:
         """Make gathers return rows with missed steps applied, without changing lines."""

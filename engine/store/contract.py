@@ -27,13 +27,13 @@ class CapacityLimit(NamedTuple):
 
 
 class TierBase(Protocol):
-    """The methods that all tiers share. A tier does not count rows with `updates` = 0."""
+    """The methods that all tiers share. A row with `updates` = 0 does not count as a row of the tier."""
 
     def scan(self) -> Chunks:
         """Yield all rows in small chunks, as (bucket, rows of `row_dtype`), sorted by bucket, then by (table, key)."""
 
     def erase(self, tables: TableIds, keys: Keys) -> None:
-        """Erase distinct rows here and below, skipping missing rows. A pinned row stays with its initial value."""
+        """Erase distinct rows in this tier and below; skip missing rows. A pinned row stays, with its initial value."""
 
     def flush(self) -> None:
         """Write all dirty lines back to the last tier. A last tier on disk also makes its rows durable."""
@@ -45,7 +45,7 @@ class TierBase(Protocol):
     def locate(self, table: int, key: int) -> list[dict[str, Any]]:
         """Return one entry for each tier with the row, top tier first. Changes nothing.
 
-        An entry: the tier's name as in `metrics`, the row's position, `updates`, `last_step`. `key` is unsigned.
+        An entry has the tier's name as in `metrics`, the row's position, `updates`, `last_step`. `key` is unsigned.
         """
 
     def metrics(self) -> dict[str, dict[str, float]]:
@@ -60,25 +60,25 @@ class WritableTier(TierBase, Protocol):
 
 
 class TableImage(Protocol):
-    """A full table's rows as they were when the image was made. It is read by bucket while the table changes.
+    """A full table's rows as they were when the image was made. Buckets are read one by one while the table changes.
 
     Calls must not overlap, except that `sort` may run during `save_before_images` and `save_before_images_by_key`.
     """
 
     def save_before_images(self, batch: Any) -> None:
-        """Save before-images of a pinned batch's rows. Call it before their lines are written."""
+        """Save before-images of a pinned batch's rows, before these rows are written."""
 
     def save_before_images_by_key(self, tables: TableIds, keys: Keys) -> None:
-        """Save before-images of distinct rows. Call it before they are erased."""
+        """Save before-images of distinct rows, before these rows are erased."""
 
     def list(self, bucket: int) -> None:
-        """Start to read a bucket. Buckets are read in ascending order."""
+        """Start to read a bucket. Read buckets in ascending order."""
 
     def sort(self) -> None:
-        """Sort the bucket's rows. Call it between `list` and the first `next`."""
+        """Sort the bucket's rows. Call `sort` between `list` and the first `next`."""
 
     def next(self, rows: NDArray[np.uint8]) -> int:
-        """Fill `rows` with the next packed rows (`row_dtype`), by (table, key). Returns how many; 0 at the end."""
+        """Fill `rows` with the next packed rows (`row_dtype`), by (table, key). Returns their number; 0 at the end."""
 
     @property
     def before_image_bytes(self) -> int:
@@ -100,7 +100,7 @@ class Tier(WritableTier, Protocol):
         """The C++ tier, for a CPU cache above."""
 
     def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> HitMask:
-        """Copy each row that the tier has to its line. If `touch`, caches count it as a use when choosing victims."""
+        """Copy rows to their lines, except rows that the tier lacks. If `touch`, caches count the read as a use."""
 
 
 class NativeTier:
@@ -125,42 +125,42 @@ class ChangeSource(Protocol[B]):
     """Collects the keys of rows that change."""
 
     def note(self, batch: B) -> None:
-        """Record a pinned batch's rows. Call it before their lines are written."""
+        """Record a pinned batch's rows, before these rows are written."""
 
     def names(self) -> tuple[TableIds, Keys]:
-        """Return the keys changed since the last `forget`. Keys erased later may be missing. May wait."""
+        """Return the keys of rows changed since the last `forget`; erased rows may be missing. May wait."""
 
     def forget(self) -> None:
         """Forget the keys that the last call of `names` returned."""
 
 
 class TopTier(TierBase, Protocol[B]):
-    """The top tier: it serves steps. By default, no tier is below it, and announcements do nothing."""
+    """The top tier serves steps. The default methods suit a store without a tier below; announcements do nothing."""
 
     def pin(self, batch: B, capacity_limit: CapacityLimit | None) -> None:
         """Make the batch's unique rows resident, initialise new ones, and write all line addresses to the batch.
 
         A row stays at its address until `unpin`. Raises CapacityError and pins nothing if the batch has more new rows
-        than `capacity_limit` allows. A GPU store that cannot know this without waiting sets a fault instead.
+        than `capacity_limit` allows. A GPU store that would have to wait to count new rows sets a fault instead.
         """
 
     def unpin(self, batch: B, dirty: bool) -> None:
-        """Release the pinned batch. dirty: True if its lines were written and must be written back."""
+        """Release the pinned batch. dirty: True if the batch's lines were written and must be written back."""
 
     def announce(self, batch: B) -> None:
         """Announce a future step's batch. Steps must pin announced batches in order of announcement."""
         return
 
     def prefetch(self, batch: B) -> bool:
-        """Fetch and pin an announced batch. False if memory is short. May run in another thread, as `announce`."""
+        """Fetch and pin an announced batch. False if memory is short. May run in another thread, like `announce`."""
         return True
 
     def cancel(self) -> None:
-        """Forget all announced batches except the pinned one. They may be announced again."""
+        """Forget all announced batches except the pinned one. Forgotten batches may be announced again."""
         return
 
     def change_source(self) -> ChangeSource[B] | None:
-        """Start to collect changed rows. None if the caller can collect them from batches (`_core.ChangedRows`)."""
+        """Start to collect changed rows. Returns None if `_core.ChangedRows` can collect batches' rows."""
         return None
 
     def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> HitMask:
@@ -170,12 +170,12 @@ class TopTier(TierBase, Protocol[B]):
         """Return the hits and misses of each table, as in `metrics`. May wait for the device."""
 
     def peek_counts(self) -> tuple[int, int, int]:
-        """Return how many rows `peek(trains=False)` found here, below, and nowhere. May wait for the device."""
+        """Return how many rows `peek(trains=False)` found in this tier, in lower tiers and in no tier. May wait."""
 
     def peek(self, batch: B, trains: bool = False) -> None:
-        """Write the row addresses to the batch, for reading only. Unknown rows get initial values in its own memory.
+        """Write row addresses to the batch, for reading only. The batch's memory holds initial values of unknown rows.
 
-        trains: True if the rows are part of a training step, so that `peek_counts` does not count them.
+        trains: True in a training step; `peek_counts` does not count these rows.
         """
 
 

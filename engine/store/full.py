@@ -1,4 +1,4 @@
-"""The full table: all rows in memory. It serves steps itself, or is the last tier below a cache."""
+"""The full table holds all rows in memory. A full table serves steps, or is the last tier below a cache."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def check_capacity(new: int, capacity_limit: CapacityLimit | None) -> None:
 def full_table_bytes(rows: int, line_bytes: int) -> int:
     """Return the bytes of a full table that grew to `rows` rows, index included. Mirrors how `FullTable` allocates."""
     average = rows / BUCKETS
-    fullest = average + 3 * math.sqrt(average)  # rows hash to buckets at random: three standard deviations
+    fullest = average + 3 * math.sqrt(average)  # rows hash to buckets at random, so add three standard deviations
     index, lines, total, unused = 0, 0, 0, 0
-    for bucket in range(BUCKETS):  # slots double at a load of 1/2 in the first bucket, rising to 3/4 in the last
+    for bucket in range(BUCKETS):  # the load at which slots double rises from 1/2 in the first bucket to 3/4
         slots = 16
         while average * 4 * BUCKETS > slots * (2 * BUCKETS + bucket):
             slots *= 2
         index += slots * 16  # bytes per slot
-    while lines < fullest:  # each bucket's next segment of lines is twice as large as its last
+    while lines < fullest:  # each bucket's next segment of lines is twice as large as the last
         size = (lines + 16) * line_bytes
         for _ in range(BUCKETS):
             if size > unused:
@@ -45,7 +45,7 @@ def full_table_bytes(rows: int, line_bytes: int) -> int:
 
 
 class CpuFullStore(NativeTier, TopTier[_core.Batch]):
-    """A full table that grows as rows arrive. `tier` is its name in metrics."""
+    """A full table that grows as rows arrive. `tier` is the table's name in metrics."""
 
     def __init__(self, layout: _core.Layout, tier: str) -> None:
         self._layout, self._tier = layout, tier
@@ -55,7 +55,7 @@ class CpuFullStore(NativeTier, TopTier[_core.Batch]):
     def pin(self, batch: _core.Batch, capacity_limit: CapacityLimit | None) -> None:
         missing = self.native.find(batch)
         if capacity_limit is not None:
-            # A failed step leaves rows that were never written. They count as new.
+            # Rows that a failed step inserted but never wrote count as new.
             check_capacity(_core.count_new(batch, self._layout), capacity_limit)
         if missing:
             self.native.insert_missing(batch, self._layout)
@@ -72,7 +72,7 @@ class CpuFullStore(NativeTier, TopTier[_core.Batch]):
             _core.initialise_missing(batch, self._layout)
 
     def gather_few(self, keys: Keys, last_ids: Keys | None, out: NDArray[np.float32], trains: bool) -> bool:
-        """Copy the rows of `keys` in table 0 to `out`. Returns False if it could not. trains: as in `peek`."""
+        """Copy the rows of `keys` in table 0 to `out`. Returns False if a row is missing. trains: as in `peek`."""
         unique = self.native.gather_few(keys, last_ids, out)
         self._peeked += 0 if trains else unique
         return unique > 0
@@ -85,7 +85,7 @@ class CpuFullStore(NativeTier, TopTier[_core.Batch]):
         return [] if location is None else [{"tier": self._tier, **location}]
 
     def scan(self) -> Chunks:
-        dtype, native = row_dtype(self._layout.width), self.native  # the scan goes on after `close`
+        dtype, native = row_dtype(self._layout.width), self.native  # kept here, because the scan goes on after `close`
         for bucket in range(BUCKETS):
             rows = native.scan(bucket).view(dtype)
             if len(rows):

@@ -1,4 +1,4 @@
-"""Images: a table's rows at one step. A thread reads them while training continues."""
+"""An image is a table's rows at one step. A thread reads the image while training continues."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ CHUNK_BYTES = 1 << 20  # steps wait while a chunk is read
 
 
 class Image(Protocol):
-    """A table's rows at one step. The defaults suit an image that needs no before-images.
+    """A table's rows at one step. The default methods suit an image that needs no before-images.
 
-    Make an image, and call `before_write` and `before_erase`, with the table's lock held.
+    Hold the table's lock while you make an image or call `before_write` or `before_erase`.
     """
 
     def chunks(self) -> Chunks:
-        """Yield all rows, once and in one thread. Raises StoreError, or ClosedError if image or table is closed."""
+        """Yield all rows, once and in one thread. Raises StoreError, or ClosedError if the image or table is closed."""
 
     def close(self) -> None:
         """Stop saving before-images. May be called more than once."""
@@ -36,20 +36,20 @@ class Image(Protocol):
         return False
 
     def wait_for_memory(self, is_abandoned: Callable[[], bool]) -> None:
-        """Wait while before-images use too much memory, before rows change. Closes the image if it `is_abandoned()`."""
+        """Before rows change, wait while before-images use too much memory. Closes the image if `is_abandoned()`."""
         return
 
     def before_write(self, batch: Any) -> None:
-        """Save before-images of a pinned batch's rows. Call it before its lines are written."""
+        """Save before-images of a pinned batch's rows, before these rows are written."""
         return
 
     def before_erase(self, tables: TableIds, keys: Keys) -> None:
-        """Save before-images of distinct rows. Call it before they are erased."""
+        """Save before-images of distinct rows, before these rows are erased."""
         return
 
 
 class DiskImage(Image):
-    """A RocksDB scan: a consistent view. `close` calls `on_close` with the table's lock held."""
+    """An image that scans a consistent view of RocksDB. `close` calls `on_close` with the table's lock held."""
 
     def __init__(self, rows: Chunks, dtype: np.dtype[np.void], lock: Any, on_close: Callable[[Image], None]) -> None:
         self._rows, self._dtype, self._lock, self._on_close = rows, dtype, lock, on_close
@@ -69,16 +69,16 @@ class DiskImage(Image):
         with self._lock, self._reading:
             if not self._closed:
                 self._closed = True
-                with suppress(ValueError):  # garbage collection may close during a read; RocksDB then closes its scans
+                with suppress(ValueError):  # if garbage collection closes during a read, RocksDB closes the scan later
                     self._rows.close()  # type: ignore[attr-defined]
                 self._on_close(self)
 
 
 class MemoryImage(Image):
-    """The rows of a full table, as `dtype`. A cache may be above the table.
+    """An image of a full table, with rows of `dtype`. A cache may be above the table.
 
-    A row that changes before the reader gets to it is first saved as a before-image. `max_bytes` bounds the memory for
-    before-images; a single step may exceed it. `close` calls `on_close` with the table's lock held.
+    Before an unread row changes, its before-image is saved. `max_bytes` limits the memory for before-images; a single
+    step may exceed this limit. `close` calls `on_close` with the table's lock held.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class MemoryImage(Image):
             with self._changed:
                 self._require_table().list(bucket)
             if (table := self._table) is not None:
-                table.sort()  # slow, and needs no lock
+                table.sort()  # sorting is slow, and needs no lock
             while True:
                 rows = np.empty(chunk_rows, self._dtype)
                 with self._changed:

@@ -1,4 +1,4 @@
-"""RocksDB as the last tier. Rows become durable at `flush`. Without a clean marker, they are never served again."""
+"""RocksDB as the last tier. Rows become durable at `flush`. Without a clean marker, rows are never served again."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .contract import NativeTier
 
 SHARDS = 4
 WRITE_BUFFER_BYTES = 64 << 20  # limit for the memtables of all shards together
-READ_THREADS = 64  # more threads make no disk faster
+READ_THREADS = 64  # more threads would not read faster
 SCAN_BYTES = 1 << 20  # bytes per chunk
 MB = 1 << 20
 
 
 def rocksdb_info() -> dict[str, Any]:
-    """Return this build's RocksDB `version`, and whether it reads by io_uring (`async_io`). Raises StoreError."""
+    """Return RocksDB's `version`, and `async_io`, True if RocksDB can read by io_uring. Raises StoreError."""
     require_rocksdb()
     return {"version": _core.rocksdb_version, "async_io": _core.rocksdb_has_async_io()}
 
@@ -33,19 +33,19 @@ class LiveFile(NamedTuple):
     """A database file at one moment."""
 
     name: str  # shard-N/<file>, relative to the tier's folder
-    size: int  # in bytes; the file may have grown since
-    # computed as RocksDB wrote a file of rows; None for other files, and for files of early tierbed versions
+    size: int  # in bytes, at that moment; the file may grow later
+    # The checksum that RocksDB computed as it wrote a file of rows. None for other files and early tierbed versions.
     crc32c: int | None
-    content: bytes | None  # what a copy must contain if RocksDB may replace the file; otherwise None
+    content: bytes | None  # what a copy must contain, for a file that RocksDB may replace; otherwise None
 
 
 class RocksDB(NativeTier):
     """Rows of `width` 4-byte words in `folder`. Each shard is one RocksDB database.
 
     `shards` is the number of shards in an existing folder; None creates a folder with `new_shards`. If `read_only`,
-    nothing is written to the folder, and writing rows raises StoreError; a folder on a full disk also opens read-only,
-    until `make_writable`. `read_threads` limits how many threads wait for the disk at the same time. `options`, an
-    `options_text` string, overrides tierbed's defaults.
+    nothing is written to the folder, and writing rows raises StoreError. A folder on a full disk also opens read-only,
+    until `make_writable` is called. `read_threads` limits how many threads wait for the disk at the same time.
+    `options`, an `options_text` string, overrides tierbed's defaults.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class RocksDB(NativeTier):
         self.native.compact()
 
     def make_writable(self) -> None:
-        """Reopen for writing if a full disk forced read-only. Call it before rows change. Raises StoreError."""
+        """Reopen for writing, before rows change, if a full disk forced read-only. Raises StoreError."""
         self.native.make_writable()
 
     @property
@@ -137,13 +137,13 @@ class RocksDB(NativeTier):
     def versions(self) -> list[list[str | int]]:
         """Return each shard's database identity and the number of its last write. Raises StoreError.
 
-        They reveal truncated files or files copied at another moment; RocksDB opens both without an error.
+        These values reveal truncated files and files copied at another moment. RocksDB opens both without an error.
         """
         return [[*version] for version in self.native.versions()]
 
     @contextlib.contextmanager
     def live_files(self) -> Iterator[list[LiveFile]]:
-        """Yield the files with all rows, kept until the block ends. Blocks must not overlap. Raises StoreError."""
+        """Yield all rows' files, which are kept until the block ends. Blocks must not overlap. Raises StoreError."""
         files = [LiveFile(*file) for file in self.native.hold_files()]
         try:
             yield files

@@ -12,7 +12,7 @@ from ..row_format import Chunks, TableIds
 
 Counts = NDArray[np.int64]  # [tables]
 
-TABLE_ROWS = "table_rows"  # field of the file MARK; early versions did not write it
+TABLE_ROWS = "table_rows"  # field of the file MARK, missing in files of early versions
 
 
 def count_by_table(tables: TableIds, num_tables: int) -> Counts:
@@ -28,7 +28,7 @@ def count_chunk_rows(chunks: Chunks, num_tables: int) -> Counts:
 
 
 def read_counts(marker: Mapping[str, Any], num_tables: int) -> Counts | None:
-    """Read the row counts in a clean marker, 0 for tables it does not list. None if the counts are invalid."""
+    """Returns the row counts in a clean marker, 0 for unlisted tables, or None if the counts are invalid."""
     counts = marker.get(TABLE_ROWS)
     if type(counts) is not list or len(counts) > num_tables or not all(type(n) is int and n >= 0 for n in counts):
         return None

@@ -1,4 +1,4 @@
-"""Computes cache sizes for "auto" budgets by dividing the free memory, and prints them."""
+"""Computes cache sizes for "auto" budgets by dividing the free memory, and prints the division."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ TOP, BELOW = "cache_budget_mb", "host_cache_budget_mb"
 
 
 class AutoBudgets:
-    """Replaces an embedding's "auto" budgets by numbers. `ranks` processes divide the host's memory equally."""
+    """Replaces an embedding's "auto" budgets by numbers. The host's memory is divided equally among `ranks`."""
 
     def __init__(self, name: str, options: StoreOptions, root: Path = ROOT, ranks: int = 1) -> None:
         self._name, self._options, self._root, self._ranks = name, options, root, ranks
         self._free: dict[str, FreeMemory] = {}  # read once, so a table that is opened again gets the same budgets
-        self._promised: dict[str, int] = {}  # per memory: bytes for this embedding's caches, maybe not yet touched
+        self._promised: dict[str, int] = {}  # per memory: bytes promised to this embedding's caches
         self._printed: set[str] = set()
 
     def numbers(self, processor: Processor[Any]) -> StoreOptions:
-        """Returns the options for a table on the processor, with numbers. Raises OptionError. Prints divisions once."""
+        """Returns options with numbers, for a table on `processor`. Prints each division once. Raises OptionError."""
         options = self._options
         if not isinstance(options, CachedHostMemOptions) or "auto" not in (options.cache_budget_mb, options.get(BELOW)):
             return options
@@ -53,7 +53,7 @@ class AutoBudgets:
                 self._promised.clear()
 
     def _host_numbers(self, options: CachedHostMemOptions, row_bytes: int, has_top_cache: bool) -> StoreOptions:
-        """Returns the options with numbers for the caches in host memory; the top cache is there if `has_top_cache`."""
+        """Returns the options with numbers for the caches in host memory; one is the top cache if `has_top_cache`."""
         name = TOP if options.cache_budget_mb == "auto" else BELOW
         budgets = [options.get(BELOW, 0), options.cache_budget_mb if has_top_cache else 0]
         fixed_mb = sum(mib(mb) + options.overflow_for(mib(mb)) for mb in budgets if mb and mb != "auto")
@@ -65,7 +65,7 @@ class AutoBudgets:
         split = self._split(name, str(self._root), free, row_bytes, shared_with, options.overflow_mb, fixed_mb)
         numbers: dict[str, Any] = {name: split.cache_mb, "overflow_mb": split.overflow_mb}
         if name == TOP and options.get(BELOW) == "auto":
-            numbers[BELOW] = 0  # it would be in the same memory as the cache above it
+            numbers[BELOW] = 0  # a second cache would be in the same memory as the top cache
         return replace(options, **numbers)
 
     def _split(
@@ -123,7 +123,7 @@ _lock = Lock()
 
 
 def _forget_parent() -> None:
-    """Reset a forked child: it uses no caches of its parent, and a thread of the parent may have held the lock."""
+    """Reset a forked child, which uses none of the parent's caches. A thread of the parent may hold the lock."""
     global _lock
     _lock = Lock()
     _instances.clear()

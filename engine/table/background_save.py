@@ -1,4 +1,4 @@
-"""Saves of snapshots while training continues, by a background thread or by the calling thread."""
+"""Saves snapshots while training continues, in a background thread or in the calling thread."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class SaveHandle(Protocol):
 
 
 class ForegroundSave:
-    """A save by the calling thread. It reads an image of the rows, so other threads can use the table meanwhile."""
+    """A save by the calling thread, from an image of the rows. Other threads can use the table meanwhile."""
 
     def __init__(self, what: str, image: Image, lock: Any) -> None:
-        """`lock` is the table's lock; the caller holds it now."""
+        """`lock` is the table's lock, held by the caller."""
         self.what, self.image = what, image
         self._changed, self._thread = Condition(lock), current_thread()
         self.done = self.is_running = False
@@ -53,29 +53,29 @@ class ForegroundSave:
         """Pass the rows to `write`, close the image, and return the result. The save continues until `end`."""
         self.is_running = True
         try:
-            with closing(self.image.chunks()) as chunks:  # type: ignore[type-var]  # else a traceback keeps them open
+            with closing(self.image.chunks()) as chunks:  # type: ignore[type-var]  # a traceback would keep chunks open
                 return write(chunks)
         finally:
             self.image.close()
 
     def end(self) -> None:
-        """End the save: the snapshot got its final name, or was dropped. May be called again."""
+        """Mark the save as ended, after its snapshot was published or dropped. May be called again."""
         self.image.close()
         with self._changed:
             self.done = True
             self._changed.notify_all()
 
     def finish(self) -> None:
-        """Wait until this save by another thread ends."""
+        """If another thread runs this save, wait until the save ends."""
         with self._changed:
             while self.is_by_another:
                 self._changed.wait(POLL_SECONDS)
 
 
 class BackgroundSave:
-    """A save by a background thread. It passes an image's rows to `write`, then closes the image.
+    """A save by a background thread, which passes an image's rows to `write` and then closes the image.
 
-    `what` names the snapshot in messages. `lock` is the table's lock; a call that waits releases it meanwhile. Raises
+    `what` names the snapshot in messages. `lock` is the table's lock; a waiting call releases this lock. Raises
     RuntimeError if the system cannot start a thread.
     """
 
@@ -96,7 +96,7 @@ class BackgroundSave:
         """True once the save has ended, successfully or not."""
         is_alive = self._thread.is_alive()  # read first: the thread sets `_ended` before it ends
         if not is_alive and not self._ended.is_set() and self._process == os.getpid():
-            death = MemoryError(f"{self.what}: the thread that saves it died without raising an error")
+            death = MemoryError(f"{self.what}: the saving thread died without raising an error")
             self._error = self._error or death
             self.image.close()
             self._ended.set()
@@ -104,10 +104,10 @@ class BackgroundSave:
         return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the save ends, for at most `timeout` seconds. Returns False if it still runs.
+        """Wait until the save ends, for at most `timeout` seconds. Returns False if the save still runs.
 
-        Ctrl-C ends the wait, not the save. If the save failed, there is no snapshot, and this raises its error. Raises
-        StoreError in a forked process, where the thread does not exist.
+        Ctrl-C ends the wait, not the save. If the save failed, there is no snapshot, and `wait` raises its error.
+        Raises StoreError in a forked process, because the thread does not exist there.
         """
         if not self.done and self._process != os.getpid():
             raise StoreError(f"{self.what} is being saved by process {self._process}; wait for it there")
@@ -121,7 +121,7 @@ class BackgroundSave:
         self._hurry.set()
 
     def finish(self) -> BaseException | None:
-        """Wait until the save ends, unless its own thread calls this. Returns its error, if not raised yet, once."""
+        """Wait until the save ends (not in the saving thread). Returns the save's error once, unless already raised."""
         if self._process == os.getpid() and current_thread() is not self._thread:
             self._wait_for_end()
         if not self.done or self._error_was_raised:
@@ -132,7 +132,7 @@ class BackgroundSave:
     def _wait_for_end(self, timeout: float | None = None) -> bool:
         self._hurry.set()
         end = inf if timeout is None else monotonic() + timeout
-        # A signal handler that waits in the middle of a step holds the lock and must release it. Others need no lock.
+        # A signal handler that waits in the middle of a step must release the lock. Other callers do not hold the lock.
         is_owned = self._changed._is_owned()  # type: ignore[attr-defined]
         while not self.done and monotonic() < end:
             (self._changed if is_owned else self._ended).wait(min(POLL_SECONDS, end - monotonic()))
@@ -144,7 +144,7 @@ class BackgroundSave:
         with closing(image.chunks()) as chunks:  # type: ignore[type-var]
             for chunk in chunks:
                 yield chunk
-                if not image.is_urgent and main_thread().is_alive():  # otherwise a step or the process's exit waits
+                if not image.is_urgent and main_thread().is_alive():  # no step and no process exit waits
                     self._hurry.wait(PAUSE * (perf_counter() - begin))
                 begin = perf_counter()
 
@@ -153,7 +153,7 @@ class BackgroundSave:
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, get_native_id(), min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS))
             _core.use_own_pool(1)
-            with closing(self._paced(self.image)) as chunks:  # type: ignore[type-var]  # else a traceback keeps them open
+            with closing(self._paced(self.image)) as chunks:  # type: ignore[type-var]  # as in `read`
                 write(chunks)
         except BaseException as error:
             self._error = error

@@ -5,7 +5,7 @@ the rows as of the save's step. Before a later step changes a row in memory, the
 and the image keeps a copy of the row (a before-image) until the save has read it. With RocksDB as the bottom tier, the
 image is a RocksDB read view and needs no copies.
 
-An incremental snapshot holds only the rows that changed since its parent. `ChangeTracker` records their keys.
+An incremental snapshot holds only the rows that changed since its parent. `ChangeTracker` records these rows' keys.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..store.rocksdb import RocksDB
 from .background_save import BackgroundSave, ForegroundSave
 from .row_scan import line_addresses, locked
 
-Table = Any  # an OpenTable; its file imports this one
+Table = Any  # an OpenTable; table.py imports this file
 CHUNK_BYTES = 1 << 23  # rows are read in chunks of this size
 
 
@@ -37,7 +37,7 @@ class ChangeTracker:
 
     def __init__(self, since: str, source: ChangeSource[Any] | None) -> None:
         self.since = since
-        self._source = source  # tracks changes inside the top tier; None if `_core.ChangedRows` can observe its batches
+        self._source = source  # tracks changes inside the top tier; None if `_core.ChangedRows` can track them
         self._saving: _core.ChangedRows | None = None  # keys changed before the last `start_delta`
         self._later = _core.ChangedRows()  # later changes, which are not in the snapshot that is being saved
 
@@ -48,7 +48,7 @@ class ChangeTracker:
         self._later.note_rows(tables, keys)
 
     def start_delta(self) -> None:
-        """Separate the changes so far, now being saved, from later ones. A failed save leaves them here."""
+        """Separate the changes to save now from later changes. If the save fails, the next save includes both."""
         if self._source is not None:
             self._later.note_rows(*self._source.names())
             self._source.forget()
@@ -83,7 +83,7 @@ class ChangeTracker:
 
 
 class ChangeObservers:
-    """A table's observers. The table notifies them before it changes rows."""
+    """The observers of a table. The table notifies its observers before rows change."""
 
     def __init__(self, table: Table) -> None:
         self._table: Table = weakref.proxy(table)
@@ -94,7 +94,7 @@ class ChangeObservers:
 
     @property
     def has_image(self) -> bool:
-        """True if an image is open; it may need before-images."""
+        """True if an image is open, because an open image may need before-images."""
         return self._image is not None
 
     def track_changes(self, since: str) -> None:
@@ -104,14 +104,14 @@ class ChangeObservers:
                 self.changes.start_delta()
                 self.changes.note_saved(since)
             else:
-                self.is_active = True  # first, in case a signal handler changes rows in between
+                self.is_active = True  # set first, in case a signal handler changes rows in between
                 self.changes = ChangeTracker(since, self._table.finish_erasures().change_source())
 
     def changes_since(self, since: str) -> Iterator[Change] | None:
-        """Returns the changes since the snapshot with id `since`, read during iteration; None if they are unknown.
+        """Returns an iterator over the changes since the snapshot with id `since`; None if the changes are unknown.
 
-        Call `note_saved` when they are saved. Otherwise the next call returns them again, along with later changes.
-        Raises StoreError while a snapshot is being saved in the background.
+        Call `note_saved` when the changes are saved. Otherwise the next call returns the same changes again, along with
+        later changes. Raises StoreError while a snapshot is being saved in the background.
         """
         with self._table.lock:
             store = self._table.finish_erasures()
@@ -124,25 +124,25 @@ class ChangeObservers:
             )
 
     def note_saved(self, since: str) -> None:
-        """Record that snapshot `since`, an id, now holds what the last `changes_since` or `image` returned."""
+        """Record that the snapshot with id `since` holds the rows that `changes_since` or `image` returned last."""
         with self._table.lock:
             if self.changes is not None:
                 self.changes.note_saved(since)
 
     def image(self, max_bytes: int = MAX_BEFORE_IMAGE_BYTES) -> Image:
-        """Open an image of all current rows. Another thread may read it while the rows change.
+        """Open an image of all current rows. Another thread may read the image while the rows change.
 
-        `max_bytes` limits the memory for before-images; at the limit, steps wait for the reader. Raises StoreError,
-        also while another image is open.
+        `max_bytes` limits the memory for before-images; at the limit, steps wait for the reader. Raises StoreError, for
+        example if another image is open.
         """
         with self._table.lock, uninterrupted():
             top = self._table.finish_erasures()
             self._table.check()
             self.check_not_saving()
             if self._image is not None:
-                raise StoreError(f"embedding {self._table.spec.name!r} has an image already; close it first")
+                raise StoreError(f"embedding {self._table.spec.name!r} has an image already; close that image first")
             if isinstance(top, CpuCachedStore):
-                top.write_back()  # not a slow flush: the snapshot itself will be durable
+                top.write_back()  # no slow flush is needed, because the snapshot itself will be durable
             else:
                 top.flush()
             if self.changes is not None:
@@ -158,7 +158,7 @@ class ChangeObservers:
     def save_in_background(
         self, what: str, write: Callable[[Chunks], object], max_bytes: int = MAX_BEFORE_IMAGE_BYTES
     ) -> BackgroundSave:
-        """Start a thread that passes all current rows to `write`; this must not wait for a lock that steps hold.
+        """Start a thread that passes all current rows to `write`. `write` must not wait for a lock that steps hold.
 
         `what` names the snapshot in messages; `max_bytes` and errors are as in `image`.
         """
@@ -172,7 +172,7 @@ class ChangeObservers:
             return self.saving
 
     def begin_foreground_save(self, what: str) -> ForegroundSave:
-        """Begin a save of all current rows by the calling thread. It reads them without holding the lock."""
+        """Begin a save of all current rows by the calling thread, which need not hold the lock to read them."""
         with self._table.lock:
             self.saving = save = ForegroundSave(what, self.image(), self._table.lock)
             return save
@@ -200,7 +200,7 @@ class ChangeObservers:
         """Raise StoreError while a snapshot is being saved in the background."""
         saving = self.saving
         if isinstance(saving, ForegroundSave) and not saving.is_running and not saving.is_by_another:
-            saving.end()  # Ctrl-C interrupted it before it ran
+            saving.end()  # Ctrl-C interrupted the save before it ran
         elif saving is not None and not saving.done:
             raise StoreError(still_saving_text(saving.what))
 
@@ -209,7 +209,7 @@ class ChangeObservers:
         return isinstance(self.saving, BackgroundSave) and not self.saving.done
 
     def finish_saving(self) -> BaseException | None:
-        """Wait for the background save. Returns its error, if it was neither raised nor returned before."""
+        """Wait for the background save. Returns the save's error, if not raised or returned before."""
         return None if self.saving is None else self.saving.finish()
 
     def before_update(self, batch: Any) -> None:
@@ -220,7 +220,7 @@ class ChangeObservers:
             self.changes.note(batch)
 
     def before_erase(self, tables: TableIds, keys: Keys) -> None:
-        """Notify the observers before rows, without duplicates, are erased."""
+        """Notify the observers before distinct rows are erased."""
         if self._image is not None:
             self._image.before_erase(tables, keys)
         if self.changes is not None:

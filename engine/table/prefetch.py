@@ -5,11 +5,12 @@ batch, announces the batch to the store (so the store knows which rows to keep c
 When the step runs, it takes the prepared batch instead of making its own.
 
 An announcement is only a hint. A step uses a prepared batch only if its ids equal the announced ids, and reads row
-values only when it runs. So announcements change when work is done, but never a row. If a step was not announced, or
-out of order, the thread is paused, the store forgets all batches, and the remaining ones are announced again later.
+values only when it runs. So announcements change when work is done, but never a row's values. If a step was not
+announced, or comes out of order, the thread pauses, the store forgets all batches, and the remaining batches are
+announced again later.
 
 One step may match several announcements, for example when gradients accumulate over micro-batches. The first such step
-shows how many announcements belong together; from then on, a batch is prepared once all of them are there.
+shows how many announcements belong together. From then on, each batch is prepared from this number of announcements.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ..processors.processor import Processor
 from ..store.contract import TopTier
 from ..threads import Thread, wait_for
 
-WINDOW = 31  # batches announced to the store, in addition to the step's own batch; others wait here
+WINDOW = 31  # limit for batches announced to the store, besides the current step's; later announcements wait
 QUEUE = 4 * WINDOW  # maximum number of waiting announcements
 
 NOTHING_ANNOUNCED = {"prefetch_hits": 0, "prefetch_misses": 0, "prefetch_dropped": 0}
@@ -47,8 +48,8 @@ class _AnnouncedLookups:
         self.copied = processor.record_event()
         # On a GPU, comparing ids would wait. Lookups in the same memory count as equal; `adopt` checks the ids later.
         self._memories = [_memory(lookup) for lookup in lookups] if processor.defers_errors else None
-        self._originals = lookups  # kept alive, so no other tensor gets their memory
-        self.batch: Any = None  # the whole step's, in the step's first announcement
+        self._originals = lookups  # keeps the tensors alive, so no other tensor gets their memory
+        self.batch: Any = None  # the whole step's batch, if this is the step's first announcement
         self.ready_event: Any = None  # recorded when the batch exists
         self.is_known = False  # the batch was announced to the store
         self.is_fetched = False  # the batch's rows are resident
@@ -65,18 +66,18 @@ def _lookups(step: Sequence[_AnnouncedLookups]) -> list[Lookup]:
 
 
 def _copy(part: Tensor) -> Tensor:
-    """Copy a CPU tensor with NumPy: torch would use its threads for large ones, and slow down row fetches."""
+    """Copy a CPU tensor with NumPy. For large tensors, torch would use its threads and slow down row fetches."""
     return torch.from_numpy(part.numpy().copy())
 
 
 def _memory(lookup: Lookup) -> tuple[Any, ...]:
-    """Returns a value that two lookups share if they use the same memory and torch did not write to it in between."""
+    """Returns a value that is equal for two lookups in the same memory, if torch wrote nothing there in between."""
     memory = (fingerprint(part, by_memory=True) for part in lookup.tensors)
     return lookup.pooling, lookup.feature_columns, *memory
 
 
 class Prefetcher:
-    """Prepares a table's announced batches in order. Its thread starts at the first announcement."""
+    """Prepares a table's announced batches in order. The thread starts at the first announcement."""
 
     def __init__(self, processor: Processor[Any], store: TopTier[Any], threads: int) -> None:
         self._processor = processor
@@ -85,7 +86,7 @@ class Prefetcher:
         self.counts = dict(NOTHING_ANNOUNCED)
         self._announced: deque[_AnnouncedLookups] = deque()  # empty if there is no thread
         self._changed = Condition()
-        self._thread: Thread | None = None  # the current thread; a replaced one ends
+        self._thread: Thread | None = None  # the current thread; a replaced thread ends
         self._process = 0  # the process that started the thread
         self._busy = False  # the thread is working, without the lock
         self._paused = False  # the thread must not begin work
@@ -100,7 +101,7 @@ class Prefetcher:
 
     def announce(self, lookups: Sequence[Lookup]) -> None:
         """Announce a future step's lookups, in the order of steps. Raises RuntimeError if no thread can be started."""
-        if len(self._announced) == QUEUE:  # so far no step uses them
+        if len(self._announced) == QUEUE:  # so far no step used these announcements
             self.counts["prefetch_dropped"] += 1
             if not self._is_idle:
                 return
@@ -109,7 +110,7 @@ class Prefetcher:
             if self._thread is None or not self._thread.is_alive():
                 self._busy = False
                 thread = Thread(target=self._run, name="tierbed-prefetch", daemon=True)
-                thread.start()  # this may fail; the new thread waits for the lock
+                thread.start()  # may raise; the new thread waits for the lock
                 self._thread, self._process = thread, os.getpid()
             if len(self._announced) == QUEUE:
                 self._announced.popleft()
@@ -118,15 +119,14 @@ class Prefetcher:
 
     @property
     def _is_idle(self) -> bool:
-        """True after many steps that were not announced. The thread then does nothing until a step was announced."""
+        """True after many unannounced steps. The thread then does nothing until a step matches an announcement."""
         return self._unmatched > WINDOW
 
     @contextmanager
     def step(self, lookups: Sequence[Lookup] | None) -> Iterator[Any]:
-        """Enter a block that pins a step's rows. Yields the step's prepared batch, or None if there is none.
+        """Enter a block that pins a step's rows. Yields the step's prepared batch, or None if no batch is prepared.
 
-        Without `lookups`, the block is not a step and uses no announced batch. If preparing the batch failed, this
-        raises the error.
+        Without `lookups`, the block is not a step and uses no announced batch. Raises an error if preparation failed.
         """
         if not self._announced:
             yield None
@@ -156,7 +156,7 @@ class Prefetcher:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Forget the announced batches and end the thread. The next announcement starts a new one."""
+        """Forget the announced batches and end the thread. The next announcement starts a new thread."""
         thread = self._thread
         if thread is None or self._process != os.getpid():
             return
@@ -183,7 +183,7 @@ class Prefetcher:
         return None
 
     def _take(self, lookups: Sequence[Lookup]) -> Any:
-        """Remove and return the oldest announced batch, known to match the step."""
+        """Remove and return the oldest announced batch. The caller knows that the batch matches the step."""
         with self._changed:
             first = self._announced[0]
             if not wait_for(self._changed, lambda: first.is_known or first.error, self._thread):
@@ -201,8 +201,8 @@ class Prefetcher:
     def _interrupt(self, match: tuple[int, int] | None, lookups: Sequence[Lookup] | None) -> Any:
         """Pause the thread and make the store forget every batch. After `_resume`, batches are announced again.
 
-        If a step's `lookups` match announcements (`match`, from `_find`), drops these and all earlier announcements,
-        and returns their batch, or None if it was not made yet.
+        If a step's `lookups` match announcements (`match`, from `_find`), drops these and all earlier announcements.
+        Returns the batch of the matching announcements, or None if no batch was made yet.
         """
         with self._changed:
             self._paused = True
@@ -226,7 +226,7 @@ class Prefetcher:
             return None
 
     def _adopt(self, count: int, lookups: Sequence[Lookup]) -> Any:
-        """Drop the `count` oldest announcements and return their batch, usable by this thread; None if not made yet."""
+        """Drop the `count` oldest announcements and return their batch for this thread's use, None if not made yet."""
         if count != self._per_step:  # existing batches combine a different number of announcements
             self._per_step = count
             for announced in self._announced:
@@ -262,7 +262,7 @@ class Prefetcher:
                     step[0].error = error
 
     def _next(self) -> list[_AnnouncedLookups] | None:
-        """Returns the announcements of the next step to work on, or None. All are announced before any is fetched."""
+        """Returns the announcements of the next step to work on, or None. Announces all batches before fetching one."""
         size, position = self._per_step, None
         steps = 0 if self._is_idle else min(len(self._announced) // size, WINDOW)
         for number, announced in enumerate(islice(self._announced, 0, steps * size, size)):

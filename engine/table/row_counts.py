@@ -20,11 +20,11 @@ class RowCounts:
     def __init__(self, num_tables: int, processor: Processor[Any], lifecycle: Lifecycle) -> None:
         self._num_tables, self._processor, self._lifecycle = num_tables, processor, lifecycle
         self.stored_rows = 0  # rows when the table was opened
-        self.stored: Counts | None = np.zeros(num_tables, np.int64)  # the same for each table; None if unknown
+        self.stored: Counts | None = np.zeros(num_tables, np.int64)  # rows of each table at that time; None if unknown
         self.pending: Counts | None = None  # rows being erased, for each table
 
     def begin(self, rows: int) -> None:
-        """Start with this many stored rows. `set_stored` sets the number for each table."""
+        """Start with `rows` stored rows in all. `set_stored` sets the number for each table."""
         self.stored_rows = rows
 
     def set_stored(self, by_table: Counts | None) -> None:
@@ -32,7 +32,7 @@ class RowCounts:
 
     @property
     def rows(self) -> int:
-        """The number of rows in all tables. Reading it may wait for the device."""
+        """The number of rows in all tables. This property may wait for the device."""
         return self.stored_rows + int(self._change.sum())
 
     @property
@@ -41,7 +41,7 @@ class RowCounts:
         return None if self.stored is None else self.stored + self._change
 
     def by_table(self, scan: Callable[[], Chunks]) -> Counts:
-        """Returns the number of rows in each table. The first call may scan all rows (StoreError, SnapshotError)."""
+        """Returns the number of rows in each table. The first call may scan and raise StoreError, SnapshotError."""
         if self.stored is None:
             chunks = checked_rows(scan(), self._num_tables)
             self.stored = count_chunk_rows(chunks, self._num_tables) - self._change
@@ -49,7 +49,7 @@ class RowCounts:
 
     @property
     def _change(self) -> Counts:
-        """The growth of each table since it was opened."""
-        pending = self.pending  # read once, because `status` holds no lock and another thread may change it
+        """How many rows each table has gained since the table was opened."""
+        pending = self.pending  # read once: `status` holds no lock, so another thread may change `self.pending`
         change = self._processor.written - self._lifecycle.removed_counts
         return change if pending is None else change - pending

@@ -1,4 +1,4 @@
-"""Functions on scanned rows: check them, load them into a table, catch them up, read them under a lock."""
+"""Functions that check scanned rows, load rows into a table, catch rows up, or read rows under a lock."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def line_addresses(rows: NDArray[np.void]) -> NDArray[np.uint64]:
 
 
 def caught_up(stored: Mapping[str, Any], chunks: Chunks) -> Chunks:
-    """Yield stored rows after applying the steps that they missed. `stored` is their description."""
+    """Yield stored rows after applying the steps that they missed. `stored` describes the rows."""
     rule, hyper = stored["optimizer"], stored["hyper"]
     if not (hyper and catches_up(rule)):
         yield from chunks

@@ -1,8 +1,8 @@
 """`row_step`, through which every training step updates rows.
 
-Compiled steps, `EagerOptimizer`, optimizers in backward and table-batched embeddings all use it. It makes sure that
-only one thread at a time trains an embedding, that the step's optimizer updates the rows, and that a step that raises
-leaves no row pinned.
+Compiled steps, `EagerOptimizer`, optimizers in backward and table-batched embeddings all use `row_step`. This function
+ensures three things: only one thread at a time trains an embedding, the step's optimizer updates the rows, and a failed
+step leaves no row pinned.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def row_step(
                 elif (thread := holder[0]) is not current[0]:
                     raise GraphError(
                         f"a step of {owner} in thread {current[0].name!r} trains embedding {embedding.name!r} while a "
-                        f"step of {holder[1]} in thread {thread.name!r} does; run all training steps of an embedding "
-                        "in one thread, or hold a lock around each step"
+                        f"step of {holder[1]} in thread {thread.name!r} trains it; run all training steps of an "
+                        "embedding in one thread, or hold a lock around each step"
                     )
             try:
                 for embedding, optimizer in trained:
@@ -53,7 +53,7 @@ def row_step(
             except BaseException as error:
                 embeddings = [embedding for embedding, _ in trained]
                 groups = dict.fromkeys(embedding.group for embedding in embeddings if embedding.group is not None)
-                for group in groups:  # before release: pins show which rows were not updated
+                for group in groups:  # before `release`, because pins show which rows were not updated
                     group.note_failed_step(embeddings, error)
                 for embedding in embeddings:
                     embedding.release()

@@ -58,13 +58,13 @@ class SmallCaches:
 
         A cache is too small if it misses more than half of the requested rows because it evicts rows that steps need
         again. Since the store was opened, three more conditions must hold: at least every second miss evicted a row, at
-        least `capacity` rows were evicted, and more than a quarter of the requested rows were in the tier below. They
-        exclude a cache that is still filling, lookups of rows that were never written, and ids that occur once.
+        least `capacity` rows were evicted, and more than a quarter of the requested rows were in the tier below. These
+        conditions exclude caches that are still filling, lookups of unwritten rows, and ids that occur once.
         """
         top = next(iter(tiers.values()))
         requested = top["hits"] + top["misses"]
         for (tier, cache), (_, below) in pairwise(tiers.items()):
-            overflow = cache.get("overflow_evictions", 0)  # with prefetch most evictions; a GPU cache has none
+            overflow = cache.get("overflow_evictions", 0)  # most evictions, with prefetch; a GPU cache counts none
             evicted = cache["evictions_clean"] + cache["evictions_dirty"] + overflow
             misses = requested < 2 * cache["misses"] and requested < 4 * below["hits"]
             is_small = misses and cache["misses"] <= 2 * evicted and evicted >= cache["capacity"]
@@ -81,7 +81,7 @@ class SmallCaches:
 
 
 class Stack(NamedTuple):
-    """A table's tiers. `top` serves steps. `bottom` receives loaded rows, and all rows are written back to it."""
+    """A table's tiers. `top` serves steps. `bottom` receives loaded rows and all rows written back."""
 
     top: TopTier[Any]
     bottom: RocksDB | InMemoryTier

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..threads import POLL_SECONDS
 
-Table = Any  # an OpenTable; its file imports this one
+Table = Any  # an OpenTable; table.py imports this file
 
 
 class StepGate:
@@ -41,7 +41,7 @@ class StepGate:
         """Run the reader's block between two steps, with the tables' locks held.
 
         Yields False if `give_up` returned True while the reader waited; the block must then not use the tables. Raises
-        the deferred error of an earlier step; the training thread will raise it as well.
+        the deferred error of an earlier step; the training thread will raise this error as well.
         """
         while not self._reader_lock.acquire(timeout=POLL_SECONDS):
             if give_up():

@@ -1,9 +1,9 @@
-"""An embedding's open table. It passes batches through its tiers.
+"""An embedding's open table passes batches through its tiers.
 
-A training step makes three calls. `pin` deduplicates the ids, fetches their rows into the top tier and pins them there,
+A training step makes three calls. `pin` deduplicates ids, fetches their rows into the top tier and pins the rows there,
 unless the prefetcher has already prepared the batch. `PinnedBatch.gather` copies rows or pooled bags into tensors.
-`PinnedBatch.update` applies the optimizer to the rows and unpins them. Meanwhile the lifecycle decides which new rows
-to keep and which rows to delete, and observers see rows before they change, for snapshots. On a GPU, work is
+`PinnedBatch.update` applies the optimizer to the rows and unpins the rows. Meanwhile the lifecycle decides which new
+rows to keep and which rows to delete, and observers are notified before rows change, for snapshots. On a GPU, work is
 asynchronous: a later call raises the input errors that kernels find (deferred errors).
 """
 
@@ -45,7 +45,7 @@ from .row_scan import locked
 from .stack import FIRST_STEP, SmallCaches, Stack
 from .step_gate import StepGate
 
-_PAUSE_SECONDS = 0.0005  # seconds
+_PAUSE_SECONDS = 0.0005  # how long `flush_ahead` leaves the lock to other threads
 _NOT_ANNOUNCED = nullcontext()
 
 
@@ -70,17 +70,17 @@ class PinnedBatch:
             return self.table.processor.gather(self.core, index, self.lookups[index], weights, self.dtype, out)
 
     def weights_grad(self, index: int, grad: Tensor) -> Tensor:
-        """Returns the gradient of a lookup's weights, in the shape of its ids. `grad` is shaped like its result."""
+        """Returns the gradient of a lookup's weights, in the shape of the ids. `grad` is shaped like the result."""
         with self.table.lock:
             self.table.check_pinned(self)
             return self.table.processor.weights_grad(self.core, index, self.lookups[index], grad)
 
     def square_gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> float:
-        """Returns the sum of squared row gradients. Like `update`, it first sums each row's gradients."""
+        """Returns the sum of squared row gradients. As in `update`, a row's gradients are summed first."""
         return sum_partials([self.partial_squares(grads, weights)])
 
     def partial_squares(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> NDArray[np.int64]:
-        """Returns `square_gradients` as a partial sum (engine/ops/exact_sum.py) that can be added to other ranks'."""
+        """Returns `square_gradients` as a partial sum (engine/ops/exact_sum.py) that other ranks can add to."""
         gradients = self.gradients(grads, weights)
         with self.table.lock:
             self.table.check_pinned(self)
@@ -95,7 +95,7 @@ class PinnedBatch:
     ) -> None:
         """Apply the optimizer and unpin the rows.
 
-        For each lookup, `grads` holds the gradient of its result and `weights` the weights that pooled it. A row's
+        `grads` holds the gradient of each lookup's result, and `weights` the weights that pooled this result. A row's
         summed gradient is multiplied by `scale`; then each element is clipped to [-clip_value, clip_value].
         """
         try:
@@ -130,34 +130,34 @@ class OpenTable:
         self.spec, self.state, self.form = spec, state, spec.form(state)
         self.processor, self.layout = processor, processor.layout
         self.stack: Stack | None = stack
-        self.hyper: list[float] = []  # the rule's numbers at its last update; empty before the first
+        self.hyper: list[float] = []  # the rule's numbers at the table's last update; empty before the first update
         self.optimizer: RowOptimizer | None = None  # None if the table is open only for reading and `put`
         self.step = 0  # counts the table's updates
-        self.run = ""  # id of the run, drawn when the rows started empty
+        self.run = ""  # a random id, drawn when the rows started empty
         self.id_limits = spec.id_limits(None)
         self.updates = 0  # the number of updates launched on the processor
         self.failure: BaseException | None = None  # the error that left the rows inconsistent
         self.is_replaced = False  # another table has replaced this one in the embedding
-        self.last_metrics: dict[str, dict[str, Any]] | None = None  # shown while another thread holds the lock
+        self.last_metrics: dict[str, dict[str, Any]] | None = None  # for readers while another thread holds the lock
         self.lifecycle = lifecycle
         self.before_write = before_write or (lambda step: None)
         self._pinned: PinnedBatch | None = None
-        self.update_failed = False  # an update of the pinned rows raised
+        self.update_failed = False  # True if an update of the pinned rows raised
         self.prefetcher: Prefetcher | None = None  # made by the first announcement
         self._io_threads = io_threads
-        self.reader_error: TierbedError | None = None  # a reader between steps found it; the next call raises it
+        self.reader_error: TierbedError | None = None  # found between steps by a reader; the next call raises it
         self.step_gate = StepGate()
         self.lock = RLock()  # needed because native loops release the interpreter lock
         self.counts = RowCounts(spec.num_tables, processor, lifecycle)
         self.observers = ChangeObservers(self)
-        # rows to erase that may still be in some tiers: tables, keys, rows in each table, and the cause
+        # rows to erase, maybe still in some tiers: tables, keys, the number of rows in each table, and the cause
         self.pending_erase: tuple[TableIds, Keys, Counts, str] | None = None
         self.small_caches = SmallCaches(spec.name)
         self._next_rare_step = FIRST_STEP
 
     @property
     def is_inconsistent(self) -> bool:
-        """True if a call that failed halfway left rows inconsistent, so they must not get a clean marker."""
+        """True if rows are inconsistent because a call failed halfway. Inconsistent rows get no clean marker."""
         bottom = None if self.stack is None else self.stack.bottom
         return self.failure is not None or (isinstance(bottom, RocksDB) and bottom.failed)
 
@@ -183,7 +183,7 @@ class OpenTable:
         self.optimizer, self.state = optimizer, state
 
     def use_own_reach(self) -> None:
-        """Use the spec's `reach`, after a check that no id exceeds it."""
+        """Use the spec's id limits. Check first that no stored id exceeds these limits."""
         self.id_limits = self.spec.id_limits(None)
 
     def rename(self, name: str) -> None:
@@ -216,7 +216,7 @@ class OpenTable:
             self.finish_erasures().flush()
 
     def flush_ahead(self) -> None:
-        """Flush most rows in pieces, between which other threads may use the table. A later `flush` is then short."""
+        """Flush most rows, so that a later `flush` is short. Other threads may use the table between pieces of rows."""
         with suppress(RowsReplacedError):  # `flush` will flush the new rows
             top = self.finish_erasures()
             if isinstance(top, CpuCachedStore):
@@ -252,7 +252,7 @@ class OpenTable:
             return self.counts.rows
 
     def deferred_error(self, wait: bool) -> TierbedError | None:
-        """Returns an earlier call's deferred error, once, and uncounts later steps. With `wait`, waits for all work."""
+        """Returns an earlier call's deferred error once. Later steps no longer count. `wait`: wait for all work."""
         reader_error, self.reader_error = self.reader_error, None
         if reader_error is not None or not self.processor.defers_errors:
             return reader_error
@@ -274,7 +274,7 @@ class OpenTable:
         After a StoreError, either no row is erased, or the next call finishes the erasure before it uses a tier.
         """
         existing = count_by_table(tables, self.spec.num_tables) if existing is None else existing
-        self.before_write(self.step)  # first, so the rows remain readable if this fails because the disk is full
+        self.before_write(self.step)  # first: if this fails on a full disk, the rows remain readable
         self.pending_erase = tables, keys, existing, cause
         self.counts.pending = existing  # these rows already count as erased
         self.finish_erasures()
@@ -301,7 +301,7 @@ class OpenTable:
         return store
 
     def require_open(self) -> TopTier[Any]:
-        """Returns the top tier. Raises ClosedError if the table is closed, StoreError if it is inconsistent."""
+        """Returns the top tier. Raises ClosedError if the table is closed, StoreError if the table is inconsistent."""
         if self.stack is None:
             raise (RowsReplacedError if self.is_replaced else ClosedError)(
                 f"embedding {self.spec.name!r} was closed or its rows were replaced; use the embedding again"
@@ -309,13 +309,13 @@ class OpenTable:
         if self.failure is not None:
             raise StoreError(
                 f"embedding {self.spec.name!r} failed in the middle of a write ({self.failure!r}); load a snapshot, "
-                "or create it again: with a persistent_path it recovers its last snapshot"
+                "or create the embedding again: with a persistent_path, it recovers its last snapshot"
             ) from self.failure
         return self.stack.top
 
     @property
     def catch_up_rule(self) -> str | None:
-        """The rule, if its rows catch up on missed steps at their next use and may have missed some, or None."""
+        """The rule, if rows catch up at their next use on steps that they may have missed; otherwise None."""
         return self.state.rule if self.hyper and catches_up(self.state.rule) else None
 
     def current_hyper(self) -> list[float]:
@@ -350,7 +350,7 @@ class OpenTable:
     ) -> PinnedBatch:
         """Deduplicate the ids, fetch their rows and pin them. Gathered rows and gradients have `dtype`.
 
-        A prefetched batch is used if there is one; otherwise `dedup_from` is as in `Processor.batch`. If this raises
+        Uses a prefetched batch if there is one; otherwise `dedup_from` is as in `Processor.batch`. If `pin` raises
         CapacityError, nothing is pinned. A `row_step` around pin and update defers signals.
         """
         self.yield_to_reader()
@@ -362,7 +362,7 @@ class OpenTable:
             return pinned
 
     def yield_to_reader(self) -> None:
-        """Called before a training step: if another thread is waiting to read the rows, wait until it has."""
+        """Called before a training step: if another thread is waiting to read the rows, let that thread read first."""
         self.check_optimizer()
         self.next_step()
         if self.step_gate.is_wanted:
@@ -395,12 +395,12 @@ class OpenTable:
                     self._erase(*expired, "expired")
 
     def note_update(self, step: int, hyper: list[float]) -> None:
-        """Record that a step's update was launched with these numbers of the rule."""
+        """Record that the update of `step` was launched with `hyper`, the rule's numbers."""
         self.step, self.hyper = step, hyper
         self.updates += 1
 
     def put(self, lookup: Lookup, values: NDArray[np.float32]) -> None:
-        """Write values [n, dim] to the rows of n ids; the last write wins. Optimizer state stays unchanged."""
+        """Write values [n, dim] to the rows of n ids; an id's last value wins. Optimizer state stays unchanged."""
         if self.state.names and self.optimizer is None:
             raise OptimizerError(
                 f"embedding {self.spec.name!r} is only open for reading, because its rows have the state of optimizer "
@@ -420,7 +420,7 @@ class OpenTable:
             self._write(pinned, self.step, write)
 
     def delete(self, lookup: Lookup) -> int:
-        """Delete the rows of ids from all tiers. Returns how many of them had been written."""
+        """Delete the rows of ids from all tiers. Returns how many of these rows had been written."""
         self.observers.wait_for_memory()
         with self.lock, uninterrupted():
             self.release()
@@ -458,7 +458,7 @@ class OpenTable:
             return sum_partials([partial_sum(squares.cpu().numpy())])
 
     def count_written(self, lookup: Lookup) -> Counts:
-        """Returns for each table how many of the lookup's rows exist, that is, were written."""
+        """Returns, for each table, how many of the lookup's rows exist. A row exists once it was written."""
         with self.lock:
             counts = self.processor.count_written(self._peek(lookup))
             self.check()
@@ -495,7 +495,7 @@ class OpenTable:
         return self._pinned
 
     def use_announced(self, lookups: Sequence[Lookup] | None) -> AbstractContextManager[Any]:
-        """Returns the context manager `Prefetcher.step`, or one that yields None without a prefetcher."""
+        """Returns `Prefetcher.step`'s context manager. Without a prefetcher, the context manager yields None."""
         return _NOT_ANNOUNCED if self.prefetcher is None else self.prefetcher.step(lookups)
 
     def _unpin(self, pinned: PinnedBatch, dirty: bool) -> None:
@@ -505,7 +505,7 @@ class OpenTable:
 
     @property
     def capacity_limit(self) -> CapacityLimit | None:
-        """The limit for the store to check; None without a capacity, or if the lifecycle checks it."""
+        """The limit that the store checks. None if there is no capacity, or if the lifecycle checks the capacity."""
         capacity = self.lifecycle.capacity
         if capacity is None or self.lifecycle.has_ledger:
             return None
@@ -544,7 +544,7 @@ class OpenTable:
             is_written, self._pinned = True, None
             self._unpin(pinned, dirty=True)
         except BaseException as error:
-            if is_written or not isinstance(error, (TypeError, ValueError)):  # these are raised before any write
+            if is_written or not isinstance(error, (TypeError, ValueError)):  # both are raised before any write
                 # Lines, counters and lower tiers may disagree: never serve these rows, and write no clean marker.
                 self.failure, self._pinned = error, None
             raise
@@ -553,7 +553,7 @@ class OpenTable:
         self.update_failed = True
 
     def note_failure(self, error: BaseException) -> None:
-        """Record the error that left rows inconsistent: they are never served again, and get no clean marker."""
+        """Record the error that left rows inconsistent. Such rows are never served again, and get no clean marker."""
         self.failure = self.failure or error
 
     def check_pinned(self, pinned: PinnedBatch) -> None:
@@ -570,7 +570,7 @@ class OpenTable:
         return self.optimizer
 
     def next_step(self) -> int:
-        """Returns the number of the next step. Raises StoreError if rows cannot store it."""
+        """Returns the number of the next step. Raises StoreError if rows cannot store that number."""
         if self.step >= self._next_rare_step:
             self._rare_step()
         return self.step + 1

@@ -45,7 +45,7 @@ def _without_lock(table: OpenTable, metrics: dict[str, dict[str, Any]]) -> dict[
 
 
 def cache_metrics(table: OpenTable) -> None:
-    """Read the metrics before a long call, so that others can be shown them, unless this would need a scan."""
+    """Read the metrics before a long call, for other threads to see. Does nothing if a scan would be needed."""
     if table.counts.known_by_table is not None:
         with suppress(TierbedError):  # the long call itself will raise this error
             table.last_metrics = _read_metrics(table)
@@ -76,7 +76,7 @@ def _read_metrics(table: OpenTable) -> dict[str, dict[str, Any]]:
 
 
 def locate(table: OpenTable, lookup: Lookup) -> tuple[list[dict[str, Any]], str | None]:
-    """Returns the tiers that hold one id's row (see `TierBase.locate`), and why it is not stored, or None."""
+    """Returns the tiers that hold one id's row (see `TierBase.locate`), and why the row is not stored, or None."""
     with table.lock:
         store = table.finish_erasures()
         table.check()
@@ -96,7 +96,7 @@ def new_rows(table: OpenTable, lookup: Lookup) -> int:
 
 
 def scan_caught_up(table: OpenTable) -> Chunks:
-    """Scan all written rows, with the steps that they missed applied to a copy of them."""
+    """Scan all written rows. Missed steps are applied to a copy of the rows."""
     for bucket, rows in table.scan():
         if rule := table.catch_up_rule:
             rows = rows.copy()

@@ -25,7 +25,7 @@ struct Cache {
 
 enum Evicted : u8 { NOTHING, CLEAN, DIRTY };
 
-// Arrays over a batch's rows: the slot or NONE, the line or 0, whether it was a hit, what the slot held before.
+// For each row of a batch: the slot or NONE, the line or 0, 1 for a hit, an Evicted value, and the evicted row's way.
 struct Admission {
     u32* slots;
     u64* lines;

@@ -1,7 +1,7 @@
 // A set-associative write-back cache in device memory.
 //
 // The rows of a call are distinct. The caller sorts them, stably, by set and (if a set has rows of several buckets) by
-// bucket. One tile handles all rows of a set in this order, so the GPU decides as the CPU cache does.
+// bucket. One tile handles all rows of a set in this order, so the GPU decides like the CPU cache.
 #include "admission.h"
 #include "ops/cuda/items.h"
 
@@ -9,12 +9,12 @@ using namespace tierbed;
 
 namespace {
 
-// counts [3]
+// The elements of `counts`.
 enum Count : u32 { EVICTIONS_CLEAN, EVICTIONS_DIRTY, OVERFLOWS };
 
 using Counts = CountsOf<3>;
 
-// Sort keys per set: one, or one per bucket if a set has rows of several buckets.
+// Returns the number of sort keys per set: one, or one per bucket if a set has rows of several buckets.
 TIERBED_FN u32 parts_of_set(u32 sets) { return sets < BUCKETS ? BUCKETS : 1; }
 
 TIERBED_FN bool note_hit(const Cache& cache, const Admission& admission, u64 row, u32 slot, u32 now) {
@@ -52,7 +52,7 @@ TIERBED_FN void admit_miss(const Cache& cache, const Admission& admission, u64 r
 
 }  // namespace
 
-// Writes set_keys [n], the sort keys of the first `count` rows. The rest get a larger key than any row.
+// Writes set_keys [n], the sort keys of the first `count` rows. Later elements get a larger key than any row.
 extern "C" __global__ void compute_set_keys(const u64* hashes, const u32* count, u64 n, u32 sets, u32* set_keys) {
     const u32 parts = parts_of_set(sets);
     for_each(n, [&](u64 i) {
@@ -140,7 +140,7 @@ extern "C" __global__ void find_cached(Cache cache, const u64* hashes, const u32
     });
 }
 
-// Flags dirty slots [sets * WAYS].
+// Sets flags [sets * WAYS]: 1 for a dirty slot, otherwise 0.
 extern "C" __global__ void find_dirty(Cache cache, u8* flags) {
     for_each(static_cast<u64>(cache.sets) * WAYS, [&](u64 slot) { flags[slot] = cache.dirty(slot); });
 }

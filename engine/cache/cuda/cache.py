@@ -1,12 +1,12 @@
-"""The set-associative cache in device memory, as the top tier of a stack. It decides exactly as the CPU cache does.
+"""The set-associative cache in device memory: the top tier of a stack, which decides like the CPU cache.
 
-Kernels find rows and choose victims; `Cache` launches them and copies no row itself. Look-ahead hides the time to fetch
-missing rows: the caller announces the batches of future steps, and a prefetch thread admits and fetches their rows on
-its own stream, in step order. A step only pins its batch if the rows are resident; otherwise it fetches them itself.
+Kernels find rows and choose victims; `Cache` launches these kernels and copies no row itself. Look-ahead hides the time
+to fetch missing rows: the caller announces the batches of future steps, and a prefetch thread admits and fetches their
+rows on its own stream, in step order. A step fetches its batch's rows itself if they are not resident yet.
 
-`CudaWindow` keeps the announced batches and lets one thread use the cache and the staging memory at a time. The table's
-lock does not do this, since the prefetch thread works without it, between the calls that hold it. Lines of resident
-batches are pinned, so a step may use them while the thread fetches the next batch. Events order the two streams.
+`CudaWindow` keeps the announced batches, and lets only one thread at a time use the cache and the staging memory. The
+table's lock cannot ensure this, because the prefetch thread fetches rows without holding that lock. The lines of
+resident batches are pinned, so a step may use them while the next batch is fetched. Events order the two streams.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CACHE = struct_type("uint64 tags ways memory", "uint32 sets")
 
 @dataclass(eq=False)
 class _AnnouncedBatch:
-    """An announced batch. Its rows are resident once `admission` is set."""
+    """An announced batch. The batch's rows are resident once `admission` is set."""
 
     batch: Batch
     event: Event = None
@@ -57,20 +57,20 @@ class CudaWindow:
         self._announced: deque[_AnnouncedBatch] = deque()
         self._changed = Condition()
         self._waiting_steps = 0  # steps that wait for prefetch
-        self.is_fetching = False  # a thread is in `fetch`
-        # An event after the launches of steps, for prefetch to wait for, and the last batch completed by then.
+        self.is_fetching = False  # True while a thread is in `fetch`
+        # The event after a step's launches, which prefetch waits for, and the last batch completed at that event.
         self._steps_done: tuple[Event, int] = (device.record_event(), cache.now)
         self._prefetch_done = device.record_event()  # an event after prefetch's launches
 
     @property
     def last_completed(self) -> int:
-        """The number of the last completed batch. Neither it nor earlier batches pin rows."""
+        """The number of the last completed batch. Batches up to this number pin no rows."""
         first = self._pinned or (self._announced[0].admission if self._announced else None)
         return self._cache.now if first is None else (first.number - 1) % (1 << 32)
 
     @property
     def resident_batches(self) -> list[Batch]:
-        """The batches with all rows resident."""
+        """The batches whose rows are all resident."""
         resident = [announced.batch for announced in tuple(self._announced) if announced.admission is not None]
         return resident if self._pinned is None else [self._pinned.batch, *resident]
 
@@ -96,7 +96,7 @@ class CudaWindow:
     def fetch(self, batch: Batch, admit: Callable[[int], Admission | None]) -> bool:
         """Call `admit(last_completed)` to fetch an announced batch's rows before its step.
 
-        Returns False if `admit` returned None because it could not fetch, or if another batch must be fetched first.
+        Returns False if `admit` could not fetch the rows (it returned None), or if another batch must be fetched first.
         Otherwise returns True, even if the batch was cancelled in the meantime.
         """
         with self._changed:
@@ -119,7 +119,7 @@ class CudaWindow:
             return admission is not None
 
     def pin(self, batch: Batch, admit: Callable[[int], Admission | None]) -> bool:
-        """Pin a batch. Returns True if its rows were resident; if not, calls `admit(last_completed)` to fetch them."""
+        """Pin a batch. If its rows were resident, return True; otherwise fetch the rows by `admit(last_completed)`."""
         if self._pin_if_resident(batch):
             return True
         with self.exclusive():
@@ -137,7 +137,7 @@ class CudaWindow:
         self._pinned = None
 
     def cancel(self) -> None:
-        """Forget the announced batches. Their rows stay resident but are no longer pinned."""
+        """Forget the announced batches. Rows of forgotten batches stay resident but are no longer pinned."""
         if self._announced:
             with self.exclusive():
                 self._announced.clear()
@@ -170,13 +170,13 @@ _ADMISSION = struct_type("uint64 slots lines hit evicted previous")
 
 @dataclass(frozen=True)
 class Admission:
-    """The decisions of `Cache.admit` for a batch. They tell the caller what to copy before it uses the lines."""
+    """The decisions of `Cache.admit` for a batch. The caller must copy rows accordingly before it uses the lines."""
 
     batch: Batch
     slots: Tensor  # [size], each row's slot; -1 if its set is full
     lines: Tensor  # [size], each row's line address; 0 if its set is full
     hit: Tensor  # [size], 1 if the row was resident
-    evicted: Tensor  # [size], what the slot held before: an enumerator of admission.h
+    evicted: Tensor  # [size], what the slot held before: an `Evicted` of admission.h
     previous: Tensor  # [size, WAY_BYTES / 4] int32, the way of the row that the slot held before
     number: int  # the batch's number
 
@@ -191,7 +191,7 @@ class Admission:
 
 
 class Cache:
-    """The sets of a cache: `budget_bytes` of lines and metadata. It makes decisions but copies no row.
+    """The sets of a cache, with `budget_bytes` for lines and metadata. `Cache` makes decisions but copies no row.
 
     Batches are numbered in the order of admission. A row is pinned until the last batch that needs it has completed. A
     row is dirty while its `updates` differ from its `updates` in the tier below.
@@ -216,7 +216,7 @@ class Cache:
         self.now = 0  # the latest batch number
 
     def admit(self, batch: Batch, last_completed: int) -> Admission:
-        """Give slots to the batch's rows, after a fault only to resident ones. last_completed: see `CudaWindow`."""
+        """Give slots to the batch's rows; after a fault, only to resident rows. last_completed: see `CudaWindow`."""
         self.now = (self.now + 1) % (1 << 32)
         n = np.uint64(batch.size)
         set_keys = batch.empty(torch.int32)
@@ -239,7 +239,7 @@ class Cache:
         self._run("mark_fetched", batch.size, 1, self.by_value(), admission.by_value(), batch.count)
 
     def cancel(self, admission: Admission, restore: bool) -> None:
-        """Undo the latest admission. restore: True to restore its victims, if they were not written back."""
+        """Undo the latest admission. restore: True to put back victims that were not written back."""
         batch, cache = admission.batch, self.by_value()
         self._run("cancel_rows", batch.size, 1, cache, admission.by_value(), batch.count, np.uint32(restore))
 
@@ -308,7 +308,7 @@ class Cache:
 
 
 class DeviceCache(TopTier[Batch]):
-    """Base of both GPU caches: the sets above a tier, and the window of batches that use them."""
+    """Base class of both GPU caches: the sets, the tier below, and the window of batches that use the sets."""
 
     def __init__(self, layout: Layout, below: Any, cache: Cache, faults: Faults, staging: Staging) -> None:
         self._layout, self._below, self._cache, self._faults, self._staging = layout, below, cache, faults, staging
@@ -358,7 +358,7 @@ class DeviceCache(TopTier[Batch]):
     def _erase(self, tables: TableIds, keys: Keys) -> tuple[Batch, Tensor]:
         """Erase rows from the sets, in an `exclusive` block. A pinned row stays with its initial value.
 
-        Returns the rows as a batch, and a bool flag for each row [size]: True if it stays.
+        Returns the rows as a batch, and a bool flag for each row [size]: True if the row stays.
         """
         batch = rows_of(self._layout.device, tables, keys, self._faults.word)
         batch.lines = find_lines(self._window.resident_batches, batch, self._faults.word)
@@ -368,6 +368,6 @@ class DeviceCache(TopTier[Batch]):
         return batch, keep
 
     def _metrics(self) -> dict[str, float]:
-        """Return the cache's counters and sizes, and the store's hits and misses. Call it in an `exclusive` block."""
+        """Return the cache's counters and sizes, and the store's hits and misses. Needs an `exclusive` block."""
         hits, misses = self.hit_counts().sum(0).tolist()
         return {**self._cache.metrics(), "hits": hits, "misses": misses}

@@ -29,7 +29,7 @@ class CudaCachedStore(DeviceCache):
         self._run = partial(launch, layout.device, layout.program("cache/cuda/cache.cu"))
         self._fetch_staging = Staging(layout)
         self._overflows: tuple[Tensor, int] | None = None  # the pinned batch's rows without a slot: flags [size], count
-        self._reads: HitCounts = np.zeros((layout.tables, 2), np.int64)  # counts rows of `peek`
+        self._reads: HitCounts = np.zeros((layout.tables, 2), np.int64)  # hits and misses of `peek`
         self._peeked = (0, 0, 0)
         self._traffic = {"bytes_in": 0, "bytes_out": 0}
         self._write_back_log: WriteBackLog | None = None
@@ -38,7 +38,7 @@ class CudaCachedStore(DeviceCache):
         return self._window.fetch(batch, partial(self._fetch, batch, capacity_limit=None, ahead=True))
 
     def pin(self, batch: Batch, capacity_limit: CapacityLimit | None) -> None:
-        """Pin a batch, as in `TopTier.pin`. If rows are missing, waits for the device once and raises its faults."""
+        """Pin a batch, as in `TopTier.pin`. If rows are missing, waits for the device, and raises a fault's error."""
         if not self._window.pin(batch, partial(self._fetch, batch, capacity_limit=capacity_limit, ahead=False)):
             return
         self._faults.post(batch)
@@ -59,7 +59,7 @@ class CudaCachedStore(DeviceCache):
             (flags, count), self._overflows = self._overflows, None
             if dirty:
                 ranks = flags.cumsum(0, dtype=torch.int32)
-                self._staging.reserve(count)  # free for reuse: `pin` waited
+                self._staging.reserve(count)  # not in use, because `pin` waited for the device
                 self._staging.identify(batch.hashes, batch.tables, flags, ranks)
                 self._staging.copy_lines(batch.lines, flags, ranks)
                 ranks.cpu()  # waits
@@ -118,7 +118,7 @@ class CudaCachedStore(DeviceCache):
     ) -> Admission | None:
         """Fetch a batch's rows. Waits for the device once. last_completed: as in `Cache.admit`.
 
-        ahead: True before the batch's step. Then returns None, and changes nothing, if it cannot fetch them all.
+        ahead: True before the batch's step. A call ahead returns None, without changes, if a row cannot be fetched.
         """
         if ahead and self._overflows is not None:  # the pinned batch has rows that the tier below lacks
             return None

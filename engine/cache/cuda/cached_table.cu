@@ -1,5 +1,5 @@
 // A cache in device memory above a full table whose lines are in page-locked host memory. Only kernels copy rows. Each
-// resident row also owns a line below, so it can always be written back.
+// resident row also owns a line in the full table, so the row can always be written back.
 #include "admission.h"
 #include "store/cuda/segments.h"
 #include "ops/cuda/items.h"
@@ -30,8 +30,8 @@ extern "C" __global__ void write_back(LineIndex below, Admission admission, cons
     thread_counts.add_to(counts);
 }
 
-// Fetches the first `count` rows. On entry, lines [n] has each row's line in the table below; on return, the line to
-// use: its slot's, or without a slot the line below. `zero_line` stays. Counts misses in lookups [tables, 2].
+// Fetches the first `count` rows. On entry, lines [n] has each row's line in the table below. On return, a row that has
+// a slot has the slot's line; other rows keep that line. Skips rows at `zero_line`. Counts misses in `lookups`.
 extern "C" __global__ void fetch(Cache cache, Admission admission, const u64* hashes, const u32* tables,
                                  const u32* count, u64* lines, u64 zero_line, InitialRow initial,
                                  const __grid_constant__ SlotHash slot_hash, u64* counts, Counters lookups) {
@@ -44,7 +44,7 @@ extern "C" __global__ void fetch(Cache cache, Admission admission, const u64* ha
         if (tile.lane == 0) lines[i] = used_line;
         if (admission.hit[i] || line_below == zero_line) return;
         const u32 stored = row_counters(line_below, SHAPE)->updates;
-        synchronise(tile);  // all lanes have read the counters; it may be in `used_line`
+        synchronise(tile);  // all lanes have read the counters; `used_line` may be `line_below`
         if (tile.lane == 0) {
             ++thread_counts.found[stored ? HIT_BELOW : MISS_BELOW];
             tally.add(place_of(tables[i], true));
@@ -60,7 +60,7 @@ extern "C" __global__ void fetch(Cache cache, Admission admission, const u64* ha
 }
 
 // Looks up the first `count` rows for reading: writes lines [n], 0 if no tier has the row, and absent [n], 1 if no
-// tier has it, otherwise 0. Counts hits and misses in lookups [tables, 2].
+// tier has the row, otherwise 0. Counts hits and misses in lookups [tables, 2].
 extern "C" __global__ void locate_rows(Cache cache, LineIndex table, const u64* hashes, const u32* tables,
                                        const u32* count, u64 n, u64* lines, i32* absent, u64* counts,
                                        Counters lookups) {
@@ -85,7 +85,7 @@ extern "C" __global__ void locate_rows(Cache cache, LineIndex table, const u64* 
     thread_counts.add_to(counts);
 }
 
-// Writes dirty rows back to the table below. They stay in the cache.
+// Writes dirty rows back to the table below, and keeps the rows in the cache.
 extern "C" __global__ void flush_rows(Cache cache, LineIndex below, u64* counts) {
     Counts thread_counts;
     for_each_item<COPY_LANES>(static_cast<u64>(cache.sets) * WAYS, [&](Tile tile, u64 slot) {

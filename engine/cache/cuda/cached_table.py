@@ -1,4 +1,4 @@
-"""A cache in device memory above a full table with its lines in host memory. Only kernels copy rows."""
+"""A cache in device memory above a full table whose lines are in host memory. Only kernels copy rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CachedTable(DeviceCache):
     """A write-back cache above a full table. The host copies nothing.
 
     Pinning gives each row a line in the table below, so every row can be written back. If a row's set is full, the step
-    uses the row at that line. A step waits for the device only if the table grows.
+    uses the row's line in the table below. A step waits for the device only if the table grows.
     """
 
     def __init__(self, layout: Layout, below: CudaFullStore, cache: Cache, faults: Faults) -> None:
@@ -33,9 +33,9 @@ class CachedTable(DeviceCache):
         self._run = partial(launch, layout.device, layout.program("cache/cuda/cached_table.cu"))
         # Counts of cached_table.cu: hits and misses in the table below, rows written back, lookups the cache served.
         self._counts = torch.zeros(4, dtype=torch.int64, device=layout.device.torch_device)
-        self._peeked = torch.zeros_like(self._counts)  # the same counts for `peek`
+        self._peeked = torch.zeros_like(self._counts)  # like `_counts`, but for `peek`
         self._hit_counters = HitCounters(layout)  # hits of read-only lookups, and all misses
-        self._new: dict[Batch, Tensor] = {}  # announced batch: flags [size] of the rows inserted below
+        self._new: dict[Batch, Tensor] = {}  # per announced batch: flags [size] of its rows inserted below
 
     def prefetch(self, batch: Batch) -> bool:
         return self._window.fetch(batch, partial(self._fetch, batch, ahead=True))
@@ -48,7 +48,7 @@ class CachedTable(DeviceCache):
                 self._below.table.erase(batch, torch.where(new, batch.lines, 0))
 
     def pin(self, batch: Batch, capacity_limit: CapacityLimit | None) -> None:
-        """Pin a batch, as in `TopTier.pin`. Rows that do not fit in the table below set a fault, as `CudaFullStore`."""
+        """Pin a batch, as in `TopTier.pin`. Rows that do not fit in the table below set a fault."""
         self._window.pin(batch, partial(self._fetch, batch, ahead=False))
         self._new.pop(batch, None)
         self._faults.post(batch)
@@ -112,7 +112,7 @@ class CachedTable(DeviceCache):
     def _fetch(self, batch: Batch, last_completed: int, ahead: bool) -> Admission | None:
         """Fetch a batch's rows. last_completed: as in `Cache.admit`.
 
-        ahead: True before the batch's step. Then waits for the device, and returns None if a row has no room.
+        ahead: True before the batch's step. A call ahead waits for the device, and returns None if a row has no room.
         """
         table = self._below.table
         ranks = table.find(batch)

@@ -1,12 +1,12 @@
 // One set of the set-associative cache: probes it and chooses victims.
 //
 // A set has 64 ways and a one-byte tag per way (0: free). A probe reads one CPU cache line of tags, then only the ways
-// with a matching tag. A row's home is one group of 16 ways, where it replaces another row. If all rows there are
-// pinned or needed by an announced batch, the search goes on in the next group. One tile works on a set at a time, and
-// no other thread uses that set. The tile's size does not change which victim is chosen.
+// with a matching tag. A row's home is the group of 16 ways where the search for a victim begins. If all rows of a
+// group are pinned or needed by an announced batch, the search goes on in the next group. One tile works on a set at a
+// time, and no other thread uses that set. The tile's size does not change which victim is chosen.
 //
-// Batch numbers ascend in step order. A row is pinned while its `last` is after `last_completed`, the last batch that
-// has completed, so the end of a step changes no row. A row is dirty if the tier below lacks some of its updates.
+// Batch numbers ascend in step order. A row is pinned until the last batch that touched it (`Way::last`) has completed,
+// so the end of a step changes no row. A row is dirty if the tier below lacks some of the row's updates.
 #pragma once
 #include "ops/kernels/hash.h"
 #include "ops/kernels/deduplicate.h"
@@ -19,10 +19,10 @@ constexpr u32 NEVER = 0xFFFFFFFFu;
 struct Way {
     u64 hash;
     u32 table;
-    u32 last;    // the last batch that touched it
-    u32 next;    // the next announced batch that needs it; 0 for none
-    u32 uses;    // how many batches touched it
-    u32 stored;  // the row's `updates` in the tier below; 0 if that tier lacks it
+    u32 last;    // the last batch that touched the row
+    u32 next;    // the next announced batch that needs the row; 0 for none
+    u32 uses;    // how many batches touched the row
+    u32 stored;  // the row's `updates` in the tier below; 0 if that tier lacks the row
     u32 spare;
 };
 static_assert(sizeof(Way) == 32, "two ways a cache line");
@@ -34,10 +34,10 @@ struct SetView {
 
 enum Replacement : u32 { LRU = 0, LFU = 1 };
 
-// Never 0. These bits choose neither the bucket nor, with fewer than 2^25 sets per bucket, the set.
+// Returns a row's tag, never 0. With fewer than 2^25 sets per bucket, tag bits select neither the bucket nor the set.
 TIERBED_FN u8 tag_of(u64 hash) { return static_cast<u8>(0x80 | (hash & 0x7F)); }
 
-// A bucket's first set, if there are at least BUCKETS sets: then each set belongs to one bucket.
+// Returns a bucket's first set. There must be at least BUCKETS sets, so that each set belongs to one bucket.
 TIERBED_FN u32 first_set(u32 bucket, u32 sets) { return static_cast<u32>(static_cast<u64>(bucket) * sets / BUCKETS); }
 
 TIERBED_FN u32 set_of(u64 hash, u32 sets) {
@@ -47,11 +47,11 @@ TIERBED_FN u32 set_of(u64 hash, u32 sets) {
     return first + multiply_high(low, first_set(bucket_of(hash) + 1, sets) - first);
 }
 
-// The first way of the row's home.
+// Returns the first way of the row's home group.
 TIERBED_FN u32 home_of(u64 hash) { return static_cast<u32>(hash >> 32) % (WAYS / GROUP) * GROUP; }
 
 #ifndef TIERBED_GPU
-// A bit for each way of a group whose tag matches. Rarely, the bit of another way is set too.
+// Returns a mask with a bit for each way of a group whose tag matches. Rarely, another way's bit is set too.
 TIERBED_FN u32 tag_matches(const u8* tags, u8 tag) {
     u32 matches = 0;
     for (u32 half = 0; half < GROUP / 8; ++half) {
@@ -102,20 +102,20 @@ TIERBED_FN u32 probe_set(Tile tile, const SetView& set, u64 hash, u32 table) {
     return NONE;
 }
 
-// True if a row differs from the tier below. `updates` saturates, so a saturated row counts as dirty.
+// True if a row differs from its copy in the tier below. A row with a saturated `updates` always counts as dirty.
 TIERBED_FN bool is_dirty(u32 updates, u32 stored) { return updates != stored || updates == 0xFFFFFFFFu; }
 
-// Batch numbers wrap around, so they are compared by their difference.
+// True if batch `number` comes after `other`. Batch numbers wrap around, so their difference decides.
 TIERBED_FN bool is_after(u32 number, u32 other) { return static_cast<i32>(number - other) > 0; }
 
-// Batches from `number` to the next one that needs the row; NEVER if no announced batch does.
+// Returns how many batches after `number` the batch `next` comes; NEVER if `next` is 0 or does not come after.
 TIERBED_FN u32 batches_until(u32 next, u32 number) {
     return next != 0 && is_after(next, number) ? next - number : NEVER;
 }
 
-// Returns the way to replace for batch `number`: the first free way, searched from `home` on. If there is none, takes
-// the first group with a row that is neither pinned nor needed by an announced batch, and in it the least recently used
-// row or the row with the fewest uses. Returns NONE if no group has such a row.
+// Returns the way that a new row of batch `number` gets: the first free way, searched from `home` on. If none is free,
+// searches groups from `home` on for rows that are neither pinned nor needed by an announced batch. In the first group
+// with such rows, takes the least recently used row (LRU) or the least used row (LFU). Returns NONE without such rows.
 TIERBED_FN u32 victim_way(const SetView& set, u32 home, u32 number, u32 last_completed, Replacement replacement) {
     for (u32 turn = 0; turn < WAYS; turn += GROUP) {
         const u32 first = (home + turn) % WAYS, free = first_free(set.tags + first);

@@ -12,7 +12,7 @@ namespace {
 constexpr std::size_t FLUSH_ROWS = 1 << 16;  // rows per write to the tier below
 constexpr std::size_t GRAIN = 512, AHEAD = 4;
 
-// A batch's rows by bucket. Copies them if the batch stores them in number order.
+// A batch's rows by bucket. If the batch stores its rows by id number instead, this class copies the rows.
 class BatchRows {
 public:
     BatchRows(Batch& batch, bool with_own_lines) : batch_(batch) {
@@ -201,14 +201,14 @@ void CachedTier::unpin(const Batch& batch) {
         update_last_completed();
     }
     if (!threads_->writer) return;
-    // Wake the writer now, since the next step may come late. An admission in progress wakes it anyway.
+    // Wake the writer now, since the next step may come late. An admission in progress wakes the writer anyway.
     const std::unique_lock directory(threads_->directory, std::try_to_lock);
     if (directory && directory_.overflow.rows() > overflow_rows_) threads_->writer->wake(overflow_limits());
 }
 
 void CachedTier::cancel() {
     std::deque<Announced> ended;
-    const std::lock_guard admission(threads_->admission);  // so that no batch ends while its rows are being fetched
+    const std::lock_guard admission(threads_->admission);  // no batch may end while its rows are being fetched
     const std::lock_guard directory(threads_->directory);
     const std::lock_guard queue(threads_->queue);
     ended.swap(announced_);
@@ -432,7 +432,7 @@ void CachedTier::erase(const RowSpan& rows) {
 
 void CachedTier::forget_errors() {
     below_.forget_errors();
-    const std::lock_guard admission(threads_->admission);  // so that no thread waits for the writer
+    const std::lock_guard admission(threads_->admission);  // no thread may wait for the writer meanwhile
     std::unique_lock directory(threads_->directory);
     auto& writer = threads_->writer;
     if (!writer) return;
@@ -467,7 +467,7 @@ bool CachedTier::flush_rows(const ForEach& for_each, std::size_t max_rows) {
     }
     bool more = false;
     RowList dirty;
-    std::vector<std::pair<Way*, u32>> written_ways;  // each with the `updates` written
+    std::vector<std::pair<Way*, u32>> written_ways;  // each way with the `updates` that were written
     const auto write = [&] {
         write_back(dirty.rows());
         for (const auto& [way, updates] : written_ways) way->stored = updates;

@@ -1,17 +1,17 @@
-// A write-back cache above a slower tier. It serves steps, or is a tier itself, so caches stack.
+// A write-back cache above a slower tier. A cache serves steps, or is the slower tier of another cache.
 //
-// Batches get numbers when they are announced or pinned, and they end in that order. To admit a batch, `admit` looks up
-// its rows, chooses victims for the missing rows and pins all of them; then `fetch` reads the missing rows from the
-// tier below. `prefetch` does this ahead of an announced batch's step, in another thread; otherwise `pin` does it. Rows
-// that announced batches need are not chosen as victims. A row is pinned until the last batch that touched it has
-// ended, so ending a batch touches no row.
+// Batches get numbers when they are announced or pinned, and end in the order of their numbers. `admit` looks up a
+// batch's rows, chooses victims for missing rows and pins all its rows; then `fetch` reads the missing rows from the
+// tier below. `prefetch` admits and fetches an announced batch before its step, in another thread. If no prefetch did
+// so, `pin` does. Rows that announced batches need are not chosen as victims. A row is pinned until the last batch that
+// touched the row has ended, so ending a batch changes no row.
 //
 // Above a tier on disk, evicted dirty rows move to the overflow area, and the write-behind thread writes them back.
-// Above a tier in memory, `admit` writes them back itself. Rows without a slot are in the overflow area too.
+// Above a tier in memory, `admit` writes evicted rows back itself. The overflow area also holds rows without a slot.
 //
-// Locks, in the order they are taken: `admission`, held to fetch or write back; `directory`, for sets, overflow area
-// and window; `queue`, for the batches. No lock guards the lines: a pinned row's line belongs to its step, a missing
-// row's line to the thread that admits it.
+// There are three locks, taken in this order. `admission` is held to fetch or write back rows. `directory` guards the
+// sets, the overflow area and the window. `queue` guards the queue of batches. Lines need no lock: a pinned row's line
+// belongs to its step, and a missing row's line to the thread that admits the row.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -45,17 +45,17 @@ public:
     ~CachedTier() override;
     CachedTier(const CachedTier&) = delete;
 
-    // As in engine/store/contract.py. `announce` and `prefetch` may run in another thread than the rest. An error of
-    // the write-behind thread is thrown by the next call that fetches rows, or dropped by `flush`. No row is lost.
+    // Documented in engine/store/contract.py. `announce` and `prefetch` may run in another thread. If the write-behind
+    // thread fails, the next call that fetches rows throws the error, or `flush` drops the error. No row is lost.
     void announce(std::shared_ptr<Batch> batch);
     bool prefetch(const Batch& batch);
     void pin(std::shared_ptr<Batch> batch);
     void unpin(const Batch& batch);
     void cancel();
-    // Returns how many rows are not in the cache, and how many of those are in no tier.
+    // Returns how many rows are not in the cache, and how many rows are in no tier.
     std::pair<std::size_t, std::size_t> peek(Batch& batch);
 
-    // `read` makes no row resident, `write` does. With announced or pinned batches, `write` and `read(touch)` throw.
+    // `write` makes rows resident, `read` does not. With announced or pinned batches, `write` and `read(touch)` throw.
     void read(const RowSpan& rows, bool* is_hit, bool touch) override;
     void write(const RowSpan& rows) override;
     void erase(const RowSpan& rows) override;
@@ -63,8 +63,8 @@ public:
     bool on_disk() const override { return false; }
     // Writes all dirty rows back.
     void flush();
-    // Flushes at most `rows` dirty rows: first of the sets, from slot `begin` on, then of the overflow area. Returns
-    // the `begin` of the next call; 0 at the end.
+    // Flushes at most `rows` dirty rows: first rows in the sets, from slot `begin` on, then rows in the overflow area.
+    // Returns the `begin` of the next call, or 0 at the end.
     u32 flush_some(u32 begin, u32 rows);
     // Ends the write-behind thread and drops all batches. Does not flush.
     void close();
@@ -75,7 +75,7 @@ public:
 
     // The state of a row in the cache.
     struct Resident {
-        i64 slot;  // -1 in the overflow area
+        i64 slot;  // -1 if the row is in the overflow area
         bool dirty, pinned;
         RowCounters counters;
     };
@@ -87,7 +87,7 @@ private:
         u32 number;
         enum { waiting, admitting, admitted } state;
     };
-    // On the heap so that a forked child can leak it: the child must not destroy it.
+    // Allocated on the heap, because a forked child must not destroy these objects and leaks them instead.
     struct Threads {
         std::mutex admission, directory, queue;
         std::condition_variable admitted;
@@ -98,13 +98,13 @@ private:
     // Call these with `queue` held.
     Announced* find_announced(u32 number);  // null if the batch was cancelled
     void update_last_completed();
-    // Call these with `admission` held. Each `read` or `write` is a batch of its own, between the first two calls.
+    // Call these with `admission` held. `begin_internal_batch` and `end_internal_batch` surround reads and writes.
     u32 begin_internal_batch();
     void end_internal_batch();
     // Returns false if a prefetched batch might need too much of the overflow area now.
     bool admit(const RequestedRows& requested, u32 number, Purpose purpose);
     void fetch(const RequestedRows& requested);
-    // Takes the locks itself. Flushes up to `max_rows` dirty rows that `for_each` visits. True if there are more.
+    // Takes the locks itself. Flushes up to `max_rows` dirty rows that `for_each` visits. True if dirty rows remain.
     template <class ForEach>
     bool flush_rows(const ForEach& for_each, std::size_t max_rows = SIZE_MAX);
     // Copies resident rows to the lines `to`, and returns the missing rows. touch: the copy counts as a use.
@@ -115,7 +115,7 @@ private:
     void write_back(const RowSpan& rows);
     // Needs no lock. Fills lines from the tier below or with initial values. Returns each row's `updates`.
     std::vector<u32> read_below(const RowSpan& rows, bool touch);
-    // How many rows may stay when `added` rows arrive. Write-back keeps half of the area free for the rows of a batch.
+    // Limits for the overflow area when `added` rows arrive. Write-back keeps half of the area free for a batch's rows.
     Overflow::Limits overflow_limits(std::size_t added = 0) const {
         const std::size_t half = overflow_rows_ / 2;
         const std::size_t rest = overflow_rows_ - std::min(overflow_rows_, added);

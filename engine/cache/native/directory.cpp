@@ -25,8 +25,8 @@ std::size_t CacheSets::used() const {
 
 namespace {
 
-constexpr u32 OLDEST = 1u << 30;   // batches
-constexpr std::size_t AHEAD = 16;  // how many rows ahead ways are prefetched; tags twice as far
+constexpr u32 OLDEST = 1u << 30;   // limit for a row's age, in batches
+constexpr std::size_t AHEAD = 16;  // ways are prefetched this many rows ahead, tags twice as far
 
 }  // namespace
 
@@ -49,7 +49,7 @@ void Directory::announce(const RequestedRows& batch, u32 number) {
                 if (!sets.prefetch_way(batch.hashes[i + AHEAD])) overflow.prefetch_slot(batch.hashes[i + AHEAD]);
                 window.prefetch_slot(bucket, batch.hashes[i + AHEAD]);
             }
-            if (!window.add_row(bucket, batch.hashes[i], batch.tables[i])) continue;  // an earlier batch needs it first
+            if (!window.add_row(bucket, batch.hashes[i], batch.tables[i])) continue;  // an earlier batch needs the row
             const Location location = find(batch.hashes[i], batch.tables[i]);
             if (location.way) location.way->next = number;
         }
@@ -57,7 +57,7 @@ void Directory::announce(const RequestedRows& batch, u32 number) {
 }
 
 void Directory::begin(u32 number) {
-    if (number % OLDEST == 0)  // numbers wrap around; keep old ones comparable
+    if (number % OLDEST == 0)  // batch numbers wrap around, so rows must not get too old to compare
         for_each_row([&](Way& way, u64, i64) {
             if (is_after(number - OLDEST, way.last)) way.last = number - OLDEST;
         });
@@ -201,7 +201,7 @@ void Directory::place_misses(const RequestedRows& batch, bool keep_victims) {
             } else if (miss.from == NONE) {
                 miss.entry = overflow.add(miss.way, false);
                 line = overflow.line(miss.entry);
-            } else if (overflow.at(miss.from).writing) {  // copy: the writing thread must not see changes
+            } else if (overflow.at(miss.from).writing) {  // copy the row: the writing thread must not see changes
                 const u64 old_line = overflow.line(miss.from);
                 overflow.remove(miss.from);
                 line = overflow.line(overflow.add(miss.way, false));

@@ -1,11 +1,11 @@
-// The directory of a cache: where its rows are, and which rows to replace.
+// The directory of a cache knows where each row is, and decides which rows to replace.
 //
-// `CacheSets` is the sets, with most rows. `Overflow` (overflow.h) has evicted dirty rows and rows without a slot.
-// `Window` is the look-ahead: it records which announced batches need which rows. A resident row also stores the next
-// batch that needs it. Rows that announced batches need are never victims, and if a set has too few slots, the rows
-// needed soonest get them. As far as announcements reach, this is Belady's rule. `Directory` combines the three.
+// `Directory` combines three classes. `CacheSets` holds most rows. `Overflow` (overflow.h) holds evicted dirty rows and
+// rows without a slot. `Window` records which announced batches need which rows; each resident row also stores the next
+// batch that needs the row. Rows that announced batches need are never victims. If a set has too few slots, the rows
+// that are needed soonest get the slots: this is Belady's rule, applied to the announced batches.
 //
-// Most calls run a task per bucket in parallel. A task uses its own bucket's sets and maps only, so it needs no locks.
+// Most calls run one task per bucket in parallel. A task uses only its bucket's sets and maps, so tasks need no locks.
 #pragma once
 #include <array>
 #include <vector>
@@ -33,7 +33,7 @@ public:
         const u32 way = probe_set(THREAD, set(number), hash, table);
         return way == NONE ? NONE : number * WAYS + way;
     }
-    // Returns the slot that `victim_way` chooses for a row without one, or NONE.
+    // Returns the slot that `victim_way` chooses for a row without a slot, or NONE.
     u32 victim_slot(u64 hash, u32 batch, u32 last_completed) const {
         const u32 number = set_of(hash, sets_);
         const u32 way = victim_way(set(number), home_of(hash), batch, last_completed, replacement_);
@@ -52,8 +52,8 @@ public:
 
     u32 slot(u64 line) const { return static_cast<u32>((line - lines_.start()) / shape_.line_bytes); }
 
-    // These prefetch memory for later calls with the same row, in this order. Inlined: GCC drops calls to functions
-    // that only prefetch.
+    // The next functions, called in this order, prefetch memory for later calls with the same row. They are inlined,
+    // because GCC drops calls to functions that only prefetch.
     TIERBED_INLINE void prefetch_tags(u64 hash) const { prefetch(set(set_of(hash, sets_)).tags); }
     // Returns true if the row seems to be in the set.
     TIERBED_INLINE bool prefetch_way(u64 hash) const {
@@ -85,8 +85,9 @@ private:
     Pages tags_, ways_, lines_;
 };
 
-// The look-ahead window: which announced batches need which rows. A batch leaves it when it begins. It has at most SPAN
-// batches, with consecutive numbers, and one bit per row and batch. Threads may change different buckets concurrently.
+// The look-ahead window records which announced batches need which rows, with one bit per row and batch. A window has
+// at most SPAN batches, with consecutive numbers. A batch leaves the window when the batch begins. Threads may change
+// different buckets concurrently.
 class Window {
 public:
     static constexpr u32 SPAN = 32;
@@ -100,7 +101,7 @@ public:
         if (empty()) first_ = number;
         last_ = number;
     }
-    // Records that the last added batch needs the row. Returns false if an earlier batch needs it too.
+    // Records that the last added batch needs the row. Returns false if an earlier batch needs the row too.
     bool add_row(u32 bucket, u64 hash, u32 table) {
         u32* const bits = maps_[bucket].look_up(hash, table);
         if (bits)
@@ -110,13 +111,13 @@ public:
         return !bits;
     }
 
-    // Removes the earliest batch, as it begins.
+    // Removes batch `number`, the earliest one, when it begins.
     void remove(u32 number) {
         if (empty()) return;
         first_ = number + 1;
         if (empty()) clear();
     }
-    // Records that batch `number` no longer needs the row. Returns the next batch that needs it, or 0.
+    // Records that batch `number` no longer needs the row. Returns the next batch that needs the row, or 0.
     u32 remove_row(u32 bucket, u64 hash, u32 table, u32 number) {
         u32* const bits = maps_[bucket].look_up(hash, table);
         const u32 rest = bits ? *bits & ~bit_of(number) : 0;
@@ -151,23 +152,23 @@ struct RequestedRows {
     const u32* tables;
     const u64* hashes;
     u64* lines;            // [n], output
-    const u64* own_lines;  // [n] lines outside the cache, 0 for rows without one; or null
+    const u64* own_lines;  // [n] lines outside the cache, 0 for a row without such a line; or null
     std::array<std::size_t, BUCKETS + 1> begin;
 
     std::size_t size() const { return begin[BUCKETS]; }
 };
 
-// A row that a batch needs and no set has.
+// A row that a batch needs but that is in no set.
 struct Miss {
     u32 row;             // index in the batch
-    u32 from;            // the row's entry in the overflow area; NONE if it must be fetched
-    u32 last_batch;      // the last batch that touched that entry; it uses the entry's line until it ends
+    u32 from;            // the row's entry in the overflow area; NONE if the row must be fetched
+    u32 last_batch;      // the last batch that touched entry `from`; until this batch ends, it uses the entry's line
     u32 next = 0;        // the next batch that needs the row; 0 for none
     u32 slot = NONE;     // the slot the row gets
-    u32 entry = NONE;    // or the overflow entry it gets
-    bool free = false;   // the slot had no victim
+    u32 entry = NONE;    // the overflow entry that the row gets if it gets no slot
+    bool free = false;   // the slot was free: there is no victim
     bool dirty = false;  // the victim is dirty
-    Way way{};           // the victim's way; the row's own if it gets no slot
+    Way way{};           // the victim's way; the missing row's way if it gets no slot
 };
 
 struct CacheCounts {
@@ -195,9 +196,9 @@ public:
     // Chooses a slot for each miss. Rows that are needed soonest choose first.
     void choose_victims(const RequestedRows& batch, u32 number, u32 last_completed);
     void undo_victims();
-    // Gives each miss its line; rows of the overflow area keep their values. keep_victims: move dirty victims there.
+    // Gives each miss its line. Rows in the overflow area keep their values. keep_victims: dirty victims move there.
     void place_misses(const RequestedRows& batch, bool keep_victims);
-    // Stores each fetched row's `updates` in the tier below.
+    // Records how many updates each fetched row has in the tier below.
     void set_fetched(const u32* updates);
     void drop_unfetched();
     // The counts of the last `choose_victims`.
@@ -205,7 +206,7 @@ public:
     // Adds the batch's hits and misses by table.
     void count_hits(const RequestedRows& batch, TableCounts& counts) const;
 
-    // Calls body(miss) for each miss, buckets ascending.
+    // Calls body(miss) for each miss, in ascending order of buckets.
     template <class Body>
     void for_each_miss(const Body& body) const {
         for (const std::vector<Miss>& bucket : misses_)
@@ -232,7 +233,7 @@ public:
     struct Location {
         Way* way;  // null if the row is not resident
         u64 line;
-        u32 slot, entry;  // where the row is; the other is NONE
+        u32 slot, entry;  // the row's slot or overflow entry; the other is NONE
     };
     Location find(u64 hash, u32 table);
     void erase(const Location& location);
@@ -255,7 +256,7 @@ private:
     void prefetch_lines(const Miss& miss) const;
 
     LineShape shape_;
-    bool looks_ahead_ = false;  // a batch after the current one is announced
+    bool looks_ahead_ = false;  // true if a batch after the current one is announced
     std::array<std::vector<Miss>, BUCKETS> misses_;
     CacheCounts counts_;
 };

@@ -4,7 +4,7 @@ namespace tierbed {
 
 void Overflow::reserve(std::size_t rows) {
     index_.reserve(index_.size() + rows);
-    const std::size_t base = capacity_ + 1;  // one more: a victim enters before the row that gets its slot leaves
+    const std::size_t base = capacity_ + 1;  // one more: a victim enters before the row that takes its slot leaves
     while (entries_ - rows_ < rows) {
         const bool beyond = entries_ >= base;
         const u32 size = beyond ? CHUNK : static_cast<u32>(std::min<std::size_t>(CHUNK, base - entries_));
@@ -125,7 +125,7 @@ std::vector<u32> Overflow::claim_dirty(u32 last_completed, std::size_t max_rows,
         at(entry).writing = true;
         claimed.push_back(entry);
     };
-    if (rows_beyond_)  // so that `trim` can free their memory
+    if (rows_beyond_)  // first evict rows beyond the capacity, so that `trim` can free memory
         for_each([&](u32 entry) {
             if (entry > capacity_ && claimed.size() < max_rows && is_idle(entry, last_completed)) evict_or_claim(entry);
         });

@@ -15,15 +15,15 @@ namespace tierbed {
 struct OverflowEntry {
     Way way;
     bool writing;        // a thread is writing the line to the tier below
-    bool erased;         // removed during that write; freed when the write ends
-    bool evictable;      // only waits for write-back: no batch needed the row when it left its set
-    bool evicted;        // came from a set, where its eviction was counted
-    u32 previous, next;  // neighbours in the chain, in order of arrival; free entries are linked by `next`
+    bool erased;         // the row was removed while `writing`; the entry is freed when the write ends
+    bool evictable;      // the row only waits for write-back: no batch needed it when it left its set
+    bool evicted;        // the row came from a set, where its eviction was counted
+    u32 previous, next;  // neighbours in a chain, in order of arrival; `next` also links free entries
 };
 
-// Entries are numbered. Threads may call `find` concurrently, but nothing else.
+// Rows in numbered entries. Threads may call `find` concurrently, but no other method.
 class Overflow {
-    static constexpr u32 CHUNK = 1024;  // entries of a chunk, at most
+    static constexpr u32 CHUNK = 1024;  // maximum number of entries per chunk
 
 public:
     // capacity: how many rows keep their memory after they are removed.
@@ -32,25 +32,25 @@ public:
     // Returns the row's entry, or NONE.
     u32 find(u64 hash, u32 table) const { return index_.find(hash, table) - 1; }
     TIERBED_INLINE void prefetch_slot(u64 hash) const { index_.prefetch_slot(hash); }
-    // Allocates memory for that many more rows. Apart from `trim`, only this can run out of memory.
+    // Allocates memory for `rows` more rows. Only this call and `trim` can run out of memory.
     void reserve(std::size_t rows);
-    // Adds a row and returns its entry; the caller fills its line. evictable: no batch needs the row. evicted: its
-    // eviction from a set was counted.
+    // Adds a row and returns its entry. The caller fills the entry's line. evictable: no batch needs the row. evicted:
+    // the row's eviction from a set was counted.
     u32 add(const Way& row, bool evictable, bool evicted = false);
     void remove(u32 entry);
     // Frees the memory beyond the capacity, if no row uses it.
     void trim();
-    // Raises the capacity to `rows` in whole chunks. Returns false if it is as large, or memory beyond it is in use.
+    // Raises the capacity to `rows` in whole chunks, unless memory beyond it is in use. True if the capacity grew.
     bool grow(std::size_t rows);
     static std::size_t whole_chunks(std::size_t rows) { return rows / CHUNK * CHUNK + CHUNK - 1; }
     std::size_t capacity() const { return capacity_; }
 
-    // `rows` may stay; if announced batches need more of them, up to `needed_rows` may.
+    // At most `rows` rows stay. If announced batches need more rows, at most `needed_rows` rows stay.
     struct Limits {
         std::size_t rows, needed_rows;
     };
-    // Evicts rows until the limits hold: clean rows immediately, and up to `max_rows` dirty rows after `write` has
-    // written them to the tier below; it gets them sorted by hash. Evictable rows go first, in order of arrival. Rows
+    // Evicts rows until the limits hold. Clean rows are evicted immediately. Up to `max_rows` dirty rows are sorted by
+    // hash, written to the tier below by `write`, and then evicted. Evictable rows go first, in order of arrival. Rows
     // of batches after `last_completed` stay. Returns the number of rows written.
     std::size_t write_back(const std::atomic<u32>& last_completed, std::size_t max_rows, const Limits& limits,
                            const std::function<void(const RowSpan&)>& write);
@@ -104,7 +104,7 @@ private:
         }
     }
     std::vector<u32> claim_dirty(u32 last_completed, std::size_t max_rows, const Limits& limits);
-    // updates: each row's `updates` as it was written; null if the write failed.
+    // updates: each row's `updates` in the written line; null if the write failed.
     void finish_write(const std::vector<u32>& entries, const std::vector<u32>* updates, u32 last_completed);
     void link(u32 entry);
     void unlink(u32 entry);
@@ -117,10 +117,10 @@ private:
     std::size_t entries_ = 0;
     std::size_t rows_ = 0, rows_beyond_ = 0, peak_ = 0;  // entries in use, including erased ones
     u64 evictions_ = 0;
-    RowMap index_;                         // entry + 1
-    std::vector<Chunk> chunks_;            // entries up to number `capacity_`, then entries beyond it
-    std::array<u32, 2> free_{NONE, NONE};  // the first free entry up to the capacity, and beyond it
-    std::array<Chain, 2> chains_;          // rows that a batch may need, and evictable rows
+    RowMap index_;                         // maps a row to its entry + 1
+    std::vector<Chunk> chunks_;            // entries up to number `capacity_`, then entries beyond this number
+    std::array<u32, 2> free_{NONE, NONE};  // the first free entry up to number `capacity_`, and the first beyond
+    std::array<Chain, 2> chains_;          // first the rows that a batch may need, then the evictable rows
     u32 resume_at_ = NONE;                 // where `claim_dirty` continues in the first chain
 };
 

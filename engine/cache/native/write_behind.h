@@ -14,8 +14,8 @@
 namespace tierbed {
 
 // A thread writes rows of completed batches (numbers up to `last_completed`), a bounded number at a time. After an
-// error it writes nothing until `rethrow_error` or `drop_error`. The mutex `directory` guards the overflow area;
-// callers hold it, except for `stop`.
+// error, the thread writes nothing until `rethrow_error` or `drop_error` is called. The mutex `directory` guards the
+// overflow area: hold this mutex in all calls except `stop`.
 class WriteBehind {
 public:
     WriteBehind(Overflow& overflow, std::mutex& directory, Tier& below, const std::atomic<u32>& last_completed,
@@ -23,22 +23,22 @@ public:
 
     // Makes the thread write rows back until the limits hold.
     void wake(const Overflow::Limits& limits);
-    // Does the same, and waits until `is_enough()` or until no more rows can be written back now.
+    // Calls `wake`, then waits until `is_enough()` is true or no more rows can be written back now.
     void wait(std::unique_lock<std::mutex>& directory, const Overflow::Limits& limits,
               const std::function<bool()>& is_enough);
     // Waits for the current write. No other write starts until `wake`.
     void wait_for_write(std::unique_lock<std::mutex>& directory);
     // Throws the thread's error, if there is one, and lets the thread try again.
     void rethrow_error();
-    // Drops the thread's error and lets it try again.
+    // Drops the thread's error and lets the thread try again.
     void drop_error();
     // Waits for the current write and ends the thread. Rows stay in the overflow area.
     void stop();
 
-    u64 rows = 0;  // written back
+    u64 rows = 0;  // how many rows were written back
 
 private:
-    // Writes a few rows at a time, without the lock during the write. Sleeps if there are none.
+    // Writes a few rows at a time, and releases the lock during each write. Sleeps if there are no rows to write.
     void run(std::size_t threads);
 
     Overflow& overflow_;

@@ -44,7 +44,7 @@ bool Ledger::Bucket::erase(u64 hash, u32 table) {
         return to >= from ? to - from : to + entries.size() - from;
     };
     for (std::size_t at = next(hole); entries[at].updates != 0; at = next(at)) {
-        if (distance(home(entries[at].hash), at) < distance(hole, at)) continue;  // its home is after the hole
+        if (distance(home(entries[at].hash), at) < distance(hole, at)) continue;  // the entry's home is after the hole
         entries[hole] = entries[at];
         hole = at;
     }
@@ -150,7 +150,7 @@ u64 Ledger::rank_of(const Entry& entry, u32 now) const {
     if (policy_.eviction != Eviction::distance_lfu) return entry.step;
     const double distance = static_cast<double>(age(entry.step, now) + 1);
     return bits_of(static_cast<double>(entry.updates) /
-                   (distance * distance));  // bits order like the numbers, because none is negative
+                   (distance * distance));  // floats >= 0 sort like their bits
 }
 
 bool Ledger::Candidate::operator<(const Candidate& other) const {

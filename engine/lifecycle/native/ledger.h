@@ -1,8 +1,8 @@
-// The ledger records how often and when each row was written. From this it decides which new rows are admitted, and
-// which rows expire or are evicted from their table.
+// The ledger records how often and when each row was written. From these records, the ledger decides which new rows are
+// admitted, and which rows expire or are evicted from their table.
 //
-// The ledger is always in host memory, and is used in the order of steps. Its decisions do not depend on tiers or
-// threads, so every stack of tiers keeps the same rows.
+// The ledger is always in host memory, and is called in step order. The decisions do not depend on tiers or threads, so
+// every stack of tiers keeps the same rows.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -21,7 +21,7 @@ class FrequencySketch {
 public:
     void begin() { counts_.assign(std::size_t{BUCKETS} * DEPTH * COLUMNS, 0); }
 
-    // At least the number of lookups since the last halving, but at most 255.
+    // Returns an estimate of the row's lookups since the last halving. Estimates are never too low, but at most 255.
     u32 count(u64 hash, u32 table) const {
         u32 lowest = MAX_COUNT;
         for (const std::size_t at : cells(hash, table)) lowest = std::min<u32>(lowest, counts_[at]);
@@ -79,7 +79,7 @@ public:
     explicit Ledger(const Policy& policy);
     Ledger(const Ledger&) = delete;
 
-    // Decides which new rows in a batch to admit, before it is written at step `now`. Only `training` refuses rows.
+    // Decides which new rows of a batch to admit, before step `now` writes the batch. Only `training` refuses rows.
     // A refused row gets a line in the batch with its initial values. Counts and ages do not change.
     Admitted admit(Batch& batch, const Layout& layout, u32 now, bool training);
     // Counts a write of each admitted row in the batch, and a lookup of each refused row.
@@ -87,9 +87,9 @@ public:
     // Returns the rows whose last write was more than ttl_steps ago.
     RowKeys expired(u32 now) const;
 
-    // Adds stored rows without duplicates.
+    // Adds distinct stored rows.
     void load(const u32* tables, const u64* keys, const u32* updates, const u32* steps, std::size_t n);
-    // Erases rows without duplicates. Returns how many of them the ledger contained.
+    // Erases distinct rows. Returns how many of these rows the ledger contained.
     std::size_t erase(const u32* tables, const u64* keys, std::size_t n);
 
     std::size_t rows() const;
@@ -100,7 +100,7 @@ private:
         u64 hash;
         u32 table;
         u32 updates;  // 0 if the entry is free
-        u32 step;     // of the last write
+        u32 step;     // the step of the last write
         u32 batch;    // number of the last `admit` call whose batch contained the row
     };
 
@@ -131,7 +131,7 @@ private:
         u32 table;
         bool operator<(const Candidate& other) const;
     };
-    // Returns the rows of a bucket that may be evicted, up to `highest`.
+    // Returns a bucket's evictable rows with a rank up to `highest`.
     std::vector<Candidate> candidates(u32 bucket, u32 now, const Candidate& highest) const;
     // Returns the lowest-ranked rows that may be evicted: at least `needed`, or all if there are fewer.
     RowKeys choose_victims(std::size_t needed, u32 now) const;

@@ -1,1 +1,1 @@
-"""`_core`'s operations for tables on an NVIDIA GPU, compiled from the same kernel bodies as the CPU's."""
+"""The operations of `_core` for tables on an NVIDIA GPU, compiled from the same kernel bodies as for the CPU."""

@@ -1,4 +1,4 @@
-// Finds a batch's unique rows, numbered by first occurrence whatever the order in which threads run.
+// Finds a batch's unique rows, numbered by first occurrence. The order in which threads run does not matter.
 //
 // `mark_rows` inserts every position into an open-addressing hash set of rows. A row's smallest position, its first
 // occurrence, wins. The caller numbers rows by prefix sums over first occurrences, and groups each row's positions by a
@@ -8,7 +8,7 @@
 
 using namespace tierbed;
 
-// Checks offsets [bags + 1] and writes them to begins [bags + 1], clamped to [0, n] so that kernels can use bad ones.
+// Checks offsets [bags + 1]. Writes begins [bags + 1]: the offsets, clamped to [0, n] so that bad offsets are safe.
 extern "C" __global__ void check_offsets(const i64* offsets, u64 bags, u64 n, i64* begins, u32* faults) {
     for_each(bags + 1, [&](u64 bag) {
         const i64 begin = offsets[bag], expected = bag == bags ? static_cast<i64>(n) : 0;
@@ -22,7 +22,7 @@ extern "C" __global__ void check_offsets(const i64* offsets, u64 bags, u64 n, i6
 struct Ids {
     u64 padding;
     const u64* last;  // [num_tables], each table's last legal id, or null
-    const u8* drops;  // [num_tables], whether ids beyond `last` become padding instead of faults; or null
+    const u8* drops;  // [num_tables], 1 if ids beyond `last` become padding instead of faults; or null
     u64* dropped;     // [num_tables], counts dropped ids
     u32 has_padding, num_tables;
 
@@ -42,10 +42,10 @@ struct Ids {
     }
 };
 
-// Writes a lookup's hashes, tables and, unless null, sources (output rows) [n] to the batch's arrays, from `first` on.
-// Bags begin at begins [bags + 1], or have `length` ids each. table_ids [bags]; if null, bag b belongs to table
-// b % num_tables. feature_columns [features], or null: each feature's column, -1 for none; then there are
-// features * batch bags, and table_ids are [columns].
+// Writes a lookup's hashes, tables and (unless null) sources to the batch's arrays, from `first` on. Sources are output
+// rows. Bags begin at begins [bags + 1], or have `length` ids each. table_ids [bags]; if null, bag b belongs to table
+// b % num_tables. With feature_columns [features] (each feature's column, -1 for none), there are features * batch
+// bags, and table_ids are [columns].
 extern "C" __global__ void hash_ids(const u64* keys, const i64* table_ids, const i64* begins, u64 bags, u64 length,
                                     u64 n, const __grid_constant__ Ids ids, const i32* feature_columns, u64 columns,
                                     u64 batch, u64 first, u64 first_source, const __grid_constant__ SlotHash slot_hash,
@@ -60,7 +60,7 @@ extern "C" __global__ void hash_ids(const u64* keys, const i64* table_ids, const
                 else
                     end = middle;
             }
-        // ids without any bag: bad offsets
+        // without bags, ids have no column: the offsets are bad
         const i32 column = bags == 0 ? -1 : feature_columns ? feature_columns[bag / batch] : 0;
         u32 table = NONE;
         if (column >= 0) {
@@ -74,8 +74,7 @@ extern "C" __global__ void hash_ids(const u64* keys, const i64* table_ids, const
     });
 }
 
-// Inserts positions into marks [mask + 1], all NONE before. A slot keeps its row's smallest position. Writes each
-// position's slot to slots [n].
+// Inserts positions into marks [mask + 1], all NONE at first; a slot keeps its row's first position. Writes slots [n].
 extern "C" __global__ void mark_rows(const u64* hashes, const u32* tables, u64 n, u32* marks, u32 mask, u32* slots) {
     for_each(n, [&](u64 i) {
         const u32 position = static_cast<u32>(i), table = tables[i];
@@ -92,7 +91,7 @@ extern "C" __global__ void mark_rows(const u64* hashes, const u32* tables, u64 n
     });
 }
 
-// Writes 1 to firsts [n] for each position that is its row's first, 0 for others.
+// Writes firsts [n]: 1 for each row's first position, 0 for other positions.
 extern "C" __global__ void find_firsts(const u32* tables, const u32* marks, const u32* slots, u64 n, i32* firsts) {
     for_each(n, [&](u64 i) { firsts[i] = tables[i] != NONE && marks[slots[i]] == i; });
 }

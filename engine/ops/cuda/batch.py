@@ -1,8 +1,8 @@
-"""Deduplicate a step's lookups on the GPU.
+"""Deduplicates a step's lookups on the GPU.
 
-The host never waits for the number of unique rows: it launches kernels for as many rows as there are positions (ids),
-and they stop at `count`, which stays on the device. Kernels also check the input. For an error they set a bit in a
-fault word and then change no rows; a later call raises it on the host.
+The host never waits for the number of unique rows. The host launches kernels for as many rows as positions (ids),
+and the kernels stop at `count`, a number on the device. Kernels also check the input. After an error, kernels set a
+bit in a fault word and change no rows; a later call raises the error on the host.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _IDS = struct_type("uint64 padding last drops dropped", "uint32 has_padding num_
 
 
 class Faults:
-    """A table's fault word: `word` [1], uint32 bits as int32 on the device. Kernels set its bits."""
+    """A table's fault word, `word` [1], is uint32, stored as int32 on the device. Kernels set the word's bits."""
 
     def __init__(self, device: Device, name: str, num_tables: int, capacity: int | None) -> None:
         self.word = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
@@ -54,7 +54,7 @@ class Faults:
         """Clear the word and return the error for `bits`, or None for no bits."""
         if not bits:
             return None
-        self.seen(wait=True)  # a copy still under way must not arrive after the clearing
+        self.seen(wait=True)  # an earlier copy must not arrive after the word is cleared
         self.word.zero_()
         self._seen.zero_()
         where, since = f"embedding {self._name!r}", "Its batch and the steps since changed nothing"
@@ -85,8 +85,8 @@ class Segment(NamedTuple):
 
     keys: Tensor  # [n] int64
     tables: Tensor | None = None  # [bags] int64, or [columns] with feature_columns
-    bags: int | Tensor | None = None  # None if unpooled, else the bags' length or offsets [bags + 1] int64
-    feature_columns: tuple[int, ...] | None = None  # as `Lookup.feature_columns`
+    bags: int | Tensor | None = None  # None without pooling; otherwise the bags' length or offsets [bags + 1] int64
+    feature_columns: tuple[int, ...] | None = None  # as in `Lookup.feature_columns`
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,11 @@ class Ids:
 class LookupSpan:
     """One lookup's positions and output rows in a batch."""
 
-    begin: int  # its first position
-    source: int  # its first output row
+    begin: int  # the lookup's first position
+    source: int  # the lookup's first output row
     size: int
     bags: int  # output rows
-    length: int  # positions per bag if begins is None
+    length: int  # positions per bag, if `begins` is None
     begins: Tensor | None  # [bags + 1] int64, each bag's first position
     pooled: bool
     features: Tensor | None  # [columns] int32, each column's feature; None without feature_columns
@@ -127,13 +127,13 @@ class Groups:
 
     rows: Tensor  # [size] int32, each position's row, -1 for padding
     order: Tensor  # [size] int64, positions
-    positions: Tensor  # [size] uint32 as int32, the same
+    positions: Tensor  # [size] uint32 as int32, equal to `order`
     sources: Tensor  # [size], output rows; `positions` if nothing is pooled
     offsets: Tensor  # [unique + 1], where each row's positions begin; allocated with size + 1 elements
 
 
 def rows_of(device: Device, tables: NDArray[np.uint32], keys: NDArray[np.uint64], faults: Tensor) -> Batch:
-    """Make a batch from host arrays with distinct rows [n], in their order."""
+    """Make a batch of distinct rows [n] from host arrays, in the arrays' order."""
     owners = torch.from_numpy(tables.astype(np.int64)).to(device.torch_device)
     ids = torch.from_numpy(keys.view(np.int64)).to(device.torch_device)
     return Batch(device, [Segment(ids, owners)], Ids(int(tables.max(initial=0)) + 1), faults)
@@ -145,7 +145,7 @@ def one_row(device: Device, table: int, key: int, faults: Tensor) -> Batch:
 
 
 def find_lines(resident: Sequence[Batch], rows: Batch, faults: Tensor) -> Tensor:
-    """Find each row's line in other batches, [rows.size] int64, 0 if in none. Waits for the device."""
+    """Find each row's line in other batches, [rows.size] int64; 0 for a row in no batch. Waits for the device."""
     lines = torch.zeros_like(rows.lines)
     for batch in resident:
         lines = torch.where(lines == 0, _lines_in(batch, rows, faults), lines)
@@ -183,15 +183,15 @@ def _on_device(feature_columns: tuple[int, ...], device: torch.device) -> tuple[
 class Batch:
     """Unique rows in a step's lookups, by first occurrence.
 
-    Row arrays have `size` elements, one per position, but only the first `count` [1] (unique rows) are used. Bad table
-    ids and offsets set bits in `wrong` [1] and count as padding. faults [1]: the table's fault word, or a separate word
-    for a batch made ahead of its step.
+    Row arrays have `size` elements, one per position, but only the first `count` [1] elements (unique rows) are used.
+    Bad table ids and offsets set bits in `wrong` [1] and count as padding. faults [1]: the table's fault word, or a
+    separate word for a batch made ahead of its step.
     """
 
     def __init__(self, device: Device, segments: Sequence[Segment], ids: Ids, faults: Tensor) -> None:
         self.device = device
-        self.wrong = torch.zeros_like(faults)  # fault bits for the ids themselves
-        # [num_tables], how many ids were dropped; None if no table drops ids
+        self.wrong = torch.zeros_like(faults)  # fault bits for errors in the ids themselves
+        # how many ids were dropped, [num_tables]; None if no table drops ids
         self.dropped = None if ids.drops is None else torch.zeros_like(ids.drops, dtype=torch.int64)
         self.lookups: list[LookupSpan] = []
         self.size = self.sources = 0
@@ -211,7 +211,7 @@ class Batch:
                 tables, self._sources, self.wrong,
             )  # fmt: skip
         self._find_unique(hashes, tables)
-        self._groups: list[Groups] = []  # shared with siblings: the first to need the groups appends them
+        self._groups: list[Groups] = []  # shared with siblings; the first batch that needs groups appends them
         self._begin(faults)
 
     def sibling(self, faults: Tensor) -> Batch:
@@ -224,8 +224,8 @@ class Batch:
         self.faults = faults
         faults |= self.wrong
         self.lines = torch.zeros_like(self.hashes)  # addresses
-        self.views = self.lines  # the lines that lookups read; caught-up copies for a rule that catches up
-        self.has_wide_lines = False  # whether the views' embeddings are float32 although the table's are narrower
+        self.views = self.lines  # the lines that lookups read: for rules that catch up, caught-up copies
+        self.has_wide_lines = False  # True if `views` have float32 embeddings, but the table narrower ones
         self._owned: list[Tensor] = []
 
     @property
@@ -261,7 +261,7 @@ class Batch:
         return memory.data_ptr()
 
     def record_stream(self) -> None:
-        """Allow this thread to use another's batch: torch keeps its memory until this thread's launches end."""
+        """Allow this thread to use another thread's batch. Torch keeps the batch until this thread's launches end."""
         parts = [*vars(self).values(), *self._owned, *(lookup.begins for lookup in self.lookups)]
         for part in [*parts, *vars(self.groups).values()]:
             if isinstance(part, Tensor):

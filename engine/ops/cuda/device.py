@@ -1,4 +1,4 @@
-"""Launch kernels with CuPy, on torch's tensors (without copies) and torch's current stream."""
+"""Launches kernels with CuPy, on torch's tensors (without copies) and torch's current stream."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ...errors import StoreError
 from .program import Program, compiled
 
 THREADS = 256  # per block
-# a tensor (passed as address), a number with the parameter's type, a struct by value, or a null pointer
+# A tensor (passed as its address), a number with the parameter's type, a struct by value, or a null pointer.
 Argument = Tensor | np.generic | np.ndarray | None
 Event = Any  # a point in the order of a thread's launches
 R = TypeVar("R")
@@ -61,7 +61,7 @@ def _value(argument: Argument) -> np.generic | np.ndarray:
 
 
 class _Call:
-    """A kernel with one thread's memory for its arguments. A launch copies them."""
+    """A kernel with one thread's memory for the kernel's arguments. A launch copies the arguments."""
 
     def __init__(self, function: Any, arguments: Sequence[np.generic | np.ndarray]) -> None:
         self.function = function
@@ -83,7 +83,7 @@ class _CallsOfThread(local):
 
 
 class Device:
-    """An NVIDIA GPU; in tests, the CPU. Runs each thread's kernels in launch order. Compiles programs at first use."""
+    """An NVIDIA GPU (in tests, the CPU). Runs each thread's kernels in launch order. Compiles programs at first use."""
 
     def __init__(self, index: int) -> None:
         self.torch_device = torch.device("cuda", index)
@@ -94,11 +94,11 @@ class Device:
         self._functions: dict[tuple[Program, str], Any] = {}
         self._calls = _CallsOfThread()
         self._second_stream = torch.cuda.Stream(self.torch_device)
-        # with a priority, since torch reuses default-priority streams
+        # has a priority, since torch reuses streams of default priority
         self._capture_stream = torch.cuda.Stream(self.torch_device, priority=-1)
 
     def free_memory(self) -> int:
-        """Return how many bytes torch can still allocate: free ones, and those its allocator keeps for reuse."""
+        """Return how many bytes torch can still allocate: free bytes, and bytes that its allocator keeps for reuse."""
         cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return torch.cuda.mem_get_info(self.torch_device)[0] + cached
 
@@ -117,7 +117,7 @@ class Device:
         """Launch a kernel with THREADS threads per block."""
         cuda, index = self._cupy.cuda, self.torch_device.index
         with cuda.Device(index):
-            # popped while in use, since a finalizer or signal handler may launch the same kernel meanwhile
+            # The call is popped while in use, since a finalizer or signal handler may launch the same kernel.
             call = self._calls.by_kernel.pop((program, kernel), None)
             if call is None:
                 call = _Call(self._function(program, kernel), arguments)
@@ -139,7 +139,7 @@ class Device:
         return torch.cuda.stream(self._second_stream)
 
     def record_event(self) -> Event:
-        """Return an event that completes when this thread's launches so far have."""
+        """Return an event that completes when all launches of this thread so far are complete."""
         return self._stream.record_event()
 
     def wait_event(self, event: Event) -> None:
@@ -158,11 +158,11 @@ class Device:
     def capture(self, launches: Callable[[], R]) -> tuple[Callable[[], None], R]:
         """Capture the kernels and torch ops that `launches` launches. Returns (replay, the result of `launches`).
 
-        Each call of `replay` runs them, on the same memory; tensors in the result get their values then. Raises
-        RuntimeError if `launches` waits for the device.
+        Each call of `replay` runs the captured work on the same memory, and so computes the tensors in the result.
+        Raises RuntimeError if `launches` waits for the device.
         """
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-        # set the current stream again, since torch does not restore it if the capture fails
+        # The current stream is set again, since torch does not restore it if the capture fails.
         with _one_capture, _without_garbage(), _without_warning(), torch.cuda.stream(self._stream):
             try:
                 with self._capturing(graph, pool):
@@ -179,9 +179,9 @@ class Device:
 
     def _end_failed_capture(self, pool: Any) -> None:
         """End a failed capture in torch's allocator and, for torch 2.11, in its random number generator."""
-        with suppress(RuntimeError):  # raised if torch has already ended it
+        with suppress(RuntimeError):  # raised if torch has already ended the capture
             torch._C._cuda_endAllocateToPool(self.torch_device.index, pool)
-        # a successful capture resets the generator; if this fails too, the first error matters more
+        # A successful capture resets the generator. If this capture fails too, the first error matters more.
         with suppress(RuntimeError), self._capturing(torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()):
             torch.zeros(1, device=self.torch_device)
 
@@ -204,7 +204,7 @@ def _without_garbage() -> Iterator[None]:
 
 @contextmanager
 def _without_warning() -> Iterator[None]:
-    """Ignore torch's warning about an empty capture. If warnings are errors, it would hide why `launches` failed."""
+    """Ignore torch's warning about an empty capture. As an error, the warning would hide why `launches` failed."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The CUDA Graph is empty")
         yield

@@ -33,10 +33,10 @@ TIERBED_FN void for_each_ahead(u64 n, const Read& read, const Body& body) {
     }
 }
 
-// Fault bits: errors that kernels find. The host raises them in the next call at the latest.
+// Fault bits: errors that kernels find. The host raises these errors in the next call at the latest.
 constexpr u32 NO_ROOM = 1, BAD_TABLE = 2, BAD_OFFSETS = 4, BAD_ID = 16;
 
-// Counters in device memory that many threads add to. A counter is a sum over COPIES elements, and blocks use
+// Counters in device memory to which many threads add. A counter is a sum over COPIES elements. Blocks add to
 // different copies, since additions to the same element wait for each other.
 constexpr u32 COPIES = 64;
 
@@ -66,7 +66,7 @@ public:
         index_ = index;
         ++pending_;
     }
-    // Must be called after the last `add`.
+    // Call this after the last `add`.
     TIERBED_FN void end() {
         if (pending_) atomicAdd(&counts_[index_], pending_);
         pending_ = 0;

@@ -22,7 +22,7 @@ TYPES = {"float32": "Float32", "float16": "Float16", "bfloat16": "BFloat16"}  # 
 
 
 class Layout:
-    """A line's format and initial values. `initial` is kernels/initialise.h's InitialRow, passed by value."""
+    """A line's format and initial values. `initial` is the InitialRow of kernels/initialise.h, passed by value."""
 
     def __init__(self, device: Device, initial: InitialValues) -> None:
         self.device = device
@@ -34,9 +34,9 @@ class Layout:
         ends = words_of(initial.dtype, self.dim) + np.cumsum([0, *widths], dtype=np.uint32)
         self.width = int(ends[-1])
         self.is_narrow = initial.dtype != "float32" or narrow > 0
-        self.wide_bytes = line_bytes_of(self.dim + sum(initial.state_widths))  # the line decoded to float32
+        self.wide_bytes = line_bytes_of(self.dim + sum(initial.state_widths))  # size of the line decoded to float32
         self.seed = np.uint64(initial.seed)
-        self.stored_bytes = self.width * WORD + RECORD_BYTES  # a line without padding
+        self.stored_bytes = self.width * WORD + RECORD_BYTES  # size of a line without padding
         self.line_bytes = line_bytes_of(self.width)
         self._shape = (
             ("TIERBED_DIM", self.dim), ("TIERBED_WIDTH", self.width), ("TIERBED_LINE_BYTES", self.line_bytes),

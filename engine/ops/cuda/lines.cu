@@ -5,14 +5,14 @@
 
 using namespace tierbed;
 
-// Copies line from[i] to line to[i]; skips pairs with a 0.
+// Copies line from[i] to line to[i]. Skips i if one of the two addresses is 0.
 extern "C" __global__ void copy_lines(const u64* from, const u64* to, u64 n) {
     for_each_item<COPY_LANES>(n, [&](Tile tile, u64 i) {
         if (from[i] && to[i]) copy_line(tile, to[i], from[i], SHAPE);
     });
 }
 
-// Writes initial values to the first `count` lines, except where a line is 0 or `only`, unless null, has a 0.
+// Writes initial values to the first `count` lines. Skips a line that is 0, or whose flag in `only` (may be null) is 0.
 extern "C" __global__ void initialise_lines(const u64* hashes, const u32* tables, const u32* count, const u64* lines,
                                             const u8* only, InitialRow initial, const __grid_constant__ SlotHash slot_hash) {
     for_each_item<WARP>(*count, [&](Tile tile, u64 i) {
@@ -30,8 +30,7 @@ extern "C" __global__ void count_written(const u64* lines, const u32* tables, co
     tally.end();
 }
 
-// Writes values [size, dim], one per position, to the rows' embeddings; a row's last occurrence wins. Adds first writes
-// to written [tables].
+// Writes values [size, dim], one per position, to embeddings; last value wins. Adds first writes to written [tables].
 extern "C" __global__ void assign_rows(const u64* lines, const u32* tables, const u32* offsets, const u32* positions,
                                        const u32* count, const float* values, u32 step, u64* written,
                                        const u32* faults) {

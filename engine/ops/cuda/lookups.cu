@@ -1,5 +1,4 @@
-// Lookup outputs and weight gradients. Compiled for one output type (TIERBED_GRADIENTS) and one embedding type
-// (TIERBED_ROW).
+// Lookup outputs and weight gradients. Compiled for an output type (TIERBED_GRADIENTS) and a row type (TIERBED_ROW).
 #include "ops/kernels/pool.h"
 #include "layout.h"
 #include "items.h"
@@ -46,7 +45,7 @@ extern "C" __global__ void weights_grad(const u64* lines, PooledIds ids, const T
     });
 }
 
-// Writes the factor for each position's gradient to scales [n]: its weight, for a mean divided by the bag's row count.
+// Writes the factor of each position's gradient to scales [n]: the weight, for a mean divided by the bag's row count.
 extern "C" __global__ void scale_positions(PooledIds ids, float* scales) {
     for_each(ids.count, [&](u64 number) {
         const Bag bag = ids.at(number);

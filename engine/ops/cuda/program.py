@@ -1,8 +1,8 @@
-"""Compile CUDA programs: a .cu file with its headers inlined, specialised by macros.
+"""Compiles CUDA programs: a .cu file with its headers inlined, specialised by macros.
 
-Machine code is compiled once per GPU architecture and kept in CuPy's kernel cache folder. Its file name is a hash of
-the whole text, so headers are inlined. Programs are compiled with NVRTC directly: CuPy's RawModule would add
-`-ftz=true`, which flushes denormal numbers to zero, and rows would differ from the CPU's.
+Machine code is compiled once per GPU architecture and kept in CuPy's kernel cache folder. The name of the cached file
+is a hash of the program's whole text, so headers are inlined. NVRTC compiles programs directly. CuPy's RawModule would
+add `-ftz=true`: denormal numbers would become zero, and rows would differ from rows on a CPU.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ...errors import StoreError
 from ...optim.kernel import header
 
 ENGINE = Path(__file__).parents[2]
-# for NVRTC: floating-point results equal the CPU's bits; generic lambdas are device code also before CUDA 13.2; no
-# warnings for unused constants in headers (177) and for loops over a rule's states or norms if it has none (186)
+# NVRTC's options: the same floating-point results as on a CPU; generic lambdas as device code also before CUDA 13.2; no
+# warnings for unused constants in headers (177), and for loops over states or norms of a rule without these (186)
 OPTIONS = (
     "--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true",
     "--device-as-default-execution-space", "--diag-suppress=177", "--diag-suppress=186",
@@ -57,17 +57,17 @@ def _text(file: str) -> str:
         if path in included:
             return ""
         included.add(path)
-        # rules.h is generated from the rules' Python files: for the CPU by the build, here at run time
+        # rules.h is generated from the rules' Python files, for a CPU by the build, for a GPU here at run time
         text = header() if path.name == "rules.h" else path.read_text(encoding="utf-8")
         text = text.replace("#pragma once\n", "")
-        # includes name a header in the same folder, or give a path relative to engine/
+        # an include names a header in the same folder, or gives a path relative to engine/
         return _INCLUDE.sub(lambda match: expand((ENGINE if "/" in match[1] else path.parent) / match[1]), text)
 
     return expand(ENGINE / file)
 
 
 def compiled(nvrtc: Any, program: Program, architecture: str) -> Path:
-    """Compile a program for `architecture` ("sm_90") unless its cubin exists. Returns its path. Raises StoreError."""
+    """Return the path of a program's cubin for `architecture` ("sm_90"). Compiles it if missing. Raises StoreError."""
     source, options = program.source(), (*OPTIONS, f"--gpu-architecture={architecture}")
     content = "\0".join([source, *options, str(nvrtc.getVersion())])
     folder = Path(os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache").expanduser()

@@ -1,9 +1,9 @@
 // Sums the gradients of a batch's rows. Compiled for one gradient type (TIERBED_GRADIENTS).
 //
 // One warp works on one row. If a row has more than SUM_BLOCK occurrences, another kernel, `sum_blocks`, has already
-// summed each block after the first with a separate warp; these sums are then added in order, so the result equals a
-// single thread's. Block b of a row whose occurrences begin at `offset` has slot offset / SUM_BLOCK + b. Except for
-// rows' first blocks, no two blocks have the same slot.
+// summed each block after the first with a separate warp. These sums are then added in order, so the result equals a
+// single thread's result. Block b of a row whose occurrences begin at `offset` has slot offset / SUM_BLOCK + b. Except
+// for the first blocks of rows, no two blocks have the same slot.
 #pragma once
 #include "items.h"
 #include "layout.h"
@@ -30,7 +30,7 @@ struct Sources {
     }
 };
 
-// How many gradients a lane loads before it adds the first, for rows and in `sum_blocks`.
+// How many gradients a lane loads before it adds the first one: AHEAD for rows, BLOCK_AHEAD in `sum_blocks`.
 constexpr u32 AHEAD = 4, BLOCK_AHEAD = 16;
 
 // The next N occurrences' output rows.
@@ -64,7 +64,7 @@ TIERBED_FN void sum_occurrences(float* sum, const Gradients& gradients, const Oc
     }
 }
 
-// A row's line and occurrences. Each lane reads them for another row; then the whole warp works on row after row.
+// A row's line and occurrences, read by one lane. Then the whole warp works on the lanes' rows, one after another.
 struct RowStart {
     u32 begin, count;  // occurrences
     Next<AHEAD> next;
@@ -89,7 +89,7 @@ TIERBED_FN void for_each_row(const Sources& from, u64 count, const u64* lines, c
     for_each_ahead<RowStart>(count, [&](u64 row) { return RowStart::read(from, lines, row); }, body);
 }
 
-// Sums a row's gradients. sums: `sum_blocks`' results, by slot.
+// Sums a row's gradients. sums: the results of `sum_blocks`, by slot.
 class RowGradient {
 public:
     TIERBED_FN RowGradient(const Sources& from, const RowStart& start, const float* sums)
@@ -117,7 +117,7 @@ private:
     const float* sums_;
 };
 
-// This warp's row of memory [warps of the grid, dim], or null.
+// Returns this warp's row of memory [warps of the grid, dim], or null.
 TIERBED_FN float* warp_memory(float* memory) {
     const u64 warp = (static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x) / WARP;
     return memory ? memory + warp * SHAPE.dim : nullptr;
@@ -126,7 +126,7 @@ TIERBED_FN float* warp_memory(float* memory) {
 // Writes the sums of all blocks except each row's first to sums [n / SUM_BLOCK + 1, dim], by slot.
 extern "C" __global__ void sum_blocks(const __grid_constant__ Sources from, float* sums) {
     for_each_item<WARP>(from.n / SUM_BLOCK + 1, [&](Tile tile, u64 slot) {
-        // a block has this slot only if the slot's first occurrence and the one before belong to the same row
+        // a block has this slot only if the slot's first occurrence and the preceding one belong to the same row
         const u64 middle = slot * SUM_BLOCK;
         if (middle == 0 || middle >= from.n || from.rows[middle] < 0 || from.rows[middle - 1] != from.rows[middle])
             return;

@@ -1,6 +1,5 @@
-// Copies lines between device memory and page-locked host memory, where the tiers below read and write them.
-//
-// Copies the rows with flags [n] 1 (0: skipped). ranks [n], the running sum of `flags`, are their positions plus 1.
+// Copies lines between device memory and page-locked host memory, where the tiers below read and write lines. Copies
+// the rows whose flags [n] are 1. ranks [n], the running sum of `flags`, are positions in host memory plus 1.
 #include "layout.h"
 #include "ops/kernels/hash.h"
 

@@ -19,7 +19,7 @@ WARP, MIN_ROWS = 32, 1024
 
 
 class Staging:
-    """Page-locked arrays for the tables, keys and lines of `room` rows. They grow on demand."""
+    """Page-locked arrays for the tables, keys and lines of `room` rows. The arrays grow on demand."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -28,7 +28,7 @@ class Staging:
         self.reserve(MIN_ROWS)
 
     def reserve(self, rows: int) -> bool:
-        """Make room for `rows`. Returns True if memory was reallocated; the device must not be using the old memory."""
+        """Make room for `rows`. Returns True if it reallocates; the device must not use the old memory then."""
         if rows <= self.room:
             return False
         memory = self._layout.device.host_memory
@@ -68,7 +68,7 @@ class Staging:
     def pack(
         self, tables: NDArray[np.uint32], keys: NDArray[np.uint64], lines: Tensor, rows: NDArray[np.void]
     ) -> NDArray[np.uint8]:
-        """Fill `rows` [n] of `row_dtype` from row keys and lines. Returns its view of the lines, [n, stored_bytes]."""
+        """Fill `rows` [n] of `row_dtype` from row keys and lines. Returns a view of `rows`: lines [n, stored_bytes]."""
         rows["table"], rows["key"] = tables, keys
         packed = rows.view(np.uint8).reshape(-1, rows.dtype.itemsize)[:, -self._layout.stored_bytes :]
         packed[:] = self.read(lines)[:, : self._layout.stored_bytes]
@@ -85,7 +85,7 @@ class Staging:
         return {"updates": updates, "last_step": step}
 
     def fill(self, batch: Batch, flags: Tensor, ranks: Tensor, found: NDArray[np.bool_]) -> None:
-        """Fill a batch's flagged lines from the staging memory, or with initial values if not `found` there."""
+        """Fill a batch's flagged lines from the staging memory, or with initial values for rows not `found` there."""
         self.found_flags[: len(found)].numpy()[:] = found
         self._run(
             "lines_from_host", batch.size, WARP, batch.lines, flags, ranks, np.uint64(batch.size), self.found_flags,

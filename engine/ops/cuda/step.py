@@ -1,4 +1,4 @@
-"""Launch a step's kernels for a batch whose lines are set: gather, pool, update, catch up, assign."""
+"""Launches a step's kernels for a batch whose lines are set: gather, pool, update, catch up, assign."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .program import Program
 
 LINES, LOOKUPS = "ops/cuda/lines.cu", "ops/cuda/lookups.cu"
 WARP, SUM_BLOCK, MAX_SOURCES, MAX_HYPERS = 32, 256, 8, 504  # as in update.cu and sources.h
-# per lookup: the gradient [output rows, dim], in one dtype; whether bags are averaged; pooling weights
+# per lookup: the gradient [output rows, dim], in one dtype; True if bags are averaged; pooling weights
 Grads = tuple[Sequence[Tensor], Sequence[bool], Sequence[Tensor | None]]
 _TYPES = {torch.float32: "Float32", torch.float16: "Float16", torch.bfloat16: "BFloat16"}
 
@@ -31,7 +31,7 @@ _NUMBERS = struct_type(("hyper", "<f8", (MAX_HYPERS,)), "float32 scale", "uint32
 def gather(
     batch: Batch, layout: Layout, index: int, out: Tensor, mean: bool = False, weights: Tensor | None = None
 ) -> None:
-    """Write a lookup's result to `out` [output rows, dim], float32, float16 or bfloat16. Pools if it has bags."""
+    """Write a lookup's result to `out` [output rows, dim], float32, float16 or bfloat16. Pools bags, if any."""
     lookup = batch.lookups[index]
     program = _lookup_program(layout, out.dtype, batch)
     if lookup.pooled:
@@ -42,14 +42,14 @@ def gather(
 
 
 def weights_grad(batch: Batch, layout: Layout, index: int, grads: Tensor, out: Tensor, mean: bool = False) -> None:
-    """Write each pooling weight's gradient to `out` [n], float32, 0 for padding. grads [bags, dim]: the result's."""
+    """Write each pooling weight's gradient to `out` [n], float32, 0 for padding. grads [bags, dim]: of the result."""
     lookup = batch.lookups[index]
     program, ids = _lookup_program(layout, grads.dtype, batch), _pooled(batch, lookup, mean, None)
     launch(layout.device, program, "weights_grad", lookup.bags, WARP, batch.views, ids, grads, out)
 
 
 def write_hyper(layout: Layout, rule: str, hyper: Sequence[float], step: int, scale: float, numbers: Tensor) -> None:
-    """Write an update's numbers, as in `Processor.set_hyper`, to memory from `new_hyper`. The kernels read them."""
+    """Write an update's numbers, as in `Processor.set_hyper`, to memory from `new_hyper`, for kernels to read."""
     values = np.zeros((), _NUMBERS)
     values["hyper"][: len(hyper)], values["scale"], values["step"] = hyper, scale, step
     launch(layout.device, _update_program(layout, rule), "write_hyper", 1, WARP, values, numbers)
@@ -69,7 +69,7 @@ def update(
 
 
 def preview_catch_up(layout: Layout, rule: str, batch: Batch, numbers: Tensor) -> None:
-    """Make lookups read rows as they are when the step begins, in caught-up copies. For rules that catch up."""
+    """Make lookups read caught-up copies: rows as of the beginning of the step. For rules that catch up."""
     memory = torch.empty(batch.size * layout.line_bytes, dtype=torch.uint8, device=batch.lines.device)
     batch.keep_alive(memory)
     views = batch.empty(torch.int64)
@@ -82,8 +82,8 @@ def catch_up(
 ) -> None:
     """Apply the steps that rows missed to their embeddings and states. For rules that catch up.
 
-    With `views` [size], the lines do not change: rows that are behind are copied to `memory` [size lines] and caught up
-    there, and `views` gets the address of each row's current line.
+    With `views` [size], the lines do not change. Rows that missed steps are copied to `memory` [size lines] and caught
+    up there. `views` gets the address of each row's current line.
     """
     arguments = (batch.lines, batch.count, numbers, memory, views, _line_memory(layout, batch))
     launch(layout.device, _update_program(layout, rule), "catch_up_lines", batch.size, WARP, *arguments)
@@ -95,14 +95,14 @@ def sum_rows(layout: Layout, batch: Batch, gradients: Grads, positions: Tensor |
 
 
 def square_rows(layout: Layout, batch: Batch, gradients: Grads) -> Tensor:
-    """Return each row's squared gradient norm, [size] float32; 0 after the unique rows."""
+    """Return each row's squared gradient norm, [size] float32. Elements after the unique rows are 0."""
     squares = torch.zeros(batch.size, dtype=torch.float32, device=batch.lines.device)
     _reduce("square_rows", layout, batch, gradients, _row_memory(layout, batch), squares)
     return squares
 
 
 def new_hyper(device: torch.device) -> Tensor:
-    """Allocate memory for an update's hyper-parameters. They change from step to step, captured launches do not."""
+    """Allocate memory for an update's hyper-parameters. Captured launches read each step's values there."""
     return torch.zeros(_NUMBERS.itemsize, dtype=torch.uint8, device=device)
 
 
@@ -116,7 +116,7 @@ def assign(batch: Batch, layout: Layout, values: Tensor, step: int, written: Ten
 
 
 def count_written(layout: Layout, batch: Batch, lines: Tensor) -> Tensor:
-    """Count a batch's rows that were ever written, [tables]. lines [size]: their lines; 0 counts as never written."""
+    """Count a batch's rows that were ever written, [tables]. lines [size]: the rows' lines; 0 for unwritten rows."""
     written = torch.zeros(layout.tables, dtype=torch.int64, device=lines.device)
     program = layout.program(LINES)
     launch(layout.device, program, "count_written", batch.size, 1, lines, batch.tables, batch.count, written)
@@ -124,7 +124,7 @@ def count_written(layout: Layout, batch: Batch, lines: Tensor) -> Tensor:
 
 
 def initialise_missing(batch: Batch, layout: Layout) -> None:
-    """Give each row without a line a new one with initial values, in memory owned by the batch."""
+    """Give each row without a line a new line with initial values, in memory owned by the batch."""
     absent = batch.lines == 0
     batch.lines.copy_(torch.where(absent, new_lines(batch, layout, batch.size), batch.lines))
     initialise_lines(batch, layout, absent)
@@ -145,7 +145,7 @@ def initialise_lines(batch: Batch, layout: Layout, only: Tensor) -> None:
 
 
 def copy_lines(layout: Layout, source: Tensor, to: Tensor) -> None:
-    """Copy lines between addresses [n]. Skips pairs with a 0."""
+    """Copy lines between addresses [n]. Skips a pair of addresses if one is 0."""
     n = len(source)
     launch(layout.device, layout.program(LINES), "copy_lines", n, layout.copy_lanes, source, to, np.uint64(n))
 
@@ -161,7 +161,7 @@ def wide_lines(batch: Batch, layout: Layout, positions: Tensor, owner: Batch) ->
 
 
 def copy_rows(batch: Batch, layout: Layout) -> None:
-    """Move each row to a new line in memory owned by the batch, copying its present line if it has one."""
+    """Give each row a new line in memory owned by the batch. Copies the row's present line, if there is one."""
     copies = new_lines(batch, layout, batch.size)
     copy_lines(layout, batch.lines, copies)
     batch.lines.copy_(copies)
@@ -195,7 +195,7 @@ def _reduce(kernel: str, layout: Layout, batch: Batch, gradients: Grads, *argume
 def _sum_blocks(
     program: Program, layout: Layout, batch: Batch, gradients: Grads
 ) -> tuple[np.ndarray, Tensor, list[Any]]:
-    """Launch `sum_blocks`. Returns (the `Sources` argument, the blocks' sums, objects that keep its memory alive)."""
+    """Launch `sum_blocks`. Returns (the `Sources` argument, the blocks' sums, objects to keep alive)."""
     groups, (grads, means, weights) = batch.groups, gradients
     scales = _scales(_lookup_program(layout, _dtype(grads)), batch, means, weights)
     if len(grads) > MAX_SOURCES:
@@ -214,7 +214,7 @@ def _sum_blocks(
 
 
 def _lookup_program(layout: Layout, dtype: torch.dtype, batch: Batch | None = None) -> Program:
-    """Return the program for lookups with this output dtype. batch: pass it if its lines may be wide."""
+    """Return the program for lookups with this output dtype. batch: needed if its lines may be wide."""
     row = "Float32" if batch is not None and batch.has_wide_lines else layout.type
     return layout.program(LOOKUPS, TIERBED_GRADIENTS=_TYPES[dtype], TIERBED_ROW=row)
 

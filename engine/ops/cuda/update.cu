@@ -18,9 +18,9 @@ constexpr u32 MAX_HYPERS = 504;
 
 // The numbers that change from step to step.
 struct Numbers {
-    double hyper[MAX_HYPERS];  // the rule's, the limits, then the numbers that Rates reads, zeros without past rates
+    double hyper[MAX_HYPERS];  // the rule's hyper-parameters, the limits, then what Rates reads (0 without past rates)
     float scale;               // multiplies gradients
-    u32 step;                  // the embedding's
+    u32 step;                  // the embedding's step
 };
 
 }  // namespace
@@ -30,7 +30,7 @@ extern "C" __global__ void write_hyper(const __grid_constant__ Numbers values, N
     if (blockIdx.x == 0 && threadIdx.x == 0) *numbers = values;
 }
 
-// This warp's float32 line in `wide`, memory for [warps of the grid] lines. Used if lines are narrow.
+// Returns this warp's float32 line in `wide`, memory for [warps of the grid] lines. Used if lines are narrow.
 TIERBED_FN u64 warp_line(u64 wide) {
     return wide + (static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x) / WARP * WIDE.line_bytes;
 }
@@ -40,7 +40,7 @@ template <class Body, class Encode>
 TIERBED_FN void change_line(Tile tile, u64 line, u64 wide, const Body& body, const Encode& encode) {
     if constexpr (SHAPE.is_narrow()) {
         const u64 decoded = warp_line(wide);
-        synchronise(tile);  // until the previous row is encoded
+        synchronise(tile);  // wait until the previous row is encoded
         decode_line(tile, decoded, line, SHAPE);
         synchronise(tile);
         body(decoded);
@@ -102,8 +102,8 @@ TIERBED_FN void catch_up_all(const u64* lines, u64 count, const Rule& rule, u32 
 }
 
 // Catches up the first `count` lines to the beginning of the step. With views [count], lines do not change: rows that
-// are behind are copied to `memory`, with room for `count` lines, and caught up there. views[i] becomes the copy's
-// address, or the line's if the row is not behind.
+// missed steps are copied to `memory`, with room for `count` lines, and caught up there. views[i] becomes the copy's
+// address, or the line's address if the row missed no step.
 extern "C" __global__ void catch_up_lines(const u64* lines, const u32* count, const Numbers* numbers, u64 memory,
                                           u64* views, u64 wide) {
     catch_up_all(lines, *count, Rule(numbers->hyper), numbers->step, memory, views, wide);

@@ -1,14 +1,14 @@
 // Converts lines to and from float32.
 //
 // Optimizer rules work on float32 lines, so a narrow line (16-bit floats) is decoded, updated and encoded again.
-// Updates round stochastically, with noise that is a pure function of (seed, row hash, step, column); initial values,
+// Updates round stochastically, with noise that is a pure function of (seed, row hash, step, column). Initial values,
 // `put` and reads round to nearest even. Padding is zeros.
 #pragma once
 #include "line.h"
 
 namespace tierbed {
 
-// Mixes the bits of x, a bijection (lowbias32 by Chris Wellons). Uses only 32-bit multiplications and shifts.
+// Mixes the bits of x by a bijection (lowbias32 by Chris Wellons) with only 32-bit multiplications and shifts.
 TIERBED_FN u32 mix_bits(u32 x) {
     x ^= x >> 16;
     x *= 0x7FEB352Du;
@@ -48,7 +48,7 @@ TIERBED_FN void decode(Tile tile, float* to, u64 from, u32 n) {
     for (u32 j = tile.lane; j < n; j += tile.size) to[j] = Type::load(numbers[j]);
 }
 
-// column: the first number's, for the noise
+// column: the first number's column, for the noise
 template <class Type, class Noise>
 TIERBED_FN void encode(Tile tile, u64 to, const float* from, u32 n, const Noise& noise, u32 column) {
     auto* numbers = reinterpret_cast<typename Type::Stored*>(to);
@@ -57,7 +57,7 @@ TIERBED_FN void encode(Tile tile, u64 to, const float* from, u32 n, const Noise&
 }
 
 // Calls body(type, address in the line, column in the float32 line) for the embedding and each narrow state. Returns
-// how many words they take.
+// how many words these fields take.
 template <class Body>
 TIERBED_FN u32 for_each_narrow(u64 line, const LineShape& shape, const Body& body) {
     const u32 state_words = words_of(shape.states, shape.dim);

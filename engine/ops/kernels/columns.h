@@ -1,6 +1,5 @@
-// Copies column ranges between matrices (`move_columns`), and its gradient (`add_columns`).
-//
-// `add_columns` starts from zeros and adds the moves in order, rounding each sum to the type.
+// Copies column ranges between matrices (`move_columns`), or adds them for the gradient (`add_columns`). `add_columns`
+// starts from zeros and adds the moves in order, rounding each sum to the type.
 #pragma once
 #include "half.h"
 #include "portable.h"

@@ -20,7 +20,7 @@ struct UniqueRow {
     u32 count;  // entries
 };
 
-// A slot of the hash set. Comparing the tag, hash bits that do not choose the slot, settles most probes.
+// A slot of the hash set. The tag has hash bits that do not choose the slot. Comparing tags settles most probes.
 struct Mark {
     u32 tag;
     u32 row;

@@ -10,7 +10,7 @@
 namespace tierbed {
 
 #ifndef TIERBED_GPU
-// Recursive with a constant HALF, so that the compiler adds each half as a vector.
+// Adds 2 * HALF sums by halves. HALF is a constant, so that the compiler adds each half as a vector.
 template <u32 HALF>
 TIERBED_FN void add_halves(float* sums) {
     for (u32 j = 0; j < HALF; ++j) sums[j] += sums[j + HALF];
@@ -18,8 +18,8 @@ TIERBED_FN void add_halves(float* sums) {
 }
 #endif
 
-// Sums value(c) over columns c in [0, n), in an order that suits both vector registers and warps: column c is added to
-// partial sum c % 32, columns ascending, and the 32 partial sums are added by halves: 16 + 16, 8 + 8, 4 + 4, 2 + 2,
+// Sums value(c) over columns c in [0, n), in an order that suits both vector registers and warps. Columns ascend, and
+// column c is added to partial sum c % 32. Then the 32 partial sums are added by halves: 16 + 16, 8 + 8, 4 + 4, 2 + 2,
 // 1 + 1. Columns are signed, since compilers vectorise only indexes that cannot wrap around. Returns the sum on every
 // lane.
 template <class Value>
@@ -36,7 +36,7 @@ TIERBED_FN float sum_columns(Tile tile, u32 n, const Value& value) {
     i32 begin = end < 32 ? 0 : 32;
     if (begin == 0)
         for (i32 j = 0; j < 32; ++j) sums[j] = 0.0f;
-    else  // adds to a constant 0, since GCC would clear `sums` with a slow instruction
+    else  // start at a constant 0, since GCC would clear `sums` slowly
         for (i32 j = 0; j < 32; ++j) sums[j] = 0.0f + value(j);
     for (; begin + 32 <= end; begin += 32)
         for (i32 j = 0; j < 32; ++j) sums[j] += value(begin + j);
@@ -72,12 +72,12 @@ struct Occurrences {
     const u32* sources;   // [count] output rows, ascending by position
     const float* scales;  // [count], or null if all are 1
     u32 count;
-    const u32* end;  // end of the sources that may be prefetched, this row's and later ones
+    const u32* end;  // end of the sources that may be prefetched: this row's and later rows'
 };
 
 constexpr u32 SOURCES_AHEAD = 16;
 
-// Prefetches the gradient SOURCES_AHEAD occurrences after i.
+// Prefetches the gradient of the occurrence that is SOURCES_AHEAD after i.
 template <class Type>
 TIERBED_FN void prefetch_source(const Gradients& gradients, const Occurrences& row, u32 i) {
     if (row.end - row.sources > i + SOURCES_AHEAD)

@@ -1,13 +1,12 @@
 // The two hashes of a row key (table, key).
 //
-// `hash_row` is the same on every machine. Its top 6 bits are the bucket; other bits choose the owner among ranks.
+// `hash_row` is the same on every machine. The top 6 bits of `hash_row` are the bucket; other bits choose the owner
+// among ranks.
 //
-// `SlotHash` is seeded with a random number per process, so nobody can choose ids that collide. Its top 6 bits are the
-// same bucket; other bits choose slots, cache sets and tags. Batches and all structures in memory store only this hash,
-// as `hash`. Files, ranks, row values and decisions do not depend on it.
-//
-// Within a table both hashes are bijections of the key, so (table, hash) identifies a row: a key is hashed only once,
-// and indexes store no keys.
+// `SlotHash` is seeded with a random number per process, so nobody can choose ids that collide. The top 6 bits of
+// `SlotHash` are the same bucket; other bits choose slots, cache sets and tags. Batches and all structures in memory
+// store only this hash, as `hash`. Files, ranks, row values and decisions do not depend on `SlotHash`. Within a table,
+// both hashes are bijections of the key, so (table, hash) identifies a row. A key is hashed only once.
 #pragma once
 #include "portable.h"
 
@@ -33,7 +32,7 @@ TIERBED_FN u64 hash_row(u32 table, u64 key) { return last_shift(mix_key(table, k
 
 TIERBED_FN u32 bucket_of(u64 hash) { return static_cast<u32>(hash >> 58); }
 
-// The rank that owns a row, by an interval of 16 bits of its `hash_row`. ranks <= MAX_RANKS.
+// Returns the rank that owns a row: each rank owns an interval of 16 bits of `hash_row`. ranks <= MAX_RANKS.
 TIERBED_FN u32 owner_of(u64 hash, u32 ranks) { return static_cast<u32>((hash >> 34 & 0xFFFF) * ranks >> 16); }
 
 TIERBED_FN u64 reverse_bytes(u64 x) {  // compilers recognise this pattern
@@ -42,14 +41,14 @@ TIERBED_FN u64 reverse_bytes(u64 x) {  // compilers recognise this pattern
     return x << 32 | x >> 32;
 }
 
-// Multiplies `mix_key` by a random factor, folds it and multiplies by a second one. To keep the bucket, the top byte
-// is rotated to the bottom meanwhile, where factors that are 1 modulo 256 do not change it.
+// Multiplies `mix_key` by a random factor, folds the product and multiplies by a second factor. To keep the bucket, the
+// top byte is rotated to the bottom meanwhile, where factors that are 1 modulo 256 do not change this byte.
 //
 // With a random odd factor, two keys agree in their m leading bits with probability at most 2 / 2^m (Dietzfelbinger,
-// Hagerup, Katajainen, Penttonen: A reliable randomized algorithm for the closest-pair problem, 1997). That is not
-// enough for linear probing: a product maps arithmetic sequences to such sequences (Patrascu, Thorup: On the
+// Hagerup, Katajainen, Penttonen: A reliable randomized algorithm for the closest-pair problem, 1997). This is not
+// enough for linear probing: a product maps arithmetic sequences to arithmetic sequences (Patrascu, Thorup: On the
 // k-independence required by linear probing and minwise independence, 2010). The random addend, the fold and the second
-// factor break them up.
+// factor break such sequences up.
 struct SlotHash {
     u64 addend, table_factor;    // multiples of 256
     u64 factor[2], inverse[2];  // modulo 2^64
@@ -59,7 +58,7 @@ struct SlotHash {
         x = (x << 8 | x >> 56) * factor[0] + table * table_factor + addend;
         return reverse_bytes(fold(x) * factor[1]);
     }
-    // The row's `hash_row`.
+    // Returns the row's `hash_row`.
     TIERBED_FN u64 row_hash(u32 table, u64 hash) const { return last_shift(unmix(table, hash)); }
     // Recovers the key by undoing each step, multiplying by the factors' inverses.
     TIERBED_FN u64 key(u32 table, u64 hash) const {
@@ -71,7 +70,7 @@ struct SlotHash {
     }
 
 private:
-    TIERBED_FN static u64 fold(u64 x) { return x ^ (x >> 32 & ~u64{255}); }  // its own inverse
+    TIERBED_FN static u64 fold(u64 x) { return x ^ (x >> 32 & ~u64{255}); }  // `fold` is its own inverse
     TIERBED_FN u64 unmix(u32 table, u64 hash) const {  // the row's `mix_key`
         const u64 x = (fold(reverse_bytes(hash) * inverse[1]) - table * table_factor - addend) * inverse[0];
         return x >> 8 | x << 56;

@@ -1,5 +1,5 @@
-// Initial values of a row. They depend only on (seed, table, key, column), so rows that were never updated need not be
-// stored. The row of `zero_key`, if set, starts as zeros.
+// Computes a row's initial values. Values depend only on (seed, table, key, column), so rows never updated need
+// not be stored. The row of `zero_key`, if there is one, starts as zeros.
 //
 // One tile writes one whole line: embedding, optimizer state, counters, padding. Column c uses word c % 4 of Philox
 // with counter (c / 4, table, key low, key high) and the seed as Philox key, so every column gets its own 32 bits.
@@ -66,7 +66,7 @@ template <class Type>
 TIERBED_FN void initialise_embedding(Tile tile, u64 line, const LineShape& shape, const InitialRow& row, u32 table,
                                      u64 key) {
     auto* out = reinterpret_cast<typename Type::Stored*>(line);
-    // columns with random values; keys are compared first, since most differ from the zero key
+    // number of columns with random values; keys are compared first, since most differ from the zero key
     const u32 random = key == row.zero_key && row.has_zero_key != 0 ? 0 : shape.dim;
     for (u32 block = tile.lane; block * 4 < random; block += tile.size) {
         const Words words = philox(Words{{block, table, static_cast<u32>(key), static_cast<u32>(key >> 32)}}, row.seed);
@@ -86,7 +86,7 @@ TIERBED_FN u32 pack_pair(FloatType type, float x) {
     return (type == FloatType::bfloat16 ? BFloat16::store(x) : Float16::store(x)) * 0x10001u;
 }
 
-// 16-bit numbers are rounded to nearest even.
+// Writes a line's initial values. 16-bit numbers are rounded to nearest even.
 TIERBED_FN void initialise_line(Tile tile, u64 line, const LineShape& shape, const InitialRow& row, u32 table,
                                 u64 key) {
     with_type(shape.embedding, [&](auto type) TIERBED_INLINE {

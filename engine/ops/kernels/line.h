@@ -1,7 +1,7 @@
 // The layout of a row's line: embedding, optimizer state, counters (docs/architecture.md).
 //
-// Tiers copy a line as a sequence of 4-byte words. Number types matter only where numbers are read: float32 lines are
-// used in place, others are converted by codec.h.
+// Tiers copy a line as a sequence of 4-byte words. Number types matter only to code that reads numbers: such code uses
+// float32 lines in place, and converts other lines by codec.h.
 #pragma once
 #include "half.h"
 
@@ -27,9 +27,9 @@ struct RowCounters {
 TIERBED_FN constexpr u32 line_bytes_of(u32 width) {
     return (width * 4 + static_cast<u32>(sizeof(RowCounters)) + 15) / 16 * 16;
 }
-// The bytes that a tier on disk stores: the line without padding.
+// Returns how many bytes a tier on disk stores: the line without padding.
 TIERBED_FN u32 stored_bytes_of(u32 width) { return width * 4 + static_cast<u32>(sizeof(RowCounters)); }
-// How many words n numbers take.
+// Returns how many words n numbers take.
 TIERBED_FN constexpr u32 words_of(FloatType type, u32 n) { return type == FloatType::float32 ? n : (n + 1) / 2; }
 
 TIERBED_FN float* floats(u64 line) { return reinterpret_cast<float*>(line); }
@@ -37,7 +37,7 @@ TIERBED_FN RowCounters* row_counters(u64 line, const LineShape& shape) {
     return reinterpret_cast<RowCounters*>(floats(line) + shape.width);
 }
 
-// The line's shape when decoded to float32.
+// Returns the shape of the line decoded to float32.
 TIERBED_FN constexpr LineShape widened(const LineShape& shape) {
     const u32 narrow = words_of(shape.embedding, shape.dim) + shape.narrow_states * words_of(shape.states, shape.dim);
     const u32 width = shape.width - narrow + shape.dim * (1 + shape.narrow_states);

@@ -1,11 +1,11 @@
-// Logarithm, powers and the inverse normal distribution function, as fixed sequences of IEEE operations. Unlike with
+// Logarithm, powers and the inverse normal distribution function, as fixed sequences of IEEE operations. Unlike in
 // libm, results are bit-identical on every machine.
 #pragma once
 #include "portable.h"
 
 namespace tierbed {
 
-// ln x for a normal number x > 0, by the series for 2 artanh((m - 1) / (m + 1)) around m = 1.
+// Returns ln x for a normal number x > 0, by the series for 2 artanh((m - 1) / (m + 1)) around m = 1.
 TIERBED_FN double natural_log(double x) {
     const u64 bits = bits_of(x);
     int exponent = static_cast<int>((bits >> 52) & 0x7FF) - 1022;
@@ -88,7 +88,7 @@ TIERBED_FN double normal_quantile(double p) {
     return q < 0.0 ? -x : x;
 }
 
-// base^n by squaring.
+// Returns base^n by squaring.
 TIERBED_FN double power(double base, u32 n) {
     double result = 1.0;
     for (; n > 0; n /= 2) {
@@ -98,15 +98,15 @@ TIERBED_FN double power(double base, u32 n) {
     return result;
 }
 
-// e^x for |x| <= 0.35, by its series up to x^13. The remainder is below 2^-56.
+// Returns e^x for |x| <= 0.35, by its series up to x^13. The remainder is below 2^-56.
 TIERBED_FN double exponential_near_zero(double x) {
     double series = 1.0;
     for (int i = 13; i >= 1; --i) series = 1.0 + x / static_cast<double>(i) * series;
     return series;
 }
 
-// x^exponent for x >= 0, NaN otherwise. Computed as 2^k e^r with ln(x^exponent) = k ln 2 + r, and rounded once from a
-// double with a relative error below 2^-40.
+// Returns x^exponent for x >= 0, otherwise NaN. The result is 2^k e^r with ln(x^exponent) = k ln 2 + r, rounded once
+// from a double with a relative error below 2^-40.
 TIERBED_FN float power(float x, float exponent) {
     const float zero = 0.0f, infinity = float_of(0x7F800000u), not_a_number = float_of(0x7FC00000u);
     if (!(x >= 0.0f)) return not_a_number;

@@ -1,4 +1,4 @@
-// Computes one row of a lookup's output: the sum or mean over a bag's rows, or without pooling a copy of the id's row.
+// Computes one row of a lookup's output: a bag's sum or mean, or a copy of the id's row if nothing is pooled.
 //
 // One tile works on one bag. Rows are multiplied by their weights, if any, and added in float32, ordered by
 // position, starting from 0. A mean divides the sum by the row count. The result is rounded to the output type.
@@ -21,7 +21,7 @@ struct Bags {
     const u32* features = nullptr;  // [columns], each column's feature; null without features
     u32 columns = 0, batch = 0;     // with features: offsets are [features * batch + 1]
 
-    // The bag's index in `offsets`.
+    // Returns the bag's index in `offsets`.
     TIERBED_FN u64 part(u64 bag) const {
         return features ? static_cast<u64>(features[column(bag)]) * batch + sample(bag) : bag;
     }
@@ -40,12 +40,12 @@ struct Bag {
     const float* weights;  // [count] or null
     u32 count;
     bool mean;
-    const i32* end;  // end of the positions that may be prefetched, this bag's and later ones; null for none
+    const i32* end;  // end of the positions that may be prefetched (this and later bags); null for none
 };
 
 constexpr u32 ROWS_AHEAD = 16;
 
-// Prefetches the row ROWS_AHEAD positions later.
+// Prefetches the row of the position that is ROWS_AHEAD later.
 template <class Row>
 TIERBED_FN void prefetch_row(const u64* lines, const i32* position, const i32* end, u32 dim) {
     if (end - position > ROWS_AHEAD && position[ROWS_AHEAD] >= 0)
@@ -60,7 +60,7 @@ TIERBED_FN const typename Row::Stored* embedding(u64 line) {
 #ifdef TIERBED_GPU
 constexpr u32 POOL_BLOCK = 1;
 #else
-constexpr u32 POOL_BLOCK = 128;  // columns summed together, in registers
+constexpr u32 POOL_BLOCK = 128;  // how many columns are summed together, in registers
 #endif
 
 TIERBED_FN u32 rows_of(const Bag& bag) {
@@ -92,7 +92,7 @@ TIERBED_FN void pool_block(typename Type::Stored* out, const u64* lines, const B
     for (u32 j = 0; j < n; ++j) out[j] = Type::store(sum[j]);
 }
 
-// out [dim]; lines [unique]
+// Pools a bag to out [dim]. lines [unique]: each row's line.
 template <class Row, class Type>
 TIERBED_FN void pool_row(Tile tile, typename Type::Stored* out, const u64* lines, const Bag& bag, u32 dim) {
     const float rows = bag.mean ? static_cast<float>(rows_of(bag)) : 0.0f;
@@ -123,8 +123,8 @@ TIERBED_FN void gather_row(Tile tile, typename Type::Stored* out, u64 line, u32 
         for (u32 c = tile.lane; c < dim; c += tile.size) out[c] = Type::store(Row::load(embedding<Row>(line)[c]));
 }
 
-// Writes a bag's weight gradients to out [count]: dot products of grad and row, divided by the row count for a mean; 0
-// for padding.
+// Writes a bag's weight gradients to out [count], 0 for padding. A gradient is the dot product of `grad` and the row,
+// for a mean divided by the row count.
 template <class Row, class Type>
 TIERBED_FN void pool_weights_grad(Tile tile, float* out, const u64* lines, const Bag& bag,
                                   const typename Type::Stored* grad, u32 dim) {

@@ -1,7 +1,7 @@
 // Macros and functions with which the same kernel body compiles for CPU and GPU.
 //
 // A body processes one item (a row, a key, a set) with a *tile*: on a GPU a warp or part of it, on a CPU one thread.
-// Its inner loops start at `tile.lane` and advance by `tile.size`; the caller gives each item to exactly one tile.
+// The inner loops start at `tile.lane` and advance by `tile.size`; the caller gives each item to exactly one tile.
 // Bodies do not allocate and call no library function except sqrt, so the same sequence of IEEE operations runs
 // everywhere (build with FP contraction off).
 #pragma once
@@ -17,7 +17,7 @@
 #define TIERBED_FN inline __attribute__((always_inline))
 #define TIERBED_INLINE __attribute__((always_inline))  // written after a lambda's parameters
 #endif
-// Before a loop: promises the compiler that iterations access different floats, so it may vectorise.
+// Put this before a loop to promise the compiler that iterations access different floats, so it may vectorise.
 #if defined(TIERBED_GPU)
 #define TIERBED_NO_OVERLAP
 #elif defined(__clang__)
@@ -62,7 +62,7 @@ constexpr u32 VEC = 2;
 constexpr u32 VEC = 1;
 #endif
 
-// VEC numbers that a lane reads and writes with one instruction.
+// VEC numbers, which a lane reads and writes with one instruction.
 template <class T>
 struct alignas(sizeof(T) * VEC) Vector {
     T x[VEC];
@@ -75,7 +75,7 @@ TIERBED_FN Vector<T> load_vector(const T* from) {
 TIERBED_FN float* opaque(float* address) { return address; }
 TIERBED_FN void prefetch(const void*) {}
 TIERBED_FN void prefetch_bytes(u64, u32) {}
-// n is VEC
+// On a GPU, n is always VEC.
 TIERBED_FN void load_floats(float* registers, const float* from, u32) {
     const Vector<float> numbers = load_vector(from);
     for (u32 j = 0; j < VEC; ++j) registers[j] = numbers.x[j];
@@ -104,28 +104,28 @@ TIERBED_FN double double_of(u64 bits) { return __longlong_as_double(static_cast<
 TIERBED_FN float square_root(float x) { return __fsqrt_rn(x); }
 TIERBED_FN double square_root(double x) { return __dsqrt_rn(x); }
 TIERBED_FN void synchronise(Tile tile) { __syncwarp(lane_mask(tile)); }
-// Among the tile's lanes.
+// Returns another lane's value, among the tile's lanes.
 template <class T>
 TIERBED_FN T shuffle(Tile tile, T x, u32 lane) {
     return __shfl_sync(lane_mask(tile), x, static_cast<int>(first_lane(tile) + lane));
 }
-// Among all 32 lanes in the warp.
+// Returns another lane's value, among all 32 lanes of the warp.
 TIERBED_FN float shuffle(float x, u32 lane) { return __shfl_sync(0xFFFFFFFFu, x, static_cast<int>(lane)); }
 TIERBED_FN float shuffle_down(float x, u32 lanes) { return __shfl_down_sync(0xFFFFFFFFu, x, lanes); }
 
 #else
 
-// The compiler keeps blocks of so many floats in vector registers.
+// The compiler keeps blocks of VEC floats in vector registers.
 constexpr u32 VEC = 16;
 
-// Hides from the compiler where an address comes from. Otherwise it would set up a stack array anew in every iteration.
+// Hides an address's origin from the compiler. Otherwise each iteration would set up a stack array anew.
 TIERBED_FN float* opaque(float* address) {
     asm("" : "+r"(address));
     return address;
 }
 TIERBED_FN void prefetch(const void* address) { __builtin_prefetch(address); }
 TIERBED_FN void load_floats(float* registers, const float* from, u32 n) { __builtin_memcpy(registers, from, n * 4); }
-// Leaves the floats in memory: a CPU thread has too few registers for them.
+// Leaves the floats in memory, because a CPU thread has too few registers.
 TIERBED_FN const float* load_block(float*, const float* from, u32) { return from; }
 TIERBED_FN void store_floats(float* to, const float* registers, u32 n) { __builtin_memcpy(to, registers, n * 4); }
 // Prefetches every cache line in [address, address + bytes).
@@ -133,7 +133,7 @@ TIERBED_FN void prefetch_bytes(u64 address, u32 bytes) {
     for (u64 line = address / 64 * 64; line < address + bytes; line += 64)
         prefetch(reinterpret_cast<const void*>(line));
 }
-// The same, for cache lines that will be written.
+// Prefetches cache lines that will be written.
 TIERBED_FN void prefetch_to_write(u64 address, u32 bytes) {
     for (u64 line = address / 64 * 64; line < address + bytes; line += 64)
         __builtin_prefetch(reinterpret_cast<const void*>(line), 1);
@@ -156,7 +156,7 @@ template <class Body>
 TIERBED_FN void for_blocks(Tile tile, u32 dim, const Body& body) {
     u32 begin = tile.lane * VEC;
     for (; begin + VEC <= dim; begin += tile.size * VEC) body(begin, VEC);
-#ifndef TIERBED_GPU  // there, VEC divides dim
+#ifndef TIERBED_GPU  // on a GPU, VEC divides dim
     if (begin < dim) body(begin, dim - begin);
 #endif
 }

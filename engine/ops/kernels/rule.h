@@ -5,20 +5,20 @@
 
 namespace tierbed {
 
-// The gradient g, negated if `maximize`, plus L2 weight decay.
+// Returns the gradient g, negated if `maximize`, plus L2 weight decay.
 TIERBED_FN float decayed(float g, float w, float weight_decay, float maximize) {
     const float signed_g = maximize != 0.0f ? -g : g;
     return weight_decay != 0.0f ? signed_g + weight_decay * w : signed_g;
 }
 
-// a / b, or 0 if b is 0. Then a must be 0, or so small that its square is 0. A branch would be slower.
+// Returns a / b, or 0 if b is 0. If b is 0, a must be 0, or so small that a * a is 0. A branch would be slower.
 TIERBED_FN float quotient(float a, float b) { return a / (b == 0.0f ? 0x1p127f : b); }
 
 TIERBED_FN float square(float x) { return x * x; }
 TIERBED_FN float absolute(float x) { return x < 0.0f ? -x : x; }
 
-// A row's limits. Before weight decay, each element of the summed gradient is clipped to [-clip_value, clip_value],
-// then its L2 norm to clip_norm. After the rule, the row's L2 norm is limited to row_norm. 0: no limit. NaN stays NaN.
+// A row's limits. Before weight decay, each element of the summed gradient is limited to [-clip_value, clip_value],
+// then the gradient's L2 norm to clip_norm; after the rule, the row's L2 norm to row_norm. 0: no limit. NaN stays NaN.
 struct Limits {
     static constexpr u32 LIMITS = 3;
     float clip_value, clip_norm, row_norm;
@@ -30,7 +30,7 @@ struct Limits {
     TIERBED_FN float clipped(float g) const { return g > clip_value ? clip_value : g < -clip_value ? -clip_value : g; }
 };
 
-// Past steps' learning rates, linear between knots. past: how many knots, then each knot's step and rate
+// The learning rates of past steps, linear between knots. past: the number of knots, then each knot's step and rate
 // (engine/optim/past_rates.py). now: the rate after the last knot.
 class Rates {
 public:

@@ -22,8 +22,8 @@ TIERBED_FN bool is_behind(const RowCounters& counters, u32 step, bool misses_unw
     return (misses_unwritten || counters.updates != 0) && counters.step + 1 < step;
 }
 
-// Catches up columns [begin, begin + n) in the line; n <= VEC. The first `limit` steps are applied one by one, the
-// rest together for each line segment of the learning rate. before: the row's counters.
+// Catches up columns [begin, begin + n) in the line; n <= VEC. Applies the first `limit` steps one by one. Later steps
+// on the same line segment of the learning rate are applied together. before: the row's counters.
 template <class Rule>
 TIERBED_FN void catch_up_block(float* line, u32 dim, u32 begin, u32 n, const Rule& rule, const RowCounters& before,
                                u32 missed) {
@@ -66,7 +66,7 @@ TIERBED_FN void catch_up_block(float* line, u32 dim, u32 begin, u32 n, const Rul
     for (u32 k = 0; k < Rule::ELEMENT_STATES; ++k) store_floats(line + dim * (k + 1) + begin, states[k], n);
 }
 
-// Brings the embedding and states of a row that is behind to the beginning of `step`. Does not change the counters.
+// Applies a row's missed steps before `step` to its embedding and states. Does not change the counters.
 template <class Rule>
 TIERBED_FN void catch_up(Tile tile, float* line, u32 dim, const Rule& rule, RowCounters before, u32 step) {
     const u32 missed = step - 1 - before.step;
@@ -74,7 +74,7 @@ TIERBED_FN void catch_up(Tile tile, float* line, u32 dim, const Rule& rule, RowC
                [&](u32 begin, u32 n) TIERBED_INLINE { catch_up_block(line, dim, begin, n, rule, before, missed); });
 }
 
-// Columns [begin, begin + n) of a line. `change` calls body(w, states, j) for each to change them. n <= VEC.
+// Columns [begin, begin + n) of a line, n <= VEC. `change` calls body(w, states, j) to change each column.
 #ifdef TIERBED_GPU
 template <class Rule>
 class Elements {
@@ -124,7 +124,7 @@ private:
 };
 #endif
 
-// A rule's passes if it has norms. gradient [dim]: the row's gradient; `element` changes it to the step.
+// Runs a rule with norms, in several passes. gradient [dim]: the row's gradient; `element` changes it to the update.
 template <class Rule>
 TIERBED_FN void update_by_norms(Tile tile, float* line, u32 dim, float* gradient, const Rule& rule,
                                 typename Rule::Row& row) {
@@ -209,7 +209,7 @@ TIERBED_FN bool apply_rule(Tile tile, u64 address, const LineShape& shape, const
                 rule.element(w, g[j], state, row);
             });
         });
-    synchronise(tile);  // until every lane has read the counters and the row states
+    synchronise(tile);  // wait until every lane has read the counters and the row states
     if (tile.lane == 0) {
         for (u32 k = 0; k < Rule::ROW_STATES; ++k) line[dim * (1 + Rule::ELEMENT_STATES) + k] = row_states[k];
         if (counters->updates != 0xFFFFFFFFu) counters->updates += 1;
@@ -228,7 +228,7 @@ TIERBED_FN void limit_row(Tile tile, u64 address, u32 dim, float limit) {
     });
 }
 
-// Returns a row's squared gradient norm. sum, gradient: as for `apply_rule`.
+// Returns a row's squared gradient norm. sum, gradient: as in `apply_rule`.
 template <class Sum>
 TIERBED_FN float square_row(Tile tile, u32 dim, const Sum& sum, float* gradient) {
     for_blocks(tile, dim, [&](u32 begin, u32 n) TIERBED_INLINE { sum(gradient + begin, begin, n); });

@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::size_t CHUNK = 4096;  // positions per task; fixed, so that the order does not depend on threads
 
-// Positions [begin, end) in a segment; with features, all of one column's feature.
+// Positions [begin, end) in a segment. With features, all positions belong to one column's feature.
 struct Chunk {
     const Segment* segment;
     std::size_t first;   // the segment's first position in the batch
@@ -60,8 +60,8 @@ void for_each_bag(const Chunk& chunk, u32 num_tables, const Body& body) {
 // Hashes positions chunk by chunk, then groups them by bucket. No two threads write the same chunk or bucket.
 class Grouping {
 public:
-    // Sets `inverse` to -1 for padding. pooled: whether to keep each entry's output row. Calls beyond(table, key,
-    // position) for illegal ids; they become padding.
+    // Sets `inverse` to -1 for padding. pooled: if true, keeps each entry's output row. Calls beyond(table, key,
+    // position) for illegal ids; such ids become padding.
     template <class Beyond>
     Grouping(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tables, std::optional<u64> padding, i32* inverse,
              bool pooled, const LegalIds& legal, const Beyond& beyond);
@@ -152,7 +152,7 @@ Grouping::Grouping(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tabl
 void Grouping::invert(const std::size_t* first, const u32* local, i32* inverse) const {
     parallel_for(chunks_.size(), [&](std::size_t c) {
         std::size_t at[BUCKETS];
-        std::copy_n(c ? &ends_[(c - 1) * BUCKETS] : grouped.begin, BUCKETS, at);  // where the previous chunk ends
+        std::copy_n(c ? &ends_[(c - 1) * BUCKETS] : grouped.begin, BUCKETS, at);  // the previous chunk's ends
         const Entry* entry = entries(c);
         for (std::size_t i = 0; i < entry_counts_[c]; ++i, ++entry) {
             const u32 bucket = bucket_of(entry->hash);
@@ -201,8 +201,8 @@ std::vector<std::vector<Chunk>> group_by_table(const std::vector<Chunk>& chunks,
     return table_chunks;
 }
 
-// Sorts n 64-bit entries by their high words, all below 2^bits. Stable. Scratch memory for n entries must follow them.
-// Returns the half that holds the result.
+// Sorts n 64-bit entries by their high words, all below 2^bits. Stable. Scratch memory for n entries must follow the
+// entries. Returns the half of the memory that holds the result.
 //
 // A radix sort in few passes: digits are so long that there are about as many counters as entries.
 u64* sort_numbers(u64* numbers, u32 n, u32 bits) {
@@ -229,11 +229,11 @@ u64* sort_numbers(u64* numbers, u32 n, u32 bits) {
 struct Part {
     u32 table;
     u64 first, last;
-    std::size_t positions;  // in the whole table
+    std::size_t positions;  // number of positions in the whole table
     Buffer<u64> memory;
     const u64* sorted = nullptr;  // ids in the high words, their positions in the low words
     u32 entries = 0, rows = 0;
-    u32 first_occurrence = 0, first_row = 0;  // in the whole batch
+    u32 first_occurrence = 0, first_row = 0;  // indexes in the whole batch
 };
 
 // Makes one part per table, or several for a table with many of the ids, so that threads can share the work.
@@ -313,7 +313,7 @@ void deduplicate_by_hash(Deduplicated& out, const Grouping& grouping,
             out.tables[base + i] = row.table;
             out.offsets[base + i] = start;
             start += row.count;
-            row.count = out.offsets[base + i];  // from here on, where the row's next occurrence goes
+            row.count = out.offsets[base + i];  // from here on, the index of the row's next occurrence
         }
         for (std::size_t i = begin; i < begin + count; ++i) {
             const u32 index = rows[begin + local[i]].count++;
@@ -324,8 +324,8 @@ void deduplicate_by_hash(Deduplicated& out, const Grouping& grouping,
     grouping.invert(bucket_begin.data(), local.data(), out.inverse.data());
 }
 
-// Finds each part's unique rows by sorting its ids. One thread does all work on a part, so that its core's cache keeps
-// the entries.
+// Finds each part's unique rows by sorting the part's ids. One thread does all work on a part, so that the core's cache
+// keeps the part's entries.
 template <class Beyond>
 void deduplicate_by_number(Deduplicated& out, const std::vector<std::vector<Chunk>>& chunks, std::optional<u64> padding,
                const LegalIds& legal, const Beyond& beyond) {
@@ -376,7 +376,7 @@ void deduplicate_by_number(Deduplicated& out, const std::vector<std::vector<Chun
         const Part& part = parts[p];
         u32 row = part.first_row - 1, index = part.first_occurrence;
         u64 previous = ~u64{0};
-        for (u32 k = 0; k < part.entries; ++k, ++index) {  // branches would often be mispredicted
+        for (u32 k = 0; k < part.entries; ++k, ++index) {  // no branches: most would be mispredicted
             const u64 key = part.sorted[k] >> 32;
             const u32 position = static_cast<u32>(part.sorted[k]);
             const bool is_first = key != previous;

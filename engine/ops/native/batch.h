@@ -18,7 +18,7 @@
 
 namespace tierbed {
 
-// One lookup's ids in bags, each pooled to one output row. Without pooling, every id is a bag.
+// One lookup's ids in bags. Each bag is pooled to one output row. Without pooling, every id is a bag.
 struct Segment {
     const u64* keys;          // [n]
     const u32* tables;        // [bags], or [columns] with features; null if bag b belongs to table b % num_tables
@@ -32,10 +32,10 @@ struct Segment {
 // The ids that a table accepts.
 struct LegalIds {
     std::vector<u64> last;    // [tables], the last legal id; empty if all ids are legal
-    std::vector<bool> drops;  // [tables], whether ids beyond `last` become padding; otherwise they are errors
+    std::vector<bool> drops;  // [tables], true if ids beyond `last` become padding instead of errors
 };
 
-// Rows grouped by bucket, ordered by position within each.
+// Rows grouped by bucket, and ordered by position within each bucket.
 struct Grouped {
     Buffer<Entry> entries;
     std::size_t begin[BUCKETS + 1];
@@ -46,14 +46,14 @@ Grouped group_by_bucket(const u32* tables, const u64* keys, std::size_t n);
 
 // A batch's unique rows by bucket.
 struct BucketOrder {
-    Buffer<u32> rows;                       // [unique], buckets ascending; empty if rows are already in this order
+    Buffer<u32> rows;                       // [unique], in ascending order of buckets; empty if rows are in this order
     std::array<std::size_t, BUCKETS + 1> begin{};
 
     std::size_t row(std::size_t k) const { return rows.size() ? rows[k] : k; }
 };
 
-// The part of a batch that depends only on the ids. Immutable, and shared by several embeddings' batches. Rows are
-// ordered by number if sorted; if deduplicated by hash, by bucket and then by first occurrence.
+// The part of a batch that depends only on the ids. Immutable, and shared by several embeddings' batches. Sorted rows
+// are ordered by id number; rows deduplicated by hash are ordered by bucket, then by first occurrence.
 struct Deduplicated {
     // Keys equal to `padding` are padding. Throws std::out_of_range for a table id >= num_tables.
     Deduplicated(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding,
@@ -61,9 +61,9 @@ struct Deduplicated {
 
     // A segment without its ids and table ids.
     struct LookupSpan {
-        std::size_t begin;   // its first position
-        std::size_t source;  // its first row among all segments' output rows
-        Segment segment;     // `keys` and `tables` null
+        std::size_t begin;   // the lookup's first position
+        std::size_t source;  // the lookup's first row among all output rows
+        Segment segment;     // `keys` and `tables` are null
         Buffer<i64> offsets;
         Buffer<u32> features;
     };
@@ -72,13 +72,13 @@ struct Deduplicated {
     std::size_t size = 0;     // positions
     std::size_t sources = 0;  // output rows
     std::size_t unique = 0;   // unique rows
-    bool pooled = false;                    // whether any segment is pooled
+    bool pooled = false;                    // true if any segment is pooled
     Buffer<u64> hashes;                     // [unique]
     Buffer<u32> tables;                     // [unique]
     Buffer<u32> numbers;                    // [unique], as in Numbering; empty if rows are ordered by bucket
     Buffer<i32> inverse;                    // [size], each position's row, -1 for padding
     Buffer<u32> occurrences;                // [size - padding], positions grouped by row
-    Buffer<u32> occurrence_sources;         // [size - padding], their output rows; empty if equal to the positions
+    Buffer<u32> occurrence_sources;         // [size - padding], the positions' output rows; empty if equal
     Buffer<u32> offsets;                    // [unique + 1], where each row's occurrences begin
     std::vector<u64> dropped;               // [tables], how many ids were dropped; empty if all ids are legal
     std::optional<std::pair<u32, u64>> illegal;  // the first illegal (table, key); illegal ids count as padding
@@ -109,7 +109,7 @@ public:
     Buffer<u64>& keys();
     // Allocates `n` lines that live as long as the batch. Returns their addresses.
     std::vector<u64> allocate(std::size_t n, const LineShape& shape);
-    // Replaces the tier's lines by `own_lines` where these are set.
+    // Replaces each row's line by the row's element in `own_lines`, if this element is not 0.
     void use_own_lines() {
         for (std::size_t row = 0; row < own_lines.size(); ++row)
             if (own_lines[row]) lines[row] = own_lines[row];
@@ -127,8 +127,8 @@ public:
     const Buffer<u32>& offsets = shared_->offsets;
 
     Buffer<u64> lines;      // [unique], addresses
-    Buffer<u64> views;      // [unique], the lines that lookups read; empty if they read `lines`
-    bool has_wide_lines = false;  // whether `lines` hold float32 embeddings although the table's are narrower
+    Buffer<u64> views;      // [unique], the lines that lookups read; empty if lookups read `lines`
+    bool has_wide_lines = false;  // true if `lines` hold float32 embeddings, but the table narrower ones
     Buffer<u64> own_lines;        // [unique], lines of rows that must not enter a tier, 0 for other rows; or empty
 
 private:

@@ -1,4 +1,4 @@
-// Shared by the Python bindings. Loops over rows release the interpreter lock.
+// Helpers shared by the Python bindings. Loops over rows release the interpreter lock.
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -77,7 +77,7 @@ T as(nb::handle source, const char* message) {
     return value;
 }
 
-// Moves a vector or Buffer into a NumPy array that owns it.
+// Moves a vector or Buffer into a NumPy array that owns the memory.
 template <class Values>
 auto own(Values&& values) {
     auto* moved = new Values(std::move(values));
@@ -94,14 +94,14 @@ auto without_gil(const Body& body) {
     return body();
 }
 
-// Calls body without the interpreter lock. Returns the row keys that it returns as arrays (tables, keys).
+// Calls body without the interpreter lock. Returns body's row keys as arrays (tables, keys).
 template <class Body>
 std::pair<Array<u32>, Array<u64>> arrays_of(const Body& body) {
     auto rows = without_gil(body);
     return {own(std::move(rows.tables)), own(std::move(rows.keys))};
 }
 
-// Returns the type of this name. Throws std::invalid_argument if there is none.
+// Returns the type of this name. Throws std::invalid_argument for an unknown name.
 FloatType type_named(const std::string& dtype);
 
 // Returns a row's counters as a dict. `locate` adds the location.

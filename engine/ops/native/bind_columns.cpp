@@ -19,7 +19,7 @@ std::vector<Matrix> parse_matrices(const std::vector<u64>& numbers) {
     return all;
 }
 
-// True if all moves lie within the matrices. With `complete`, they must also write each target column exactly once.
+// True if all moves lie within the matrices. With `complete`, each target column must be written exactly once.
 bool are_valid(const std::vector<Move>& moves, const std::vector<Matrix>& sources, const std::vector<Matrix>& targets,
                bool complete) {
     const auto within = [](const std::vector<Matrix>& all, u32 matrix, u32 first, u32 count) {

@@ -11,12 +11,12 @@
 namespace tierbed {
 namespace {
 
-// Parses one lookup, (keys [n], table ids, bags) or (keys, table ids, bags, features, batch). Appends its arrays to
-// `owners`, to keep them alive.
+// Parses one lookup, (keys [n], table ids, bags) or (keys, table ids, bags, features, batch). Appends all arrays to
+// `owners`, to keep the arrays alive.
 //
-// bags: None if unpooled, each bag's length, or offsets [bags + 1] that ascend from 0 to n. table ids: [bags], or None
-// if bag i belongs to table i % num_tables. features [columns]: the features to look up, each at most once. With
-// features, offsets are [features * batch + 1], feature by feature, and table ids are [columns]; bag b * columns + c is
+// bags: None without pooling, each bag's length, or offsets [bags + 1] that ascend from 0 to n. table ids: [bags], or
+// None if bag i belongs to table i % num_tables. features [columns]: the features to look up, each at most once. With
+// features, offsets are [features * batch + 1], feature by feature, and table ids are [columns]. Bag b * columns + c is
 // sample b of feature features[c].
 Segment parse_segment(nb::tuple lookup, std::vector<nb::object>& owners) {
     const auto array = [&](auto values) {
@@ -141,7 +141,7 @@ void require_outputs(const Batch& batch, const Layout& layout, std::size_t looku
             "rows must be [output rows, dim]");
 }
 
-// Parses each lookup's gradient, and keeps the arrays alive.
+// Parses each lookup's gradient, and keeps the gradients' arrays alive.
 struct Upstreams {
     std::vector<nb::object> owners;
     std::vector<Upstream> upstream;
@@ -163,7 +163,7 @@ struct Upstreams {
     }
 };
 
-// Checks that `positions` has a position below `rows` for each unique row; without it, that `rows` is their number.
+// Checks that `positions` has a position below `rows` for each unique row; if null, that there are `rows` unique rows.
 void require_positions(const Batch& batch, const std::optional<InVector<i64>>& positions, std::size_t rows) {
     require(positions ? positions->size() == batch.unique : rows == batch.unique, "give one place per unique row");
     for (std::size_t row = 0; positions && row < batch.unique; ++row)
@@ -237,8 +237,8 @@ void bind_step(nb::module_& m) {
         },
         "batch"_a, "layout"_a, "grads"_a, "means"_a, "weights"_a, "out"_a, "places"_a.none() = nb::none(),
         "dtype"_a = "float32");
-    // Sets the line of row u to rows[places[u]]. A place of len(rows) + i means the row that lookups of `rest`, another
-    // batch, read at position `position` + i.
+    // Sets the line of row u to rows[places[u]]. places[u] = len(rows) + i stands for the row that lookups of another
+    // batch, `rest`, read at position `position` + i.
     m.def(
         "set_lines",
         [](Batch& batch, const Layout& layout, In<float, nb::ndim<2>> rows, InVector<i64> places, const Batch* rest,

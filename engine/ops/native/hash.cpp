@@ -7,7 +7,7 @@ namespace tierbed {
 namespace {
 
 u64 inverse_modulo_2_64(u64 odd) {
-    u64 inverse = odd;  // correct in 3 bits; each Newton iteration doubles their number
+    u64 inverse = odd;  // 3 bits are correct; each Newton iteration doubles the number of correct bits
     for (int i = 0; i < 5; ++i) inverse *= 2 - odd * inverse;
     return inverse;
 }

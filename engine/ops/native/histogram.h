@@ -28,7 +28,7 @@ public:
 
     std::uint64_t count() const { return std::accumulate(buckets_.begin(), buckets_.end(), std::uint64_t{0}); }
 
-    // Returns the q-quantile in seconds, q in [0, 1]: the middle of its bucket, at most `max`. 0 if nothing was added.
+    // Returns the q-quantile in seconds, q in [0, 1], as the middle of a bucket, at most `max`. 0 if nothing was added.
     double quantile(double q) const {
         const std::uint64_t all = count();
         if (all == 0) return 0;
@@ -64,7 +64,7 @@ private:
     std::atomic<std::uint64_t> max_{0};
 };
 
-// Adds the time from construction to destruction to a histogram, also if an exception ends the block.
+// Adds the time from construction to destruction to a histogram, even if an exception ends the block.
 class Timer {
 public:
     explicit Timer(Histogram& histogram) : histogram_(histogram), begin_(std::chrono::steady_clock::now()) {}

@@ -10,7 +10,7 @@ namespace tierbed {
 const Loops& loops();
 // Returns the names of the instruction sets that this processor supports, best first.
 std::vector<std::string> instruction_sets();
-// For tests. Throws std::invalid_argument if this processor does not support it.
+// For tests. Throws std::invalid_argument if this processor does not support the instruction set.
 void use_instruction_set(const std::string& name);
 
 }  // namespace tierbed

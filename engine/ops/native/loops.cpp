@@ -1,5 +1,5 @@
-// Compiled once per instruction set; TIERBED_LOOPS names the resulting table. Includes only kernels: the linker might
-// let code for older processors use an inline standard library function that was compiled here.
+// Compiled once per instruction set; TIERBED_LOOPS names the resulting table. Includes only kernels, because the linker
+// might let code for older processors use an inline standard library function that was compiled here.
 #include "loops.h"
 
 #include "ops/kernels/codec.h"
@@ -105,7 +105,7 @@ TIERBED_FN Occurrences occurrences_of(const UpdateJob& job, std::size_t row) {
 
 template <class Rule>
 std::size_t update(const UpdateJob& shared, std::size_t begin, std::size_t end, float* memory) {
-    const UpdateJob job = shared;  // a local copy, since writes to lines could alias `shared`
+    const UpdateJob job = shared;  // a local copy, because writes to lines could alias `shared`
     const Gradients gradients = shared.gradients;
     const Rule rule(job.hyper);
     const SumRow sum_row = SUM_ROW[static_cast<u32>(job.type)];
@@ -117,7 +117,7 @@ std::size_t update(const UpdateJob& shared, std::size_t begin, std::size_t end, 
         if (row + ahead < end) prefetch_to_write(job.lines[row + ahead], job.shape.line_bytes);
         const Occurrences occurrences = occurrences_of(job, row);
         const float* gradient = sum;
-        if (occurrences.count == 1 && in_place) {  // the common case
+        if (occurrences.count == 1 && in_place) {  // the common case, without a copy
             gradient = gradients.row<Float32>(*occurrences.sources);
             prefetch_source<Float32>(gradients, occurrences, 0);
         } else {

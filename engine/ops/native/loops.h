@@ -1,5 +1,5 @@
-// The loops over floats, compiled once per instruction set; the build is chosen at run time. All builds run the same
-// IEEE operations in the same order, so their results are bit-identical.
+// The loops over floats, compiled once per instruction set. One build is chosen at run time. All builds run the same
+// IEEE operations in the same order, so results are bit-identical.
 #pragma once
 #include <cstddef>
 
@@ -66,7 +66,7 @@ struct CodecJob {
     u32 step;
 };
 
-// Copies columns from sources to targets in rows [begin, end); with `adds`, adds them (for gradients).
+// Copies columns from sources to targets in rows [begin, end). With `adds`, adds the columns instead (for gradients).
 struct ColumnsJob {
     const Matrix *sources, *targets;
     std::size_t target_count;
@@ -79,7 +79,7 @@ struct RuleLoops {
     const char* name;
     u32 element_states, row_states;
     u32 hypers;  // how many hyper-parameters, including limits
-    bool misses_unwritten;  // whether rows that were never written miss steps
+    bool misses_unwritten;  // true if rows that were never written miss steps
     // Returns how many rows were written for the first time. memory [3 * dim]: scratch.
     std::size_t (*update)(const UpdateJob&, std::size_t begin, std::size_t end, float* memory);
     void (*catch_up)(const CatchUpJob&, std::size_t begin, std::size_t end);  // null if the rule does not catch up
@@ -98,7 +98,7 @@ struct Loops {
     // memory [dim]: scratch.
     void (*sum[FLOAT_TYPES])(const UpdateJob&, std::size_t begin, std::size_t end, float* memory, const i64* positions,
                              float* out);
-    // Indexed by type; the last is for float64.
+    // Indexed by type; the last function is for float64.
     void (*columns[FLOAT_TYPES + 1])(const ColumnsJob&, std::size_t begin, std::size_t end);
     const RuleLoops* rules;
     u32 rule_count;

@@ -17,8 +17,8 @@ constexpr std::size_t BLOCKS = 32;  // per size class
 
 u32 size_class(std::size_t bytes) { return 64 - static_cast<u32>(__builtin_clzll((bytes - 1) / SMALLEST | 1)); }
 
-// Free blocks, by power of two. A thread that finds it locked allocates from the system instead of waiting, also in a
-// child that was forked while it was locked.
+// Free blocks, by power of two. A thread that finds the lock taken does not wait, but allocates from the system. In a
+// child that was forked meanwhile, the lock stays taken.
 struct FreeBlocks {
     std::atomic_flag locked = ATOMIC_FLAG_INIT;
     std::array<std::vector<void*>, 64> blocks;

@@ -17,7 +17,7 @@ namespace tierbed {
 constexpr std::size_t HUGE_PAGE = std::size_t{2} << 20;
 
 // Allocate and free uninitialised scratch memory, aligned for vector instructions. Large blocks are kept for the next
-// batch, since the system allocates new ones page by page and clears each page.
+// batch, because new blocks are slow: the system clears each new page.
 void* take_scratch(std::size_t bytes);
 void give_scratch(void* block, std::size_t bytes);
 
@@ -49,8 +49,7 @@ private:
     std::size_t size_ = 0;
 };
 
-// Zeroed pages; huge pages for large sizes. may_be_huge: pass false for sparse data: it would leave huge pages mostly
-// unused.
+// Zeroed pages; huge pages for large sizes. may_be_huge: false for sparse data, which would leave most pages unused.
 class Pages {
 public:
     Pages() = default;

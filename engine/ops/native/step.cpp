@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::size_t AHEAD = 4;  // rows to prefetch
 
-// Calls body(row) -> bool for every unique row, and add(begin, end, how many were true) for row ranges.
+// Calls body(row) -> bool for every unique row, and add(begin, end, how many results were true) for row ranges.
 template <class Body, class Add>
 void count_rows(const Batch& batch, const Body& body, const Add& add) {
     parallel_ranges(batch.unique, ROWS, [&](std::size_t begin, std::size_t end) {
@@ -28,7 +28,7 @@ void count_rows(const Batch& batch, const Body& body, const Add& add) {
     });
 }
 
-// Gives `rows` new lines owned by the batch, each filled by fill(line, row). Sets them in `lines` and returns them.
+// Gives `rows` new lines owned by the batch, filled by fill(line, row). Sets these lines in `lines` and returns them.
 template <class Fill>
 std::vector<u64> add_lines(Batch& batch, const std::vector<std::size_t>& rows, const LineShape& shape,
                            Buffer<u64>& lines, const Fill& fill) {
@@ -60,7 +60,7 @@ std::size_t bags_per_task(const Segment& segment) {
     return std::max<std::size_t>(ROWS * segment.count / std::max<std::size_t>({segment.n, segment.count, 1}), 1);
 }
 
-// Counts a batch's first writes, in total and, if it is not null, in by_table [layout.tables].
+// Counts a batch's first writes, in total and, unless null, in by_table [layout.tables].
 struct FirstWrites {
     const Batch& batch;
     const Layout& layout;
@@ -222,7 +222,7 @@ public:
     LineShape shape() const { return widened(job_.shape); }
 
     // Decodes lines [begin, end) block by block to `wide`, calls body(first, n) for each block [first, first + n), and
-    // writes it back. Rounds to nearest, or with a batch stochastically, by its rows' noise at `step`.
+    // writes the block back. Rounds to nearest, or stochastically if a batch is given, by its rows' noise at `step`.
     template <class Body>
     void change(std::size_t begin, std::size_t end, const Batch* batch, u32 step, const Body& body) {
         job_.tables = batch ? batch->tables.data() : nullptr;
@@ -336,7 +336,7 @@ void preview_catch_up(Batch& batch, const Layout& layout, const BoundRule& rule,
         const RowCounters& counters = *row_counters(batch.lines[row], layout.shape);
         if (is_behind(counters, step, rule.loops.misses_unwritten)) behind.push_back(row);
     }
-    if (batch.views.size() != batch.unique) batch.views = Buffer<u64>(batch.unique);  // kept: Python may hold a view
+    if (batch.views.size() != batch.unique) batch.views = Buffer<u64>(batch.unique);  // reused: Python may hold a view
     std::copy_n(batch.lines.data(), batch.unique, batch.views.data());
     const std::vector<u64> copies = add_lines(
         batch, behind, layout.shape, batch.views,

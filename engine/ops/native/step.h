@@ -1,4 +1,4 @@
-// A step's ops, for a batch whose lines are set.
+// The ops of a step, for a batch whose lines are set.
 #pragma once
 #include <string>
 #include <vector>
@@ -16,21 +16,21 @@ struct Pooling {
 
 // Writes the sum or mean of each bag's weighted rows to out [bags, dim]; zeros for padding and empty bags.
 void gather(const Batch& batch, const Layout& layout, std::size_t lookup, const Pooling& pooling, void* out);
-// Writes each weight's gradient to out [positions]: the dot product of its row and its bag's gradient in grads
+// Writes each weight's gradient to out [positions]: the dot product of the weighted row and the bag's gradient in grads
 // [bags, dim], divided by the bag's row count for a mean.
 void weights_grad(const Batch& batch, const Layout& layout, std::size_t lookup, const Pooling& pooling,
                   const void* grads, float* out);
 
 // Writes values [size, dim], one per position, to the embeddings; a row's last occurrence wins. Returns how many rows
-// were written for the first time, and adds their numbers to by_table [layout.tables] if it is not null.
+// were written for the first time, and adds the counts to by_table [layout.tables] unless it is null.
 std::size_t assign(Batch& batch, const Layout& layout, const float* values, u32 step, u64* by_table);
 // Returns how many rows were never written. A row without a line counts as new.
 std::size_t count_new(const Batch& batch, const Layout& layout);
 // Counts rows with updates > 0 per table, and adds the counts to by_table [layout.tables].
 void count_written(const Batch& batch, const Layout& layout, u64* by_table);
-// Replaces the lines of `rows` by float32 copies owned by the batch. All other lines must already be float32.
+// Replaces the lines of `rows` by float32 copies owned by the batch. All other lines must be float32 already.
 void use_wide_lines(Batch& batch, const Layout& layout, const std::vector<std::size_t>& rows);
-// Gives each row without a line a new one with initial values, owned by the batch.
+// Gives each row without a line a new line with initial values, owned by the batch.
 void initialise_missing(Batch& batch, const Layout& layout);
 
 // One lookup's output gradient: rows [output rows, dim] of type `pooling.type`.
@@ -39,8 +39,8 @@ struct Upstream {
     Pooling pooling;
 };
 
-// An optimizer rule with its hyper-parameters: the kernel's (engine/optim) in order, then the clipping limits, then for
-// a rule that catches up, optionally, the numbers that Rates (ops/kernels/rule.h) reads.
+// An optimizer rule with its numbers, in order: the kernel's hyper-parameters (engine/optim), the clipping limits, and
+// optional numbers for Rates (ops/kernels/rule.h). Only rules that catch up have numbers for Rates.
 struct BoundRule {
     // Throws std::invalid_argument for an unknown rule, a wrong number of hyper-parameters, or lines without room for
     // the rule's states.
@@ -50,8 +50,8 @@ struct BoundRule {
     std::vector<double> hyper;
 };
 
-// Applies the rule to each row. grads: one per lookup, all of one type. scale: multiplies each row's gradient. Returns
-// and counts first writes like `assign`.
+// Applies the rule to each row. grads: one per lookup, all of one type. scale: multiplies each row's gradient. Counts
+// and returns first writes, like `assign`.
 std::size_t update(Batch& batch, const Layout& layout, const std::vector<Upstream>& grads, const BoundRule& rule,
                    u32 step, float scale, u64* by_table);
 // Writes each row's squared gradient norm to out [unique].
@@ -60,8 +60,7 @@ void square_gradients(const Batch& batch, u32 dim, const std::vector<Upstream>& 
 void sum_gradients(const Batch& batch, u32 dim, const std::vector<Upstream>& grads, const i64* positions, float* out);
 // Brings lines to the beginning of `step`. Does nothing for a rule that does not catch up.
 void catch_up(const Layout& layout, const u64* lines, std::size_t n, const BoundRule& rule, u32 step);
-// Makes lookups read rows as they are at the beginning of `step`: copies rows that missed steps, catches up the copies
-// and points `views` to them.
+// Makes lookups read rows as of the beginning of `step`: `views` gets caught-up copies of rows that missed steps.
 void preview_catch_up(Batch& batch, const Layout& layout, const BoundRule& rule, u32 step);
 
 }  // namespace tierbed

@@ -21,7 +21,7 @@
 namespace tierbed {
 namespace {
 
-// Resets the thread's rounding mode and denormal flushing, since rows must not depend on the thread.
+// Resets the thread's rounding mode and denormal flushing, because rows must not depend on the thread.
 class DefaultArithmetic {
 public:
     DefaultArithmetic() {
@@ -34,8 +34,8 @@ private:
     std::fenv_t before_;
 };
 
-// Distributes numbered tasks to threads. Each thread starts with its own range of tasks, the same in every loop, since
-// its core may still have their memory in its cache. Then it takes tasks from other threads' ranges.
+// Distributes numbered tasks to threads. Each thread starts with the same range of tasks in every loop, because the
+// core's cache may still have these tasks' memory. Then the thread takes tasks from other threads' ranges.
 class Tasks {
 public:
     Tasks(std::size_t count, std::size_t threads, const std::function<void(std::size_t)>& task)
@@ -162,8 +162,8 @@ thread_local std::unique_ptr<Pool> own_pool;
 using RunParallel = void (*)(void (*run)(void*), void* data, unsigned threads, unsigned flags);
 
 // True if this process was started by exec. In a process forked without exec, libgomp's state names threads that exist
-// only in the parent, and a parallel region would wait for them forever. Linux tells by the flag PF_FORKNOEXEC in the
-// ninth field of /proc/self/stat. If there are no flags, as in some sandboxes, false is the safe answer.
+// only in the parent, and a parallel region would wait for these threads forever. Linux marks such a process by flag
+// PF_FORKNOEXEC in the ninth field of /proc/self/stat. If there are no flags, as in some sandboxes, false is safe.
 bool was_started_by_exec() {
     constexpr unsigned long FORKED = 0x40;
     std::ifstream file("/proc/self/stat");
@@ -177,10 +177,10 @@ bool was_started_by_exec() {
     return fields >> flags && flags != 0 && !(flags & FORKED);
 }
 
-// The pool for steps' loops. A forked child lacks the parent's threads, so it leaks the parent's Process (pool and
-// mutex) and starts with a new one.
+// The pool for steps' loops. A forked child lacks the parent's threads, so the child leaks the parent's Process (pool
+// and mutex) and starts with a new Process.
 struct Process {
-    bool may_use_openmp = false;  // torch's OpenMP threads, as workers
+    bool may_use_openmp = false;  // torch's OpenMP threads may be workers
     std::mutex in_use{};
     std::unique_ptr<Pool> pool{};
 };
@@ -188,8 +188,8 @@ struct Process {
 Process* process = new Process{was_started_by_exec()};
 [[maybe_unused]] const int on_fork = pthread_atfork(nullptr, nullptr, [] { process = new Process; });
 
-// Returns torch's OpenMP if its threads spin after their work: a pool's threads would have to wait for their cores.
-// Returns null if they sleep, if the calling thread runs no steps, and in a forked child.
+// Returns torch's OpenMP if its threads spin after their work, because a pool's threads would have to wait for cores.
+// Returns null if OpenMP's threads sleep, if the calling thread runs no steps, and in a forked child.
 RunParallel torch_threads() {
 #ifdef __SANITIZE_THREAD__
     return nullptr;  // ThreadSanitizer does not see how OpenMP synchronises its threads

@@ -16,13 +16,13 @@ from .full_table import CudaFullTable
 class ChangedLines:
     """Flags the changed lines of a full table. The batches must have lines in that table.
 
-    An erased row's flag passes to the next row that gets its line. By the time `names` is called, that row has changed
-    too, or was never written.
+    An erased row's flag passes to the next row that gets the same line. By the time `names` is called, that next row
+    has changed too, or was never written.
     """
 
     def __init__(self, table: CudaFullTable) -> None:
         self._table = table
-        self._changed = torch.zeros(1, dtype=torch.bool, device=table.zero_line.device)  # [line number + 1]; 0: no line
+        self._changed = torch.zeros(1, dtype=torch.bool, device=table.zero_line.device)  # by line number + 1; 0: none
 
     def note(self, batch: Batch) -> None:
         if len(self._changed) <= self._table.room:
@@ -48,7 +48,7 @@ class ChangedLines:
 
 
 class WriteBackLog:
-    """Collects the keys of rows that a GPU cache writes back to the tier below. `flush` writes the dirty rest back."""
+    """Collects the keys of rows that a GPU cache writes back to the tier below. `flush` writes back all dirty rows."""
 
     def __init__(self, flush: Callable[[], None]) -> None:
         self._flush = flush

@@ -28,7 +28,7 @@ SCAN_ROWS = 1 << 16  # rows per chunk
 
 @dataclass(frozen=True)
 class SortedRows:
-    """Written rows [n], by bucket and then by (table, key). `bounds` holds where each bucket begins, and the end."""
+    """Written rows [n], sorted by bucket, then (table, key). `bounds` holds where each bucket begins, and n."""
 
     tables: TableIds
     keys: Keys
@@ -38,11 +38,11 @@ class SortedRows:
 
 
 class CudaTableImage:
-    """A `TableImage` on a GPU (engine/store/contract.py). Its before-images are in host memory.
+    """A `TableImage` (engine/store/contract.py) on a GPU, with before-images in host memory.
 
-    Saving before-images waits for the device. The image reads unchanged rows from the table. A line may pass to another
-    row only after its first row was erased, and erasing saves the before-image. A cache above writes back only
-    rows whose before-images were saved when a step wrote them.
+    Saving before-images waits for the device. The image reads unchanged rows from the table. A line passes to another
+    row only after the line's row was erased, and erasing saves that row's before-image. A cache above writes back only
+    rows whose before-images were saved when a step wrote these rows.
     """
 
     def __init__(self, table: CudaFullTable, layout: Layout, scan: Callable[[], SortedRows], faults: Tensor) -> None:
@@ -53,7 +53,7 @@ class CudaTableImage:
         self._rows = scan()
         self._staging = Staging(self._layout)
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        # [line number + 1]: the row's position in `_rows` until the row is read or its before-image saved, then -1
+        # By line number + 1: the row's position in `_rows`; -1 after the row was read or its before-image saved.
         self._positions = torch.full((self._table.room + 1,), -1, dtype=torch.int64, device=device)
         self._positions[self._rows.numbers + 1] = torch.arange(len(self._rows.keys), device=device)
         self._before_images: list[list[BeforeImages]] = [[] for _ in range(BUCKETS)]
@@ -73,7 +73,7 @@ class CudaTableImage:
             before = self._staging.read(self._rows.lines[positions])[:, : self._layout.stored_bytes]
             host_positions = positions.cpu().numpy()
             bounds = np.searchsorted(host_positions, self._rows.bounds)
-            parts = [  # copied, to free each bucket's memory by itself
+            parts = [  # copies, so that each bucket's memory can be freed alone
                 (bucket, (host_positions[begin:end].copy(), before[begin:end].copy()))
                 for bucket, (begin, end) in enumerate(itertools.pairwise(bounds.tolist()))
                 if begin < end
@@ -105,7 +105,7 @@ class CudaTableImage:
             return 0
         packed = rows.view(row_dtype(self._layout.width))[: end - begin]
         source, part = self._rows, slice(begin, end)
-        # On the training thread's stream: after its earlier launches, before its later ones.
+        # Run on the training thread's stream, after that thread's earlier launches and before its later ones.
         with torch.cuda.stream(self._stream):
             lines = self._staging.pack(source.tables[part], source.keys[part], source.lines[part], packed)
             self._positions[source.numbers[part] + 1] = -1
@@ -166,7 +166,7 @@ class CudaFullStore(TopTier[Batch]):
         all_rows = torch.ones(batch.size, dtype=torch.int32, device=batch.lines.device)
         ranks = all_rows.cumsum(0, dtype=torch.int32)
         self.staging.fill(batch, all_rows, ranks, np.ones(batch.size, np.bool_))
-        ranks.cpu()  # waits: the staging memory will be reused
+        ranks.cpu()  # waits, because the staging memory will be reused
 
     def erase(self, tables: TableIds, keys: Keys) -> None:
         batch = rows_of(self.layout.device, tables, keys, self._faults.word)
@@ -208,7 +208,7 @@ class CudaFullStore(TopTier[Batch]):
         return ChangedLines(self.table)
 
     def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> HitMask:
-        """Copy each row that the table has to its line in host memory."""
+        """Copy rows to their lines in host memory, except rows that the table lacks."""
         batch = rows_of(self.layout.device, tables, keys, self._faults.word)
         self.table.find(batch)
         resident = (batch.lines != 0).nonzero()[:, 0]

@@ -1,5 +1,5 @@
 // The full table on a GPU. One open-addressing index is in device memory. Lines are in segments that double in size and
-// never move, in device memory or in page-locked host memory; kernels use both by address.
+// never move, in device memory or in page-locked host memory; kernels access lines by address.
 //
 // The rows of a call are distinct, so inserts only race for slots; setting `row` claims a slot. New rows get line
 // numbers by their rank among the missing rows. So neither numbers nor values depend on the order of threads.
@@ -22,8 +22,8 @@ TIERBED_FN void claim_slot(const IndexView& index, const Slot& slot) {
 
 }  // namespace
 
-// Looks up the first `count` rows. Writes lines [n], 0 if absent; missing [n], 1 if absent, otherwise 0; and line
-// numbers [n] unless null, -1 if absent.
+// Looks up the first `count` rows. Writes lines [n], 0 for absent rows; missing [n], 1 for absent rows and otherwise 0;
+// and, unless null, line numbers [n], -1 for absent rows.
 extern "C" __global__ void find_rows(LineIndex index, const u64* hashes, const u32* tables, const u32* count,
                                      u64 n, u64* lines, i32* missing, i64* numbers) {
     const u64 rows = *count;
@@ -37,8 +37,8 @@ extern "C" __global__ void find_rows(LineIndex index, const u64* hashes, const u
 }
 
 // Gives each missing row a line: the most recently erased lines first, then unused ones. ranks [n] is the running sum
-// of `missing`. Initialises the line, or with `record_only` only marks it as never written. After a fault, or if the
-// rows do not all fit, inserts none and sets all their lines to `zero_line`. *erased lists erased lines as number + 1.
+// of `missing`. Initialises the line, or with `record_only` only marks it as never written. After a fault, or if not
+// all rows fit, inserts no row and sets missing rows' lines to `zero_line`. *erased lists erased lines as number + 1.
 extern "C" __global__ void insert_rows(LineIndex index, const u64* counts, const u32* const* erased,
                                        const u64* hashes, const u32* tables, const u32* count, const i32* ranks, u64 n,
                                        u64* lines, InitialRow initial, const __grid_constant__ SlotHash slot_hash,
@@ -69,7 +69,7 @@ extern "C" __global__ void insert_rows(LineIndex index, const u64* counts, const
     });
 }
 
-// Runs after `insert_rows`.
+// Updates `counts` after `insert_rows`.
 extern "C" __global__ void count_inserted(const i32* ranks, u64 n, u64* counts, const u32* faults) {
     if (blockIdx.x != 0 || threadIdx.x != 0 || *faults) return;
     const u64 inserted = static_cast<u32>(ranks[n - 1]);
@@ -86,8 +86,8 @@ extern "C" __global__ void count_lookups(const u32* tables, const u32* count, co
     tally.end();
 }
 
-// Writes clusters [n]: the free slot before the run of used slots with the row. Rows beyond `count` or with line 0 get
-// a value larger than any slot.
+// Writes clusters [n]: for each row, the free slot before the run of used slots that contains the row. Rows beyond
+// `count` or with line 0 get a value larger than any slot.
 extern "C" __global__ void find_clusters(LineIndex index, const u64* hashes, const u64* lines,
                                          const u32* count, u64 n, i64* clusters) {
     for_each(n, [&](u64 i) {

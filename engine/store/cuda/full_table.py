@@ -1,4 +1,4 @@
-"""The full table on a GPU: the index in device memory, the lines there or in page-locked host memory."""
+"""The full table on a GPU. The index is in device memory, lines are in device or page-locked host memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...ops.cuda.device import launch, struct_of, struct_type
 from ...ops.cuda.layout import HitCounters, Layout
 
 SLOT_BYTES = 16
-MIN_BITS = 10  # log2 of the first segment's lines, if the table grows
+MIN_BITS = 10  # log2 of the lines in the first segment of a growing table
 MAX_ROWS = (1 << 32) * 3 // 4
 PROBE_LANES, WARP = 8, 32  # as in full_table.cu
 
@@ -25,9 +25,9 @@ _INDEX = struct_type("uint64 slots", "uint32 mask", "uint64 begins room", "uint3
 class CudaFullTable:
     """All rows, with their lines in device memory or in host memory that kernels access.
 
-    With a capacity, the table allocates all its memory up front and never waits for the device. If rows do not fit, it
-    sets a fault of their batch, and the step changes nothing. Without a capacity, the table grows; it waits for the
-    device only if a batch might exceed the memory.
+    With a capacity, the table allocates all its memory up front and never waits for the device. If a batch's rows do
+    not fit, the table sets a fault, and the step changes nothing. Without a capacity, the table grows, and waits for
+    the device only if a batch might exceed the memory.
     """
 
     def __init__(self, layout: Layout, capacity: int | None, load: float = 0.75, on_host: bool = False) -> None:
@@ -38,16 +38,16 @@ class CudaFullTable:
         self._base_bits = MIN_BITS if capacity is None else max(capacity - 1, 1).bit_length()
         self._segments: list[Tensor] = []
         self._addresses = self._zeros(32, torch.int64)
-        self.room = 0  # lines allocated
+        self.room = 0  # how many lines are allocated
         self._max_rows = 0  # upper bound of the row count, known without waiting
         self.zero_line = self._zeros(layout.line_bytes, torch.uint8)  # the line of zeros for rows that do not fit
         self._slots = self._zeros(16 * SLOT_BYTES, torch.uint8)
         self._counts = self._zeros(3, torch.int64)  # as in full_table.cu
         self.hit_counters = HitCounters(layout)
-        # A lock for readers outside the store's calls. A cache sets it if its prefetch thread changes the table.
+        # A lock for readers outside the store's calls. Set by a cache whose prefetch thread changes the table.
         self.exclusive: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._erased = self._zeros(1, torch.int32)  # at least the free lines, each as line number + 1
-        # Its address, read by kernels. Nothing else moves with a capacity, so captured launches stay valid.
+        self._erased = self._zeros(1, torch.int32)  # all free lines, and maybe others, as line number + 1
+        # Kernels read the address of `_erased` here. With a capacity, nothing else moves: captured launches stay valid.
         self._erased_ptr = torch.full((1,), self._erased.data_ptr(), dtype=torch.int64, device=self.zero_line.device)
         if capacity is not None:
             self._grow_index(capacity)
@@ -66,8 +66,8 @@ class CudaFullTable:
     def insert_missing(self, batch: Batch, ranks: Tensor, record_only: bool = False) -> None:
         """Insert and initialise each row whose line is 0. `ranks` is the result of `find`.
 
-        With `record_only`, writes only the line's record, to mark the row as never written. If the rows do not fit,
-        they all get a line of zeros, so that kernels can run until the fault is raised.
+        With `record_only`, writes only the line's counters, to mark the row as never written. If the rows do not fit,
+        all these rows get a line of zeros, so that kernels can run until the fault is raised.
         """
         if not self._fixed:
             self._reserve(batch.size, ranks)
@@ -114,7 +114,7 @@ class CudaFullTable:
         return self.index_bytes + sum(segment.nbytes for segment in self._segments)
 
     def rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return hashes, tables, lines and update counts of all rows; 0 for lines of erased rows. Waits."""
+        """Return hashes, tables, lines and update counts by line number; 0 for erased rows. Waits for the device."""
         used = int(self._counts[0])
         hashes, lines = self._zeros(used, torch.int64), self._zeros(used, torch.int64)
         tables, updates = self._zeros(used, torch.int32), self._zeros(used, torch.int32)

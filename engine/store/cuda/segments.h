@@ -24,7 +24,7 @@ struct LineIndex {
     IndexView view;
     LineSegments memory;
 
-    // Returns the address of the row's line, or 0 if it is absent.
+    // Returns the address of the row's line, or 0 if the row is absent.
     TIERBED_FN u64 find(Tile tile, u64 hash, u32 table) const {
         const u32 row = find_row(tile, view, hash, table);
         return row ? memory.address(row - 1) : 0;

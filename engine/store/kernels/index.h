@@ -1,8 +1,8 @@
 // The index of one bucket of the full table: open addressing with linear probing by the low bits of the hash.
 //
 // A slot with row 0 is free, so zeroed memory is an empty index and all keys are valid. The caller keeps some slots
-// free. `find_row` may run concurrently with itself. `insert_row` and `erase_row` need exclusive access to the bucket;
-// `erase_row` also excludes readers.
+// free. `find_row` may run concurrently with itself. Only one thread at a time may call `insert_row` or `erase_row` for
+// a bucket, and no thread may read the bucket during `erase_row`.
 #pragma once
 #include "ops/kernels/hash.h"
 
@@ -11,7 +11,7 @@ namespace tierbed {
 struct Slot {
     u64 hash;
     u32 table;
-    u32 row;  // row number + 1
+    u32 row;  // row number + 1; 0 if the slot is free
 };
 
 struct IndexView {
@@ -37,7 +37,7 @@ TIERBED_FN void insert_row(const IndexView& index, const Slot& slot) {
     index.slots[position] = slot;
 }
 
-// Erases a row and returns its number + 1, or 0 if it is absent. For one thread or lane. Later rows whose probe
+// Erases a row and returns its number + 1, or 0 if the row is absent. For one thread or lane. Later rows whose probe
 // sequence crosses the free slot move back, so no tombstones remain.
 TIERBED_FN u32 erase_row(const IndexView& index, u64 hash, u32 table) {
     u32 hole = home_slot(index, hash);

@@ -7,7 +7,7 @@
 namespace tierbed {
 namespace {
 
-constexpr std::size_t AHEAD = 16;  // how many rows ahead slots are prefetched
+constexpr std::size_t AHEAD = 16;  // slots are prefetched this many rows ahead
 
 }  // namespace
 

@@ -26,7 +26,7 @@ public:
     std::size_t bytes() const { return bytes_of(buckets_); }
 
 private:
-    // Adds rows; they may repeat. Leaves out rows with a nonzero entry in `skipped`, unless that is null.
+    // Adds rows; duplicates are allowed. Leaves out rows with a nonzero entry in `skipped`, if `skipped` is not null.
     void add(const u64* hashes, const u32* tables, const u64* skipped, const BucketOrder& order);
 
     std::array<RowMap, BUCKETS> buckets_;  // used as sets: all numbers are 1

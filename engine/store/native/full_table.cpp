@@ -25,8 +25,8 @@ std::size_t NumberIndex::bytes() const {
 
 namespace {
 
-constexpr std::size_t AHEAD = 16;          // how many rows ahead slots are prefetched
-constexpr std::size_t NUMBERS_AHEAD = 64;  // the same for numbered rows: they are faster to locate
+constexpr std::size_t AHEAD = 16;          // slots are prefetched this many rows ahead
+constexpr std::size_t NUMBERS_AHEAD = 64;  // more for numbered rows, because they are faster to locate
 constexpr std::size_t ROWS = 1024;         // rows per task
 
 // Calls body(bucket, begin, end) for each bucket's rows.
@@ -81,7 +81,7 @@ std::size_t FullTable::find(Batch& batch) {
         const std::size_t grain = std::max(ROWS, (batch.unique + BUCKETS - 1) / BUCKETS);  // at most BUCKETS tasks
         parallel_ranges(batch.unique, grain, [&](std::size_t begin, std::size_t end) {
             TableCounts::Part counter = hit_counts_.part(begin / grain);
-            u64 counts[2] = {0, 0};  // rows of the current table; rows of a table are contiguous
+            u64 counts[2] = {0, 0};  // counts of the current table; a table's rows are contiguous
             for (std::size_t i = begin; i < end; ++i) {
                 if (i + NUMBERS_AHEAD < end) prefetch(&numbered.line(numbers[i + NUMBERS_AHEAD]));
                 if (own_lines && own_lines[i]) {

@@ -14,8 +14,8 @@
 
 namespace tierbed {
 
-// The index of rows with numbered ids (tables of `num_embeddings` ids): an array that has each number's line + 1, or
-// 0 for an absent row. Threads may change different buckets at the same time.
+// The index of rows with numbered ids (tables with `num_embeddings`): an array that holds for each id number the row's
+// line + 1, or 0 if the row is absent. Threads may change different buckets at the same time.
 class NumberIndex {
 public:
     explicit NumberIndex(const Numbering& all) : numbering(all) {
@@ -35,7 +35,7 @@ public:
     // entry: the result of `line_of`.
     void insert(u32 bucket, u32* entry, u32 line);
 
-    // Calls body(table, key, line + 1) for all rows in a bucket, in no order.
+    // Calls body(table, key, line + 1) for all rows in a bucket, in any order.
     template <class Body>
     void for_each(u32 bucket, const Body& body) const {
         const std::vector<u32>& numbers = numbers_[bucket];
@@ -48,13 +48,13 @@ public:
     std::size_t bytes() const;
 
 private:
-    static constexpr std::size_t MAX_HUGE = std::size_t{64} << 20;  // limit for huge pages: few rows would touch all
+    static constexpr std::size_t MAX_HUGE = std::size_t{64} << 20;  // above this, a few rows would touch all huge pages
 
     Pages lines_;                                    // u32 [numbers]
     std::array<std::vector<u32>, BUCKETS> numbers_;  // per line of a bucket: the number of its latest row
 };
 
-// The index of the full table: an array for numbered ids, and a hash map per bucket for others. Threads may change
+// The index of the full table: an array for numbered ids, and a hash map per bucket for other ids. Threads may change
 // different buckets at the same time.
 class Index {
 public:
@@ -99,7 +99,7 @@ public:
         return entry ? std::exchange(*entry, 0u) : hashed_[bucket].erase(hash, table);
     }
 
-    // Calls body(table, key, line + 1) for all rows of a bucket, in no order.
+    // Calls body(table, key, line + 1) for all rows of a bucket, in any order.
     template <class Body>
     void for_each(u32 bucket, const Body& body) const {
         numbered_.for_each(bucket, body);
@@ -113,7 +113,7 @@ private:
 };
 
 // Lines, numbered from 0. Segment k has BASE << k lines, so growing moves no line and wastes no resident memory. Free
-// lines are reused first. They form a linked list: a free line's first word is the next free line.
+// lines are reused first, and form a linked list: a free line's first word is the next free line.
 class Lines {
 public:
     u64 address(u32 row, u32 line_bytes) const {
@@ -131,7 +131,7 @@ private:
     static constexpr u32 BASE_BITS = 4, BASE = 1u << BASE_BITS;
     std::array<u64, 32 - BASE_BITS> segments_;
     u32 size_ = 0, segment_count_ = 0;  // lines, segments
-    u32 free_ = 0, first_free_ = 0;  // free lines; the number + 1 of the first
+    u32 free_ = 0, first_free_ = 0;  // the number of free lines; the first one's number + 1
 };
 
 // A row and its line. The line does not change until the row is erased.
@@ -146,11 +146,11 @@ public:
     explicit FullTable(const Layout& layout);
     FullTable(const FullTable&) = delete;
 
-    // Sets the batch's lines, 0 for missing rows. Returns how many are missing. Skips rows with own lines.
+    // Sets the batch's lines, 0 for missing rows. Returns how many rows are missing. Skips rows with own lines.
     std::size_t find(Batch& batch);
     static constexpr std::size_t FEW = 256;
-    // Copies the float32 embeddings of n <= FEW ids in table 0 to `out` [n, dim]. Counts hits as `find`. Returns how
-    // many distinct ids they are; 0 if a row is missing or an id is above `last`, and then `out` is undefined.
+    // Copies the float32 embeddings of n <= FEW ids in table 0 to `out` [n, dim]. Counts hits like `find`. Returns the
+    // number of distinct ids. If a row is missing or an id is above `last`, returns 0 and leaves `out` undefined.
     std::size_t gather_few(const u64* keys, std::size_t n, u64 last, float* out);
     void insert_missing(Batch& batch, const Layout& layout);
     void read(const RowSpan& rows, bool* is_hit, bool touch) override;
@@ -158,14 +158,14 @@ public:
     void erase(const RowSpan& rows) override;
     bool on_disk() const override { return false; }
 
-    // A row's line number within its bucket, and its counters. Does not count as a hit.
+    // A row's line number within its bucket, and the row's counters. `locate` counts no hit.
     struct Location {
         u32 line;
         RowCounters counters;
     };
     std::optional<Location> locate(u32 table, u64 key) const;
 
-    // Returns all rows in a bucket, including rows with updates = 0. They are in no order.
+    // Returns all rows in a bucket in any order, including rows with updates = 0.
     std::vector<TableRow> rows_of(u32 bucket) const;
     // Returns a bucket's rows with updates > 0, packed (row_dtype) and sorted by (table, key).
     std::vector<u8> scan(u32 bucket) const;

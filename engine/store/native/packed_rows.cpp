@@ -53,7 +53,7 @@ Merged merge_rows(const PackedRows& before, const PackedRows& after, const Packe
     const PackedRows sides[] = {before, after, gone};
     Merged merged{{}, std::vector<std::size_t>(3)};
     std::vector<std::size_t>& read = merged.rows_read;
-    std::optional<RowKey> last;  // the smallest last key; some sides are unknown beyond it
+    std::optional<RowKey> last;  // the smallest last key; beyond this key, the rows of some sides are unknown
     for (const PackedRows& side : sides)
         if (side.count) last = std::min(last.value_or(side.row_key(side.count - 1)), side.row_key(side.count - 1));
     merged.rows.reserve((before.count + after.count) * before.row_bytes);

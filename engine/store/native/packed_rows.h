@@ -1,4 +1,4 @@
-// Checks, compares and merges the packed rows of one bucket. They ascend strictly by (table, key).
+// Checks, compares and merges one bucket's packed rows. The rows ascend strictly by (table, key).
 #pragma once
 #include <cstring>
 #include <optional>
@@ -28,7 +28,7 @@ struct PackedRows {
 };
 
 // Validates a snapshot's bucket, passed in pieces of rows or row keys. `tables` is the number of tables,
-// `int32` is true if keys are int32, and `part` is the rows' owner among `parts`.
+// `int32` is true if keys are int32, and `part` is the rank that owns the rows, out of `parts` ranks.
 class RowCheck {
 public:
     RowCheck(u32 bucket, u32 tables, bool int32, u32 part, u32 parts)
@@ -46,22 +46,22 @@ private:
 enum State : u8 { SAME, CHANGED, NEW };
 
 struct Joined {
-    std::vector<u8> gone, state;  // per older row: 1 if the newer rows lack it; per newer row: its State
+    std::vector<u8> gone, state;  // per older row: 1 if the newer rows lack this row; per newer row: the row's State
 };
 
-// Compares two sides up to the end of the shorter one.
+// Compares older and newer rows in key order, until one side ends.
 Joined join_rows(const PackedRows& older, const PackedRows& newer);
 
 struct Merged {
     std::vector<u8> rows;
-    std::vector<std::size_t> rows_read;  // per side
+    std::vector<std::size_t> rows_read;  // how many rows of each side were read
     bool has_conflict = false;           // a row key is both changed and erased
 };
 
-// Applies changed rows `after` and erased row keys `gone` to the rows `before`, up to the smallest last key.
+// Applies changed rows `after` and erased row keys `gone` to the rows `before`, up to the smallest of the last keys.
 Merged merge_rows(const PackedRows& before, const PackedRows& after, const PackedRows& gone);
 
-// Merges parts without common rows, up to the end of the first part that has `more` rows to come.
+// Merges parts that share no rows. Stops at the end of the first part that has `more` rows to come.
 Merged merge_parts(const std::vector<PackedRows>& parts, const std::vector<bool>& more);
 
 }  // namespace tierbed

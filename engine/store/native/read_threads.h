@@ -1,10 +1,10 @@
 // Threads that wait for a disk, so that many reads are in flight even on a few cores.
 //
 // The caller and some threads run numbered tasks until all are done. Several callers may run at a time. The number of
-// threads adapts to the last tasks, up to a limit: enough to keep all cores busy while other threads wait, that is
-// cores * (1 + wait / work) (Goetz et al., "Java Concurrency in Practice", section 8.2). If all rows are in memory,
-// that is one thread per core. A forked child has none of the threads: its callers run all tasks themselves, and it
-// must not destroy this object.
+// threads adapts to the wait and work times of recent tasks, up to a limit. cores * (1 + wait / work) threads keep all
+// cores busy while other threads wait (Goetz et al., "Java Concurrency in Practice", section 8.2). If all rows are in
+// memory, one thread per core is enough. A forked child has none of the threads: callers in the child run all tasks
+// themselves, and the child must not destroy this object.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -28,7 +28,7 @@ public:
     ~ReadThreads();  // no call may be running
     ReadThreads(const ReadThreads&) = delete;
 
-    // Tasks must not write the same memory. If one throws, skips tasks that have not begun, and rethrows its exception.
+    // Tasks must not write the same memory. If a task throws, skips tasks that have not begun, and rethrows the error.
     void run(std::size_t tasks, const std::function<void(std::size_t)>& task);
 
     // How many threads the next call will use.

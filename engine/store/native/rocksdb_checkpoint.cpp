@@ -20,7 +20,7 @@
 namespace tierbed {
 namespace {
 
-// RocksDB 8.9's argument allows deletions however often they were disabled before. RocksDB 9 has no argument.
+// In RocksDB 8.9, the argument `true` overrides all earlier calls that disabled deletions. RocksDB 9 has no argument.
 template <class Database>
 auto allow_deletions(Database& db, int) -> decltype(db.EnableFileDeletions(true)) {
     return db.EnableFileDeletions(true);
@@ -31,7 +31,7 @@ auto allow_deletions(Database& db, long) -> decltype(db.EnableFileDeletions()) {
 }
 
 #ifdef __SSE4_2__
-// RocksDB's checksum with the CPU's crc32 instruction. Linux distributions build RocksDB without it.
+// RocksDB's checksum with the CPU's crc32 instruction. Linux distributions build RocksDB without this instruction.
 class HardwareChecksum : public rocksdb::FileChecksumGenerator {
 public:
     void Update(const char* data, std::size_t n) override {
@@ -65,7 +65,7 @@ u32 checksum_number(const std::string& bytes) {
     return __builtin_bswap32(big_endian);
 }
 
-// Returns nothing for a file that was written by a version without checksums.
+// Returns a file's crc32c. Returns nothing if the file was written by a tierbed version without checksums.
 std::optional<u32> checksum_of(const rocksdb::LiveFileStorageInfo& file) {
     const bool has_checksum = file.file_checksum_func_name == rocksdb::kStandardDbFileChecksumFuncName;
     return has_checksum && file.file_checksum.size() == sizeof(u32) ? std::optional(checksum_number(file.file_checksum))
@@ -111,7 +111,7 @@ std::vector<LiveFile> RocksTier::hold_files() {
             std::vector<rocksdb::LiveFileStorageInfo> files;
             check(call([&] { return db.GetLiveFilesStorageInfo(options, &files); }), db.GetName(), "list files");
             for (const rocksdb::LiveFileStorageInfo& file : files) {
-                if (file.file_type == rocksdb::kWalFile) continue;  // always empty
+                if (file.file_type == rocksdb::kWalFile) continue;  // the write-ahead log is always empty
                 const bool replaced = !file.replacement_contents.empty();
                 all.push_back({"shard-" + std::to_string(i) + "/" + file.relative_filename, file.size,
                                checksum_of(file), replaced ? std::optional(file.replacement_contents) : std::nullopt});

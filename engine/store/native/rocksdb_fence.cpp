@@ -44,7 +44,7 @@ private:
     std::map<std::string, Checksum> files_;  // an entry stays until RocksDB reads the checksum or closes the file
 };
 
-// Checksums a file as RocksDB writes it. RocksDB only appends to it.
+// A file that computes its checksum while RocksDB writes the file. RocksDB only appends to files.
 class ChecksummedFile : public rocksdb::FSWritableFileOwnerWrapper {
 public:
     ChecksummedFile(WritableFile file, std::shared_ptr<PendingChecksums> pending, const std::string& path)
@@ -70,7 +70,7 @@ private:
     const Checksum checksum_;
 };
 
-// Returns a checksum that its file has already computed. RocksDB closes the file before it asks.
+// Returns the checksum that a file has computed. RocksDB closes the file before it asks for the checksum.
 class WrittenChecksum : public rocksdb::FileChecksumGenerator {
 public:
     explicit WrittenChecksum(Checksum checksum) : checksum_(std::move(checksum)) {}
@@ -95,7 +95,7 @@ public:
         if (!checksum) return make_checksum();
         return std::make_unique<WrittenChecksum>(std::move(checksum));
     }
-    // RocksDB's own name for it, so that other programs can open the database with its options.
+    // RocksDB's own name for this checksum, so that other programs can open the database with its options.
     const char* Name() const override { return "FileChecksumGenCrc32cFactory"; }
 
 private:
@@ -165,7 +165,7 @@ public:
     IOStatus LockFile(const std::string& path, const IOOptions& io, rocksdb::FileLock** lock, Debug* debug) override {
         const std::lock_guard guard(mutex_);
         if (!open_) return closed_error();
-        locks_.reserve(locks_.size() + 1);  // so that nothing can fail once the lock is taken
+        locks_.reserve(locks_.size() + 1);  // first, so that nothing can fail once the lock is taken
         const IOStatus status = target()->LockFile(path, io, lock, debug);
         if (status.ok()) locks_.push_back(*lock);
         return status;

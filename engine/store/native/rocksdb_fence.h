@@ -1,4 +1,4 @@
-// Keeps a failed database, still open, from changing its folder.
+// Prevents a failed database that is still open from changing its folder.
 #pragma once
 #include <memory>
 
@@ -10,8 +10,8 @@ class FileChecksumGenFactory;
 namespace tierbed {
 
 // If an exception leaves RocksDB in the middle of a call, RocksDB's locks and queues stay as they are, and closing the
-// database could hang. So the database and its threads stay alive. After `shut`, they can no longer create, remove or
-// rename files, and another database may open the same folder.
+// database could hang. So the database and its threads stay alive. After `shut`, the failed database can no longer
+// create, remove or rename files, and another database may open the same folder.
 class Fence {
 public:
     Fence();
@@ -20,7 +20,7 @@ public:
 
     // The file system to open the database with.
     rocksdb::Env* env() const { return env_.get(); }
-    // Gives RocksDB checksums that files computed while they were written through the fence, and computes all others.
+    // Returns a factory of checksums. The factory reuses the checksum of a file that was written through the fence.
     std::shared_ptr<rocksdb::FileChecksumGenFactory> checksums() const;
     // May be called more than once.
     void shut() noexcept;

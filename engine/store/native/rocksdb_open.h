@@ -7,7 +7,7 @@
 
 namespace tierbed {
 
-// RocksDB opens a DB* before 9.11, a std::unique_ptr<DB> from 11.0 on, and either in between. open(&db) takes one.
+// Calls open(&db). db is a DB* before RocksDB 9.11, a std::unique_ptr<DB> from 11.0 on, and may be either in between.
 template <class Open>
 rocksdb::Status open_into(std::unique_ptr<rocksdb::DB>& db, const Open& open) {
     if constexpr (std::is_invocable_v<const Open&, std::unique_ptr<rocksdb::DB>*>) {

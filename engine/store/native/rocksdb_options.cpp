@@ -34,13 +34,13 @@ const char TABLE[] = "block_based_table_factory";
 }
 
 constexpr int MERGED = 8;    // memtables that a flush merges
-constexpr int BUFFERS = 12;  // limit of memtables per shard: a flush's, and a few to write to during the flush
+constexpr int BUFFERS = 12;  // memtables per shard: those of one flush, and a few to write to meanwhile
 constexpr std::size_t SMALLEST_BUFFER = 64 << 10;  // RocksDB's minimum for a memtable
 constexpr std::size_t ENTRY_BYTES = 20;            // approximate overhead of a row in a block
 constexpr std::size_t BLOCK_BYTES = 64;            // approximate overhead of a block
 constexpr std::size_t MAX_UNUSED = 4;              // align blocks if this wastes at most 1/4 of each
 
-// RocksDB returns its errors anyway. A log would use disk space, and opening it would fail on a full disk.
+// RocksDB returns its errors anyway. A log would use disk space, and opening a log would fail on a full disk.
 class NoLog : public rocksdb::Logger {
 public:
     NoLog() : Logger(rocksdb::FATAL_LEVEL) {}
@@ -49,7 +49,7 @@ public:
 };
 
 // Lowers the severity of I/O errors, so that a call can retry once a full disk has space again. Turns off RocksDB's own
-// retries: they are seconds apart and would block that call. A failed compaction restarts by itself.
+// retries, because these are seconds apart and would block the call. A failed compaction restarts by itself.
 class Recoverable : public rocksdb::EventListener {
 public:
     void OnBackgroundError(rocksdb::BackgroundErrorReason reason, rocksdb::Status* error) override {
@@ -75,20 +75,20 @@ rocksdb::Options own_options(const RocksOptions& options) {
     table.no_block_cache = !caches_blocks(options);
     table.filter_policy.reset(rocksdb::NewBloomFilterPolicy(10));
     table.data_block_index_type = rocksdb::BlockBasedTableOptions::kDataBlockBinaryAndHash;
-    table.format_version = 5;  // RocksDB 6.6 and later read it
+    table.format_version = 5;  // RocksDB 6.6 and later can read this version
     rocksdb::Options database;
     database.table_factory.reset(rocksdb::NewBlockBasedTableFactory(table));
     database.create_if_missing = options.create;
     database.max_open_files = open_files(options.shards);
     database.compression = rocksdb::kNoCompression;
-    // Small memtables fit in the CPU cache and insert several times faster than large ones. A flush merges them.
+    // Small memtables fit in the CPU cache and insert several times faster than large ones. A flush merges several.
     database.write_buffer_size =
         std::max<std::size_t>(options.buffer_bytes / options.shards / BUFFERS, SMALLEST_BUFFER);
     database.max_write_buffer_number = BUFFERS;
     database.min_write_buffer_number_to_merge = MERGED;
     database.memtable_whole_key_filtering = true;
     database.memtable_prefix_bloom_size_ratio = 0.01;
-    // A batch's keys ascend within a bucket (the first byte), so each insert starts where the last one ended.
+    // A batch's keys ascend within a bucket (the first byte), so each insert starts where the last insert ended.
     database.memtable_insert_with_hint_prefix_extractor.reset(rocksdb::NewFixedPrefixTransform(1));
     database.allow_concurrent_memtable_write = false;
     // Rows are overwritten at random. Universal compaction rewrites a row less often than level compaction.

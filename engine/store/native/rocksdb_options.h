@@ -23,7 +23,7 @@ struct RocksOptions {
     std::size_t cache_bytes;   // RocksDB's block cache, used for direct reads only; other reads use the page cache
     std::size_t buffer_bytes;  // limit for the memtables of all shards together
     std::string read_mode;     // buffered, mmap or direct
-    bool async_io;             // ignored if the library cannot
+    bool async_io;             // ignored if the library cannot use io_uring
     std::size_t read_threads;  // limit per call, including the caller
     NamedOptions user_options;
 };
@@ -46,7 +46,7 @@ std::string library_version();
 // True if RocksDB can read by io_uring on this machine.
 bool has_async_io();
 
-// Threads of this process, shared by all databases.
+// RocksDB's background threads in this process, shared by all databases.
 struct BackgroundThreads {
     int flushes, compactions;
 };

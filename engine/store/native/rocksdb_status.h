@@ -10,7 +10,7 @@
 namespace tierbed {
 
 inline const char* remedy_of(const rocksdb::Status& status) {
-    // RocksDB reports a write as incomplete if it waited for a compaction that failed; its text names the reason.
+    // RocksDB reports a write as incomplete if it waited for a compaction that failed. The status names the reason.
     const bool waited = status.IsIncomplete() && status.ToString().find(std::strerror(ENOSPC)) != std::string::npos;
     if (status.IsNoSpace() || waited)
         return "free space on its disk and go on: unwritten rows are kept, the next call tries again";

@@ -29,7 +29,7 @@ namespace tierbed {
 
 namespace {
 
-// RocksDB's global destructors wait for its threads. If these may never end, exit before the destructors run.
+// RocksDB's global destructors wait for RocksDB's threads. If a thread may never end, exit before the destructors run.
 void exit_before_destructors() {
     on_exit(
         [](int status, void*) {
@@ -74,7 +74,7 @@ RocksTier::RocksTier(const std::string& folder, u32 width, const RocksOptions& o
     info_ = {background_threads(database),
              database.write_buffer_size * static_cast<std::size_t>(database.max_write_buffer_number) * options.shards,
              options.async_io && has_async_io()};
-    // Shards fill evenly. Each gets one early flush, at a different fill level, so that they never all flush at once.
+    // Shards fill evenly. Each shard flushes early once, at its own fill level, so that shards never all flush at once.
     const u64 cycle = database.write_buffer_size * static_cast<u64>(database.min_write_buffer_number_to_merge);
     try {
         for (u32 i = 0; i < options.shards; ++i) {
@@ -137,8 +137,8 @@ void RocksTier::close() {
 void RocksTier::abandon() {
     for (auto& shard : shards_) static_cast<void>(shard.release());
     shards_.clear();
-    static_cast<void>(fence_.release());    // the databases still use its file system
-    static_cast<void>(readers_.release());  // its threads may be in a call, or belong to the parent process
+    static_cast<void>(fence_.release());    // the databases still use the fence's file system
+    static_cast<void>(readers_.release());  // reader threads may be in a call, or belong to the parent process
 }
 
 void RocksTier::fail() const noexcept {
@@ -299,7 +299,7 @@ void RocksTier::change(const RowSpan& rows, bool erase) {
     const std::shared_lock opened(opening_);
     const std::vector<std::vector<SortedRow>> all = sort_rows(rows);
     const std::size_t value_bytes = stored_bytes_of(shape_.width);
-    const std::size_t row_bytes = value_bytes + KEY_BYTES + 16;  // upper bound in a batch; covers the batch header too
+    const std::size_t row_bytes = value_bytes + KEY_BYTES + 16;  // upper bound per row; covers the batch's header too
     parallel_for(shards_.size(), [&](std::size_t number) {
         Shard& shard = *shards_[number];
         const std::vector<SortedRow>& sorted = all[number];
@@ -319,7 +319,7 @@ void RocksTier::change(const RowSpan& rows, bool erase) {
 }
 
 // Retries a failed flush; RocksDB stops all writes until a flush succeeds. RocksDB 7 hangs in Resume if other work of
-// the database fails at the same time. So this first waits for that work, which takes a second after a failure.
+// the database fails at the same time. So `resume` first waits for that work; after a failure this takes a second.
 bool RocksTier::resume(Shard& shard, const rocksdb::Status& failed) {
     if (failed.severity() < rocksdb::Status::kHardError) return false;  // RocksDB has not stopped writes
     rocksdb::DB& db = *shard.db;
@@ -329,7 +329,7 @@ bool RocksTier::resume(Shard& shard, const rocksdb::Status& failed) {
     return db.Resume().ok();
 }
 
-// After a failed compaction, RocksDB refuses writes that must wait for one. They wait here until another one fails.
+// After a failed compaction, RocksDB refuses writes that need one. Such writes wait here until the next one fails.
 rocksdb::Status RocksTier::write_batch(Shard& shard, rocksdb::WriteBatch& batch) const {
     rocksdb::DB& db = *shard.db;
     rocksdb::WriteOptions options;
@@ -345,7 +345,7 @@ rocksdb::Status RocksTier::write_batch(Shard& shard, rocksdb::WriteBatch& batch)
     });
 }
 
-// Retries the write if the cause of its failure is gone.
+// Writes a batch, and retries a failed write if the cause of the failure is gone.
 void RocksTier::apply(Shard& shard, rocksdb::WriteBatch& batch) const {
     rocksdb::Status status = write_batch(shard, batch);
     if (!status.ok()) {
@@ -359,7 +359,7 @@ void RocksTier::apply(Shard& shard, rocksdb::WriteBatch& batch) const {
     batch.Clear();
 }
 
-// After a failed flush, RocksDB 7.8's Flush may return OK before the rows are in files. So this waits for them.
+// After a failed flush, RocksDB 7.8's Flush may return OK before the rows are in files. This function waits for them.
 rocksdb::Status RocksTier::flush_rows(rocksdb::DB& db, const rocksdb::FlushOptions& options) {
     const u64 failures = property_of(db, rocksdb::DB::Properties::kBackgroundErrors);
     rocksdb::Status status = db.Flush(options);
@@ -377,7 +377,7 @@ rocksdb::Status RocksTier::flush_shard(Shard& shard, bool wait) const {
     const std::lock_guard lock(shard.flushing);
     rocksdb::FlushOptions options;
     options.wait = wait;
-    options.allow_write_stall = true;  // otherwise it waits for compactions, which fail while the disk is full
+    options.allow_write_stall = true;  // otherwise a flush waits for compactions, and these fail on a full disk
     return call([&] {
         if (!wait) return shard.db->Flush(options);
         const rocksdb::Status status = flush_rows(*shard.db, options);
@@ -403,8 +403,8 @@ void RocksTier::compact() {
     rewrite_manifests();
 }
 
-// Reopens databases after a compaction: RocksDB's list of files (MANIFEST) keeps the first and last keys of merged
-// files until RocksDB opens the database again and writes a new list. Skips a database that is being scanned or whose
+// Reopens databases after a compaction. RocksDB's list of files (MANIFEST) keeps the first and last keys of merged
+// files; opening a database writes a new list without them. Skips a database that is being scanned or whose
 // files are held; `close` handles it later.
 void RocksTier::rewrite_manifests() {
     const std::unique_lock lock(opening_);

@@ -1,4 +1,4 @@
-// The RocksDB tier: the last tier of a stack, on disk. Buckets are dealt out to shards, and each shard is one RocksDB
+// The RocksDB tier: the last tier of a stack, on disk. Buckets are divided among shards, and each shard is one RocksDB
 // database. RocksDB's key is (bucket u8, table u32, key u64), big-endian, so iterators return rows in scan order. The
 // value is the line: values and counters.
 //
@@ -6,10 +6,10 @@
 // flight. A write puts each shard's rows into WriteBatches. Shards write in parallel, but each shard's writes run one
 // at a time. There is no write-ahead log: `flush` makes rows durable.
 //
-// Failures throw std::runtime_error with the folder, RocksDB's status and a remedy. Two of them have lasting effects.
-// If the disk is too full to open a database for writing, it opens read-only until `make_writable`. If an exception
-// leaves RocksDB in the middle of a call, for example because memory ran out, its locks may be held for good. Then the
-// tier has failed: all calls throw, and `close` leaves the databases open behind a `Fence`.
+// Failures throw std::runtime_error with the folder, RocksDB's status and a remedy. Two failures have lasting effects.
+// If the disk is too full to open a database for writing, the database opens read-only until `make_writable`. If an
+// exception leaves RocksDB in the middle of a call, for example because memory ran out, RocksDB's locks may stay taken.
+// Then the tier has failed: all calls throw, and `close` leaves the databases open behind a `Fence`.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -59,20 +59,20 @@ public:
     void write(const RowSpan& rows) override;
     void erase(const RowSpan& rows) override;
     bool on_disk() const override { return true; }
-    // Returns a row's counters. Does not count as a hit.
+    // Returns a row's counters without counting a hit.
     std::optional<RowCounters> locate(u32 table, u64 key) const;
     void flush();
     // Call before rows are written or erased.
     void make_writable();
-    // Merges all files of each shard. Drops replaced row versions, and their keys from RocksDB's list of files.
+    // Merges all files of each shard. Drops replaced versions of rows, and their keys in RocksDB's list of files.
     void compact();
-    // Flushes, and returns the files with all rows written so far. RocksDB deletes none of them until `release_files`.
-    // One caller at a time.
+    // Flushes, and returns the files with all rows written so far. RocksDB deletes no such file until `release_files`.
+    // Only one caller at a time may hold files.
     std::vector<LiveFile> hold_files();
     void release_files();
     void close();  // close scans first; call nothing afterwards
     bool failed() const { return failed_; }
-    // Returns each shard's database identity and the number of its last write. Compactions change neither.
+    // Returns each shard's database identity and the number of its last write. Compactions change neither value.
     std::vector<std::pair<std::string, u64>> versions() const;
     Metrics metrics() const;
     RocksInfo info() const { return info_; }
@@ -133,7 +133,7 @@ private:
     void rewrite_manifests();
     void abandon();
     void fail() const noexcept;
-    // Calls RocksDB. If an exception leaves it, the tier has failed.
+    // Calls RocksDB. If RocksDB throws an exception, the tier has failed.
     template <class Call>
     auto call(const Call& body) const {
         try {
@@ -154,7 +154,7 @@ private:
     std::unique_ptr<rocksdb::Options> database_;
     std::atomic<bool> is_disk_full_{false};  // a shard is read-only because the disk was full
     bool files_held_ = false;                // between `hold_files` and `release_files`; guarded by `opening_`
-    mutable std::shared_mutex opening_;      // shared to use a database, exclusive to reopen one
+    mutable std::shared_mutex opening_;      // locked shared to use a database, exclusively to reopen one
     RocksInfo info_{};
     std::shared_ptr<rocksdb::Cache> cache_;
     std::shared_ptr<rocksdb::Statistics> statistics_;

@@ -24,7 +24,7 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "rows are stored little
 
 inline std::size_t packed_bytes_of(u32 width) { return sizeof(u32) + sizeof(u64) + stored_bytes_of(width); }
 
-// stored: values and counters, as in a line. Returns the end of the packed row.
+// Writes a packed row to `out` and returns its end. stored: values and counters, as in a line.
 inline u8* pack_row(u8* out, u32 table, u64 key, const void* stored, const LineShape& shape) {
     std::memcpy(out, &table, sizeof table);
     std::memcpy(out + sizeof table, &key, sizeof key);
@@ -32,7 +32,7 @@ inline u8* pack_row(u8* out, u32 table, u64 key, const void* stored, const LineS
     return out + packed_bytes_of(shape.width);
 }
 
-// Keys of distinct rows, buckets ascending.
+// Keys of distinct rows, in ascending order of buckets.
 struct RowKeys {
     std::vector<u32> tables;
     std::vector<u64> keys;
@@ -94,12 +94,12 @@ private:
 // Maps rows to nonzero numbers: an open-addressing hash table that doubles as it fills. Concurrent reads are safe.
 class RowMap {
 public:
-    static constexpr std::size_t MAX_BYTES = (8 * sizeof(Slot) + 2) / 3;  // per row: slots double at a load of 3/4
+    static constexpr std::size_t MAX_BYTES = (8 * sizeof(Slot) + 2) / 3;  // per row, if slots double at a load of 3/4
 
     // Returns the row's number, or 0.
     u32 find(u64 hash, u32 table) const { return find_row(THREAD, view(), hash, table); }
 
-    // Points to the row's number, to change it to another except 0; null if absent. Valid until the map changes.
+    // Returns a pointer to the row's number (never set it to 0), or null if absent. Valid until the map changes.
     u32* look_up(u64 hash, u32 table) {
         Slot& slot = slot_of(hash, table);
         return slot.row ? &slot.row : nullptr;
@@ -158,14 +158,14 @@ private:
         }
     }
 
-    static inline Slot no_row_{};  // the only slot of a map without memory; never written
-    Pages slots_;                  // zeroed: pages become resident as they are written, and all are returned
+    static inline Slot no_row_{};  // the only slot of an empty map; never written
+    Pages slots_;                  // zeroed; a page becomes resident when it is first written
     IndexView view_{&no_row_, 0};  // a view of `slots_`
     std::size_t rows_ = 0;
 };
 
-// Reserves memory in a bucket's map. Buckets fill evenly, so each one grows at a different load, from 1/2 in the first
-// to 3/4 in the last. Otherwise all of them would grow in the same step.
+// Reserves memory in a bucket's map. Buckets fill evenly, and would all grow in the same step. So each bucket grows at
+// a different load, from 1/2 in the first bucket to 3/4 in the last.
 inline void reserve_rows(RowMap& map, u32 bucket, std::size_t rows) {
     map.reserve(rows * 3 * BUCKETS / (2 * BUCKETS + bucket));
 }

@@ -8,7 +8,7 @@
 namespace tierbed {
 namespace {
 
-constexpr std::size_t AHEAD = 8;  // how many rows ahead memory is prefetched
+constexpr std::size_t AHEAD = 8;  // memory is prefetched this many rows ahead
 
 }  // namespace
 

@@ -1,7 +1,6 @@
-// The image of a full table: all rows as they were when it was made. It is read by bucket while the table changes.
-//
-// Before a row first changes, its before-image is saved; reading the row's bucket frees it. So a row without a
-// before-image is unchanged in the table.
+// The image of a full table: all rows as they were when the image was made. Buckets are read one by one while the table
+// changes. Before a row first changes, its before-image is saved. Reading the row's bucket frees the before-image. So a
+// row without a before-image is unchanged in the table.
 #pragma once
 #include <array>
 #include <vector>
@@ -12,7 +11,7 @@
 namespace tierbed {
 
 // Not thread-safe, except that `sort` may run while before-images are saved. Must not outlive the table or `top`.
-// `top` is where the latest rows are: the table itself or a cache above it.
+// `top` has the latest rows: the table itself, or a cache above the table.
 class TableImage {
 public:
     TableImage(const FullTable& table, const Layout& layout, Tier& top)
@@ -34,10 +33,10 @@ public:
     u32 width() const { return shape_.width; }
 
 private:
-    static constexpr u32 ABSENT = 0xFFFFFFFFu;  // an index entry: the row was not in the table
+    static constexpr u32 ABSENT = 0xFFFFFFFFu;  // index entry of a row that was not in the table
 
     struct BeforeImages {
-        RowMap index;          // row position in `rows` + 1
+        RowMap index;          // maps a row to its position in `rows` + 1
         std::vector<u8> rows;  // packed
     };
 
@@ -49,7 +48,7 @@ private:
     Tier& top_;
     LineShape shape_;
     std::array<BeforeImages, BUCKETS> before_images_;
-    std::vector<TableRow> rows_;  // the rows of the current bucket; those taken from before-images have `line` 0
+    std::vector<TableRow> rows_;  // the current bucket's rows; a row from a before-image has `line` 0
     std::size_t next_ = 0;        // the next row to read
     u32 bucket_ = 0;
     bool listed_ = false;

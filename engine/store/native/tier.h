@@ -17,7 +17,7 @@ struct RowSpan {
     const u64* lines;
     std::size_t n;
 
-    // Returns where each bucket begins, and the end.
+    // Returns the index where each bucket begins, and `n` as the end of the last bucket.
     std::array<std::size_t, BUCKETS + 1> begins() const {
         std::array<std::size_t, BUCKETS + 1> begin{};
         for (u32 b = 0; b < BUCKETS; ++b) {
@@ -28,12 +28,12 @@ struct RowSpan {
     }
 };
 
-// Threads may call it concurrently for different rows.
+// A tier. Threads may call its methods concurrently for different rows.
 class Tier {
 public:
     virtual ~Tier() = default;
-    // Copies each row that the tier has to its line, and writes `is_hit` [n]. Lines of missing rows do not change.
-    // touch: count the read as a use.
+    // Copies rows to their lines, and writes `is_hit` [n]: false for a row that the tier lacks, whose line does not
+    // change. touch: count the read as a use.
     virtual void read(const RowSpan& rows, bool* is_hit, bool touch) = 0;
     // Inserts or replaces rows.
     virtual void write(const RowSpan& rows) = 0;
@@ -45,7 +45,7 @@ public:
     virtual bool on_disk() const = 0;
 };
 
-// Hits and misses per table. Parallel tasks add to their own parts, without locks or shared CPU cache lines.
+// Counts hits and misses per table. Each task has separate counts, so tasks share no locks and no CPU cache lines.
 class TableCounts {
 public:
     explicit TableCounts(u32 tables) : tables_(tables) {}
@@ -56,20 +56,20 @@ public:
         void add(u32 table, bool hit, u64 rows = 1) {
             if (table < tables) counts[2 * std::size_t{table} + hit] += rows;
         }
-        // Turns an added hit into a miss.
+        // Turns a hit that was added before into a miss.
         void turn_into_miss(u32 table) {
             if (table >= tables) return;
             --counts[2 * std::size_t{table} + 1];
             ++counts[2 * std::size_t{table}];
         }
     };
-    // Returns a task's part; tasks are numbered below BUCKETS.
+    // Returns a task's counts. Tasks are numbered below BUCKETS.
     Part part(std::size_t task) {
         parts_[task].resize(2 * std::size_t{tables_} + PADDING);
         return {parts_[task].data(), tables_};
     }
 
-    // Returns hits and misses [tables, 2]. No task may be adding.
+    // Returns hits and misses [tables, 2]. No task may add to its counts meanwhile.
     std::vector<u64> sums() const {
         std::vector<u64> all(2 * std::size_t{tables_});
         for (const std::vector<u64>& counts : parts_)
@@ -85,7 +85,7 @@ public:
     }
 
 private:
-    static constexpr std::size_t PADDING = 16;  // counts after each part, so that parts share no CPU cache line
+    static constexpr std::size_t PADDING = 16;  // unused counts, so that tasks share no CPU cache line
 
     u32 tables_;
     std::array<std::vector<u64>, BUCKETS> parts_;  // misses and hits [tables, 2]; empty until used
