@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,50 +13,62 @@ from torch import Tensor, nn
 from support.embeddings import DIM, make
 from support.graphs import dense_copy, embedding, graph_of, id_batches
 from support.stores import options
-from tierbed import EagerOptimizer, GraphError, InputError, OptimizerError
+from tierbed import EagerOptimizer, GraphError, InputError, MultiTableEmbedding, OptimizerError
 
 IDS = torch.tensor([3, 4, 3])
 
 
-class Model(nn.Module):
-    def __init__(self, store_options: Any, name: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.users, self.items = (make(store_options, name=f"{name}-{part}", tables=1) for part in ("users", "items"))
-        self.net = nn.Linear(DIM, 1)
+def summed(**options: Any) -> tuple[MultiTableEmbedding, EagerOptimizer]:
+    """An embedding and its optimizer."""
+    rows = embedding(**options)
+    return rows, EagerOptimizer(torch.optim.SGD(rows.parameters(), lr=1.0), rows)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        rows = self.users(ids) + self.items(ids.view(-1, 2), pooling="sum").repeat(2, 1)
-        return self.net(rows).square().sum()
 
-    def numbers(self) -> list[Tensor]:
-        return [self.users.get(range(50)), self.items.get(range(50)), self.net.weight, self.net.bias]
+def twins(**settings: Any) -> tuple[nn.ModuleList, nn.ModuleList, EagerOptimizer, torch.optim.Optimizer]:
+    """Rows and a linear layer, their likeness in torch, and the optimizers of both."""
+    rows, net = embedding(), nn.Linear(4, 1)
+    ours, theirs = nn.ModuleList([rows, net]), nn.ModuleList([dense_copy(rows), copy.deepcopy(net)])
+    optimizer = EagerOptimizer(torch.optim.SGD(ours.parameters(), lr=0.1, **settings), ours)
+    return ours, theirs, optimizer, torch.optim.SGD(theirs.parameters(), lr=0.1)
 
-    def close(self) -> None:
-        self.users.close()
-        self.items.close()
+
+def same(ours: nn.ModuleList, theirs: nn.ModuleList) -> None:
+    torch.testing.assert_close(ours[0].get(range(50)), theirs[0].weight.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours[1].weight, theirs[1].weight, rtol=1e-5, atol=1e-6)
+
+
+def model(store_options: Any, name: str) -> nn.ModuleDict:
+    torch.manual_seed(0)
+    users, items = (make(store_options, name=f"{name}-{part}", tables=1) for part in ("users", "items"))
+    return nn.ModuleDict({"one": users, "two": items, "net": nn.Linear(DIM, 1)})
+
+
+def loss_of(model: Any, ids: Tensor) -> Tensor:
+    rows = model["one"](ids) + model["two"](ids.view(-1, 2), pooling="sum").repeat(2, 1)
+    return model["net"](rows).square().sum()
 
 
 @pytest.mark.parametrize("store", ["host", "ssd"])
 @pytest.mark.parametrize("max_norm", [0.01, 1e9])
 @pytest.mark.rotated("store")
-def test_rows_and_parameters_have_the_bits_of_a_graph_that_clips(tmp_path: Path, store: str, max_norm: float) -> None:
-    ours, theirs = (Model(options(store, tmp_path / name), name) for name in ("eager", "graph"))
+def test_rows_and_parameters_have_the_bits_of_a_graph_that_clips(tmp_path, store, max_norm) -> None:
+    ours, theirs = (model(options(store, tmp_path / name), name) for name in ("eager", "graph"))
     optimizer = EagerOptimizer(torch.optim.Adagrad(ours.parameters(), lr=0.1), ours)
-    graph = graph_of(
-        lambda graph, ids: graph.model(ids).backward(), torch.optim.Adagrad(theirs.parameters(), lr=0.1), model=theirs
-    )
+    inner = torch.optim.Adagrad(theirs.parameters(), lr=0.1)
+    graph = graph_of(lambda graph, ids: loss_of(graph.model, ids).backward(), inner, model=theirs)
     graph.clip_grad_norm(max_norm)
     for ids in id_batches(12, steps=3):
         graph(ids)
-        ours(ids).backward()
+        loss_of(ours, ids).backward()
         norm = optimizer.clip_grad_norm_(ours.parameters(), max_norm)
         assert (norm > max_norm) == (max_norm < 1)
         optimizer.step()
         optimizer.zero_grad()
-    assert all(torch.equal(a, b) for a, b in zip(ours.numbers(), theirs.numbers(), strict=True))
-    ours.close()
-    theirs.close()
+    assert torch.equal(ours["net"].weight, theirs["net"].weight)
+    for name in ("one", "two"):
+        assert torch.equal(ours[name].get(range(50)), theirs[name].get(range(50)))
+        ours[name].close()
+        theirs[name].close()
 
 
 def loss(model: nn.ModuleList) -> Tensor:
@@ -66,11 +77,8 @@ def loss(model: nn.ModuleList) -> Tensor:
 
 @pytest.mark.parametrize("which", ["all", "rows", "net", "one tensor"])
 @pytest.mark.parametrize("by", ["optimizer", "torch"])
-def test_gradients_are_scaled_as_by_torch_once_and_again_and_those_that_come_later_are_not(by: str, which: str) -> None:
-    rows, net = embedding(), nn.Linear(4, 1)
-    ours, theirs = nn.ModuleList([rows, net]), nn.ModuleList([dense_copy(rows), copy.deepcopy(net)])
-    optimizer = EagerOptimizer(torch.optim.SGD(ours.parameters(), lr=0.1), ours)
-    plain = torch.optim.SGD(theirs.parameters(), lr=0.1)
+def test_gradients_are_scaled_as_by_torch_once_and_again_and_those_that_come_later_are_not(by, which) -> None:
+    ours, theirs, optimizer, plain = twins()
 
     def chosen(model: nn.ModuleList) -> Any:
         parts = {"all": model, "rows": model[0], "net": model[1], "one tensor": model[0]}
@@ -91,14 +99,12 @@ def test_gradients_are_scaled_as_by_torch_once_and_again_and_those_that_come_lat
             plain.step()
         optimizer.zero_grad()
         plain.zero_grad()
-    torch.testing.assert_close(rows.get(range(50)), theirs[0].weight.detach(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(net.weight, theirs[1].weight, rtol=1e-5, atol=1e-6)
+    same(ours, theirs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_gradients_of_16_bits_are_rounded_no_further_where_more_come_after_a_clip(dtype: torch.dtype) -> None:
-    rows = embedding(output_dtype=dtype)
-    optimizer = EagerOptimizer(torch.optim.SGD(rows.parameters(), lr=1.0), rows)
+def test_gradients_of_16_bits_are_rounded_no_further_where_more_come_after_a_clip(dtype) -> None:
+    rows, optimizer = summed(output_dtype=dtype)
     before = rows.get([4, 7])
     rows(IDS).sum().backward()
     optimizer.clip_grad_norm_(rows.parameters(), 1.0)
@@ -110,17 +116,11 @@ def test_gradients_of_16_bits_are_rounded_no_further_where_more_come_after_a_cli
     torch.testing.assert_close(before - rows.get([4, 7]), expected, rtol=1e-5, atol=0)
 
 
-def test_without_gradients_the_norm_is_zero_as_that_of_torch() -> None:
-    rows = embedding()
-    optimizer = EagerOptimizer(torch.optim.SGD(rows.parameters(), lr=1.0), rows)
+def test_a_norm_of_nothing_is_zero_and_one_that_is_not_finite_reaches_the_rows_as_in_torch() -> None:
+    rows, optimizer = summed()
     assert optimizer.clip_grad_norm_(rows.parameters(), 1.0) == 0
     rows(IDS[:0]).sum().backward()
     assert optimizer.clip_grad_norm_(rows.parameters(), 1.0) == 0
-
-
-def test_a_norm_that_is_not_finite_reaches_what_it_would_reach_in_torch() -> None:
-    rows = embedding()
-    optimizer = EagerOptimizer(torch.optim.SGD(rows.parameters(), lr=1.0), rows)
     (rows(IDS).sum() * math.nan).backward()
     assert optimizer.clip_grad_norm_(rows.parameters(), 1.0).isnan()
     optimizer.step()
@@ -128,9 +128,8 @@ def test_a_norm_that_is_not_finite_reaches_what_it_would_reach_in_torch() -> Non
 
 
 @pytest.mark.parametrize("scale", [1.0, math.inf])
-def test_an_infinite_limit_measures_and_scales_nothing_and_a_tensor_is_a_limit(scale: float) -> None:
-    rows = embedding()
-    optimizer = EagerOptimizer(torch.optim.SGD(rows.parameters(), lr=1.0), rows)
+def test_an_infinite_limit_measures_and_scales_nothing_and_a_tensor_is_a_limit(scale) -> None:
+    rows, optimizer = summed()
     before = rows.get(4)
     (rows(IDS) * scale).sum().backward()
     norm = optimizer.clip_grad_norm_(rows.parameters(), math.inf)
@@ -144,8 +143,7 @@ def test_an_infinite_limit_measures_and_scales_nothing_and_a_tensor_is_a_limit(s
 
 
 def test_wrong_arguments_are_refused_and_change_nothing() -> None:
-    rows, other = embedding(), embedding()
-    optimizer, another = (EagerOptimizer(torch.optim.SGD(one.parameters(), lr=1.0), one) for one in (rows, other))
+    (rows, optimizer), (other, another) = summed(), summed()
     (rows(IDS) + other(IDS)).sum().backward()
     for wrong in (0, -1.0, math.nan, "1", None):
         with pytest.raises(OptimizerError, match=rf"max_norm={wrong!r}: give a number from .*, or inf") as raised:
@@ -169,15 +167,9 @@ def test_wrong_arguments_are_refused_and_change_nothing() -> None:
     "steps", [("value",), ("value", "value"), ("norm", "value"), ("scaler",), ("scaler", "norm", "value")]
 )
 @pytest.mark.parametrize("fused", [False, True])
-def test_torchs_clips_and_its_scaler_do_to_rows_what_they_do_to_a_dense_table(
-    steps: tuple[str, ...], fused: bool
-) -> None:
-    rows, net = embedding(), nn.Linear(4, 1)
-    ours, theirs = nn.ModuleList([rows, net]), nn.ModuleList([dense_copy(rows), copy.deepcopy(net)])
-    optimizers = [
-        EagerOptimizer(torch.optim.SGD(ours.parameters(), lr=0.1, fused=fused), ours),
-        torch.optim.SGD(theirs.parameters(), lr=0.1),
-    ]
+@pytest.mark.rotated("fused")
+def test_torchs_clips_and_its_scaler_do_to_rows_what_they_do_to_a_dense_table(steps, fused) -> None:
+    ours, theirs, *optimizers = twins(fused=fused)
     scale = 2.0**100 if fused else 64.0  # whose squares float32 does not hold
     scalers = [torch.amp.GradScaler("cpu", init_scale=scale, enabled="scaler" in steps) for _ in optimizers]
     scales = []
@@ -199,13 +191,11 @@ def test_torchs_clips_and_its_scaler_do_to_rows_what_they_do_to_a_dense_table(
             scales.append(scaler.get_scale())
     assert scales[::2] == scales[1::2]
     assert (scale / 2 in scales) == ("scaler" in steps)
-    torch.testing.assert_close(rows.get(range(50)), theirs[0].weight.detach(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(net.weight, theirs[1].weight, rtol=1e-5, atol=1e-6)
+    same(ours, theirs)
 
 
 def test_what_comes_after_a_clip_by_value_is_refused() -> None:
-    rows = embedding()
-    optimizer = EagerOptimizer(torch.optim.SGD(rows.parameters(), lr=1.0), rows)
+    rows, optimizer = summed()
     before = rows.get(4)
     rows(IDS).sum().backward()
     nn.utils.clip_grad_value_(rows.parameters(), 0.5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -59,12 +58,12 @@ def losses(model: Model, loss: Loss, *, clears: bool, autocast: bool) -> list[fl
     [
         pytest.param(None, True, False, False, False, marks=pytest.mark.slow),
         (None, True, False, True, True),
-        (True, True, True, True, False),
+        pytest.param(True, True, True, True, False, marks=pytest.mark.slow),
         pytest.param(None, False, True, False, True, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # which Dynamo reads
-def test_losses_are_those_of_eager(dynamic: Any, inside: bool, autocast: bool, bags: bool, clears: bool) -> None:
+def test_losses_are_those_of_eager(dynamic, inside, autocast, bags, clears) -> None:
     model = Model(bags)
     expected = losses(model, model, clears=clears, autocast=autocast)
     model = Model(bags)

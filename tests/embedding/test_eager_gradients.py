@@ -3,26 +3,90 @@
 from __future__ import annotations
 
 import gc
+import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Barrier
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from support.graphs import DIM, embedding, graph_of
 from tierbed import ClosedError, EagerOptimizer, GraphError, MultiTableEmbedding, OptimizerError, OptionError
 
 IDS = torch.tensor([3, 4, 3])
 THREADS, STEPS = 4, 50
+CONVERSIONS = {
+    torch.float16: [lambda module: module.half(), lambda module: module.to(torch.float16)],
+    torch.bfloat16: [lambda module: module.bfloat16(), lambda module: module.to(torch.bfloat16)],
+    torch.float64: [lambda module: module.double(), lambda module: module.type(torch.float64)],
+}
 
 
 def sgd(rows: nn.Module, lr: float = 1.0) -> EagerOptimizer:
     return EagerOptimizer(torch.optim.SGD(rows.parameters(), lr=lr), rows)
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_rows_in_a_distributed_data_parallel_are_refused_not_trained_apart(one_rank) -> None:
+    """It talks to other ranks, and rows talk to none: ranks would drift apart."""
+    rows, net = embedding(), nn.Linear(DIM, 1)
+    model = nn.Sequential(rows, net)
+    optimizer, around = sgd(model), DistributedDataParallel(model)
+    with pytest.raises(OptimizerError, match=r"embedding 'rows\d+' is in a DistributedDataParallel: "):
+        around(IDS)
+    with torch.no_grad():
+        around(IDS)
+    model(IDS).sum().backward()
+    optimizer.step()
+    assert rows.size() == 2
+    for module, name in ((around, "the module"), (nn.Sequential(rows, DistributedDataParallel(net)), "1")):
+        with pytest.raises(OptimizerError, match=rf"{name} is a DistributedDataParallel: .*train in one process"):
+            EagerOptimizer(torch.optim.Adagrad(module.parameters()), module)
+
+
+@pytest.mark.parametrize("dtype", CONVERSIONS)
+def test_a_conversion_is_taken_to_what_lookups_return_and_else_refused_with_its_remedy(dtype) -> None:
+    rows, net = embedding(), nn.Linear(DIM, 1)
+    graph = graph_of(lambda graph, ids: graph.net(graph.rows(ids)), net=net, rows=rows)
+    remedy = r"results by \.to" if dtype == torch.float64 else rf"give output_dtype={dtype} when it is made"
+    refused = rf"embedding 'rows\d+': cannot convert it to {dtype}.*{remedy}"
+    for convert in CONVERSIONS[dtype]:
+        for module in (rows, nn.Sequential(rows, nn.Linear(DIM, 1))):
+            with pytest.raises(OptionError, match=rf"{refused}.*only the other.*in part"):
+                convert(module)
+        for whole in (graph, nn.Sequential(graph)):
+            with pytest.raises(OptionError, match=rf"{refused}.*Nothing of the Built is converted by now$") as error:
+                convert(whole)
+            assert "in part" not in str(error.value)
+    assert rows(IDS).dtype == rows.shadow.dtype == net.weight.dtype == torch.float32
+    assert graph.to("cpu", torch.float32) is graph
+    if dtype == torch.float64:
+        return
+    rows = embedding(output_dtype=dtype)
+    optimizer, before = sgd(rows), rows.get([4])
+    for convert in CONVERSIONS[dtype]:
+        for module in (rows, nn.Sequential(rows, nn.Linear(DIM, 1))):
+            convert(module)
+            rows.float()
+    rows(IDS).sum().backward()
+    rows.to(dtype)
+    optimizer.step()
+    assert rows.shadow.dtype == torch.float32
+    torch.testing.assert_close(before - rows.get([4]), torch.ones(1, DIM))
 
 
 @pytest.fixture
@@ -35,7 +99,7 @@ def switches() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_threads_that_call_backward_at_once_lose_no_gradient(switches: None, shared: bool) -> None:
+def test_threads_that_call_backward_at_once_lose_no_gradient(switches, shared) -> None:
     rows = embedding()
     optimizer, before = sgd(rows), rows.get(range(THREADS))
     every = [torch.arange(THREADS)] * THREADS if shared else [torch.tensor([thread]) for thread in range(THREADS)]
@@ -60,7 +124,7 @@ def test_threads_that_call_backward_at_once_lose_no_gradient(switches: None, sha
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_gradient_hook_of_the_parameter_is_refused_at_the_backward(register: str) -> None:
+def test_a_gradient_hook_of_the_parameter_is_refused_at_the_backward(register) -> None:
     rows = embedding()
     optimizer = sgd(rows)
     handle = getattr(rows.shadow, register)(lambda given: None)
@@ -80,28 +144,34 @@ def test_a_gradient_hook_of_the_parameter_is_refused_at_the_backward(register: s
         lambda grad: grad.data,
         lambda grad: grad.data.mul_(0),
         lambda grad: grad.real,
-        lambda grad: grad.detach(),
         lambda grad: grad.to(torch.float64),
-        lambda grad: grad.to("cpu"),
-        lambda grad: grad.float(),
-        lambda grad: grad.double(),
         lambda grad: grad.cpu(),
-        lambda grad: grad.cuda(),
         lambda grad: grad.clone(),
         lambda grad: grad.norm(),
+        lambda grad: grad + 1,
         lambda grad: grad.zero_(),
+        lambda grad: grad.clamp_(min=-1.0, max=2.0),
+        lambda grad: grad.mul_(grad),
         lambda grad: grad.item(),
         lambda grad: grad.numpy(),
         lambda grad: setattr(grad, "data", torch.zeros(1)),
         lambda grad: torch._has_compatible_shallow_copy_type(grad, grad),
     ],
 )
-def test_numbers_are_not_to_be_had_from_the_gradient_of_rows(use: Callable[[Any], Any]) -> None:
+def test_numbers_are_not_to_be_had_from_the_gradient_of_rows(use) -> None:
     rows = embedding()
     kept = sgd(rows)
     rows(IDS).sum().backward()
-    with pytest.raises(GraphError, match=r"gradient of embedding 'rows\d+': no tensor holds.*its clip_grad_norm_"):
+    refused = rf"gradient of embedding '{rows.name}': no tensor holds.*its clip_grad_norm_"
+    with pytest.raises(GraphError, match=refused):
         use(rows.shadow.grad)
+    for other in (lambda: nn.utils.clip_grad_norm_([rows.shadow], 1.0, math.inf), torch.optim.Adam([rows.shadow]).step):
+        with pytest.raises(GraphError, match=refused):
+            other()
+    rows.to_empty(device="meta")
+    assert rows.shadow.grad is not None
+    assert rows.shadow.grad.device.type == "meta"
+    rows.to_empty(device="cpu")
     kept.step()
     assert rows.size() == 2
 
@@ -115,9 +185,9 @@ def test_what_the_gradient_of_rows_is_may_be_asked() -> None:
     assert repr(grad) == str(grad) == f"ShadowGrad(rows of embedding '{rows.name}')"
     assert (grad.shape, grad.size(), grad.dim(), grad.stride(), grad.storage_offset()) == ((1, 1), (1, 1), 2, (1, 1), 0)
     assert (grad.dtype, grad.device, grad.layout) == (torch.float32, torch.device("cpu"), torch.strided)
-    asked = (grad.is_sparse, grad.is_complex(), grad.is_conj(), grad.is_neg(), grad.is_inference(), grad._is_view())
-    assert not any(asked)
     assert grad.is_floating_point()
+    for name in ("is_complex", "is_conj", "is_neg", "is_inference", "_is_view"):
+        assert not getattr(grad, name)()
     assert grad.untyped_storage().nbytes() == 4
     for name in sorted(dir(torch.Tensor)):
         if type(getattr(torch.Tensor, name)).__name__ == "getset_descriptor":
@@ -158,20 +228,15 @@ def test_an_optimizer_in_backward_trains_rows_as_an_eager_optimizer_and_a_graph_
     for rows in (fused, graphed):
         _apply_optimizer_in_backward(torch.optim.Adagrad, rows.parameters(), {"lr": 0.1})
 
-    def loss(rows: MultiTableEmbedding) -> Tensor:
-        return rows(IDS).square().sum() + rows(IDS.flip(0)).sum()
+    def backward(rows: MultiTableEmbedding) -> None:
+        (rows(IDS).square().sum() + rows(IDS.flip(0)).sum()).backward()
 
-    def step(graph: Any, ids: Tensor) -> Tensor:
-        total = loss(graph.rows)
-        total.backward()
-        return total
-
-    graph = graph_of(step, rows=graphed)
+    graph = graph_of(lambda graph, ids: backward(graph.rows), rows=graphed)
     for _ in range(3):
         optimizer.zero_grad()
-        loss(eager).backward()
+        backward(eager)
         optimizer.step()
-        loss(fused).backward()
+        backward(fused)
         assert fused.shadow.grad is None
         graph(IDS)
         assert torch.equal(eager.get(IDS), fused.get(IDS))
@@ -180,63 +245,6 @@ def test_an_optimizer_in_backward_trains_rows_as_an_eager_optimizer_and_a_graph_
     del fused, rows
     gc.collect()
     assert known() is None  # torch's hook keeps the parameter, and nothing of the rows
-
-
-def convert(rows: MultiTableEmbedding, dtype: torch.dtype) -> list[Callable[[], Any]]:
-    model = nn.Sequential(rows, nn.Linear(DIM, 1))
-    name = str(dtype).removeprefix("torch.").replace("float16", "half").replace("float64", "double")
-    name = "bfloat16" if dtype == torch.bfloat16 else name
-    calls = [getattr(module, name) for module in (rows, model)]
-    return [*calls, lambda: rows.to(dtype), lambda: model.to(dtype), lambda: rows.type(dtype)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_a_conversion_that_rows_cannot_follow_is_refused_with_its_remedy(dtype: torch.dtype) -> None:
-    rows = embedding()
-    remedy = r"results by \.to" if dtype == torch.float64 else rf"give output_dtype={dtype} when it is made"
-    for call in convert(rows, dtype):
-        with pytest.raises(
-            OptionError, match=rf"embedding 'rows\d+': cannot convert it to {dtype}.*{remedy}.*only the other.*in part"
-        ):
-            call()
-    assert rows(IDS).dtype == rows.shadow.dtype == torch.float32
-
-
-def test_a_graph_whose_rows_refuse_a_conversion_keeps_all_that_it_has() -> None:
-    net = nn.Linear(DIM, 1)
-    graph = graph_of(lambda graph, ids: graph.net(graph.rows(ids)), net=net, rows=embedding())
-    for call in (graph.half, graph.double, lambda: nn.Sequential(graph).to(torch.bfloat16)):
-        with pytest.raises(OptionError, match=r"cannot convert it.*Nothing of the Built is converted by now$") as error:
-            call()
-        assert "in part" not in str(error.value)
-    assert net.weight.dtype == torch.float32
-    assert graph.to("cpu", torch.float32) is graph
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_conversion_to_what_lookups_return_is_taken(dtype: torch.dtype) -> None:
-    rows = embedding(output_dtype=dtype)
-    optimizer, before = sgd(rows), rows.get([4])
-    for call in convert(rows, dtype):
-        call()
-        rows.float()
-    rows(IDS).sum().backward()
-    rows.to(dtype)
-    optimizer.step()
-    assert rows.shadow.dtype == torch.float32
-    torch.testing.assert_close(before - rows.get([4]), torch.ones(1, DIM))
-
-
-def test_gradients_that_stayed_on_another_device_are_named_by_the_step() -> None:
-    rows = embedding()
-    kept = sgd(rows)
-    rows(IDS).sum().backward()
-    rows.to_empty(device="meta")
-    assert rows.shadow.grad is not None
-    assert rows.shadow.grad.device.type == "meta"
-    rows.to_empty(device="cpu")
-    kept.step()
-    assert rows.size() == 2
 
 
 def test_a_gradient_whose_embedding_was_dropped_says_so() -> None:

@@ -9,13 +9,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tierbed
 from support.embeddings import DIM, contents, make
+from support.graphs import embedding as one_of_four
+from support.graphs import graph_of
+from support.refusals import check_refusal
 from support.stores import STORES, options
-from tierbed import GraphError, InputError, MultiTableEmbedding, OptionError
+from tierbed import EagerOptimizer, GraphError, InputError, MultiTableEmbedding
 from tierbed.embedding.autograd import lookup_op as ops
 from tierbed.engine.options.lookup import Lookup
 
@@ -23,6 +26,22 @@ pytestmark = pytest.mark.op
 
 OP_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 JAGGED = torch.tensor([0, 3, 3, 4, 8, 10])
+HALVES = [torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_no_bag_gives_no_row_and_a_step_that_moves_none(tmp_path, store) -> None:
+    with make(options(store, tmp_path)) as rows:
+        optimizer = EagerOptimizer(torch.optim.SGD(rows.parameters(), lr=0.1), rows)
+        for tables, pooling, weighted in ((NONE, "sum", False), (NONE, "mean", True), (0, "sum", True)):
+            rows.prefetch(NONE, tables, ZERO, pooling)
+            out = rows(NONE, tables, ZERO, pooling, torch.empty(0, requires_grad=True) if weighted else None)
+            assert out.shape == (0, DIM)
+            out.sum().backward()
+            optimizer.step()
+            with torch.no_grad():
+                assert rows(NONE, tables, ZERO, pooling).shape == (0, DIM)
+        assert rows.size() == 0
 
 
 def one_table(**more: Any) -> MultiTableEmbedding:
@@ -35,56 +54,41 @@ def frozen(**more: Any) -> MultiTableEmbedding:
     return embedding
 
 
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.sampled_from(["sum", "mean"]), st.integers(0, 2**32))
-def test_jagged_bags_equal_embedding_bag(lengths: list[int], pooling: str, seed: int) -> None:
-    embedding = one_table()
-    ids = torch.randint(0, 9, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
-    offsets = torch.tensor([0, *lengths]).cumsum(0)
-    expected = F.embedding_bag(
-        ids, embedding.get(torch.arange(9)), offsets, mode=pooling, padding_idx=0, include_last_offset=True
-    )
-    padded = torch.where(ids == 0, -1, ids)
-    torch.testing.assert_close(embedding(padded, offsets=offsets, pooling=pooling), expected)
-    assert torch.equal(
-        embedding(padded, offsets=offsets.to(torch.int32), pooling=pooling),
-        embedding(padded, offsets=offsets, pooling=pooling),
-    )
+def drawn(*shape: int, first: int = -1, seed: int = 1) -> Tensor:
+    return torch.randint(first, 9, shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("shape", [(4, 3), (2, 3, 5), (7,), (3, 1), (2, 0), (0, 3), (0,)])
-@pytest.mark.parametrize("pooling", ["sum", "mean"])
-def test_bags_of_one_length_are_the_last_dimension(shape: tuple[int, ...], pooling: str) -> None:
-    embedding = one_table()
-    ids = torch.randint(-1, 9, shape, generator=torch.Generator().manual_seed(1))
-    rows = embedding(ids)
-    expected = rows.sum(-2)
-    if pooling == "mean":
-        expected = expected / (ids != -1).sum(-1, keepdim=True).clamp(min=1)
-    torch.testing.assert_close(embedding(ids, pooling=pooling), expected)
-    assert expected.shape == (*shape[:-1], DIM)
-
-
-def test_weighted_sums_and_their_gradients_equal_embedding_bag() -> None:
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=6),
+    st.sampled_from(["sum", "mean"]),
+    st.booleans(),
+    st.integers(0, 2**32),
+)
+def test_jagged_bags_equal_embedding_bag(lengths, pooling, weighted, seed) -> None:
     embedding = frozen()
-    ids = torch.randint(0, 9, (10,), generator=torch.Generator().manual_seed(1))
-    ours, theirs = (torch.linspace(-2, 3, 10).requires_grad_() for _ in range(2))
+    ids, offsets = drawn(sum(lengths), first=0, seed=seed), torch.tensor([0, *lengths]).cumsum(0)
+    padded = torch.where(ids == 0, -1, ids)
+    ours, theirs = (torch.linspace(-2, 3, len(ids)).requires_grad_() for _ in range(2))
+    given = (ours, theirs) if weighted and pooling == "sum" else (None, None)
     expected = F.embedding_bag(
         ids,
         embedding.get(torch.arange(9)),
-        JAGGED,
-        mode="sum",
-        per_sample_weights=theirs,
+        offsets,
+        mode=pooling,
+        per_sample_weights=given[1],
         padding_idx=0,
         include_last_offset=True,
     )
-    out = embedding(torch.where(ids == 0, -1, ids), offsets=JAGGED, pooling="sum", weights=ours)
+    out = embedding(padded, offsets=offsets, pooling=pooling, weights=given[0])
     torch.testing.assert_close(out, expected)
-    slope = torch.linspace(-1, 1, out.numel()).view_as(out)
-    (out * slope).sum().backward()
-    (expected * slope).sum().backward()
-    torch.testing.assert_close(ours.grad, theirs.grad)
-    assert ours.grad is not None
-    assert not ours.grad[ids == 0].any()
+    assert torch.equal(embedding(padded, offsets=offsets.to(torch.int32), pooling=pooling, weights=given[0]), out)
+    if given[0] is not None:
+        slope = torch.linspace(-1, 1, out.numel()).view_as(out)
+        for result in (out, expected):
+            (result * slope).sum().backward()
+        torch.testing.assert_close(ours.grad, theirs.grad)
+        assert ours.grad is not None
+        assert not ours.grad[ids == 0].any()
 
 
 def test_the_weights_of_a_mean_have_the_gradient_of_its_formula() -> None:
@@ -104,20 +108,23 @@ def test_the_weights_of_a_mean_have_the_gradient_of_its_formula() -> None:
 
 def test_a_bag_is_of_one_table() -> None:
     embedding = make(options("device"), padding_idx=-1)
-    ids = torch.randint(-1, 9, (4, 3, 5), generator=torch.Generator().manual_seed(1))
-    expected = embedding(ids, torch.tensor([0, 1, 2])[:, None]).sum(2)
-    torch.testing.assert_close(embedding(ids, pooling="sum"), expected)
-    torch.testing.assert_close(embedding(ids, torch.tensor([0, 1, 2]), pooling="sum"), expected)
-    torch.testing.assert_close(embedding(ids, 2, pooling="sum")[:, 2], expected[:, 2])
-    jagged = embedding(ids[:, 0].flatten(), [2, 0, 1, 2], torch.arange(0, 21, 5), "sum")
-    tables = torch.tensor([2, 0, 1, 2])[:, None]
-    torch.testing.assert_close(jagged, embedding(ids[:, 0], tables).sum(1))
+    for shape in [(4, 3, 5), (2, 3, 3, 2), (0, 3, 2), (2, 3, 0)]:
+        ids = drawn(*shape)
+        expected = embedding(ids, torch.tensor([0, 1, 2])[:, None]).sum(-2)
+        torch.testing.assert_close(embedding(ids, pooling="sum"), expected)
+        torch.testing.assert_close(embedding(ids, torch.tensor([0, 1, 2]), pooling="sum"), expected)
+        torch.testing.assert_close(embedding(ids, 2, pooling="sum")[..., 2, :], expected[..., 2, :])
+        means = expected / (ids != -1).sum(-1, keepdim=True).clamp(min=1)
+        torch.testing.assert_close(embedding(ids, pooling="mean"), means)
+    ids, tables = drawn(4, 5), torch.tensor([2, 0, 1, 2])
+    jagged = embedding(ids.flatten(), tables.tolist(), torch.arange(0, 21, 5), "sum")
+    torch.testing.assert_close(jagged, embedding(ids, tables[:, None]).sum(1))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_the_output_dtype_is_float32_rounded_once(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_output_dtype_is_float32_rounded_once_and_no_part_of_what_is_stored(dtype, tmp_path) -> None:
     full, half = frozen(), frozen(output_dtype=dtype)
-    ids = torch.randint(-1, 9, (6, 4), generator=torch.Generator().manual_seed(1))
+    ids = drawn(6, 4)
     for pooling in (None, "sum", "mean"):
         out = half(ids, pooling=pooling)
         assert out.dtype == dtype
@@ -127,10 +134,14 @@ def test_the_output_dtype_is_float32_rounded_once(dtype: torch.dtype) -> None:
     half(ids, pooling="sum", weights=weights).sum().backward()
     assert weights.grad is not None
     assert weights.grad.dtype == torch.float32
+    with make(options("host", tmp_path), tables=1, output_dtype=dtype) as embedding:
+        embedding.put([1], torch.full((1, DIM), 1.001))
+    with make(options("host", tmp_path), tables=1) as embedding:
+        assert torch.equal(embedding(torch.tensor([1])), torch.full((1, DIM), 1.001))
 
 
 @pytest.mark.parametrize("store", STORES)
-def test_training_on_bags_is_bit_identical_on_every_store(store: str, tmp_path: Path) -> None:
+def test_training_on_bags_is_bit_identical_on_every_store(store, tmp_path) -> None:
     def run(name: str, path: Path) -> bytes:
         generator = torch.Generator().manual_seed(4)
         with make(options(name, path), "adam", padding_idx=-1) as embedding:
@@ -147,53 +158,61 @@ def test_training_on_bags_is_bit_identical_on_every_store(store: str, tmp_path: 
     assert run(store, tmp_path / "ours") == run("device", tmp_path / "expected")
 
 
-def ints(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-    return torch.zeros(shape, dtype=dtype)
+NONE, ZERO = torch.empty(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"pooling": "max"}, r"pooling of embedding 'rows': got 'max'; give 'sum' or 'mean', or None"),
-        ({"pooling": torch.ones(2)}, r"pooling of embedding 'rows': got tensor"),
-        ({"offsets": ints(3)}, r"offsets of embedding 'rows': .* pooling=None.*give pooling='sum'"),
-        ({"ids": ints(), "pooling": "sum"}, r"ids of embedding 'rows': pooling='sum' pools over the last dimension"),
-        ({"offsets": [0, 4], "pooling": "sum"}, r"offsets.*: got list; give a 1-D torch\.Tensor of int64 or int32"),
-        ({"offsets": torch.zeros(3), "pooling": "sum"}, r"offsets.*: got torch\.float32 \(3,\)"),
-        ({"offsets": ints(2, 2), "pooling": "sum"}, r"offsets.*: got torch\.int64 \(2, 2\); give a 1-D"),
-        ({"offsets": ints(0), "pooling": "sum"}, r"offsets.*: shape \(0,\); give bags \+ 1 offsets"),
-        ({"offsets": ints(2).to_sparse(), "pooling": "sum"}, r"offsets.*torch\.sparse_coo.*to_dense"),
-        (
-            {"offsets": ints(2, dtype=torch.int64).to("meta"), "pooling": "sum"},
-            r"offsets.*on meta.*offsets\.to\(ids\.device\)",
-        ),
-        ({"ids": ints(2, 2), "offsets": ints(2), "pooling": "sum"}, r"ids.*shape \(2, 2\) with offsets.*ids\.flatten"),
-        ({"table_ids": None, "offsets": ints(2), "pooling": "sum"}, r"ids.*which of 3 tables.*give table_ids, one for"),
-        ({"ids": ints(3, 4), "table_ids": None, "pooling": "sum"}, r"shape \(3, 4\) is not \(\.\.\., 3, L\)"),
-        (
-            {"ids": ints(2, 2, 3), "table_ids": None, "pooling": "sum"},
-            r"is not \(\.\.\., 3, L\).*the table of each bag",
-        ),
-        (
-            {"ids": ints(5, 4), "table_ids": ints(4), "pooling": "sum"},
-            r"table_ids.*\(4,\).* bags, \(5,\); give one",
-        ),
-        ({"offsets": torch.tensor([1, 4]), "pooling": "sum"}, r"offsets.*from 1 to 4; give bags"),
-        ({"offsets": torch.tensor([0, 3]), "pooling": "sum"}, r"offsets.*from 0 to 3; .*number of ids, 4"),
-        ({"offsets": torch.tensor([0, 5]), "pooling": "sum"}, r"offsets.*from 0 to 5"),
-        ({"offsets": torch.tensor([0, 3, 2, 4]), "pooling": "sum"}, r"offsets.*3 at position 1 is followed by 2"),
-        ({"weights": torch.ones(4)}, r"weights of embedding 'rows': .* pooling=None.*give pooling='sum'"),
-        ({"weights": [1.0] * 4, "pooling": "sum"}, r"weights.*got list; give torch\.float32 in the shape .*, \(4,\)"),
-        ({"weights": torch.ones(3), "pooling": "sum"}, r"weights.*got torch\.float32 \(3,\); give"),
-        ({"weights": torch.ones(4).double(), "pooling": "sum"}, r"weights.*got torch\.float64 \(4,\)"),
-        ({"weights": torch.ones(4).to_sparse(), "pooling": "sum"}, r"weights.*torch\.sparse_coo.*to_dense"),
-    ],
-)
-def test_mistakes_are_named_and_change_nothing(arguments: dict[str, Any], message: str) -> None:
+def test_a_mean_over_no_bags_names_its_line_and_a_division_of_builds_own_keeps_its_type() -> None:
+    rows, net = one_of_four(), nn.Linear(4, 1)
+
+    def build(graph: Any, ids: Tensor, offsets: Tensor, own: bool) -> Tensor:
+        out = graph.net(graph.rows(ids, offsets=offsets, pooling="sum"))
+        loss = out.sum() * (1 / len(out)) if own else F.mse_loss(out, torch.ones_like(out))
+        loss.backward()
+        return loss
+
+    graph = graph_of(build, torch.optim.SGD([*rows.parameters(), *net.parameters()], lr=0.1), rows=rows, net=net)
+    with pytest.raises(GraphError, match=r"test_pooling\.py.*in build: `loss\.backward\(\)` makes torch divide by"):
+        graph(NONE, ZERO, False)
+    with pytest.raises(ZeroDivisionError):
+        graph(NONE, ZERO, True)
+    graph(torch.tensor([1]), torch.tensor([0, 1]), False)
+    assert rows.size() == 1
+
+
+def ints(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+BAGS = {"pooling": "sum"}
+MISTAKES = [
+    ({"pooling": "max"}, "pooling", "got 'max'", "'sum' or 'mean'"),
+    ({"offsets": ints(3)}, "offsets", "pooling=None", "pooling='sum'"),
+    (BAGS | {"ids": ints()}, "ids", "pooling='sum' pools over the last dimension"),
+    (BAGS | {"offsets": [0, 4]}, "offsets", "got list", "1-D torch.Tensor of int64 or int32"),
+    (BAGS | {"offsets": ints(2, 2)}, "offsets", "got torch.int64 (2, 2)", "1-D"),
+    (BAGS | {"offsets": ints(0)}, "offsets", "shape (0,)", "bags + 1 offsets"),
+    (BAGS | {"offsets": ints(2).to_sparse()}, "offsets", "torch.sparse_coo", "to_dense"),
+    (BAGS | {"offsets": ints(2).to("meta")}, "offsets", "on meta", "offsets.to(ids.device)"),
+    (BAGS | {"ids": ints(2, 2), "offsets": ints(2)}, "ids", "shape (2, 2) with offsets", "ids.flatten"),
+    (BAGS | {"table_ids": None, "offsets": ints(2)}, "ids", "which of 3 tables", "give table_ids, one for"),
+    (BAGS | {"ids": ints(3, 4), "table_ids": None}, "shape (3, 4) is not (..., 3, L)", "the table of each bag"),
+    (BAGS | {"ids": ints(5, 4), "table_ids": ints(4)}, "table_ids", "(4,)", "bags, (5,)"),
+    (BAGS | {"offsets": torch.tensor([1, 4])}, "offsets", "from 1 to 4"),
+    (BAGS | {"offsets": torch.tensor([0, 3])}, "offsets", "from 0 to 3", "number of ids, 4"),
+    (BAGS | {"offsets": torch.tensor([0, 3, 2, 4])}, "offsets", "3 at position 1 is followed by 2"),
+    ({"weights": torch.ones(4)}, "weights", "pooling=None", "pooling='sum'"),
+    (BAGS | {"weights": [1.0] * 4}, "weights", "got list; give torch.float32", "(4,)"),
+    (BAGS | {"weights": torch.ones(4).double()}, "weights", "got torch.float64 (4,)"),
+    (BAGS | {"weights": torch.ones(4).to_sparse()}, "weights", "torch.sparse_coo", "to_dense"),
+]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=str)
+def test_mistakes_are_named_and_change_nothing(mistake) -> None:
+    arguments, *named = mistake
     embedding = make(options("device"))
     good: dict[str, Any] = {"ids": ints(4), "table_ids": 0}
-    with pytest.raises(InputError, match=message):
-        embedding(**{**good, **arguments})
+    check_refusal((lambda: embedding(**{**good, **arguments}), InputError, "of embedding 'rows'", *named))
     assert embedding(**good).shape == (4, DIM)
 
 
@@ -214,26 +233,10 @@ def test_bad_offsets_and_table_ids_pin_nothing() -> None:
         assert embedding.size() == 1
 
 
-def test_an_output_dtype_that_lookups_cannot_have_is_refused() -> None:
-    for dtype in (torch.float64, torch.int32, "float16", []):
-        with pytest.raises(OptionError, match=r"output_dtype=.*give torch\.float32, torch\.float16"):
-            one_table(output_dtype=dtype)
-
-
-def test_backward_outside_a_graph_reaches_weights_and_refuses_rows() -> None:
-    weights = torch.ones(2, 3, requires_grad=True)
-    trained = one_table()
-    with pytest.raises(GraphError, match=r"backward\(\) outside a graph"):
-        trained(ints(2, 3), pooling="sum", weights=weights).sum().backward()
-    embedding = frozen()
-    embedding(ints(2, 3), pooling="sum", weights=weights).sum().backward()
-    torch.testing.assert_close(weights.grad, embedding(ints(2, 3)).sum(-1))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.rotated("dtype")
-def test_ops_are_as_their_fakes_say(dtype: torch.dtype, weighted: bool) -> None:
+def test_ops_are_as_their_fakes_say(dtype, weighted) -> None:
     embedding = frozen(output_dtype=dtype)
     weights = torch.rand(10, requires_grad=True) if weighted else None
     for offsets, features in ((None, None), (JAGGED, None), (JAGGED.to(torch.int32), [1, -1, -1, 0, -1])):
@@ -245,14 +248,3 @@ def test_ops_are_as_their_fakes_say(dtype: torch.dtype, weighted: bool) -> None:
             torch.library.opcheck(
                 ops.lookup_weights_grad, (grads, *pooled, embedding.shadow, embedding.handle), test_utils=OP_CHECKS
             )
-
-
-def test_the_output_dtype_is_no_part_of_what_is_stored(tmp_path: Path) -> None:
-    with one_table_at(tmp_path, torch.bfloat16) as embedding:
-        embedding.put([1], torch.full((1, DIM), 1.001))
-    with one_table_at(tmp_path, torch.float32) as embedding:
-        assert torch.equal(embedding(torch.tensor([1])), torch.full((1, DIM), 1.001))
-
-
-def one_table_at(path: Path, dtype: torch.dtype) -> MultiTableEmbedding:
-    return make(options("host", path), tables=1, output_dtype=dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 from support.forked import Disk, disk_path, in_process
 from support.shell import command
-from support.together import Model, killed_at
+from support.together import Model, killed_at, played_from
 from tierbed.engine import durable
 from tierbed.engine.durable import publish
 from tierbed.engine.errors import OptionError, SnapshotError
@@ -30,42 +29,34 @@ def saved(path: Path, name: str) -> list[int | None]:
     return [of_store.get(name) for of_store in steps]
 
 
-def save_over(path: Path, stores: tuple[str, ...], kind: str, name: str, begin: Callable[[], None]) -> None:
-    model = Model(path, stores)
-    model.steps(1)
-    model.save_snapshot("latest")
-    if kind == "incremental":  # it is based on another one
-        model.save_snapshot("other")
-    model.steps(2)
-    begin()
-    model.save_snapshot(name, kind, overwrite=name == "latest")
-
-
 @pytest.mark.parametrize(
-    ("stores", "kind", "name", "sides"),
+    ("stores", "kind", "name", "calls"),
     [
-        *((("host", "host"), "full", name, [False]) for name in ("latest", "next")),
+        *((("host", "host"), "full", name, [("rename", False)]) for name in ("latest", "next")),
         *(
-            pytest.param(("ssd", "ssd", "host"), kind, "latest", [False, True], marks=SLOW)
+            pytest.param(("ssd", "ssd", "host"), kind, "latest", [("rename", False), ("rename", True)], marks=SLOW)
             for kind in ("full", "incremental")
         ),
-        pytest.param(("ssd", "ssd"), "checkpoint", "latest", [False, True], marks=SLOW),
+        pytest.param(("ssd", "host"), "incremental", "next", [("sync", False)], marks=SLOW),
+        pytest.param(("ssd", "ssd"), "checkpoint", "latest", [("rename", False), ("rename", True)], marks=SLOW),
     ],
 )
-def test_a_save_of_all_that_is_killed_is_used_whole_or_not_at_all(
-    tmp_path: Path, stores: tuple[str, ...], kind: str, name: str, sides: list[bool]
-) -> None:
-    in_process(kills_of_a_save, tmp_path, stores, kind, name, sides)
+def test_a_save_of_all_that_is_killed_is_used_whole_or_not_at_all(tmp_path, stores, kind, name, calls) -> None:
+    in_process(kills_of_a_save, tmp_path, stores, kind, name, calls)
 
 
-def kills_of_a_save(folder: Path, stores: tuple[str, ...], kind: str, name: str, sides: list[bool]) -> None:
-    """Kill it before each rename, after each, or both, as `sides` have it."""
+def kills_of_a_save(folder: Path, stores: tuple[str, ...], kind: str, name: str, calls: list[tuple[str, bool]]) -> None:
+    """Kill it at each of these calls: before them, or after them."""
     found, members = set(), len(stores)
     before = [1] * members if name == "latest" else [None] * members
+    plan = "step 1; save latest; "
+    if kind == "incremental":  # it is based on another one
+        plan += "save other; "
+    plan += f"step 2; begin; {'overwrite' if name == 'latest' else 'save'} {name} {kind}"
     for number in range(1, 100):
-        for after in sides:
+        for call, after in calls:
             path = folder / f"{number}-{after}" / "store"
-            said = killed_at(path, "rename", number, save_over, path, stores, kind, name, after=after)
+            said = killed_at(path, call, number, played_from, path, stores, plan, after=after)
             if number % 2:  # a command takes the locks first, else a trainer
                 assert command("snapshot", "prune", path, "--keep-last", 9) == 0
             of_name = saved(path, name)
@@ -92,32 +83,26 @@ def kills_of_a_save(folder: Path, stores: tuple[str, ...], kind: str, name: str,
     assert found >= {(0, 1), (1, 1), (members, 3)}
 
 
-def test_rocksdb_checkpoints_of_all_need_rocksdb_in_all(tmp_path: Path) -> None:
-    for folder, stores in (("disk", ("ssd", "ssd")), ("mixed", ("ssd", "host"))):
-        model = Model(tmp_path / folder, stores)
+def test_a_save_of_all_that_one_cannot_make_is_refused(tmp_path) -> None:
+    disk, mixed = Model(tmp_path / "disk", ("ssd", "ssd")), Model(tmp_path / "mixed", ("ssd", "host"))
+    nowhere = Model([tmp_path / "nowhere", None], ("host", "host"))
+    for model in (disk, mixed, nowhere):
         model.steps(1)
-        if folder == "disk":
-            model.save_snapshot("made", "checkpoint")
-            snapshots = [list_snapshots(tmp_path / folder / name / "snapshots").snapshots for name in "ab"]
-            assert [[one.kind for one in of_store] for of_store in snapshots] == [["checkpoint"]] * 2
-            model.steps(1)
-            model.load_snapshot("made")
-            assert model.at() == [1, 1]
-        else:
-            with pytest.raises(OptionError, match=r"'b'.*checkpoint"):
-                model.save_snapshot("made", "checkpoint")
-            assert saved(tmp_path / folder, "made") == [None, None]
-        model.close()
-
-
-def test_a_model_with_an_embedding_without_a_folder_is_not_saved(tmp_path: Path) -> None:
-    model = Model([tmp_path, None], ("host", "host"))
-    model.steps(1)
+    disk.save_snapshot("made", "checkpoint")
+    snapshots = [list_snapshots(tmp_path / "disk" / name / "snapshots").snapshots for name in "ab"]
+    assert [[one.kind for one in of_store] for of_store in snapshots] == [["checkpoint"]] * 2
+    disk.steps(1)
+    disk.load_snapshot("made")
+    assert disk.at() == [1, 1]
+    with pytest.raises(OptionError, match=r"'b'.*checkpoint"):
+        mixed.save_snapshot("made", "checkpoint")
+    assert saved(tmp_path / "mixed", "made") == [None, None]
     for background in (False, True):
         with pytest.raises(SnapshotError, match="'b' has no persistent_path"):
-            model.save_snapshot("none", background=background)
-    assert saved(tmp_path, "none") == [None]
-    model.close()
+            nowhere.save_snapshot("none", background=background)
+    assert saved(tmp_path / "nowhere", "none") == [None]
+    for model in (disk, mixed, nowhere):
+        model.close()
 
 
 def save_and_wait(model: Model, name: str, background: bool) -> None:
@@ -146,16 +131,12 @@ def on_a_small_disk(path: Path, other: Path, small: str) -> None:
 
 
 @pytest.mark.parametrize("small", ["a", "b"])
-def test_a_save_of_all_for_which_one_disk_has_no_room_leaves_no_snapshot(
-    disk_path: Path, tmp_path: Path, small: str
-) -> None:
+def test_a_save_of_all_for_which_one_disk_has_no_room_leaves_no_snapshot(disk_path, tmp_path, small) -> None:
     in_process(on_a_small_disk, disk_path, tmp_path, small)
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_rename_that_fails_leaves_the_snapshots_before_it_and_says_which(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
-) -> None:
+def test_a_rename_that_fails_leaves_the_snapshots_before_it_and_says_which(tmp_path, monkeypatch, background) -> None:
     model = Model(tmp_path, ("host", "host"))
     model.steps(1)
     model.save_snapshot("one")

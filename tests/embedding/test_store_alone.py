@@ -1,4 +1,4 @@
-"""Stores of embeddings that train alone are what they were before embeddings were trained together."""
+"""Stores of earlier versions, trained alone or in groups, open with what was theirs, and groups get a record."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from typing import Any
 import pytest
 
 from support.embeddings import contents
+from support.golden_groups import COUNTS, HISTORIES, OF_RANKS, Together
 from support.golden_ranks import Trained
 from support.golden_store import embedding_in, step, write_store
 from support.places import GOLDEN
 from support.ranks import run_ranks
+from tierbed import StoreError
 from tierbed.distributed import World
 from tierbed.engine.durable import seal, unseal
 from tierbed.snapshots.files.format import FILES, FOLDER_FIELDS, LIVE, MANIFEST
+from tierbed.snapshots.store.folder_state import FolderState
+from tierbed.snapshots.store.group_file import PREFIX
 
 STORES = GOLDEN / "stores-2"
 closed_and_killed = pytest.mark.parametrize(("store", "count"), [("closed", 3), ("killed", 2)])
@@ -43,7 +47,7 @@ def _without_ids(manifest: dict[str, Any]) -> dict[str, Any]:
     return {**manifest, "id": "", "created": 0, "parent": parent and {**parent, "id": ""}}
 
 
-def test_its_files_have_the_bytes_that_they_had(tmp_path: Path) -> None:
+def test_its_files_have_the_bytes_that_they_had(tmp_path) -> None:
     embedding = write_store(tmp_path)
     assert files(tmp_path / "rows") == files(STORES / "killed")
     embedding.close()
@@ -51,7 +55,7 @@ def test_its_files_have_the_bytes_that_they_had(tmp_path: Path) -> None:
 
 
 @closed_and_killed
-def test_it_opens_as_it_did(tmp_path: Path, store: str, count: int) -> None:
+def test_it_opens_as_it_did(tmp_path, store, count) -> None:
     shutil.copytree(STORES / store, tmp_path / "before" / "rows")
     with embedding_in(tmp_path / "before") as found, write_store(tmp_path / "now") as made:
         assert found.metrics()["table"]["step"] == count
@@ -62,20 +66,7 @@ def test_it_opens_as_it_did(tmp_path: Path, store: str, count: int) -> None:
         found.save_snapshot("three", "incremental")
 
 
-@closed_and_killed
-def test_a_store_on_ssd_opens_as_it_did(tmp_path: Path, store: str, count: int) -> None:
-    shutil.copytree(GOLDEN / "ssd-2" / store, tmp_path / "before" / "rows")
-    before, now = Trained(tmp_path / "before"), Trained(tmp_path / "now")
-    now.write()
-    with before.rows, now.rows:
-        assert before.rows.size() > 0
-        assert before.rows.metrics()["table"]["step"] == count
-        for number in range(count + 1, 4):
-            before.step(number)
-        assert before.contents() == now.contents()
-
-
-def opened_over_ranks(world: World, folder: Path) -> tuple[int, bytes, bytes]:
+def opened_over_ranks(world: World | None, folder: Path) -> tuple[int, bytes, bytes]:
     """The step at which rows of before open, and all rows, of these and of the store of today."""
     before, now = Trained(folder / "before", world), Trained(folder / "now", world)
     now.write()
@@ -88,11 +79,60 @@ def opened_over_ranks(world: World, folder: Path) -> tuple[int, bytes, bytes]:
 
 
 @closed_and_killed
-def test_a_store_of_two_ranks_opens_as_it_did(tmp_path: Path, store: str, count: int) -> None:
-    shutil.copytree(GOLDEN / "ranks-2" / store, tmp_path / "before" / "rows")
-    for step_count, before, now in run_ranks(2, opened_over_ranks, tmp_path):
+def test_a_store_on_ssd_or_of_two_ranks_opens_as_it_did(tmp_path, store, count) -> None:
+    shutil.copytree(GOLDEN / "ssd-2" / store, tmp_path / "ssd" / "before" / "rows")
+    shutil.copytree(GOLDEN / "ranks-2" / store, tmp_path / "ranks" / "before" / "rows")
+    found = [opened_over_ranks(None, tmp_path / "ssd"), *run_ranks(2, opened_over_ranks, tmp_path / "ranks")]
+    for step_count, before, now in found:
         assert (step_count, before) == (count, now)
+        assert before
     for name in ("one", "two"):
-        snapshot = tmp_path / "now" / "rows" / "snapshots" / name
-        golden = GOLDEN / "ranks-2" / "closed" / "snapshots" / name
-        assert files(snapshot) == files(golden)
+        snapshot = tmp_path / "ranks" / "now" / "rows" / "snapshots" / name
+        assert files(snapshot) == files(GOLDEN / "ranks-2" / "closed" / "snapshots" / name)
+
+
+SUMS = {  # of the numbers of the steps that are found
+    "closed": 3.0,
+    "killed after saves of all": 3.0,
+    "killed after saves of each": 1.0,
+    "killed after a close of one": 1.0,
+}
+
+
+def opened(world: World | None, path: Path, count: int) -> list[float] | str:
+    """The rows of a group that are found, which a step then changes, or why they are refused."""
+    made = Together(path, count, world)
+    try:
+        found = made.read()
+        made.step(16)
+    except StoreError as error:
+        return str(error)
+    made.close()
+    return found
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+@pytest.mark.parametrize(("count", "ranks"), [*((count, 1) for count in COUNTS), (OF_RANKS, OF_RANKS)])
+@pytest.mark.rotated("history")
+def test_a_group_of_before(tmp_path, history, count, ranks) -> None:
+    def again() -> list[float] | str:
+        return opened(None, path, count) if ranks == 1 else run_ranks(ranks, opened, path, count)[0]
+
+    path = tmp_path / "model"
+    shutil.copytree(GOLDEN / "groups-4" / f"{count}{f' of {ranks} ranks' if ranks > 1 else ''}, {history}", path)
+    found = again()
+    records = [one for one in path.glob(f"{PREFIX}*") if one.suffix != ".LOCK"]
+    if history not in SUMS:
+        assert "they have no saved step in common" in found
+        assert all(f"{name!r} has snapshot 'one-{name}'" in found for name in "abc"[:count])
+        assert 'open="mixed"' in found
+        assert not records
+        return
+    assert found == [SUMS[history]] * count
+    (file,) = records
+    for name in "abc"[:count]:
+        mark = FolderState(path / name).recovery_folder.mark
+        assert mark.link is not None
+        assert mark.link.paths(path / name)[0] == file
+        assert not mark.old
+    assert again() == [SUMS[history] + 16] * count

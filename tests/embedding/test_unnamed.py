@@ -1,8 +1,7 @@
-"""Embeddings without a name take their place in the model as name, begin unlike each other, and never share a name."""
+"""Unnamed embeddings take their place in the model as name; rows begin by the name, the seed, or what is stored."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -13,7 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import tierbed
+from support.embeddings import DIM, TABLES, attach, train
+from support.graphs import graph_of
 from support.ranks import run_ranks
+from support.stores import STORES, options
+from tierbed import MultiTableEmbedding
 from tierbed.distributed import World
 from tierbed.embedding.tables import names
 from tierbed.jagged import (
@@ -30,12 +33,39 @@ from tierbed.jagged import KeyedJaggedTensor as Jagged
 IDS = torch.arange(5)
 
 
-def options(path: Path | None = None) -> Any:
-    return tierbed.make_host_mem_store_options(persistent_path=None if path is None else str(path))
+def test_a_folder_waits_for_its_name_and_for_an_embedding_that_was_dropped_in_a_cycle(tmp_path) -> None:
+    towers = Towers(tmp_path)
+    towers.state_dict()
+    for use in (lambda: towers(IDS), lambda: towers.user.put(IDS, torch.ones(5, 4)), lambda: towers.user.size()):
+        with pytest.raises(tierbed.StoreError, match="give it name="):
+            use()
+    assert not any(tmp_path.iterdir())
+    names.name_embeddings(towers)
+    towers(IDS)
+    first, second = unnamed(tmp_path, "same"), unnamed(tmp_path, "same")
+    first.put(IDS, torch.ones(5, 4))
+    first.circle = first  # type: ignore[assignment]
+    del first
+    assert second.size() == 5  # as by a notebook's cell that is run again
+
+
+def eager_step(towers: Towers, path: Path) -> None:
+    optimizer = tierbed.EagerOptimizer(sgd(towers), towers)
+    towers(IDS).backward()
+    optimizer.step()
+
+
+SEEN = {
+    "eager": eager_step,
+    "graph": lambda towers, path: graph_of(lambda graph, ids: graph.towers(ids).backward(), sgd(towers), towers=towers)(
+        IDS
+    ),
+    "checkpoint": lambda towers, path: tierbed.save_checkpoint(path / "checkpoint", towers, sgd(towers)),
+}
 
 
 def unnamed(path: Path | None = None, name: str | None = None) -> tierbed.MultiTableEmbedding:
-    return tierbed.MultiTableEmbedding(name, 4, torch.float32, torch.int64, None, options(path))
+    return tierbed.MultiTableEmbedding(name, 4, torch.float32, torch.int64, None, options("host", path))
 
 
 class Towers(nn.Module):
@@ -45,74 +75,38 @@ class Towers(nn.Module):
         self.items = nn.ModuleList([make(path), make(path)])
 
     def forward(self, ids: Tensor) -> Tensor:
-        return sum(one(ids).sum() for one in (self.user, *self.items))  # type: ignore[return-value]
+        return sum(one(ids).sum() for one in self.each())  # type: ignore[return-value]
 
     def each(self) -> list[Any]:
         return [self.user, *self.items]
 
 
-class TowersGraph(tierbed.Graph):
-    def __init__(self, towers: Towers) -> None:
-        super().__init__()
-        self.towers = towers
-        self.add_optimizer(torch.optim.SGD(towers.parameters(), lr=0.1))
-
-    def build(self, ids: Tensor) -> Tensor:
-        loss = self.towers(ids)
-        loss.backward()
-        return loss
-
-
-def see_eager(towers: Towers, path: Path) -> None:
-    optimizer = tierbed.EagerOptimizer(torch.optim.SGD(towers.parameters(), lr=0.1), towers)
-    towers(IDS).backward()
-    optimizer.step()
-
-
-def see_graph(towers: Towers, path: Path) -> None:
-    TowersGraph(towers)(IDS)
-
-
-def see_checkpoint(towers: Towers, path: Path) -> None:
-    tierbed.save_checkpoint(path / "checkpoint", towers, torch.optim.SGD(towers.parameters(), lr=0.1))
-
-
-SEEN = [see_eager, see_graph, see_checkpoint]
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize("see", SEEN)
 @pytest.mark.parametrize("is_stored", [False, True])
-def test_an_unnamed_embedding_is_named_by_its_place(tmp_path: Path, see: Any, is_stored: bool) -> None:
-    towers = Towers(tmp_path / "stores" if is_stored else None)
+def test_an_unnamed_embedding_is_named_by_its_place(tmp_path, see, is_stored) -> None:
+    path = tmp_path / "stores" if is_stored else None
+    towers, expected = Towers(path), ["user", "items.0", "items.1"]
     before = None if is_stored else [one(IDS).detach() for one in towers.each()]
-    see(towers, tmp_path)
-    expected = ["user", "items.0", "items.1"]
+    SEEN[see](towers, tmp_path)
     assert [one.name for one in towers.each()] == expected
     assert towers.user.metrics()
-    if before is not None and see is see_checkpoint:
-        assert all(torch.equal(one(IDS), rows) for one, rows in zip(towers.each(), before, strict=True))
-    if is_stored:
-        assert sorted(one.name for one in (tmp_path / "stores").iterdir() if one.is_dir()) == sorted(expected)
-        rows = [one.get(IDS) for one in towers.each()]
-        for one in towers.each():
-            one.close()
-        again = Towers(tmp_path / "stores")
-        names.name_embeddings(again)
-        assert all(torch.equal(one.get(IDS), first) for one, first in zip(again.each(), rows, strict=True))
+    rows = [one.get(IDS) for one in towers.each()]
+    if before is not None:
+        assert see != "checkpoint" or all(map(torch.equal, rows, before))
+        return
+    assert sorted(one.name for one in (tmp_path / "stores").iterdir() if one.is_dir()) == sorted(expected)
+    for one in towers.each():
+        one.close()
+    again = Towers(path)
+    names.name_embeddings(again)
+    assert all(torch.equal(one.get(IDS), first) for one, first in zip(again.each(), rows, strict=True))
 
 
-def test_a_folder_waits_for_its_name(tmp_path: Path) -> None:
-    towers = Towers(tmp_path)
-    towers.state_dict()
-    for use in (lambda: towers(IDS), lambda: towers.user.put(IDS, torch.ones(5, 4)), lambda: towers.user.size()):
-        with pytest.raises(tierbed.StoreError, match="give it name="):
-            use()
-    assert not any(tmp_path.iterdir())
-    names.name_embeddings(towers)
-    towers(IDS)
-
-
-def test_unnamed_embeddings_begin_unlike_each_other_and_equal_scripts_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unnamed_embeddings_begin_unlike_each_other_and_equal_scripts_alike(monkeypatch) -> None:
     runs = []
     for _ in range(2):
         monkeypatch.setitem(names._seeded, False, count(1))
@@ -142,47 +136,33 @@ def test_ranks_agree_on_unnamed_rows_whatever_else_each_has_made() -> None:
 
 def test_table_batched_modules_without_names_begin_unlike_each_other() -> None:
     specs = [(5, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)]
-    named: dict[str, Any] = {"table_names": ["a"]}
-    one, two, three, four = (TableBatchedEmbeddingBags(specs, **more) for more in ({}, {}, named, named))
-    for tbe in (one, two, three, four):
+    rows = []
+    for names_of_tables in (None, None, ["a"], ["a"]):
+        tbe = TableBatchedEmbeddingBags(specs, table_names=names_of_tables)
         tbe.init_embedding_weights_uniform(-1, 1)
-    rows = [tbe.split_embedding_weights()[0].clone() for tbe in (one, two, three, four)]
+        rows.append(tbe.split_embedding_weights()[0].clone())
     assert not (rows[0] == rows[1]).any()
     assert torch.equal(rows[2], rows[3])
 
 
 @pytest.mark.parametrize("see", SEEN)
-def test_two_embeddings_of_one_name_do_not_meet_in_a_model(tmp_path: Path, see: Any) -> None:
+def test_two_embeddings_of_one_name_do_not_meet_in_a_model(tmp_path, see) -> None:
     towers = Towers(make=lambda path: unnamed(path, "same"))
     with pytest.raises(tierbed.TierbedError, match="two embeddings named 'same'"):
-        see(towers, tmp_path)
+        SEEN[see](towers, tmp_path)
 
 
-def test_two_embeddings_of_one_name_do_not_meet_in_a_folder(tmp_path: Path) -> None:
-    first = unnamed(tmp_path, "same")
-    first.put(IDS, torch.ones(5, 4))
-    second = unnamed(tmp_path, "same")
-    with pytest.raises(tierbed.StoreError, match=r"call its close\(\)"):
-        second.size()
-    assert first.size() == 5
-    first.circle = first  # type: ignore[assignment]
-    del first
-    assert second.size() == 5  # it was dropped, as by a notebook's cell that is run again
-    gc.collect()
-
-
-def collections(named: bool = False, path: Path | None = None) -> nn.Module:
-    made = nn.Module()
+def collections(path: Path | None = None, **more: Any) -> nn.ModuleDict:
+    made = nn.ModuleDict()
     for tower, table in (("query", "users"), ("candidate", "items")):
         config = EmbeddingBagConfig(name=table, embedding_dim=4, num_embeddings=9, feature_names=[tower])
-        more = {"name": "same"} if named else {}
-        made.add_module(tower, EmbeddingBagCollection([config], store_options=options(path), **more))
+        made[tower] = EmbeddingBagCollection([config], store_options=options("host", path), **more)
     return made
 
 
-def rows_of(model: nn.Module) -> list[Tensor]:
+def rows_of(model: nn.ModuleDict) -> list[Tensor]:
     jagged = Jagged(["query", "candidate"], torch.cat([IDS, IDS]), lengths=torch.ones(10, dtype=torch.int64))
-    return [getattr(model, tower)(jagged)[tower].detach() for tower in ("query", "candidate")]
+    return [module(jagged)[tower].detach() for tower, module in model.items()]
 
 
 def test_collections_of_other_tables_begin_with_other_rows_and_names() -> None:
@@ -190,33 +170,94 @@ def test_collections_of_other_tables_begin_with_other_rows_and_names() -> None:
     query, candidate = rows_of(model)
     assert not (query == candidate).any()
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    optimizer = tierbed.EagerOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    found = [next(iter(getattr(model, tower).each())).name for tower in ("query", "candidate")]
+    kept = tierbed.EagerOptimizer(sgd(model), model)
+    found = [embedding.name for module in model.values() for embedding in module.each()]
     assert found == ["query.embeddings.ebc-d4", "candidate.embeddings.ebc-d4"]
     assert model.state_dict().keys() == state.keys()
     rows_of(model)
     model.load_state_dict(state)
     assert all(map(torch.equal, rows_of(model), [query, candidate]))
-    assert optimizer.param_groups
+    assert kept.param_groups
     alone = EmbeddingCollection([EmbeddingConfig(name="t", embedding_dim=4, num_embeddings=9, feature_names=["a"])])
     names.name_embeddings(nn.ModuleDict({"model": alone}))
     assert [one.name for one in alone.each()] == ["ec-d4"]
-
-
-def test_collections_of_one_name_do_not_meet(tmp_path: Path) -> None:
     with pytest.raises(tierbed.TierbedError, match="named 'same-d4'"):
-        names.name_embeddings(collections(named=True))
-    model = collections(path=tmp_path)
+        names.name_embeddings(collections(name="same"))
+
+
+def test_a_collection_keeps_the_seed_of_stored_rows_and_its_folder_to_itself(tmp_path) -> None:
+    first = collections(tmp_path)["query"]
+    [embedding] = first.each()
+    embedding.set_spec(seed=5)
+    embedding.put(torch.tensor([1]), torch.ones(1, 4))
+    rows = embedding.get(IDS)
+    first.close()
+    model = collections(tmp_path)
+    [again] = model["query"].each()
+    assert torch.equal(again.get(IDS), rows)
     with pytest.raises(tierbed.StoreError, match=r"call its close\(\)"):
         rows_of(model)
 
 
-def test_a_collection_keeps_the_seed_of_stored_rows(tmp_path: Path) -> None:
-    first = collections(path=tmp_path).get_submodule("query")
-    [embedding] = first.each()  # type: ignore[operator]
-    embedding.set_spec(seed=5)
-    embedding.put(torch.tensor([1]), torch.ones(1, 4))
-    rows = embedding.get(IDS)
-    first.close()  # type: ignore[operator]
-    [again] = collections(path=tmp_path).get_submodule("query").each()  # type: ignore[operator]
-    assert torch.equal(again.get(IDS), rows)
+FORTY = torch.arange(40)
+
+
+def seeded(
+    name: str, store: str = "host", path: Path | None = None, trained: int = 0, **more: Any
+) -> MultiTableEmbedding:
+    made = MultiTableEmbedding(name, DIM, torch.float32, torch.int64, TABLES[:1], options(store, path), **more)
+    attach(made, "adagrad")
+    if trained:
+        train(made, range(trained))
+    return made
+
+
+def rows(made: MultiTableEmbedding) -> bytes:
+    return made.get(FORTY).numpy().tobytes()
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_two_names_begin_with_other_rows_and_one_seed_with_equal_ones(tmp_path, store) -> None:
+    users, items = (seeded(name, store, tmp_path) for name in ("users", "items"))
+    assert not (users.get(FORTY) == items.get(FORTY)).any()
+    a, b = (seeded(name, store, tmp_path, seed=5) for name in ("a", "b"))
+    assert rows(a) == rows(b)
+    assert rows(seeded("users", "device")) == rows(users)
+
+
+@pytest.mark.parametrize("store", ["host", "ssd"])
+def test_a_store_that_exists_opens_as_it_is(tmp_path, store, caplog) -> None:
+    first = seeded("users", store, tmp_path, 5, seed=0)
+    expected = rows(first)
+    first.save_snapshot("one")
+    first.close()
+    in_memory = seeded("users", trained=5, seed=0)
+    others = [seeded("others", store, tmp_path), seeded("items")]
+    assert all(rows(other) != expected for other in others)
+    (tmp_path / "others" / "snapshots").mkdir(exist_ok=True)
+    (tmp_path / "others" / "snapshots" / "one").symlink_to(tmp_path / "users" / "snapshots" / "one")
+    others[0].load_snapshot("one")
+    again = seeded("users", store, tmp_path)
+    others[1].load_state_dict(in_memory.state_dict())
+    assert [rows(made) for made in (again, *others)] == [expected] * 3
+    train(again, range(30, 35))
+    again.close()
+    assert rows(seeded("users", store, tmp_path, seed=0)) != expected  # five more rows are trained
+    assert "another seed" not in caplog.text
+    seeded("users", store, tmp_path, seed=9).size()
+    assert "another seed" in caplog.text
+
+
+def of_ranks(world: World, path: Path) -> list[bytes]:
+    made = seeded("users", "host", path, 5, world=world, seed=0)
+    expected = rows(made)
+    made.close()
+    again = seeded("users", "host", path, world=world)
+    assert rows(again) == expected
+    return [rows(seeded(name, world=world)) for name in ("users", "items")]
+
+
+def test_over_ranks_as_in_one_process(tmp_path) -> None:
+    (one, two), other = run_ranks(2, of_ranks, tmp_path)
+    assert one != two
+    assert other == [one, two] == [rows(seeded(name)) for name in ("users", "items")]

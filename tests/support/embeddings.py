@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,3 +95,11 @@ def contents(embedding: MultiTableEmbedding) -> NDArray[np.void]:
 def rows_by_key(embedding: MultiTableEmbedding) -> dict[tuple[int, int], list[float]]:
     """Every row that iteration yields, by (table, key)."""
     return {(table, key): row.tolist() for table, key, row in embedding}
+
+
+def reloaded(state: Any) -> Any:
+    """A state as a file of torch brings it back."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)

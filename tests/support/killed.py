@@ -22,6 +22,7 @@ from support.embeddings import contents, make, train
 from support.stores import options
 from support.warm import SERVER, Child
 from tierbed import MultiTableEmbedding
+from tierbed.engine.store import rocksdb
 
 # (signal, exit code). A second Ctrl-C may meet Python at any point of its own end, and torch aborts where a thread
 # frees a tensor while the interpreter ends.
@@ -191,6 +192,12 @@ class Trainer(Warm):
 @pytest.fixture
 def trainer() -> Trainer:
     return Trainer()
+
+
+@pytest.fixture
+def two_rows_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scan of RocksDB comes in many chunks though tables are small."""
+    monkeypatch.setattr(rocksdb, "SCAN_BYTES", 200)
 
 
 def returned_until_killed(save: Callable[[Path, int], None], path: Path, seed: int) -> list[int]:

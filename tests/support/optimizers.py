@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from tierbed.engine.optim import LAMB, CatchUpAdam, CatchUpAdamW, PartialRowWiseAdam, RowWiseAdagrad
@@ -33,3 +34,10 @@ class Stumbling(dict[str, Any]):
         if self.reads == self.fails_at:
             raise ArithmeticError("stumbled")
         return super().items()
+
+
+# `make test` trains with one of each way to keep state; `make test-slow` with the others as well
+FEW = {"momentum", "adam", "rowwise", "catch-up w"}
+few_optimizers = pytest.mark.parametrize(
+    "optimizer", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS]
+)

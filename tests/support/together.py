@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from support.embeddings import make
@@ -68,12 +69,20 @@ class Model(ModelSnapshots, nn.Module):
             member.close()
 
 
-def played(path: Path, stores: Sequence[str], plan: str) -> None:
-    """What a plan says of a model: "step 2; save all; step 1 a; b load all; a overwrite all; prune 1; close".
+def played(
+    path: Path,
+    stores: Sequence[str],
+    plan: str,
+    more: dict[str, Any] | None = None,
+    begin: Callable[[], None] = lambda: None,
+) -> Any:
+    """What a plan says of a model: "step 2; save all; step 1 a; b load all; a overwrite all; prune 1; close; open".
 
-    A part that begins with a name is of that member alone.
+    A part that begins with a name is of that member alone. "state" makes a state_dict durable, as file 0, 1 and so on,
+    which "load-state 0" loads; "begin" calls `begin`. "at" and "last" set what is returned: the steps, whose rows are
+    checked, or the last snapshots. more: of the model.
     """
-    model = Model(path, stores)
+    model, found = Model(path, stores, **(more or {})), None
     for part in plan.split("; "):
         first, *given = part.split()
         target: Any = model
@@ -87,8 +96,34 @@ def played(path: Path, stores: Sequence[str], plan: str) -> None:
             target.load_snapshot(*given)
         elif first == "prune":
             target.prune_snapshots(int(given[0]))
+        elif first == "state":
+            torch.save(target.state_dict(), path / f"state{len(list(path.glob('state*')))}")
+        elif first == "load-state":
+            state, prefix = torch.load(path / f"state{given[0]}"), "" if target is model else f"{target.name}."
+            target.load_state_dict(
+                {name.removeprefix(prefix): state[name] for name in state if name.startswith(prefix)}
+            )
+        elif first == "open":
+            model = Model(path, stores, **(more or {}))
+        elif first == "begin":
+            begin()
+        elif first == "at":
+            found = model.at()
+        elif first == "last":
+            found = [member.last_snapshot for member in model.members]
         else:
             getattr(target, first)()
+    return found
+
+
+def played_from(path: Path, stores: Sequence[str], plan: str, begin: Callable[[], None]) -> None:
+    """A plan for `killed_at`."""
+    played(path, stores, plan, None, begin)
+
+
+def at(path: Path, stores: Sequence[str], mode: str = "resume") -> list[int]:
+    """The steps that a model opens at, of which it then takes one more."""
+    return played(path, stores, "at; step 1", {"open": mode})  # type: ignore[no-any-return]
 
 
 def keep_open(made: Any) -> None:
