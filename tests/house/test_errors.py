@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-import pytest
-
 from support.places import PACKAGE, ROOT
 from tierbed.engine import errors
 
@@ -29,32 +27,20 @@ COMPLETED = (  # by what raises them again, or by what surrounds them
 
 def texts() -> Iterator[tuple[str, str]]:
     """Where each error is made, and its text with {} for values."""
-    for folder in PACKAGE:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CLASSES:
-                    text = _text(node.args[0]) if node.args else None
-                    if text is not None:
-                        yield f"{path.relative_to(ROOT)}:{node.lineno}", text
+    for path in (path for folder in PACKAGE for path in sorted((ROOT / folder).rglob("*.py"))):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CLASSES and node.args:
+                text = node.args[0]
+                parts = text.values if isinstance(text, ast.JoinedStr) else [text]
+                if isinstance(text, ast.JoinedStr | ast.Constant):
+                    said = (part.value if isinstance(part, ast.Constant) else "{}" for part in parts)
+                    yield f"{path.relative_to(ROOT)}:{node.lineno}", "".join(map(str, said))
 
 
-def _text(node: ast.expr) -> str | None:
-    if isinstance(node, ast.JoinedStr):
-        return "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
-    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
-
-
-@pytest.fixture(scope="module")
-def all_texts() -> list[tuple[str, str]]:
-    return list(texts())
-
-
-def test_no_error_begins_or_ends_as_a_sentence_does(all_texts: list[tuple[str, str]]) -> None:
-    assert len(all_texts) > 500
-    assert [one for one in all_texts if one[1].rstrip().endswith(".")] == []
-    assert [one for one in all_texts if one[1][:1].isupper() and not one[1].startswith(PROPER)] == []
-
-
-def test_every_error_has_a_value_and_then_what_to_do(all_texts: list[tuple[str, str]]) -> None:
-    alone = [one for one in all_texts if not {";", ":"} & set(one[1]) and ". " not in one[1]]
+def test_every_error_has_a_value_and_then_what_to_do() -> None:
+    found = list(texts())
+    assert len(found) > 500
+    assert [one for one in found if one[1].rstrip().endswith(".")] == []
+    assert [one for one in found if one[1][:1].isupper() and not one[1].startswith(PROPER)] == []
+    alone = [one for one in found if not {";", ":"} & set(one[1]) and ". " not in one[1]]
     assert [one for one in alone if not one[1].startswith(COMPLETED)] == []
