@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,73 +17,53 @@ from support.embeddings import DIM, contents, make, train
 from support.forked import Disk, disk_path, in_process
 from support.stores import STORES, options
 from support.twins import ON_DISK, SMALL, Twins
-from tierbed import Graph, MultiTableEmbedding, SnapshotError, StoreError
+from tierbed import Graph, MultiTableEmbedding, StoreError
 
 __all__ = ["disk_path"]
 
 MB = 1 << 20
 LIVES: dict[str, dict[str, Any]] = {
+    "plain": {},
     "eviction": {"eviction": "lru", "capacity": 3000},
     "ttl": {"ttl_steps": 8},
 }
+on_disk = pytest.mark.parametrize("store", ON_DISK)
 
 
-def fill_while_training(path: Path, store: str) -> None:
-    disk = Disk(path, 24 * MB)
-    twins = Twins(path, store)
-    for _ in range(20):
-        assert twins.train() is None
-    with disk.full():
-        twins.train_until_it_fails(2)
-        twins.reads_as_before()
-        with pytest.raises((SnapshotError, StoreError)) as error:
-            twins.tested.save_snapshot("no-room")
-        twins.names_path_and_remedy(str(error.value))
-    for _ in range(20):
-        twins.train()
-    assert twins.train() is None
-    twins.same()
-    twins.tested.save_snapshot("room")
-    twins.close_and_compare()
-
-
-def fill_while_rows_leave(path: Path, store: str, life: str) -> None:
+def fill_while_training(path: Path, store: str, life: str) -> None:
     disk = Disk(path, 24 * MB)
     twins = Twins(path, store, LIVES[life])
     for _ in range(20):
         assert twins.train() is None
     with disk.full():
         twins.train_until_it_fails(2)
+        if life == "plain":
+            twins.reads_as_before()
+            twins.fails(lambda: twins.tested.save_snapshot("no-room"))
     for _ in range(20):
         twins.train()
     assert twins.train() is None
     assert twins.tested.size() == twins.plain.size() == len(contents(twins.plain))
     twins.same()
+    twins.tested.save_snapshot("room")
     twins.close_and_compare()
 
 
 @pytest.mark.parametrize("life", LIVES)
-@pytest.mark.parametrize("store", ON_DISK)
-@pytest.mark.rotated("life")
-def test_a_disk_that_fills_while_rows_leave_loses_no_other_row(disk_path: Path, store: str, life: str) -> None:
-    in_process(fill_while_rows_leave, disk_path, store, life)
+@on_disk
+@pytest.mark.rotated("store")
+def test_a_disk_that_fills_while_training_fails_calls_and_loses_no_row(disk_path: Path, store: str, life: str) -> None:
+    in_process(fill_while_training, disk_path, store, life)
 
 
-@pytest.mark.parametrize("store", ON_DISK)
-def test_a_disk_that_fills_while_training_fails_calls_and_loses_no_row(disk_path: Path, store: str) -> None:
-    in_process(fill_while_training, disk_path, store)
-
-
-def full_at_save_and_close(path: Path, store: str) -> None:
+def a_save_or_a_close_on_a_full_disk_can_be_tried_again(path: Path, store: str) -> None:
     disk = Disk(path, 24 * MB)
     twins = Twins(path, store)
     for _ in range(5):
         twins.train()
     with disk.full():
         for call in (lambda: twins.tested.save_snapshot("s"), twins.tested.close):
-            with pytest.raises((SnapshotError, StoreError)) as error:
-                call()
-            twins.names_path_and_remedy(str(error.value))
+            twins.fails(call)
             twins.reads_as_before()
         assert twins.train() is None
     twins.tested.save_snapshot("s")
@@ -91,20 +71,13 @@ def full_at_save_and_close(path: Path, store: str) -> None:
     twins.close_and_compare()
 
 
-@pytest.mark.parametrize("store", STORES)
-def test_a_save_or_a_close_on_a_full_disk_can_be_tried_again(disk_path: Path, store: str) -> None:
-    in_process(full_at_save_and_close, disk_path, store)
-
-
-def full_at_open(path: Path, store: str) -> None:
+def no_store_is_made_on_a_full_disk_and_one_that_is_there_can_be_read(path: Path, store: str) -> None:
     disk = Disk(path, 24 * MB)
     twins = Twins(path, store)
     for new in (True, False):  # a folder that holds rows can be read
         with disk.full():
             if new:
-                with pytest.raises(StoreError) as error:
-                    train(twins.tested, range(9))
-                twins.names_path_and_remedy(str(error.value))
+                twins.fails(lambda: train(twins.tested, range(9)))
             else:
                 twins.reads_as_before()
         for _ in range(3):
@@ -121,12 +94,7 @@ def full_at_open(path: Path, store: str) -> None:
     twins.close_and_compare()
 
 
-@pytest.mark.parametrize("store", STORES)
-def test_no_store_is_made_on_a_full_disk_and_one_that_is_there_can_be_read(disk_path: Path, store: str) -> None:
-    in_process(full_at_open, disk_path, store)
-
-
-def read_only(path: Path, store: str) -> None:
+def a_store_on_a_read_only_disk_is_refused_and_left_as_it_is(path: Path, store: str) -> None:
     disk = Disk(path, 24 * MB)
     with disk.read_only(), pytest.raises(StoreError) as new:
         Twins(path, store).tested.put([1], torch.ones(1, DIM))
@@ -137,17 +105,24 @@ def read_only(path: Path, store: str) -> None:
     twins.tested.close()
     twins.tested = twins.reopened()
     with disk.read_only():
-        with pytest.raises(StoreError) as stored:
-            twins.reads_as_before()
-        twins.names_path_and_remedy(str(stored.value))
+        twins.fails(twins.reads_as_before)
     twins.reads_as_before()
     assert twins.train() is None
     twins.close_and_compare()
 
 
 @pytest.mark.parametrize("store", STORES)
-def test_a_store_on_a_read_only_disk_is_refused_and_left_as_it_is(disk_path: Path, store: str) -> None:
-    in_process(read_only, disk_path, store)
+@pytest.mark.parametrize(
+    "task",
+    [
+        a_save_or_a_close_on_a_full_disk_can_be_tried_again,
+        no_store_is_made_on_a_full_disk_and_one_that_is_there_can_be_read,
+        a_store_on_a_read_only_disk_is_refused_and_left_as_it_is,
+    ],
+)
+@pytest.mark.rotated("store")
+def test_a_disk_without_room(disk_path: Path, store: str, task: Callable[[Path, str], None]) -> None:
+    in_process(task, disk_path, store)
 
 
 def die_with_a_snapshot_and_a_full_disk(path: Path, store: str) -> None:
@@ -174,8 +149,8 @@ def restart_where_a_run_died(path: Path, store: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["resume", "fresh"])
-@pytest.mark.parametrize("store", ON_DISK)
-@pytest.mark.rotated("mode")
+@on_disk
+@pytest.mark.rotated("store")
 def test_a_run_that_filled_the_disk_and_died_can_be_followed_by_another(disk_path: Path, store: str, mode: str) -> None:
     in_process(restart_where_a_run_died, disk_path, store, mode)
 
@@ -240,7 +215,7 @@ def fill_in_a_run(path: Path, store: str, ahead: int) -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 4])
-@pytest.mark.parametrize("store", ON_DISK)
-@pytest.mark.rotated("ahead")
+@on_disk
+@pytest.mark.rotated("store")
 def test_a_disk_that_fills_in_a_run_costs_no_batch(disk_path: Path, store: str, ahead: int) -> None:
     in_process(fill_in_a_run, disk_path, store, ahead)

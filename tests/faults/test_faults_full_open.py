@@ -19,7 +19,7 @@ from tierbed.snapshots.store.folder_state import holder
 
 __all__ = ["disk_path"]
 
-MB = 1 << 20
+SIZE = 24 << 20
 
 
 def open_store(path: Path, store: str, **more: Any) -> MultiTableEmbedding:
@@ -35,34 +35,34 @@ def saved(path: Path, store: str) -> bytes:
         return contents(embedding).tobytes()
 
 
+def holds(path: Path, store: str, rows: bytes) -> None:
+    with open_store(path, store, open="error") as embedding:
+        assert contents(embedding).tobytes() == rows
+
+
 def read_and_prune(path: Path, store: str) -> None:
-    disk = Disk(path, 24 * MB)
+    disk = Disk(path, SIZE)
     rows = saved(path, store)
-    lock = path / "rows" / "LOCK"
+    where = path / "rows"
     with disk.full():
         for _ in range(2):
             embedding = open_store(path, store, open="error")
             assert contents(embedding).tobytes() == rows
-            assert torch.equal(embedding.get([5], 0), embedding.get([5], 0))
-            assert holder(path / "rows") is not None
+            assert holder(where) is not None
             with pytest.raises(StoreError, match="space"):
                 train(embedding, range(9))
             assert contents(embedding).tobytes() == rows
             embedding.close()
-            assert holder(path / "rows") is None
-        for words in (
-            ["store", "get", str(path / "rows"), "7", "--json"],
-            ["store", "stat", str(path / "rows")],
-            ["snapshot", "verify", str(path / "rows")],
-            ["snapshot", "inspect", str(path / "rows"), "first"],
-        ):
-            assert command(*words) == 0
-        lock.write_bytes(b"")  # as older versions left it: there never was room to write into it
+            assert holder(where) is None
+        for words in ("store get", "store stat", "snapshot verify", "snapshot inspect"):
+            more = {"store get": ["7", "--json"], "snapshot inspect": ["first"]}.get(words, [])
+            assert command(*words.split(), where, *more) == 0
+        (where / "LOCK").write_bytes(b"")  # as older versions left it: there never was room to write into it
     with disk.full():
-        assert command("snapshot", "prune", path / "rows", "--keep-last", "1") == 0
-        assert [entry.name for entry in (path / "rows" / "snapshots").iterdir()] == ["second"]
+        assert command("snapshot", "prune", where, "--keep-last", "1") == 0
+        assert [entry.name for entry in (where / "snapshots").iterdir()] == ["second"]
+    holds(path, store, rows)
     with open_store(path, store, open="error") as embedding:
-        assert contents(embedding).tobytes() == rows
         train(embedding, range(9))
 
 
@@ -72,7 +72,7 @@ def test_a_full_disk_lets_a_store_be_opened_to_read_and_to_prune(disk_path: Path
 
 
 def go_on(path: Path) -> None:
-    disk = Disk(path, 24 * MB)
+    disk = Disk(path, SIZE)
     rows = saved(path, "ssd")
     embedding = open_store(path, "ssd", open="error")
     with disk.full():
@@ -89,8 +89,7 @@ def go_on(path: Path) -> None:
     embedding.save_snapshot("third", "checkpoint")
     embedding.compact()
     embedding.close()
-    with open_store(path, "ssd", open="error") as again:
-        assert contents(again).tobytes() == grown
+    holds(path, "ssd", grown)
 
 
 def test_what_was_opened_on_a_full_disk_is_trained_once_there_is_room(disk_path: Path) -> None:
@@ -104,7 +103,7 @@ CALLS = {
 
 
 def read_after(path: Path, store: str, call: str) -> None:
-    disk = Disk(path, 24 * MB)
+    disk = Disk(path, SIZE)
     limits = {"capacity": 2000, "eviction": "lru"}
     with open_store(path, store, **limits) as embedding:
         train(embedding, torch.arange(2000))
@@ -120,8 +119,7 @@ def read_after(path: Path, store: str, call: str) -> None:
     grown = contents(embedding).tobytes()
     assert grown != rows
     embedding.close()
-    with open_store(path, store, open="error", **limits) as again:
-        assert contents(again).tobytes() == grown
+    holds(path, store, grown)
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -130,31 +128,23 @@ def test_rows_are_read_after_a_call_that_had_no_room_to_take_some_out(disk_path:
     in_process(read_after, disk_path, store, call)
 
 
-def die_with_many_rows(path: Path) -> None:
-    """A child dies, so that nothing is closed and the live rows have no clean marker."""
+def load_and_compact(path: Path) -> None:
+    disk = Disk(path, SIZE)
     if child := os.fork():
         assert os.waitpid(child, 0)[1] == 0
-        return
-    saved(path, "ssd")
-    embedding = open_store(path, "ssd")
-    train(embedding, range(20_000))
-    embedding.table_handle().table.flush()
-    os._exit(0)
-
-
-def load_and_compact(path: Path) -> None:
-    disk = Disk(path, 24 * MB)
-    die_with_many_rows(path)
+    else:  # it dies with many rows, so that the live ones have no clean marker
+        saved(path, "ssd")
+        embedding = open_store(path, "ssd")
+        train(embedding, range(20_000))
+        embedding.table_handle().table.flush()
+        os._exit(0)
     with disk.full():
         assert command("snapshot", "load", path / "rows", "second") == 0
-    snapshot = Snapshot.open(path / "rows" / "snapshots" / "second")
-    rows = b"".join(part.tobytes() for _, part in snapshot.chunks())
-    with open_store(path, "ssd", open="error") as embedding:
-        assert contents(embedding).tobytes() == rows
+    rows = b"".join(part.tobytes() for _, part in Snapshot.open(path / "rows" / "snapshots" / "second").chunks())
+    holds(path, "ssd", rows)
     with disk.full():  # to merge files, RocksDB writes new ones first
         assert command("store", "compact", path / "rows") == 1
-        with open_store(path, "ssd", open="error") as embedding:
-            assert contents(embedding).tobytes() == rows
+        holds(path, "ssd", rows)
     assert command("store", "compact", path / "rows") == 0
 
 

@@ -5,25 +5,21 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
-import pytest
 import torch
 
 from support.failing_io import FailingIo
 from support.forked import in_process
 from support.twins import Twins
 from support.warm import SHIMMED
-from tierbed import StoreError
 
 
 def fail_while_training(path: Path, store: str, operation: str, number: int) -> None:
     twins = Twins(path, store)
-    for _ in range(30):
+    for _ in range(20):
         assert twins.train() is None
     with FailingIo(operation, number):
         twins.train_until_it_fails(3)
-        with pytest.raises(StoreError) as error:  # rows that are not marked clean must not be
-            twins.tested.close()
-        twins.names_path_and_remedy(str(error.value))
+        twins.fails(twins.tested.close)  # rows that are not marked clean must not be
         twins.reads_as_before()
     for _ in range(20):
         twins.train()
@@ -34,7 +30,7 @@ def fail_while_training(path: Path, store: str, operation: str, number: int) -> 
 
 def fail_while_reading(path: Path, store: str) -> None:
     twins = Twins(path, store)
-    for _ in range(30):
+    for _ in range(20):
         twins.train()
     twins.close_and_compare()
     twins.tested = twins.reopened()
@@ -43,9 +39,7 @@ def fail_while_reading(path: Path, store: str) -> None:
     here = (torch.arange(400) * 7 + 150 * (twins.step - 1))[-8:]
     expected = twins.plain.get(here)
     with FailingIo("read", errno.EIO):
-        with pytest.raises(StoreError) as error:
-            twins.tested.get(some)
-        twins.names_path_and_remedy(str(error.value))
+        twins.fails(lambda: twins.tested.get(some))
         assert torch.equal(twins.tested.get(here), expected)
     twins.reads_as_before()
     twins.close_and_compare()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from support.embeddings import contents, make, train
@@ -56,6 +58,11 @@ class Twins:
     def names_path_and_remedy(self, said: str) -> None:
         assert str(self.path / "rows") in said, said
         assert re.search(r"space|room|disk", said), said
+
+    def fails(self, call: Callable[[], object]) -> None:
+        with pytest.raises(TierbedError) as error:
+            call()
+        self.names_path_and_remedy(str(error.value))
 
     def reads_as_before(self) -> None:
         some = torch.arange(0, 20_000, 37)
