@@ -48,9 +48,6 @@ def test_a_wrong_name_is_refused(arguments: list[str], reason: str, capsys: pyte
     with pytest.raises(SystemExit):
         run.main(arguments)
     assert reason in capsys.readouterr().err
-
-
-def test_the_list_names_each_workload_with_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["kernels", "--list"]) == 0
     listed = capsys.readouterr().out
     assert all(name in listed for name in WORKLOADS if name.startswith("kernels/"))
@@ -58,7 +55,7 @@ def test_the_list_names_each_workload_with_its_settings(capsys: pytest.CaptureFi
 
 
 def test_figures_of_sides_that_differ_are_missing_and_fail(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def differ(folder: Path) -> None:
         raise Mismatch("rows differ by up to 1")

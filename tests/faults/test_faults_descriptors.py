@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +13,9 @@ import torch
 from support.embeddings import contents, make, train
 from support.forked import in_process
 from support.limits import descriptors
+from support.shell import command
 from support.stores import STORES, options
-from tierbed import SnapshotError, StoreError
-from tierbed.cli import main
+from tierbed import MultiTableEmbedding, SnapshotError, StoreError
 from tierbed.snapshots import Snapshot, latest_snapshot, list_snapshots
 from tierbed.snapshots.files.format import snapshot_id
 from tierbed.snapshots.store.folder import StoreFolder
@@ -32,11 +31,13 @@ def error_of(spare: int, action: Callable[[], Any]) -> str | None:
     except (SnapshotError, StoreError) as error:
         message = str(error)
         assert "Too many open files" in message, message
-        assert "damaged" not in message, message
-        assert "delete" not in message, message
-        assert 'open="fresh"' not in message, message
+        assert not [word for word in ("damaged", "delete", 'open="fresh"') if word in message], message
         return message
     return None
+
+
+def opened(path: Path, store: str = "host", **more: Any) -> MultiTableEmbedding:
+    return make(options(store, path, **more), "adam", tables=1)
 
 
 def leftovers(path: Path) -> list[str]:
@@ -44,7 +45,7 @@ def leftovers(path: Path) -> list[str]:
 
 
 def save_and_close(path: Path, store: str, kind: str) -> None:
-    embedding = make(options(store, path), "adam", tables=1)
+    embedding = opened(path, store)
     train(embedding, torch.arange(900))
     embedding.save_snapshot("first")
     train(embedding, torch.arange(500))
@@ -56,12 +57,11 @@ def save_and_close(path: Path, store: str, kind: str) -> None:
         failures += failed is not None
         embedding.prune_snapshots(keep_last=9)
         assert not leftovers(path)
+        saved = path / "rows" / "snapshots" / name
         if failed is None:
-            assert (
-                b"".join(part.tobytes() for _, part in Snapshot.open(path / "rows/snapshots" / name).chunks()) == rows
-            )
+            assert b"".join(part.tobytes() for _, part in Snapshot.open(saved).chunks()) == rows
         else:
-            assert not (path / "rows" / "snapshots" / name).exists()
+            assert not saved.exists()
         train(embedding, torch.arange(500), grad=0.0)
         rows = contents(embedding).tobytes()
     assert failures
@@ -69,7 +69,7 @@ def save_and_close(path: Path, store: str, kind: str) -> None:
     if error_of(0, embedding.close) is not None:
         assert contents(embedding).tobytes() == rows
         embedding.close()
-    with make(options(store, path, open="error"), "adam", tables=1) as again:
+    with opened(path, store, open="error") as again:
         assert again.metrics()["table"]["step"] == step
         assert contents(again).tobytes() == rows
 
@@ -85,7 +85,7 @@ def test_a_save_and_a_close_without_descriptors_say_so_and_can_be_tried_again(
 
 
 def read(path: Path, store: str, kind: str) -> None:
-    with make(options(store, path), "adam", tables=1) as embedding:
+    with opened(path, store) as embedding:
         train(embedding, torch.arange(900))
         embedding.save_snapshot("first")
         train(embedding, torch.arange(500))
@@ -96,7 +96,7 @@ def read(path: Path, store: str, kind: str) -> None:
         lambda: Snapshot.open(snapshots / "second").verify(),
         lambda: latest_snapshot(snapshots),
         lambda: [None for _ in Snapshot.open(snapshots / "second").chunks()],
-        lambda: make(options(store, path), "adam", tables=1).close(),
+        lambda: opened(path, store).close(),
         lambda: StoreFolder(path / "rows").release(),
     ]
     failures = 0
@@ -106,11 +106,10 @@ def read(path: Path, store: str, kind: str) -> None:
     assert failures >= 3
     for words in (["verify"], ["list"], ["inspect", "second"]):
         for spare, code in ((100, 0), (0, 1)):  # the first imports what a command needs
-            with descriptors(spare), pytest.raises(SystemExit) as end:
-                main(["snapshot", words[0], str(path / "rows"), *words[1:], "--json"])
-            assert int(end.value.code or 0) == code
+            with descriptors(spare):
+                assert command("snapshot", words[0], path / "rows", *words[1:], "--json") == code
     assert not list_snapshots(snapshots).damaged
-    with make(options(store, path, open="error"), "adam", tables=1) as again:
+    with opened(path, store, open="error") as again:
         assert contents(again).tobytes() == rows
 
 
@@ -121,23 +120,18 @@ def test_a_good_snapshot_is_not_called_damaged_where_no_descriptor_is_left(
     in_process(read, tmp_path, store, kind)
 
 
-def die_in_a_save(path: Path) -> None:
-    if child := os.fork():
-        os.waitpid(child, 0)
-        return
-    make(options("host", path), "adam", tables=1).size()
-    (path / "rows" / "snapshots" / ".tmp-killed").mkdir(parents=True)
-    os._exit(0)
-
-
 def merge_after_a_killed_save(path: Path) -> None:
-    with make(options("host", path), "adam", tables=1) as embedding:
+    with opened(path) as embedding:
         train(embedding, torch.arange(9))
         embedding.save_snapshot("first")
-    die_in_a_save(path)
+    if child := os.fork():
+        os.waitpid(child, 0)
+    else:
+        opened(path).size()
+        (path / "rows" / "snapshots" / ".tmp-killed").mkdir(parents=True)
+        os._exit(0)
     assert leftovers(path)
-    with contextlib.suppress(SystemExit):
-        main(["snapshot", "merge", str(path / "rows"), "first", "merged"])
+    assert command("snapshot", "merge", path / "rows", "first", "merged") == 0
     assert not leftovers(path)
     assert (path / "rows" / "snapshots" / "merged").is_dir()
 
@@ -147,7 +141,7 @@ def test_a_merge_leaves_nothing_of_a_killed_save(tmp_path: Path) -> None:
 
 
 def test_without_descriptors_no_replaced_snapshot_is_taken_for_the_one_that_replaces_it(tmp_path: Path) -> None:
-    with make(options("host", tmp_path), "adam", tables=1) as embedding:
+    with opened(tmp_path) as embedding:
         train(embedding, torch.arange(9))
         embedding.save_snapshot("x")
     with descriptors(0), pytest.raises(StoreError, match=r"unknown which snapshot .*/x. is: .*Too many open.*ulimit"):

@@ -35,9 +35,9 @@ def unlimit() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
-def fails(action: Callable[[], Any]) -> bool:
+def fails(action: Callable[..., Any], *arguments: Any) -> bool:
     try:
-        action()
+        action(*arguments)
     except (MemoryError, StoreError, RuntimeError):
         return True
     return False
@@ -62,13 +62,8 @@ def run_out(path: Path, more: int, threads: int) -> None:
         step(embedding, number)
     embedding.save_snapshot("first")
     limit(more)
-    failures = 0
-    for number in range(3, 100):
-        if fails(lambda number=number: step(embedding, number)):  # type: ignore[misc]
-            failures += 1
-            break
-    failures += sum(fails(lambda name=name: embedding.save_snapshot(name)) for name in "abc")  # type: ignore[misc]
-    assert failures
+    failed = any(fails(step, embedding, number) for number in range(3, 100))
+    assert sum(fails(embedding.save_snapshot, name) for name in "abc") or failed
     unlimit()
     fails(embedding.close)
     embedding.close()
@@ -151,12 +146,9 @@ def lose_a_save(wait: bool) -> None:
     table.observers.image().close()
 
 
-def test_a_wait_with_the_lock_for_a_save_whose_thread_dies_says_so() -> None:
-    in_process(lose_a_save, True)
-
-
-def test_a_step_does_not_wait_for_a_save_whose_thread_died() -> None:
-    in_process(lose_a_save, False)
+@pytest.mark.parametrize("wait", [True, False])
+def test_neither_a_wait_with_the_lock_nor_a_step_waits_for_a_save_whose_thread_died(wait: bool) -> None:
+    in_process(lose_a_save, wait)
 
 
 def test_a_wait_ends_with_the_thread_that_it_is_for() -> None:

@@ -1,7 +1,8 @@
-"""Every policy against the plain model: after any calls the table has the same rows, with the values of training."""
+"""Every policy against the plain model: after any calls the table has the same rows. tests/table has their values."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from support.embeddings import TABLES, make, rows_by_key, train
+from support.embeddings import DIM, TABLES, make, train
 from support.examples import examples
 from support.lifecycle_model import Model, NoRoomError, Row, unsigned, written
 from support.rows import SPECIAL_KEYS
@@ -41,62 +42,19 @@ def ids(rows: list[Row]) -> tuple[Tensor, Tensor]:
     return keys, torch.tensor([table for table, _ in rows], dtype=torch.int64)
 
 
-def values_of(rows: list[Row], call: int) -> Tensor:
-    return torch.arange(len(rows) * 5, dtype=torch.float32).reshape(-1, 5) + call
-
-
-class Checked:
-    """An embedding, the model of which rows it holds, and one without a policy that is given those rows alone."""
-
-    def __init__(self, policy: dict[str, Any], seed: int) -> None:
-        self.embedding = make(options("device", **policy), "adagrad", seed=seed)
-        self.model = Model(**policy, seed=seed)
-        self.plain = make(options("device"), "adagrad", name="plain", seed=seed)
-        self.calls = 0
-
-    def train(self, rows: list[Row]) -> None:
-        before = dict(self.model.rows)
-        expected = self.plain.get(*ids(rows))
-        try:
-            refused = self.model.train(rows)
-        except NoRoomError:
-            with pytest.raises(CapacityError, match="Nothing was changed"):
-                train(self.embedding, *ids(rows))
-            return
-        assert torch.equal(train(self.embedding, *ids(rows)), expected)
-        kept = [row for row in rows if row not in refused]
-        train(self.plain, *ids(kept))
-        self._forget(before)
-
-    def put(self, rows: list[Row]) -> None:
-        before = dict(self.model.rows)
-        values = values_of(rows, self.calls)
-        try:
-            self.model.put(rows)
-        except NoRoomError:
-            with pytest.raises(CapacityError):
-                self.embedding.put(ids(rows)[0], values, ids(rows)[1])
-            return
-        for embedding in (self.embedding, self.plain):
-            embedding.put(ids(rows)[0], values, ids(rows)[1])
-        self._forget(before)
-
-    def delete(self, rows: list[Row]) -> None:
-        count = self.model.delete(rows)
-        assert self.embedding.delete(*ids(rows)) == self.plain.delete(*ids(rows)) == count
-
-    def check(self) -> None:
-        self.calls += 1
-        assert written(self.embedding) == self.model.rows
-        assert rows_by_key(self.embedding) == rows_by_key(self.plain)
-        assert self.embedding.size() == len(self.model.rows)
-        figures = self.embedding.metrics()["table"]
-        assert {name: figures[name] for name in self.model.counts} == self.model.counts
-        assert (figures["rows"], figures["step"]) == (len(self.model.rows), self.model.step)
-
-    def _forget(self, before: dict[Row, Any]) -> None:
-        gone = list(set(before) - set(self.model.rows))
-        assert self.plain.delete(*ids(gone)) == len(gone)
+def call(name: str, embedding: MultiTableEmbedding, model: Model, rows: list[Row]) -> None:
+    """The same on both, which have room for it or not."""
+    keys, tables = ids(rows)
+    given = (keys, tables) if name == "delete" else (keys, torch.zeros(len(rows), DIM), tables)
+    act = partial(train, embedding, keys, tables) if name == "train" else partial(getattr(embedding, name), *given)
+    try:
+        getattr(model, name)(rows)
+    except NoRoomError:
+        with pytest.raises(CapacityError):
+            act()
+    else:
+        act()
+    assert written(embedding) == model.rows
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
@@ -105,10 +63,12 @@ class Checked:
 def test_any_calls_leave_the_rows_that_the_policy_says(
     policy: dict[str, Any], sequence: list[tuple[str, list[Row]]], seed: int
 ) -> None:
-    checked = Checked(policy, seed)
+    embedding, model = make(options("device", **policy), "sgd", seed=seed), Model(**policy, seed=seed)
     for name, rows in sequence:
-        getattr(checked, name)(rows)
-        checked.check()
+        call(name, embedding, model, rows)
+        figures = embedding.metrics()["table"]
+        assert {name: figures[name] for name in model.counts} == model.counts
+        assert (figures["rows"], figures["step"]) == (len(model.rows), model.step)
 
 
 @pytest.mark.parametrize("eviction", ["lru", "lfu", "distance_lfu", "ttl"])
@@ -119,15 +79,8 @@ def test_many_rows_leave_at_once_in_the_order_of_the_policy(eviction: str, threa
     embedding, model = make(options("device", **policy), "sgd"), Model(**policy)
     random = torch.Generator().manual_seed(1)
     for _ in range(40):
-        rows = [(int(key) % 3, int(key)) for key in (torch.rand(200, generator=random) ** 3 * 4000).to(torch.int64)]
-        try:
-            model.train(rows)
-        except NoRoomError:
-            with pytest.raises(CapacityError):
-                train(embedding, *ids(rows))
-            continue
-        train(embedding, *ids(rows))
-        assert written(embedding) == model.rows
+        keys = (torch.rand(200, generator=random) ** 3 * 4000).to(torch.int64).tolist()
+        call("train", embedding, model, [(key % 3, key) for key in keys])
     assert model.counts["evicted"] > 1000
     assert embedding.metrics()["table"]["evicted"] == model.counts["evicted"]
 
@@ -135,10 +88,7 @@ def test_many_rows_leave_at_once_in_the_order_of_the_policy(eviction: str, threa
 def test_rows_of_equal_rank_leave_by_table_and_hash() -> None:
     embedding, model = make(options("device", eviction="lru", capacity=640), "sgd"), Model("lru", 640)
     for begin in (0, 640, 1280):
-        rows = [(key % 3, key) for key in range(begin, begin + 640 - begin // 5)]
-        model.train(rows)
-        train(embedding, *ids(rows))
-        assert written(embedding) == model.rows
+        call("train", embedding, model, [(key % 3, key) for key in range(begin, begin + 640 - begin // 5)])
 
 
 def test_ages_are_counted_up_to_the_largest_step() -> None:
@@ -154,31 +104,6 @@ def test_ages_are_counted_up_to_the_largest_step() -> None:
 
 def embedding_of(**policy: Any) -> MultiTableEmbedding:
     return make(options("device", **policy), "sgd", tables=1)
-
-
-def test_a_capacity_is_full_at_that_many_rows() -> None:
-    embedding = embedding_of(capacity=100, eviction="lru")
-    train(embedding, range(100))
-    assert (embedding.size(), embedding.metrics()["table"]["evicted"]) == (100, 0)
-    train(embedding, range(99, 101))
-    assert (embedding.size(), embedding.metrics()["table"]["evicted"]) == (100, 1)
-    train(embedding, range(101, 151))
-    assert (embedding.size(), embedding.metrics()["table"]["evicted"]) == (100, 51)
-    assert {key for _, key in written(embedding)} >= set(range(99, 151))
-
-
-@pytest.mark.parametrize("eviction", ["none", "lru"])
-def test_a_batch_beyond_the_capacity_changes_nothing(eviction: str) -> None:
-    embedding = embedding_of(capacity=100, eviction=eviction, ttl_steps=10)
-    train(embedding, range(60))
-    before = written(embedding)
-    with pytest.raises(CapacityError, match=r"101 new rows.*there is room for"):
-        train(embedding, range(1000, 1101))
-    assert written(embedding) == before
-    assert embedding.metrics()["table"]["evicted"] == 0
-    if eviction == "lru":
-        train(embedding, range(1000, 1100))
-        assert {key for _, key in written(embedding)} == set(range(1000, 1100))
 
 
 def test_memory_of_the_policies_is_reported() -> None:
@@ -208,14 +133,6 @@ def test_a_new_row_that_is_not_kept_is_initial_and_learns_nothing() -> None:
     assert written(embedding) == {(0, 5): (1, 3)}
     assert not torch.equal(embedding.get([5]), initial[:1])
     assert embedding.metrics()["table"]["refused"] == 5
-
-
-def test_put_is_always_admitted() -> None:
-    embedding = embedding_of(admission=9)
-    embedding.put([1, 2], torch.zeros(2, 5))
-    assert embedding.size() == 2
-    train(embedding, [1, 3])
-    assert {row[1] for row in written(embedding)} == {1, 2}
 
 
 def test_chances_are_those_asked_for_and_of_the_seed() -> None:
