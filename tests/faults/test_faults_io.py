@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 from pathlib import Path
 
 import torch
 
-from support.failing_io import FailingIo
 from support.forked import in_process
 from support.twins import Twins
 from support.warm import SHIMMED
+
+
+class FailingIo:
+    """Every read, write or sync of a file of rows fails with an errno while the block runs."""
+
+    def __init__(self, operation: str, number: int) -> None:
+        self._shim = ctypes.CDLL(None)
+        self._shim.io_failures.restype = ctypes.c_long
+        self._errors = [number * (operation == each) for each in ("read", "write", "sync")]
+
+    def __enter__(self) -> None:
+        self._before = self._shim.io_failures()
+        self._shim.fail_io(b".sst", *self._errors)
+
+    def __exit__(self, *error: object) -> None:
+        self._shim.fail_io(b".sst", 0, 0, 0)
+        assert self._shim.io_failures() > self._before, "nothing was asked of the disk"
 
 
 def fail_while_training(path: Path, store: str, operation: str, number: int) -> None:

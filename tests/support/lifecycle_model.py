@@ -76,11 +76,10 @@ class Model:
 
     def _make_room(self, batch: set[Row], kept: set[Row], step: int) -> None:
         new = kept - set(self.rows)
-        if self.capacity is None or not new:
-            return
-        excess = len(self.rows) + len(new) - self.capacity
+        excess = 0 if self.capacity is None or not new else len(self.rows) + len(new) - self.capacity
         if excess <= 0:
             return
+        assert self.capacity is not None
         free = sorted((row for row in self.rows if row not in batch and self._may_go(row, step)), key=self._rank(step))
         if len(free) < excess:
             raise NoRoomError

@@ -104,7 +104,7 @@ def slot_hash(table: int, key: int, numbers: Sequence[int]) -> int:
 
 
 def bucket(table: int, key: int) -> int:
-    """0 .. 63, the top 6 bits of the hash."""
+    """The top 6 bits of the hash."""
     return hash_row(table, key) >> 58
 
 
@@ -285,19 +285,12 @@ def _sum(rows: F32) -> F32:
     return total
 
 
-def rule_named(name: str) -> Rule:
-    """The rule whose kernel has that name."""
-    return {rule.kernel.name: rule for rule in all_rules()}[name]
+def rule_named(kernel: str) -> Rule:
+    return {rule.kernel.name: rule for rule in all_rules()}[kernel]
 
 
 def update(
-    rows: F32,
-    updates: U32,
-    grads: F32,
-    rule: str,
-    hyper: Sequence[float],
-    step: int = 1,
-    last: U32 | None = None,
+    rows: F32, updates: U32, grads: F32, rule: str, hyper: Sequence[float], step: int = 1, last: U32 | None = None
 ) -> None:
     """One step in place: rows [n, width] with state, updates [n], which counts earlier writes, grads [n, dim] reduced.
 
@@ -312,17 +305,10 @@ def update(
         given = map(np.float32, hyper[len(found.kernel.all_hypers) :])
         value, norm, row_norm = islice(chain(given, repeat(np.float32(0))), len(LIMITS))
         g = clip(grads, value, norm)
-        REFERENCES[rule](
-            SimpleNamespace(
-                **_arguments(found, rows, dim, hyper),
-                g=g,
-                first=(updates == 0)[:, None],
-                step=step,
-                dim=np.float32(dim),
-            )
-        )
+        of_step = {"g": g, "first": (updates == 0)[:, None], "step": step, "dim": np.float32(dim)}
+        REFERENCES[rule](SimpleNamespace(**_arguments(found, rows, dim, hyper), **of_step))
         if row_norm > 0:
-            rows[:, : grads.shape[1]] *= norm_scales(rows[:, : grads.shape[1]], row_norm)
+            rows[:, :dim] *= norm_scales(rows[:, :dim], row_norm)
     updates += np.uint32(1)
 
 

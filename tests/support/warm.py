@@ -26,9 +26,9 @@ SHIMS = [TESTS / "support" / "failing_io.cpp", TESTS / "crash" / "crash_io.cpp"]
 
 
 class Server:
-    """Forks children until it is closed or its maker ends. It starts cold, and imports when the first order comes.
+    """Forks children until it is closed or its maker ends. It preloads `shims`, sources of libraries.
 
-    `shims` are sources of libraries that it preloads.
+    It starts cold, and imports when the first order comes.
     """
 
     def __init__(self, *shims: Path) -> None:
