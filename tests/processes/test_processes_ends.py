@@ -23,9 +23,10 @@ def last_step(events: list[str]) -> int:
     return max((int(event.split()[1]) for event in events if event.startswith("step")), default=0)
 
 
-def sent_signal_at(
-    path: Path, store: str, end: str, trainer: Trainer, caplog: pytest.LogCaptureFixture, runs: int
-) -> None:
+Caplog = pytest.LogCaptureFixture
+
+
+def sent_signal_at(path: Path, store: str, end: str, trainer: Trainer, caplog: Caplog, runs: int) -> None:
     chance, count = random.Random(store + end), 0
     for _ in range(runs):
         after = (chance.randrange(1, 12), chance.uniform(0, 0.01))
@@ -39,9 +40,7 @@ def sent_signal_at(
     assert not remarks(caplog)
 
 
-def sent_signals_repeatedly(
-    path: Path, store: str, trainer: Trainer, caplog: pytest.LogCaptureFixture, runs: int
-) -> None:
+def sent_signals_repeatedly(path: Path, store: str, trainer: Trainer, caplog: Caplog, runs: int) -> None:
     chance = random.Random(store)
     for number in range(runs):
         waits = [chance.uniform(0, 0.004) for _ in range(4)]
@@ -55,32 +54,28 @@ def sent_signals_repeatedly(
 @pytest.mark.parametrize("end", ["interrupt", "thread"])
 @pytest.mark.parametrize("store", ["device", "ssd_host"])
 def test_a_process_that_gets_a_signal_at_any_time_keeps_every_step(
-    tmp_path: Path, store: str, end: str, trainer: Trainer, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, store: str, end: str, trainer: Trainer, caplog: Caplog
 ) -> None:
     sent_signal_at(tmp_path, store, end, trainer, caplog, runs=1)
 
 
 @pytest.mark.parametrize("store", ["device", "ssd_host"])
 def test_ctrl_c_while_the_process_closes_leaves_a_folder_that_opens(
-    tmp_path: Path, store: str, trainer: Trainer, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, store: str, trainer: Trainer, caplog: Caplog
 ) -> None:
     sent_signals_repeatedly(tmp_path, store, trainer, caplog, runs=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("store", AHEAD)
-def test_many_processes_that_get_a_signal(
-    tmp_path: Path, store: str, trainer: Trainer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_many_processes_that_get_a_signal(tmp_path: Path, store: str, trainer: Trainer, caplog: Caplog) -> None:
     for end in ("interrupt", "thread"):
         sent_signal_at(tmp_path / end, store, end, trainer, caplog, runs=10)
     sent_signals_repeatedly(tmp_path, store, trainer, caplog, runs=20)
 
 
 @pytest.mark.parametrize("store", AHEAD)
-def test_an_end_without_a_goodbye_is_as_a_kill(
-    tmp_path: Path, store: str, trainer: Trainer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_end_without_a_goodbye_is_as_a_kill(tmp_path: Path, store: str, trainer: Trainer, caplog: Caplog) -> None:
     trainer.train(tmp_path, store, count=5, saves=[3], end="_exit", ahead=2)
     with embedding_at(tmp_path, store) as embedding:
         holds(embedding, 3)
