@@ -77,17 +77,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     try:
         return (yield)
     finally:
-        _without_limit()
+        pytest_enter_pdb()
         signal.signal(signal.SIGALRM, before)
 
 
-def _without_limit() -> None:
+def pytest_enter_pdb() -> None:
+    """No limit any more."""
     signal.alarm(0)
     faulthandler.cancel_dump_traceback_later()
-
-
-def pytest_enter_pdb() -> None:
-    _without_limit()
 
 
 def _poisoned(allocate: Callable[..., Any]) -> Callable[..., Any]:

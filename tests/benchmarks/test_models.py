@@ -1,9 +1,8 @@
-"""The sides that train whole models are one model, and one that differs has no figure; what stopwatches add up."""
+"""The sides that train whole models are one model, and one that differs has no figure"""
 
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +26,7 @@ MODEL = Model(rows=50, tables=2, batch=8, hidden=(4,))
 DLRM = Model(rows=50, tables=3, batch=32, hidden=(8,), optimizer="adagrad", dense_optimizer="sgd", features=13)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_the_graph_and_the_eager_loop_are_one_model(tmp_path: Path, optimizer: str) -> None:
     model = replace(MODEL, optimizer=optimizer)
     step = GraphStep(model, tmp_path)
@@ -38,8 +37,8 @@ def test_the_graph_and_the_eager_loop_are_one_model(tmp_path: Path, optimizer: s
 
 
 def losses(model: Model, peer: type[Eager], folder: Path) -> dict[str, list[Tensor]]:
-    """Of ten steps of tierbed, and of the peer."""
-    ours, batches = GraphStep(model, folder), make_batches(model, 10)
+    """Of steps of tierbed, and of the peer."""
+    ours, batches = GraphStep(model, folder), make_batches(model, 6)
     theirs = peer(model, ours)
     found = [theirs(*theirs.prepared(batch)) for batch in batches]
     return {"tierbed": [ours(*batch) for batch in keyed(batches)], "peer": found}
@@ -60,16 +59,6 @@ def test_a_learning_rate_a_twentieth_off_has_no_figure(tmp_path: Path, monkeypat
     theirs = losses(replace(DLRM, length=4), EagerStep, tmp_path)["peer"]
     with pytest.raises(Mismatch, match=r"tierbed and peer: loss of step \d is .* and .*"):
         dlrm.check_turn({"tierbed": ours, "peer": theirs}, 2e-5)
-
-
-def test_a_stopwatch_counts_a_call_within_another_once() -> None:
-    watch = Stopwatch()
-    sleep = watch.timed(time.sleep)
-    begin = time.perf_counter()
-    watch.timed(lambda: sleep(0.02))()
-    taken = time.perf_counter() - begin
-    assert 0.02 <= watch.lap() <= taken
-    assert watch.lap() == 0
 
 
 def test_python_of_the_project_is_counted_and_no_other(tmp_path: Path) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from support.embeddings import contents, make, train
+from support.embeddings import contents, train
 from support.forked import in_process
+from support.killed import embedding_at
 from support.limits import descriptors
 from support.shell import command
-from support.stores import STORES, options
-from tierbed import MultiTableEmbedding, SnapshotError, StoreError
+from support.stores import STORES
+from tierbed import SnapshotError, StoreError
 from tierbed.snapshots import Snapshot, latest_snapshot, list_snapshots
 from tierbed.snapshots.files.format import snapshot_id
 from tierbed.snapshots.store.folder import StoreFolder
@@ -36,16 +37,12 @@ def error_of(spare: int, action: Callable[[], Any]) -> str | None:
     return None
 
 
-def opened(path: Path, store: str = "host", **more: Any) -> MultiTableEmbedding:
-    return make(options(store, path, **more), "adam", tables=1)
-
-
 def leftovers(path: Path) -> list[str]:
     return [entry.name for entry in (path / "rows" / "snapshots").iterdir() if entry.name.startswith(".")]
 
 
 def save_and_close(path: Path, store: str, kind: str) -> None:
-    embedding = opened(path, store)
+    embedding = embedding_at(path, store)
     train(embedding, torch.arange(900))
     embedding.save_snapshot("first")
     train(embedding, torch.arange(500))
@@ -69,7 +66,7 @@ def save_and_close(path: Path, store: str, kind: str) -> None:
     if error_of(0, embedding.close) is not None:
         assert contents(embedding).tobytes() == rows
         embedding.close()
-    with opened(path, store, open="error") as again:
+    with embedding_at(path, store, open="error") as again:
         assert again.metrics()["table"]["step"] == step
         assert contents(again).tobytes() == rows
 
@@ -85,7 +82,7 @@ def test_a_save_and_a_close_without_descriptors_say_so_and_can_be_tried_again(
 
 
 def read(path: Path, store: str, kind: str) -> None:
-    with opened(path, store) as embedding:
+    with embedding_at(path, store) as embedding:
         train(embedding, torch.arange(900))
         embedding.save_snapshot("first")
         train(embedding, torch.arange(500))
@@ -96,7 +93,7 @@ def read(path: Path, store: str, kind: str) -> None:
         lambda: Snapshot.open(snapshots / "second").verify(),
         lambda: latest_snapshot(snapshots),
         lambda: [None for _ in Snapshot.open(snapshots / "second").chunks()],
-        lambda: opened(path, store).close(),
+        lambda: embedding_at(path, store).close(),
         lambda: StoreFolder(path / "rows").release(),
     ]
     failures = 0
@@ -109,7 +106,7 @@ def read(path: Path, store: str, kind: str) -> None:
             with descriptors(spare):
                 assert command("snapshot", words[0], path / "rows", *words[1:], "--json") == code
     assert not list_snapshots(snapshots).damaged
-    with opened(path, store, open="error") as again:
+    with embedding_at(path, store, open="error") as again:
         assert contents(again).tobytes() == rows
 
 
@@ -121,13 +118,13 @@ def test_a_good_snapshot_is_not_called_damaged_where_no_descriptor_is_left(
 
 
 def merge_after_a_killed_save(path: Path) -> None:
-    with opened(path) as embedding:
+    with embedding_at(path, "host") as embedding:
         train(embedding, torch.arange(9))
         embedding.save_snapshot("first")
     if child := os.fork():
         os.waitpid(child, 0)
     else:
-        opened(path).size()
+        embedding_at(path, "host").size()
         (path / "rows" / "snapshots" / ".tmp-killed").mkdir(parents=True)
         os._exit(0)
     assert leftovers(path)
@@ -141,7 +138,7 @@ def test_a_merge_leaves_nothing_of_a_killed_save(tmp_path: Path) -> None:
 
 
 def test_without_descriptors_no_replaced_snapshot_is_taken_for_the_one_that_replaces_it(tmp_path: Path) -> None:
-    with opened(tmp_path) as embedding:
+    with embedding_at(tmp_path, "host") as embedding:
         train(embedding, torch.arange(9))
         embedding.save_snapshot("x")
     with descriptors(0), pytest.raises(StoreError, match=r"unknown which snapshot .*/x. is: .*Too many open.*ulimit"):

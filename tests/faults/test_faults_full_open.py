@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from support.embeddings import contents, make, train
+from support.embeddings import contents, train
 from support.forked import Disk, disk_path, in_process
+from support.killed import embedding_at
 from support.shell import command
-from support.stores import STORES, options
-from tierbed import MultiTableEmbedding, StoreError
+from support.stores import STORES
+from tierbed import StoreError
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.store.folder_state import holder
 
@@ -22,13 +22,9 @@ __all__ = ["disk_path"]
 SIZE = 24 << 20
 
 
-def open_store(path: Path, store: str, **more: Any) -> MultiTableEmbedding:
-    return make(options(store, path, **more), "adam", tables=1)
-
-
 def saved(path: Path, store: str) -> bytes:
     """A store that was closed, with two snapshots; its rows."""
-    with open_store(path, store) as embedding:
+    with embedding_at(path, store) as embedding:
         for name in ("first", "second"):
             train(embedding, torch.arange(2000))
             embedding.save_snapshot(name)
@@ -36,7 +32,7 @@ def saved(path: Path, store: str) -> bytes:
 
 
 def holds(path: Path, store: str, rows: bytes) -> None:
-    with open_store(path, store, open="error") as embedding:
+    with embedding_at(path, store, open="error") as embedding:
         assert contents(embedding).tobytes() == rows
 
 
@@ -46,7 +42,7 @@ def read_and_prune(path: Path, store: str) -> None:
     where = path / "rows"
     with disk.full():
         for _ in range(2):
-            embedding = open_store(path, store, open="error")
+            embedding = embedding_at(path, store, open="error")
             assert contents(embedding).tobytes() == rows
             assert holder(where) is not None
             with pytest.raises(StoreError, match="space"):
@@ -62,7 +58,7 @@ def read_and_prune(path: Path, store: str) -> None:
         assert command("snapshot", "prune", where, "--keep-last", "1") == 0
         assert [entry.name for entry in (where / "snapshots").iterdir()] == ["second"]
     holds(path, store, rows)
-    with open_store(path, store, open="error") as embedding:
+    with embedding_at(path, store, open="error") as embedding:
         train(embedding, range(9))
 
 
@@ -74,7 +70,7 @@ def test_a_full_disk_lets_a_store_be_opened_to_read_and_to_prune(disk_path: Path
 def go_on(path: Path) -> None:
     disk = Disk(path, SIZE)
     rows = saved(path, "ssd")
-    embedding = open_store(path, "ssd", open="error")
+    embedding = embedding_at(path, "ssd", open="error")
     with disk.full():
         assert contents(embedding).tobytes() == rows
         scan = embedding.table_handle().table.scan()
@@ -105,10 +101,10 @@ CALLS = {
 def read_after(path: Path, store: str, call: str) -> None:
     disk = Disk(path, SIZE)
     limits = {"capacity": 2000, "eviction": "lru"}
-    with open_store(path, store, **limits) as embedding:
+    with embedding_at(path, store, **limits) as embedding:
         train(embedding, torch.arange(2000))
         rows = contents(embedding).tobytes()
-    embedding = open_store(path, store, open="error", **limits)
+    embedding = embedding_at(path, store, open="error", **limits)
     with disk.full():
         with pytest.raises(StoreError, match="space"):
             CALLS[call](embedding)
@@ -134,7 +130,7 @@ def load_and_compact(path: Path) -> None:
         assert os.waitpid(child, 0)[1] == 0
     else:  # it dies with many rows, so that the live ones have no clean marker
         saved(path, "ssd")
-        embedding = open_store(path, "ssd")
+        embedding = embedding_at(path, "ssd")
         train(embedding, range(20_000))
         embedding.table_handle().table.flush()
         os._exit(0)

@@ -6,24 +6,19 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from support.embeddings import contents, make, rows_by_key, train
+from support.embeddings import contents, rows_by_key, train
+from support.killed import embedding_at
 from support.live_rows import alone, opened, own_rows, run, together
 from support.ranks import run_ranks
 from support.shell import Cli, command
-from support.stores import options
-from tierbed import MultiTableEmbedding, StoreError
+from tierbed import StoreError
 from tierbed.distributed import World
 
 KEYS = torch.arange(300)
-
-
-def opened_at(path: Path, store: str = "ssd", **more: Any) -> MultiTableEmbedding:
-    return make(options(store, path, **more), "adam", tables=1)
 
 
 def closed_twice(path: Path, store: str) -> tuple[bytes, bytes]:
@@ -31,12 +26,12 @@ def closed_twice(path: Path, store: str) -> tuple[bytes, bytes]:
 
     Returns the rows of its snapshot, which is of the first close, and the last rows.
     """
-    with opened_at(path, store) as embedding:
+    with embedding_at(path, store) as embedding:
         train(embedding, KEYS)
         embedding.save_snapshot("good")
         saved = contents(embedding).tobytes()
     shutil.copytree(live(path), path / "old")
-    with opened_at(path, store) as embedding:
+    with embedding_at(path, store) as embedding:
         for _ in range(3):
             train(embedding, KEYS)
             embedding.table_handle().table.flush()
@@ -134,12 +129,12 @@ def test_rows_of_another_moment_are_refused_and_the_remedy_works(
     damage(tmp_path)
     for _ in range(2):
         with pytest.raises(StoreError, match="rows' have a clean marker and cannot be read") as said:
-            contents(opened_at(tmp_path, store))
+            contents(embedding_at(tmp_path, store))
     assert "snapshot" in Cli(tmp_path / "rows", capsys).fails("save", "bad")  # without opening the embedding, too
     remedy = str(said.value).split("`")[1].split()
     assert remedy == ["tierbed", "snapshot", "load", str(tmp_path / "rows"), "good"]
     assert command(*remedy[1:]) == 0
-    with opened_at(tmp_path, store) as embedding:
+    with embedding_at(tmp_path, store) as embedding:
         assert contents(embedding).tobytes() == saved
 
 
@@ -165,7 +160,7 @@ def test_an_older_shard_of_a_rank_is_refused_and_the_remedy_works(tmp_path: Path
 
 
 def test_no_length_of_rocksdbs_list_of_files_gives_other_rows(tmp_path: Path) -> None:
-    with opened_at(tmp_path / "sound", shards=1) as embedding:
+    with embedding_at(tmp_path / "sound", "ssd", shards=1) as embedding:
         for lot in range(3):
             train(embedding, range(lot * 20, lot * 20 + 40))
             embedding.table_handle().table.flush()
@@ -176,7 +171,7 @@ def test_no_length_of_rocksdbs_list_of_files_gives_other_rows(tmp_path: Path) ->
         path = tmp_path / str(cut)
         shutil.copytree(tmp_path / "sound", path)
         os.truncate(restrict_to_shard(path, "MANIFEST-*"), cut)
-        with make(options("ssd", path), tables=1) as embedding:
+        with embedding_at(path, "ssd", None) as embedding:
             try:
                 assert rows_by_key(embedding) == expected
             except StoreError:
@@ -194,7 +189,7 @@ def test_merging_and_reading_leave_live_rows_as_good_as_they_were(
     cli.json("save", "shell")
     more = {"capacity": 10_000, "eviction": "lru"}  # reads all rows at the open
     for given in ({}, more, {"rocksdb_options": {"level0_file_num_compaction_trigger": 2}}):
-        with opened_at(tmp_path, open="error", **given) as embedding:
+        with embedding_at(tmp_path, "ssd", open="error", **given) as embedding:
             embedding.get(KEYS)
             embedding.compact()
             assert contents(embedding).tobytes() == last

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.embeddings import contents, make, train
+from support.embeddings import contents, train
+from support.killed import embedding_at
 from support.shell import command
 from support.small_snapshots import flip_bit
-from support.stores import options
 from support.twins import ON_DISK
 from tierbed import StoreError, TierbedError
 
@@ -19,7 +19,7 @@ KEYS = torch.arange(6000)
 
 def damaged_store(path: Path, store: str) -> tuple[bytes, torch.Tensor]:
     """A store with a bit flipped, closed two steps after a snapshot; its rows at the snapshot, and its embeddings."""
-    with make(options(store, path), "adam", tables=1) as embedding:
+    with embedding_at(path, store) as embedding:
         train(embedding, KEYS)
         embedding.save_snapshot("good")
         saved = contents(embedding).tobytes()
@@ -34,7 +34,7 @@ def damaged_store(path: Path, store: str) -> tuple[bytes, torch.Tensor]:
 @pytest.mark.parametrize("store", ON_DISK)
 def test_one_flipped_bit_costs_the_rows_of_its_block_alone(tmp_path: Path, store: str) -> None:
     saved, expected = damaged_store(tmp_path, store)
-    with make(options(store, tmp_path), tables=1) as embedding:
+    with embedding_at(tmp_path, store, None) as embedding:
         lost = 0
         for begin in range(0, len(KEYS), 40):
             some = slice(begin, begin + 40)
@@ -48,7 +48,7 @@ def test_one_flipped_bit_costs_the_rows_of_its_block_alone(tmp_path: Path, store
         with pytest.raises(TierbedError, match="snapshot"):
             contents(embedding)
     assert command("snapshot", "load", tmp_path / "rows", "good") == 0
-    with make(options(store, tmp_path), "adam", tables=1) as embedding:
+    with embedding_at(tmp_path, store) as embedding:
         assert contents(embedding).tobytes() == saved
 
 
@@ -56,8 +56,8 @@ def test_a_damaged_store_that_cannot_be_opened_can_be_begun_anew(tmp_path: Path)
     damaged_store(tmp_path, "ssd")
     policy = {"capacity": 10_000, "eviction": "lru"}  # knows every row, so that opening reads all
     with pytest.raises(StoreError, match="a clean marker and cannot be read") as said:
-        make(options("ssd", tmp_path, **policy), "adam", tables=1).size()
-    with make(options("ssd", tmp_path, open="fresh", **policy), "adam", tables=1) as embedding:
+        embedding_at(tmp_path, "ssd", **policy).size()
+    with embedding_at(tmp_path, "ssd", open="fresh", **policy) as embedding:
         train(embedding, KEYS)
         assert embedding.size() == len(KEYS)
     assert 'open="fresh"' in str(said.value)  # the error was held meanwhile, and with it what its frames refer to

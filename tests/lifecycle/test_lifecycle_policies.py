@@ -106,19 +106,16 @@ def embedding_of(**policy: Any) -> MultiTableEmbedding:
     return make(options("device", **policy), "sgd", tables=1)
 
 
-def test_memory_of_the_policies_is_reported() -> None:
-    assert embedding_of(capacity=10).metrics()["table"]["ledger_bytes"] == 0
-    embedding = embedding_of(ttl_steps=10)
-    train(embedding, range(50_000))
-    assert 30 * 50_000 <= embedding.metrics()["table"]["ledger_bytes"] <= 38.5 * 50_000
-    assert embedding_of(admission=2).metrics()["table"]["ledger_bytes"] >= 16 << 20
+def test_memory_of_the_policies_is_reported_and_a_capacity_is_counted_in_64_bits() -> None:
+    def ledger_bytes(rows: int, **policy: Any) -> int:
+        embedding = embedding_of(**policy)
+        train(embedding, range(rows))
+        assert embedding.size() == (0 if "admission" in policy else rows)
+        return int(embedding.metrics()["table"]["ledger_bytes"])
 
-
-def test_a_capacity_is_counted_in_64_bits() -> None:
-    embedding = embedding_of(capacity=2**33, eviction="lru")
-    train(embedding, range(50))
-    embedding.put([7, 99], torch.ones(2, 5), 0)
-    assert (embedding.size(), embedding.metrics()["table"]["evicted"]) == (51, 0)
+    assert ledger_bytes(9, capacity=10) == 0
+    assert 30 * 50_000 <= ledger_bytes(50_000, capacity=2**33, eviction="lru") <= 38.5 * 50_000
+    assert ledger_bytes(9, admission=2) >= 16 << 20
 
 
 def test_a_new_row_that_is_not_kept_is_initial_and_learns_nothing() -> None:

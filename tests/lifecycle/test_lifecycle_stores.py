@@ -25,9 +25,7 @@ stores = pytest.mark.parametrize("store", STORES)
 def go_on(embedding: MultiTableEmbedding, begin: int, end: int) -> list[Tensor]:
     """Steps, puts and deletes; what the steps saw."""
     seen = []
-    for number, (ids, tables) in enumerate(batches()):
-        if not begin <= number < end:
-            continue
+    for number, (ids, tables) in [*enumerate(batches())][begin:end]:
         seen.append(train(embedding, ids, tables))
         if number % 4 == 1:
             embedding.put(ids[:20] + 7, torch.full((20, 5), float(number)), tables[:20])
@@ -58,13 +56,13 @@ def test_rows_do_not_depend_on_the_store(tmp_path: Path, policy: dict[str, Any],
 
 @policies
 def test_rows_do_not_depend_on_threads(policy: dict[str, Any], native_threads: Callable[[int], None]) -> None:
-    found = []
+    found = set()
     for threads in (1, 2, 16):
         native_threads(threads)
         with make(options("device", **policy), "adagrad") as embedding:
-            go_on(embedding, 0, 12)
-            found.append(state(embedding))
-    assert found[0] == found[1] == found[2]
+            go_on(embedding, 0, 8)
+            found.add(repr(state(embedding)))
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize("policy", DETERMINED)
@@ -155,9 +153,8 @@ def test_stored_rows_above_the_capacity_are_told_where_none_leaves(
     with make(options("host", tmp_path, capacity=20, **policy), "sgd") as embedding:
         assert embedding.size() == 40
     warning = "embedding 'rows': 40 stored rows exceed capacity=20; all of them stay"
-    assert [message[: len(warning)] for message in caplog.messages] == (
-        [] if policy.get("eviction") == "lru" else [warning]
-    )
+    said = [message[: len(warning)] for message in caplog.messages]
+    assert said == ([] if policy.get("eviction") == "lru" else [warning])
 
 
 @policies

@@ -68,9 +68,7 @@ class Model:
             self.limit = max(self.limit, self.rows)
 
     def copy(self) -> Model:
-        same = copy.copy(self)
-        same.values, same.updates, same.last = self.values.copy(), self.updates.copy(), self.last.copy()
-        return same
+        return copy.deepcopy(self, {id(self.optimizer): self.optimizer})
 
     @property
     def rows(self) -> int:
@@ -104,11 +102,8 @@ class Model:
         hyper = self.optimizer.hyper(self.step)
         naive.update(values, updates, sums, self.optimizer.rule, hyper, self.step, last)
         kept = ~refused[rows]
-        self.values[rows[kept]], self.updates[rows[kept]], self.last[rows[kept]] = (
-            values[kept],
-            updates[kept],
-            self.step,
-        )
+        rows = rows[kept]
+        self.values[rows], self.updates[rows], self.last[rows] = values[kept], updates[kept], self.step
         self.sights[refused] += 1
         life = self.policy.ttl_steps
         if life is not None and self.policy.eviction != "ttl" and self.step % max(1, life // 16) == 0:
