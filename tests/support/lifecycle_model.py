@@ -45,8 +45,7 @@ class Model:
     def train(self, batch: Iterable[Row]) -> set[Row]:
         """Returns the rows that were kept out."""
         batch, step = set(batch), self.step + 1
-        refused = {row for row in batch if row not in self.rows and not self._keeps(row, step)}
-        self._make_room(batch, batch - refused, step)
+        refused = self.make_room(batch, step, training=True)
         self.step = step
         self.seen.update(refused)
         self.counts["refused"] += len(refused)
@@ -57,7 +56,7 @@ class Model:
 
     def put(self, batch: Iterable[Row]) -> None:
         batch = set(batch)
-        self._make_room(batch, batch, self.step)
+        self.make_room(batch, self.step, training=False)
         self._write(batch)
 
     def delete(self, batch: Iterable[Row]) -> int:
@@ -74,16 +73,18 @@ class Model:
         draw = naive.hash_row(row[0], hash_ ^ naive.hash_row(step, self.seed))
         return (draw >> 11) * 2.0**-53 < self.admission
 
-    def _make_room(self, batch: set[Row], kept: set[Row], step: int) -> None:
-        new = kept - set(self.rows)
-        excess = 0 if self.capacity is None or not new else len(self.rows) + len(new) - self.capacity
-        if excess <= 0:
-            return
-        assert self.capacity is not None
+    def make_room(self, batch: set[Row], step: int, training: bool) -> set[Row]:
+        """Before a write of a batch. Returns the rows that are kept out."""
+        new = batch - set(self.rows)
+        refused = {row for row in new if training and not self._keeps(row, step)}
+        new -= refused
+        if self.capacity is None or not new or (excess := len(self.rows) + len(new) - self.capacity) <= 0:
+            return refused
         free = sorted((row for row in self.rows if row not in batch and self._may_go(row, step)), key=self._rank(step))
         if len(free) < excess:
             raise NoRoomError
         self._leave(free[: max(excess, self.capacity // 64)], "evicted")
+        return refused
 
     def _may_go(self, row: Row, step: int) -> bool:
         return self.eviction != "none" and (self.eviction != "ttl" or self._expired(row, step))
