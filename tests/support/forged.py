@@ -17,11 +17,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from support import shell
 from support.embeddings import contents, make, train
 from support.snapshot_parts import in_parts, save_changes_in_parts
 from support.stores import options
 from tierbed import MultiTableEmbedding, SnapshotError
-from tierbed.cli import main
 from tierbed.engine import _core
 from tierbed.engine.durable import seal, unseal
 from tierbed.snapshots import Snapshot
@@ -148,12 +148,8 @@ def _masked(crc: int) -> bytes:
 
 def command(*words: Any) -> tuple[int, Any]:
     """The exit code of `tierbed snapshot ... --json`, and the document, which is JSON as its standard has it."""
-    out, code = io.StringIO(), 0
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
-        try:
-            main(["snapshot", *map(str, words), "--json"])
-        except SystemExit as end:
-            code = int(end.code or 0)
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()):
+        code = shell.command("snapshot", *words, "--json")
     return code, json.loads(out.getvalue(), parse_constant=_no_json)
 
 

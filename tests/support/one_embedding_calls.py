@@ -185,14 +185,20 @@ def document() -> str | None:
 
 
 def examples() -> dict[str, str]:
-    """Each example by its name in `CALLS`."""
+    """Each example by its name in `CALLS`, without the statements that the document does not have."""
     text = document()
     if text is None:
         return CALLS
-    first, tables, options, store, module, several, columns, graph, ftrl = map(ported, _blocks(text))
-    guide = "\n".join([tables, store, module, graph])
-    found = {"embedding": first, "guide": guide, "table_options": options, "multi_table": several}
-    return {**found, "multi_column": columns, "ftrl": ftrl}
+    there = _squeezed(ported(re.sub(r"^>>> ?", "", text, flags=re.M)))
+    parts = {
+        name: [ast.get_source_segment(code, part) for part in ast.parse(code).body] for name, code in CALLS.items()
+    }
+    return {name: "\n".join(part for part in of if part and _squeezed(part) in there) for name, of in parts.items()}
+
+
+def _squeezed(code: str) -> str:
+    """Without what differs between texts that are formatted in two ways."""
+    return re.sub(r",(?=[])}])", "", re.sub(r"#.*|\s", "", code).replace('"', "'"))
 
 
 def ported(example: str) -> str:
@@ -204,44 +210,10 @@ def ported(example: str) -> str:
 
 def run(name: str, folder: Path, **given: Any) -> dict[str, Any]:
     """What an example defines when it runs on a CPU with its store in `folder`, with the names `given` beforehand."""
-    text = examples()[name].replace("/your_path_to_ssd", str(folder)).replace('"cuda"', '"cpu"')
+    text = CALLS[name].replace("/your_path_to_ssd", str(folder)).replace('"cuda"', '"cpu"')
     if name == "ftrl":
         text = text.replace("# ...", "loss = compute_loss()")
     made: dict[str, Any] = {**given}
     torch.manual_seed(0)
     exec(compile(text, f"<{name}>", "exec"), made)
     return made
-
-
-def _blocks(text: str) -> list[str]:
-    """The code in a document: lines behind `>>>`, and else the longest runs that parse and define something."""
-    lines = text.splitlines()
-    found, at = [], 0
-    while at < len(lines):
-        end = at
-        while end < len(lines) and lines[end].startswith(">>>"):
-            end += 1
-        if end > at:
-            found.append("\n".join(line[4:] for line in lines[at:end]))
-        elif re.match(r"import |class |# |\w+ = ", lines[at]):
-            ends = range(min(at + 40, len(lines)), at, -1)
-            end = next((at + length for e in ends if (length := _defining("\n".join(lines[at:e])))), at)
-            if end > at:
-                found.append("\n".join(lines[at:end]))
-        at = max(end, at + 1)
-    return found
-
-
-def _defining(text: str) -> int:
-    """How many lines of a text are code up to a heading, which is a bare name; 0 where it defines nothing."""
-    try:
-        statements = ast.parse(text).body
-    except SyntaxError:
-        return 0
-    code = []
-    for statement in statements:
-        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Name):
-            break
-        code.append(statement)
-    defines = any(not isinstance(statement, ast.Expr) for statement in code)
-    return code[-1].end_lineno or 0 if defines else 0
