@@ -1,8 +1,11 @@
-"""A disk, a real one, that is full or read-only: the call says so, rows stay right, and with space it goes on."""
+"""A disk, a real one, that is full, read-only or answers with errors: the call says so, and no row is lost."""
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -16,10 +19,74 @@ from torch import Tensor
 from support.embeddings import DIM, contents, make, train
 from support.forked import Disk, disk_path, in_process
 from support.stores import STORES, options
-from support.twins import ON_DISK, SMALL, Twins
-from tierbed import Graph, MultiTableEmbedding, StoreError
+from support.warm import SHIMMED
+from tierbed import Graph, MultiTableEmbedding, StoreError, TierbedError
 
 __all__ = ["disk_path"]
+
+ON_DISK = ["ssd", "ssd_host"]
+# RocksDB gathers 64 KiB before it writes a file, of which two may wait
+SMALL = {"write_buffer_size": 1 << 16, "min_write_buffer_number_to_merge": 1, "max_write_buffer_number": 2}
+
+
+class Twins:
+    """An embedding on the disk, and one that nothing happens to, which takes the steps that the first one took."""
+
+    def __init__(self, path: Path, store: str, life: dict[str, Any] | None = None) -> None:
+        self.path, self.store, self.life = path, store, life or {}
+        self.plain = make(options("device", **self.life), "adam", "plain", tables=1)
+        self.tested = self.reopened()
+        self.step = 0
+
+    def reopened(self, **more: str) -> MultiTableEmbedding:
+        small = {"rocksdb_options": SMALL} if self.store in ON_DISK else {}
+        return make(options(self.store, self.path, **small, **self.life, **more), "adam", tables=1)
+
+    def train(self) -> str | None:
+        """One step of 400 rows; what the embedding said where it failed."""
+        ids = (torch.arange(400) * 7 + 150 * self.step) % 20_000
+        said = None
+        try:
+            train(self.tested, ids)
+        except TierbedError as error:
+            said = str(error)
+        if said is None or self.tested.metrics()["table"]["step"] > self.step:
+            self.step += 1
+            train(self.plain, ids)
+        return said
+
+    def train_until_it_fails(self, times: int) -> None:
+        """Rows go down in the background, so the step that raises it is a later one."""
+        failures = 0
+        while failures < times:
+            if said := self.train():
+                self.names_path_and_remedy(said)
+                failures += 1
+            time.sleep(0.002)
+
+    def names_path_and_remedy(self, said: str) -> None:
+        assert str(self.path / "rows") in said, said
+        assert re.search(r"space|room|disk", said), said
+
+    def fails(self, call: Callable[[], object]) -> None:
+        with pytest.raises(TierbedError) as error:
+            call()
+        self.names_path_and_remedy(str(error.value))
+
+    def reads_as_before(self) -> None:
+        some = torch.arange(0, 20_000, 37)
+        assert torch.equal(self.tested.get(some), self.plain.get(some))
+
+    def same(self) -> None:
+        assert contents(self.tested).tobytes() == contents(self.plain).tobytes()
+
+    def close_and_compare(self) -> None:
+        self.tested.close()
+        self.tested = self.reopened(open="error")
+        assert self.tested.metrics()["table"]["step"] == self.step
+        self.same()
+        self.tested.close()
+
 
 MB = 1 << 20
 LIVES: dict[str, dict[str, Any]] = {
@@ -214,3 +281,63 @@ def fill_in_a_run(path: Path, store: str, ahead: int) -> None:
 @pytest.mark.rotated("store")
 def test_a_disk_that_fills_in_a_run_costs_no_batch(disk_path: Path, store: str, ahead: int) -> None:
     in_process(fill_in_a_run, disk_path, store, ahead)
+
+
+class FailingIo:
+    """Every read, write or sync of a file of rows fails with an errno while the block runs."""
+
+    def __init__(self, operation: str, number: int) -> None:
+        self._shim = ctypes.CDLL(None)
+        self._shim.io_failures.restype = ctypes.c_long
+        self._errors = [number * (operation == each) for each in ("read", "write", "sync")]
+
+    def __enter__(self) -> None:
+        self._before = self._shim.io_failures()
+        self._shim.fail_io(b".sst", *self._errors)
+
+    def __exit__(self, *error: object) -> None:
+        self._shim.fail_io(b".sst", 0, 0, 0)
+        assert self._shim.io_failures() > self._before, "nothing was asked of the disk"
+
+
+def fail_while_training(path: Path, store: str, operation: str, number: int) -> None:
+    twins = Twins(path, store)
+    for _ in range(20):
+        assert twins.train() is None
+    with FailingIo(operation, number):
+        twins.train_until_it_fails(3)
+        twins.fails(twins.tested.close)  # rows that are not marked clean must not be
+        twins.reads_as_before()
+    for _ in range(20):
+        twins.train()
+    assert twins.train() is None
+    twins.same()
+    twins.close_and_compare()
+
+
+def fail_while_reading(path: Path, store: str) -> None:
+    twins = Twins(path, store)
+    for _ in range(20):
+        twins.train()
+    twins.close_and_compare()
+    twins.tested = twins.reopened()
+    some = torch.arange(0, 20_000, 37)
+    assert twins.train() is None  # fetches rows, which stay resident
+    here = (torch.arange(400) * 7 + 150 * (twins.step - 1))[-8:]
+    expected = twins.plain.get(here)
+    with FailingIo("read", errno.EIO):
+        twins.fails(lambda: twins.tested.get(some))
+        assert torch.equal(twins.tested.get(here), expected)
+    twins.reads_as_before()
+    twins.close_and_compare()
+
+
+def all_faults(path: Path) -> None:
+    fail_while_reading(path / "read", "ssd_host")
+    fail_while_training(path / "write", "ssd_host", "write", errno.EIO)
+    fail_while_training(path / "read-only", "ssd", "write", errno.EROFS)
+    fail_while_training(path / "sync", "ssd", "sync", errno.EIO)
+
+
+def test_errors_of_the_disk_fail_calls_and_lose_no_row(tmp_path: Path) -> None:
+    in_process(all_faults, tmp_path, server=SHIMMED)

@@ -1,4 +1,4 @@
-"""Live rows that were cut or replaced by those of another moment: an error and a remedy that works, never old rows."""
+"""Live rows that were cut, damaged or replaced by those of another moment: an error and a remedy that works."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from support.killed import embedding_at
 from support.live_rows import alone, opened, own_rows, run, together
 from support.ranks import run_ranks
 from support.shell import Cli, command
-from tierbed import StoreError
+from support.small_snapshots import flip_bit
+from tierbed import StoreError, TierbedError
 from tierbed.distributed import World
 
 KEYS = torch.arange(300)
@@ -193,3 +194,52 @@ def test_merging_and_reading_leave_live_rows_as_good_as_they_were(
             embedding.get(KEYS)
             embedding.compact()
             assert contents(embedding).tobytes() == last
+
+
+MANY = torch.arange(6000)
+
+
+def damaged_store(path: Path, store: str) -> tuple[bytes, torch.Tensor]:
+    """A store with a bit flipped, closed two steps after a snapshot; its rows at the snapshot, and its embeddings."""
+    with embedding_at(path, store) as embedding:
+        train(embedding, MANY)
+        embedding.save_snapshot("good")
+        saved = contents(embedding).tobytes()
+        train(embedding, MANY)
+        train(embedding, MANY[:50])
+        expected = embedding.get(MANY)
+    file = max(path.glob("rows/live/*/*.sst"), key=lambda file: int(file.stem))
+    flip_bit(file, 8 * (file.stat().st_size // 3))
+    return saved, expected
+
+
+@pytest.mark.parametrize("store", ["ssd", "ssd_host"])
+def test_one_flipped_bit_costs_the_rows_of_its_block_alone(tmp_path: Path, store: str) -> None:
+    saved, expected = damaged_store(tmp_path, store)
+    with embedding_at(tmp_path, store, None) as embedding:
+        lost = 0
+        for begin in range(0, len(MANY), 40):
+            some = slice(begin, begin + 40)
+            try:
+                assert torch.equal(embedding.get(MANY[some]), expected[some])
+            except StoreError as error:
+                assert str(tmp_path / "rows") in str(error)  # noqa: PT017
+                assert "snapshot" in str(error)  # noqa: PT017
+                lost += 1
+        assert 0 < lost < len(MANY) / 40 / 2
+        with pytest.raises(TierbedError, match="snapshot"):
+            contents(embedding)
+    assert command("snapshot", "load", tmp_path / "rows", "good") == 0
+    with embedding_at(tmp_path, store) as embedding:
+        assert contents(embedding).tobytes() == saved
+
+
+def test_a_damaged_store_that_cannot_be_opened_can_be_begun_anew(tmp_path: Path) -> None:
+    damaged_store(tmp_path, "ssd")
+    policy = {"capacity": 10_000, "eviction": "lru"}  # knows every row, so that opening reads all
+    with pytest.raises(StoreError, match="a clean marker and cannot be read") as said:
+        embedding_at(tmp_path, "ssd", **policy).size()
+    with embedding_at(tmp_path, "ssd", open="fresh", **policy) as embedding:
+        train(embedding, MANY)
+        assert embedding.size() == len(MANY)
+    assert 'open="fresh"' in str(said.value)  # the error was held meanwhile, and with it what its frames refer to

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import pickle
-import re
 import subprocess
 import sys
 import traceback
@@ -15,7 +14,7 @@ import pytest
 
 import tierbed
 from support.embeddings import make, train
-from support.places import PACKAGE, ROOT
+from support.places import ROOT
 from support.scripts import run_script
 from support.stores import options
 from tierbed import errors
@@ -51,23 +50,6 @@ for words in (["store", "stat", folder], *(["snapshot", name, folder, *more] for
         assert not end.code, words
     check(words)
 """
-
-
-def test_messages_name_what_users_import_by_its_shortest_name() -> None:
-    public = set(dir(tierbed))
-    longer = re.compile(r"\b(?:tierbed\.)?(?:engine|embedding|graph|snapshots)\.(\w+)")
-    found = [
-        f"{file.relative_to(ROOT)}:{node.lineno}: {match.group()}"
-        for folder in PACKAGE
-        for file in sorted((ROOT / folder).rglob("*.py"))
-        for error in ast.walk(ast.parse(file.read_text()))
-        if isinstance(error, ast.Raise)
-        for node in ast.walk(error)
-        if isinstance(node, ast.Constant)
-        for match in longer.finditer(str(node.value))
-        if match.group(1) in public
-    ]
-    assert not found
 
 
 @pytest.mark.parametrize("name", FACES)

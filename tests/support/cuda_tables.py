@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from numpy.typing import NDArray
 from support.cells import rotated
 from support.cuda_emulation import EmulatedDevice
 from support.rows import Table
-from tierbed.engine import _core
 from tierbed.engine.ops.cuda import step
 from tierbed.engine.ops.cuda.batch import Batch, Ids, Segment
 from tierbed.engine.ops.cuda.device import Device, cuda_device
@@ -123,17 +121,15 @@ class DeviceTable:
 
     def contents(self, batch: Batch) -> dict[tuple[int, int], tuple[bytes, bytes]]:
         """Each row of a batch by its identity: the bytes of its floats and record."""
-        return _bytes_of(self.identities(batch), *self.read(batch.lines[: batch.unique]))
+        floats, records = self.read(batch.lines[: batch.unique])
+        return {
+            row: (values.tobytes(), record.tobytes())
+            for row, values, record in zip(self.identities(batch), floats, records, strict=True)
+        }
 
 
-def contents_on_host(table: Table, batch: _core.Batch) -> dict[tuple[int, int], tuple[bytes, bytes]]:
+def contents_on_host(table: Table, batch: object) -> dict[tuple[int, int], tuple[bytes, bytes]]:
     """The same of a batch of `_core`."""
-    return _bytes_of(
-        zip(batch.tables.tolist(), batch.keys.tolist(), strict=True),
-        table.values(batch.lines),
-        table.records(batch.lines),
-    )
-
-
-def _bytes_of(rows: Iterable[tuple[int, int]], floats: Any, records: Any) -> dict[tuple[int, int], tuple[bytes, bytes]]:
-    return {row: (f.tobytes(), r.tobytes()) for row, f, r in zip(rows, floats, records, strict=True)}
+    rows = zip(batch.tables.tolist(), batch.keys.tolist(), strict=True)  # type: ignore[attr-defined]
+    values, records = table.values(batch.lines), table.records(batch.lines)  # type: ignore[attr-defined]
+    return {row: (v.tobytes(), r.tobytes()) for row, v, r in zip(rows, values, records, strict=True)}

@@ -1,4 +1,4 @@
-"""The table of docs/torch.md has the private names of torch that the sources use, each with its files."""
+"""What the text of the sources shows: private names of torch that docs/torch.md lists, and the form of errors."""
 
 from __future__ import annotations
 
@@ -6,8 +6,28 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import cache
 
+import tierbed
 from support.places import DOCS, PACKAGE, ROOT
+from tierbed.engine import errors
+
+CLASSES = {name for name in vars(errors) if name.endswith("Error")}
+PROPER = ("MARK", "Parquet", "Prometheus", "RocksDB", "SmartDecayAdam", "TableBatchedEmbeddingBags")  # may begin a text
+COMPLETED = (  # by what raises them again, or by what surrounds them
+    "unpin of a batch that is not pinned",
+    "RocksDB in {} was closed",
+    "this world is closed",
+    "the embedding was closed before",
+    "the table was closed, or its rows were replaced",
+    "there are rows",
+    "bucket {} has {} {} instead of",
+    "build changes the shape of an argument",
+    "its parent {} is damaged",
+    "rows of {} cannot be loaded as rows of",
+    "process {} runs another version",
+)
+
 
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
 UNDOCUMENTED = re.compile(  # without an underscore, but torch does not document them
@@ -20,6 +40,12 @@ OTHERS |= {"_clipping", "_optims", "_save_param_groups", "_stride_per_key_per_ra
 OTHERS |= {"_FabricModule", "_forward_module"}  # of Lightning
 
 
+@cache
+def trees() -> dict[str, ast.Module]:
+    paths = (path for folder in (*PACKAGE, "src") for path in sorted((ROOT / folder).rglob("*.py")))
+    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in paths}
+
+
 def table() -> dict[str, set[str]]:
     """The names of the table, each with its files."""
     lines = (line for line in (DOCS / "torch.md").read_text().splitlines() if line.startswith("| `"))
@@ -27,10 +53,10 @@ def table() -> dict[str, set[str]]:
     return {name: set(files) for names, files in rows for name in names}
 
 
-def own_names(trees: Iterable[ast.Module]) -> set[str]:
+def own_names() -> set[str]:
     """The names that the sources define."""
     found = set()
-    for node in (node for tree in trees for node in ast.walk(tree)):
+    for node in (node for tree in trees().values() for node in ast.walk(tree)):
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
                 found.add(name)
@@ -80,11 +106,45 @@ def private_names(tree: ast.Module, own: set[str], listed: Iterable[str]) -> Ite
 
 
 def test_the_table_has_each_private_name_of_torch_with_its_files_and_no_other() -> None:
-    paths = [path for folder in (*PACKAGE, "src") for path in sorted((ROOT / folder).rglob("*.py"))]
-    trees = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in paths}
-    own, listed = own_names(trees.values()), table()
+    own, listed = own_names(), table()
     used = defaultdict(set)
-    for file, tree in trees.items():
+    for file, tree in trees().items():
         for name in filter(None, private_names(tree, own, listed)):
             used[name].add(file)
     assert listed == used
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """Where each error is made, and its text with {} for values."""
+    for file, tree in trees().items():
+        for node in ast.walk(tree):
+            match node:
+                case ast.Call(func=ast.Name(id=name), args=[ast.JoinedStr() | ast.Constant() as text, *_]):
+                    parts = text.values if isinstance(text, ast.JoinedStr) else [text]
+                    said = (part.value if isinstance(part, ast.Constant) else "{}" for part in parts)
+                    if name in CLASSES:
+                        yield f"{file}:{node.lineno}", "".join(map(str, said))
+
+
+def test_every_error_has_a_value_and_then_what_to_do() -> None:
+    found = list(texts())
+    assert len(found) > 500
+    assert [one for one in found if one[1].rstrip().endswith(".")] == []
+    assert [one for one in found if one[1][:1].isupper() and not one[1].startswith(PROPER)] == []
+    alone = [one for one in found if not {";", ":"} & set(one[1]) and ". " not in one[1]]
+    assert [one for one in alone if not one[1].startswith(COMPLETED)] == []
+
+
+def test_messages_name_what_users_import_by_its_shortest_name() -> None:
+    longer = re.compile(r"\b(?:tierbed\.)?(?:engine|embedding|graph|snapshots)\.(\w+)")
+    found = [
+        f"{file}:{node.lineno}: {match.group()}"
+        for file, tree in trees().items()
+        for error in ast.walk(tree)
+        if isinstance(error, ast.Raise)
+        for node in ast.walk(error)
+        if isinstance(node, ast.Constant)
+        for match in longer.finditer(str(node.value))
+        if match.group(1) in dir(tierbed)
+    ]
+    assert not found
