@@ -102,13 +102,6 @@ def exporting(folder: Path) -> Call:
     return tierbed.export_snapshot, {"snapshot": snapshot, "path": folder / "out", "format": "npz"}
 
 
-def reading(folder: Path) -> Call:
-    saved(folder)
-    return tierbed.make_persistent_table_reader, {
-        "path": folder / "rows", "snapshot_name": "first", **KEY_AND_VALUE
-    }  # fmt: skip
-
-
 def loading_states(folder: Path) -> Call:
     made = jagged.EmbeddingBagCollection([config()], HOST)
     EagerOptimizer(torch.optim.Adagrad(made.parameters()), made)
@@ -132,130 +125,119 @@ def keyed() -> Any:
 
 
 def bags() -> Any:
-    specs = [(FIXED, 4, jagged.EmbeddingLocation.HOST, jagged.ComputeDevice.CPU)]
-    return jagged.TableBatchedEmbeddingBags(specs)
+    return jagged.TableBatchedEmbeddingBags(SPECS)
 
 
-def parameters() -> list[nn.Parameter]:
-    return [nn.Parameter(torch.zeros(2, 2))]
+def of(function: Callable[..., Any], **given: Any) -> Callable[[Path], Call]:
+    """A call with good values, in which "@name" is a path in the folder of the test."""
+    return lambda folder: (function, at(folder, given))
+
+
+def method(made: Callable[[Path], Any], name: str, **given: Any) -> Callable[[Path], Call]:
+    return lambda folder: (getattr(made(folder), name), at(folder, given))
+
+
+def at(folder: Path, given: dict[str, Any]) -> dict[str, Any]:
+    return {name: folder / one[1:] if isinstance(one, str) and one[:1] == "@" else one for name, one in given.items()}
 
 
 LENGTHS = {"values": torch.tensor([1, 2, 3]), "lengths": torch.tensor([1, 2])}
+SPECS = [(FIXED, 4, jagged.EmbeddingLocation.HOST, jagged.ComputeDevice.CPU)]
+OF_EMBEDDINGS: dict[str, dict[str, Any]] = {
+    "get": {"keys": IDS}, "put": {"keys": IDS, "rows": torch.ones(2, 2)}, "delete": {"ids": IDS}, "explain": {"key": 1},
+    "prefetch": {"ids": IDS},
+    "load_dense": {"weights": {0: torch.zeros(FIXED, 2)}}, "load_state_dict": {"state_dict": {}, "strict": False},
+}  # fmt: skip
+OF_SAVED: dict[str, dict[str, Any]] = {
+    "save_snapshot": {"snapshot_name": "second"}, "load_snapshot": {"snapshot_name": "first"},
+    "prune_snapshots": {"keep_last": 1},
+}  # fmt: skip
+OF_GRAPHS: dict[str, dict[str, Any]] = {
+    "add_optimizer": {"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)},
+    "accumulate_grads": {"steps": 2}, "clip_grad_norm": {"max_norm": 1.0}, "clip_grad_value": {"clip_value": 1.0},
+    "cuda_graph": {"enabled": False}, "set_grad_scaler": {"scaler": None}, "run": {"batches": [IDS]},
+    "profile": {"batches": [IDS]},
+}  # fmt: skip
+OF_SAVED_GRAPHS = {
+    **OF_SAVED,
+    "save": {"path": "@second"},
+    "check_save": {"path": "@second"},
+    "load": {"path": "@saved"},
+}
+OF_KEYED: dict[str, dict[str, Any]] = {
+    "from_jt_dict": {"jt_dict": keyed().to_dict()}, "concat": {"kjt_list": [keyed()]}, "permute": {"indices": [0]},
+    "split": {"segments": [1]}, "__getitem__": {"key": "f"}, "flatten_lengths": {},
+}  # fmt: skip
 CALLS: dict[str, Callable[[Path], Call]] = {
-    "make_device_mem_store_options": lambda _: (tierbed.make_device_mem_store_options, {}),
-    "make_host_mem_store_options": lambda _: (tierbed.make_host_mem_store_options, {}),
-    "make_cached_host_mem_store_options": lambda _: (
-        tierbed.make_cached_host_mem_store_options, {"cache_budget_mb": 1}
+    "device_options": of(tierbed.make_device_mem_store_options),
+    "host_options": of(tierbed.make_host_mem_store_options),
+    "cached_host_options": of(tierbed.make_cached_host_mem_store_options, cache_budget_mb=1),
+    "ssd_options": of(tierbed.make_cached_ssd_store_options, cache_budget_mb=1, persistent_path="@ssd"),
+    "uniform_initializer": of(tierbed.make_uniform_initializer),
+    "normal_initializer": of(tierbed.make_normal_initializer),
+    "constant_initializer": of(tierbed.make_constant_initializer, value=1),
+    "trunc_normal_initializer": of(tierbed.make_trunc_normal_initializer),
+    "column_options": of(tierbed.make_column_options, initializer=CONSTANT),
+    "table_options": of(tierbed.make_table_options, param=CONSTANT),
+    "hash_keys": of(tierbed.hash_keys, values=["a"]),
+    "check_name": of(tierbed.check_name, name="a"),
+    "load_store_options": of(tierbed.load_store_options, path="@x.toml", name="a"),
+    "list_snapshots": of(tierbed.list_snapshots, folder="@"),
+    "latest_snapshot": of(tierbed.latest_snapshot, folder="@"),
+    "plan": of(tierbed.plan, trace=[IDS], dim=4, state=0, samples=1024),
+    "embedding": of(
+        MultiTableEmbedding, name="rows", embedding_dim=2, dtype=torch.float32, key_type=torch.int64, tables=None,
+        store_options=HOST,
     ),
-    "make_cached_ssd_store_options": lambda folder: (
-        tierbed.make_cached_ssd_store_options, {"cache_budget_mb": 1, "persistent_path": folder / "ssd"}
-    ),
-    "make_uniform_initializer": lambda _: (tierbed.make_uniform_initializer, {}),
-    "make_normal_initializer": lambda _: (tierbed.make_normal_initializer, {}),
-    "make_constant_initializer": lambda _: (tierbed.make_constant_initializer, {"value": 1}),
-    "make_trunc_normal_initializer": lambda _: (tierbed.make_trunc_normal_initializer, {}),
-    "make_column_options": lambda _: (tierbed.make_column_options, {"initializer": CONSTANT}),
-    "make_table_options": lambda _: (tierbed.make_table_options, {"param": CONSTANT}),
-    "hash_keys": lambda _: (tierbed.hash_keys, {"values": ["a"]}),
-    "check_name": lambda _: (tierbed.check_name, {"name": "a"}),
-    "load_store_options": lambda folder: (tierbed.load_store_options, {"path": folder / "x.toml", "name": "a"}),
-    "list_snapshots": lambda folder: (tierbed.list_snapshots, {"folder": folder}),
-    "latest_snapshot": lambda folder: (tierbed.latest_snapshot, {"folder": folder}),
-    "plan": lambda _: (tierbed.plan, {"trace": [IDS], "dim": 4, "state": 0, "samples": 1024}),
-    "embedding": lambda _: (MultiTableEmbedding, {
-        "name": "rows", "embedding_dim": 2, "dtype": torch.float32, "key_type": torch.int64, "tables": None,
-        "store_options": HOST,
-    }),
-    "embedding.get": lambda _: (rows().get, {"keys": IDS}),
-    "embedding.put": lambda _: (rows().put, {"keys": IDS, "rows": torch.ones(2, 2)}),
-    "embedding.delete": lambda _: (rows().delete, {"ids": IDS}),
-    "embedding.explain": lambda _: (rows().explain, {"key": 1}),
-    "embedding.prefetch": lambda _: (trained(rows()).prefetch, {"ids": IDS}),
-    "embedding.__call__": lambda _: (rows(), {"ids": IDS, "offsets": torch.tensor([0, 2]), "pooling": "sum"}),
-    "embedding.load_dense": lambda _: (rows().load_dense, {"weights": {0: torch.zeros(FIXED, 2)}}),
-    "embedding.load_state_dict": lambda _: (rows().load_state_dict, {"state_dict": {}, "strict": False}),
-    "embedding.save_snapshot": lambda folder: (saved(folder).save_snapshot, {"snapshot_name": "second"}),
-    "embedding.check_save": lambda folder: (saved(folder).check_save, {"snapshot_name": "second"}),
-    "embedding.load_snapshot": lambda folder: (saved(folder).load_snapshot, {"snapshot_name": "first"}),
-    "embedding.prune_snapshots": lambda folder: (saved(folder).prune_snapshots, {"keep_last": 1}),
-    "graph.add_optimizer": lambda _: (
-        Model().add_optimizer, {"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)}
-    ),
-    "graph.accumulate_grads": lambda _: (Model().accumulate_grads, {"steps": 2}),
-    "graph.clip_grad_norm": lambda _: (Model().clip_grad_norm, {"max_norm": 1.0}),
-    "graph.clip_grad_value": lambda _: (Model().clip_grad_value, {"clip_value": 1.0}),
-    "graph.cuda_graph": lambda _: (Model().cuda_graph, {"enabled": False}),
-    "graph.set_grad_scaler": lambda _: (Model().set_grad_scaler, {"scaler": None}),
-    "graph.run": lambda _: (Model().run, {"batches": [IDS]}),
-    "graph.profile": lambda _: (Model().profile, {"batches": [IDS]}),
-    "graph.save": lambda folder: (saved_graph(folder).save, {"path": folder / "second"}),
-    "graph.check_save": lambda folder: (saved_graph(folder).check_save, {"path": folder / "second"}),
-    "graph.load": lambda folder: (saved_graph(folder).load, {"path": folder / "saved"}),
-    "graph.save_snapshot": lambda folder: (saved_graph(folder).save_snapshot, {"snapshot_name": "second"}),
-    "graph.load_snapshot": lambda folder: (saved_graph(folder).load_snapshot, {"snapshot_name": "first"}),
-    "graph.prune_snapshots": lambda folder: (saved_graph(folder).prune_snapshots, {"keep_last": 1}),
+    **{f"embedding.{name}": method(lambda _: trained(rows()), name, **good) for name, good in OF_EMBEDDINGS.items()},
+    "embedding.forward": lambda _: (rows(), {"ids": IDS, "offsets": torch.tensor([0, 2]), "pooling": "sum"}),
+    **{f"embedding.{name}": method(saved, name, **good) for name, good in OF_SAVED.items()},
+    "embedding.check_save": method(saved, "check_save", snapshot_name="second"),
+    **{f"graph.{name}": method(lambda _: Model(), name, **good) for name, good in OF_GRAPHS.items()},
+    **{f"graph.{name}": method(saved_graph, name, **good) for name, good in OF_SAVED_GRAPHS.items()},
     "eager_optimizer": lambda _: (
         EagerOptimizer, {"optimizer": torch.optim.SGD((made := rows()).parameters(), 0.1), "module": made}
     ),
     "eager_clip": clipping,
     "save_checkpoint": lambda folder: (tierbed.save_checkpoint, {**plain(folder), "extra": {}}),
     "load_checkpoint": loading,
-    "world": lambda _: (World, {}),
-    "import_snapshot": lambda folder: (
-        tierbed.import_snapshot,
-        {"store": folder / "rows", "name": "imported", "source": np.ones((2, 2), np.float32)},
+    "world": of(World),
+    "import_snapshot": of(
+        tierbed.import_snapshot, store="@rows", name="imported", source=np.ones((2, 2), np.float32)
     ),
     "export_snapshot": exporting,
-    "persistent_table_reader": reading,
-    "persistent_table_writer": lambda folder: (
-        tierbed.make_persistent_table_writer, {"path": folder / "rows", "snapshot_name": "first", **KEY_AND_VALUE}
+    "persistent_table_reader": lambda folder: (saved(folder), of(
+        tierbed.make_persistent_table_reader, path="@rows", snapshot_name="first", **KEY_AND_VALUE
+    )(folder))[1],
+    "persistent_table_writer": of(
+        tierbed.make_persistent_table_writer, path="@rows", snapshot_name="first", **KEY_AND_VALUE
     ),
-    "bag_collection": lambda _: (
-        jagged.EmbeddingBagCollection, {"tables": [config()], "store_options": HOST, "name": "ebc"}
-    ),
-    "collection": lambda _: (
-        jagged.EmbeddingCollection,
-        {"tables": [config(jagged.EmbeddingConfig)], "store_options": HOST, "name": "ec"},
-    ),
-    "bag_config": lambda _: (
-        jagged.EmbeddingBagConfig, {"num_embeddings": 4, "embedding_dim": 4, "name": "t", "feature_names": ["f"]}
-    ),
+    "bag_collection": of(jagged.EmbeddingBagCollection, tables=[config()], store_options=HOST, name="ebc"),
     "bag_collection_forward": lambda _: (jagged.EmbeddingBagCollection([config()], HOST), {"features": keyed()}),
+    "collection": of(
+        jagged.EmbeddingCollection, tables=[config(jagged.EmbeddingConfig)], store_options=HOST, name="ec"
+    ),
     "collection_states": loading_states,
-    "keyed_jagged": lambda _: (jagged.KeyedJaggedTensor, {"keys": ["f"], **LENGTHS}),
-    "keyed_jagged.from_jt_dict": lambda _: (keyed().from_jt_dict, {"jt_dict": keyed().to_dict()}),
-    "keyed_jagged.concat": lambda _: (keyed().concat, {"kjt_list": [keyed()]}),
-    "keyed_jagged.permute": lambda _: (keyed().permute, {"indices": [0]}),
-    "keyed_jagged.split": lambda _: (keyed().split, {"segments": [1]}),
-    "keyed_jagged.__getitem__": lambda _: (keyed().__getitem__, {"key": "f"}),
-    "keyed_jagged.flatten_lengths": lambda _: (keyed().flatten_lengths, {}),
-    "jagged_tensor": lambda _: (jagged.JaggedTensor, LENGTHS),
-    "keyed_tensor": lambda _: (
-        jagged.KeyedTensor, {"keys": ["f"], "length_per_key": [3], "values": torch.zeros(2, 3)}
-    ),
-    "padded": lambda _: (
-        jagged.JaggedTensor(torch.ones(3), lengths=torch.tensor([1, 2])).to_padded_dense, {"desired_length": 2}
-    ),
-    "table_batched": lambda _: (jagged.TableBatchedEmbeddingBags, {
-        "embedding_specs": [(FIXED, 4, jagged.EmbeddingLocation.HOST, jagged.ComputeDevice.CPU)]
-    }),
+    "bag_config": of(jagged.EmbeddingBagConfig, num_embeddings=4, embedding_dim=4, name="t", feature_names=["f"]),
+    "keyed_jagged": of(jagged.KeyedJaggedTensor, keys=["f"], **LENGTHS),
+    **{f"keyed_jagged.{name}": method(lambda _: keyed(), name, **good) for name, good in OF_KEYED.items()},
+    "jagged_tensor": of(jagged.JaggedTensor, **LENGTHS),
+    "keyed_tensor": of(jagged.KeyedTensor, keys=["f"], length_per_key=[3], values=torch.zeros(2, 3)),
+    "padded": of(jagged.JaggedTensor(torch.ones(3), lengths=torch.tensor([1, 2])).to_padded_dense, desired_length=2),
+    "table_batched": of(jagged.TableBatchedEmbeddingBags, embedding_specs=SPECS),
     "table_batched_forward": lambda _: (bags(), {"indices": IDS, "offsets": torch.tensor([0, 2])}),
-    "table_batched_numbers": lambda _: (bags().update_hyper_parameters, {"params_dict": {"lr": 0.1}}),
-    "table_batched_rows": lambda _: (bags().load_dense, {"weights": [torch.zeros(FIXED, 4)]}),
-    "moves": lambda _: (
-        jagged.multi_remap_to_groups, {"keys": [["a", "b"]], "lengths": [[2, 3]], "groups": [["b"], ["a"]]}
-    ),
+    "table_batched_numbers": method(lambda _: bags(), "update_hyper_parameters", params_dict={"lr": 0.1}),
+    "table_batched_rows": method(lambda _: bags(), "load_dense", weights=[torch.zeros(FIXED, 4)]),
+    "moves": of(jagged.multi_remap_to_groups, keys=[["a", "b"]], lengths=[[2, 3]], groups=[["b"], ["a"]]),
     "moved": moving,
-    "weighted_positions": lambda _: (jagged.PositionWeightedModuleCollection, {"max_feature_lengths": {"f": 3}}),
-    "position_weighted": lambda _: (jagged.PositionWeightedModule, {"max_feature_length": 3}),
+    "weighted_positions": of(jagged.PositionWeightedModuleCollection, max_feature_lengths={"f": 3}),
+    "position_weighted": of(jagged.PositionWeightedModule, max_feature_length=3),
     "pipeline": lambda _: (
         jagged.TrainPipelineSparseDist, {"model": (made := rows()), "optimizer": eager(made), "device": "cpu"}
     ),
     "model_parallel": lambda _: (jagged.DistributedModelParallel, {"module": rows()}),
-    "fused_mlp": lambda _: (
-        one_embedding.FusedMLP, {"in_features": 2, "hidden_features": [2], "out_features": 1}
-    ),
-    **{kind.__name__: lambda _, kind=kind: (kind, {"params": parameters()}) for kind in (
+    "fused_mlp": of(one_embedding.FusedMLP, in_features=2, hidden_features=[2], out_features=1),
+    **{kind.__name__: of(kind, params=[nn.Parameter(torch.zeros(2, 2))]) for kind in (
         optim.RowWiseAdagrad, optim.PartialRowWiseAdam, optim.LAMB, optim.PartialRowWiseLAMB, optim.LarsSGD,
         optim.CatchUpAdam, optim.CatchUpAdamW, optim.Ftrl, one_embedding.SmartDecayAdam,
     )},
