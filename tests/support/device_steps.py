@@ -83,8 +83,7 @@ def started(
 ) -> Run:
     kind, settings = OPTIMIZERS[optimizer]
     known, given = VARIANTS.get(store, (store, {}))
-    where = options(known, path, **given)
-    rows = make(where, key_type=torch.int64, padding_idx=PADDING, **more)
+    rows = make(options(known, path, **given), padding_idx=PADDING, **more)
     run = Run(Step(rows, kind(rows.parameters(), **settings), pooling), place)
     run.graph.to(place)
     return run

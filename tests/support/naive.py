@@ -24,12 +24,11 @@ from tierbed.engine.row_format import narrowed, widened
 F32 = NDArray[np.float32]
 U32 = NDArray[np.uint32]
 U64 = NDArray[np.uint64]
-
-_GOLDEN = np.uint32(0x9E3779B9)
-_PRECISION = {"float16": (11, -24), "bfloat16": (8, -133)}  # bits of a number, exponent of the smallest one
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
 MASK32, MASK64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
+_GOLDEN = np.uint32(0x9E3779B9)
+_PRECISION = {"float16": (11, -24), "bfloat16": (8, -133)}  # bits of a number, exponent of the smallest one
 
 
 def noise(seed: int, hashes: U64, step: int | U32, columns: int) -> U32:
@@ -182,16 +181,9 @@ def initial_value(bits: int, kind: int, parameters: F32, quantiles: F64) -> np.f
 
 
 def initial_rows(
-    tables: U32,
-    keys: U64,
-    seed: int,
-    columns: Sequence[int],
-    kinds: Sequence[int],
-    parameters: F32,
-    quantiles: F64,
-    states: Sequence[float] = (),
-    state_widths: Sequence[int] = (),
-) -> F32:
+    tables: U32, keys: U64, seed: int, columns: Sequence[int], kinds: Sequence[int], parameters: F32, quantiles: F64,
+    states: Sequence[float] = (), state_widths: Sequence[int] = (),
+) -> F32:  # fmt: skip
     """[n, dim + sum(state_widths)]: embeddings, then each state's constant.
 
     `columns` are widths of column groups. Entry table * len(columns) + group of `kinds`, `parameters` [n, 2] and
