@@ -32,7 +32,16 @@ import torch
 from tierbed import one_embedding
 from tierbed import Graph
 """
-MLP = """
+MODEL = """
+embedding = one_embedding.{kind}(
+    name="my_embedding",
+    embedding_dim={size},
+    dtype=torch.float,
+    key_type=torch.int64,
+    tables=tables,
+    store_options=store_options,
+)
+embedding.to("cuda")
 mlp = one_embedding.FusedMLP(
     in_features={width} * num_tables, hidden_features=[512, 256, 128], out_features=1, skip_final_activation=True
 )
@@ -53,24 +62,23 @@ class TrainGraph(Graph):
         loss.backward()
         return loss
 """
+SEVERAL = """
+import numpy as np
+from torch import nn
+table_size_array = [39884407, 39043, 17289]
+vocab_size = sum(table_size_array)
+num_tables = len(table_size_array)
+scales = np.sqrt(1 / np.array(table_size_array))
+store_options = one_embedding.make_cached_ssd_store_options(
+    cache_budget_mb=8192, persistent_path="/your_path_to_ssd", capacity=vocab_size
+)
+"""
 STEP = """
 ids = np.random.randint(0, 1000, (100, num_tables), dtype=np.int64)
 ids_tensor = torch.tensor(ids, requires_grad=False).to("cuda")
 graph = TrainGraph()
 loss = graph(ids_tensor)
 print(loss)
-"""
-SIZES = """
-import numpy as np
-from torch import nn
-table_size_array = [39884407, 39043, 17289]
-vocab_size = sum(table_size_array)
-num_tables = len(table_size_array)
-"""
-SSD = """
-store_options = one_embedding.make_cached_ssd_store_options(
-    cache_budget_mb=8192, persistent_path="/your_path_to_ssd", capacity=vocab_size
-)
 """
 CALLS = {
     "embedding": f"""
@@ -98,17 +106,8 @@ store_options = one_embedding.make_cached_ssd_store_options(
     physical_block_size=4096,
 )
 embedding_size = 128
-embedding = one_embedding.MultiTableEmbedding(
-    name="my_embedding",
-    embedding_dim=embedding_size,
-    dtype=torch.float,
-    key_type=torch.int64,
-    tables=tables,
-    store_options=store_options,
-)
-embedding.to("cuda")
 num_tables = 3
-{MLP.format(width="embedding_size")}
+{MODEL.format(kind="MultiTableEmbedding", size="embedding_size", width="embedding_size")}
 """,
     "table_options": f"""
 {IMPORTS}
@@ -119,31 +118,19 @@ tables = [table1, table2]
 """,
     "multi_table": f"""
 {IMPORTS}
-{SIZES}
+{SEVERAL}
 embedding_size = 128
-scales = np.sqrt(1 / np.array(table_size_array))
 tables = [
     one_embedding.make_table_options(one_embedding.make_uniform_initializer(low=-scale, high=scale))
     for scale in scales
 ]
-{SSD}
-embedding = one_embedding.MultiTableEmbedding(
-    name="my_embedding",
-    embedding_dim=embedding_size,
-    dtype=torch.float,
-    key_type=torch.int64,
-    tables=tables,
-    store_options=store_options,
-)
-embedding.to("cuda")
-{MLP.format(width="embedding_size")}
+{MODEL.format(kind="MultiTableEmbedding", size="embedding_size", width="embedding_size")}
 {STEP}
 """,
     "multi_column": f"""
 {IMPORTS}
-{SIZES}
+{SEVERAL}
 embedding_size_list = [10, 1]
-scales = np.sqrt(1 / np.array(table_size_array))
 tables = [
     one_embedding.make_table_options(
         [
@@ -153,17 +140,7 @@ tables = [
     )
     for scale in scales
 ]
-{SSD}
-embedding = one_embedding.MultiTableMultiColumnEmbedding(
-    name="my_embedding",
-    embedding_dim=embedding_size_list,
-    dtype=torch.float,
-    key_type=torch.int64,
-    tables=tables,
-    store_options=store_options,
-)
-embedding.to("cuda")
-{MLP.format(width="sum(embedding_size_list)")}
+{MODEL.format(kind="MultiTableMultiColumnEmbedding", size="embedding_size_list", width="sum(embedding_size_list)")}
 {STEP}
 """,
     "ftrl": """
