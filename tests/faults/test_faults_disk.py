@@ -18,9 +18,10 @@ from torch import Tensor
 
 from support.embeddings import DIM, contents, make, train
 from support.forked import Disk, disk_path, in_process
+from support.graphs import Rating
 from support.stores import STORES, options
 from support.warm import SHIMMED
-from tierbed import Graph, MultiTableEmbedding, StoreError, TierbedError
+from tierbed import MultiTableEmbedding, StoreError, TierbedError
 
 __all__ = ["disk_path"]
 
@@ -54,6 +55,16 @@ class Twins:
             self.step += 1
             train(self.plain, ids)
         return said
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            assert self.train() is None
+
+    def recovers(self) -> None:
+        for _ in range(20):
+            self.train()
+        self.steps(1)
+        self.same()
 
     def train_until_it_fails(self, times: int) -> None:
         """Rows go down in the background, so the step that raises it is a later one."""
@@ -100,18 +111,14 @@ on_disk = pytest.mark.parametrize("store", ON_DISK)
 def fill_while_training(path: Path, store: str, life: str) -> None:
     disk = Disk(path, 24 * MB)
     twins = Twins(path, store, LIVES[life])
-    for _ in range(20):
-        assert twins.train() is None
+    twins.steps(20)
     with disk.full():
         twins.train_until_it_fails(2)
         if life == "plain":
             twins.reads_as_before()
             twins.fails(lambda: twins.tested.save_snapshot("no-room"))
-    for _ in range(20):
-        twins.train()
-    assert twins.train() is None
+    twins.recovers()
     assert twins.tested.size() == twins.plain.size() == len(contents(twins.plain))
-    twins.same()
     twins.tested.save_snapshot("room")
     twins.close_and_compare()
 
@@ -126,13 +133,12 @@ def test_a_disk_that_fills_while_training_fails_calls_and_loses_no_row(disk_path
 def a_save_or_a_close_on_a_full_disk_can_be_tried_again(path: Path, store: str) -> None:
     disk = Disk(path, 24 * MB)
     twins = Twins(path, store)
-    for _ in range(5):
-        twins.train()
+    twins.steps(5)
     with disk.full():
         for call in (lambda: twins.tested.save_snapshot("s"), twins.tested.close):
             twins.fails(call)
             twins.reads_as_before()
-        assert twins.train() is None
+        twins.steps(1)
     twins.tested.save_snapshot("s")
     twins.train()
     twins.close_and_compare()
@@ -143,8 +149,7 @@ def no_store_is_made_on_a_full_disk_and_one_that_is_there_fails_until_there_is_r
     twins = Twins(path, store)
     with disk.full():
         twins.fails(lambda: train(twins.tested, range(9)))
-    for _ in range(3):
-        assert twins.train() is None
+    twins.steps(3)
     twins.close_and_compare()
     twins.tested = twins.reopened()
     twins.reads_as_before()
@@ -153,7 +158,7 @@ def no_store_is_made_on_a_full_disk_and_one_that_is_there_fails_until_there_is_r
         if said is not None:
             twins.names_path_and_remedy(said)
         twins.reads_as_before()
-    assert twins.train() is None
+    twins.steps(1)
     twins.close_and_compare()
 
 
@@ -163,14 +168,13 @@ def a_store_on_a_read_only_disk_is_refused_and_left_as_it_is(path: Path, store: 
         Twins(path, store).tested.put([1], torch.ones(1, DIM))
     twins = Twins(path, store)
     twins.names_path_and_remedy(str(new.value))
-    for _ in range(3):
-        twins.train()
+    twins.steps(3)
     twins.tested.close()
     twins.tested = twins.reopened()
     with disk.read_only():
         twins.fails(twins.reads_as_before)
     twins.reads_as_before()
-    assert twins.train() is None
+    twins.steps(1)
     twins.close_and_compare()
 
 
@@ -195,8 +199,7 @@ def disk_of_a_run_that_died(path: Path, store: str) -> Disk:
         assert os.waitpid(child, 0)[1] == 0
         return disk
     twins = Twins(path, store)
-    for _ in range(3):
-        twins.train()
+    twins.steps(3)
     twins.tested.save_snapshot("s")
     while not twins.train():
         pass
@@ -234,17 +237,11 @@ def test_a_store_that_has_no_room_to_open_says_so_and_opens_later(disk_path: Pat
     in_process(open_without_room, disk_path)
 
 
-class Sums(Graph):
-    def __init__(self, rows: MultiTableEmbedding) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.rows, self.layer = rows, torch.nn.Linear(DIM, 1)
-        self.add_optimizer(torch.optim.Adam([*rows.parameters(), *self.layer.parameters()], lr=0.01))
-
-    def build(self, ids: Tensor) -> Tensor:
-        loss = self.layer(self.rows(ids)).square().mean()
-        loss.backward()
-        return loss
+def rating(name: str, store_options: Any) -> Rating:
+    rows = make(store_options, None, name, tables=1)
+    torch.manual_seed(1)
+    layer = torch.nn.Linear(DIM, 1)
+    return Rating(rows, layer, torch.optim.Adam([*rows.parameters(), *layer.parameters()], lr=0.01))
 
 
 def next_raises(run: Iterator[Tensor]) -> bool:
@@ -258,8 +255,7 @@ def next_raises(run: Iterator[Tensor]) -> bool:
 def fill_in_a_run(path: Path, store: str, ahead: int) -> None:
     disk = Disk(path, 24 * MB)
     batches = [(torch.arange(400) * 7 + 150 * step) % 20_000 for step in range(400)]
-    plain = Sums(make(options("device"), None, "plain", tables=1))
-    tested = Sums(make(options(store, path, rocksdb_options=SMALL), None, tables=1))
+    plain, tested = rating("plain", options("device")), rating("rows", options(store, path, rocksdb_options=SMALL))
     run, failures = tested.run(batches, ahead=ahead), 0
     for _ in range(20):
         next(run)
@@ -273,7 +269,7 @@ def fill_in_a_run(path: Path, store: str, ahead: int) -> None:
     for batch in batches:
         plain(batch)
     assert contents(tested.rows).tobytes() == contents(plain.rows).tobytes()
-    assert torch.equal(tested.layer.weight, plain.layer.weight)
+    assert torch.equal(tested.mlp.weight, plain.mlp.weight)
 
 
 @pytest.mark.parametrize("ahead", [0, 4])
@@ -302,27 +298,22 @@ class FailingIo:
 
 def fail_while_training(path: Path, store: str, operation: str, number: int) -> None:
     twins = Twins(path, store)
-    for _ in range(20):
-        assert twins.train() is None
+    twins.steps(20)
     with FailingIo(operation, number):
         twins.train_until_it_fails(3)
         twins.fails(twins.tested.close)  # rows that are not marked clean must not be
         twins.reads_as_before()
-    for _ in range(20):
-        twins.train()
-    assert twins.train() is None
-    twins.same()
+    twins.recovers()
     twins.close_and_compare()
 
 
 def fail_while_reading(path: Path, store: str) -> None:
     twins = Twins(path, store)
-    for _ in range(20):
-        twins.train()
+    twins.steps(20)
     twins.close_and_compare()
     twins.tested = twins.reopened()
     some = torch.arange(0, 20_000, 37)
-    assert twins.train() is None  # fetches rows, which stay resident
+    twins.steps(1)  # fetches rows, which stay resident
     here = (torch.arange(400) * 7 + 150 * (twins.step - 1))[-8:]
     expected = twins.plain.get(here)
     with FailingIo("read", errno.EIO):
