@@ -92,11 +92,14 @@ def private_names(tree: ast.Module, own: set[str], listed: Iterable[str]) -> Ite
         name = None
         match node:
             case ast.Attribute():
-                base, _, path = ast.unparse(node).partition(".")
-                if base not in bound:
-                    name = None if isinstance(node.value, ast.Name) and base in ("self", "cls") else node.attr
-                elif id(node) not in inner and private_part(bound[base]) is None:
-                    yield private_part(f"{bound[base]}.{path}")
+                base = node.value
+                while isinstance(base, ast.Attribute):
+                    base = base.value
+                known = bound.get(base.id) if isinstance(base, ast.Name) else None
+                if known is None:
+                    name = None if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls") else node.attr
+                elif id(node) not in inner and private_part(known) is None:
+                    yield private_part(f"{known}.{ast.unparse(node).partition('.')[2]}")
             case ast.Constant(value=str(name)):
                 yield private_part(name) if re.fullmatch(r"torch(\.\w+)+", name) else None
             case ast.keyword(arg=str(keyword)) if PRIVATE.fullmatch(keyword) and keyword not in own:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from support.embeddings import contents, make, train
 from support.naive import hash_row
+from support.small_snapshots import keys_of_few_files
 from support.stores import options
 from tierbed import MultiTableEmbedding
 
-OTHERS = torch.arange(1, 1000) * 0x9E3779B97F4A7C15 % (1 << 62)
+OTHERS = keys_of_few_files(1000)
 SECRETS = [0x1122334455667788, -0x0123456789ABCDEF, 0x7EDCBA9876543210]
 WORD = 8
 

@@ -82,10 +82,10 @@ def test_many_rows_leave_at_once_in_the_order_of_the_policy(eviction: str, threa
     policy = {"eviction": eviction, "capacity": 1000, **({"ttl_steps": 3} if eviction == "ttl" else {})}
     embedding, model = make(options("device", **policy), "sgd"), Model(**policy)
     random = torch.Generator().manual_seed(1)
-    for _ in range(40):
+    for _ in range(25):
         keys = (torch.rand(200, generator=random) ** 3 * 4000).to(torch.int64).tolist()
         call("train", embedding, model, [(key % 3, key) for key in keys])
-    assert model.counts["evicted"] > 1000
+    assert model.counts["evicted"] > 500
     assert embedding.metrics()["table"]["evicted"] == model.counts["evicted"]
 
 
@@ -217,12 +217,12 @@ def test_rows_that_share_a_bucket_come_and_go(calls: list[tuple[bool, list[int],
 def test_many_rows_and_what_they_take(threads: int) -> None:
     random = np.random.default_rng(0)
     rows = ledger()
-    keys = np.unique(random.integers(0, 2**64, 100_000, np.uint64))
+    keys = np.unique(random.integers(0, 2**64, 60_000, np.uint64))
     tables = (keys % np.uint64(5)).astype(np.uint32)
     steps = random.integers(0, 2**32, len(keys), np.uint32)
     rows.load(tables, keys, np.ones(len(keys), np.uint32), steps)
     assert 30 <= rows.bytes / len(keys) <= 38.5
-    gone = random.permutation(len(keys))[:70_000]
+    gone = random.permutation(len(keys))[:40_000]
     assert rows.erase(tables[gone], keys[gone]) == len(gone)
     assert rows.rows == len(keys) - len(gone)
     there = np.delete(np.arange(len(keys)), gone)
