@@ -126,9 +126,10 @@ class _Loop:
     def _take(self) -> Sequence[int] | None:
         connection, _ = self._listener.accept()
         _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        message, files, *_ = socket.recv_fds(connection, MAX_BYTES, 16) if user == os.getuid() else (b"", [])
-        if not message:
-            connection.close()
+        message, files, *_ = socket.recv_fds(connection, MAX_BYTES, 16, socket.MSG_CMSG_CLOEXEC)
+        if not message or user != os.getuid():
+            for file in [*files, connection.detach()]:
+                os.close(file)
             return None
         _import(*pickle.loads(message))
         client, child = connection.detach(), os.fork()
