@@ -183,6 +183,20 @@ def test_a_step_that_is_released_changes_no_row_that_stays(tmp_path: Path, polic
 
 
 @stores
+def test_a_row_that_left_and_comes_back_begins_anew(tmp_path: Path, store: str) -> None:
+    with make(options(store, tmp_path, capacity=20, eviction="lru"), "adagrad") as embedding:
+        initial = embedding.get(range(20), 0)
+        for begin in (0, 0, 0, *range(100, 200, 20)):
+            train(embedding, range(begin, begin + 20))
+        assert torch.equal(embedding.get(range(20), 0), initial)
+        assert torch.equal(train(embedding, range(20)), initial)
+        with make(options("device"), "adagrad", name="new") as fresh:
+            fresh.table_handle().table.step = embedding.table_handle().table.step - 1
+            train(fresh, range(20))
+            assert contents(embedding).tobytes() == contents(fresh).tobytes()
+
+
+@stores
 def test_a_batch_that_finds_no_room_leaves_everything(tmp_path: Path, store: str) -> None:
     policy = {"capacity": 50, "eviction": "lfu", "admission": 0.9}
     model = Model(**policy)
@@ -203,7 +217,7 @@ def test_a_batch_that_finds_no_room_leaves_everything(tmp_path: Path, store: str
 
 @stores
 def test_an_announced_step_that_finds_no_room_is_in_nobodys_way(tmp_path: Path, store: str) -> None:
-    policy = {"eviction": "lru", "capacity": 90}
+    policy = {"eviction": "lru", "capacity": 90, "ttl_steps": 8}
     steps = [*batches()]
     large = torch.arange(500, 600), torch.zeros(100, dtype=torch.int64)
     steps[3:3] = [large] * 2
