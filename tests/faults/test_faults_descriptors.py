@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from support.embeddings import contents, train
-from support.forked import in_process
+from support.forked import in_own_process
 from support.killed import embedding_at
 from support.limits import descriptors
 from support.shell import command
@@ -41,8 +41,16 @@ def leftovers(path: Path) -> list[str]:
     return [entry.name for entry in (path / "rows" / "snapshots").iterdir() if entry.name.startswith(".")]
 
 
-def save_and_close(path: Path, store: str, kind: str) -> None:
-    embedding = embedding_at(path, store)
+@pytest.mark.parametrize("kind", ["full", "incremental", "checkpoint"])
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.rotated("kind")
+@in_own_process
+def test_a_save_and_a_close_without_descriptors_say_so_and_can_be_tried_again(
+    tmp_path: Path, store: str, kind: str
+) -> None:
+    if kind == "checkpoint" and not store.startswith("ssd"):
+        return
+    embedding = embedding_at(tmp_path, store)
     train(embedding, torch.arange(900))
     embedding.save_snapshot("first")
     train(embedding, torch.arange(500))
@@ -53,8 +61,8 @@ def save_and_close(path: Path, store: str, kind: str) -> None:
         failed = error_of(spare, lambda name=name: embedding.save_snapshot(name, kind))  # type: ignore[misc]
         failures += failed is not None
         embedding.prune_snapshots(keep_last=9)
-        assert not leftovers(path)
-        saved = path / "rows" / "snapshots" / name
+        assert not leftovers(tmp_path)
+        saved = tmp_path / "rows" / "snapshots" / name
         if failed is None:
             assert b"".join(part.tobytes() for _, part in Snapshot.open(saved).chunks()) == rows
         else:
@@ -66,35 +74,29 @@ def save_and_close(path: Path, store: str, kind: str) -> None:
     if error_of(0, embedding.close) is not None:
         assert contents(embedding).tobytes() == rows
         embedding.close()
-    with embedding_at(path, store, open="error") as again:
+    with embedding_at(tmp_path, store, open="error") as again:
         assert again.metrics()["table"]["step"] == step
         assert contents(again).tobytes() == rows
 
 
-@pytest.mark.parametrize("kind", ["full", "incremental", "checkpoint"])
-@pytest.mark.parametrize("store", STORES)
-@pytest.mark.rotated("kind")
-def test_a_save_and_a_close_without_descriptors_say_so_and_can_be_tried_again(
+@pytest.mark.parametrize(("store", "kind"), [("host", "full"), ("host", "incremental"), ("ssd", "checkpoint")])
+@in_own_process
+def test_a_good_snapshot_is_not_called_damaged_where_no_descriptor_is_left(
     tmp_path: Path, store: str, kind: str
 ) -> None:
-    if kind != "checkpoint" or store.startswith("ssd"):
-        in_process(save_and_close, tmp_path, store, kind)
-
-
-def read(path: Path, store: str, kind: str) -> None:
-    with embedding_at(path, store) as embedding:
+    with embedding_at(tmp_path, store) as embedding:
         train(embedding, torch.arange(900))
         embedding.save_snapshot("first")
         train(embedding, torch.arange(500))
         embedding.save_snapshot("second", kind)
         rows = contents(embedding).tobytes()
-    snapshots = path / "rows" / "snapshots"
+    snapshots = tmp_path / "rows" / "snapshots"
     acts: list[Callable[[], Any]] = [
         lambda: Snapshot.open(snapshots / "second").verify(),
         lambda: latest_snapshot(snapshots),
         lambda: [None for _ in Snapshot.open(snapshots / "second").chunks()],
-        lambda: embedding_at(path, store).close(),
-        lambda: StoreFolder(path / "rows").release(),
+        lambda: embedding_at(tmp_path, store).close(),
+        lambda: StoreFolder(tmp_path / "rows").release(),
     ]
     failures = 0
     for act in acts:
@@ -104,37 +106,27 @@ def read(path: Path, store: str, kind: str) -> None:
     for words in (["verify"], ["list"], ["inspect", "second"]):
         for spare, code in ((100, 0), (0, 1)):  # the first imports what a command needs
             with descriptors(spare):
-                assert command("snapshot", words[0], path / "rows", *words[1:], "--json") == code
+                assert command("snapshot", words[0], tmp_path / "rows", *words[1:], "--json") == code
     assert not list_snapshots(snapshots).damaged
-    with embedding_at(path, store, open="error") as again:
+    with embedding_at(tmp_path, store, open="error") as again:
         assert contents(again).tobytes() == rows
 
 
-@pytest.mark.parametrize(("store", "kind"), [("host", "full"), ("host", "incremental"), ("ssd", "checkpoint")])
-def test_a_good_snapshot_is_not_called_damaged_where_no_descriptor_is_left(
-    tmp_path: Path, store: str, kind: str
-) -> None:
-    in_process(read, tmp_path, store, kind)
-
-
-def merge_after_a_killed_save(path: Path) -> None:
-    with embedding_at(path, "host") as embedding:
+@in_own_process
+def test_a_merge_leaves_nothing_of_a_killed_save(tmp_path: Path) -> None:
+    with embedding_at(tmp_path, "host") as embedding:
         train(embedding, torch.arange(9))
         embedding.save_snapshot("first")
     if child := os.fork():
         os.waitpid(child, 0)
     else:
-        embedding_at(path, "host").size()
-        (path / "rows" / "snapshots" / ".tmp-killed").mkdir(parents=True)
+        embedding_at(tmp_path, "host").size()
+        (tmp_path / "rows" / "snapshots" / ".tmp-killed").mkdir(parents=True)
         os._exit(0)
-    assert leftovers(path)
-    assert command("snapshot", "merge", path / "rows", "first", "merged") == 0
-    assert not leftovers(path)
-    assert (path / "rows" / "snapshots" / "merged").is_dir()
-
-
-def test_a_merge_leaves_nothing_of_a_killed_save(tmp_path: Path) -> None:
-    in_process(merge_after_a_killed_save, tmp_path)
+    assert leftovers(tmp_path)
+    assert command("snapshot", "merge", tmp_path / "rows", "first", "merged") == 0
+    assert not leftovers(tmp_path)
+    assert (tmp_path / "rows" / "snapshots" / "merged").is_dir()
 
 
 def test_without_descriptors_no_replaced_snapshot_is_taken_for_the_one_that_replaces_it(tmp_path: Path) -> None:

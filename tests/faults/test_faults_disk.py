@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from support.embeddings import DIM, contents, make, train
-from support.forked import Disk, disk_path, in_process
+from support.forked import Disk, disk_path, in_own_process, in_process
 from support.graphs import Rating
 from support.stores import STORES, options
 from support.warm import SHIMMED
@@ -108,9 +108,13 @@ LIVES: dict[str, dict[str, Any]] = {
 on_disk = pytest.mark.parametrize("store", ON_DISK)
 
 
-def fill_while_training(path: Path, store: str, life: str) -> None:
-    disk = Disk(path, 24 * MB)
-    twins = Twins(path, store, LIVES[life])
+@pytest.mark.parametrize("life", LIVES)
+@on_disk
+@pytest.mark.rotated("store")
+@in_own_process
+def test_a_disk_that_fills_while_training_fails_calls_and_loses_no_row(disk_path: Path, store: str, life: str) -> None:
+    disk = Disk(disk_path, 24 * MB)
+    twins = Twins(disk_path, store, LIVES[life])
     twins.steps(20)
     with disk.full():
         twins.train_until_it_fails(2)
@@ -121,13 +125,6 @@ def fill_while_training(path: Path, store: str, life: str) -> None:
     assert twins.tested.size() == twins.plain.size() == len(contents(twins.plain))
     twins.tested.save_snapshot("room")
     twins.close_and_compare()
-
-
-@pytest.mark.parametrize("life", LIVES)
-@on_disk
-@pytest.mark.rotated("store")
-def test_a_disk_that_fills_while_training_fails_calls_and_loses_no_row(disk_path: Path, store: str, life: str) -> None:
-    in_process(fill_while_training, disk_path, store, life)
 
 
 def a_save_or_a_close_on_a_full_disk_can_be_tried_again(path: Path, store: str) -> None:
@@ -206,35 +203,29 @@ def disk_of_a_run_that_died(path: Path, store: str) -> Disk:
     os._exit(0)
 
 
-def restart_where_a_run_died(path: Path, store: str, mode: str) -> None:
-    disk = disk_of_a_run_that_died(path, store)
-    with disk.full(), make(options(store, path, open=mode, rocksdb_options=SMALL), "adam", tables=1) as embedding:
+@pytest.mark.parametrize("mode", ["resume", "fresh"])
+@on_disk
+@pytest.mark.rotated("store")
+@in_own_process
+def test_a_run_that_filled_the_disk_and_died_can_be_followed_by_another(disk_path: Path, store: str, mode: str) -> None:
+    disk = disk_of_a_run_that_died(disk_path, store)
+    with disk.full(), make(options(store, disk_path, open=mode, rocksdb_options=SMALL), "adam", tables=1) as embedding:
         assert embedding.metrics()["table"]["step"] == (3 if mode == "resume" else 0)
         train(embedding, range(100))
         embedding.load_snapshot("s")
 
 
-@pytest.mark.parametrize("mode", ["resume", "fresh"])
-@on_disk
-@pytest.mark.rotated("store")
-def test_a_run_that_filled_the_disk_and_died_can_be_followed_by_another(disk_path: Path, store: str, mode: str) -> None:
-    in_process(restart_where_a_run_died, disk_path, store, mode)
-
-
-def open_without_room(path: Path) -> None:
-    disk = disk_of_a_run_that_died(path, "ssd")
-    (path / "rows" / "live").rename(path / "elsewhere")  # removing it would make room
+@in_own_process
+def test_a_store_that_has_no_room_to_open_says_so_and_opens_later(disk_path: Path) -> None:
+    disk = disk_of_a_run_that_died(disk_path, "ssd")
+    (disk_path / "rows" / "live").rename(disk_path / "elsewhere")  # removing it would make room
     with disk.full():
         with pytest.raises(StoreError, match=r"Free space on the disk and open .* snapshot prune` removes") as error:
-            make(options("ssd", path, rocksdb_options=SMALL), "adam", tables=1).size()
+            make(options("ssd", disk_path, rocksdb_options=SMALL), "adam", tables=1).size()
         assert "next call" not in str(error.value)
-    shutil.rmtree(path / "elsewhere")
-    with make(options("ssd", path, rocksdb_options=SMALL), "adam", tables=1) as embedding:
+    shutil.rmtree(disk_path / "elsewhere")
+    with make(options("ssd", disk_path, rocksdb_options=SMALL), "adam", tables=1) as embedding:
         assert embedding.metrics()["table"]["step"] == 3
-
-
-def test_a_store_that_has_no_room_to_open_says_so_and_opens_later(disk_path: Path) -> None:
-    in_process(open_without_room, disk_path)
 
 
 def rating(name: str, store_options: Any) -> Rating:
@@ -252,10 +243,14 @@ def next_raises(run: Iterator[Tensor]) -> bool:
     return False
 
 
-def fill_in_a_run(path: Path, store: str, ahead: int) -> None:
-    disk = Disk(path, 24 * MB)
+@pytest.mark.parametrize("ahead", [0, 4])
+@on_disk
+@pytest.mark.rotated("store")
+@in_own_process
+def test_a_disk_that_fills_in_a_run_costs_no_batch(disk_path: Path, store: str, ahead: int) -> None:
+    disk = Disk(disk_path, 24 * MB)
     batches = [(torch.arange(400) * 7 + 150 * step) % 20_000 for step in range(400)]
-    plain, tested = rating("plain", options("device")), rating("rows", options(store, path, rocksdb_options=SMALL))
+    plain, tested = rating("plain", options("device")), rating("rows", options(store, disk_path, rocksdb_options=SMALL))
     run, failures = tested.run(batches, ahead=ahead), 0
     for _ in range(20):
         next(run)
@@ -270,13 +265,6 @@ def fill_in_a_run(path: Path, store: str, ahead: int) -> None:
         plain(batch)
     assert contents(tested.rows).tobytes() == contents(plain.rows).tobytes()
     assert torch.equal(tested.mlp.weight, plain.mlp.weight)
-
-
-@pytest.mark.parametrize("ahead", [0, 4])
-@on_disk
-@pytest.mark.rotated("store")
-def test_a_disk_that_fills_in_a_run_costs_no_batch(disk_path: Path, store: str, ahead: int) -> None:
-    in_process(fill_in_a_run, disk_path, store, ahead)
 
 
 class FailingIo:

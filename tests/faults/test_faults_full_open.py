@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from support.embeddings import contents, train
-from support.forked import Disk, disk_path, in_process
+from support.forked import Disk, disk_path, in_own_process
 from support.killed import embedding_at
 from support.shell import command
 from support.stores import STORES
@@ -36,13 +36,15 @@ def holds(path: Path, store: str, rows: bytes) -> None:
         assert contents(embedding).tobytes() == rows
 
 
-def read_and_prune(path: Path, store: str) -> None:
-    disk = Disk(path, SIZE)
-    rows = saved(path, store)
-    where = path / "rows"
+@pytest.mark.parametrize("store", STORES)
+@in_own_process
+def test_a_full_disk_lets_a_store_be_opened_to_read_and_to_prune(disk_path: Path, store: str) -> None:
+    disk = Disk(disk_path, SIZE)
+    rows = saved(disk_path, store)
+    where = disk_path / "rows"
     with disk.full():
         for _ in range(2):
-            embedding = embedding_at(path, store, open="error")
+            embedding = embedding_at(disk_path, store, open="error")
             assert contents(embedding).tobytes() == rows
             assert holder(where) is not None
             with pytest.raises(StoreError, match="space"):
@@ -57,20 +59,16 @@ def read_and_prune(path: Path, store: str) -> None:
     with disk.full():
         assert command("snapshot", "prune", where, "--keep-last", "1") == 0
         assert [entry.name for entry in (where / "snapshots").iterdir()] == ["second"]
-    holds(path, store, rows)
-    with embedding_at(path, store, open="error") as embedding:
+    holds(disk_path, store, rows)
+    with embedding_at(disk_path, store, open="error") as embedding:
         train(embedding, range(9))
 
 
-@pytest.mark.parametrize("store", STORES)
-def test_a_full_disk_lets_a_store_be_opened_to_read_and_to_prune(disk_path: Path, store: str) -> None:
-    in_process(read_and_prune, disk_path, store)
-
-
-def go_on(path: Path) -> None:
-    disk = Disk(path, SIZE)
-    rows = saved(path, "ssd")
-    embedding = embedding_at(path, "ssd", open="error")
+@in_own_process
+def test_what_was_opened_on_a_full_disk_is_trained_once_there_is_room(disk_path: Path) -> None:
+    disk = Disk(disk_path, SIZE)
+    rows = saved(disk_path, "ssd")
+    embedding = embedding_at(disk_path, "ssd", open="error")
     with disk.full():
         assert contents(embedding).tobytes() == rows
         scan = embedding.table_handle().table.scan()
@@ -85,11 +83,7 @@ def go_on(path: Path) -> None:
     embedding.save_snapshot("third", "checkpoint")
     embedding.compact()
     embedding.close()
-    holds(path, "ssd", grown)
-
-
-def test_what_was_opened_on_a_full_disk_is_trained_once_there_is_room(disk_path: Path) -> None:
-    in_process(go_on, disk_path)
+    holds(disk_path, "ssd", grown)
 
 
 CALLS = {
@@ -98,13 +92,16 @@ CALLS = {
 }
 
 
-def read_after(path: Path, store: str, call: str) -> None:
-    disk = Disk(path, SIZE)
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("store", ["host", "ssd"])
+@in_own_process
+def test_rows_are_read_after_a_call_that_had_no_room_to_take_some_out(disk_path: Path, store: str, call: str) -> None:
+    disk = Disk(disk_path, SIZE)
     limits = {"capacity": 2000, "eviction": "lru"}
-    with embedding_at(path, store, **limits) as embedding:
+    with embedding_at(disk_path, store, **limits) as embedding:
         train(embedding, torch.arange(2000))
         rows = contents(embedding).tobytes()
-    embedding = embedding_at(path, store, open="error", **limits)
+    embedding = embedding_at(disk_path, store, open="error", **limits)
     with disk.full():
         with pytest.raises(StoreError, match="space"):
             CALLS[call](embedding)
@@ -115,34 +112,25 @@ def read_after(path: Path, store: str, call: str) -> None:
     grown = contents(embedding).tobytes()
     assert grown != rows
     embedding.close()
-    holds(path, store, grown)
+    holds(disk_path, store, grown)
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("store", ["host", "ssd"])
-def test_rows_are_read_after_a_call_that_had_no_room_to_take_some_out(disk_path: Path, store: str, call: str) -> None:
-    in_process(read_after, disk_path, store, call)
-
-
-def load_and_compact(path: Path) -> None:
-    disk = Disk(path, SIZE)
+@in_own_process
+def test_a_load_on_a_full_disk_takes_the_room_of_rows_that_no_run_uses(disk_path: Path) -> None:
+    disk = Disk(disk_path, SIZE)
     if child := os.fork():
         assert os.waitpid(child, 0)[1] == 0
     else:  # it dies with many rows, so that the live ones have no clean marker
-        saved(path, "ssd")
-        embedding = embedding_at(path, "ssd")
+        saved(disk_path, "ssd")
+        embedding = embedding_at(disk_path, "ssd")
         train(embedding, range(20_000))
         embedding.table_handle().table.flush()
         os._exit(0)
     with disk.full():
-        assert command("snapshot", "load", path / "rows", "second") == 0
-    rows = b"".join(part.tobytes() for _, part in Snapshot.open(path / "rows" / "snapshots" / "second").chunks())
-    holds(path, "ssd", rows)
+        assert command("snapshot", "load", disk_path / "rows", "second") == 0
+    rows = b"".join(part.tobytes() for _, part in Snapshot.open(disk_path / "rows" / "snapshots" / "second").chunks())
+    holds(disk_path, "ssd", rows)
     with disk.full():  # to merge files, RocksDB writes new ones first
-        assert command("store", "compact", path / "rows") == 1
-        holds(path, "ssd", rows)
-    assert command("store", "compact", path / "rows") == 0
-
-
-def test_a_load_on_a_full_disk_takes_the_room_of_rows_that_no_run_uses(disk_path: Path) -> None:
-    in_process(load_and_compact, disk_path)
+        assert command("store", "compact", disk_path / "rows") == 1
+        holds(disk_path, "ssd", rows)
+    assert command("store", "compact", disk_path / "rows") == 0
