@@ -190,7 +190,7 @@ def run(name: str, folder: Path, **given: Any) -> dict[str, Any]:
 
     Its cache gets 8 MiB instead of 8 GiB, which take seconds to fill.
     """
-    text = CALLS[name].replace("/your_path_to_ssd", str(folder)).replace('"cuda"', '"cpu"')
+    text = examples()[name].replace("/your_path_to_ssd", str(folder)).replace('"cuda"', '"cpu"')
     text = re.sub(r"cache_budget_mb=\d+", "cache_budget_mb=8", text)
     if name == "ftrl":
         text = text.replace("# ...", "loss = compute_loss()")
