@@ -111,14 +111,11 @@ def blocks_of(data: bytes) -> list[tuple[int, int]]:
         crc = _crc32c(crc, byte)
         if data[place + 1 : place + TRAILER_BYTES] == _masked(crc):
             found.append((begin, place))
-            begin, crc = _behind_padding(data, place + TRAILER_BYTES), 0xFFFFFFFF
+            begin, crc = place + TRAILER_BYTES, 0xFFFFFFFF
+            page = -(-begin // PAGE) * PAGE
+            if page <= len(data) and not any(data[begin:page]):  # only zeros are before it
+                begin = page
     return found
-
-
-def _behind_padding(data: bytes, place: int) -> int:
-    """Where the next block begins: with a page, where only zeros are before it."""
-    page = -(-place // PAGE) * PAGE
-    return page if page <= len(data) and not any(data[place:page]) else place
 
 
 def with_right_checksums(data: bytes, blocks: list[tuple[int, int]]) -> bytes:

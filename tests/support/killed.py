@@ -144,13 +144,11 @@ class Warm:
             finally:
                 os.close(theirs)
             with child:
-                happened = []
-                if after is not None:
-                    count, *waits = after
-                    happened = [events.readline() for _ in range(count)]
-                    for wait in waits:
-                        time.sleep(wait)
-                        os.kill(child.pid, number)
+                count, *waits = after or (0,)
+                happened = [events.readline() for _ in range(count)]
+                for wait in waits:
+                    time.sleep(wait)
+                    os.kill(child.pid, number)
                 happened = "".join([*happened, events.read()]).splitlines()
                 code = child.wait()
         return {"events": happened, "signal": max(-code, 0), "code": max(code, 0)}

@@ -80,9 +80,10 @@ class Model:
         new -= refused
         if self.capacity is None or not new or (excess := len(self.rows) + len(new) - self.capacity) <= 0:
             return refused
-        free = sorted((row for row in self.rows if row not in batch and self._may_go(row, step)), key=self._rank(step))
+        free = [row for row in self.rows if row not in batch and self._may_go(row, step)]
         if len(free) < excess:
             raise NoRoomError
+        free.sort(key=lambda row: self._rank(row, step))
         self._leave(free[: max(excess, self.capacity // 64)], "evicted")
         return refused
 
@@ -93,19 +94,15 @@ class Model:
         assert self.ttl_steps is not None
         return step - self.rows[row].step > self.ttl_steps
 
-    def _rank(self, step: int) -> Any:
-        def rank(row: Row) -> tuple[float, int, int, int]:
-            written = self.rows[row]
-            first = {
-                "lru": written.step,
-                "lfu": written.updates,
-                "ttl": written.step,
-                "distance_lfu": written.updates / (step - written.step + 1.0) ** 2,
-            }[self.eviction]
-            second = written.step if self.eviction == "lfu" else 0
-            return first, second, row[0], naive.hash_row(*row)
-
-        return rank
+    def _rank(self, row: Row, step: int) -> tuple[float, int, int, int]:
+        written = self.rows[row]
+        first = {
+            "lru": written.step,
+            "lfu": written.updates,
+            "ttl": written.step,
+            "distance_lfu": written.updates / (step - written.step + 1.0) ** 2,
+        }[self.eviction]
+        return first, written.step if self.eviction == "lfu" else 0, row[0], naive.hash_row(*row)
 
     def _leave(self, rows: Iterable[Row], cause: str) -> None:
         for row in rows:
