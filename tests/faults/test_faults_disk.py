@@ -131,9 +131,11 @@ def test_a_disk_that_fills_while_training_fails_calls_and_loses_no_row(disk_path
     twins.close_and_compare()
 
 
-def a_save_or_a_close_on_a_full_disk_can_be_tried_again(path: Path, store: str) -> None:
-    disk = Disk(path, 24 * MB)
-    twins = Twins(path, store)
+@pytest.mark.parametrize("store", STORES)
+@in_own_process
+def test_a_save_or_a_close_on_a_full_disk_can_be_tried_again(disk_path: Path, store: str) -> None:
+    disk = Disk(disk_path, 24 * MB)
+    twins = Twins(disk_path, store)
     twins.steps(5)
     with disk.full():
         for call in (lambda: twins.tested.save_snapshot("s"), twins.tested.close):
@@ -145,9 +147,11 @@ def a_save_or_a_close_on_a_full_disk_can_be_tried_again(path: Path, store: str) 
     twins.close_and_compare()
 
 
-def no_store_is_made_on_a_full_disk_and_one_that_is_there_fails_until_there_is_room(path: Path, store: str) -> None:
-    disk = Disk(path, 24 * MB)
-    twins = Twins(path, store)
+@pytest.mark.parametrize("store", STORES)
+@in_own_process
+def test_no_store_is_made_on_a_full_disk_and_one_that_is_there_is_read(disk_path: Path, store: str) -> None:
+    disk = Disk(disk_path, 24 * MB)
+    twins = Twins(disk_path, store)
     with disk.full():
         twins.fails(lambda: train(twins.tested, range(9)))
     twins.steps(3)
@@ -163,11 +167,13 @@ def no_store_is_made_on_a_full_disk_and_one_that_is_there_fails_until_there_is_r
     twins.close_and_compare()
 
 
-def a_store_on_a_read_only_disk_is_refused_and_left_as_it_is(path: Path, store: str) -> None:
-    disk = Disk(path, 24 * MB)
+@pytest.mark.parametrize("store", STORES)
+@in_own_process
+def test_a_store_on_a_read_only_disk_is_refused_and_left_as_it_is(disk_path: Path, store: str) -> None:
+    disk = Disk(disk_path, 24 * MB)
     with disk.read_only(), pytest.raises(StoreError) as new:
-        Twins(path, store).tested.put([1], torch.ones(1, DIM))
-    twins = Twins(path, store)
+        Twins(disk_path, store).tested.put([1], torch.ones(1, DIM))
+    twins = Twins(disk_path, store)
     twins.names_path_and_remedy(str(new.value))
     twins.steps(3)
     twins.tested.close()
@@ -177,20 +183,6 @@ def a_store_on_a_read_only_disk_is_refused_and_left_as_it_is(path: Path, store: 
     twins.reads_as_before()
     twins.steps(1)
     twins.close_and_compare()
-
-
-@pytest.mark.parametrize("store", STORES)
-@pytest.mark.parametrize(
-    "task",
-    [
-        a_save_or_a_close_on_a_full_disk_can_be_tried_again,
-        no_store_is_made_on_a_full_disk_and_one_that_is_there_fails_until_there_is_room,
-        a_store_on_a_read_only_disk_is_refused_and_left_as_it_is,
-    ],
-)
-@pytest.mark.rotated("store")
-def test_a_disk_without_room(disk_path: Path, store: str, task: Callable[[Path, str], None]) -> None:
-    in_process(task, disk_path, store)
 
 
 def disk_of_a_run_that_died(path: Path, store: str) -> Disk:
