@@ -78,7 +78,6 @@ def check_noted(how: Any, before: Calls, during: Calls, after: Calls, chunk: int
         table = embedding.table_handle().table
 
         def go(steps: Calls) -> set[Row]:
-            """The rows that may have changed."""
             there = by_name(contents(embedding)).keys()
             for kind, rows in steps:
                 with contextlib.suppress(CapacityError):

@@ -50,8 +50,6 @@ class Step(Graph):
 
 @dataclass
 class Run:
-    """Steps of a graph, and all that they returned."""
-
     graph: Step
     place: torch.device
     seen: list[Tensor] = field(default_factory=list)

@@ -38,7 +38,6 @@ PAGE = 4096  # with which an aligned block begins
 
 
 def of_rows(types: Types) -> dict[str, Any]:
-    """The arguments of an embedding whose rows and states have these types."""
     dtype, state_dtype = (getattr(torch, type) for type in types)
     return {"tables": 1, "dtype": dtype, "state_dtype": state_dtype}
 
@@ -155,7 +154,6 @@ def _no_json(name: str) -> NoReturn:
 
 
 def is_sound(snapshots: Path, name: str) -> bool:
-    """What `verify` says of a snapshot."""
     code, said = command("verify", snapshots.parent, name)
     if "error" in said:
         assert code == 1

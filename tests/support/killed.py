@@ -74,7 +74,6 @@ def holds(embedding: MultiTableEmbedding, count: int) -> None:
 
 
 def remarks(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The warnings since the last call."""
     warned = (one for one in caplog.records if one.name == "tierbed" and one.levelno >= logging.WARNING)
     said = [record.getMessage() for record in warned]
     caplog.clear()
@@ -159,8 +158,6 @@ def _run(run: Callable[..., None], plan: dict[str, Any], events: int) -> None:
 
 
 class Trainer(Warm):
-    """Trains by `run`."""
-
     def __init__(self) -> None:
         super().__init__(run)
 

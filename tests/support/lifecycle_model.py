@@ -116,7 +116,6 @@ class Model:
 
 
 def written(embedding: MultiTableEmbedding) -> dict[Row, Written]:
-    """What the tiers hold."""
     return {
         (int(row["table"]), int(row["key"])): Written(int(row["updates"]), int(row["step"]))
         for row in contents(embedding)

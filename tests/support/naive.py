@@ -68,7 +68,6 @@ def by_chance(values: F32, type: str, noise: U32) -> NDArray[Any]:
 
 
 def trained(values: F32, type: str, noise: U32) -> F32:
-    """`by_chance` as float32."""
     return values if type == "float32" else widened(by_chance(values, type, noise), type)
 
 

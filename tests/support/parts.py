@@ -32,8 +32,6 @@ class Case(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What is compared between runs."""
-
     losses: list[float]
     rows: dict[tuple[str, int, int], bytes]  # by embedding, table and key: embedding, state, counts
     dense: dict[str, Tensor]
@@ -110,5 +108,4 @@ def rows_of(graph: Parts) -> dict[tuple[str, int, int], bytes]:
 
 
 def dense_of(graph: Any) -> dict[str, Tensor]:
-    """Parameters of the dense part."""
     return {name: value.detach().clone() for name, value in graph.named_parameters() if "shadow" not in name}

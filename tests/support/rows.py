@@ -117,7 +117,6 @@ class Table:
         return memory, addresses.astype(np.uint64)
 
     def view(self, address: int) -> tuple[F32, NDArray[np.uint32]]:
-        """A line's floats and its (updates, last step), in place."""
         words = np.frombuffer(self._line.from_address(int(address)), np.uint32)
         return words[: self.width].view(np.float32), words[self.width :]
 

@@ -56,6 +56,5 @@ def _save(
 
 
 def in_parts(snapshot: Snapshot, folder: Path, parts: int) -> Snapshot:
-    """The table of a snapshot, written again in parts."""
     save_in_parts(folder, snapshot.description, snapshot.chunks(), parts)
     return Snapshot.open(folder)

@@ -31,15 +31,12 @@ ORDER = sorted(range(N), key=lambda place: (naive.bucket(*ROWS[place]), *ROWS[pl
 
 @cache
 def initial_rows() -> NDArray[np.float32]:
-    """[N, DIM]"""
     tables = [make_table_options(table) for table in TABLES]
     return naive.initial_rows(NUMBERS, KEYS, 0, [DIM], *as_arrays(tables, [DIM]))
 
 
 @dataclass(frozen=True)
 class Policy:
-    """The options of the life of rows."""
-
     capacity: int | None = None
     eviction: str = "none"
     admission: float | None = None

@@ -48,12 +48,10 @@ class Hosts:
         return child
 
     def do(self, host: int, task: Callable[..., object], *arguments: Any) -> None:
-        """Call `task` on a host."""
         _, status = os.waitpid(self.start(host, task, *arguments), 0)
         assert status == 0, f"{task.__name__}{arguments} on host {host} came to {status}"
 
     def cut(self, host: int) -> None:
-        """Take the link down at this host's end."""
         self.do(host, _ip, "link", "set", LINK, "down")
 
 

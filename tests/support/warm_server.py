@@ -44,7 +44,6 @@ LONG = [
 
 
 def command(arguments: str) -> list[str]:
-    """Starts a server, by the arguments of `serve`."""
     return [sys.executable, "-W", "ignore", "-c", f"from support import warm_server; warm_server.serve({arguments})"]
 
 

@@ -54,7 +54,6 @@ class OrderedDevice(EmulatedDevice):
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Around what a thread does."""
         with _Watch(self):
             yield
 
@@ -126,7 +125,6 @@ class OrderedDevice(EmulatedDevice):
 
 @cache
 def _const(program: Program, kernel: str) -> list[bool]:
-    """Of each parameter."""
     found = re.search(rf" {kernel}\(([^)]*)\)", program.source())
     assert found is not None
     return [parameter.strip().startswith("const ") for parameter in found[1].split(",")]
