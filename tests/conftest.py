@@ -7,12 +7,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import spec_from_file_location
+from collections.abc import Callable, Generator, Iterator
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -37,16 +34,6 @@ LIMIT, SLOW_LIMIT = 600, 3600
 STDERR = pytest.StashKey[int]()
 
 
-class _OtherCore(MetaPathFinder):
-    """Finds the native core in a file of its own."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        return spec_from_file_location(name, self.path) if name == "tierbed.engine._core" else None
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--core", type=Path, help="another build of the native core to test, an extension module's file")
 
@@ -66,7 +53,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if core := config.getoption("core"):
         assert core.is_file(), f"--core {core}: no such file"
         assert "tierbed.engine" not in sys.modules
-        sys.meta_path.insert(0, _OtherCore(core))
+        spec = spec_from_file_location("tierbed.engine._core", core)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[spec.name] = module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[spec.name])
 
 
 @pytest.hookimpl(wrapper=True)
@@ -86,17 +77,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     try:
         return (yield)
     finally:
-        _without_limit()
+        pytest_enter_pdb()
         signal.signal(signal.SIGALRM, before)
 
 
-def _without_limit() -> None:
+def pytest_enter_pdb() -> None:
+    """No limit any more."""
     signal.alarm(0)
     faulthandler.cancel_dump_traceback_later()
-
-
-def pytest_enter_pdb() -> None:
-    _without_limit()
 
 
 def _poisoned(allocate: Callable[..., Any]) -> Callable[..., Any]:

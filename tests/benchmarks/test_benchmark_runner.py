@@ -36,29 +36,8 @@ def test_every_workload_has_figures_for_sides_that_agree(tmp_path: Path, group: 
     assert table.read_text() in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["tier"], "'tier' is not a workload or a group"),
-        (["kernels/none"], "'kernels/none' is not a workload or a group"),
-        (["kernels", "--set", "row=3"], "--set row: none of these workloads has this setting"),
-    ],
-)
-def test_a_wrong_name_is_refused(arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        run.main(arguments)
-    assert reason in capsys.readouterr().err
-
-
-def test_the_list_names_each_workload_with_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.main(["kernels", "--list"]) == 0
-    listed = capsys.readouterr().out
-    assert all(name in listed for name in WORKLOADS if name.startswith("kernels/"))
-    assert '"repeats": 50' in listed
-
-
 def test_figures_of_sides_that_differ_are_missing_and_fail(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def differ(folder: Path) -> None:
         raise Mismatch("rows differ by up to 1")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.cuda_tables import on_devices, on_one_device, tables_on
+from support.cuda_tables import on_one_device, tables_on
 from support.places import BENCHMARKS
 from tierbed.engine.ops.cuda.device import Device
 
@@ -19,29 +19,22 @@ from models import Model
 from workload import Mismatch
 
 
-@on_devices
+@on_one_device
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("store", ["device_mem", "host_mem", "cached_host_mem"])
+@pytest.mark.pairs
 def test_steps(device: Device, store: str, optimizer: str) -> None:
     step = gpu.checked_step(device, store, optimizer, count=40, rows=50, tables=3, dim=5)
     assert torch.isfinite(step(0)).all()
 
 
-@on_devices
-@pytest.mark.parametrize("load", [0.5, 0.95])
-def test_finds(device: Device, load: float) -> None:
-    find, rows = gpu.checked_find(device, slots=256, load=load, count=100)
-    assert find().shape == (rows, gpu.FIND_DIM)
-
-
-@on_devices
-def test_gathers(device: Device) -> None:
+@on_one_device
+def test_finds_gathers_and_graphs(device: Device) -> None:
+    for load in (0.5, 0.95):
+        find, rows = gpu.checked_find(device, slots=256, load=load, count=100)
+        assert find().shape == (rows, gpu.FIND_DIM)
     gather, moved = gpu.checked_gather(device, rows=60, count=100)
     assert moved == 2 * gather().nbytes
-
-
-@on_one_device
-def test_graphs(device: Device) -> None:
     with tables_on(device) as place:
         steps = gpu.checked_graphs(place, batch=5, rows=40, tables=2, dim=5)
         assert torch.equal(steps["recorded"](1), steps["plain"](1))

@@ -13,7 +13,7 @@ import torch
 
 from support.background_saves import until
 from support.embeddings import contents, make, train
-from support.forked import in_process
+from support.forked import in_own_process
 from support.images import table_of
 from support.stores import options
 from tierbed import MultiTableEmbedding, StoreError
@@ -35,9 +35,9 @@ def unlimit() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
-def fails(action: Callable[[], Any]) -> bool:
+def fails(action: Callable[..., Any], *arguments: Any) -> bool:
     try:
-        action()
+        action(*arguments)
     except (MemoryError, StoreError, RuntimeError):
         return True
     return False
@@ -55,28 +55,27 @@ def is_right(embedding: MultiTableEmbedding) -> None:
         assert contents(embedding).tobytes() == contents(plain).tobytes()
 
 
-def run_out(path: Path, more: int, threads: int) -> None:
+@pytest.mark.parametrize(
+    ("more", "threads"), [(8, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)]
+)
+@in_own_process
+def test_no_call_waits_for_ever_once_memory_ran_out(tmp_path: Path, more: int, threads: int) -> None:
     torch.set_num_threads(threads)
-    embedding = make(options("ssd", path, overflow_mb=192), "sgd", tables=1)  # rows of 97 steps are more
+    embedding = make(options("ssd", tmp_path, overflow_mb=192), "sgd", tables=1)  # rows of 97 steps are more
     for number in (1, 2):
         step(embedding, number)
     embedding.save_snapshot("first")
-    limit(more)
-    failures = 0
-    for number in range(3, 100):
-        if fails(lambda number=number: step(embedding, number)):  # type: ignore[misc]
-            failures += 1
-            break
-    failures += sum(fails(lambda name=name: embedding.save_snapshot(name)) for name in "abc")  # type: ignore[misc]
-    assert failures
+    limit(more * MB)
+    failed = any(fails(step, embedding, number) for number in range(3, 100))
+    assert sum(fails(embedding.save_snapshot, name) for name in "abc") or failed
     unlimit()
     fails(embedding.close)
     embedding.close()
-    with make(options("ssd", path), "sgd", tables=1) as again:  # in this process, too
+    with make(options("ssd", tmp_path), "sgd", tables=1) as again:  # in this process, too
         assert again.metrics()["table"]["step"] >= 2
         is_right(again)
         for name in "abc":
-            if (path / "rows" / "snapshots" / name).exists():
+            if (tmp_path / "rows" / "snapshots" / name).exists():
                 again.load_snapshot(name)
                 is_right(again)
         again.load_snapshot("first")
@@ -85,14 +84,8 @@ def run_out(path: Path, more: int, threads: int) -> None:
         is_right(again)
 
 
-@pytest.mark.parametrize(
-    ("more", "threads"), [(8, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)]
-)
-def test_no_call_waits_for_ever_once_memory_ran_out(tmp_path: Path, more: int, threads: int) -> None:
-    in_process(run_out, tmp_path, more * MB, threads)
-
-
-def start_many() -> None:
+@in_own_process
+def test_a_start_ends_where_the_new_thread_died_of_it() -> None:
     """Blocks of memory are taken until not even a small one is left, then given back one by one."""
     ran: list[int] = []
     blocks: list[Any] = []
@@ -122,11 +115,9 @@ def start_many() -> None:
     assert not [thread for thread in threading.enumerate() if isinstance(thread, Thread)]
 
 
-def test_a_start_ends_where_the_new_thread_died_of_it() -> None:
-    in_process(start_many)
-
-
-def lose_a_save(wait: bool) -> None:
+@pytest.mark.parametrize("wait", [True, False])
+@in_own_process
+def test_neither_a_wait_with_the_lock_nor_a_step_waits_for_a_save_whose_thread_died(wait: bool) -> None:
     """The thread of a save dies in its start, as `_run` is called: what traces it raises."""
 
     embedding = make(options("device"), "sgd", tables=1)
@@ -149,14 +140,6 @@ def lose_a_save(wait: bool) -> None:
     assert not saved
     is_right(embedding)
     table.observers.image().close()
-
-
-def test_a_wait_with_the_lock_for_a_save_whose_thread_dies_says_so() -> None:
-    in_process(lose_a_save, True)
-
-
-def test_a_step_does_not_wait_for_a_save_whose_thread_died() -> None:
-    in_process(lose_a_save, False)
 
 
 def test_a_wait_ends_with_the_thread_that_it_is_for() -> None:

@@ -1,4 +1,4 @@
-"""Live rows that were cut or replaced by those of another moment: an error and a remedy that works, never old rows."""
+"""Live rows that were cut, damaged or replaced by those of another moment: an error and a remedy that works."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.embeddings import contents, make, rows_by_key, train
+from support.embeddings import contents, rows_by_key, train
+from support.killed import embedding_at
 from support.live_rows import alone, opened, own_rows, run, together
 from support.ranks import run_ranks
 from support.shell import Cli, command
-from support.stores import options
-from tierbed import SnapshotError, StoreError
+from support.small_snapshots import flip_bit, keys_of_few_files
+from tierbed import StoreError, TierbedError
 from tierbed.distributed import World
-from tierbed.engine.durable import seal, unseal
 
-KEYS = torch.arange(300)
+KEYS = keys_of_few_files(300)
 
 
 def closed_twice(path: Path, store: str) -> tuple[bytes, bytes]:
@@ -27,12 +27,12 @@ def closed_twice(path: Path, store: str) -> tuple[bytes, bytes]:
 
     Returns the rows of its snapshot, which is of the first close, and the last rows.
     """
-    with make(options(store, path), "adam", tables=1) as embedding:
+    with embedding_at(path, store) as embedding:
         train(embedding, KEYS)
         embedding.save_snapshot("good")
         saved = contents(embedding).tobytes()
     shutil.copytree(live(path), path / "old")
-    with make(options(store, path), "adam", tables=1) as embedding:
+    with embedding_at(path, store) as embedding:
         for _ in range(3):
             train(embedding, KEYS)
             embedding.table_handle().table.flush()
@@ -101,18 +101,6 @@ def lost_page(path: Path) -> None:
     os.truncate(file, size)
 
 
-DAMAGES: list[Callable[[Path], None]] = [
-    older_shard,
-    swapped_shards,
-    shard_of_another_store,
-    older_list_of_files,
-    cut_rows,
-    rows_of_the_other_shard,
-    no_file_of_rows,
-    lost_page,
-]
-
-
 def older_rows(path: Path) -> None:
     """All of one moment, of as many rows."""
     where = live(path)
@@ -129,26 +117,25 @@ def older_manifest(path: Path) -> None:
     shutil.copy(path / "old" / "manifest.msgpack", live(path) / "manifest.msgpack")
 
 
-@pytest.mark.parametrize(
-    ("store", "damage"),
-    [
-        *(pytest.param("ssd", damage, id=damage.__name__) for damage in DAMAGES),
-        *(pytest.param("host", damage, id=damage.__name__) for damage in (older_rows, older_file, older_manifest)),
-    ],
-)
+OF_FILES = [older_rows, older_file, older_manifest]  # of a store in host memory; the others are of RocksDB
+OF_SHARDS = [older_shard, swapped_shards, shard_of_another_store, older_list_of_files, rows_of_the_other_shard]
+
+
+@pytest.mark.parametrize("damage", [*OF_FILES, *OF_SHARDS, cut_rows, no_file_of_rows, lost_page])
 def test_rows_of_another_moment_are_refused_and_the_remedy_works(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], store: str, damage: Callable[[Path], None]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None]
 ) -> None:
+    store = "host" if damage in OF_FILES else "ssd"
     saved, _ = closed_twice(tmp_path, store)
     damage(tmp_path)
     for _ in range(2):
         with pytest.raises(StoreError, match="rows' have a clean marker and cannot be read") as said:
-            contents(make(options(store, tmp_path), "adam", tables=1))
+            contents(embedding_at(tmp_path, store))
     assert "snapshot" in Cli(tmp_path / "rows", capsys).fails("save", "bad")  # without opening the embedding, too
     remedy = str(said.value).split("`")[1].split()
     assert remedy == ["tierbed", "snapshot", "load", str(tmp_path / "rows"), "good"]
     assert command(*remedy[1:]) == 0
-    with make(options(store, tmp_path), "adam", tables=1) as embedding:
+    with embedding_at(tmp_path, store) as embedding:
         assert contents(embedding).tobytes() == saved
 
 
@@ -174,35 +161,24 @@ def test_an_older_shard_of_a_rank_is_refused_and_the_remedy_works(tmp_path: Path
 
 
 def test_no_length_of_rocksdbs_list_of_files_gives_other_rows(tmp_path: Path) -> None:
-    with make(options("ssd", tmp_path / "sound", shards=1), "adam", tables=1) as embedding:
+    with embedding_at(tmp_path / "sound", "ssd", shards=1) as embedding:
         for lot in range(3):
             train(embedding, range(lot * 20, lot * 20 + 40))
             embedding.table_handle().table.flush()
         expected = rows_by_key(embedding)
     size = restrict_to_shard(tmp_path / "sound", "MANIFEST-*").stat().st_size
     refused = 0
-    for cut in range(0, size, 7):
+    for cut in range(0, size, 17):
         path = tmp_path / str(cut)
         shutil.copytree(tmp_path / "sound", path)
         os.truncate(restrict_to_shard(path, "MANIFEST-*"), cut)
-        with make(options("ssd", path), tables=1) as embedding:
+        with embedding_at(path, "ssd", None) as embedding:
             try:
                 assert rows_by_key(embedding) == expected
             except StoreError:
                 refused += 1
         shutil.rmtree(path)
-    assert refused > size // 7 // 2
-
-
-@pytest.mark.parametrize("store", ["host", "ssd"])
-def test_live_rows_that_an_earlier_version_closed_are_read(tmp_path: Path, store: str) -> None:
-    _, last = closed_twice(tmp_path, store)
-    file = tmp_path / "rows" / "MARK"
-    content = unseal(file.read_bytes())
-    assert content.pop("live_files")
-    file.write_bytes(seal(content))
-    with make(options(store, tmp_path, open="error"), "adam", tables=1) as embedding:
-        assert contents(embedding).tobytes() == last
+    assert refused > size // 17 // 2
 
 
 def test_merging_and_reading_leave_live_rows_as_good_as_they_were(
@@ -214,17 +190,55 @@ def test_merging_and_reading_leave_live_rows_as_good_as_they_were(
     cli.json("save", "shell")
     more = {"capacity": 10_000, "eviction": "lru"}  # reads all rows at the open
     for given in ({}, more, {"rocksdb_options": {"level0_file_num_compaction_trigger": 2}}):
-        with make(options("ssd", tmp_path, open="error", **given), "adam", tables=1) as embedding:
+        with embedding_at(tmp_path, "ssd", open="error", **given) as embedding:
             embedding.get(KEYS)
             embedding.compact()
             assert contents(embedding).tobytes() == last
 
 
-def test_a_checkpoint_whose_list_of_files_was_cut_is_refused(tmp_path: Path) -> None:
-    with make(options("ssd", tmp_path, shards=1), "adam", tables=1) as embedding:
-        train(embedding, KEYS)
-        embedding.save_snapshot("linked", kind="checkpoint")
-        (file,) = (tmp_path / "rows" / "snapshots" / "linked").glob("rocksdb/shard-0/MANIFEST-*")
-        os.truncate(file, file.stat().st_size - 30)
-        with pytest.raises(SnapshotError, match="MANIFEST"):
-            embedding.load_snapshot("linked")
+MANY = torch.arange(6000)
+
+
+def damaged_store(path: Path) -> tuple[bytes, torch.Tensor]:
+    """A store with a bit flipped, closed two steps after a snapshot; its rows at the snapshot, and its embeddings."""
+    with embedding_at(path, "ssd") as embedding:
+        train(embedding, MANY)
+        embedding.save_snapshot("good")
+        saved = contents(embedding).tobytes()
+        train(embedding, MANY)
+        train(embedding, MANY[:50])
+        expected = embedding.get(MANY)
+    file = max(path.glob("rows/live/*/*.sst"), key=lambda file: int(file.stem))
+    flip_bit(file, 8 * (file.stat().st_size // 3))
+    return saved, expected
+
+
+def test_one_flipped_bit_costs_the_rows_of_its_block_alone(tmp_path: Path) -> None:
+    saved, expected = damaged_store(tmp_path)
+    with embedding_at(tmp_path, "ssd", None) as embedding:
+        lost = 0
+        for begin in range(0, len(MANY), 40):
+            some = slice(begin, begin + 40)
+            try:
+                assert torch.equal(embedding.get(MANY[some]), expected[some])
+            except StoreError as error:
+                assert str(tmp_path / "rows") in str(error)  # noqa: PT017
+                assert "snapshot" in str(error)  # noqa: PT017
+                lost += 1
+        assert 0 < lost < len(MANY) / 40 / 2
+        with pytest.raises(TierbedError, match="snapshot"):
+            contents(embedding)
+    assert command("snapshot", "load", tmp_path / "rows", "good") == 0
+    with embedding_at(tmp_path, "ssd") as embedding:
+        assert contents(embedding).tobytes() == saved
+
+
+def test_a_damaged_store_that_cannot_be_opened_can_be_begun_anew(tmp_path: Path) -> None:
+    damaged_store(tmp_path)
+    policy = {"capacity": 10_000, "eviction": "lru"}  # knows every row, so that opening reads all
+    with pytest.raises(StoreError, match="a clean marker and cannot be read") as said:
+        embedding_at(tmp_path, "ssd", **policy).size()
+    with embedding_at(tmp_path, "ssd", open="fresh", **policy) as embedding:
+        train(embedding, MANY)
+        assert embedding.size() == len(MANY)
+    assert 'open="fresh"' in str(said.value)  # the error was held meanwhile, and with it what its frames refer to

@@ -1,18 +1,27 @@
-"""What the pages of docs show runs, and the checkpoint of docs/training.md survives what the page says."""
+"""What README and the pages of docs show runs, survives what they say, and leads somewhere."""
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
 import tomllib
+import warnings
 from pathlib import Path
 
 import pytest
 
 from support.places import DOCS, ROOT
+from support.ranks import run_ranks
 from support.scripts import run_script
+from support.shell import command
+from tierbed import World
 
+README = (ROOT / "README.md").read_text()
+(EXAMPLE,) = (  # a third of the page's steps
+    code.replace("1000", "300").replace("% 100", "% 50") for code in re.findall(r"```python\n(.*?)```", README, re.S)
+)
 ENDS = """
 import os
 
@@ -41,65 +50,24 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
 
 
-def run(script: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def run(script: str, cwd: Path, code: int = 0, whole: bool = False) -> subprocess.CompletedProcess[str]:
     (cwd / "script.py").write_text(script)
-    return run_script(cwd / "script.py", cwd=cwd, warnings="error", whole=True)
+    done = run_script(cwd / "script.py", cwd=cwd, warnings="error", whole=whole)
+    assert done.returncode == code, done.stderr
+    return done
 
 
-def test_the_embedding_page_runs(tmp_path: Path) -> None:
-    done = run("\n".join(blocks("embedding.md")), tmp_path)
-    assert done.returncode == 0, done.stderr
+PAGES = ["embedding", "from_nn_embedding", "lifecycle", "metrics", "tiers", "planning", "oneflow", "torchrec"]
 
 
-def test_the_training_page_runs_and_brings_a_killed_and_terminated_run_back_to_the_bit(tmp_path: Path) -> None:
-    page = blocks("training.md")
-    killed = "AT, SIGNAL = 25, signal.SIGKILL" + ENDS
-    assert run(page[0] + killed, tmp_path).returncode == -signal.SIGKILL
-    snapshots = tmp_path / "ended" / "items" / "snapshots"
-    saved = sorted(folder.name.rpartition("-")[0] for folder in snapshots.iterdir())
-    assert saved == ["step-00000010", "step-00000020"]
-    terminated = "AT, SIGNAL = 29, signal.SIGTERM" + ENDS
-    done = run("\n".join(page) + terminated + RESUMES, tmp_path)
-    assert done.returncode == 0, done.stderr
-
-
-PAGES = ["from_nn_embedding", "lifecycle", "metrics", "tiers", "planning", "oneflow", "torchrec", "plain_loop"]
-
-
-@pytest.mark.parametrize("page", [f"{name}.md" for name in PAGES])
+@pytest.mark.parametrize("page", [*PAGES, "plain_loop"])
 def test_a_page_runs(page: str, tmp_path: Path) -> None:
-    done = run("\n".join(blocks(page)), tmp_path)
-    assert done.returncode == 0, done.stderr
-
-
-EXTRAS = {
-    "prometheus_client": "metrics",
-    "torch.utils.tensorboard": "metrics",
-    "matplotlib": "plot",
-    "pyarrow": "parquet",
-}
-
-
-def test_a_block_that_needs_an_extra_says_which() -> None:
-    needed = []
-    for page in DOCS.glob("*.md"):
-        for block in blocks(page.name):
-            for module in re.findall(r"^(?:from|import) ([\w.]+)", block, re.M):
-                extra = next((EXTRAS[name] for name in EXTRAS if f"{module}.".startswith(f"{name}.")), None)
-                if extra is not None:
-                    needed.append((page.name, module))
-                    assert f"pip install 'tierbed[{extra}]'" in block, needed[-1]
-    assert ("metrics.md", "prometheus_client") in needed
-    (plot,) = (block for block in blocks("planning.md") if ".plot(" in block)
-    assert "pip install 'tierbed[plot]'" in plot
-    for page, extra in (("planning.md", "plot"), ("metrics.md", "metrics")):
-        assert f"tierbed[{extra}]" in (DOCS / page).read_text().partition("```python")[0].replace("\n", " ")
+    run("\n".join(blocks(f"{page}.md")), tmp_path, whole=page == "embedding")
 
 
 def test_the_graph_page_runs_and_what_it_looks_at_is_there(tmp_path: Path) -> None:
     page = (DOCS / "graph.md").read_text()
     done = run("\n".join(blocks("graph.md")), tmp_path)
-    assert done.returncode == 0, done.stderr
     reason = "step 1: argument ids: shape (100, 4), was (256, 4); argument labels: shape (100,), was (256,)"
     assert f"`{reason}`" in page
     assert f"['{reason}']" in done.stdout
@@ -110,7 +78,76 @@ def test_the_graph_page_runs_and_what_it_looks_at_is_there(tmp_path: Path) -> No
     assert {file.name for file in tmp_path.iterdir()} >= {"step.mmd", "trace.json"}
 
 
-def test_the_table_of_extras_has_all() -> None:
+def run_page(_: World, page: str, folder: str) -> None:
+    os.chdir(folder)
+    warnings.simplefilter("error")
+    exec(compile(page, "distributed.md", "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_page_of_ranks_runs_on_one_and_on_two(ranks: int, tmp_path: Path) -> None:
+    run_ranks(ranks, run_page, "\n".join(blocks("distributed.md")), str(tmp_path))
+    assert (tmp_path / "store" / "items" / "ranks").is_dir() == (ranks > 1)
+
+
+def test_the_training_page_brings_a_killed_and_terminated_run_back_to_the_bit(tmp_path: Path) -> None:
+    page = blocks("training.md")
+    run(f"{page[0]}AT, SIGNAL = 25, signal.SIGKILL{ENDS}", tmp_path, -signal.SIGKILL)
+    snapshots = tmp_path / "ended" / "items" / "snapshots"
+    saved = sorted(folder.name.rpartition("-")[0] for folder in snapshots.iterdir())
+    assert saved == ["step-00000010", "step-00000020"]
+    run("\n".join(page) + "AT, SIGNAL = 29, signal.SIGTERM" + ENDS + RESUMES, tmp_path)
+
+
+def test_the_readmes_example_learns_and_one_that_was_killed_ends_with_the_same_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "killed").mkdir()
+    whole = run(EXAMPLE, tmp_path / "whole", whole=True)
+    printed = whole.stdout.splitlines()
+    assert [line.split()[0] for line in printed] == ["50", "100", "150", "200", "250", "300"]
+    assert float(printed[-1].split()[1]) < 0.1
+    kill = "if step == 220:\n        os.kill(os.getpid(), 9)\n    ids = torch.randint"
+    run("import os\n" + EXAMPLE.replace("ids = torch.randint", kill), tmp_path / "killed", -signal.SIGKILL)
+    again = run(EXAMPLE, tmp_path / "killed")
+    assert 0 < len(again.stdout.splitlines()) < 4
+    assert whole.stdout.endswith(again.stdout)
+    (shown,) = re.findall(r"`tierbed (checkpoint inspect .*?)`", README)
+    monkeypatch.chdir(tmp_path / "killed")
+    assert command(*shown.split()) == 0
+
+
+def test_links_lead_to_files_and_headings() -> None:
+    for page in (ROOT / "README.md", *DOCS.glob("*.md")):
+        for target, heading in re.findall(r"\]\(([^)#:]+)(?:#([^)]+))?\)", page.read_text()):
+            other = page.parent / target
+            assert other.is_file(), (page.name, target)
+            headings = re.findall(r"^#+ (.*)$", other.read_text(), re.M)
+            assert not heading or heading in {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}
+
+
+EXTRAS = {
+    "prometheus_client": "metrics",
+    "torch.utils.tensorboard": "metrics",
+    "matplotlib": "plot",
+    "pyarrow": "parquet",
+}
+
+
+def test_a_block_that_needs_an_extra_says_which_and_the_table_of_extras_has_all() -> None:
+    needed = [
+        (page.name, module, f"pip install 'tierbed[{EXTRAS[name]}]'" in block)
+        for page in DOCS.glob("*.md")
+        for block in blocks(page.name)
+        for module in re.findall(r"^(?:from|import) ([\w.]+)", block, re.M)
+        for name in EXTRAS
+        if f"{module}.".startswith(f"{name}.")
+    ]
+    assert ("metrics.md", "prometheus_client", True) in needed
+    assert all(says for *_, says in needed), needed
+    (plot,) = (block for block in blocks("planning.md") if ".plot(" in block)
+    assert "pip install 'tierbed[plot]'" in plot
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     rows = re.findall(r"^\| (`tierbed\[.*?) \|", (DOCS / "install.md").read_text(), re.M)
     assert sorted(re.findall(r"\[(\w+)\]", " ".join(rows))) == sorted(extras)

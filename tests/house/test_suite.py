@@ -13,15 +13,9 @@ import pytest
 from support.places import TESTS
 
 HANG = """
-import collections, itertools, os, pathlib, signal, subprocess, sys, threading
+import collections, itertools, os, pathlib, signal, threading
 import pytest
 from support.forked import in_process
-
-def test_a_process_that_a_test_starts_can_be_interrupted():
-    child = subprocess.Popen([sys.executable, "-c", "print(flush=True); input()"], stdin=-1, stdout=-1)
-    child.stdout.readline()
-    child.send_signal(signal.SIGINT)
-    assert child.wait() == -signal.SIGINT
 
 def test_a_test_can_be_interrupted():
     with pytest.raises(KeyboardInterrupt):
@@ -30,12 +24,6 @@ def test_a_test_can_be_interrupted():
 @pytest.mark.limit(1)
 def test_that_hangs():
     threading.Event().wait()
-
-def test_after_it():
-    pass
-
-def test_of_a_child():
-    assert in_process(os.getpid) != os.getpid()
 
 def hang(test):
     pathlib.Path("processes").write_text(f"{os.getppid()} {os.getpid()}")
@@ -60,26 +48,18 @@ def test_neither_a_caller_that_ignores_sigint_nor_a_test_that_hangs_stops_the_ot
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment |= {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert "3 failed, 4 passed" in done.stdout, done.stdout + done.stderr
-    assert "Failed: it hangs: not over after 1 s" in done.stdout
-    assert "Failed: it hangs: not over after 600 s" in done.stdout
+    assert "3 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    for limit in (1, 600):
+        assert f"Failed: it hangs: not over after {limit} s" in done.stdout
     for process in (tmp_path / "processes").read_text().split():  # the child that hung, and who forked it
         assert not Path("/proc", process).exists()
-    assert "in test_that_hangs\n" in done.stderr
     assert "crashed while running 'test_one.py::test_that_hangs_and_looks_for_no_signal'" in done.stdout
-    assert "Timeout (0:00:02)!" in done.stderr
-    assert "in test_that_hangs_and_looks_for_no_signal\n" in done.stderr
+    for said in ("in test_that_hangs\n", "Timeout (0:00:02)!", "in test_that_hangs_and_looks_for_no_signal\n"):
+        assert said in done.stderr
     assert done.returncode == 1
-
-
-def test_no_test_imports_another() -> None:
-    files = [*TESTS.rglob("*.py")]
-    assert len(files) > 200
-    assert not [file for file in files if re.search(r"^\s*(from|import) test_", file.read_text(), re.M)]
 
 
 def test_only_the_tests_of_peers_need_peers() -> None:
     needed = re.compile(r"^\s*(import|from) (torchrec|fbgemm_gpu|support\.fbgemm)\b", re.M)
     files = [*(TESTS / "jagged").glob("*.py"), *(TESTS / "peers").glob("*.py")]
-    found = {path.parent.name for path in files if needed.search(path.read_text())}
-    assert found == {"peers"}
+    assert {path.parent.name for path in files if needed.search(path.read_text())} == {"peers"}

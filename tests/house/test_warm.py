@@ -17,29 +17,27 @@ from support.places import environment
 from support.scripts import run_script
 
 ENDS: dict[str, int] = {
-    "pass": 0,
     "import sys; sys.exit(3)": 3,
     "raise ValueError": 1,
     "raise KeyboardInterrupt": -signal.SIGINT,
     "import os, signal; os.kill(os.getpid(), signal.SIGKILL)": -signal.SIGKILL,
-    "import os, signal; os.kill(os.getpid(), signal.SIGTERM)": -signal.SIGTERM,
 }
 
 
-@pytest.mark.parametrize(("script", "code"), ENDS.items())
-def test_a_child_that_ends_or_is_killed_reports_it(script: str, code: int) -> None:
-    assert run_script(script).returncode == code
+def test_a_child_that_ends_or_is_killed_reports_it() -> None:
+    assert {script: run_script(script).returncode for script in ENDS} == ENDS
 
 
 def surroundings(name: str) -> tuple[object, ...]:
-    return os.environ.get(name), os.getcwd(), sys.stdin.read(), signal.getsignal(signal.SIGINT)
+    threads = len(os.listdir(f"/proc/{os.getppid()}/task"))  # of the server
+    return os.environ.get(name), os.getcwd(), sys.stdin.read(), signal.getsignal(signal.SIGINT), threads
 
 
 def test_a_child_has_the_surroundings_of_who_ordered_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for word in ("one", "other"):
         monkeypatch.setenv("WORD", word)
-        assert in_process(surroundings, "WORD") == (word, str(tmp_path), "", signal.default_int_handler)
+        assert in_process(surroundings, "WORD") == (word, str(tmp_path), "", signal.default_int_handler, 1)
     monkeypatch.delenv("WORD")
     assert in_process(surroundings, "WORD")[0] is None
 
@@ -52,14 +50,6 @@ def fails() -> None:
 def test_an_assertion_that_fails_in_a_child_says_why() -> None:
     with pytest.raises(pytest.fail.Exception, match="assert 4 == 5"):
         in_process(fails)
-
-
-def threads_of_the_server() -> int:
-    return len(os.listdir(f"/proc/{os.getppid()}/task"))
-
-
-def test_the_server_has_one_thread() -> None:
-    assert in_process(threads_of_the_server) == 1
 
 
 def forks_and_waits(pipe: Connection) -> None:
@@ -79,16 +69,7 @@ def test_children_of_two_orders_hold_nothing_of_each_other_and_are_killed_with_t
                 pipe.recv()
 
 
-MAKER = """
-import os, signal
-from support.warm import Server
-
-server = Server()
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
 def test_a_server_ends_with_its_maker_however_that_ends() -> None:
-    maker = [sys.executable, "-c", MAKER]
-    done = subprocess.run(maker, env=environment(), stderr=subprocess.PIPE)  # until none has standard error
-    assert (done.returncode, done.stderr) == (-signal.SIGKILL, b"")
+    script = "import os; from support.warm import Server; server = Server(); os.kill(os.getpid(), 9)"
+    done = subprocess.run([sys.executable, "-c", script], env=environment(), stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (-signal.SIGKILL, b"")  # until none has standard error

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from support.embeddings import contents, make, train
 from support.naive import hash_row
+from support.small_snapshots import keys_of_few_files
 from support.stores import options
 from tierbed import MultiTableEmbedding
 
-OTHERS = torch.arange(1, 2000) * 0x9E3779B97F4A7C15 % (1 << 62)
+OTHERS = keys_of_few_files(1000)
 SECRETS = [0x1122334455667788, -0x0123456789ABCDEF, 0x7EDCBA9876543210]
 WORD = 8
 
@@ -58,8 +58,12 @@ def trained(embedding: MultiTableEmbedding, kind: str) -> set[bytes]:
     return needles
 
 
-def documented(embedding: MultiTableEmbedding, kind: str) -> None:
+def delete(embedding: MultiTableEmbedding) -> None:
     assert embedding.delete(SECRETS, 0) == len(SECRETS)
+
+
+def documented(embedding: MultiTableEmbedding, kind: str) -> None:
+    delete(embedding)
     if embedding.store_options.store == "cached_ssd":
         embedding.compact()
     embedding.save_snapshot("without", kind="full" if kind == "incremental" else kind)
@@ -71,22 +75,18 @@ def with_states(embedding: MultiTableEmbedding, kind: str) -> None:
     embedding.state_dict()
     documented(embedding, kind)
     embedding.state_dict()  # of snapshot "without"
-    left = [folder.name for folder in states_of(embedding)]
-    for folder in states_of(embedding):
-        shutil.rmtree(folder)
+    snapshots = Path(embedding.store_options.persistent_path, embedding.name, "snapshots")
+    left = list(snapshots.glob("state_dict-*"))
     assert left
-
-
-def states_of(embedding: MultiTableEmbedding) -> list[Path]:
-    return [*Path(embedding.store_options.persistent_path, embedding.name, "snapshots").glob("state_dict-*")]
+    for folder in left:
+        shutil.rmtree(folder)
 
 
 def merged_last(embedding: MultiTableEmbedding, kind: str) -> None:
-    assert embedding.delete(SECRETS, 0) == len(SECRETS)
+    delete(embedding)
     embedding.save_snapshot("without")
     embedding.prune_snapshots(keep_last=1)
-    if embedding.store_options.store == "cached_ssd":
-        embedding.compact()
+    embedding.compact()
 
 
 def merged_while_read(embedding: MultiTableEmbedding, kind: str) -> None:
@@ -100,10 +100,7 @@ def merged_while_read(embedding: MultiTableEmbedding, kind: str) -> None:
 @pytest.mark.parametrize(
     ("store", "kind", "recipe"),
     [
-        ("host", "full", documented),
-        ("host", "incremental", documented),
-        ("ssd", "full", documented),
-        ("ssd", "incremental", documented),
+        *((store, kind, documented) for store in ("host", "ssd") for kind in ("full", "incremental")),
         ("ssd", "checkpoint", documented),
         ("host", "full", with_states),
         ("ssd", "full", with_states),

@@ -1,21 +1,26 @@
-"""Every policy against the plain model: after any calls the table has the same rows, with the values of training."""
+"""Every policy against the plain model: after any calls the table has the same rows. tests/table has their values."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
-from support.embeddings import TABLES, make, rows_by_key, train
+from support.embeddings import DIM, TABLES, make, train
 from support.examples import examples
 from support.lifecycle_model import Model, NoRoomError, Row, unsigned, written
 from support.rows import SPECIAL_KEYS
 from support.stores import options
 from tierbed import CapacityError, MultiTableEmbedding
+from tierbed.engine import _core
 
 KEYS = [*SPECIAL_KEYS, *range(20, 40)]
 POLICIES: dict[str, dict[str, Any]] = {
@@ -41,62 +46,19 @@ def ids(rows: list[Row]) -> tuple[Tensor, Tensor]:
     return keys, torch.tensor([table for table, _ in rows], dtype=torch.int64)
 
 
-def values_of(rows: list[Row], call: int) -> Tensor:
-    return torch.arange(len(rows) * 5, dtype=torch.float32).reshape(-1, 5) + call
-
-
-class Checked:
-    """An embedding, the model of which rows it holds, and one without a policy that is given those rows alone."""
-
-    def __init__(self, policy: dict[str, Any], seed: int) -> None:
-        self.embedding = make(options("device", **policy), "adagrad", seed=seed)
-        self.model = Model(**policy, seed=seed)
-        self.plain = make(options("device"), "adagrad", name="plain", seed=seed)
-        self.calls = 0
-
-    def train(self, rows: list[Row]) -> None:
-        before = dict(self.model.rows)
-        expected = self.plain.get(*ids(rows))
-        try:
-            refused = self.model.train(rows)
-        except NoRoomError:
-            with pytest.raises(CapacityError, match="Nothing was changed"):
-                train(self.embedding, *ids(rows))
-            return
-        assert torch.equal(train(self.embedding, *ids(rows)), expected)
-        kept = [row for row in rows if row not in refused]
-        train(self.plain, *ids(kept))
-        self._forget(before)
-
-    def put(self, rows: list[Row]) -> None:
-        before = dict(self.model.rows)
-        values = values_of(rows, self.calls)
-        try:
-            self.model.put(rows)
-        except NoRoomError:
-            with pytest.raises(CapacityError):
-                self.embedding.put(ids(rows)[0], values, ids(rows)[1])
-            return
-        for embedding in (self.embedding, self.plain):
-            embedding.put(ids(rows)[0], values, ids(rows)[1])
-        self._forget(before)
-
-    def delete(self, rows: list[Row]) -> None:
-        count = self.model.delete(rows)
-        assert self.embedding.delete(*ids(rows)) == self.plain.delete(*ids(rows)) == count
-
-    def check(self) -> None:
-        self.calls += 1
-        assert written(self.embedding) == self.model.rows
-        assert rows_by_key(self.embedding) == rows_by_key(self.plain)
-        assert self.embedding.size() == len(self.model.rows)
-        figures = self.embedding.metrics()["table"]
-        assert {name: figures[name] for name in self.model.counts} == self.model.counts
-        assert (figures["rows"], figures["step"]) == (len(self.model.rows), self.model.step)
-
-    def _forget(self, before: dict[Row, Any]) -> None:
-        gone = list(set(before) - set(self.model.rows))
-        assert self.plain.delete(*ids(gone)) == len(gone)
+def call(name: str, embedding: MultiTableEmbedding, model: Model, rows: list[Row]) -> None:
+    """The same on both, which have room for it or not."""
+    keys, tables = ids(rows)
+    given = (keys, tables) if name == "delete" else (keys, torch.zeros(len(rows), DIM), tables)
+    act = partial(train, embedding, keys, tables) if name == "train" else partial(getattr(embedding, name), *given)
+    try:
+        getattr(model, name)(rows)
+    except NoRoomError:
+        with pytest.raises(CapacityError):
+            act()
+    else:
+        act()
+    assert written(embedding) == model.rows
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
@@ -105,10 +67,12 @@ class Checked:
 def test_any_calls_leave_the_rows_that_the_policy_says(
     policy: dict[str, Any], sequence: list[tuple[str, list[Row]]], seed: int
 ) -> None:
-    checked = Checked(policy, seed)
+    embedding, model = make(options("device", **policy), "sgd", seed=seed), Model(**policy, seed=seed)
     for name, rows in sequence:
-        getattr(checked, name)(rows)
-        checked.check()
+        call(name, embedding, model, rows)
+        figures = embedding.metrics()["table"]
+        assert {name: figures[name] for name in model.counts} == model.counts
+        assert (figures["rows"], figures["step"]) == (len(model.rows), model.step)
 
 
 @pytest.mark.parametrize("eviction", ["lru", "lfu", "distance_lfu", "ttl"])
@@ -118,27 +82,17 @@ def test_many_rows_leave_at_once_in_the_order_of_the_policy(eviction: str, threa
     policy = {"eviction": eviction, "capacity": 1000, **({"ttl_steps": 3} if eviction == "ttl" else {})}
     embedding, model = make(options("device", **policy), "sgd"), Model(**policy)
     random = torch.Generator().manual_seed(1)
-    for _ in range(40):
-        rows = [(int(key) % 3, int(key)) for key in (torch.rand(200, generator=random) ** 3 * 4000).to(torch.int64)]
-        try:
-            model.train(rows)
-        except NoRoomError:
-            with pytest.raises(CapacityError):
-                train(embedding, *ids(rows))
-            continue
-        train(embedding, *ids(rows))
-        assert written(embedding) == model.rows
-    assert model.counts["evicted"] > 1000
+    for _ in range(25):
+        keys = (torch.rand(200, generator=random) ** 3 * 4000).to(torch.int64).tolist()
+        call("train", embedding, model, [(key % 3, key) for key in keys])
+    assert model.counts["evicted"] > 500
     assert embedding.metrics()["table"]["evicted"] == model.counts["evicted"]
 
 
 def test_rows_of_equal_rank_leave_by_table_and_hash() -> None:
     embedding, model = make(options("device", eviction="lru", capacity=640), "sgd"), Model("lru", 640)
     for begin in (0, 640, 1280):
-        rows = [(key % 3, key) for key in range(begin, begin + 640 - begin // 5)]
-        model.train(rows)
-        train(embedding, *ids(rows))
-        assert written(embedding) == model.rows
+        call("train", embedding, model, [(key % 3, key) for key in range(begin, begin + 640 - begin // 5)])
 
 
 def test_ages_are_counted_up_to_the_largest_step() -> None:
@@ -156,44 +110,16 @@ def embedding_of(**policy: Any) -> MultiTableEmbedding:
     return make(options("device", **policy), "sgd", tables=1)
 
 
-def test_a_capacity_is_full_at_that_many_rows() -> None:
-    embedding = embedding_of(capacity=100, eviction="lru")
-    train(embedding, range(100))
-    assert (embedding.size(), embedding.metrics()["table"]["evicted"]) == (100, 0)
-    train(embedding, range(99, 101))
-    assert (embedding.size(), embedding.metrics()["table"]["evicted"]) == (100, 1)
-    train(embedding, range(101, 151))
-    assert (embedding.size(), embedding.metrics()["table"]["evicted"]) == (100, 51)
-    assert {key for _, key in written(embedding)} >= set(range(99, 151))
+def test_memory_of_the_policies_is_reported_and_a_capacity_is_counted_in_64_bits() -> None:
+    def ledger_bytes(rows: int, **policy: Any) -> int:
+        embedding = embedding_of(**policy)
+        train(embedding, range(rows))
+        assert embedding.size() == (0 if "admission" in policy else rows)
+        return int(embedding.metrics()["table"]["ledger_bytes"])
 
-
-@pytest.mark.parametrize("eviction", ["none", "lru"])
-def test_a_batch_beyond_the_capacity_changes_nothing(eviction: str) -> None:
-    embedding = embedding_of(capacity=100, eviction=eviction, ttl_steps=10)
-    train(embedding, range(60))
-    before = written(embedding)
-    with pytest.raises(CapacityError, match=r"101 new rows.*there is room for"):
-        train(embedding, range(1000, 1101))
-    assert written(embedding) == before
-    assert embedding.metrics()["table"]["evicted"] == 0
-    if eviction == "lru":
-        train(embedding, range(1000, 1100))
-        assert {key for _, key in written(embedding)} == set(range(1000, 1100))
-
-
-def test_memory_of_the_policies_is_reported() -> None:
-    assert embedding_of(capacity=10).metrics()["table"]["ledger_bytes"] == 0
-    embedding = embedding_of(ttl_steps=10)
-    train(embedding, range(50_000))
-    assert 30 * 50_000 <= embedding.metrics()["table"]["ledger_bytes"] <= 38.5 * 50_000
-    assert embedding_of(admission=2).metrics()["table"]["ledger_bytes"] >= 16 << 20
-
-
-def test_a_capacity_is_counted_in_64_bits() -> None:
-    embedding = embedding_of(capacity=2**33, eviction="lru")
-    train(embedding, range(50))
-    embedding.put([7, 99], torch.ones(2, 5), 0)
-    assert (embedding.size(), embedding.metrics()["table"]["evicted"]) == (51, 0)
+    assert ledger_bytes(9, capacity=10) == 0
+    assert 30 * 50_000 <= ledger_bytes(50_000, capacity=2**33, eviction="lru") <= 38.5 * 50_000
+    assert ledger_bytes(9, admission=2) >= 16 << 20
 
 
 def test_a_new_row_that_is_not_kept_is_initial_and_learns_nothing() -> None:
@@ -208,14 +134,6 @@ def test_a_new_row_that_is_not_kept_is_initial_and_learns_nothing() -> None:
     assert written(embedding) == {(0, 5): (1, 3)}
     assert not torch.equal(embedding.get([5]), initial[:1])
     assert embedding.metrics()["table"]["refused"] == 5
-
-
-def test_put_is_always_admitted() -> None:
-    embedding = embedding_of(admission=9)
-    embedding.put([1, 2], torch.zeros(2, 5))
-    assert embedding.size() == 2
-    train(embedding, [1, 3])
-    assert {row[1] for row in written(embedding)} == {1, 2}
 
 
 def test_chances_are_those_asked_for_and_of_the_seed() -> None:
@@ -251,3 +169,81 @@ def test_a_batch_above_the_capacity_is_not_told_to_evict_earlier() -> None:
     train(embedding, range(100))
     with pytest.raises(CapacityError, match="or lower ttl_steps=10"):
         train(embedding, range(100, 101))
+
+
+def ledger(ttl_steps: int = 0) -> _core.Ledger:
+    return _core.Ledger(eviction="none", capacity=None, ttl_steps=ttl_steps, min_lookups=0, chance=1.0, seed=0)
+
+
+def steps_of(rows: _core.Ledger, steps: Iterable[int]) -> dict[tuple[int, int], int]:
+    """The rows of a ledger of `ttl_steps=0`, and the step of each, one of `steps`."""
+    found = dict[tuple[int, int], int]()
+    for step in sorted(set(steps), reverse=True):  # the earlier, the fewer steps after it find the row
+        tables, keys = rows.expired(step + 1)
+        found |= dict.fromkeys(zip(tables.tolist(), keys.tolist(), strict=True), step)
+    return found
+
+
+def keys_of(bucket: int, count: int) -> NDArray[np.uint64]:
+    """Keys of table 0 in one bucket."""
+    keys = np.arange(100 * count + 2000, dtype=np.uint64)
+    return keys[_core.buckets(np.zeros(len(keys), np.uint32), keys) == bucket][:count]
+
+
+CROWDED = keys_of(63, 60)  # of table 0; where they are in other tables does not matter
+
+
+@given(
+    st.lists(
+        st.tuples(st.booleans(), st.lists(st.integers(0, 59), unique=True, max_size=30), st.integers(0, 2**32 - 2)),
+        max_size=20,
+    )
+)
+def test_rows_that_share_a_bucket_come_and_go(calls: list[tuple[bool, list[int], int]]) -> None:
+    rows, kept = ledger(), dict[int, int]()  # the step of each
+    for erases, chosen, step in calls:
+        keys, tables = CROWDED[chosen], np.zeros(len(chosen), np.uint32)
+        if erases:
+            assert rows.erase(tables, keys) == len(kept.keys() & set(chosen))
+            kept = {row: step for row, step in kept.items() if row not in chosen}
+        else:
+            rows.load(tables, keys, np.ones(len(keys), np.uint32), np.full(len(keys), step, np.uint32))
+            kept |= dict.fromkeys(chosen, step)
+        assert rows.rows == len(kept)
+        assert steps_of(rows, kept.values()) == {(0, int(CROWDED[row])): step for row, step in kept.items()}
+    assert rows.erase(np.zeros(60, np.uint32), CROWDED) == len(kept)
+
+
+def test_many_rows_and_what_they_take(threads: int) -> None:
+    random = np.random.default_rng(0)
+    rows = ledger()
+    keys = np.unique(random.integers(0, 2**64, 60_000, np.uint64))
+    tables = (keys % np.uint64(5)).astype(np.uint32)
+    steps = random.integers(0, 2**32, len(keys), np.uint32)
+    rows.load(tables, keys, np.ones(len(keys), np.uint32), steps)
+    assert 30 <= rows.bytes / len(keys) <= 38.5
+    gone = random.permutation(len(keys))[:40_000]
+    assert rows.erase(tables[gone], keys[gone]) == len(gone)
+    assert rows.rows == len(keys) - len(gone)
+    there = np.delete(np.arange(len(keys)), gone)
+    for now in (1, 2**30, 2**31, 3 * 2**30, 2**32 - 1):
+        before = there[steps[there] < now]
+        found = np.sort(np.stack([part.astype(np.uint64) for part in rows.expired(now)]))
+        np.testing.assert_array_equal(found, np.sort(np.stack([tables[before].astype(np.uint64), keys[before]])))
+    assert rows.erase(tables + np.uint32(1), keys) == 0
+    assert rows.erase(tables, keys) == len(there)
+    assert rows.rows == 0
+
+
+@pytest.mark.parametrize("bucket", [0, 1, 63])
+def test_victims_may_be_in_one_bucket_or_in_all_but_one(bucket: int, threads: int) -> None:
+    """The search takes one bucket for a sample, and looks again where that was no good one."""
+    apart = keys_of(bucket, 60).tolist()
+    others = [key for key in range(10_000, 12_000) if key not in apart][:940]
+    for first, second in ((apart, others), (others, apart)):
+        embedding = make(options("device", eviction="lru", capacity=1000), "sgd", tables=1)
+        model = Model("lru", 1000)
+        for keys in (first, second, range(50_000, 50_120), range(60_000, 60_001)):
+            model.train((0, key) for key in keys)
+            train(embedding, list(keys))
+            assert written(embedding) == model.rows

@@ -7,18 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from support.embeddings import contents, make, train
 from support.lifecycle_model import POLICIES, Model, NoRoomError, batches, written
+from support.small_snapshots import keys_of_few_files
 from support.stores import STORES, options
 from tierbed import CapacityError, MultiTableEmbedding, StoreError
 from tierbed.engine.options.lookup import Lookup
 
 DETERMINED = [name for name in POLICIES if name != "sights"]  # by the rows: counts of admission restart with each run
+KEYS = torch.stack([keys_of_few_files(212, table) for table in range(3)])
 policies = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 stores = pytest.mark.parametrize("store", STORES)
 
@@ -26,12 +27,11 @@ stores = pytest.mark.parametrize("store", STORES)
 def go_on(embedding: MultiTableEmbedding, begin: int, end: int) -> list[Tensor]:
     """Steps, puts and deletes; what the steps saw."""
     seen = []
-    for number, (ids, tables) in enumerate(batches()):
-        if not begin <= number < end:
-            continue
+    for number, (at, tables) in [*enumerate(batches())][begin:end]:
+        ids = KEYS[tables, at]
         seen.append(train(embedding, ids, tables))
         if number % 4 == 1:
-            embedding.put(ids[:20] + 7, torch.full((20, 5), float(number)), tables[:20])
+            embedding.put(KEYS[tables, at + 7][:20], torch.full((20, 5), float(number)), tables[:20])
         if number % 4 == 2:
             embedding.delete(ids[:15], tables[:15])
         assert embedding.size() == len(contents(embedding))
@@ -59,13 +59,13 @@ def test_rows_do_not_depend_on_the_store(tmp_path: Path, policy: dict[str, Any],
 
 @policies
 def test_rows_do_not_depend_on_threads(policy: dict[str, Any], native_threads: Callable[[int], None]) -> None:
-    found = []
-    for threads in (1, 2, 16):
+    found = set()
+    for threads in (1, 16):
         native_threads(threads)
         with make(options("device", **policy), "adagrad") as embedding:
-            go_on(embedding, 0, 12)
-            found.append(state(embedding))
-    assert found[0] == found[1] == found[2]
+            go_on(embedding, 0, 8)
+            found.add(repr(state(embedding)))
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize("policy", DETERMINED)
@@ -119,20 +119,29 @@ def test_sights_begin_anew_with_a_run_and_a_snapshot(tmp_path: Path) -> None:
 
 
 @stores
-def test_a_smaller_capacity_evicts_at_the_next_new_row(tmp_path: Path, store: str) -> None:
+def test_a_policy_that_begins_with_a_later_run_knows_the_rows(tmp_path: Path, store: str) -> None:
+    """Of more rows than its capacity, those above it leave at the next new row."""
+    model = Model("lfu", 30)
+
+    def both(embedding: MultiTableEmbedding, keys: range) -> None:
+        model.train((0, key) for key in keys)
+        train(embedding, keys)
+
     with make(options(store, tmp_path), "sgd") as embedding:
-        train(embedding, range(100))
-    with make(options(store, tmp_path, capacity=40, eviction="lru"), "sgd") as embedding:
-        train(embedding, range(60, 100))
-        assert embedding.size() == 100
-        train(embedding, range(90, 105))
-        assert embedding.size() == 40
-        assert {key for _, key in written(embedding)} >= set(range(90, 105))
+        for begin in (0, 3, 11, 30):
+            both(embedding, range(begin, begin + 12))
+    with make(options(store, tmp_path, capacity=30, eviction="lfu"), "sgd") as embedding:
+        both(embedding, range(35, 42))  # existing rows stay
+        for begin in (20, 40, 5):
+            both(embedding, range(begin, begin + 12))
+            assert written(embedding) == model.rows
+        both(embedding, range(90, 120))
+        assert written(embedding) == model.rows
     with make(options(store, tmp_path, capacity=20, eviction="ttl", ttl_steps=5), "sgd") as embedding:
-        train(embedding, range(90, 105))  # existing rows stay
-        with pytest.raises(CapacityError, match=r"capacity=40.*ttl_steps=5"):
+        train(embedding, range(90, 105))
+        with pytest.raises(CapacityError, match=r"capacity=30.*ttl_steps=5"):
             train(embedding, [500])
-        assert embedding.size() == 40
+        assert embedding.size() == 30
 
 
 @pytest.mark.parametrize("policy", [{}, {"eviction": "ttl", "ttl_steps": 5}, {"eviction": "lru"}])
@@ -147,23 +156,8 @@ def test_stored_rows_above_the_capacity_are_told_where_none_leaves(
     with make(options("host", tmp_path, capacity=20, **policy), "sgd") as embedding:
         assert embedding.size() == 40
     warning = "embedding 'rows': 40 stored rows exceed capacity=20; all of them stay"
-    assert [message[: len(warning)] for message in caplog.messages] == (
-        [] if policy.get("eviction") == "lru" else [warning]
-    )
-
-
-@stores
-def test_a_policy_that_begins_with_a_later_run_knows_the_rows(tmp_path: Path, store: str) -> None:
-    with make(options(store, tmp_path), "sgd") as embedding:
-        model = Model("lfu", 30)
-        for begin in (0, 3, 11):
-            model.train((0, key) for key in range(begin, begin + 12))
-            train(embedding, range(begin, begin + 12))
-    with make(options(store, tmp_path, capacity=30, eviction="lfu"), "sgd") as embedding:
-        for begin in (20, 40, 5):
-            model.train((0, key) for key in range(begin, begin + 12))
-            train(embedding, range(begin, begin + 12))
-            assert written(embedding) == model.rows
+    said = [message[: len(warning)] for message in caplog.messages]
+    assert said == ([] if policy.get("eviction") == "lru" else [warning])
 
 
 @policies
@@ -191,32 +185,15 @@ def test_a_step_that_is_released_changes_no_row_that_stays(tmp_path: Path, polic
 @stores
 def test_a_row_that_left_and_comes_back_begins_anew(tmp_path: Path, store: str) -> None:
     with make(options(store, tmp_path, capacity=20, eviction="lru"), "adagrad") as embedding:
-        initial = embedding.get(np.arange(20), 0)
-        for _ in range(3):
-            train(embedding, range(20))
-        for begin in range(100, 200, 20):
+        initial = embedding.get(range(20), 0)
+        for begin in (0, 0, 0, *range(100, 200, 20)):
             train(embedding, range(begin, begin + 20))
-        assert torch.equal(embedding.get(np.arange(20), 0), initial)
+        assert torch.equal(embedding.get(range(20), 0), initial)
         assert torch.equal(train(embedding, range(20)), initial)
         with make(options("device"), "adagrad", name="new") as fresh:
             fresh.table_handle().table.step = embedding.table_handle().table.step - 1
             train(fresh, range(20))
             assert contents(embedding).tobytes() == contents(fresh).tobytes()
-
-
-@stores
-def test_hints_of_coming_steps_change_no_row(tmp_path: Path, store: str) -> None:
-    """Prefetched rows may be evicted before their step."""
-    policy = {"admission": 2, "eviction": "lru", "capacity": 100, "ttl_steps": 8}
-    with make(options("device", **policy), "adam") as plain, make(options(store, tmp_path, **policy), "adam") as hinted:
-        announced = iter(batches())
-        for number, (ids, tables) in enumerate(batches()):
-            for _ in range(4 if number == 0 else 1):
-                if (coming := next(announced, None)) is not None:
-                    hinted.prefetch(*coming)
-            assert torch.equal(train(hinted, ids, tables), train(plain, ids, tables))
-            assert contents(hinted).tobytes() == contents(plain).tobytes()
-        assert hinted.metrics()["table"]["prefetch_hits"] == 12
 
 
 @stores
@@ -230,7 +207,7 @@ def test_a_batch_that_finds_no_room_leaves_everything(tmp_path: Path, store: str
         with pytest.raises(NoRoomError):
             model.train((0, key) for key in range(100, 180))
         for _ in range(2):
-            with pytest.raises(CapacityError, match="there is room for"):
+            with pytest.raises(CapacityError, match=r"75 new rows.*there is room for 50"):
                 train(embedding, range(100, 180))
             assert state(embedding) == before
         model.train((0, key) for key in range(100, 130))
@@ -240,7 +217,7 @@ def test_a_batch_that_finds_no_room_leaves_everything(tmp_path: Path, store: str
 
 @stores
 def test_an_announced_step_that_finds_no_room_is_in_nobodys_way(tmp_path: Path, store: str) -> None:
-    policy = {"eviction": "lru", "capacity": 90}
+    policy = {"eviction": "lru", "capacity": 90, "ttl_steps": 8}
     steps = [*batches()]
     large = torch.arange(500, 600), torch.zeros(100, dtype=torch.int64)
     steps[3:3] = [large] * 2

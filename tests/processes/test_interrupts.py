@@ -15,28 +15,20 @@ from tierbed import EagerOptimizer
 from tierbed.engine.signals import uninterrupted
 
 
-class Came(Exception):
-    pass
-
-
-def come(number: int, frame: object) -> None:
-    raise Came
-
-
 @pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
+def handled() -> Iterator[list[int]]:
+    """What `signal.signal(number, lambda *_: ...)` of a test may fill; handlers are put back."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
+    yield []
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-def test_a_block_without_handlers_leaves_later_ones_protected() -> None:
+def test_a_block_without_handlers_leaves_later_ones_protected(handled: list[int]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     with uninterrupted():
         pass
-    handled: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: handled.append(number))
     with uninterrupted():
         os.kill(os.getpid(), signal.SIGTERM)
@@ -44,9 +36,7 @@ def test_a_block_without_handlers_leaves_later_ones_protected() -> None:
     assert handled == [signal.SIGTERM]
 
 
-def test_all_deferred_signals_are_handled_and_handlers_are_back() -> None:
-    handled: list[int] = []
-
+def test_all_deferred_signals_are_handled_and_handlers_are_back(handled: list[int]) -> None:
     def handle(number: int, frame: object) -> None:
         handled.append(number)
 
@@ -61,15 +51,17 @@ def test_all_deferred_signals_are_handled_and_handlers_are_back() -> None:
 
 
 def test_a_step_of_an_eager_optimizer_is_made_whole() -> None:
+    def come(number: int, frame: object) -> None:
+        raise InterruptedError
+
     dense = torch.nn.Parameter(torch.ones(3))
     with make(options("device")) as embedding:
         sgd = torch.optim.SGD([*embedding.parameters(), dense], lr=0.1)
         sgd.register_step_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGTERM))
         optimizer = EagerOptimizer(sgd, embedding)
-        loss = embedding(torch.tensor([[1, 2, 3]])).sum() + dense.sum()
-        loss.backward()
+        (embedding(torch.tensor([[1, 2, 3]])).sum() + dense.sum()).backward()
         signal.signal(signal.SIGTERM, come)
-        with pytest.raises(Came):
+        with pytest.raises(InterruptedError):
             optimizer.step()
         assert embedding.metrics()["table"]["step"] == 1
         assert torch.equal(dense, torch.full((3,), 0.9))

@@ -23,15 +23,25 @@ def last_step(events: list[str]) -> int:
     return max((int(event.split()[1]) for event in events if event.startswith("step")), default=0)
 
 
-def sent_signal_at(
-    path: Path, store: str, end: str, trainer: Trainer, caplog: pytest.LogCaptureFixture, runs: int
+def runs(few: int, many: int) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("runs", [few, pytest.param(many, marks=pytest.mark.slow)])
+
+
+Caplog = pytest.LogCaptureFixture
+
+
+@runs(1, 10)
+@pytest.mark.parametrize("end", ["interrupt", "thread"])
+@pytest.mark.parametrize("store", AHEAD)
+def test_a_process_that_gets_a_signal_at_any_time_keeps_every_step(
+    tmp_path: Path, store: str, end: str, runs: int, trainer: Trainer, caplog: Caplog
 ) -> None:
     chance, count = random.Random(store + end), 0
     for _ in range(runs):
         after = (chance.randrange(1, 12), chance.uniform(0, 0.01))
-        done = last_step(trainer.train(path, store, end=end, after=after, ahead=AHEAD[store]))
+        done = last_step(trainer.train(tmp_path, store, end=end, after=after, ahead=AHEAD[store]))
         assert done > count
-        with embedding_at(path, store, open="error") as embedding:
+        with embedding_at(tmp_path, store, open="error") as embedding:
             # the step that was cut took place, or did not
             count = embedding.metrics()["table"]["step"]
             assert count in (done, done + 1)
@@ -39,48 +49,23 @@ def sent_signal_at(
     assert not remarks(caplog)
 
 
-def sent_signals_repeatedly(
-    path: Path, store: str, trainer: Trainer, caplog: pytest.LogCaptureFixture, runs: int
+@runs(2, 20)
+@pytest.mark.parametrize("store", AHEAD)
+def test_ctrl_c_while_the_process_closes_leaves_a_folder_that_opens(
+    tmp_path: Path, store: str, runs: int, trainer: Trainer, caplog: Caplog
 ) -> None:
     chance = random.Random(store)
-    for number in range(runs):
+    for path in (tmp_path / f"{number}" for number in range(runs)):
         waits = [chance.uniform(0, 0.004) for _ in range(4)]
-        done = last_step(trainer.train(path / str(number), store, saves=[3], end="interrupt", after=(5, *waits)))
-        with embedding_at(path / str(number), store) as embedding:
+        done = last_step(trainer.train(path, store, saves=[3], end="interrupt", after=(5, *waits)))
+        with embedding_at(path, store) as embedding:
             count = embedding.metrics()["table"]["step"]
             assert count == 3 if remarks(caplog) else count in (done, done + 1)
             holds(embedding, count)
 
 
-@pytest.mark.parametrize("end", ["interrupt", "thread"])
-@pytest.mark.parametrize("store", ["device", "ssd_host"])
-def test_a_process_that_gets_a_signal_at_any_time_keeps_every_step(
-    tmp_path: Path, store: str, end: str, trainer: Trainer, caplog: pytest.LogCaptureFixture
-) -> None:
-    sent_signal_at(tmp_path, store, end, trainer, caplog, runs=1)
-
-
-@pytest.mark.parametrize("store", ["device", "ssd_host"])
-def test_ctrl_c_while_the_process_closes_leaves_a_folder_that_opens(
-    tmp_path: Path, store: str, trainer: Trainer, caplog: pytest.LogCaptureFixture
-) -> None:
-    sent_signals_repeatedly(tmp_path, store, trainer, caplog, runs=2)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("store", AHEAD)
-def test_many_processes_that_get_a_signal(
-    tmp_path: Path, store: str, trainer: Trainer, caplog: pytest.LogCaptureFixture
-) -> None:
-    for end in ("interrupt", "thread"):
-        sent_signal_at(tmp_path / end, store, end, trainer, caplog, runs=10)
-    sent_signals_repeatedly(tmp_path, store, trainer, caplog, runs=20)
-
-
-@pytest.mark.parametrize("store", AHEAD)
-def test_an_end_without_a_goodbye_is_as_a_kill(
-    tmp_path: Path, store: str, trainer: Trainer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_end_without_a_goodbye_is_as_a_kill(tmp_path: Path, store: str, trainer: Trainer, caplog: Caplog) -> None:
     trainer.train(tmp_path, store, count=5, saves=[3], end="_exit", ahead=2)
     with embedding_at(tmp_path, store) as embedding:
         holds(embedding, 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,10 +86,7 @@ def power(x: float, exponent: float) -> float:
 
 
 def _polynomial(coefficients: Sequence[float], x: float) -> float:
-    value = coefficients[0]
-    for coefficient in coefficients[1:]:
-        value = value * x + coefficient
-    return value
+    return reduce(lambda value, coefficient: value * x + coefficient, coefficients)
 
 
 def normal_quantile(p: float) -> float:

@@ -28,7 +28,6 @@ class Training:
         assert self.says() == "ready"
 
     def says(self) -> Any:
-        """What the process sends next."""
         return self._pipe.recv()
 
     def end(self) -> Any:
@@ -66,7 +65,6 @@ def trains(embedding: MultiTableEmbedding, pipe: Connection, ahead: int = 0) -> 
 
 
 def waits(embedding: MultiTableEmbedding, pipe: Connection) -> None:
-    """Until it is asked to continue."""
     pipe.poll(None)
 
 

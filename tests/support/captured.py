@@ -46,13 +46,10 @@ class Model(Graph):
 
 
 def batches(count: int, size: int = 6, ids: int = 60, seed: int = 0) -> list[Batch]:
-    generator = torch.Generator().manual_seed(seed)
+    draw = torch.Generator().manual_seed(seed)
+    sizes = ids, 3
     return [
-        (
-            torch.randint(0, ids, (size, 2), generator=generator),
-            torch.randint(0, 3, (size, 2), generator=generator),
-            torch.rand(size, generator=generator),
-        )
+        (*(torch.randint(0, most, (size, 2), generator=draw) for most in sizes), torch.rand(size, generator=draw))
         for _ in range(count)
     ]
 

@@ -78,7 +78,6 @@ def check_noted(how: Any, before: Calls, during: Calls, after: Calls, chunk: int
         table = embedding.table_handle().table
 
         def go(steps: Calls) -> set[Row]:
-            """The rows that may have changed."""
             there = by_name(contents(embedding)).keys()
             for kind, rows in steps:
                 with contextlib.suppress(CapacityError):
@@ -86,25 +85,25 @@ def check_noted(how: Any, before: Calls, during: Calls, after: Calls, chunk: int
             left = there - by_name(contents(embedding)).keys()
             return {row for _, rows in steps for row in rows} | left
 
+        def changes_since(id: str) -> Iterator[Change]:
+            found = table.observers.changed(id)
+            assert found is not None
+            return iter(found)
+
+        def check(kept: dict[Row, bytes], id: str, touched: set[Row]) -> dict[Row, bytes]:
+            now, names = applied(kept, changes_since(id))
+            assert now == by_name(contents(embedding))
+            assert names <= touched
+            return now
+
         go(before)
         table.observers.track_changes(FIRST)
         kept = by_name(contents(embedding))
         touched = go(during)
         assert table.observers.changed(SECOND) is None
-        failing = table.observers.changed(FIRST)
-        assert failing is not None
-        next(failing, None)  # the save fails here: nothing is forgotten
-        touched |= go(after)
-        found = table.observers.changed(FIRST)
-        assert found is not None
-        now, names = applied(kept, found)
-        assert now == by_name(contents(embedding))
-        assert names <= touched
+        next(changes_since(FIRST), None)  # the save fails here: nothing is forgotten
+        kept = check(kept, FIRST, touched | go(after))
         table.observers.changes_saved(SECOND)
         touched = go(during)
         assert table.observers.changed(FIRST) is None
-        found = table.observers.changed(SECOND)
-        assert found is not None
-        now, names = applied(now, found)
-        assert now == by_name(contents(embedding))
-        assert names <= touched
+        check(kept, SECOND, touched)

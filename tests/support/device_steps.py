@@ -50,8 +50,6 @@ class Step(Graph):
 
 @dataclass
 class Run:
-    """Steps of a graph, and all that they returned."""
-
     graph: Step
     place: torch.device
     seen: list[Tensor] = field(default_factory=list)
@@ -83,8 +81,7 @@ def started(
 ) -> Run:
     kind, settings = OPTIMIZERS[optimizer]
     known, given = VARIANTS.get(store, (store, {}))
-    where = options(known, path, **given)
-    rows = make(where, key_type=torch.int64, padding_idx=PADDING, **more)
+    rows = make(options(known, path, **given), padding_idx=PADDING, **more)
     run = Run(Step(rows, kind(rows.parameters(), **settings), pooling), place)
     run.graph.to(place)
     return run

@@ -19,6 +19,7 @@ from tierbed.engine.table.row_step import row_step
 from tierbed.engine.table.table import OpenTable
 
 DIM = 5
+Ids = Tensor | Sequence[int]
 TABLES = [
     tierbed.make_uniform_initializer(-0.1, 0.1),
     tierbed.make_normal_initializer(0.5, 2.0),
@@ -56,22 +57,12 @@ def attach(embedding: MultiTableEmbedding, optimizer: str, **changes: Any) -> to
     return made
 
 
-def train(
-    embedding: MultiTableEmbedding,
-    ids: Tensor | Sequence[int],
-    tables: Tensor | Sequence[int] | int = 0,
-    grad: Any = None,
-) -> Tensor:
+def train(embedding: MultiTableEmbedding, ids: Ids, tables: Ids | int = 0, grad: Any = None) -> Tensor:
     """One step; returns the rows that it saw. Without `grad`, gradients depend on ids, tables and rows."""
     return row_step([(embedding, embedding.row_optimizer)], "a test", pin_and_update, embedding, ids, tables, grad)
 
 
-def pin_and_update(
-    embedding: MultiTableEmbedding,
-    ids: Tensor | Sequence[int],
-    tables: Tensor | Sequence[int] | int = 0,
-    grad: Any = None,
-) -> Tensor:
+def pin_and_update(embedding: MultiTableEmbedding, ids: Ids, tables: Ids | int = 0, grad: Any = None) -> Tensor:
     """What `train` does, outside of a `row_step`: signals are not deferred."""
     place = next(embedding.parameters()).device
     ids = torch.as_tensor(ids, dtype=embedding.spec.key_type).to(place)

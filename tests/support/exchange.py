@@ -40,7 +40,6 @@ def dense(values: NDArray[np.float32] = VALUES, table: int = 0) -> dict[tuple[in
 
 
 def columns_of(count: int, **changes: Any) -> dict[str, NDArray[Any]]:
-    """A table as others would write it."""
     return {"key": np.arange(count)[::-1].copy(), "embedding": VALUES[:count]} | changes
 
 

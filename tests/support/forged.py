@@ -17,11 +17,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from support import shell
 from support.embeddings import contents, make, train
 from support.snapshot_parts import in_parts, save_changes_in_parts
 from support.stores import options
 from tierbed import MultiTableEmbedding, SnapshotError
-from tierbed.cli import main
 from tierbed.engine import _core
 from tierbed.engine.durable import seal, unseal
 from tierbed.snapshots import Snapshot
@@ -38,7 +38,6 @@ PAGE = 4096  # with which an aligned block begins
 
 
 def of_rows(types: Types) -> dict[str, Any]:
-    """The arguments of an embedding whose rows and states have these types."""
     dtype, state_dtype = (getattr(torch, type) for type in types)
     return {"tables": 1, "dtype": dtype, "state_dtype": state_dtype}
 
@@ -111,14 +110,11 @@ def blocks_of(data: bytes) -> list[tuple[int, int]]:
         crc = _crc32c(crc, byte)
         if data[place + 1 : place + TRAILER_BYTES] == _masked(crc):
             found.append((begin, place))
-            begin, crc = _behind_padding(data, place + TRAILER_BYTES), 0xFFFFFFFF
+            begin, crc = place + TRAILER_BYTES, 0xFFFFFFFF
+            page = -(-begin // PAGE) * PAGE
+            if page <= len(data) and not any(data[begin:page]):  # only zeros are before it
+                begin = page
     return found
-
-
-def _behind_padding(data: bytes, place: int) -> int:
-    """Where the next block begins: with a page, where only zeros are before it."""
-    page = -(-place // PAGE) * PAGE
-    return page if page <= len(data) and not any(data[place:page]) else place
 
 
 def with_right_checksums(data: bytes, blocks: list[tuple[int, int]]) -> bytes:
@@ -148,12 +144,8 @@ def _masked(crc: int) -> bytes:
 
 def command(*words: Any) -> tuple[int, Any]:
     """The exit code of `tierbed snapshot ... --json`, and the document, which is JSON as its standard has it."""
-    out, code = io.StringIO(), 0
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
-        try:
-            main(["snapshot", *map(str, words), "--json"])
-        except SystemExit as end:
-            code = int(end.code or 0)
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()):
+        code = shell.command("snapshot", *words, "--json")
     return code, json.loads(out.getvalue(), parse_constant=_no_json)
 
 
@@ -162,7 +154,6 @@ def _no_json(name: str) -> NoReturn:
 
 
 def is_sound(snapshots: Path, name: str) -> bool:
-    """What `verify` says of a snapshot."""
     code, said = command("verify", snapshots.parent, name)
     if "error" in said:
         assert code == 1

@@ -7,6 +7,7 @@ import ctypes
 import os
 import traceback
 from collections.abc import Callable, Iterator
+from functools import wraps
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,20 @@ def in_process(task: Callable[..., Any], *arguments: Any, server: str = SERVER) 
     if not passed:
         pytest.fail(value)
     return value
+
+
+def in_own_process(test: Callable[..., None]) -> Callable[..., None]:
+    """The test runs in a new process."""
+
+    @wraps(test)
+    def ordered(**given: Any) -> None:
+        in_process(_call, ordered, given)
+
+    return ordered
+
+
+def _call(ordered: Any, given: dict[str, Any]) -> None:
+    ordered.__wrapped__(**given)
 
 
 def with_pipe(

@@ -16,8 +16,6 @@ from tierbed.embedding.state_dict.saved_rows import rows_excluded
 
 
 class Golden(Graph):
-    """The graph of the golden checkpoints, which never changes."""
-
     def __init__(self, path: Path | None = None, store: str = "device") -> None:
         super().__init__()
         torch.manual_seed(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,54 +53,33 @@ class Together(ModelSnapshots, nn.Module):
             one.close()
 
 
-def close(made: Together) -> None:
-    """Closed one step after a save of all."""
-    made.step(1)
-    made.save_snapshot("one")
-    made.step(2)
-    made.close()
+def play(made: Together, plan: str) -> None:
+    """What a plan says: "1" is a step with that number, "8a" one of a alone, "close-a" the end of a, "one" a save."""
+    for part in plan.split():
+        if part[0].isdigit():
+            made.step(int(part[0]), part[1:] or "abc")
+        elif part == "close":
+            made.close()
+        elif part == "close-a":
+            made.all[0].close()
+        else:
+            made.save_snapshot(part)
 
 
-def save_all(made: Together) -> None:
-    """Killed after two saves of all, a step of all and one of some."""
-    made.step(1)
-    made.save_snapshot("one")
-    made.step(2)
-    made.save_snapshot("two")
-    made.step(4)
-    made.step(8, "a")
-
-
-def save_each(made: Together) -> None:
-    """Killed after separate saves of each between two steps."""
-    made.step(1)
-    for one in made.all:
+def save_each(made: Together, before: str) -> None:
+    for number, one in enumerate(made.all):
+        if number == 0 or before == "each":
+            made.step(1)
         one.save_snapshot(f"one-{one.name}")
     made.step(2)
 
 
-def save_apart(made: Together) -> None:
-    """Killed after saves of each with a step in between."""
-    for one in made.all:
-        made.step(1)
-        one.save_snapshot(f"one-{one.name}")
-    made.step(2)
-
-
-def close_one(made: Together) -> None:
-    """Killed when one of them was closed, a step after a save of all."""
-    made.step(1)
-    made.save_snapshot("one")
-    made.step(2)
-    made.all[0].close()
-
-
-HISTORIES: dict[str, Callable[[Together], None]] = {
-    "closed": close,
-    "killed after saves of all": save_all,
-    "killed after saves of each": save_each,
-    "killed after saves apart": save_apart,
-    "killed after a close of one": close_one,
+HISTORIES: dict[str, Callable[[Together], None]] = {  # all but the first are then killed
+    "closed": partial(play, plan="1 one 2 close"),
+    "killed after saves of all": partial(play, plan="1 one 2 two 4 8a"),
+    "killed after saves of each": partial(save_each, before="all"),
+    "killed after saves apart": partial(save_each, before="each"),
+    "killed after a close of one": partial(play, plan="1 one 2 close-a"),
 }
 COUNTS = (2, 3)
 OF_RANKS = 2  # embeddings, and ranks

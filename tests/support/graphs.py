@@ -43,10 +43,8 @@ def mlp(width: int = 6) -> nn.Sequential:
 
 
 def batches(count: int, rows: int = 16) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(5)
-    return [
-        (torch.randn(rows, 6, generator=generator), torch.randn(rows, 1, generator=generator)) for _ in range(count)
-    ]
+    draw = torch.Generator().manual_seed(5)
+    return [(torch.randn(rows, 6, generator=draw), torch.randn(rows, 1, generator=draw)) for _ in range(count)]
 
 
 def assert_same_state(a: nn.Module, b: nn.Module) -> None:
@@ -55,16 +53,10 @@ def assert_same_state(a: nn.Module, b: nn.Module) -> None:
 
 
 def embedding(tables: int = 1, capacity: int = 1000, **options: Any) -> MultiTableEmbedding:
-    initializer = tierbed.make_uniform_initializer(-0.1, 0.1)
-    return MultiTableEmbedding(
-        f"rows{next(names)}",
-        DIM,
-        torch.float32,
-        torch.int64,
-        [tierbed.make_table_options(initializer)] * tables,
-        tierbed.make_device_mem_store_options(capacity=capacity),
-        **{"seed": 0, **options},
-    )
+    initializers = [tierbed.make_uniform_initializer(-0.1, 0.1)] * tables
+    store = tierbed.make_device_mem_store_options(capacity=capacity)
+    name, options = f"rows{next(names)}", {"seed": 0, **options}
+    return MultiTableEmbedding(name, DIM, torch.float32, torch.int64, initializers, store, **options)
 
 
 def dense_copy(rows: MultiTableEmbedding, count: int = 50) -> nn.Embedding:

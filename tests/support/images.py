@@ -38,7 +38,6 @@ def joined(chunks: Chunks) -> bytes:
 
 
 def change(embedding: MultiTableEmbedding, number: int) -> None:
-    """A step, a put and a delete, which depend on the number alone."""
     random = torch.Generator().manual_seed(number)
     ids = (torch.rand(40, generator=random) ** 2 * 150).to(torch.int64)
     tables = torch.randint(0, 3, (40,), generator=random)

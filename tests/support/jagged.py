@@ -59,11 +59,8 @@ def features(
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
     count = sum(lengths)
     values = torch.randint(ids, (count,), generator=generator)
-    weights = (
-        torch.randn(count, generator=generator)
-        if draw(st.just(weighted) if weighted is not None else st.booleans())
-        else None
-    )
+    has_weights = draw(st.booleans() if weighted is None else st.just(weighted))
+    weights = torch.randn(count, generator=generator) if has_weights else None
     dtype = draw(st.sampled_from([torch.int64, torch.int32]))
     return Features(list(chosen), values, weights, torch.tensor(lengths, dtype=dtype), batch)
 

@@ -75,7 +75,6 @@ def holds(embedding: MultiTableEmbedding, count: int) -> None:
 
 
 def remarks(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The warnings since the last call."""
     warned = (one for one in caplog.records if one.name == "tierbed" and one.levelno >= logging.WARNING)
     said = [record.getMessage() for record in warned]
     caplog.clear()
@@ -145,13 +144,11 @@ class Warm:
             finally:
                 os.close(theirs)
             with child:
-                happened = []
-                if after is not None:
-                    count, *waits = after
-                    happened = [events.readline() for _ in range(count)]
-                    for wait in waits:
-                        time.sleep(wait)
-                        os.kill(child.pid, number)
+                count, *waits = after or (0,)
+                happened = [events.readline() for _ in range(count)]
+                for wait in waits:
+                    time.sleep(wait)
+                    os.kill(child.pid, number)
                 happened = "".join([*happened, events.read()]).splitlines()
                 code = child.wait()
         return {"events": happened, "signal": max(-code, 0), "code": max(code, 0)}
@@ -162,8 +159,6 @@ def _run(run: Callable[..., None], plan: dict[str, Any], events: int) -> None:
 
 
 class Trainer(Warm):
-    """Trains by `run`."""
-
     def __init__(self) -> None:
         super().__init__(run)
 

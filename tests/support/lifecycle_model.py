@@ -45,8 +45,7 @@ class Model:
     def train(self, batch: Iterable[Row]) -> set[Row]:
         """Returns the rows that were kept out."""
         batch, step = set(batch), self.step + 1
-        refused = {row for row in batch if row not in self.rows and not self._keeps(row, step)}
-        self._make_room(batch, batch - refused, step)
+        refused = self.make_room(batch, step, training=True)
         self.step = step
         self.seen.update(refused)
         self.counts["refused"] += len(refused)
@@ -57,7 +56,7 @@ class Model:
 
     def put(self, batch: Iterable[Row]) -> None:
         batch = set(batch)
-        self._make_room(batch, batch, self.step)
+        self.make_room(batch, self.step, training=False)
         self._write(batch)
 
     def delete(self, batch: Iterable[Row]) -> int:
@@ -74,17 +73,19 @@ class Model:
         draw = naive.hash_row(row[0], hash_ ^ naive.hash_row(step, self.seed))
         return (draw >> 11) * 2.0**-53 < self.admission
 
-    def _make_room(self, batch: set[Row], kept: set[Row], step: int) -> None:
-        new = kept - set(self.rows)
-        if self.capacity is None or not new:
-            return
-        excess = len(self.rows) + len(new) - self.capacity
-        if excess <= 0:
-            return
-        free = sorted((row for row in self.rows if row not in batch and self._may_go(row, step)), key=self._rank(step))
+    def make_room(self, batch: set[Row], step: int, training: bool) -> set[Row]:
+        """Before a write of a batch. Returns the rows that are kept out."""
+        new = batch - set(self.rows)
+        refused = {row for row in new if training and not self._keeps(row, step)}
+        new -= refused
+        if self.capacity is None or not new or (excess := len(self.rows) + len(new) - self.capacity) <= 0:
+            return refused
+        free = [row for row in self.rows if row not in batch and self._may_go(row, step)]
         if len(free) < excess:
             raise NoRoomError
+        free.sort(key=lambda row: self._rank(row, step))
         self._leave(free[: max(excess, self.capacity // 64)], "evicted")
+        return refused
 
     def _may_go(self, row: Row, step: int) -> bool:
         return self.eviction != "none" and (self.eviction != "ttl" or self._expired(row, step))
@@ -93,19 +94,15 @@ class Model:
         assert self.ttl_steps is not None
         return step - self.rows[row].step > self.ttl_steps
 
-    def _rank(self, step: int) -> Any:
-        def rank(row: Row) -> tuple[float, int, int, int]:
-            written = self.rows[row]
-            first = {
-                "lru": written.step,
-                "lfu": written.updates,
-                "ttl": written.step,
-                "distance_lfu": written.updates / (step - written.step + 1.0) ** 2,
-            }[self.eviction]
-            second = written.step if self.eviction == "lfu" else 0
-            return first, second, row[0], naive.hash_row(*row)
-
-        return rank
+    def _rank(self, row: Row, step: int) -> tuple[float, int, int, int]:
+        written = self.rows[row]
+        first = {
+            "lru": written.step,
+            "lfu": written.updates,
+            "ttl": written.step,
+            "distance_lfu": written.updates / (step - written.step + 1.0) ** 2,
+        }[self.eviction]
+        return first, written.step if self.eviction == "lfu" else 0, row[0], naive.hash_row(*row)
 
     def _leave(self, rows: Iterable[Row], cause: str) -> None:
         for row in rows:
@@ -119,7 +116,6 @@ class Model:
 
 
 def written(embedding: MultiTableEmbedding) -> dict[Row, Written]:
-    """What the tiers hold."""
     return {
         (int(row["table"]), int(row["key"])): Written(int(row["updates"]), int(row["step"]))
         for row in contents(embedding)

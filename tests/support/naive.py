@@ -24,12 +24,11 @@ from tierbed.engine.row_format import narrowed, widened
 F32 = NDArray[np.float32]
 U32 = NDArray[np.uint32]
 U64 = NDArray[np.uint64]
-
-_GOLDEN = np.uint32(0x9E3779B9)
-_PRECISION = {"float16": (11, -24), "bfloat16": (8, -133)}  # bits of a number, exponent of the smallest one
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
 MASK32, MASK64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
+_GOLDEN = np.uint32(0x9E3779B9)
+_PRECISION = {"float16": (11, -24), "bfloat16": (8, -133)}  # bits of a number, exponent of the smallest one
 
 
 def noise(seed: int, hashes: U64, step: int | U32, columns: int) -> U32:
@@ -69,7 +68,6 @@ def by_chance(values: F32, type: str, noise: U32) -> NDArray[Any]:
 
 
 def trained(values: F32, type: str, noise: U32) -> F32:
-    """`by_chance` as float32."""
     return values if type == "float32" else widened(by_chance(values, type, noise), type)
 
 
@@ -104,7 +102,7 @@ def slot_hash(table: int, key: int, numbers: Sequence[int]) -> int:
 
 
 def bucket(table: int, key: int) -> int:
-    """0 .. 63, the top 6 bits of the hash."""
+    """The top 6 bits of the hash."""
     return hash_row(table, key) >> 58
 
 
@@ -182,16 +180,9 @@ def initial_value(bits: int, kind: int, parameters: F32, quantiles: F64) -> np.f
 
 
 def initial_rows(
-    tables: U32,
-    keys: U64,
-    seed: int,
-    columns: Sequence[int],
-    kinds: Sequence[int],
-    parameters: F32,
-    quantiles: F64,
-    states: Sequence[float] = (),
-    state_widths: Sequence[int] = (),
-) -> F32:
+    tables: U32, keys: U64, seed: int, columns: Sequence[int], kinds: Sequence[int], parameters: F32, quantiles: F64,
+    states: Sequence[float] = (), state_widths: Sequence[int] = (),
+) -> F32:  # fmt: skip
     """[n, dim + sum(state_widths)]: embeddings, then each state's constant.
 
     `columns` are widths of column groups. Entry table * len(columns) + group of `kinds`, `parameters` [n, 2] and
@@ -285,19 +276,12 @@ def _sum(rows: F32) -> F32:
     return total
 
 
-def rule_named(name: str) -> Rule:
-    """The rule whose kernel has that name."""
-    return {rule.kernel.name: rule for rule in all_rules()}[name]
+def rule_named(kernel: str) -> Rule:
+    return {rule.kernel.name: rule for rule in all_rules()}[kernel]
 
 
 def update(
-    rows: F32,
-    updates: U32,
-    grads: F32,
-    rule: str,
-    hyper: Sequence[float],
-    step: int = 1,
-    last: U32 | None = None,
+    rows: F32, updates: U32, grads: F32, rule: str, hyper: Sequence[float], step: int = 1, last: U32 | None = None
 ) -> None:
     """One step in place: rows [n, width] with state, updates [n], which counts earlier writes, grads [n, dim] reduced.
 
@@ -312,17 +296,10 @@ def update(
         given = map(np.float32, hyper[len(found.kernel.all_hypers) :])
         value, norm, row_norm = islice(chain(given, repeat(np.float32(0))), len(LIMITS))
         g = clip(grads, value, norm)
-        REFERENCES[rule](
-            SimpleNamespace(
-                **_arguments(found, rows, dim, hyper),
-                g=g,
-                first=(updates == 0)[:, None],
-                step=step,
-                dim=np.float32(dim),
-            )
-        )
+        of_step = {"g": g, "first": (updates == 0)[:, None], "step": step, "dim": np.float32(dim)}
+        REFERENCES[rule](SimpleNamespace(**_arguments(found, rows, dim, hyper), **of_step))
         if row_norm > 0:
-            rows[:, : grads.shape[1]] *= norm_scales(rows[:, : grads.shape[1]], row_norm)
+            rows[:, :dim] *= norm_scales(rows[:, :dim], row_norm)
     updates += np.uint32(1)
 
 

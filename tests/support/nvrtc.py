@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import files
+from typing import Any
 
 
 class NVRTCError(RuntimeError):
@@ -15,20 +16,20 @@ class NVRTCError(RuntimeError):
 
 def getVersion() -> tuple[int, int]:
     major, minor = ctypes.c_int(), ctypes.c_int()
-    _check(_library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+    _call("Version", ctypes.byref(major), ctypes.byref(minor))
     return major.value, minor.value
 
 
 def createProgram(source: str, name: str, headers: Sequence[str], include_names: Sequence[str]) -> int:
     program = ctypes.c_void_p()
-    _check(_library().nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None))
+    _call("CreateProgram", ctypes.byref(program), source.encode(), name.encode(), 0, None, None)
     assert program.value is not None
     return program.value
 
 
 def compileProgram(program: int, options: Sequence[str]) -> None:
     given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-    _check(_library().nvrtcCompileProgram(ctypes.c_void_p(program), len(options), given))
+    _call("CompileProgram", ctypes.c_void_p(program), len(options), given)
 
 
 def getCUBIN(program: int) -> bytes:
@@ -40,19 +41,19 @@ def getProgramLog(program: int) -> str:
 
 
 def destroyProgram(program: int) -> None:
-    _check(_library().nvrtcDestroyProgram(ctypes.byref(ctypes.c_void_p(program))))
+    _call("DestroyProgram", ctypes.byref(ctypes.c_void_p(program)))
 
 
 def _read(program: int, what: str) -> bytes:
     size = ctypes.c_size_t()
-    _check(getattr(_library(), f"nvrtcGet{what}Size")(ctypes.c_void_p(program), ctypes.byref(size)))
+    _call(f"Get{what}Size", ctypes.c_void_p(program), ctypes.byref(size))
     buffer = ctypes.create_string_buffer(size.value)
-    _check(getattr(_library(), f"nvrtcGet{what}")(ctypes.c_void_p(program), buffer))
+    _call(f"Get{what}", ctypes.c_void_p(program), buffer)
     return buffer.raw
 
 
-def _check(result: int) -> None:
-    if result:
+def _call(name: str, *arguments: Any) -> None:
+    if result := getattr(_library(), f"nvrtc{name}")(*arguments):
         raise NVRTCError(_library().nvrtcGetErrorString(result).decode())
 
 

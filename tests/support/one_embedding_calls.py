@@ -32,7 +32,16 @@ import torch
 from tierbed import one_embedding
 from tierbed import Graph
 """
-MLP = """
+MODEL = """
+embedding = one_embedding.{kind}(
+    name="my_embedding",
+    embedding_dim={size},
+    dtype=torch.float,
+    key_type=torch.int64,
+    tables=tables,
+    store_options=store_options,
+)
+embedding.to("cuda")
 mlp = one_embedding.FusedMLP(
     in_features={width} * num_tables, hidden_features=[512, 256, 128], out_features=1, skip_final_activation=True
 )
@@ -53,24 +62,23 @@ class TrainGraph(Graph):
         loss.backward()
         return loss
 """
+SEVERAL = """
+import numpy as np
+from torch import nn
+table_size_array = [39884407, 39043, 17289]
+vocab_size = sum(table_size_array)
+num_tables = len(table_size_array)
+scales = np.sqrt(1 / np.array(table_size_array))
+store_options = one_embedding.make_cached_ssd_store_options(
+    cache_budget_mb=8192, persistent_path="/your_path_to_ssd", capacity=vocab_size
+)
+"""
 STEP = """
 ids = np.random.randint(0, 1000, (100, num_tables), dtype=np.int64)
 ids_tensor = torch.tensor(ids, requires_grad=False).to("cuda")
 graph = TrainGraph()
 loss = graph(ids_tensor)
 print(loss)
-"""
-SIZES = """
-import numpy as np
-from torch import nn
-table_size_array = [39884407, 39043, 17289]
-vocab_size = sum(table_size_array)
-num_tables = len(table_size_array)
-"""
-SSD = """
-store_options = one_embedding.make_cached_ssd_store_options(
-    cache_budget_mb=8192, persistent_path="/your_path_to_ssd", capacity=vocab_size
-)
 """
 CALLS = {
     "embedding": f"""
@@ -98,17 +106,8 @@ store_options = one_embedding.make_cached_ssd_store_options(
     physical_block_size=4096,
 )
 embedding_size = 128
-embedding = one_embedding.MultiTableEmbedding(
-    name="my_embedding",
-    embedding_dim=embedding_size,
-    dtype=torch.float,
-    key_type=torch.int64,
-    tables=tables,
-    store_options=store_options,
-)
-embedding.to("cuda")
 num_tables = 3
-{MLP.format(width="embedding_size")}
+{MODEL.format(kind="MultiTableEmbedding", size="embedding_size", width="embedding_size")}
 """,
     "table_options": f"""
 {IMPORTS}
@@ -119,31 +118,19 @@ tables = [table1, table2]
 """,
     "multi_table": f"""
 {IMPORTS}
-{SIZES}
+{SEVERAL}
 embedding_size = 128
-scales = np.sqrt(1 / np.array(table_size_array))
 tables = [
     one_embedding.make_table_options(one_embedding.make_uniform_initializer(low=-scale, high=scale))
     for scale in scales
 ]
-{SSD}
-embedding = one_embedding.MultiTableEmbedding(
-    name="my_embedding",
-    embedding_dim=embedding_size,
-    dtype=torch.float,
-    key_type=torch.int64,
-    tables=tables,
-    store_options=store_options,
-)
-embedding.to("cuda")
-{MLP.format(width="embedding_size")}
+{MODEL.format(kind="MultiTableEmbedding", size="embedding_size", width="embedding_size")}
 {STEP}
 """,
     "multi_column": f"""
 {IMPORTS}
-{SIZES}
+{SEVERAL}
 embedding_size_list = [10, 1]
-scales = np.sqrt(1 / np.array(table_size_array))
 tables = [
     one_embedding.make_table_options(
         [
@@ -153,17 +140,7 @@ tables = [
     )
     for scale in scales
 ]
-{SSD}
-embedding = one_embedding.MultiTableMultiColumnEmbedding(
-    name="my_embedding",
-    embedding_dim=embedding_size_list,
-    dtype=torch.float,
-    key_type=torch.int64,
-    tables=tables,
-    store_options=store_options,
-)
-embedding.to("cuda")
-{MLP.format(width="sum(embedding_size_list)")}
+{MODEL.format(kind="MultiTableMultiColumnEmbedding", size="embedding_size_list", width="sum(embedding_size_list)")}
 {STEP}
 """,
     "ftrl": """
@@ -185,14 +162,20 @@ def document() -> str | None:
 
 
 def examples() -> dict[str, str]:
-    """Each example by its name in `CALLS`."""
+    """Each example by its name in `CALLS`, without the statements that the document does not have."""
     text = document()
     if text is None:
         return CALLS
-    first, tables, options, store, module, several, columns, graph, ftrl = map(ported, _blocks(text))
-    guide = "\n".join([tables, store, module, graph])
-    found = {"embedding": first, "guide": guide, "table_options": options, "multi_table": several}
-    return {**found, "multi_column": columns, "ftrl": ftrl}
+    there = _squeezed(ported(re.sub(r"^>>> ?", "", text, flags=re.M)))
+    parts = {
+        name: [ast.get_source_segment(code, part) for part in ast.parse(code).body] for name, code in CALLS.items()
+    }
+    return {name: "\n".join(part for part in of if part and _squeezed(part) in there) for name, of in parts.items()}
+
+
+def _squeezed(code: str) -> str:
+    """Without what differs between texts that are formatted in two ways."""
+    return re.sub(r",(?=[])}])", "", re.sub(r"#.*|\s", "", code).replace('"', "'"))
 
 
 def ported(example: str) -> str:
@@ -203,45 +186,15 @@ def ported(example: str) -> str:
 
 
 def run(name: str, folder: Path, **given: Any) -> dict[str, Any]:
-    """What an example defines when it runs on a CPU with its store in `folder`, with the names `given` beforehand."""
+    """What an example defines when it runs on a CPU with its store in `folder`, with the names `given` beforehand.
+
+    Its cache gets 8 MiB instead of 8 GiB, which take seconds to fill.
+    """
     text = examples()[name].replace("/your_path_to_ssd", str(folder)).replace('"cuda"', '"cpu"')
+    text = re.sub(r"cache_budget_mb=\d+", "cache_budget_mb=8", text)
     if name == "ftrl":
         text = text.replace("# ...", "loss = compute_loss()")
     made: dict[str, Any] = {**given}
     torch.manual_seed(0)
     exec(compile(text, f"<{name}>", "exec"), made)
     return made
-
-
-def _blocks(text: str) -> list[str]:
-    """The code in a document: lines behind `>>>`, and else the longest runs that parse and define something."""
-    lines = text.splitlines()
-    found, at = [], 0
-    while at < len(lines):
-        end = at
-        while end < len(lines) and lines[end].startswith(">>>"):
-            end += 1
-        if end > at:
-            found.append("\n".join(line[4:] for line in lines[at:end]))
-        elif re.match(r"import |class |# |\w+ = ", lines[at]):
-            ends = range(min(at + 40, len(lines)), at, -1)
-            end = next((at + length for e in ends if (length := _defining("\n".join(lines[at:e])))), at)
-            if end > at:
-                found.append("\n".join(lines[at:end]))
-        at = max(end, at + 1)
-    return found
-
-
-def _defining(text: str) -> int:
-    """How many lines of a text are code up to a heading, which is a bare name; 0 where it defines nothing."""
-    try:
-        statements = ast.parse(text).body
-    except SyntaxError:
-        return 0
-    code = []
-    for statement in statements:
-        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Name):
-            break
-        code.append(statement)
-    defines = any(not isinstance(statement, ast.Expr) for statement in code)
-    return code[-1].end_lineno or 0 if defines else 0

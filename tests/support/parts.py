@@ -12,14 +12,7 @@ from torch.nn import functional as F
 
 from support.optimizers import OPTIMIZERS
 from support.stores import options
-from tierbed import (
-    Graph,
-    MultiTableEmbedding,
-    World,
-    make_constant_initializer,
-    make_normal_initializer,
-    make_table_options,
-)
+from tierbed import Graph, MultiTableEmbedding, World, make_constant_initializer, make_normal_initializer
 
 PADDING = -1
 
@@ -39,8 +32,6 @@ class Case(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What is compared between runs."""
-
     losses: list[float]
     rows: dict[tuple[str, int, int], bytes]  # by embedding, table and key: embedding, state, counts
     dense: dict[str, Tensor]
@@ -53,18 +44,13 @@ class Parts(Graph):
     def __init__(self, case: Case, path: Path, world: World | None) -> None:
         super().__init__()
         torch.manual_seed(3)
-        tables = [
-            make_table_options(make_normal_initializer(0.0, 0.1)),
-            make_table_options(make_constant_initializer(0.5)),
-        ]
+        tables = [make_normal_initializer(0.0, 0.1), make_constant_initializer(0.5)]
+        dtype, state = case.types
 
         def rows(name: str, dim: int, store: str) -> MultiTableEmbedding:
-            place = path / name if store.startswith("ssd") else None
-            given = options(store, place)
-            dtype, state = case.types
-            return MultiTableEmbedding(
-                name, dim, dtype, torch.int64, tables, given, None, PADDING, 7, case.output, world, state
-            )
+            given = options(store, path / name if store.startswith("ssd") else None)
+            more = None, PADDING, 7, case.output, world, state
+            return MultiTableEmbedding(name, dim, dtype, torch.int64, tables, given, *more)
 
         self.items, self.wide = rows("items", 8, case.store), rows("wide", 4, "host")
         self.scale = nn.Parameter(torch.ones(()))
@@ -103,8 +89,7 @@ def train(case: Case, path: Path, world: World | None) -> Trained:
         if world is not None:
             mine = mine[world.rank :: world.size]
         losses = [loss.item() for loss in graph.run(mine, ahead=case.ahead)]
-        hits = graph.items.metrics()["table"]["prefetch_hits"]
-        found = Trained(losses, rows_of(graph), dense_of(graph), hits)
+        found = Trained(losses, rows_of(graph), dense_of(graph), graph.items.metrics()["table"]["prefetch_hits"])
         for embedding in (graph.items, graph.wide):
             embedding.close()
         return found
@@ -123,5 +108,4 @@ def rows_of(graph: Parts) -> dict[tuple[str, int, int], bytes]:
 
 
 def dense_of(graph: Any) -> dict[str, Tensor]:
-    """Parameters of the dense part."""
     return {name: value.detach().clone() for name, value in graph.named_parameters() if "shadow" not in name}

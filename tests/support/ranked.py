@@ -97,6 +97,5 @@ def state(graph: Ranked) -> dict[str, Tensor]:
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """To the bit."""
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")

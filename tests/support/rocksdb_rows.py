@@ -14,8 +14,6 @@ STORED = 4 * WIDTH + 8  # bytes of a row in RocksDB
 
 
 class Rows:
-    """Rows with lines of their own, each filled by `fill`."""
-
     def __init__(self, names: list[tuple[int, int]], fill: int = 0) -> None:
         self.tables = np.array([table for table, _ in names], np.uint32)
         self.keys = np.array([key for _, key in names], np.uint64)

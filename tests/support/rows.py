@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -20,6 +21,8 @@ from tierbed.engine.options.initializers import (
     make_uniform_initializer,
 )
 from tierbed.engine.row_format import NUMBERS, RowForm, narrowed, widened
+
+F32 = NDArray[np.float32]
 
 SPECIAL_KEYS = [0, 1, 2, 3, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 2, 2**64 - 1, 2**32 - 1, 2**32]
 INITIALIZERS = [
@@ -60,17 +63,9 @@ class Table:
         self.dim = sum(columns)
         self.state_widths = [self.dim] * len(self.states) if state_widths is None else list(state_widths)
         self.narrow = *types, narrow_states
+        self._initial_of = seed, self.columns, self.kinds, self.parameters, self.quantiles
         self.layout = _core.Layout(
-            self.dim,
-            self.states,
-            self.state_widths,
-            seed,
-            self.columns,
-            self.kinds,
-            self.parameters,
-            self.quantiles,
-            *self.narrow,
-            last_ids=last_ids,
+            self.dim, self.states, self.state_widths, *self._initial_of, *self.narrow, last_ids=last_ids
         )
         self.types = [types[1]] * narrow_states + ["float32"] * (len(self.states) - narrow_states)
         names = [f"state{index}" for index in range(len(self.states))]
@@ -78,60 +73,40 @@ class Table:
         self.width = self.layout.width
         assert self.width == self.form.width
         self._line = ctypes.c_uint32 * (self.width + 2)
-        self._initial: dict[tuple[int, int], NDArray[np.float32]] = {}
+        self._initial: dict[tuple[int, int], F32] = {}
 
-    def initial(self, tables: NDArray[np.uint32], keys: NDArray[np.uint64]) -> NDArray[np.float32]:
+    def initial(self, tables: NDArray[np.uint32], keys: NDArray[np.uint64]) -> F32:
         """[n, dim and all states]. The naive functions are slow: each row is computed once."""
         rows = list(zip(tables.tolist(), keys.tolist(), strict=True))
         if absent := [row for row in dict.fromkeys(rows) if row not in self._initial]:
-            values = naive.initial_rows(
-                np.array([table for table, _ in absent], np.uint32),
-                np.array([key for _, key in absent], np.uint64),
-                self.seed,
-                self.columns,
-                self.kinds,
-                self.parameters,
-                self.quantiles,
-                self.states,
-                self.state_widths,
-            )
+            named = np.array([table for table, _ in absent], np.uint32), np.array([key for _, key in absent], np.uint64)
+            values = naive.initial_rows(*named, *self._initial_of, self.states, self.state_widths)
             self._initial |= zip(absent, self.nearest(values), strict=True)
         width = self.dim + sum(self.state_widths)
         return np.array([self._initial[row] for row in rows], np.float32).reshape(len(rows), width)
 
-    def nearest(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+    def nearest(self, values: F32) -> F32:
         """values [n, dim and all states], each rounded to the nearest that its field holds."""
         return self._by_field(values, lambda part, type, _: widened(narrowed(part, type), type))
 
-    def by_chance(
-        self, values: NDArray[np.float32], tables: NDArray[np.uint32], keys: NDArray[np.uint64], step: int
-    ) -> NDArray[np.float32]:
+    def by_chance(self, values: F32, tables: NDArray[np.uint32], keys: NDArray[np.uint64], step: int) -> F32:
         """values [n, dim and all states] of rows, as they are stored when they are trained."""
         hashes = np.array([naive.hash_row(*row) for row in zip(tables.tolist(), keys.tolist(), strict=True)], np.uint64)
         noise = naive.noise(self.seed, hashes, step, values.shape[1])
         return self._by_field(values, lambda part, type, place: naive.trained(part, type, noise[:, place]))
 
-    def _by_field(
-        self, values: NDArray[np.float32], change: Callable[[NDArray[np.float32], str, slice], NDArray[np.float32]]
-    ) -> NDArray[np.float32]:
+    def _by_field(self, values: F32, change: Callable[[F32, str, slice], F32]) -> F32:
         out, begin = np.empty_like(values), 0
         for field in self.form.fields:
             place = slice(begin, begin := begin + field.count)
             out[:, place] = change(values[:, place], field.type, place)
         return out
 
-    def batch(
-        self,
-        keys: Sequence[int] | NDArray[np.uint64],
-        tables: Sequence[int] | NDArray[np.uint32],
-        padding: int | None = None,
-    ) -> _core.Batch:
+    def batch(self, keys: Any, tables: Any, padding: int | None = None) -> _core.Batch:
         segment = np.ascontiguousarray(keys, np.uint64), np.ascontiguousarray(tables, np.uint32), None
         return _core.Batch([segment], self.tables, padding)
 
-    def update(
-        self, batch: _core.Batch, grads: NDArray[np.float32], rule: str, hyper: Sequence[float], step: int
-    ) -> int:
+    def update(self, batch: _core.Batch, grads: F32, rule: str, hyper: Sequence[float], step: int) -> int:
         """`_core.update` of a batch of one lookup without bags, grads [size, dim]."""
         return _core.update(batch, self.layout, [grads], [False], [None], rule, hyper, step)
 
@@ -141,16 +116,15 @@ class Table:
         addresses = memory.ctypes.data + self.layout.line_bytes * np.arange(count, dtype=np.uint64)
         return memory, addresses.astype(np.uint64)
 
-    def view(self, address: int) -> tuple[NDArray[np.float32], NDArray[np.uint32]]:
-        """A line's floats and its (updates, last step), in place."""
+    def view(self, address: int) -> tuple[F32, NDArray[np.uint32]]:
         words = np.frombuffer(self._line.from_address(int(address)), np.uint32)
         return words[: self.width].view(np.float32), words[self.width :]
 
-    def values(self, lines: NDArray[np.uint64]) -> NDArray[np.float32]:
+    def values(self, lines: NDArray[np.uint64]) -> F32:
         """[n, dim and all states], a copy of the lines' numbers."""
         return self.decoded(self._words(lines)[:, : self.width])
 
-    def decoded(self, words: NDArray[np.generic]) -> NDArray[np.float32]:
+    def decoded(self, words: NDArray[np.generic]) -> F32:
         """[n, dim and all states], the numbers of the words [n, width] of lines."""
         kept = np.ascontiguousarray(words).view(np.uint8)
         parts = []
@@ -170,11 +144,10 @@ class Table:
         return np.frombuffer(bytearray(copied), np.uint32).reshape(len(lines), self.width + 2)
 
 
-def same_bits(actual: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
+def same_bits(actual: F32, expected: F32) -> None:
     """Equal bit for bit, the sign of zero included; shows the first difference."""
     assert actual.dtype == expected.dtype == np.float32
     assert actual.shape == expected.shape
     differ = np.argwhere(actual.view(np.uint32) != expected.view(np.uint32))
-    assert not len(differ), (
-        f"{len(differ)} differ, first {differ[0]}: {actual[tuple(differ[0])]!r}, not {expected[tuple(differ[0])]!r}"
-    )
+    first = tuple(differ[0]) if len(differ) else ()
+    assert not len(differ), f"{len(differ)} differ, first {first}: {actual[first]!r}, not {expected[first]!r}"

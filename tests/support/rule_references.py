@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -61,9 +62,13 @@ def adamw(x: Row) -> None:
 
 
 def moments(x: Row, g: np.ndarray) -> None:
+    _average(x, g)
+    x.w -= x.step_size * quotient(x.exp_avg, np.sqrt(x.exp_avg_sq) / x.sqrt_correction2 + x.eps)
+
+
+def _average(x: Row, g: np.ndarray) -> None:
     x.exp_avg += (g - x.exp_avg) * x.one_minus_beta1
     x.exp_avg_sq[:] = x.beta2 * x.exp_avg_sq + (x.one_minus_beta2 * g) * g
-    x.w -= x.step_size * quotient(x.exp_avg, np.sqrt(x.exp_avg_sq) / x.sqrt_correction2 + x.eps)
 
 
 def catch_up_adam(x: Row) -> None:
@@ -92,38 +97,27 @@ class PastRates:
         return sum(knot < step for knot, _ in self.knots)
 
 
-def missed_steps(x: Row) -> None:
-    _apply_missed(x, min(x.missed, int(x.terms)))
-
-
-def missed_steps_l2(x: Row) -> None:
-    _apply_missed(x, x.missed, coupled=x.weight_decay)
-
-
-def missed_steps_w(x: Row) -> None:
-    _apply_missed(x, min(x.missed, int(x.terms)), decoupled=x.weight_decay)
-
-
-def _apply_missed(x: Row, singly: int, coupled: Any = None, decoupled: float = 0.0) -> None:
-    """The steps that a row missed, `singly` of them one by one."""
+def missed_steps(x: Row, coupled: bool = False, decoupled: bool = False) -> None:
+    """The steps that a row missed. coupled, decoupled: how its weight decays."""
+    singly = x.missed if coupled else min(x.missed, int(x.terms))
+    decay = x.weight_decay if decoupled else 0.0
     power1, power2 = power_by_squaring(x.decay1, x.last), power_by_squaring(x.decay2, x.last)
     taken = 0
-    while taken < singly and not (x.first and coupled is None):
+    while taken < singly and (coupled or not x.first):
         rate = x.rates.at(x.last + 1 + taken)
         power1, power2 = power1 * x.decay1, power2 * x.decay2
         size, correction2 = np.float32(rate / (1.0 - power1)), np.float32(math.sqrt(1.0 - power2))
-        g = np.float32(0) if coupled is None else coupled * x.w
-        x.w *= np.float32(1.0 - rate * decoupled)
-        x.exp_avg += (g - x.exp_avg) * x.one_minus_beta1
-        x.exp_avg_sq[:] = x.beta2 * x.exp_avg_sq + (x.one_minus_beta2 * g) * g
+        g = x.weight_decay * x.w if coupled else np.float32(0)
+        x.w *= np.float32(1.0 - rate * decay)
+        _average(x, g)
         x.w -= size * (x.exp_avg / (np.sqrt(x.exp_avg_sq) / correction2 + x.eps))
         taken += 1
     while taken < x.missed:
         begin = x.last + 1 + taken
         count = 1 if taken < singly else int(min(x.rates.last(begin) - begin + 1, x.missed - taken))
         first, last = x.rates.at(begin), x.rates.at(begin + count - 1)
-        decay = 1.0 - 0.5 * (first + last) * decoupled
-        x.w *= np.float32(power_by_squaring(float(np.float32(decay)) if first == last else decay, count))
+        left = 1.0 - 0.5 * (first + last) * decay
+        x.w *= np.float32(power_by_squaring(float(np.float32(left)) if first == last else left, count))
         x.exp_avg *= np.float32(power_by_squaring(x.decay1, count))
         x.exp_avg_sq *= np.float32(power_by_squaring(x.decay2, count))
         taken += count
@@ -175,8 +169,7 @@ def partial_rowwise_adam(x: Row) -> None:
 
 def lamb(x: Row) -> None:
     g = decayed(x.g, x.w, np.float32(0), x.maximize)
-    x.exp_avg += (g - x.exp_avg) * x.one_minus_beta1
-    x.exp_avg_sq[:] = x.beta2 * x.exp_avg_sq + (x.one_minus_beta2 * g) * g
+    _average(x, g)
     _take(x)
 
 
@@ -195,25 +188,17 @@ def _take(x: Row) -> None:
     x.w -= np.where((weights == 0) | (steps == 0), x.lr, x.lr * trust) * r
 
 
+_RULES = (
+    sgd, sgd_momentum, adagrad, adam, adamw, catch_up_adam, rmsprop, ftrl, rowwise_adagrad, lars_sgd,
+    partial_rowwise_adam, lamb, partial_rowwise_lamb,
+)  # fmt: skip
 REFERENCES: dict[str, Callable[[Row], None]] = {  # by the name of the kernel
-    "sgd": sgd,
-    "sgd_momentum": sgd_momentum,
-    "adagrad": adagrad,
-    "adam": adam,
-    "adamw": adamw,
-    "catch_up_adam": catch_up_adam,
+    **{rule.__name__: rule for rule in _RULES},
     "catch_up_adam_l2": adam,
     "catch_up_adamw": adamw,
-    "rmsprop": rmsprop,
-    "ftrl": ftrl,
-    "rowwise_adagrad": rowwise_adagrad,
-    "lars_sgd": lars_sgd,
-    "partial_rowwise_adam": partial_rowwise_adam,
-    "lamb": lamb,
-    "partial_rowwise_lamb": partial_rowwise_lamb,
 }
 CATCH_UPS: dict[str, Callable[[Row], None]] = {  # for one row
     "catch_up_adam": missed_steps,
-    "catch_up_adam_l2": missed_steps_l2,
-    "catch_up_adamw": missed_steps_w,
+    "catch_up_adam_l2": partial(missed_steps, coupled=True),
+    "catch_up_adamw": partial(missed_steps, decoupled=True),
 }

@@ -20,7 +20,6 @@ class Cli:
         self._capsys = capsys
 
     def run(self, command: str, *arguments: str) -> tuple[int, str, str]:
-        """The exit code, stdout and stderr."""
         group, _, name = command.rpartition(" ")
         with pytest.raises(SystemExit) as exit:
             main([group or self.group, name, str(self.store), *arguments])
@@ -50,7 +49,6 @@ class Cli:
 
 
 def command(*arguments: str | Path) -> int:
-    """The exit code of `tierbed`."""
     try:
         main([*map(str, arguments)])
     except SystemExit as end:

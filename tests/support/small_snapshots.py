@@ -69,7 +69,6 @@ def keys_in(bucket: int, tables: NDArray[np.uint32], numbers: NDArray[np.uint64]
 
 
 def key_in(bucket: int, table: int, number: int) -> int:
-    """As `keys_in`, of one key."""
     return int(keys_in(bucket, np.array([table], np.uint32), np.array([number], np.uint64))[0])
 
 
@@ -112,19 +111,16 @@ def make_rows(
 
 
 def make_buckets(width: int, counts: dict[int, int], types: Types = TYPES[0]) -> dict[int, NDArray[np.void]]:
-    """Rows by bucket, buckets ascending."""
     return {bucket: make_rows(width, count, bucket, bucket, types) for bucket, count in sorted(counts.items())}
 
 
 def chunked(buckets: dict[int, NDArray[np.void]], size: int = 7) -> Iterator[Chunk]:
-    """The rows as a tier would scan them, `size` at a time."""
     for bucket, rows in buckets.items():
         for begin in range(0, len(rows), size):
             yield bucket, rows[begin : begin + size]
 
 
 def joined(chunks: Iterable[Chunk]) -> dict[int, bytes]:
-    """The bytes of each bucket's rows."""
     result: dict[int, bytes] = {}
     for bucket, rows in chunks:
         result[bucket] = result.get(bucket, b"") + rows.tobytes()
@@ -134,13 +130,11 @@ def joined(chunks: Iterable[Chunk]) -> dict[int, bytes]:
 def save(
     folder: Path, counts: dict[int, int] | None = None, width: int = 6, types: Types = TYPES[0], **changes: Any
 ) -> Manifest:
-    """Write a small snapshot."""
     buckets = make_buckets(width, {0: 20, 5: 1, 63: 9} if counts is None else counts, types)
     return write_snapshot(folder, description(width, types, **changes), chunked(buckets))
 
 
 def flip_bit(path: Path, bit: int) -> None:
-    """Damage a file."""
     data = bytearray(path.read_bytes())
     data[bit // 8] ^= 1 << bit % 8
     path.write_bytes(data)

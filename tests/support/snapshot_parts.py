@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from tierbed.engine.row_format import Change
 from tierbed.snapshots import Manifest, Snapshot
 from tierbed.snapshots.files.format import HashShard
-from tierbed.snapshots.files.writer import (
-    Files,
-    check_parent,
-    finish,
-    new_snapshot,
-    write_changes,
-    write_rows,
-)
+from tierbed.snapshots.files.writer import Files, check_parent, finish, new_snapshot, write_changes, write_rows
 
 from .small_snapshots import Chunk
 
@@ -26,14 +19,11 @@ def save_in_parts(
 ) -> Manifest:
     """Write a full snapshot, one part after the other."""
     kept = list(chunks)
-    with new_snapshot(folder, description, overwrite) as place:
-        files = []
-        for part in (HashShard(number, parts) for number in range(parts)):
-            files.append(
-                write_rows(place, description, [(bucket, part.rows(rows)) for bucket, rows in kept], None, part)
-            )
-        count = sum(len(rows) for _, rows in kept)
-        return finish(place, description, count, files=_merged(files), parts=parts)
+
+    def write(place: Path, part: HashShard) -> Files:
+        return write_rows(place, description, [(bucket, part.rows(rows)) for bucket, rows in kept], None, part)
+
+    return _save(folder, description, sum(len(rows) for _, rows in kept), parts, write, overwrite=overwrite)
 
 
 def save_changes_in_parts(
@@ -42,19 +32,29 @@ def save_changes_in_parts(
     """Write an incremental snapshot, one part after the other."""
     check_parent(folder, parent, description)
     kept = list(changes)
-    with new_snapshot(folder, description) as place:
-        files = []
-        for part in (HashShard(number, parts) for number in range(parts)):
-            own = [(bucket, part.rows(changed), part.rows(gone)) for bucket, changed, gone in kept]
-            files.append(write_changes(place, description, own, None, part))
-        return finish(place, description, rows, files=_merged(files), parent=parent, parts=parts)
+
+    def write(place: Path, part: HashShard) -> Files:
+        own = [(bucket, part.rows(changed), part.rows(gone)) for bucket, changed, gone in kept]
+        return write_changes(place, description, own, None, part)
+
+    return _save(folder, description, rows, parts, write, parent=parent)
 
 
-def _merged(files: list[Files]) -> Files:
-    return dict(sorted((name, file) for part in files for name, file in part.items()))
+def _save(
+    folder: Path,
+    description: dict[str, Any],
+    rows: int,
+    parts: int,
+    write: Callable[[Path, HashShard], Files],
+    overwrite: bool = False,
+    **more: Any,
+) -> Manifest:
+    with new_snapshot(folder, description, overwrite) as place:
+        written = [write(place, HashShard(number, parts)) for number in range(parts)]
+        files = dict(sorted((name, file) for part in written for name, file in part.items()))
+        return finish(place, description, rows, files=files, parts=parts, **more)
 
 
 def in_parts(snapshot: Snapshot, folder: Path, parts: int) -> Snapshot:
-    """The table of a snapshot, written again in parts."""
     save_in_parts(folder, snapshot.description, snapshot.chunks(), parts)
     return Snapshot.open(folder)

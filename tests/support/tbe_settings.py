@@ -106,7 +106,6 @@ class Float64:
 
 
 def made_with(make: Any, optimizer: Any, settings: dict[str, Any]) -> Any:
-    """A table-batched embedding of these settings, by the names of FBGEMM."""
     given = {name: value for name, value in settings.items() if name not in ("weighted", "step", "late")}
     later = {name: given.pop(name) for name in LATE[OptimType(optimizer.value)]} if settings["late"] else {}
     tbe = make(TABLES, MAP, optimizer=optimizer, gradient_clipping=given["max_gradient"] != 1.0, **given)

@@ -25,7 +25,7 @@ class Hosts:
 
     def __init__(self) -> None:
         own_namespaces(CLONE_NEWNET)
-        self._second = self.start(0, _new_host, signal.pause)
+        self._second = self.start(0, lambda: (system("unshare", CLONE_NEWNET), signal.pause()))
         while os.path.samefile(f"/proc/{self._second}/ns/net", "/proc/self/ns/net"):
             os.sched_yield()
         _ip("link", "add", "name", LINK, "type", "veth", "peer", "name", LINK, "netns", str(self._second))
@@ -48,12 +48,10 @@ class Hosts:
         return child
 
     def do(self, host: int, task: Callable[..., object], *arguments: Any) -> None:
-        """Call `task` on a host."""
         _, status = os.waitpid(self.start(host, task, *arguments), 0)
         assert status == 0, f"{task.__name__}{arguments} on host {host} came to {status}"
 
     def cut(self, host: int) -> None:
-        """Take the link down at this host's end."""
         self.do(host, _ip, "link", "set", LINK, "down")
 
 
@@ -87,11 +85,6 @@ def _ranks_on_hosts(function: Callable[..., Any], ranks: int, cut: int, timeout:
         assert os.read(reports, 1), "the ranks ended before the link was cut"
     hosts.cut(cut)
     return [answer(pipe) for pipe in pipes]
-
-
-def _new_host(then: Callable[[], object]) -> None:
-    system("unshare", CLONE_NEWNET)
-    then()
 
 
 def _ip(*arguments: str) -> None:

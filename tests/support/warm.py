@@ -26,9 +26,9 @@ SHIMS = [TESTS / "support" / "failing_io.cpp", TESTS / "crash" / "crash_io.cpp"]
 
 
 class Server:
-    """Forks children until it is closed or its maker ends. It starts cold, and imports when the first order comes.
+    """Forks children until it is closed or its maker ends. It preloads `shims`, sources of libraries.
 
-    `shims` are sources of libraries that it preloads.
+    It starts cold, and imports when the first order comes.
     """
 
     def __init__(self, *shims: Path) -> None:
@@ -81,20 +81,19 @@ class Child:
     ) -> None:
         path = sys.path if path is None else path
         modules = {part.__module__ for part in (task, *arguments) if callable(part)}
-        message = pickle.dumps((path, modules))
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with self._or_close(), tempfile.TemporaryFile() as order, open(os.devnull) as stdin:
+        with tempfile.TemporaryFile() as order, open(os.devnull) as stdin:
             pickle.dump((path, os.getcwd(), dict(os.environ)), order)
             pickle.dump((task, arguments), order)
             order.seek(0)
             self._server.connect("\0" + os.environ[server])
-            socket.send_fds(self._server, [message], [order.fileno(), stdin.fileno(), stdout, stderr, *files])
+            files = [order.fileno(), stdin.fileno(), stdout, stderr, *files]
+            socket.send_fds(self._server, [pickle.dumps((path, modules))], files)
             self.pid = self._hear()
 
     def wait(self) -> int:
         """Its exit code, or below zero the signal that ended it. Until then `pid` is the child's, running or not."""
-        with self._or_close():
-            code = self._hear()
+        code = self._hear()
         self.close()
         return code
 
@@ -119,12 +118,3 @@ class Child:
         heard = self._server.recv(MAX_BYTES)
         assert heard, "the server of warm processes ended"
         return int(heard)
-
-    @contextlib.contextmanager
-    def _or_close(self) -> Iterator[None]:
-        """What ends a wait, as the limit of a test does, ends the child as well."""
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise

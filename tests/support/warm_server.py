@@ -22,10 +22,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-import traceback
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -46,7 +44,6 @@ LONG = [
 
 
 def command(arguments: str) -> list[str]:
-    """Starts a server, by the arguments of `serve`."""
     return [sys.executable, "-W", "ignore", "-c", f"from support import warm_server; warm_server.serve({arguments})"]
 
 
@@ -56,9 +53,7 @@ def serve(number: int, shims: Sequence[str] = (), built: str | None = None) -> N
         _start_again(number, shims)
     if built:
         shutil.rmtree(built)  # loaded
-    with socket.socket(fileno=number) as listener, _Loop(listener) as loop:
-        files = loop.serve()
-    if files:
+    if files := _Loop(number).run():
         _do(*files)
 
 
@@ -98,121 +93,99 @@ def leave() -> NoReturn:
     os._exit(0)
 
 
+class _Loop:
+    """Of one thread, so that children may do anything. They are reaped when their client is gone, which may signal."""
+
+    def __init__(self, number: int) -> None:
+        self._listener, self._selector = socket.socket(fileno=number), selectors.DefaultSelector()
+        self._orders: dict[int, tuple[int, int]] = {}  # by client, its child and the descriptor that reports its end
+        self._watch(sys.stdin.fileno(), self._end)
+        self._watch(number, self._take)
+
+    def run(self) -> Sequence[int]:
+        """Returns in a child, with the descriptors of its order, and in the server at its end, with none."""
+        files: Sequence[int] | None = None
+        while files is None:
+            (key, _), *_ = self._selector.select()  # others are still ready then
+            files = key.data()
+        for file in set(self._selector.get_map()) - {sys.stdin.fileno()}:
+            os.close(file)
+        self._listener.detach()
+        self._selector.close()
+        return files
+
+    def _watch(self, file: int, act: Callable[[], Sequence[int] | None]) -> None:
+        self._selector.register(file, selectors.EVENT_READ, act)
+
+    def _end(self) -> Sequence[int]:
+        for client in [*self._orders]:
+            self._leave(client)
+        return ()
+
+    def _take(self) -> Sequence[int] | None:
+        connection, _ = self._listener.accept()
+        _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        message, files, *_ = socket.recv_fds(connection, MAX_BYTES, 16, socket.MSG_CMSG_CLOEXEC)
+        if not message or user != os.getuid():
+            for file in [*files, connection.detach()]:
+                os.close(file)
+            return None
+        _import(*pickle.loads(message))
+        client, child = connection.detach(), os.fork()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.setpgid(child, child)  # by both, as either may be first
+        if child == 0:
+            os.close(client)
+            return files
+        for file in files:
+            os.close(file)
+        ended = os.pidfd_open(child)
+        self._orders[client] = child, ended
+        self._watch(ended, partial(self._tell_end, client))
+        self._watch(client, partial(self._leave, client))
+        _tell(client, child)
+        return None
+
+    def _tell_end(self, client: int) -> None:
+        child, ended = self._orders[client]
+        self._selector.unregister(ended)
+        end = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        assert end is not None
+        _tell(client, end.si_status if end.si_code == os.CLD_EXITED else -end.si_status)
+
+    def _leave(self, client: int) -> None:
+        """The client is gone."""
+        child, ended = self._orders.pop(client)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child, signal.SIGKILL)  # until it is reaped, no other group has its number
+        os.waitpid(child, 0)
+        with contextlib.suppress(KeyError):  # it received
+            self._selector.unregister(ended)
+        self._selector.unregister(client)
+        os.close(client)
+        os.close(ended)
+
+
+def _tell(client: int, number: int) -> None:
+    with contextlib.suppress(ConnectionError):  # a client that is gone is left
+        os.write(client, b"%d" % number)
+
+
 def _import_from(path: Sequence[str]) -> None:
     sys.path[:0] = [folder for folder in path if folder not in sys.path]
 
 
-@dataclass(eq=False)
-class _Order:
-    connection: socket.socket
-    child: int
-    ended: int  # the descriptor that reports
-
-    def close(self) -> None:
-        self.connection.close()
-        os.close(self.ended)
-
-
-class _Loop:
-    """Of one thread, so that children may do anything. They are reaped when their client is gone, which may signal."""
-
-    def __init__(self, listener: socket.socket) -> None:
-        self._listener, self._going, self._warm = listener, True, False
-        self._orders: set[_Order] = set()
-        self._selector = selectors.DefaultSelector()
-        self._watch(sys.stdin.fileno(), self._end)
-        self._watch(listener.fileno(), self._take)
-
-    def __enter__(self) -> _Loop:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._selector.close()
-        for order in self._orders:
-            order.close()
-
-    def serve(self) -> Sequence[int]:
-        """Returns in a child, with the descriptors of its order, and in the server at its end, with none."""
-        while self._going:
-            (key, _), *_ = self._selector.select()  # others are still ready then
-            if files := key.data():
-                return files  # type: ignore[no-any-return]
-        return ()
-
-    def _watch(self, file: int, act: Callable[[], object]) -> None:
-        self._selector.register(file, selectors.EVENT_READ, act)
-
-    def _end(self) -> None:
-        for order in [*self._orders]:
-            self._leave(order)
-        self._going = False
-
-    def _take(self) -> Sequence[int]:
-        connection, _ = self._listener.accept()
-        _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        message, files = b"", []
-        if user == os.getuid():
-            message, files, *_ = socket.recv_fds(connection, MAX_BYTES, 16, socket.MSG_CMSG_CLOEXEC)
-        if not message:
-            connection.close()
-            return ()
-        try:
-            self._import(*pickle.loads(message))
-            child = os.fork()
-        except Exception:
-            traceback.print_exc()
-            for file in [*files, connection.detach()]:
-                os.close(file)
-            return ()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.setpgid(child, child)  # by both, as either may be first
-        if child == 0:
-            connection.close()
-            return files
-        for file in files:
-            os.close(file)
-        self._add(_Order(connection, child, os.pidfd_open(child)))
-        return ()
-
-    def _add(self, order: _Order) -> None:
-        self._orders.add(order)
-        self._watch(order.ended, partial(self._send_end, order))
-        self._watch(order.connection.fileno(), partial(self._leave, order))
-        self._send(order, order.child)
-
-    def _send_end(self, order: _Order) -> None:
-        self._selector.unregister(order.ended)
-        end = os.waitid(os.P_PID, order.child, os.WEXITED | os.WNOWAIT)
-        assert end is not None
-        self._send(order, end.si_status if end.si_code == os.CLD_EXITED else -end.si_status)
-
-    def _send(self, order: _Order, number: int) -> None:
-        with contextlib.suppress(ConnectionError):  # a client that is gone is left
-            order.connection.send(b"%d" % number)
-
-    def _leave(self, order: _Order) -> None:
-        """The client is gone."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(order.child, signal.SIGKILL)  # until it is reaped, no other group has its number
-        os.waitpid(order.child, 0)
-        with contextlib.suppress(KeyError):  # it received
-            self._selector.unregister(order.ended)
-        self._selector.unregister(order.connection.fileno())
-        self._orders.remove(order)
-        order.close()
-
-    def _import(self, path: Sequence[str], modules: set[str]) -> None:
-        """What the order needs, so that its child and all later ones have it."""
-        if not self._warm:
-            warm_up()
-            self._warm = True
-        before = sys.path[:]
-        _import_from(path)
-        for module in modules:
-            with contextlib.suppress(BaseException):  # the child fails by it again
-                importlib.import_module(module)
-        sys.path[:] = before
-        gc.freeze()  # children leave it alone, which is most of what they would do at their end
+def _import(path: Sequence[str], modules: set[str]) -> None:
+    """What an order needs, so that its child and all later ones have it."""
+    if "tierbed" not in sys.modules:
+        warm_up()
+    before = sys.path[:]
+    _import_from(path)
+    for module in modules:
+        with contextlib.suppress(BaseException):  # the child fails by it again
+            importlib.import_module(module)
+    sys.path[:] = before
+    gc.freeze()  # children leave it alone, which is most of what they would do at their end
 
 
 def warm_up() -> None:

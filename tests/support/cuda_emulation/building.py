@@ -8,12 +8,10 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 HEADER = Path(__file__).with_name("emulation.h")
-RUNTIME = Path(__file__).with_name("emulation.cpp")
 BUILT = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tierbed" / "cuda_emulation"
 KEPT_SECONDS = 30 * 24 * 3600  # after the last use
 # _FORTIFY_SOURCE, which some systems turn on, takes a switch to another stack for a mistake
@@ -33,28 +31,22 @@ def library(kernels: str) -> ctypes.CDLL:
 @cache
 def _runtime() -> ctypes.CDLL:
     """What runs the lanes of all libraries."""
-    text = RUNTIME.read_text().replace('#include "emulation.h"\n', "")
+    text = HEADER.with_suffix(".cpp").read_text().replace('#include "emulation.h"\n', "")
     return ctypes.CDLL(str(_compiled(text, "-O1")), ctypes.RTLD_GLOBAL)
 
 
 def _compiled(text: str, *options: str) -> Path:
-    """The library that the compiler makes of emulation.h and the text."""
-    text = HEADER.read_text() + text
-    content = "\0".join([_compiler(), *COMPILE, *options, text])
+    """The library of emulation.h and the text. It gets its name when it is whole, since others may make the same."""
+    text, command = HEADER.read_text() + text, [*COMPILE, *options, "-x", "c++", "-", "-o"]
+    content = "\0".join([_compiler(), *command, text])
     path = _folder() / (hashlib.sha256(content.encode()).hexdigest()[:32] + ".so")
-    command = [*COMPILE, *options, "-x", "c++", "-", "-o"]
-    _make(path, lambda to: subprocess.run([*command, to], input=text, text=True, check=True))
-    return path
-
-
-def _make(path: Path, make: Callable[[Path], object]) -> None:
-    """Make a missing file. It gets its name when it is whole, since others may make the same."""
     if path.exists():
         path.touch()
-        return
-    temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
-    make(temporary)
-    temporary.replace(path)
+    else:
+        temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
+        subprocess.run([*command, temporary], input=text, text=True, check=True)
+        temporary.replace(path)
+    return path
 
 
 @cache

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <vector>
 
@@ -50,24 +51,20 @@ public:
             fiber.block_size.x = threads;
         }
         std::vector<unsigned> waiting_warps(blocks * (threads / LANES));
-        for (unsigned i = 0; i < waiting_warps.size(); ++i) waiting_warps[i] = i;
+        std::iota(waiting_warps.rbegin(), waiting_warps.rend(), 0u);
         if (shuffled_) std::shuffle(waiting_warps.begin(), waiting_warps.end(), random_);
-        std::reverse(waiting_warps.begin(), waiting_warps.end());
         std::vector<Fiber*> ready;
         for (;;) {
-            ready.clear();
-            bool any = false;
             for (unsigned warp = 0; warp < RESIDENT_WARPS; ++warp) {
-                if (ended(warp) && !waiting_warps.empty()) {
-                    start(warp, waiting_warps.back());
-                    waiting_warps.pop_back();
-                }
-                any = any || !ended(warp);
-                for (Fiber* fiber = first(warp); fiber != first(warp) + LANES; ++fiber)
-                    if (fiber->state == State::ready) ready.push_back(fiber);
+                if (!ended(warp) || waiting_warps.empty()) continue;
+                start(warp, waiting_warps.back());
+                waiting_warps.pop_back();
             }
-            if (!any) return true;
-            if (ready.empty()) return false;
+            ready.clear();
+            for (Fiber& fiber : fibers_)
+                if (fiber.state == State::ready) ready.push_back(&fiber);
+            if (ready.empty())
+                return std::all_of(fibers_.begin(), fibers_.end(), [](auto& f) { return f.state == State::ended; });
             if (shuffled_) std::shuffle(ready.begin(), ready.end(), random_);
             for (Fiber* fiber : ready) resume(*fiber);
             for (unsigned warp = 0; warp < RESIDENT_WARPS; ++warp) complete(warp);
@@ -127,16 +124,16 @@ private:
             const unsigned mask = lanes[i].mask;
             // the first lane of a mask stands for all of them
             if (lanes[i].state != State::waiting || (mask & -mask) != 1u << i) continue;
-            bool all = true;
-            for (unsigned j = i; j < LANES; ++j)
-                if (mask >> j & 1u) all = all && lanes[j].state == State::waiting && lanes[j].mask == mask;
-            if (!all) continue;
             std::uint64_t given[LANES];
-            for (unsigned k = 0; k < LANES; ++k) given[k] = mask >> k & 1u ? lanes[k].given : ~0ull;
-            for (unsigned j = i; j < LANES; ++j) {
-                if (!(mask >> j & 1u)) continue;
-                std::memcpy(lanes[j].received, given, sizeof given);
-                lanes[j].state = State::ready;
+            bool all = true;
+            for (unsigned k = 0; k < LANES; ++k) {
+                given[k] = mask >> k & 1u ? lanes[k].given : ~0ull;
+                all = all && (!(mask >> k & 1u) || (lanes[k].state == State::waiting && lanes[k].mask == mask));
+            }
+            for (unsigned k = i; all && k < LANES; ++k) {
+                if (!(mask >> k & 1u)) continue;
+                std::memcpy(lanes[k].received, given, sizeof given);
+                lanes[k].state = State::ready;
             }
         }
     }

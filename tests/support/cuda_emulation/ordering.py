@@ -36,7 +36,7 @@ class Memory:
     tensor: Tensor
     owner: int | None  # the thread that allocated it; None: not torch's, or it stays as long as its user
     constant: bool = False
-    written: tuple[int, int] | None = None  # by which thread, and when
+    written: Clock = field(default_factory=dict)  # the last time, by which thread, and when
     read: Clock = field(default_factory=dict)  # since then
     kept: set[int] = field(default_factory=set)
     users: set[int] = field(default_factory=set)
@@ -54,7 +54,6 @@ class OrderedDevice(EmulatedDevice):
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Around what a thread does."""
         with _Watch(self):
             yield
 
@@ -85,9 +84,9 @@ class OrderedDevice(EmulatedDevice):
         for argument, reads in zip(arguments, _const(program, kernel), strict=True):
             words = np.frombuffer(argument.tobytes().ljust(8, b"\0")[: max(8, argument.nbytes // 8 * 8)], np.uint64)
             for word in words.tolist():
-                at = bisect_right(self._begins, word) - 1
-                memory = self._memory[self._begins[at]] if at >= 0 else None
-                if memory is not None and word < self._begins[at] + memory.tensor.untyped_storage().nbytes():
+                begin = self._begins[bisect_right(self._begins, word) - 1] if self._begins else word
+                memory = self._memory.get(begin)
+                if memory is not None and 0 <= word - begin < memory.tensor.untyped_storage().nbytes():
                     self.use(memory, kernel, not reads)
 
     def record_event(self) -> Clock:  # type: ignore[override]
@@ -115,20 +114,17 @@ class OrderedDevice(EmulatedDevice):
         mine = self._clocks[me]
         time = mine[me] = mine.get(me, 0) + 1
         memory.users.add(me)
-        before = {} if memory.written is None else {memory.written[0]: memory.written[1]}
-        if writes:
-            before = {**memory.read, **before}
+        before = {**(memory.read if writes else {}), **memory.written}
         if any(thread != me and mine.get(thread, 0) < at for thread, at in before.items()):
             self.races.append(f"{what}: {memory.tensor.shape} of {memory.tensor.dtype}")
         if writes:
-            memory.written, memory.read = (me, time), {}
+            memory.written, memory.read = {me: time}, {}
         else:
             memory.read[me] = time
 
 
 @cache
 def _const(program: Program, kernel: str) -> list[bool]:
-    """Of each parameter."""
     found = re.search(rf" {kernel}\(([^)]*)\)", program.source())
     assert found is not None
     return [parameter.strip().startswith("const ") for parameter in found[1].split(",")]

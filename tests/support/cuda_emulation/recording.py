@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 REFUSED = {aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default, aten.masked_select.default}
+INDEXED = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
 EMPTY = {aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default}
 
 
@@ -40,7 +41,7 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in REFUSED or _has_mask(func, args):
+        if func in REFUSED or (func.overloadpacket in INDEXED and _has_mask(args[1])):
             raise refused(str(func))
         if definition := OPDEFS.get(func._schema.name):  # written in Python: its body runs while it is recorded
             with self:
@@ -63,11 +64,9 @@ class Recording(TorchDispatchMode):
 
         self.add(run)
         returns = func._schema.returns
-        if not returns:
-            return None
-        if len(returns) == 1 and not isinstance(returns[0].type, torch.ListType):
-            return results[0]
-        return results if len(returns) == 1 else tuple(results)
+        if len(returns) != 1:
+            return tuple(results) or None
+        return results if isinstance(returns[0].type, torch.ListType) else results[0]
 
     def _results(self, func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
         """What a call returns, without running it: arguments that it writes, and fresh memory, which is named again."""
@@ -106,8 +105,6 @@ def refused(what: str) -> RuntimeError:
     return RuntimeError(f"{what}: operation not permitted when stream is capturing")
 
 
-def _has_mask(func: Any, args: Any) -> bool:
+def _has_mask(indices: Any) -> bool:
     """A mask as an index is turned into numbers, whose count the host waits for."""
-    if func.overloadpacket not in (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_):
-        return False
-    return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices)
