@@ -32,6 +32,13 @@ def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, timeout
     return [answers[pipe] for _, pipe in group]
 
 
+def alike(ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What each of these ranks returns, which is the same on all."""
+    first, *others = run_ranks(ranks, function, *arguments)
+    assert others == [first] * (ranks - 1)
+    return first
+
+
 @contextlib.contextmanager
 def started(
     ranks: int,
