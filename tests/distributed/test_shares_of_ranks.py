@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from support.forged import change
-from support.live_rows import alone, fails, left_open, opened, own_disks, own_rows, run, step, together, trained
+from support.live_rows import alone, fails, left_open, opened, own_disks, own_rows, ran, step, together, trained
 from support.ranks import answer, run_ranks, started
+from support.ranks import fails as error_of
 from support.shell import Cli
 from tierbed import GroupError, StoreError
 from tierbed.distributed import World
@@ -27,13 +28,7 @@ from tierbed.snapshots.store.folder_state import FolderState
 from tierbed.snapshots.store.group_file import GroupFile
 from tierbed.snapshots.store.recovery_rule import EMPTY, Entry
 
-
-def test_ranks_without_snapshot_path_find_where_the_snapshots_are(tmp_path: Path) -> None:
-    place = tmp_path / "snapshots"
-    saved = alone(tmp_path / "live", "host", 2, "base", snapshot_path=place)
-    run(2, tmp_path / "live", "host", 1, snapshot_path=place, killed=0)
-    found = run(2, tmp_path / "live", "host", 1)
-    assert together([before for before, _, _ in found], saved)
+Capture = pytest.CaptureFixture[str]
 
 
 def saves_some_and_loads_one(world: World | None, folder: Path, place: Path) -> None:
@@ -46,13 +41,14 @@ def saves_some_and_loads_one(world: World | None, folder: Path, place: Path) -> 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_shell_keeps_the_snapshots_that_live_rows_elsewhere_go_back_to(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int
+    tmp_path: Path, capsys: Capture, ranks: int
 ) -> None:
+    live, place = tmp_path / "live", tmp_path / "place"
     if ranks == 1:
-        saves_some_and_loads_one(None, tmp_path / "live", tmp_path / "place")
+        saves_some_and_loads_one(None, live, place)
     else:
-        run_ranks(2, saves_some_and_loads_one, tmp_path / "live", tmp_path / "place")
-    store, snapshots = Cli(tmp_path / "live" / "rows", capsys), Cli(tmp_path / "place" / "rows", capsys)
+        run_ranks(2, saves_some_and_loads_one, live, place)
+    store, snapshots = Cli(live / "rows", capsys), Cli(place / "rows", capsys)
     why = ": recovery needs it\n"
     for cli in (store, snapshots):
         would = cli.json("prune", "--keep-last", "1", "--dry-run")
@@ -63,28 +59,25 @@ def test_the_shell_keeps_the_snapshots_that_live_rows_elsewhere_go_back_to(
     for cli in (store, snapshots):
         assert cli.json("prune", "--keep-last", "1")["kept"] == ["a", "b", "d"]
         assert "it is the recovery snapshot of live rows" in cli.fails("merge", "d", "b", "--overwrite")
+    if ranks == 1:  # a store folder that is gone keeps no snapshot
+        shutil.rmtree(live)
+        assert snapshots.json("prune", "--keep-last", "1")["removed"] == ["a", "b"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_shell_loads_no_rows_beside_snapshots_of_another_store_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int
+    tmp_path: Path, capsys: Capture, ranks: int
 ) -> None:
     live, place = tmp_path / "live", tmp_path / "place"
     saved = alone(live, "host", 2, "base", snapshot_path=place)
-    rows = [after for _, after, _ in run(2, live, "host", 1, snapshot_path=place)] if ranks == 2 else []
+    rows = ran(2, live, 1, snapshot_path=place).after if ranks == 2 else []
     said = Cli(place / "rows", capsys).fails("load", "base")
     assert f"give the store folder, {str(live / 'rows')!r}" in said
     assert not (place / "rows" / "live").exists()
     if ranks == 2:
-        assert [before for before, _, _ in run(2, live, "host", 0, snapshot_path=place)] == rows
+        assert ran(2, live, snapshot_path=place).before == rows
     Cli(live / "rows", capsys).json("load", "base")
     assert alone(live, "host", 0, None, snapshot_path=place) == saved
-
-
-def test_a_store_folder_that_is_gone_keeps_no_snapshot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    saves_some_and_loads_one(None, tmp_path / "live", tmp_path / "place")
-    shutil.rmtree(tmp_path / "live")
-    assert Cli(tmp_path / "place" / "rows", capsys).json("prune", "--keep-last", "1")["removed"] == ["a", "b", "c"]
 
 
 def opened_by_one(world: World, folder: Path) -> list[str]:
@@ -95,9 +88,7 @@ def opened_by_one(world: World, folder: Path) -> list[str]:
     if world.rank == 0:
         embedding.close()
         for way in ("resume", "fresh"):
-            with pytest.raises(StoreError) as caught:
-                opened(None, folder, open=way).size()
-            said.append(str(caught.value))
+            said.append(error_of(opened(None, folder, open=way).size, StoreError))
     world.all_gather_object("tried", lambda: b"")
     embedding.close()
     return said
@@ -106,8 +97,7 @@ def opened_by_one(world: World, folder: Path) -> list[str]:
 def test_a_share_that_a_process_has_open_yet_is_not_given_up(tmp_path: Path) -> None:
     said, _ = run_ranks(2, opened_by_one, tmp_path)
     assert ["the shard of rank 1 of 2, is in use by process" in one for one in said] == [True, True]
-    found = run(2, tmp_path, "host", 0)
-    assert all(before for before, _, _ in found)
+    assert all(ran(2, tmp_path).before)
 
 
 def saves_and_loses_the_snapshot(world: World, folder: Path) -> None:
@@ -126,13 +116,13 @@ def test_rows_of_a_snapshot_that_was_removed_are_not_taken_for_those_before(tmp_
 
 
 def test_shares_that_changed_places_are_not_used(tmp_path: Path) -> None:
-    run(2, tmp_path, "host", 2)
+    ran(2, tmp_path, 2)
     shares = tmp_path / "rows" / "ranks"
     for name, other in (("0-of-2", "aside"), ("1-of-2", "0-of-2"), ("aside", "1-of-2")):
         (shares / name).rename(shares / other)
-    found = run(2, tmp_path, "host", 0)
-    assert [before for before, _, _ in found] == [b"", b""]
-    assert "was not closed by rank 0, 1 of its 2" in found[0][2][0]
+    found = ran(2, tmp_path)
+    assert found.before == [b"", b""]
+    assert "was not closed by rank 0, 1 of its 2" in found.said[0][0]
 
 
 def other_places(world: World, folder: Path) -> Any:
@@ -140,15 +130,11 @@ def other_places(world: World, folder: Path) -> Any:
     return trained(world, folder / f"{world.size - 1 - world.rank}", "host", 1, snapshot_path=folder / "shared")
 
 
-def one_more(world: World, folder: Path) -> tuple[str, str]:
-    place = {rank: {"path": folder / f"{rank}"} for rank in range(3)}
-    return fails(world, folder, {"snapshot_path": folder / "shared"}, place)
-
-
 def test_older_shares_of_a_host_do_not_hide_those_of_the_last_run(tmp_path: Path) -> None:
     run_ranks(2, own_disks, tmp_path, 1)
     run_ranks(2, other_places, tmp_path)
-    for _, said in run_ranks(3, one_more, tmp_path):
+    places = {rank: {"path": tmp_path / f"{rank}"} for rank in range(3)}
+    for _, said in run_ranks(3, fails, tmp_path, {"snapshot_path": tmp_path / "shared"}, places):
         assert "has live rows of 2 ranks, of step 1, and no snapshot of them" in said
 
 
@@ -172,17 +158,17 @@ def test_ranks_go_back_to_no_snapshot_that_lacks_a_row(tmp_path: Path) -> None:
         assert kind == "SnapshotError"
         assert "rows instead of" in said
     change(base, lambda content: content.update(rows=content["rows"] - 1))
-    again = run(2, tmp_path, "ssd", 0)
-    assert [before for before, _, _ in again] == saved
-    assert again[0][2][0].endswith("steps 3 to 3, is lost")  # the live rows had not been replaced before the refusal
+    again = ran(2, tmp_path, 0, "ssd")
+    assert again.before == saved
+    assert again.said[0][0].endswith("steps 3 to 3, is lost")  # the live rows had not been replaced before the refusal
 
 
 def test_one_process_does_not_take_the_place_of_ranks_whose_shares_are_elsewhere(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Capture
 ) -> None:
     place, live = tmp_path / "snapshots", tmp_path / "live"
-    saved = alone(live, "host", 2, "base", snapshot_path=place)
-    run(2, live, "host", 1, snapshot_path=place)
+    alone(live, "host", 2, "base", snapshot_path=place)
+    rows = ran(2, live, 1, snapshot_path=place).after
     (live / "rows" / "ranks").rename(tmp_path / "of another host")
     with pytest.raises(StoreError, match=r"live rows of 2 ranks, and none of their shards is here: open it where"):
         opened(None, live, snapshot_path=place).size()
@@ -193,8 +179,7 @@ def test_one_process_does_not_take_the_place_of_ranks_whose_shares_are_elsewhere
         assert "on other hosts; a single process must load a snapshot first" in cli.says("stat")
     (tmp_path / "of another host").rename(live / "rows" / "ranks")
     assert Cli(live / "rows", capsys, "store").json("stat")["restart"]["from"] == "live"
-    rows = [before for before, _, _ in run(2, live, "host", 0, snapshot_path=place)]
-    assert not together(rows, saved)  # a step later
+    assert ran(2, live, snapshot_path=place).before == rows
 
 
 def killed_before_the_note(world: World, folder: Path) -> None:
@@ -207,20 +192,20 @@ def killed_before_the_note(world: World, folder: Path) -> None:
 
 def test_a_kill_as_other_ranks_take_rows_over_leaves_what_one_process_goes_on_from(tmp_path: Path) -> None:
     rows = alone(tmp_path, "host", 2, "base")
-    run(2, tmp_path, "host", 1, killed=1)
+    ran(2, tmp_path, 1, killed=1)
     with started(3, killed_before_the_note, tmp_path) as group:
         group[0][0].wait()
         for _, pipe in group[1:]:
             answer(pipe)
-    assert trained(None, tmp_path, "host", 0)[0] == rows
+    assert ran(1, tmp_path).before == [rows]
 
 
 def test_a_table_that_the_shell_loads_in_place_of_ranks_goes_back_to_their_snapshot(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Capture
 ) -> None:
     place, live = tmp_path / "snapshots", tmp_path / "live"
     alone(live, "host", 2, "base", snapshot_path=place)
-    rows = [after for _, after, _ in run(2, live, "host", 1, snapshot_path=place)]
+    rows = ran(2, live, 1, snapshot_path=place).after
     cli = Cli(live / "rows", capsys)
     cli.json("save", "later")
     cli.json("load", "base", "--table", "0")
@@ -228,7 +213,7 @@ def test_a_table_that_the_shell_loads_in_place_of_ranks_goes_back_to_their_snaps
     step(embedding, 5)
     left_open(embedding)
     embedding.close()
-    assert together(rows, trained(None, live, "host", 0, snapshot_path=place)[0])
+    assert together(rows, ran(1, live, snapshot_path=place).before[0])
 
 
 def test_a_start_from_nothing_forgets_ranks_and_their_snapshot_at_once(
@@ -252,10 +237,10 @@ def test_a_start_from_nothing_forgets_ranks_and_their_snapshot_at_once(
     assert {entry.snapshot for entry in seen[began:]} == {EMPTY}
 
 
-def test_the_shell_says_which_rank_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(2, tmp_path, "host", 1)
+def test_the_shell_says_which_rank_has_a_row(tmp_path: Path, capsys: Capture) -> None:
+    ran(2, tmp_path, 1)
     shares = [Cli(tmp_path / "rows" / "ranks" / f"{rank}-of-2", capsys) for rank in range(2)]
-    for key in range(8):
+    for key in range(3):
         arguments = ("store get", str(key), "--table", "0")
         owner = int(owners(np.zeros(1, np.uint32), np.array([key], np.uint64), 2)[0])
         assert shares[owner].json(*arguments)["key"] == key
