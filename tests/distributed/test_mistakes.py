@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -12,14 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from support.live_rows import remarks_of
 from support.parts import PADDING
-from support.ranked import Ranked, batch
-from support.ranks import fails, outcome, run_ranks
+from support.ranks import alike, fails, run_ranks
 from tierbed import (
     CapacityError,
     Graph,
     GroupError,
-    InputError,
     MultiTableEmbedding,
     TierbedError,
     World,
@@ -30,35 +27,46 @@ from tierbed import (
 from tierbed.distributed import peer_monitor
 
 DIM = 3
+ONE_ROW = np.ones((1, DIM), np.float32)
 
 
 def rows(world: World | None, **more: Any) -> MultiTableEmbedding:
     start = [make_table_options(make_constant_initializer(0.0))]
-    return MultiTableEmbedding(
-        "e", DIM, torch.float32, torch.int64, start, make_host_mem_store_options(**more), None, PADDING, world=world
-    )
+    store = make_host_mem_store_options(**more)
+    return MultiTableEmbedding("e", DIM, torch.float32, torch.int64, start, store, None, PADDING, world=world)
 
 
-def wrong(world: World) -> list[str]:
-    embedding, heard = rows(world), []
-    bad = world.rank == 1
-    for call in (
+def wrong(world: World, folder: Path) -> list[str]:
+    """Arguments that are wrong on rank 1 alone, some of which no message between ranks can carry."""
+    embedding, bad = rows(world, persistent_path=folder), world.rank == 1
+    calls = (
         lambda: embedding.put([1], np.zeros((1, DIM + bad), np.float32)),
-        lambda: embedding.put([PADDING if bad else 1], np.zeros((1, DIM), np.float32)),
+        lambda: embedding.put([PADDING if bad else 1], ONE_ROW),
         lambda: embedding.get([1.5] if bad else [1]),
         lambda: embedding.delete(["a"] if bad else [1]),
         lambda: embedding(torch.tensor([1.0] if bad else [1], dtype=torch.float32 if bad else torch.int64)),
-    ):
-        heard.append(fails(call, InputError))
+        lambda: embedding.save_snapshot("b", overwrite=np.True_ if bad else True),
+        lambda: embedding.prune_snapshots(np.int64(1) if bad else 1),
+        lambda: embedding.prune_snapshots(10**30 if bad else 1),
+        lambda: embedding.load_snapshot("a", tables=["x\udc80"] if bad else None),
+        lambda: embedding.load_snapshot("a", strict=np.True_ if bad else True),
+    )
+    said = [fails(call, TierbedError) for call in calls[:5]]
     assert embedding.size() == 0
-    embedding.close()
-    return heard
+    embedding.put([1], ONE_ROW)
+    embedding.save_snapshot("a")
+    said += [fails(call, TierbedError) for call in calls[5:]]
+    assert embedding.prune_snapshots(np.int64(1)) == []
+    embedding.save_snapshot("b")
+    return said
 
 
-def test_a_wrong_argument_on_one_rank_is_raised_on_all() -> None:
-    first, second = run_ranks(2, wrong)
-    assert first == second
-    assert all(text.startswith("rank 1: ") for text in first)
+def test_a_wrong_argument_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    said = alike(2, wrong, tmp_path)
+    assert all(text.startswith("rank 1: ") for text in said[:5])
+    for text, part in zip(said[5:], ("overwrite=", "np.int64(1)", str(10**30), "udc80", "strict="), strict=True):
+        assert part in text
+    assert "the snapshot's id" not in said[8]
 
 
 def full(world: World) -> list[Any]:
@@ -70,15 +78,13 @@ def full(world: World) -> list[Any]:
         except CapacityError as error:
             heard.append(str(error))
         heard.append(embedding.size())
-    embedding.close()
     return heard
 
 
 def test_put_counts_the_rows_of_all_ranks_before_one_is_written() -> None:
-    first, second = run_ranks(2, full)
-    assert first == second
-    assert [one for one in first if isinstance(one, int)] == [16, 16, 20]
-    assert "capacity=20" in first[1]
+    first, said, *sizes = alike(2, full)
+    assert [first, *sizes] == [16, 16, 20]
+    assert "capacity=20" in said
 
 
 class Two(Graph):
@@ -109,76 +115,29 @@ def differing(world: World) -> list[str]:
         group[name] = before
         graph(ids)
     assert torch.equal(world.sum(graph.linear.weight.detach()), 2 * graph.linear.weight.detach())
-    graph.rows.close()
     return heard
 
 
 def test_a_dense_optimizer_that_differs_is_told_by_the_name_of_the_setting() -> None:
-    first, second = run_ranks(2, differing)
-    assert first == second
-    assert "Adam 1, group 0: lr=0.01; rank 1" in first[0]
-    assert "Adam 1, group 0: lr=0.5" in first[0]
-    assert "Adam 1, group 0: betas=[0.5, 0.5]" in first[1]
-
-
-def in_a_thread(world: World) -> str:
-    graph, heard = Ranked(world), list[str]()
-    graph(*batch(world.rank, 0))
-    thread = Thread(target=lambda: heard.append(outcome(lambda: graph(*batch(world.rank, 1)))))
-    thread.start()
-    thread.join()
-    graph(*batch(world.rank, 1))
-    return heard[0]
-
-
-def test_a_step_of_another_thread_is_refused() -> None:
-    assert all("one thread" in reports for reports in run_ranks(2, in_a_thread))
+    rate, betas = alike(2, differing)
+    assert "Adam 1, group 0: lr=0.01; rank 1" in rate
+    assert "Adam 1, group 0: lr=0.5" in rate
+    assert "Adam 1, group 0: betas=[0.5, 0.5]" in betas
 
 
 def forgotten(world: World) -> str:
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    logging.getLogger("tierbed").addHandler(handler)
+    said = remarks_of()
     embedding = rows(None)
-    assert not records
+    assert not said
     embedding.size()
-    return records[0].getMessage()
+    return said[0]
 
 
 def test_an_embedding_without_a_world_among_ranks_is_said() -> None:
     assert all("give world=World.from_env()" in said for said in run_ranks(2, forgotten))
 
 
-def of_wrong_kinds(world: World, folder: Path) -> list[str]:
-    """Arguments that no message between ranks can carry, or that are wrong, on rank 1 alone."""
-    store = make_host_mem_store_options(persistent_path=folder)
-    embedding = MultiTableEmbedding("e", DIM, torch.float32, torch.int64, None, store, world=world)
-    embedding.put([1], np.ones((1, DIM), np.float32))
-    embedding.save_snapshot("a")
-    bad, heard = world.rank == 1, []
-    for call in (
-        lambda: embedding.save_snapshot("b", overwrite=np.True_ if bad else True),
-        lambda: embedding.prune_snapshots(np.int64(1) if bad else 1),
-        lambda: embedding.prune_snapshots(10**30 if bad else 1),
-        lambda: embedding.load_snapshot("a", tables=["x\udc80"] if bad else None),
-        lambda: embedding.load_snapshot("a", strict=np.True_ if bad else True),
-    ):
-        heard.append(fails(call, TierbedError))
-    assert embedding.prune_snapshots(np.int64(1)) == []
-    embedding.save_snapshot("b")
-    return heard
-
-
-def test_arguments_that_ranks_cannot_tell_each_other_are_refused_on_all(tmp_path: Path) -> None:
-    first, second = run_ranks(2, of_wrong_kinds, tmp_path)
-    assert first == second
-    for said, part in zip(first, ("overwrite=", "np.int64(1)", str(10**30), "udc80", "strict="), strict=True):
-        assert part in said
-    assert "the snapshot's id" not in first[3]
-
-
-def cannot_connect(world: World) -> tuple[str, list[int]]:
+def cannot_connect(world: World) -> tuple[str, tuple[int, ...]]:
     """A second world, whose rank 1 cannot reach rank 0."""
 
     def no_way(other: int, *_: Any) -> Any:
@@ -188,10 +147,10 @@ def cannot_connect(world: World) -> tuple[str, list[int]]:
         peer_monitor._connect_to = no_way  # type: ignore[assignment]  # this process ends with the test
     with pytest.raises(GroupError) as error:
         World(timeout=10)
-    return str(error.value), list(error.value.ranks)
+    return str(error.value), error.value.ranks
 
 
 def test_a_rank_that_cannot_connect_is_named_to_the_others() -> None:
     (first, ranks), (second, _) = run_ranks(2, cannot_connect)
     assert first == second == "rank 1 cannot reach rank 0: set GLOO_SOCKET_IFNAME"
-    assert ranks == [1]
+    assert ranks == (1,)

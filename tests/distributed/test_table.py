@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,11 @@ from torch import Tensor
 
 from support.device_ranks import run_device_ranks
 from support.parts import PADDING
-from support.ranks import fails, run_ranks
+from support.ranks import assert_all_heard, fails, outcome, run_ranks
 from tierbed import (
     CapacityError,
-    GroupError,
     MultiTableEmbedding,
-    OptimizerError,
     StoreError,
-    TierbedError,
     World,
     make_constant_initializer,
     make_device_mem_store_options,
@@ -89,12 +87,10 @@ def test_rows_by_their_keys(run: Run, ranks: int) -> None:
 
 
 def stepping(world: World) -> list[Any]:
-    embedding, reports = rows(world), []
+    embedding = rows(world)
     step(embedding, [1, 2, world.rank + 10])
     step(embedding, [] if world.rank else [1])  # a rank without ids takes part, and every table counts the step
-    reports += [embedding.get([1, 2, 10, 11], 0)[:, 0].tolist(), embedding.metrics()["table"]["step"]]
-    embedding.close()
-    return reports
+    return [embedding.get([1, 2, 10, 11], 0)[:, 0].tolist(), embedding.metrics()["table"]["step"]]
 
 
 @on_both
@@ -103,17 +99,32 @@ def test_ranks_without_ids_take_part(run: Run) -> None:
         assert found == [[-1.5, -1.0, -0.5, -0.5], 2]
 
 
-def mistakes(world: World) -> list[list[str]]:
-    """What each rank hears of each mistake of rank 1, and then that nothing has moved and steps go on."""
-    wrong = world.rank == 1
-    return [heard_of(world, case, wrong) for case in MISTAKES]
+MISTAKES = {
+    "seed": "GroupError: .*seed",
+    "learning rate": "GroupError: .*its numbers",
+    "optimizer": "(Group|Optimizer)Error: .*(sgd.*adam|adam.*sgd)",
+    "illegal id": "InputError: rank 1: ids of embedding 'e': ",
+    "gradient": "InputError: rank 1: ",
+    "other call": "GroupError: .*ranks are in different calls",
+}
+IN_A_STEP = ("illegal id", "gradient", "other call")
 
 
-def heard_of(world: World, case: str, wrong: bool) -> list[str]:
+def mistakes(world: World) -> list[str]:
+    """What each rank hears of each mistake of rank 1. Where that was in a step, nothing has moved and steps go on."""
+    return [heard_of(case, world, world.rank == 1) for case in MISTAKES]
+
+
+def heard_of(case: str, world: World, wrong: bool) -> str:
     more = {"seed": {"seed": 3 + wrong}, "learning rate": {"lr": 1.0 + wrong}, "illegal id": {"ids": 50}}.get(case, {})
-    heard = []
-    try:
+    embedding: MultiTableEmbedding | None = None
+
+    def mistake() -> None:
+        nonlocal embedding
         embedding = rows(world, **more)
+        if case == "optimizer" and wrong:
+            optimizer = torch.optim.Adam(embedding.parameters())
+            embedding.attach(optimizer, optimizer.param_groups[0])
         if case == "other call" and wrong:
             embedding.get([1], 0)
         elif case == "gradient":
@@ -122,48 +133,32 @@ def heard_of(world: World, case: str, wrong: bool) -> list[str]:
             batch.update([torch.ones(2, DIM + wrong)])
         else:
             step(embedding, [51 if wrong and case == "illegal id" else 1])
-    except TierbedError as error:
-        heard.append(f"{type(error).__name__}: {error}")
-    if case in ("illegal id", "gradient", "other call"):
+
+    said = outcome(mistake)
+    if case in IN_A_STEP:
+        assert embedding is not None
         assert not embedding.get([1, 2], 0).any()
         assert embedding.metrics()["table"]["step"] == 0
         step(embedding, [1])
-        heard.append(str(embedding.get([1], 0)[0, 0].item()))
-        embedding.close()
-    return heard
-
-
-MISTAKES = {
-    "seed": "GroupError: .*seed",
-    "learning rate": "GroupError: .*its numbers",
-    "illegal id": "InputError: rank 1: ids of embedding 'e': ",
-    "gradient": "InputError: rank 1: ",
-    "other call": "GroupError: .*ranks are in different calls",
-}
+        assert embedding.get([1], 0)[0, 0] == -1.0
+    return said
 
 
 @on_both
 def test_a_mistake_of_one_rank_is_raised_on_all(run: Run) -> None:
     first, second = run(2, mistakes)
     assert first == second
-    for heard, said in zip(first, MISTAKES.values(), strict=True):
-        assert re.match(said, heard[0]), heard[0]
-        assert heard[1:] in ([], ["-1.0"])
-    assert sum(map(len, first)) == len(MISTAKES) + 3
+    for said, pattern in zip(first, MISTAKES.values(), strict=True):
+        assert re.match(pattern, said), said
 
 
 def full(world: World) -> list[Any]:
     embedding = rows(world, store_options=make_device_mem_store_options(capacity=6), padding_idx=None)
     step(embedding, [world.rank * 100 + i for i in range(2)])
-    heard: list[Any] = []
-    for ids in ([7, 8, 9], list(range(40, 80)), [0, 7 + world.rank]):  # too many in all, and for one rank
-        try:
-            step(embedding, ids)
-        except CapacityError as error:
-            heard.append(str(error))
-    heard += [embedding.size(), embedding.get([0, 7, 8], 0)[:, 0].tolist()]
-    embedding.close()
-    return heard
+    too_many = [7, 8, 9], list(range(40, 80))  # in all, and for one rank
+    heard: list[Any] = [fails(partial(step, embedding, ids), CapacityError) for ids in too_many]
+    step(embedding, [0, 7 + world.rank])
+    return [*heard, embedding.size(), embedding.get([0, 7, 8], 0)[:, 0].tolist()]
 
 
 @on_both
@@ -174,40 +169,25 @@ def test_a_capacity_counts_the_rows_of_all_ranks(run: Run) -> None:
     assert first[2:] == [6, [-1.5, -0.5, -0.5]]
 
 
-def unlike(world: World) -> str:
-    embedding = rows(world)
-    if world.rank == 1:
-        optimizer = torch.optim.Adam(embedding.parameters())
-        embedding.attach(optimizer, optimizer.param_groups[0])
-    return fails(lambda: step(embedding, [1]), (GroupError, OptimizerError))
+LETS_GO: list[Callable[[MultiTableEmbedding], Any]] = [
+    lambda embedding: embedding.put([1], torch.full((1, DIM), 7.0), 0),
+    lambda embedding: embedding.delete([1, 2, 3], 0),
+    lambda embedding: embedding.close(),
+]
 
 
-def test_optimizers_that_differ_are_named() -> None:
-    first, second = run_ranks(2, unlike)
-    assert first == second
-    assert "sgd" in first
-    assert "adam" in first
+def let_go(world: World) -> list[str]:
+    embedding, said = rows(world), []
+    for call in LETS_GO:
+        step(embedding, [1, 2, 3, 4])
+        batch = embedding.pin([Lookup(torch.arange(1, 5), torch.zeros(4, dtype=torch.int64))])
+        batch.gather(0)
+        call(embedding)
+        said.append(fails(lambda batch=batch: batch.weights_grad(0, torch.ones(4, DIM)), StoreError))  # type: ignore
+        said.append(fails(lambda batch=batch: batch.gather(0), StoreError))  # type: ignore[misc]
+    return said
 
 
-LETS_GO: dict[str, Callable[[MultiTableEmbedding], Any]] = {
-    "put": lambda embedding: embedding.put([1], torch.full((1, DIM), 7.0), 0),
-    "delete": lambda embedding: embedding.delete([1, 2, 3], 0),
-    "close": lambda embedding: embedding.close(),
-}
-
-
-def let_go(world: World, how: str) -> str:
-    embedding = rows(world)
-    step(embedding, [1, 2, 3, 4])
-    batch = embedding.pin([Lookup(torch.arange(1, 5), torch.zeros(4, dtype=torch.int64))])
-    batch.gather(0)
-    LETS_GO[how](embedding)
-    with pytest.raises(StoreError, match="the batch is no longer pinned"):
-        batch.weights_grad(0, torch.ones(4, DIM))
-    return fails(lambda: batch.gather(0), StoreError)
-
-
-@pytest.mark.parametrize("how", LETS_GO)
-def test_rows_that_were_let_go_are_not_read_where_they_lay(how: str) -> None:
-    for said in run_ranks(2, let_go, how):
-        assert "put, delete or a load unpinned its rows in the middle of the step" in said
+def test_rows_that_were_let_go_are_not_read_where_they_lay() -> None:
+    why = "put, delete or a load unpinned its rows in the middle of the step"
+    assert_all_heard(run_ranks(2, let_go), ["the batch is no longer pinned", why] * 3)

@@ -11,16 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from support.ranked import assert_equal
-from support.ranks import fails, outcome, run_ranks
-from tierbed import (
-    Graph,
-    GraphError,
-    GroupError,
-    MultiTableEmbedding,
-    StoreError,
-    World,
-    make_host_mem_store_options,
-)
+from support.ranks import alike, fails, outcome, run_ranks
+from tierbed import Graph, GraphError, GroupError, MultiTableEmbedding, StoreError, World, make_host_mem_store_options
 
 IDS = torch.arange(12).view(4, 3)
 
@@ -31,14 +23,11 @@ class Bags(Graph):
     def __init__(self, world: World | None, output: torch.dtype = torch.float32) -> None:
         super().__init__()
         torch.manual_seed(3)
-
-        def rows(name: str) -> MultiTableEmbedding:
-            store = make_host_mem_store_options()
-            return MultiTableEmbedding(
-                name, 4, torch.float32, torch.int64, None, store, output_dtype=output, world=world
-            )
-
-        self.one, self.two = rows("one"), rows("two")
+        store = make_host_mem_store_options()
+        self.one, self.two = (
+            MultiTableEmbedding(name, 4, torch.float32, torch.int64, None, store, output_dtype=output, world=world)
+            for name in ("one", "two")
+        )
         self.top = nn.Linear(4, 1)
         self.add_optimizer(torch.optim.Adagrad(self.parameters(), lr=0.1))
         self.clip_grad_norm(0.01)
@@ -56,6 +45,18 @@ class Bags(Graph):
         return dense | {"one": self.one.get(ids), "two": self.two.get(ids)}
 
 
+def of_one_process(steps: int, alone: int = 0, output: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """What steps of two ranks, and steps of rank 0 alone after them, come to."""
+    graph = Bags(None, output)
+    graph.accumulate_grads(2, mean=True)
+    for rank in [0, 1] * steps:
+        graph(IDS + rank)
+    graph.accumulate_grads(1)
+    for _ in range(alone):
+        graph(IDS)
+    return graph.found()
+
+
 def joined(world: World) -> dict[str, Tensor]:
     graph = Bags(world, torch.bfloat16)
     for _ in graph.run([(IDS + world.rank,)] * (3 - 2 * world.rank), uneven="join"):
@@ -64,15 +65,9 @@ def joined(world: World) -> dict[str, Tensor]:
 
 
 def test_a_rank_without_a_batch_takes_part_in_bags_of_a_narrow_dtype_and_in_clipping() -> None:
-    graph = Bags(None, torch.bfloat16)
-    graph.accumulate_grads(2, mean=True)
-    for rank in range(2):
-        graph(IDS + rank)
-    graph.accumulate_grads(1)
-    for _ in range(2):
-        graph(IDS)
+    expected = of_one_process(1, 2, torch.bfloat16)
     for found in run_ranks(2, joined):
-        assert_equal(found, graph.found())
+        assert_equal(found, expected)
 
 
 def made_otherwise(world: World) -> list[str]:
@@ -82,9 +77,9 @@ def made_otherwise(world: World) -> list[str]:
 
 
 def test_dtypes_that_differ_between_ranks_are_named() -> None:
-    for of_world, of_lookups in run_ranks(2, made_otherwise):
-        assert "rank 0: rows of the world=torch.float32; rank 1: rows of the world=torch.bfloat16" in of_world
-        assert "rank 0: output_dtype=torch.float32; rank 1: output_dtype=torch.bfloat16" in of_lookups
+    of_world, of_lookups = alike(2, made_otherwise)
+    assert "rank 0: rows of the world=torch.float32; rank 1: rows of the world=torch.bfloat16" in of_world
+    assert "rank 0: output_dtype=torch.float32; rank 1: output_dtype=torch.bfloat16" in of_lookups
 
 
 def announced_alone(world: World) -> dict[str, Tensor]:
@@ -103,12 +98,9 @@ def announced_alone(world: World) -> dict[str, Tensor]:
 
 
 def test_a_step_that_one_rank_announced_alone_is_told_and_training_goes_on() -> None:
-    graph = Bags(None)
-    graph.accumulate_grads(2, mean=True)
-    for rank in [0, 1] * 3:
-        graph(IDS + rank)
+    expected = of_one_process(3)
     for found in run_ranks(2, announced_alone):
-        assert_equal(found, graph.found())
+        assert_equal(found, expected)
 
 
 class Around(Graph):
@@ -120,25 +112,24 @@ class Around(Graph):
         return self.inner(ids)
 
 
-def around(world: World) -> None:
-    with pytest.raises(GraphError, match="a graph cannot run inside another"):
-        Around(world)(IDS)
+def around(world: World) -> str:
+    return fails(lambda: Around(world)(IDS), GraphError)
 
 
 def test_a_graph_in_another_is_refused_as_in_one_process() -> None:
-    run_ranks(2, around)
+    assert all("a graph cannot run inside another" in said for said in run_ranks(2, around))
 
 
 def in_two_threads(world: World) -> dict[str, Tensor]:
     graph = Bags(world)
-    run = graph.run([(IDS + world.rank,)] * 3, ahead=2)
+    run = graph.run([(IDS + world.rank,)] * 4, ahead=2)
     errors = list[str]()
-    for _ in range(3):
+    for call in (graph.one.get, graph) * 2:
         next(run)  # the ids of announced steps are in flight
-        thread = Thread(target=lambda: errors.append(outcome(lambda: graph.one.get(IDS))), name="reader")
+        thread = Thread(target=lambda call=call: errors.append(outcome(partial(call, IDS))), name="reader")
         thread.start()
         thread.join()
-    assert ["reader uses a world that another thread uses" in error for error in errors] == [True] * 3
+    assert ["reader uses a world that another thread uses" in error for error in errors] == [True] * 4, errors
     return graph.found()
 
 
@@ -154,11 +145,10 @@ def broken(world: World) -> str:
         graph.one.table_handle().local_table.failure = OSError("disk full")  # as a failed write leaves it
     for _ in range(3):
         graph.one.prefetch(IDS, pooling="sum")  # the second begins what the third ends
-    with pytest.raises(StoreError, match=r"rank 1: .*disk full") as error:
-        graph(IDS)
-    return str(error.value)
+    return fails(lambda: graph(IDS), StoreError)
 
 
 def test_rows_that_cannot_be_made_ready_are_an_error_of_their_step() -> None:
-    one, two = run_ranks(2, broken)
-    assert one == two
+    said = alike(2, broken)
+    assert said.startswith("rank 1: ")
+    assert "disk full" in said
