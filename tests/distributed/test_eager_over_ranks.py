@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -15,15 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from support.optimizers import Stumbling
-from support.ranks import assert_all_heard, fails, outcome, run_ranks
-from tierbed import (
-    EagerOptimizer,
-    InputError,
-    MultiTableEmbedding,
-    OptimizerError,
-    World,
-    make_host_mem_store_options,
-)
+from support.ranks import alike, assert_all_heard, fails, outcome, run_ranks
+from tierbed import EagerOptimizer, InputError, MultiTableEmbedding, OptimizerError, World, make_host_mem_store_options
 from tierbed.distributed.sharded_table import ShardedBatch
 
 STEPS, DIM = 6, 4
@@ -31,14 +25,16 @@ KEYS = torch.arange(40)
 SOME = KEYS[:8]
 
 
+def embedding(name: str, world: World | None, dim: int = DIM, path: Path | None = None) -> MultiTableEmbedding:
+    store = make_host_mem_store_options(persistent_path=path)
+    return MultiTableEmbedding(name, dim, torch.float32, torch.int64, None, store, world=world)
+
+
 class Model(nn.Module):
     def __init__(self, world: World | None, wrapped: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.rows, self.unused = (
-            MultiTableEmbedding(name, DIM, torch.float32, torch.int64, None, make_host_mem_store_options(), world=world)
-            for name in ("rows", "unused")
-        )
+        self.rows, self.unused = embedding("rows", world), embedding("unused", world)
         mlp = nn.Sequential(nn.Linear(DIM, 8), nn.ReLU(), nn.Linear(8, 1))
         self.mlp = DistributedDataParallel(mlp) if wrapped else mlp
 
@@ -46,31 +42,32 @@ class Model(nn.Module):
         out: Tensor = self.mlp(self.rows(ids)).square().mean()
         return out
 
-    def state(self) -> tuple[Tensor, list[Tensor], int, int]:
-        """All rows, dense parameters, and the steps of both embeddings."""
-        dense = [parameter.detach().clone() for parameter in self.mlp.parameters()]
+    def state(self) -> list[Tensor]:
+        """All rows, the steps of both embeddings, and dense parameters."""
         self.unused.get(KEYS)
-        steps = (embedding.metrics()["table"]["step"] for embedding in (self.rows, self.unused))
-        return self.rows.get(KEYS), dense, *steps
+        steps = torch.tensor([rows.metrics()["table"]["step"] for rows in (self.rows, self.unused)])
+        return [self.rows.get(KEYS), steps, *(parameter.detach().clone() for parameter in self.mlp.parameters())]
 
 
 def trained(model: Model) -> EagerOptimizer:
     return EagerOptimizer(torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=1e-3), model)
 
 
-def ids_of(step: int, rank: int, most: int = 12) -> Tensor:
+def ids_of(step: int, rank: int) -> Tensor:
     """Distinct ids, of which ranks share some; none on rank 1 in step 3."""
     random = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randperm(len(KEYS), generator=random)[: 0 if (step, rank) == (3, 1) else most]
+    return torch.randperm(len(KEYS), generator=random)[: 0 if (step, rank) == (3, 1) else 12]
 
 
-def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
-    assert torch.equal(one[0], other[0])
-    assert all(map(torch.equal, one[1], other[1]))
-    assert one[2:] == other[2:]
+def a_loop(world: World) -> tuple[list[Tensor], int]:
+    """What is reached, and how many of the steps' batches are still in memory."""
+    made, begin = [], ShardedBatch.__init__
 
+    def noted(batch: ShardedBatch, *arguments: Any) -> None:
+        begin(batch, *arguments)
+        made.append(ref(batch))
 
-def a_loop(world: World) -> Any:
+    ShardedBatch.__init__ = noted  # type: ignore[method-assign]  # this process ends with the test
     model = Model(world, wrapped=True)
     optimizer = trained(model)
     for step in range(STEPS):
@@ -82,7 +79,10 @@ def a_loop(world: World) -> Any:
             (0 * sum(parameter.sum() for parameter in model.mlp.parameters())).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return model.state()
+    del loss
+    gc.collect()
+    assert len(made) >= STEPS
+    return model.state(), sum(batch() is not None for batch in made)
 
 
 def test_rows_and_dense_parameters_are_those_of_one_process_with_the_mean_loss() -> None:
@@ -95,18 +95,19 @@ def test_rows_and_dense_parameters_are_those_of_one_process_with_the_mean_loss()
                 (model(ids) / 2).backward()  # a half is exact, so that the sum of halves is half the sum
         optimizer.step()
         optimizer.zero_grad()
-    for state in run_ranks(2, a_loop):
-        same(state, model.state())
+    for state, batches in run_ranks(2, a_loop):
+        assert all(map(torch.equal, state, model.state()))
+        assert batches == 0
 
 
-def only_rank_0(world: World) -> Any:
+def only_rank_0(world: World) -> list[Tensor]:
     model = Model(world)
     optimizer = trained(model)
     loss = model(ids_of(0, world.rank))
     if world.rank == 0:
         loss.backward()
     optimizer.step()
-    return model.state()[0], model.state()[2:]
+    return model.state()
 
 
 def test_a_rank_without_gradients_takes_part_and_an_embedding_of_no_rank_stays() -> None:
@@ -115,13 +116,13 @@ def test_a_rank_without_gradients_takes_part_and_an_embedding_of_no_rank_stays()
     (model(ids_of(0, 0)) / 3).backward()
     optimizer.step()
     found = run_ranks(3, only_rank_0)
-    assert [steps for _, steps in found] == [(1, 0)] * 3
-    for rows, _ in found:
+    for rows, steps, *_ in found:
+        assert steps.tolist() == [1, 0]
         assert torch.equal(rows, found[0][0])
         torch.testing.assert_close(rows, model.rows.get(KEYS))
 
 
-def a_spoiled_gradient(world: World) -> Any:
+def a_spoiled_gradient(world: World) -> tuple[str, bool, bool]:
     model = Model(world)
     optimizer = trained(model)
     before = model.rows.get(KEYS)
@@ -139,30 +140,31 @@ def a_spoiled_gradient(world: World) -> Any:
 
 
 def test_a_mistake_on_one_rank_is_raised_on_all_and_training_goes_on() -> None:
-    for said, stayed, moved in run_ranks(2, a_spoiled_gradient):
-        assert said.startswith("rank 1: gradient of embedding 'rows': it was changed in place")
-        assert stayed
-        assert moved
+    said, stayed, moved = alike(2, a_spoiled_gradient)
+    assert said.startswith("rank 1: gradient of embedding 'rows': it was changed in place")
+    assert stayed
+    assert moved
 
 
-def refused(world: World) -> str:
+def refused(world: World) -> list[str]:
     model = Model(world)
     around = DistributedDataParallel(model)
-    with pytest.raises(OptimizerError) as reports:
-        EagerOptimizer(torch.optim.Adagrad(around.parameters()), around)
     optimizer = trained(model)
-    with pytest.raises(OptimizerError, match=r"clip_grad_norm_ of rows that ranks share.*clip_grad_row_norm"):
-        optimizer.clip_grad_norm_(model.parameters(), 1.0)
+    said = [
+        fails(lambda: EagerOptimizer(torch.optim.Adagrad(around.parameters()), around), OptimizerError),
+        fails(partial(optimizer.clip_grad_norm_, model.parameters(), 1.0), OptimizerError),
+    ]
     del optimizer
     model.unused = Model(None).unused
-    with pytest.raises(OptimizerError, match="embeddings 'rows', 'unused' have different worlds"):
-        trained(model)
-    return str(reports.value)
+    return [*said, fails(lambda: trained(model), OptimizerError)]
 
 
 def test_a_distributed_data_parallel_around_rows_several_worlds_and_clipping_by_one_norm_are_refused() -> None:
-    for said in run_ranks(2, refused):
-        assert said.startswith("embedding 'rows' is in the module, a DistributedDataParallel, but its world exchanges")
+    of_wrapper, of_clipping, of_worlds = alike(2, refused)
+    assert "embedding 'rows' is in the module, a DistributedDataParallel, but its world exchanges" in of_wrapper
+    assert "clip_grad_norm_ of rows that ranks share" in of_clipping
+    assert "clip_grad_row_norm" in of_clipping
+    assert "embeddings 'rows', 'unused' have different worlds" in of_worlds
 
 
 class Two(nn.Module):
@@ -170,10 +172,7 @@ class Two(nn.Module):
 
     def __init__(self, world: World, path: Path | None = None) -> None:
         super().__init__()
-        store = make_host_mem_store_options(persistent_path=path)
-        self.a, self.b = (
-            MultiTableEmbedding(name, 1, torch.float32, torch.int64, None, store, world=world) for name in "ab"
-        )
+        self.a, self.b = (embedding(name, world, 1, path) for name in "ab")
         groups = [{"params": part.parameters()} for part in (self.a, self.b)]
         self.optimizer = EagerOptimizer(torch.optim.SGD(groups, lr=0.5), self)
 
@@ -201,7 +200,7 @@ def in_closures(world: World) -> list[str]:
                     part(SOME).sum().backward()
 
         before = model.rows()
-        said.append(outcome(lambda closure=closure: model.optimizer.step(closure)))  # type: ignore[misc]
+        said.append(outcome(partial(model.optimizer.step, closure)))
         model.optimizer.zero_grad()
         assert torch.equal(model.rows(), before) == (place < 3)
     torch.testing.assert_close(model.rows(), before - 0.5)
@@ -209,11 +208,17 @@ def in_closures(world: World) -> list[str]:
 
 
 def test_what_a_closure_raises_on_one_rank_is_raised_on_all() -> None:
-    said = run_ranks(2, in_closures)
-    assert_all_heard(said, [*(f"GroupError: rank 1: ArithmeticError: failed at {place}" for place in range(3)), "fine"])
+    said = [*(f"GroupError: rank 1: ArithmeticError: failed at {place}" for place in range(3)), "fine"]
+    assert alike(2, in_closures) == said
 
 
-def wrong_rate(world: World) -> list[str]:
+class Broken(Tensor):
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("broken")
+
+
+def wrong_rate_and_ids(world: World) -> list[str]:
     model, said = Two(world), []
     for group in model.optimizer.param_groups:
         before = model.rows()
@@ -222,26 +227,39 @@ def wrong_rate(world: World) -> list[str]:
         assert torch.equal(model.rows(), before)
         group["lr"] = 0.5
         model.optimizer.zero_grad()
-    said.append(outcome(model.step))
+    ids = SOME.as_subclass(Broken) if world.rank == 1 else SOME
+    said += [outcome(partial(model.a, ids)), outcome(partial(model.a.get, ids)), outcome(model.step)]
     torch.testing.assert_close(model.rows(), before - 0.5)
     return said
 
 
-def test_a_setting_that_is_wrong_on_one_rank_is_told_to_those_that_are_in_the_step() -> None:
-    assert_all_heard(run_ranks(2, wrong_rate), [*["OptimizerError: rank 1: param group: lr=-1.0"] * 2, "fine"])
+def test_a_setting_or_ids_that_are_wrong_on_one_rank_are_told_to_all() -> None:
+    rate, ids = "OptimizerError: rank 1: param group: lr=-1.0", "GroupError: rank 1: ZeroDivisionError: broken"
+    assert_all_heard(run_ranks(2, wrong_rate_and_ids), [rate, rate, ids, ids, "fine"])
 
 
 def one_closed(world: World, path: Path) -> list[str]:
+    """Of one model before its first use, and of one that was trained and saved."""
+    unused = Two(world)
+    if world.rank == 1:
+        unused.a.close()
+    calls: list[Callable[[], Any]] = [
+        unused.a.metrics,
+        lambda: list(unused.a.chunks()),
+        lambda: unused.a.explain(1),
+        lambda: unused.a.get(SOME),
+    ]
+    said = [outcome(call) for call in calls]
+    assert not unused.b.size()
     model = Two(world, path)
     model.step()
     model.a.save_snapshot("first")
     if world.rank == 1:
         model.a.close()
-    values = np.zeros((len(SOME), 1), np.float32)
-    calls: list[Callable[[], Any]] = [
+    calls = [
         lambda: model.a(SOME),
         lambda: model.a.get(SOME),
-        lambda: model.a.put(SOME, values),
+        lambda: model.a.put(SOME, np.zeros((len(SOME), 1), np.float32)),
         lambda: model.a.delete(SOME),
         lambda: model.a.prefetch(SOME),
         model.a.size,
@@ -251,51 +269,20 @@ def one_closed(world: World, path: Path) -> list[str]:
         lambda: model.a.prune_snapshots(1),
         model.step,
     ]
-    said = [outcome(call) for call in calls]
+    said += [outcome(call) for call in calls]
     assert model.b.size() == len(SOME)
     return said
 
 
 def test_a_call_of_rows_that_one_rank_closed_is_told_to_all(tmp_path: Path) -> None:
-    assert_all_heard(run_ranks(2, one_closed, tmp_path), ["ClosedError: rank 1: embedding 'a' was closed"] * 11)
-
-
-def closed_unused(world: World) -> list[str]:
-    model = Two(world)
-    if world.rank == 1:
-        model.a.close()
-    calls = (model.a.metrics, lambda: list(model.a.chunks()), lambda: model.a.explain(1), lambda: model.a.get(SOME))
-    said = [outcome(call) for call in calls]
-    assert not model.b.size()
-    return said
-
-
-def test_a_first_use_of_rows_that_one_rank_closed_is_told_to_all() -> None:
-    assert_all_heard(run_ranks(2, closed_unused), ["ClosedError: rank 1: embedding 'a' was closed"] * 4)
-
-
-class Broken(Tensor):
-    @classmethod
-    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
-        raise ZeroDivisionError("broken")
-
-
-def broken_ids(world: World) -> list[str]:
-    model = Two(world)
-    ids = SOME.as_subclass(Broken) if world.rank == 1 else SOME
-    return [outcome(lambda: model.a(ids)), outcome(lambda: model.a.get(ids)), outcome(model.step)]
-
-
-def test_what_ids_of_the_users_own_class_raise_on_one_rank_is_told_to_all() -> None:
-    said = ["GroupError: rank 1: ZeroDivisionError: broken"] * 2
-    assert_all_heard(run_ranks(2, broken_ids), [*said, "fine"])
+    assert_all_heard(run_ranks(2, one_closed, tmp_path), ["ClosedError: rank 1: embedding 'a' was closed"] * 15)
 
 
 def amid_row_updates(world: World, path: Path, place: int) -> tuple[list[str], list[int]]:
     model = Two(world, path)
     model.step()
-    for embedding in (model.a, model.b):
-        embedding.save_snapshot("first")
+    for rows in (model.a, model.b):
+        rows.save_snapshot("first")
     saved, before, said = model.optimizer.state_dict(), model.rows(), []
     group = model.optimizer.param_groups[place] = Stumbling(model.optimizer.param_groups[place])
     model.step()
@@ -305,15 +292,15 @@ def amid_row_updates(world: World, path: Path, place: int) -> tuple[list[str], l
     torn = (model.a, model.b)[place]
     calls = (model.backward, lambda: torn.get(SOME), lambda: torn.put(SOME, np.zeros((8, 1), np.float32)))
     said += [outcome(call) for call in (*calls, lambda: torn.save_snapshot("torn"), model.optimizer.step)]
-    for embedding in (model.a, model.b):
-        embedding.load_snapshot("first")
+    for rows in (model.a, model.b):
+        rows.load_snapshot("first")
     said.append(outcome(model.optimizer.step))
     model.optimizer.load_state_dict(saved)
     model.optimizer.zero_grad()
     assert torch.equal(model.rows(), before)
     said.append(outcome(model.step))
     torch.testing.assert_close(model.rows(), before - 0.5)
-    return said, [embedding.metrics()["table"]["step"] for embedding in (model.a, model.b)]
+    return said, [rows.metrics()["table"]["step"] for rows in (model.a, model.b)]
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -348,30 +335,5 @@ def amid_the_dense_step(world: World) -> list[str]:
 def test_parameters_of_a_half_made_step_are_told_at_the_next_until_a_state_is_loaded() -> None:
     reports = run_ranks(2, amid_the_dense_step)
     assert [said[0] for said in reports] == ["fine", "ArithmeticError: stumbled"]
-    refused = (
-        "OptimizerError: rank 1: a step of an EagerOptimizer raised ArithmeticError('stumbled') during its updates"
-    )
-    assert_all_heard([said[1:] for said in reports], [refused, "fine", f"{len(SOME)}"])
-
-
-def what_is_left_of_a_step(world: World) -> int:
-    model = Model(world)
-    optimizer, made = trained(model), []
-    begin = ShardedBatch.__init__
-
-    def noted(batch: ShardedBatch, *arguments: Any) -> None:
-        begin(batch, *arguments)
-        made.append(ref(batch))
-
-    ShardedBatch.__init__ = noted  # type: ignore[method-assign]  # this process ends with the test
-    for step in range(3):
-        model(ids_of(step, world.rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    gc.collect()
-    assert made
-    return sum(batch() is not None for batch in made)
-
-
-def test_steps_of_a_plain_loop_leave_no_batch_in_memory() -> None:
-    assert run_ranks(2, what_is_left_of_a_step) == [0, 0]
+    told = "OptimizerError: rank 1: a step of an EagerOptimizer raised ArithmeticError('stumbled') during its updates"
+    assert_all_heard([said[1:] for said in reports], [told, "fine", f"{len(SOME)}"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -11,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.ranked import LOSS, Ranked, assert_equal, batch, state
+from support.live_rows import remarks_of
+from support.ranked import LOSS, NOWHERE, Ranked, assert_equal, batch, state
 from support.ranks import outcome, run_ranks
 from tierbed import InputError, StoreError, TierbedError, World, make_cached_host_mem_store_options
 from tierbed.engine.options.lookup import Lookup
@@ -24,20 +24,24 @@ def loader(rank: int, count: int) -> list[tuple[Tensor, ...]]:
     return [batch(rank, step) for step in range(count)]
 
 
+def came_to(call: Callable[[], Any]) -> Any:
+    """The loss of a step, or what it raises."""
+    try:
+        return call().item()
+    except TierbedError as error:
+        return str(error)
+
+
 def uneven(world: World, how: str, ahead: int, every: int) -> dict[str, Any]:
-    graph, said = Ranked(world), []
+    graph, said = Ranked(world), remarks_of()
     graph.accumulate_grads(every)
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("tierbed").addHandler(handler)
-    logging.getLogger("tierbed").setLevel(logging.INFO)
     run = graph.run(loader(world.rank, COUNTS[world.rank]), ahead=ahead, uneven=how)
     losses = [loss.item() for loss in run]
     assert next(run, None) is None
     return {"losses": losses, "left": len(run.left), "said": said, "state": state(graph)}
 
 
-def accumulated(counts: list[list[int]], every: int = 1) -> tuple[dict[int, list[float]], dict[str, Tensor]]:
+def accumulated(counts: list[list[int]]) -> tuple[dict[int, list[float]], dict[str, Tensor]]:
     """One process: for each step the ranks that have a batch, whose parts are a mean. Losses by rank, and the state."""
     graph = Ranked(None)
     losses: dict[int, list[float]] = {}
@@ -74,59 +78,44 @@ def test_ranks_that_accumulate_join_as_well() -> None:
     assert [len(found["losses"]) for found in (one, two)] == COUNTS[:2]
 
 
-def raising(rank: int) -> Iterator[tuple[Tensor, ...]]:
-    """Three batches; before the second of rank 1, an exception that the next call goes past."""
+class Loader:
+    """Batches of a rank; before the second of rank 1, an exception that the next call goes past."""
 
-    class Loader:
-        step = 0
-        raised = rank != 1
+    def __init__(self, batches: Sequence[tuple[Tensor, ...]], raises: bool) -> None:
+        self.batches, self.step, self.raises = batches, 0, raises
 
-        def __iter__(self) -> Loader:
-            return self
+    def __iter__(self) -> Loader:
+        return self
 
-        def __next__(self) -> tuple[Tensor, ...]:
-            if self.step == 1 and not self.raised:
-                self.raised = True
-                raise OSError("no such file")
-            if self.step == 3:
-                raise StopIteration
-            self.step += 1
-            return batch(rank, self.step - 1)
-
-    return Loader()
+    def __next__(self) -> tuple[Tensor, ...]:
+        if self.step == 1 and self.raises:
+            self.raises = False
+            raise OSError("no such file")
+        if self.step == len(self.batches):
+            raise StopIteration
+        self.step += 1
+        return self.batches[self.step - 1]
 
 
-def with_a_step_that_fails(rank: int) -> list[tuple[Tensor, ...]]:
-    """Five batches, of which the third of rank 1 fails."""
-    mine = loader(rank, 5)
-    return [*mine[:2], batch(1, 2, LOSS), *mine[3:]] if rank == 1 else mine
-
-
-def past_errors(world: World, batches: Callable[[int], Any], ahead: int) -> tuple[list[Any], dict[str, Tensor]]:
-    """What each turn of a run came to, over the batches of this rank, and the state at its end."""
-    graph, seen = Ranked(world), []
-    run = graph.run(batches(world.rank), ahead=ahead)
+def past_errors(world: World, ahead: int) -> tuple[list[Any], dict[str, Tensor]]:
+    """What each turn of a run came to, of which the loader raises at one and a step at another, and the state."""
+    graph, seen, rank = Ranked(world), list[Any](), world.rank
+    last = batch(rank, 3, LOSS if rank == 1 else NOWHERE)
+    run = graph.run(Loader([*loader(rank, 3), last], raises=rank == 1), ahead=ahead)
     while True:
         try:
-            seen.append(next(run).item())
+            seen.append(came_to(partial(next, run)))
         except StopIteration:
             return seen, state(graph)
-        except TierbedError as error:
-            seen.append(str(error))
 
 
 @AHEAD
-def test_an_exception_of_one_loader_is_raised_on_all_and_the_run_goes_on(ahead: int) -> None:
+def test_what_one_loader_or_step_raises_is_raised_on_all_and_the_run_goes_on(ahead: int) -> None:
     losses, expected = accumulated([[0, 1]] * 3)
-    for rank, (seen, found) in enumerate(run_ranks(2, past_errors, raising, ahead)):
-        assert seen == [losses[rank][0], "rank 1: OSError: no such file", *losses[rank][1:]]
+    for rank, (seen, found) in enumerate(run_ranks(2, past_errors, ahead)):
+        first, *others = losses[rank]
+        assert seen == [first, "rank 1: OSError: no such file", *others, f"rank 1: ValueError: failed at {LOSS}"]
         assert_equal(found, expected)
-
-
-def test_a_step_that_fails_in_a_run_uses_up_the_batch_of_all_ranks() -> None:
-    for seen, _ in run_ranks(2, past_errors, with_a_step_that_fails, 2):
-        assert len(seen) == 5
-        assert seen[2] == f"rank 1: ValueError: failed at {LOSS}"
 
 
 FULL: list[None] = []  # while there is an item, this rank's disk is full
@@ -155,42 +144,34 @@ class Filling(Ranked):
         return loss * self.temp
 
 
-def filling(world: World, ahead: int, how: str) -> tuple[list[Any], dict[str, Tensor]]:
+def filling(world: World, how: str) -> tuple[list[Any], dict[str, Tensor]]:
     """The disk of rank 1 is full at the third step, and at the next try."""
-    graph, seen = Filling(world), []
-    run = graph.run(loader(world.rank, COUNTS[world.rank]), ahead=ahead, uneven=how)
-    for _ in range(2):
-        seen.append(next(run).item())
+    graph = Filling(world)
+    run = graph.run(loader(world.rank, COUNTS[world.rank]), ahead=2, uneven=how)
+    seen = [next(run).item() for _ in range(2)]
     FULL.extend([None, None] if world.rank == 1 else [])
-    for _ in range(2):
-        try:
-            next(run)
-        except StoreError as error:
-            seen.append(str(error))
+    seen += [came_to(partial(next, run)) for _ in range(2)]
     return seen + [loss.item() for loss in run], state(graph)
 
 
 @pytest.mark.parametrize("how", ["stop", "join"])
 def test_a_full_disk_of_one_rank_costs_no_rank_a_batch(how: str) -> None:
     losses, expected = accumulated([[0, 1]] * 3 + [[0]] * 5 * (how == "join"))
-    for rank, (seen, found) in enumerate(run_ranks(2, filling, 2, how)):
+    for rank, (seen, found) in enumerate(run_ranks(2, filling, how)):
         said = "rank 1: no space left"
         assert seen == [*losses[rank][:2], said, said, *losses[rank][2:]]
         assert_equal(found, expected)
 
 
-def with_values(world: World | None) -> tuple[list[str], dict[str, Tensor]]:
+def with_values(world: World) -> tuple[list[str], dict[str, Tensor]]:
     """Rank 1 alone changes a value that build reads, and once more than it may."""
-    graph, rank, said = Filling(world), 0 if world is None else world.rank, []
+    graph, said = Filling(world), []
     for step in range(12):
-        graph.temp = 1.0 + step * rank
-        try:
-            graph(*batch(rank, step))
-        except TierbedError as error:
-            said.append(str(error))
+        graph.temp = 1.0 + step * world.rank
+        said.append(came_to(partial(graph, *batch(world.rank, step))))
     graph.temp = 1.0
-    graph(*batch(rank, 12))
-    return said, state(graph)
+    graph(*batch(world.rank, 12))
+    return [one for one in said if isinstance(one, str)], state(graph)
 
 
 def test_a_value_that_one_rank_changes_is_traced_or_refused_on_all() -> None:
@@ -204,23 +185,20 @@ def test_a_value_that_one_rank_changes_is_traced_or_refused_on_all() -> None:
 
 def astray(world: World, ahead: int) -> tuple[list[Any], int, dict[str, Tensor]]:
     """Rank 1 looks rows up in the middle of a run, which rank 0 goes on with."""
-    graph, seen = Ranked(world), []
+    graph = Ranked(world)
     run = graph.run(loader(world.rank, 6), ahead=ahead)
     next(run)
-    for call in (lambda: next(run), lambda: graph.items.get(range(3)) if world.rank else next(run)):
-        try:
-            call()
-        except TierbedError as error:
-            seen.append(str(error))
-    return seen, len(list(run)), state(graph)
+    calls = (lambda: next(run), lambda: graph.items.get(range(3)).sum() if world.rank else next(run))
+    seen = [came_to(call) for call in calls]
+    return [one for one in seen if isinstance(one, str)], len(list(run)), state(graph)
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_a_run_goes_on_after_a_rank_was_elsewhere(ahead: int) -> None:
     one, two = run_ranks(2, astray, ahead)
     assert one[0] == two[0]
-    assert len(one[0]) == 1
-    assert "; rank 1: embedding 'items', lookup at step 2; " in one[0][0]
+    (said,) = one[0]
+    assert "; rank 1: embedding 'items', lookup at step 2; " in said
     assert one[1] == two[1] == 4 - bool(ahead)  # the batch of the step that was refused on rank 0
     assert_equal(one[2], two[2])
 
@@ -248,45 +226,31 @@ def test_an_embedding_that_one_rank_closes_in_a_run_is_told_at_the_next_step_of_
         assert all(text.startswith("ClosedError: rank 1: embedding 'users' was closed") for text in said)
 
 
-def announces_alone(world: World) -> tuple[list[str], dict[str, Tensor]]:
-    """Rank 0 announces a step, twice, while rank 1 looks rows up."""
+def announces_alone(world: World) -> tuple[list[str], dict[str, Tensor], int]:
+    """Rank 0 announces a step, twice, while rank 1 looks rows up; then rank 1 announces what it does not know."""
     graph, said = Ranked(world), []
     for step in range(3):
         if step:
             table: Any = graph.users.table_handle().table
-            try:
-                if world.rank == 0:
-                    table.announce([Lookup(batch(0, step)[0], None)], together=True)
-                graph.users.get(range(3))
-            except TierbedError as error:
-                said.append(str(error))
+            announce = partial(table.announce, [Lookup(batch(0, step)[0], None)], together=True)
+            calls = [announce] * (world.rank == 0) + [lambda: graph.users.get(range(3))]
+            said.append(outcome(lambda calls=calls: [call() for call in calls]))  # type: ignore[misc]
         graph.users.prefetch(batch(world.rank, step)[0])
         graph(*batch(world.rank, step))
-    return said, state(graph)
-
-
-def test_an_announcement_that_was_refused_is_told_once() -> None:
-    _, expected = accumulated([[0, 1]] * 3)
-    for said, found in run_ranks(2, announces_alone):
-        assert len(said) == 2
-        for number, text in enumerate(said, 2):
-            assert f"rank 0: announced step {number} of embedding 'users'" in text
-        assert_equal(found, expected)
-
-
-def known_to_one(world: World) -> int:
-    """How many announced steps are kept, of which rank 1 does not know what it looks up."""
-    graph = Ranked(world)
-    graph(*batch(world.rank, 0))
-    table: Any = graph.users.table_handle().table
+    found = state(graph)
     for step in range(1, 4):
         table.announce(None if world.rank else [Lookup(batch(0, step)[0], None)], together=True)
     graph(*batch(world.rank, 0))
-    return len(table.id_prefetcher._announced)
+    return said, found, len(table.id_prefetcher._announced)
 
 
-def test_announcements_that_no_step_can_take_are_let_go() -> None:
-    assert run_ranks(2, known_to_one) == [0, 0]
+def test_announcements_that_are_refused_are_told_once_and_those_that_no_step_can_take_are_let_go() -> None:
+    _, expected = accumulated([[0, 1]] * 3)
+    for said, found, kept in run_ranks(2, announces_alone):
+        for number, text in enumerate(said, 2):
+            assert f"rank 0: announced step {number} of embedding 'users'" in text
+        assert_equal(found, expected)
+        assert kept == 0
 
 
 def refused(world: World, counts: Sequence[int], ahead: Sequence[int], how: str) -> str:
@@ -295,14 +259,11 @@ def refused(world: World, counts: Sequence[int], ahead: Sequence[int], how: str)
     return outcome(lambda: list(Ranked(world).run(batches, ahead=ahead[world.rank], uneven=how)))
 
 
-def test_runs_of_different_arguments_are_refused() -> None:
-    for reports in run_ranks(2, refused, [2, 2], [0, 1], "stop"):
-        assert "run of Ranked: ranks differ, rank 0: ahead=0; rank 1: ahead=1" in reports
-
-
-def test_a_rank_that_never_had_a_batch_cannot_join() -> None:
-    for reports in run_ranks(2, refused, [2, 0], [1, 1], "join"):
-        assert "rank 1: a loader gave no batch at all" in reports
+def test_runs_of_different_arguments_and_a_rank_that_never_had_a_batch_are_refused() -> None:
+    for said in run_ranks(2, refused, [2, 2], [0, 1], "stop"):
+        assert "run of Ranked: ranks differ, rank 0: ahead=0; rank 1: ahead=1" in said
+    for said in run_ranks(2, refused, [2, 0], [1, 1], "join"):
+        assert "rank 1: a loader gave no batch at all" in said
 
 
 class Evaluated(Ranked):
@@ -326,10 +287,10 @@ def evaluates_between(world: World, counts: list[int]) -> tuple[list[float], dic
 
 
 def test_a_rank_joins_training_steps_after_an_evaluation() -> None:
-    expected = accumulated([[0, 1], [0], [0]])
+    all_losses, expected = accumulated([[0, 1], [0], [0]])
     for rank, (losses, found) in enumerate(run_ranks(2, evaluates_between, [2, 0])):
-        assert losses == expected[0][rank][1:]
-        assert_equal(found, expected[1])
+        assert losses == all_losses[rank][1:]
+        assert_equal(found, expected)
 
 
 def test_one_process_takes_the_argument_as_well() -> None:
@@ -339,18 +300,18 @@ def test_one_process_takes_the_argument_as_well() -> None:
         graph.run([], uneven="both")
 
 
-def announced(world: World, ahead: int, every: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def announced(world: World, ahead: int, every: int) -> tuple[dict[str, int], dict[str, Tensor]]:
     graph = Ranked(world, store=partial(make_cached_host_mem_store_options, 1))
     graph.accumulate_grads(every)
     assert len(list(graph.run(loader(world.rank, 8), ahead=ahead))) == 8
     found = state(graph)
-    return {e.name: e.metrics()["table"] for e in (graph.users, graph.items)}, found
+    return {e.name: e.metrics()["table"]["prefetch_hits"] for e in (graph.users, graph.items)}, found
 
 
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_steps_of_a_run_find_what_ranks_ask_of_their_rows_announced(every: int) -> None:
     plain = run_ranks(2, announced, 0, every)
-    for (metrics, found), (_, expected) in zip(run_ranks(2, announced, 4, every), plain, strict=True):
+    for (hits, found), (_, expected) in zip(run_ranks(2, announced, 4, every), plain, strict=True):
         assert_equal(found, expected)
-        assert metrics["users"]["prefetch_hits"] >= 8 // every - 1
-        assert metrics["items"]["prefetch_hits"] == 0  # an op that is not torch's makes their ids
+        assert hits["users"] >= 8 // every - 1
+        assert hits["items"] == 0  # an op that is not torch's makes their ids

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from support.live_rows import step as step_alone
 from support.ranked import BACKWARD, BETWEEN, IDS, LATE, LOSS, NOWHERE, Ranked, assert_equal, batch, state
-from support.ranks import fails, outcome, run_ranks
+from support.ranks import alike, fails, outcome, run_ranks
 from tierbed import GroupError, TierbedError, World, make_host_mem_store_options
 from tierbed.distributed.sharded_table import ShardedBatch, ShardedTable
 from tierbed.engine.table.table import PinnedBatch
@@ -26,7 +26,7 @@ from tierbed.graph.run import step_cache
 PLACES = [IDS, BETWEEN, LOSS, BACKWARD, LATE]
 
 
-def trained(world: World, steps: list[tuple[int, list[int]]]) -> tuple[list[str], list[float], dict[str, Tensor]]:
+def trained(world: World, steps: list[Any]) -> tuple[list[str], list[float], dict[str, Tensor]]:
     """What steps raise, the losses of the others, and the state. A step: its batch, and where each rank fails."""
     graph, reports, losses = Ranked(world), [], []
     for step, failing in steps:
@@ -37,24 +37,17 @@ def trained(world: World, steps: list[tuple[int, list[int]]]) -> tuple[list[str]
     return reports, losses, state(graph)
 
 
-def test_a_failure_at_any_place_of_one_rank_is_raised_on_all_and_costs_nothing() -> None:
+def test_failures_at_any_places_are_one_error_on_all_and_cost_nothing() -> None:
     fine = [NOWHERE] * 2
     plain = run_ranks(2, trained, [(0, fine), (1, fine), (2, fine)])
-    failures = [(place, rank) for place in PLACES for rank in range(2)]
-    failing = [(5, [place if other == rank else NOWHERE for other in range(2)]) for place, rank in failures]
+    failing = [(5, at) for place in PLACES for at in ([place, NOWHERE], [NOWHERE, place])] + [(5, [BACKWARD, IDS])]
+    texts = [f"rank {rank}: ValueError: failed at {place}" for place in PLACES for rank in range(2)]
+    texts.append(f"rank 1: ValueError: failed at {IDS}")
     steps = [*failing, (0, fine), *failing, (1, fine), (2, fine)]
-    texts = [f"rank {rank}: ValueError: failed at {place}" for place, rank in failures]
     for (reports, losses, found), expected in zip(run_ranks(2, trained, steps), plain, strict=True):
         assert reports == texts * 2
         assert losses == expected[1]
         assert_equal(found, expected[2])
-
-
-def test_ranks_that_fail_at_several_places_of_one_step_raise_one_error() -> None:
-    failing = [BACKWARD, IDS, LOSS]
-    for reports, losses, _ in run_ranks(3, trained, [(0, [NOWHERE] * 3), (1, failing), (2, [NOWHERE] * 3)]):
-        assert reports == ["rank 1: ValueError: failed at 1"]
-        assert len(losses) == 2
 
 
 def sockets_after(world: World, failing: list[int], most: int = 1000) -> int:
@@ -109,29 +102,22 @@ def test_a_build_that_raises_on_one_rank_is_told_to_those_that_are_in_their_step
         assert reports[2].startswith("GroupError: rank 1: AttributeError: 'NoneType'")
 
 
-def differ(world: World, attribute: str) -> str:
-    graph = Ranked(world)
+def differ(world: World) -> list[str]:
+    graphs = Ranked(world), Ranked(world)
     if world.rank == 1:
-        if attribute == "middle":
-            graph.middle = torch.zeros(1)
-        else:
-            graph.before.bias.requires_grad_(False)
-    return outcome(partial(graph, *batch(world.rank, 0)))
+        graphs[0].middle = torch.zeros(1)
+        graphs[1].before.bias.requires_grad_(False)
+    return [outcome(partial(graph, *batch(world.rank, 0))) for graph in graphs]
 
 
-@pytest.mark.parametrize(
-    ("attribute", "text"),
-    [
-        ("middle", "GraphError: parameters of Ranked: ranks differ, rank 0: 5 tensors, middle float32 []; rank 1: 5 "),
-        (
-            "bias",
-            "GroupError: embedding 'users', step 1: ranks differ, rank 0: graph: parameter 1=before_bias float32 [4], ",
-        ),
-    ],
-)
-def test_graphs_that_differ_are_refused_on_all_ranks(attribute: str, text: str) -> None:
-    for reports in run_ranks(2, differ, attribute):
-        assert reports.startswith(text)
+def test_graphs_that_differ_are_refused_on_all_ranks() -> None:
+    tensors = "GraphError: parameters of Ranked: ranks differ, rank 0: 5 tensors, middle float32 []; rank 1: 5 "
+    gradients = (
+        "GroupError: embedding 'users', step 1: ranks differ, rank 0: graph: parameter 1=before_bias float32 [4], "
+    )
+    for said in run_ranks(2, differ):
+        assert said[0].startswith(tensors)
+        assert said[1].startswith(gradients)
 
 
 def of_many_sizes(world: World) -> tuple[list[str], list[float], bool, dict[str, Tensor]]:
@@ -200,11 +186,10 @@ def amid_the_updates_of_rows(world: World, folder: Path) -> tuple[list[str], lis
         PinnedBatch.update = full  # type: ignore[assignment,method-assign]  # this process ends with the test
     ids, calls = torch.arange(4), [lambda: graph(*batch(world.rank, 1))]
     for embedding in both:
-        rows = torch.zeros(len(ids), embedding.dim)
         calls += [
             partial(embedding, ids),
             partial(embedding.get, ids),
-            partial(embedding.put, ids, rows),
+            partial(embedding.put, ids, torch.zeros(4, embedding.dim)),
             partial(embedding.prefetch, ids),
             partial(embedding.save_snapshot, "torn"),
         ]
@@ -222,11 +207,8 @@ def test_rows_that_a_rank_left_behind_amid_the_updates_are_refused_and_never_mar
     assert (one[0], two[0]) == ("fine", "OSError: disk full")
     assert one[1:] == two[1:]
     for number, said in enumerate(one[1:]):
-        name, what = (
-            ("users", "items")[number // 5],
-            ", step 2 raised OSError" if number % 5 < 4 else " failed in the middle",
-        )
-        assert said.startswith(f"StoreError: rank 1: embedding '{name}'{what}")
+        what = ", step 2 raised OSError" if number % 5 < 4 else " failed in the middle"
+        assert said.startswith(f"StoreError: rank 1: embedding '{('users', 'items')[number // 5]}'{what}")
         assert "disk full" in said
         assert "; load a snapshot" in said
     assert more == also == [[], True]
@@ -254,23 +236,15 @@ def closed_amid(world: World, after: str, ahead: int) -> list[str]:
 
 @pytest.mark.parametrize(("after", "ahead"), [("gather", 0), ("send", 0), ("send", 3)])
 def test_an_embedding_that_one_rank_closes_amid_a_step_is_an_error_of_that_step_on_all(after: str, ahead: int) -> None:
-    one, two = run_ranks(2, closed_amid, after, ahead)
-    assert one == two
-    assert all("Error: rank 1: embedding 'users'" in said for said in one)
-    assert "was closed" in one[after == "gather"]
-
-
-class Reads(Ranked):
-    """Its users are read alone."""
-
-    def __init__(self, world: World) -> None:
-        super().__init__(world)
-        self.users.shadow.requires_grad_(False)
+    reports = alike(2, closed_amid, after, ahead)
+    assert all("Error: rank 1: embedding 'users'" in said for said in reports)
+    assert "was closed" in reports[after == "gather"]
 
 
 def closed_when_read(world: World) -> list[str]:
     """Rank 1 closes an embedding that the step has read, and needs no more."""
-    graph, reports = Reads(world), []
+    graph = Ranked(world)
+    graph.users.shadow.requires_grad_(False)  # read alone
     for number in range(3):
         step_alone(graph.users, 2 * number)
     graph(*batch(world.rank, 0))
@@ -283,16 +257,13 @@ def closed_when_read(world: World) -> list[str]:
         return found
 
     ShardedTable.read = closes  # type: ignore[method-assign]  # this process ends with the test
-    for number in (1, 2):
-        reports.append(outcome(partial(graph, *batch(world.rank, number))))
-    return reports
+    return [outcome(partial(graph, *batch(world.rank, number))) for number in (1, 2)]
 
 
 def test_a_step_that_needs_an_embedding_no_more_which_one_rank_closes_is_made() -> None:
-    one, two = run_ranks(2, closed_when_read)
-    assert one == two
-    assert one[0] == "fine"
-    assert one[1].startswith("ClosedError: rank 1: embedding 'users' was closed")
+    made, refused = alike(2, closed_when_read)
+    assert made == "fine"
+    assert refused.startswith("ClosedError: rank 1: embedding 'users' was closed")
 
 
 def without_memory(world: World) -> list[str]:
