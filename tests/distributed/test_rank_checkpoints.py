@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from support.checkpoints import IDS, Rating
-from support.embeddings import contents, make
+from support.embeddings import make
+from support.live_rows import own_rows
 from support.optimizers import Stumbling
 from support.ranks import assert_all_heard, fails, outcome, run_ranks
 from support.stores import options
@@ -24,23 +24,19 @@ def rating(world: World | None, store: str | None, folder: Path, name: str = "ro
     return Rating(make(options(store or "host", path), None, name, tables=2, world=world))
 
 
-def part(world: World | None) -> torch.Tensor:
+def part(world: World | None) -> Tensor:
     """The batches of this rank."""
     return IDS if world is None else IDS.roll(3 * world.rank, 1)
 
 
-def steps(graph: Rating, ids: torch.Tensor) -> list[float]:
+def steps(graph: Rating, ids: Tensor) -> list[float]:
     return [float(graph(batch).detach()) for batch in ids]
 
 
 def dense(graph: Rating) -> bytes:
-    found_rows = [*(p for p in graph.mlp.parameters())]
-    found_rows += [state[name] for state in graph.dense.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    return b"".join(tensor.detach().numpy().tobytes() for tensor in found_rows)
-
-
-def rows(graph: Any) -> bytes:
-    return b"".join(rows.tobytes() for _, rows in graph.rows.table_handle().local_table.scan())
+    tensors = list[Tensor](graph.mlp.parameters())
+    tensors += [of_one[name] for of_one in graph.dense.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    return b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)
 
 
 def save_and_go_on(world: World, folder: Path, store: str | None) -> tuple[list[float], bytes, bytes]:
@@ -49,8 +45,8 @@ def save_and_go_on(world: World, folder: Path, store: str | None) -> tuple[list[
     steps(graph, part(world)[:4])
     graph.check_save(folder / "c")
     graph.save(folder / "c")
-    losses = steps(graph, part(world)[4:])
-    found = losses, rows(graph), dense(graph)
+    losses = steps(graph, part(world)[4:8])
+    found = losses, own_rows(graph.rows), dense(graph)
     graph.rows.close()
     return found
 
@@ -60,8 +56,8 @@ def load_and_go_on(world: World | None, folder: Path, store: str | None) -> tupl
     torch.manual_seed(7)
     steps(graph, part(world)[:1])
     graph.load(folder / "c")
-    losses = steps(graph, part(world)[4:])
-    found = losses, rows(graph), dense(graph)
+    losses = steps(graph, part(world)[4:8])
+    found = losses, own_rows(graph.rows), dense(graph)
     if world is not None:
         graph.save(folder / "c", overwrite=True)
     graph.rows.close()
@@ -78,38 +74,6 @@ def test_a_loaded_graph_goes_on_to_the_bits_of_the_run_that_saved_it(tmp_path: P
     assert len(names) == (store is not None)
 
 
-def torn_and_loaded(world: World, folder: Path) -> tuple[list[str], bool]:
-    """Rank 1 fails in the middle of a step, which rank 0 makes; both then load a checkpoint."""
-    graph = rating(world, "host", folder)
-    steps(graph, part(world)[:2])
-    graph.save(folder / "c")
-    plain, rows_then = steps(graph, part(world)[2:5]), rows(graph)
-    graph.load(folder / "c")
-    groups = graph.rows.row_optimizer._optimizer.param_groups  # type: ignore[union-attr]
-    groups[0] = group = Stumbling(groups[0])
-    steps(graph, part(world)[2:3])
-    if world.rank == 1:
-        group.fails_at = 2 * group.reads  # the last time in a step, which is in the update
-    calls = (
-        lambda: steps(graph, part(world)[3:4]),
-        lambda: graph.rows.get([1], 0),
-        lambda: graph.rows.save_snapshot("d"),
-    )
-    said = [outcome(call) for call in calls]
-    graph.load(folder / "c")
-    return said, (steps(graph, part(world)[2:5]), rows(graph)) == (plain, rows_then)
-
-
-def test_a_checkpoint_mends_what_a_rank_left_that_failed_in_the_middle_of_a_step(tmp_path: Path) -> None:
-    (one, same), (two, also) = run_ranks(2, torn_and_loaded, tmp_path)
-    assert (one[0], two[0]) == ("fine", "ArithmeticError: stumbled")
-    assert one[1:] == two[1:]
-    assert one[1].startswith("StoreError: rank 1: embedding 'rows', step 4 raised ArithmeticError('stumbled') on this")
-    assert one[2].startswith("StoreError: rank 1: embedding 'rows' failed in the middle of a write")
-    assert same
-    assert also
-
-
 class Pair(Graph):
     """Two embeddings, each with an optimizer group of its own."""
 
@@ -121,66 +85,72 @@ class Pair(Graph):
         groups = [{"params": rows.parameters()} for rows in (self.first, self.second)]
         self.add_optimizer(torch.optim.SGD(groups, lr=0.5))
 
-    def build(self, ids: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.first(ids).sum() + self.second(ids).sum()
+    def build(self, ids: Tensor) -> Tensor:
+        loss: Tensor = self.first(ids).sum() + self.second(ids).sum()
         loss.backward()
         return loss
 
+    def rows(self) -> list[list[float]]:
+        return [rows.get(range(8), 0).flatten().tolist() for rows in (self.first, self.second)]
 
-def torn_and_closed(world: World, folder: Path) -> bool:
-    """Rank 1 fails before it updates the second embedding; after a load the ranks go on, close and open again."""
+
+def torn(world: World, folder: Path) -> tuple[list[str], bool, bool]:
+    """Rank 1 fails before it updates the second embedding. After a load the ranks go on, close and open again."""
     graph, ids = Pair(world, folder), torch.arange(8)
     graph(ids)
     graph.save(folder / "c")
-    groups = graph.first.row_optimizer._optimizer.param_groups
+    groups = graph.first.row_optimizer._optimizer.param_groups  # type: ignore[union-attr]
     groups[0] = group = Stumbling(groups[0])
     graph(ids)
+    plain = graph.rows()
     if world.rank == 1:
         group.fails_at = 2 * group.reads  # the last time in a step, which is in the update
-    with pytest.raises(ArithmeticError) if world.rank == 1 else contextlib.nullcontext():
-        graph(ids)
+    calls = (lambda: graph(ids), lambda: graph.first.get([1], 0), lambda: graph.first.save_snapshot("d"))
+    said = [outcome(call) for call in calls]
     graph.load(folder / "c")
     graph(ids)
-    live = [rows.get(ids, 0) for rows in (graph.first, graph.second)]
-    for rows in (graph.first, graph.second):
-        rows.close()
-    again = Pair(world, folder)
-    return all(
-        torch.equal(rows.get(ids, 0), then) for rows, then in zip((again.first, again.second), live, strict=True)
-    )
+    is_same = graph.rows() == plain
+    graph.first.close()
+    graph.second.close()
+    return said, is_same, Pair(world, folder).rows() == plain
 
 
-def test_rows_that_a_checkpoint_mended_are_live_at_the_next_open(tmp_path: Path) -> None:
-    assert run_ranks(2, torn_and_closed, tmp_path) == [True, True]
+def test_a_checkpoint_mends_what_a_rank_left_that_failed_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    (one, *same), (two, *also) = run_ranks(2, torn, tmp_path)
+    assert (one[0], two[0]) == ("fine", "ArithmeticError: stumbled")
+    assert one[1:] == two[1:]
+    assert one[1].startswith("StoreError: rank 1: embedding 'first', step 3 raised ArithmeticError('stumbled') on this")
+    assert one[2].startswith("StoreError: rank 1: embedding 'first' failed in the middle of a write")
+    assert same == also == [True, True]
 
 
-def load_state(world: World | None, folder: Path) -> tuple[int, list[float], bytes]:
-    graph = rating(world, "host", folder / f"of {0 if world is None else world.size}")
+def state(graph: Rating) -> tuple[Tensor, list[Tensor]]:
+    return graph.rows.get(IDS[:4].unique(), 0), [parameter.detach().clone() for parameter in graph.mlp.parameters()]
+
+
+def load_state(world: World | None, folder: Path) -> tuple[Tensor, list[Tensor]]:
+    graph = rating(world, "host", folder / "b")
     graph.load(folder / "c")
-    size = graph.rows.size()
-    state = [float(p.detach().double().sum()) for p in graph.mlp.parameters()]
-    losses = steps(graph, part(world)[4:6])
-    assert all(loss == loss for loss in losses)
-    graph.rows.close()
-    return size, state, contents(graph.rows).tobytes() if world is None and graph.rows.is_open else b""
+    found = state(graph)
+    assert all(loss == loss for loss in steps(graph, part(world)[4:6]))
+    return found
 
 
-def save_only(world: World | None, folder: Path) -> tuple[int, list[float], bytes]:
+def save_only(world: World | None, folder: Path) -> tuple[Tensor, list[Tensor]]:
     graph = rating(world, "host", folder / "a")
     steps(graph, part(world)[:4])
     graph.save(folder / "c")
-    found = graph.rows.size(), [float(p.detach().double().sum()) for p in graph.mlp.parameters()], b""
-    graph.rows.close()
-    return found
+    return state(graph)
 
 
 @pytest.mark.parametrize(
     ("saves", "loads"), [(2, 3), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((1, 2), (2, 1)))]
 )
 def test_other_numbers_of_ranks_load_the_same_rows_and_parameters(tmp_path: Path, saves: int, loads: int) -> None:
-    wanted = save_only(None, tmp_path) if saves == 1 else run_ranks(saves, save_only, tmp_path)[0]
-    found = [load_state(None, tmp_path)] if loads == 1 else run_ranks(loads, load_state, tmp_path)
-    assert found == [wanted] * loads
+    rows, dense = save_only(None, tmp_path) if saves == 1 else run_ranks(saves, save_only, tmp_path)[0]
+    for found, also in [load_state(None, tmp_path)] if loads == 1 else run_ranks(loads, load_state, tmp_path):
+        assert torch.equal(found, rows)
+        assert all(map(torch.equal, also, dense))
 
 
 def refused(world: World, folder: Path) -> list[str]:
@@ -194,13 +164,13 @@ def refused(world: World, folder: Path) -> list[str]:
         fails(lambda: graph.check_save(folder / "c"), SnapshotError),
         fails(lambda: graph.load(folder / "none"), SnapshotError),
     ]
-    before = rows(graph)
+    before = own_rows(graph.rows)
     with torch.no_grad():
         weight = graph.mlp[2].weight
         kept = weight.clone()
         weight += world.rank
     said.append(fails(lambda: graph.save(folder / "d"), GraphError))
-    assert rows(graph) == before
+    assert own_rows(graph.rows) == before
     with torch.no_grad():
         weight.copy_(kept)
     graph.save(folder / "d")
@@ -212,9 +182,9 @@ def refused(world: World, folder: Path) -> list[str]:
         file.unlink()
         file.write_bytes(data[:-1] + b"\xff")
     world.sum(torch.zeros(1))
-    before = rows(graph)
+    before = own_rows(graph.rows)
     said.append(fails(lambda: graph.load(folder / "d"), SnapshotError))
-    assert rows(graph) == before
+    assert own_rows(graph.rows) == before
     graph.load(folder / "c")
     steps(graph, part(world)[2:3])
     graph.rows.close()

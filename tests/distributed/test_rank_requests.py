@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import numpy as np
@@ -50,10 +53,8 @@ def idles(world: World, folder: Path) -> None:
 
 
 def until(*files: Path) -> None:
-    import time
-
     while not all(file.exists() for file in files):
-        time.sleep(0.01)
+        sleep(0.01)
 
 
 def all_updates(snapshot: Snapshot) -> set[tuple[int, int]]:
@@ -63,14 +64,24 @@ def all_updates(snapshot: Snapshot) -> set[tuple[int, int]]:
     return {(int(count), snapshot.description["step"]) for count in shared["updates"]}
 
 
-def asked(folder: Path, way: Any, *more: Any) -> Any:
-    return started(2, way, folder, *more)
+@contextmanager
+def asked(folder: Path, way: Any, *more: Any) -> Iterator[Callable[[], list[Any]]]:
+    """Two ranks that are ready. What is given stops them, and returns what they return."""
+    with started(2, way, folder, *more) as group:
+        until(folder / "ready-0", folder / "ready-1")
+
+        def stop() -> list[Any]:
+            (folder / "stop").touch()
+            found = [answer(pipe) for _, pipe in group]
+            assert [child.wait() for child, _ in group] == [0, 0]
+            return found
+
+        yield stop
 
 
 def test_ranks_that_train_save_what_they_are_asked_for(tmp_path: Path) -> None:
     store = tmp_path / "rows"
-    with asked(tmp_path, trains) as group:
-        until(tmp_path / "ready-0", tmp_path / "ready-1")
+    with asked(tmp_path, trains) as stop:
         reports: list[int] = []
         manifest = request_save(store, "asked", progress=lambda rows, of: reports.append(rows))
         assert manifest is not None
@@ -78,8 +89,7 @@ def test_ranks_that_train_save_what_they_are_asked_for(tmp_path: Path) -> None:
             request_save(store, "asked")
         request_save(store, "more", "incremental")
         status = request_status(store)
-        (tmp_path / "stop").touch()
-        steps = [answer(pipe) for _, pipe in group]
+        steps = stop()
     assert status is not None
     assert status["ranks"] == 2
     assert reports
@@ -93,25 +103,20 @@ def test_ranks_that_train_save_what_they_are_asked_for(tmp_path: Path) -> None:
 
 
 def test_ranks_that_only_read_save_as_well(tmp_path: Path) -> None:
-    with asked(tmp_path, trains, True) as group:
-        until(tmp_path / "ready-0", tmp_path / "ready-1")
+    with asked(tmp_path, trains, True) as stop:
         assert request_save(tmp_path / "rows", "asked") is not None
-        (tmp_path / "stop").touch()
-        assert [answer(pipe) for _, pipe in group] == [2, 2]
+        assert stop() == [2, 2]
 
 
 def test_a_save_that_waits_in_vain_says_that_no_step_came(tmp_path: Path) -> None:
-    with asked(tmp_path, idles) as group:
-        until(tmp_path / "ready-0", tmp_path / "ready-1")
+    with asked(tmp_path, idles) as stop:
         with pytest.raises(StoreError, match=r"did not finish its current step for 0\.5 seconds"):
             request_save(tmp_path / "rows", "asked", timeout=0.5)
-        (tmp_path / "stop").touch()
-        for _, pipe in group:
-            answer(pipe)
+        stop()
     assert not os.path.exists(tmp_path / "rows" / "snapshots" / "asked")
 
 
-def closes(world: World, folder: Path) -> bool:
+def closes(world: World, folder: Path) -> None:
     """Closes while a save is asked for that no step comes for."""
     embedding = make(options("host", folder), "sgd", tables=1, world=world)
     train(embedding, KEYS)
@@ -120,15 +125,13 @@ def closes(world: World, folder: Path) -> bool:
     while world.rank == 0 and not requests.is_wanted():
         pass
     embedding.close()
-    return True
 
 
 def test_a_close_does_not_wait_for_a_save_that_was_asked_for(tmp_path: Path) -> None:
-    with asked(tmp_path, closes) as group:
-        until(tmp_path / "ready-0", tmp_path / "ready-1")
+    with asked(tmp_path, closes) as stop:
         with pytest.raises(SnapshotError, match="closed the store before snapshot 'asked' was complete"):
             request_save(tmp_path / "rows", "asked")
-        assert [answer(pipe) for _, pipe in group] == [True, True]
+        assert stop() == [None, None]
 
 
 def trains_both(world: World, folder: Path) -> list[int]:
@@ -144,12 +147,9 @@ def trains_both(world: World, folder: Path) -> list[int]:
 
 def test_ranks_save_all_stores_of_a_model_at_one_instant_and_give_rows(tmp_path: Path) -> None:
     stores = [tmp_path / name for name in "ab"]
-    with asked(tmp_path, trains_both) as group:
-        until(tmp_path / "ready-0", tmp_path / "ready-1")
+    with asked(tmp_path, trains_both) as stop:
         reports: list[int] = []
-        assert (
-            request_save(stores[0], "asked", progress=lambda rows, of: reports.append(rows), stores=stores) is not None
-        )
+        assert request_save(stores[0], "asked", progress=lambda rows, of: reports.append(rows), stores=stores)
         assert reports[-1] > 0
         with pytest.raises(SnapshotError, match="asked' exists"):
             request_save(stores[1], "asked", stores=stores)
@@ -161,9 +161,7 @@ def test_ranks_save_all_stores_of_a_model_at_one_instant_and_give_rows(tmp_path:
         with pytest.raises(InputError):
             request_row(stores[0], 9, 1)
         assert request_prune(stores[0], 1, None) == ([], ["asked"])
-        (tmp_path / "stop").touch()
-        steps = [answer(pipe) for _, pipe in group]
-        assert [child.wait() for child, _ in group] == [0, 0]  # they hold their shards until then
+        steps = stop()
     assert steps[0] == steps[1]
     assert snapshots[0].description["step"] == snapshots[1].description["step"] >= 2
     assert rows[0]["key"] == some[0]
