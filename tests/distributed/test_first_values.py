@@ -14,10 +14,13 @@ IDS = torch.arange(12)
 
 
 class Normed(Graph):
-    """An embedding, a BatchNorm and a linear layer, which each rank draws for itself."""
+    """An embedding, a BatchNorm and a linear layer, which each rank draws for itself, or the modules of another."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, of: Normed | None = None) -> None:
         super().__init__()
+        if of is not None:
+            self.rows, self.norm, self.top = of.rows, of.norm, of.top
+            return
         torch.manual_seed(world.rank)
         store = make_host_mem_store_options()
         self.rows = MultiTableEmbedding("rows", 4, torch.float32, torch.int64, None, store, world=world)
@@ -32,17 +35,6 @@ class Normed(Graph):
         return scores
 
 
-class Scores(Graph):
-    """The scores of the modules of another graph."""
-
-    def __init__(self, of: Normed) -> None:
-        super().__init__()
-        self.rows, self.norm, self.top = of.rows, of.norm, of.top
-
-    def build(self, ids: Tensor) -> Tensor:
-        return self.top(self.norm(self.rows(ids)))
-
-
 def of_graphs(world: World) -> dict[str, Tensor]:
     """Scores, buffers and weights at points of a run."""
     graph = Normed(world)
@@ -51,8 +43,7 @@ def of_graphs(world: World) -> dict[str, Tensor]:
         nn.init.ones_(graph.top.weight)  # as a checkpoint that rank 0 alone loads
     graph.train()(IDS[world.rank :] + world.rank)
     found |= {"weight": graph.top.weight.detach().clone(), "trained mean": graph.norm.running_mean.clone()}
-    scores = Scores(graph).eval()
-    scores(IDS)
+    Normed(world, graph).eval()(IDS)
     return found | {"mean after scores": graph.norm.running_mean.clone()}
 
 

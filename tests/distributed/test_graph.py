@@ -15,7 +15,6 @@ from support.ranks import run_ranks
 from tierbed import World
 
 STEPS = 4
-Setting = Callable[[Ranked], Any]
 
 
 def _scaled(graph: Ranked) -> None:
@@ -23,7 +22,7 @@ def _scaled(graph: Ranked) -> None:
     graph.set_grad_scaler(graph.scaler)
 
 
-SETTINGS: dict[str, Setting] = {
+SETTINGS: dict[str, Callable[[Ranked], Any]] = {
     "plain": lambda graph: None,
     "norm": lambda graph: [graph.clip_grad_norm(0.05), _scaled(graph)],
     "everything": lambda graph: [graph.clip_grad_norm(0.05), graph.clip_grad_value(0.001), _scaled(graph)],
@@ -87,7 +86,6 @@ def test_what_travels_is_shown_as_a_stage_of_its_own(tmp_path: Path) -> None:
     for listed, stages, drawn in run_ranks(2, shown, str(tmp_path)):
         lines = [line.strip() for line in listed.splitlines()]
         assert lines.index("# pin") < lines.index("# gather") < lines.index("# exchange") < lines.index("# update")
-        sent = next(line for line in lines if line.startswith("send"))
-        assert sent.endswith("# items in host_mem")
+        assert next(line for line in lines if line.startswith("send")).endswith("# items in host_mem")
         assert "exchange" in stages
         assert '["exchange"]' in drawn

@@ -13,14 +13,7 @@ from torch import Tensor
 
 from support.examples import examples
 from support.ranks import run_ranks
-from tierbed import (
-    Graph,
-    MultiTableEmbedding,
-    World,
-    make_constant_initializer,
-    make_host_mem_store_options,
-    make_table_options,
-)
+from tierbed import Graph, MultiTableEmbedding, World, make_constant_initializer, make_host_mem_store_options
 from tierbed.engine import _core
 
 DIM, LR = 3, 0.5
@@ -33,10 +26,8 @@ class Summing(Graph):
 
     def __init__(self, world: World) -> None:
         super().__init__()
-        start = [make_table_options(make_constant_initializer(1.0))]
-        self.rows = MultiTableEmbedding(
-            "e", DIM, torch.float32, torch.int64, start, make_host_mem_store_options(), world=world
-        )
+        start, store = [make_constant_initializer(1.0)], make_host_mem_store_options()
+        self.rows = MultiTableEmbedding("e", DIM, torch.float32, torch.int64, start, store, world=world)
         self.add_optimizer(torch.optim.SGD(self.rows.parameters(), lr=LR))
 
     def build(self, ids: Tensor, gradients: Tensor) -> Tensor:
@@ -52,9 +43,7 @@ def trained(world: World, steps: list[list[list[Part]]]) -> dict[int, list[float
     for step in steps:
         for ids, gradients in step[world.rank]:
             graph(torch.tensor(ids, dtype=torch.int64), torch.from_numpy(gradients))
-    found = {key: row.tolist() for _, key, row in graph.rows}
-    graph.rows.close()
-    return found
+    return {key: row.tolist() for _, key, row in graph.rows}
 
 
 def summed(parts: list[list[tuple[int, NDArray[np.float32]]]]) -> list[tuple[int, NDArray[np.float32]]]:
@@ -106,7 +95,7 @@ def steps_of_ranks(draw: st.DrawFn) -> list[list[list[Part]]]:
 
 
 @given(steps_of_ranks())
-@examples(0.3)  # a group of processes each
+@examples(0.2)  # a group of processes each
 def test_steps_equal_the_reference(steps: list[list[list[Part]]]) -> None:
     expected, found = reference(steps), {}
     for rows in run_ranks(len(steps[0]), trained, steps):

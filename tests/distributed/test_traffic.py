@@ -8,13 +8,7 @@ import pytest
 import torch
 
 from support.ranks import run_ranks
-from tierbed import (
-    MultiTableEmbedding,
-    World,
-    make_constant_initializer,
-    make_host_mem_store_options,
-    make_table_options,
-)
+from tierbed import MultiTableEmbedding, World, make_constant_initializer, make_host_mem_store_options
 from tierbed.engine.options.lookup import Lookup
 from tierbed.planning.plan import plan
 
@@ -28,19 +22,15 @@ def batches(tables: int) -> list[torch.Tensor]:
 
 def counted(world: World, tables: int, wire: torch.dtype) -> dict[str, Any]:
     world.grads = wire
-    start = [make_table_options(make_constant_initializer(0.0)) for _ in range(tables)]
-    embedding = MultiTableEmbedding(
-        "e", DIM, torch.float32, torch.int64, start, make_host_mem_store_options(), world=world
-    )
+    start, store = [make_constant_initializer(0.0)] * tables, make_host_mem_store_options()
+    embedding = MultiTableEmbedding("e", DIM, torch.float32, torch.int64, start, store, world=world)
     optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
     embedding.attach(optimizer, optimizer.param_groups[0])
     for batch in batches(tables):
         ids = batch.chunk(world.size)[world.rank]
         pinned = embedding.pin([Lookup(ids, torch.arange(tables).expand(ids.shape))])
         pinned.update([torch.ones(*ids.shape, DIM)])
-    found = embedding.metrics()["ranks"]
-    embedding.close()
-    return found
+    return embedding.metrics()["ranks"]
 
 
 @pytest.mark.parametrize(("tables", "wire"), [(1, torch.float32), (3, torch.bfloat16)], ids=str)
