@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from support.stores import ONE_SET_MB, STORES
 
@@ -44,11 +42,10 @@ class ModelSession:
 
 @dataclass(frozen=True)
 class ModelRound:
-    """Trainers one after the other, each killed, of as many members.
+    """Trainers one after the other, each killed, of as many members as `dims`.
 
-    kind: of `KINDS`. frozen: the member that is not trained, from the trainer `frozen_from` on. capacity, apart,
-    states: whether rows have a limit, whether snapshots are in another folder, and how many of states are kept, True
-    for all.
+    kind: of `KINDS`. frozen: the member that is not trained, from the trainer `frozen_from` on. capacity: whether rows
+    have a limit. apart: whether snapshots are in another folder. states: how many are kept, True for all.
     """
 
     seed: int
@@ -61,17 +58,6 @@ class ModelRound:
     states: int
     power: bool
     sessions: list[ModelSession]
-    life = "forever"
-    types = ("float32", "float32")
-
-    def options(self, path: Path) -> dict[str, Any]:
-        """Store options of all members in the folder `path`."""
-        return options_of(path, self.capacity, self.apart, self.states)
-
-
-def options_of(path: Path, capacity: bool, apart: bool, states: int) -> dict[str, Any]:
-    more = {"snapshot_path": path.with_name("apart")} if apart else {}
-    return {"capacity": 64 if capacity else None, "state_dict_snapshots": states, **more}
 
 
 def draw_model_round(seed: int) -> ModelRound:
@@ -115,21 +101,3 @@ def _kill(chance: random.Random, recovers: bool) -> Kill:
     call = chance.choice(["rename", "rename", *CALLS])
     number = round(MAX_CALLS[call] ** chance.random())
     return Kill(inside, call=call, number=number, when=chance.choice(["before", "after"]))
-
-
-def as_orders(plan: ModelRound, session: ModelSession, number: int) -> dict[str, Any]:
-    """What a trainer gets of its round."""
-    kill = session.kill
-    return {
-        "seed": session.seed,
-        "operations": session.operations,
-        "stores": session.stores,
-        "budgets": session.budgets,
-        "dims": plan.dims,
-        "frozen": plan.frozen if number >= plan.frozen_from else None,
-        "options": {"capacity": plan.capacity, "apart": plan.apart, "states": plan.states},
-        "power": plan.power,
-        "number": number,
-        "weights": {**WEIGHTS, **KINDS[plan.kind]},
-        "kill": {"inside": kill.inside, "call": kill.call, "number": kill.number, "when": kill.when},
-    }

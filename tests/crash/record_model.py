@@ -27,9 +27,6 @@ class Violation(AssertionError):
     """The rule lost rows, mixed moments or served stale rows."""
 
 
-# ---- what has to hold ----------------------------------------------------------------------------------------------
-
-
 class Checker:
     """Drives one history and compares it with every moment that existed. `log` has the operations."""
 
@@ -46,7 +43,6 @@ class Checker:
         self.durable = dict.fromkeys(stores, True)  # nothing was written since the last save, load or close
         self.reader, self.lost, self.log = Reader(self.disk), set[str](), list[tuple[object, ...]]()
         self.backups: dict[str, Backup] = {}
-        self.past: dict[str, set[Rows]] = {x: {()} for x in stores}  # every store's rows, whatever the others had
         self.first = 0  # the moment at which the trainer began: no record has older ones that it completes
         self.before = 0, True  # the number of writes before the operation, and whether all rows were durable
 
@@ -60,8 +56,6 @@ class Checker:
     def observe(self) -> None:
         trainer = self.trainer
         self.current.update(trainer.rows)
-        for x, rows in self.current.items():
-            self.past[x].add(rows)
         if not trainer.broken | trainer.diverged and self.current != self.moments[-1]:
             self.moments.append(dict(self.current))
 
@@ -70,7 +64,7 @@ class Checker:
         if not self.trainer.broken | self.trainer.diverged:
             self.counted.add(len(self.moments) - 1)
 
-    def require(self, holds: bool, message: str) -> None:
+    def require(self, holds: object, message: str) -> None:
         if not holds:
             raise Violation(message)
 
@@ -91,6 +85,9 @@ class Checker:
 
     def lock(self) -> None:
         self.trainer.lock()
+
+    def prune(self, store: str) -> None:
+        self.trainer.prune(store)
 
     def train_reader(self) -> None:
         """The reader begins to train. It may be refused, and never trains other rows than the store's."""
@@ -126,10 +123,8 @@ class Checker:
         saved = {x: [s for s in self.saved[x].items() if self.trainer.exists(x, s[0])] for x in group}
         first = max(self.first, self.promised.get(group, 0))
         for i in sorted((i for i in self.counted if i >= first), reverse=True):
-            moment = self.moments[i]
-            if moment and all(
-                any(first <= i and self.disk.contents[s] == moment[x] for s, first in saved[x]) for x in group
-            ):
+            moment, contents = self.moments[i], self.disk.contents
+            if moment and all(any(first <= i and contents[s] == moment[x] for s, first in saved[x]) for x in group):
                 self.promised[group] = i
                 return
 
@@ -159,9 +154,6 @@ class Checker:
             self.durable.update(dict.fromkeys(snapshots, True))
             self.count_moment()
 
-    def prune(self, store: str) -> None:
-        self.trainer.prune(store)
-
     def close(self, store: str) -> None:
         if store in self.trainer.background:
             self.finish(store)
@@ -174,65 +166,23 @@ class Checker:
             self.trainer.diverged.clear()
 
     def require_excuse(self, refused: Refused) -> None:
-        excused = bool(self.lost) or self.log[-1][0] == "train_reader" or self.trainer.broken | self.trainer.diverged
-        self.require(bool(excused), f"refused: {refused}")
+        excused = self.lost or self.log[-1][0] == "train_reader" or self.trainer.broken | self.trainer.diverged
+        self.require(excused, f"refused: {refused}")
 
     # between two trainers
 
     def close_reader(self) -> None:
         self.reader = Reader(self.disk)
 
-    def must_refuse(self, stores: str) -> None:
-        writes, trainer = self.disk.writes, Trainer(self.disk, self.draw, -1)
-        try:
-            trainer.open(stores)
-        except Refused:
-            self.require(self.disk.writes == writes, "an open that was refused wrote")
-        else:
-            raise Violation(f"{stores} opened with {trainer.rows}")
-
-    def hide_group(self, store: str) -> None:
-        """The GROUP file is missing or damaged: no member opens, until it is put back."""
-        key = self.disk.leads_to(store)
-        if key not in self.stores:
-            file = self.disk.files.pop(key)
-            self.must_refuse(store)
-            self.disk.files[key] = file
-
-    def hide_folder(self, store: str) -> None:
-        """A member's folder is missing: no other member opens, until it is put back."""
-        self.disk.absent = {store}
-        for other in self.partners(store):
-            self.must_refuse(other)
-        self.disk.absent = set()
-
-    def partners(self, store: str) -> list[str]:
-        return [x for x in self.stores if x != store and self.disk.leads_to(x) == self.disk.leads_to(store)]
-
-    def copy_folder(self, store: str) -> None:
-        """A copy beside the original is trained and closed: the group finds what it would have found."""
-        disk, path = self.disk, store + "-copy"
-        self.put_folder(path, self.folder(store))
-        trainer = Trainer(disk, self.draw, -1)
-        trainer.open([path])
-        self.require(trainer.rows[path] in self.past[store], f"a copy of {store} has {trainer.rows[path]}")
-        trainer.step([path], 0)
-        trainer.close(path)
-        self.check(self.current)
-
-    def folder(self, store: str) -> Backup:
-        return dict(self.disk.names[store]), list(self.disk.live[store]), self.disk.files[store]
-
-    def put_folder(self, path: str, folder: Backup) -> None:
-        self.disk.names[path], self.disk.live[path], self.disk.files[path] = dict(folder[0]), list(folder[1]), folder[2]
-
     def back_up(self, store: str) -> None:
-        self.backups[store] = self.folder(store)
+        disk = self.disk
+        self.backups[store] = dict(disk.names[store]), list(disk.live[store]), disk.files[store]
 
     def restore_backup(self, store: str) -> None:
         """A user puts back an older copy of the folder. It may lose what saves promised, but not mix moments."""
         if store in self.backups:
-            self.put_folder(store, self.backups[store])
+            names, live, mark = self.backups[store]
+            self.disk.names[store], self.disk.live[store], self.disk.files[store] = dict(names), list(live), mark
             self.accept_loss(store)
             self.check_pairs(self.current, list(self.stores))
 
@@ -293,17 +243,8 @@ class Checker:
 
 # ---- random histories ----------------------------------------------------------------------------------------------
 
-OPERATIONS = {
-    "step": 6,
-    "fail": 0.4,
-    "diverge": 0.3,
-    "save": 3,
-    "background": 1,
-    "finish": 2,
-    "load": 1.5,
-    "fail_load": 0.5,
-}
-OPERATIONS |= {"prune": 1.5, "close": 1, "open": 1, "read": 0.5}
+OPERATIONS = {"step": 6, "fail": 0.4, "diverge": 0.3, "save": 3, "background": 1, "finish": 2, "load": 1.5}
+OPERATIONS |= {"fail_load": 0.5, "prune": 1.5, "close": 1, "open": 1, "read": 0.5}
 
 
 class History:
@@ -336,7 +277,7 @@ class History:
                 checker.end(killed)
                 self.between()
             except Refused as refused:
-                checker.require(bool(checker.lost), f"refused, though no folder was touched: {refused}")
+                checker.require(checker.lost, f"refused, though no folder was touched: {refused}")
                 break
         return self.kills
 
@@ -382,8 +323,6 @@ class History:
             checker.do("read", x)
         elif draw.random() < 0.3:
             checker.do("close_reader")
-        if draw.random() < 0.15:
-            checker.do(draw.choice(["hide_group", "hide_folder", "copy_folder"]), x)
         if draw.random() < 0.2:
             checker.do("back_up", x)
         if draw.random() < 0.08 and not checker.reader.rows:

@@ -47,9 +47,6 @@ class Forward:
     key: str
 
 
-# ---- what survives a kill ------------------------------------------------------------------------------------------
-
-
 class Disk:
     """Folders and records. Each `write` is atomic and durable, and may be the one before which the kill comes."""
 
@@ -59,7 +56,6 @@ class Disk:
         self.live: dict[str, Shards] = {x: [(None, ())] * ranks for x in stores}
         start = {x: Record({x: Entry(EMPTY)}, {x: EMPTY}, {x: EMPTY}) for x in stores}
         self.files: dict[str, Record | Forward] = dict(start)  # by store its MARK, and the GROUP files
-        self.absent: set[str] = set()  # stores whose folder is missing
         self.writes, self.budget = 0, FOREVER
 
     def write(self, change: Callable[[], object]) -> None:
@@ -77,16 +73,13 @@ class Disk:
         return key
 
     def record(self, key: str) -> Record:
-        file = self.files.get(key)
-        if not isinstance(file, Record):
-            raise Refused("the GROUP file is missing or damaged: lists the snapshots of each store")
+        file = self.files[key]
+        assert isinstance(file, Record)
         return file
 
     def members(self, key: str) -> list[str]:
         """Membership is mutual: the record lists the store, and the store's MARK leads to the record."""
         record = self.record(key)
-        if missing := self.absent & set(record.now):
-            raise Refused(f"put the folders of {missing} back")
         members = [x for x in record.now if self.leads_to(x) == key]
         if len(members) < len(record.now) and not record.joining:
             raise Refused("a folder is from before it was trained with the others")
@@ -114,9 +107,6 @@ class Disk:
         return chosen
 
 
-# ---- processes -----------------------------------------------------------------------------------------------------
-
-
 class Trainer:
     """Opens stores without a lock, and takes that of their group before it first writes their record.
 
@@ -137,7 +127,6 @@ class Trainer:
     def open(self, stores: Collection[str], reader: Reader | None = None) -> None:
         """reader: what opened the stores already."""
         for x in stores:
-            self.separate_copy(x)
             self.entries[x] = reader.entries[x] if reader else self.entry_of(x)
             self.rows[x] = reader.rows[x] if reader else self.disk.rows(x, self.entries[x])
             if not self.entries[x].live:
@@ -157,17 +146,8 @@ class Trainer:
 
     def is_current(self, store: str, target: Entry) -> bool:
         entry = self.entries[store]
-        return bool(
-            (entry.live and entry.live == target.live) or (entry.snapshot and entry.snapshot == target.snapshot)
-        )
-
-    def separate_copy(self, path: str) -> None:
-        """A folder whose record lists another path for the store is a copy: it becomes a store alone."""
-        record = self.disk.record(self.disk.leads_to(path))
-        if path not in record.now:
-            entry = (choose(record, {path[0]: self.disk.folder(path)}) or {})[path[0]]
-            snapshots = {path: entry.snapshot or EMPTY}
-            self.disk.put(path, Record({path: entry}, snapshots, snapshots))
+        same_live = entry.live and entry.live == target.live
+        return bool(same_live or (entry.snapshot and entry.snapshot == target.snapshot))
 
     def lock(self) -> None:
         """Take the locks of the groups of all open stores, recover, join."""
@@ -232,10 +212,12 @@ class Trainer:
     def exists(self, store: str, snapshot: str) -> bool:
         return snapshot == EMPTY or snapshot in self.disk.names[store].values()
 
-    def clear_live_entry(self, store: str) -> None:
+    def clear_before_write(self, store: str) -> None:
         """Describe the moment before a write, without the live part that the write will change."""
-        self.at[store] = Entry(self.at[store].snapshot)
-        self.write_record(trained=store)
+        if store not in self.disk.record(self.group).trained:
+            self.at[store] = Entry(self.at[store].snapshot)
+            self.write_record(trained=store)
+        self.clear_markers(store)
 
     def clear_markers(self, store: str) -> None:
         for i, (marker, rows) in enumerate(self.disk.live[store]):
@@ -245,9 +227,7 @@ class Trainer:
     def begin_write(self, store: str) -> None:
         if store not in self.noted:
             self.lock()
-            if store not in self.disk.record(self.group).trained:
-                self.clear_live_entry(store)
-            self.clear_markers(store)
+            self.clear_before_write(store)
             self.at[store] = NOTHING
             self.noted.add(store)
         self.overwrite(store)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from .rank_plan import draw_rank_round
+from .plan import draw_rank_round
 from .rank_rounds import RankRounds
 
 SEEDS, SLOW_SEEDS = [301], range(302, 310)
