@@ -1,4 +1,4 @@
-"""Ranks find each other though connections of others come to their ports."""
+"""Ranks find each other though connections of others come to their ports, and nothing of a start before."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from datetime import timedelta
 
 import pytest
+from torch.distributed import HashStore, Store, TCPStore
 
 from support.limits import descriptors
 from tierbed import GroupError
 from tierbed.distributed import peer_monitor
 from tierbed.distributed.peer_monitor import HELLO, MAX_SILENT, Connected, connect
+from tierbed.distributed.world import store_of_this_start
 
 RANKS = 3
 
@@ -209,3 +212,46 @@ def test_an_interrupt_ends_the_wait_for_a_rank_and_closes_the_port() -> None:
         signal.signal(signal.SIGALRM, before)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(addresses[0])
+
+
+RANKS = 3
+LONG = timedelta(seconds=60)
+
+
+def clients() -> list[Store]:
+    """A store that several processes would have, as each of them has it."""
+    first = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return [first, *(TCPStore("127.0.0.1", first.port, is_master=False) for _ in range(1, RANKS))]
+
+
+def sent(store: Store) -> list[bytes]:
+    """What ranks have sent under the name of the last start."""
+    start = store.get("tierbed/start").decode()
+    return [store.get(f"{start}/{rank}") for rank in range(1, RANKS)]
+
+
+@pytest.mark.parametrize("last", range(RANKS))
+def test_a_rank_that_is_early_waits_for_those_of_its_start(last: int) -> None:
+    stores = clients()
+    with ThreadPoolExecutor(RANKS) as ranks:
+
+        def begin(rank: int) -> Future[Store]:
+            return ranks.submit(store_of_this_start, stores[rank], rank, RANKS, LONG)
+
+        for number in range(3):
+            before = sent(stores[last]) if number else []
+            early = {rank: begin(rank) for rank in range(RANKS) if rank != last}
+            while number and last == 0 and any(map(bytes.__eq__, before, sent(stores[0]))):
+                pass  # until they have met the start before
+            assert not any(one.done() for one in early.values())
+            found = {rank: one.result() for rank, one in (early | {last: begin(last)}).items()}
+            assert not any(store.check(["address"]) for store in found.values())
+            found[0].set("address", str(number))
+            assert {store.get("address") for store in found.values()} == {str(number).encode()}
+
+
+def test_a_start_without_rank_0_ends() -> None:
+    store = HashStore()
+    store.set("tierbed/start", "tierbed/start/old")
+    with pytest.raises(GroupError, match="rank 0 did not answer"):
+        store_of_this_start(store, 1, 2, timedelta(seconds=0.2))

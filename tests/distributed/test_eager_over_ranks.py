@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from support.optimizers import Stumbling
-from support.ranks import alike, assert_all_heard, fails, outcome, run_ranks
+from support.ranks import fails, on_ranks, outcome, run_ranks
 from tierbed import EagerOptimizer, InputError, MultiTableEmbedding, OptimizerError, World, make_host_mem_store_options
 from tierbed.distributed.sharded_table import ShardedBatch
 
@@ -122,7 +122,8 @@ def test_a_rank_without_gradients_takes_part_and_an_embedding_of_no_rank_stays()
         torch.testing.assert_close(rows, model.rows.get(KEYS))
 
 
-def a_spoiled_gradient(world: World) -> tuple[str, bool, bool]:
+@on_ranks(2)
+def test_a_mistake_on_one_rank_is_raised_on_all_and_training_goes_on(world: World) -> None:
     model = Model(world)
     optimizer = trained(model)
     before = model.rows.get(KEYS)
@@ -131,40 +132,28 @@ def a_spoiled_gradient(world: World) -> tuple[str, bool, bool]:
     out.backward(grad)
     if world.rank == 1:
         grad += 1
-    said = fails(optimizer.step, InputError)
-    stayed = torch.equal(model.rows.get(KEYS), before)
+    with pytest.raises(InputError, match=r"^rank 1: gradient of embedding 'rows': it was changed in place"):
+        optimizer.step()
+    assert torch.equal(model.rows.get(KEYS), before)
     optimizer.zero_grad()
     model(ids_of(1, world.rank)).backward()
     optimizer.step()
-    return said, stayed, not torch.equal(model.rows.get(KEYS), before)
+    assert not torch.equal(model.rows.get(KEYS), before)
 
 
-def test_a_mistake_on_one_rank_is_raised_on_all_and_training_goes_on() -> None:
-    said, stayed, moved = alike(2, a_spoiled_gradient)
-    assert said.startswith("rank 1: gradient of embedding 'rows': it was changed in place")
-    assert stayed
-    assert moved
-
-
-def refused(world: World) -> list[str]:
+@on_ranks(2)
+def test_a_module_around_rows_several_worlds_and_clipping_by_one_norm_are_refused(world: World) -> None:
     model = Model(world)
     around = DistributedDataParallel(model)
     optimizer = trained(model)
-    said = [
-        fails(lambda: EagerOptimizer(torch.optim.Adagrad(around.parameters()), around), OptimizerError),
-        fails(partial(optimizer.clip_grad_norm_, model.parameters(), 1.0), OptimizerError),
-    ]
+    said = fails(lambda: EagerOptimizer(torch.optim.Adagrad(around.parameters()), around), OptimizerError)
+    assert "embedding 'rows' is in the module, a DistributedDataParallel, but its world exchanges" in said
+    with pytest.raises(OptimizerError, match=r"clip_grad_norm_ of rows that ranks share.*clip_grad_row_norm"):
+        optimizer.clip_grad_norm_(model.parameters(), 1.0)
     del optimizer
     model.unused = Model(None).unused
-    return [*said, fails(lambda: trained(model), OptimizerError)]
-
-
-def test_a_distributed_data_parallel_around_rows_several_worlds_and_clipping_by_one_norm_are_refused() -> None:
-    of_wrapper, of_clipping, of_worlds = alike(2, refused)
-    assert "embedding 'rows' is in the module, a DistributedDataParallel, but its world exchanges" in of_wrapper
-    assert "clip_grad_norm_ of rows that ranks share" in of_clipping
-    assert "clip_grad_row_norm" in of_clipping
-    assert "embeddings 'rows', 'unused' have different worlds" in of_worlds
+    with pytest.raises(OptimizerError, match="embeddings 'rows', 'unused' have different worlds"):
+        trained(model)
 
 
 class Two(nn.Module):
@@ -188,8 +177,9 @@ class Two(nn.Module):
         return torch.cat([self.a.get(SOME), self.b.get(SOME)])
 
 
-def in_closures(world: World) -> list[str]:
-    model, said = Two(world), []
+@on_ranks(2)
+def test_what_a_closure_raises_on_one_rank_is_raised_on_all(world: World) -> None:
+    model = Two(world)
     for place in range(4):  # before the lookups, between them, after backward(), and nowhere
 
         def closure(place: int = place) -> None:
@@ -200,16 +190,11 @@ def in_closures(world: World) -> list[str]:
                     part(SOME).sum().backward()
 
         before = model.rows()
-        said.append(outcome(partial(model.optimizer.step, closure)))
+        said = outcome(partial(model.optimizer.step, closure))
+        assert said == (f"GroupError: rank 1: ArithmeticError: failed at {place}" if place < 3 else "fine")
         model.optimizer.zero_grad()
         assert torch.equal(model.rows(), before) == (place < 3)
     torch.testing.assert_close(model.rows(), before - 0.5)
-    return said
-
-
-def test_what_a_closure_raises_on_one_rank_is_raised_on_all() -> None:
-    said = [*(f"GroupError: rank 1: ArithmeticError: failed at {place}" for place in range(3)), "fine"]
-    assert alike(2, in_closures) == said
 
 
 class Broken(Tensor):
@@ -218,7 +203,8 @@ class Broken(Tensor):
         raise ZeroDivisionError("broken")
 
 
-def wrong_rate_and_ids(world: World) -> list[str]:
+@on_ranks(2)
+def test_a_setting_or_ids_that_are_wrong_on_one_rank_are_told_to_all(world: World) -> None:
     model, said = Two(world), []
     for group in model.optimizer.param_groups:
         before = model.rows()
@@ -230,16 +216,13 @@ def wrong_rate_and_ids(world: World) -> list[str]:
     ids = SOME.as_subclass(Broken) if world.rank == 1 else SOME
     said += [outcome(partial(model.a, ids)), outcome(partial(model.a.get, ids)), outcome(model.step)]
     torch.testing.assert_close(model.rows(), before - 0.5)
-    return said
+    assert all(one.startswith("OptimizerError: rank 1: param group: lr=-1.0") for one in said[:2])
+    assert said[2:] == [*2 * ["GroupError: rank 1: ZeroDivisionError: broken"], "fine"]
 
 
-def test_a_setting_or_ids_that_are_wrong_on_one_rank_are_told_to_all() -> None:
-    rate, ids = "OptimizerError: rank 1: param group: lr=-1.0", "GroupError: rank 1: ZeroDivisionError: broken"
-    assert_all_heard(run_ranks(2, wrong_rate_and_ids), [rate, rate, ids, ids, "fine"])
-
-
-def one_closed(world: World, path: Path) -> list[str]:
-    """Of one model before its first use, and of one that was trained and saved."""
+@on_ranks(2)
+def test_a_call_of_rows_that_one_rank_closed_is_told_to_all(world: World, tmp_path: Path) -> None:
+    """Before their first use, and when they were trained and saved."""
     unused = Two(world)
     if world.rank == 1:
         unused.a.close()
@@ -251,7 +234,7 @@ def one_closed(world: World, path: Path) -> list[str]:
     ]
     said = [outcome(call) for call in calls]
     assert not unused.b.size()
-    model = Two(world, path)
+    model = Two(world, tmp_path)
     model.step()
     model.a.save_snapshot("first")
     if world.rank == 1:
@@ -271,52 +254,45 @@ def one_closed(world: World, path: Path) -> list[str]:
     ]
     said += [outcome(call) for call in calls]
     assert model.b.size() == len(SOME)
-    return said
+    assert all(one.startswith("ClosedError: rank 1: embedding 'a' was closed") for one in said)
 
 
-def test_a_call_of_rows_that_one_rank_closed_is_told_to_all(tmp_path: Path) -> None:
-    assert_all_heard(run_ranks(2, one_closed, tmp_path), ["ClosedError: rank 1: embedding 'a' was closed"] * 15)
-
-
-def amid_row_updates(world: World, path: Path, place: int) -> tuple[list[str], list[int]]:
-    model = Two(world, path)
+@pytest.mark.parametrize("place", [0, 1])
+@on_ranks(2)
+def test_rows_of_a_half_made_step_are_refused_until_a_snapshot_is_loaded(
+    world: World, tmp_path: Path, place: int
+) -> None:
+    model = Two(world, tmp_path)
     model.step()
     for rows in (model.a, model.b):
         rows.save_snapshot("first")
-    saved, before, said = model.optimizer.state_dict(), model.rows(), []
+    saved, before = model.optimizer.state_dict(), model.rows()
     group = model.optimizer.param_groups[place] = Stumbling(model.optimizer.param_groups[place])
     model.step()
     if world.rank == 1:
         group.fails_at = 2 * group.reads  # the last time in a step, which is in the update
-    said.append(outcome(model.step))
-    torn = (model.a, model.b)[place]
-    calls = (model.backward, lambda: torn.get(SOME), lambda: torn.put(SOME, np.zeros((8, 1), np.float32)))
-    said += [outcome(call) for call in (*calls, lambda: torn.save_snapshot("torn"), model.optimizer.step)]
+    assert outcome(model.step) == ("ArithmeticError: stumbled" if world.rank == 1 else "fine")
+    torn, name = (model.a, model.b)[place], "ab"[place]
+    why = f"StoreError: rank 1: embedding '{name}', step 3 raised ArithmeticError('stumbled') on this rank"
+    for call in (model.backward, lambda: torn.get(SOME), lambda: torn.put(SOME, np.zeros((8, 1), np.float32))):
+        assert outcome(call).startswith(why)
+    said = outcome(lambda: torn.save_snapshot("torn"))
+    assert said.startswith(f"StoreError: rank 1: embedding '{name}' failed in the middle of a write")
+    of_step = "rank 1: a step of an EagerOptimizer raised ArithmeticError('stumbled')"
+    assert of_step in outcome(model.optimizer.step)
     for rows in (model.a, model.b):
         rows.load_snapshot("first")
-    said.append(outcome(model.optimizer.step))
+    assert of_step in outcome(model.optimizer.step)
     model.optimizer.load_state_dict(saved)
     model.optimizer.zero_grad()
     assert torch.equal(model.rows(), before)
-    said.append(outcome(model.step))
+    model.step()
     torch.testing.assert_close(model.rows(), before - 0.5)
-    return said, [rows.metrics()["table"]["step"] for rows in (model.a, model.b)]
+    assert [rows.metrics()["table"]["step"] for rows in (model.a, model.b)] == [2, 2]
 
 
-@pytest.mark.parametrize("place", [0, 1])
-def test_rows_of_a_half_made_step_are_refused_until_a_snapshot_is_loaded(place: int, tmp_path: Path) -> None:
-    reports = run_ranks(2, amid_row_updates, tmp_path, place)
-    assert [said[0] for said, _ in reports] == ["fine", "ArithmeticError: stumbled"]
-    for said, steps in reports:
-        rows = f"StoreError: rank 1: embedding '{'ab'[place]}', step 3 raised ArithmeticError('stumbled') on this rank"
-        assert all(one.startswith(rows) for one in said[1:4])
-        assert said[4].startswith(f"StoreError: rank 1: embedding '{'ab'[place]}' failed in the middle of a write")
-        assert all("rank 1: a step of an EagerOptimizer raised ArithmeticError('stumbled')" in one for one in said[5:7])
-        assert said[7] == "fine"
-        assert steps == [2, 2]
-
-
-def amid_the_dense_step(world: World) -> list[str]:
+@on_ranks(2)
+def test_parameters_of_a_half_made_step_are_told_at_the_next_until_a_state_is_loaded(world: World) -> None:
     model, stumbles = Two(world), False
 
     def hook(*_: object) -> None:
@@ -325,15 +301,10 @@ def amid_the_dense_step(world: World) -> list[str]:
 
     model.optimizer.register_step_pre_hook(hook)
     stumbles = world.rank == 1
-    said = [outcome(model.step)]
+    assert outcome(model.step) == ("ArithmeticError: stumbled" if world.rank == 1 else "fine")
     stumbles = False
-    said.append(outcome(model.step))
-    model.optimizer.load_state_dict(model.optimizer.state_dict())
-    return [*said, outcome(model.step), f"{model.a.size()}"]
-
-
-def test_parameters_of_a_half_made_step_are_told_at_the_next_until_a_state_is_loaded() -> None:
-    reports = run_ranks(2, amid_the_dense_step)
-    assert [said[0] for said in reports] == ["fine", "ArithmeticError: stumbled"]
     told = "OptimizerError: rank 1: a step of an EagerOptimizer raised ArithmeticError('stumbled') during its updates"
-    assert_all_heard([said[1:] for said in reports], [told, "fine", f"{len(SOME)}"])
+    assert outcome(model.step).startswith(told)
+    model.optimizer.load_state_dict(model.optimizer.state_dict())
+    model.step()
+    assert model.a.size() == len(SOME)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from support.ranked import Ranked, assert_equal, batch, state
-from support.ranks import run_ranks
-from tierbed import World
+from support.ranks import on_ranks, outcome, run_ranks
+from tierbed import Graph, MultiTableEmbedding, World, make_host_mem_store_options
 
 STEPS = 4
 
@@ -75,17 +79,95 @@ def test_ranks_train_as_one_process_that_accumulates_their_parts(ranks: int, by_
         assert_equal(there, expected)
 
 
-def shown(world: World, path: str) -> tuple[str, set[str], str]:
-    graph = Ranked(world)
-    profile = graph.profile([batch(world.rank, step) for step in range(3)])
-    graph.draw(f"{path}/{world.rank}.mmd")
-    return repr(graph), set(profile.stages), Path(path, f"{world.rank}.mmd").read_text()
+@on_ranks(2)
+def test_what_travels_is_shown_as_a_stage_of_its_own(world: World, tmp_path: Path) -> None:
+    graph, drawn = Ranked(world), tmp_path / f"{world.rank}.mmd"
+    assert "exchange" in graph.profile([batch(world.rank, step) for step in range(3)]).stages
+    lines = [line.strip() for line in repr(graph).splitlines()]
+    assert lines.index("# pin") < lines.index("# gather") < lines.index("# exchange") < lines.index("# update")
+    assert next(line for line in lines if line.startswith("send")).endswith("# items in host_mem")
+    graph.draw(str(drawn))
+    assert '["exchange"]' in drawn.read_text()
 
 
-def test_what_travels_is_shown_as_a_stage_of_its_own(tmp_path: Path) -> None:
-    for listed, stages, drawn in run_ranks(2, shown, str(tmp_path)):
-        lines = [line.strip() for line in listed.splitlines()]
-        assert lines.index("# pin") < lines.index("# gather") < lines.index("# exchange") < lines.index("# update")
-        assert next(line for line in lines if line.startswith("send")).endswith("# items in host_mem")
-        assert "exchange" in stages
-        assert '["exchange"]' in drawn
+class _Sparse(nn.Linear):
+    """Uses its weight as an embedding."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.embedding(torch.zeros(len(x), dtype=torch.int64), self.weight, sparse=True)
+
+
+REFUSED: list[tuple[Callable[[Ranked], Any], str]] = [
+    (
+        lambda graph: setattr(graph.items, "world", World()),
+        "GraphError: .*embeddings 'users' and 'items': one is over a world of 2 ranks, and",
+    ),
+    (
+        lambda graph: setattr(graph.items, "world", None),
+        "GraphError: .*one is over a world of 2 ranks, and one is in this process alone",
+    ),
+    (lambda graph: graph.cuda_graph(), "OptionError: .*cuda_graph: ranks exchange rows through host memory"),
+    (
+        lambda graph: setattr(graph, "after", DistributedDataParallel(graph.after)),
+        "GraphError: .*after is a DistributedDataParallel: .*give the graph the module without it",
+    ),
+    (
+        lambda graph: setattr(graph.before, "__class__", _Sparse),
+        "GraphError: .*the gradient of parameter 'before_weight' is sparse",
+    ),
+]
+
+
+@on_ranks(2)
+def test_what_a_graph_over_ranks_cannot_hold_is_refused_on_all(world: World) -> None:
+    for spoil, pattern in REFUSED:
+        graph = Ranked(world)
+        spoil(graph)
+        said = outcome(partial(graph, *batch(world.rank, 0)))
+        assert re.match(pattern, said), said
+
+
+IDS = torch.arange(12)
+
+
+class Normed(Graph):
+    """An embedding, a BatchNorm and a linear layer, which each rank draws for itself, or the modules of another."""
+
+    def __init__(self, world: World, of: Normed | None = None) -> None:
+        super().__init__()
+        if of is not None:
+            self.rows, self.norm, self.top = of.rows, of.norm, of.top
+            return
+        torch.manual_seed(world.rank)
+        store = make_host_mem_store_options()
+        self.rows = MultiTableEmbedding("rows", 4, torch.float32, torch.int64, None, store, world=world)
+        self.norm, self.top = nn.BatchNorm1d(4), nn.Linear(4, 1)
+        self.norm.running_mean = torch.rand(4)
+        self.add_optimizer(torch.optim.SGD(self.parameters(), lr=0.1))
+
+    def build(self, ids: Tensor) -> Any:
+        scores = self.top(self.norm(self.rows(ids)))
+        if self.training:
+            scores.square().mean().backward()
+        return scores
+
+
+def of_graphs(world: World) -> dict[str, Tensor]:
+    """Scores, buffers and weights at points of a run."""
+    graph = Normed(world)
+    found = {"scores first": graph.eval()(IDS)}
+    if world.rank == 0:
+        nn.init.ones_(graph.top.weight)  # as a checkpoint that rank 0 alone loads
+    graph.train()(IDS[world.rank :] + world.rank)
+    found |= {"weight": graph.top.weight.detach().clone(), "trained mean": graph.norm.running_mean.clone()}
+    Normed(world, graph).eval()(IDS)
+    return found | {"mean after scores": graph.norm.running_mean.clone()}
+
+
+def test_an_evaluation_begins_with_rank_0s_values_and_a_further_graph_leaves_buffers() -> None:
+    one, two = run_ranks(2, of_graphs)
+    for name in ("scores first", "weight"):
+        assert torch.equal(one[name], two[name]), name
+    assert not torch.equal(one["trained mean"], two["trained mean"])  # of the ids of each rank
+    for found in (one, two):
+        assert torch.equal(found["trained mean"], found["mean after scores"])

@@ -26,7 +26,7 @@ from support.live_rows import (
     trained,
 )
 from support.ranks import fails as error_of
-from support.ranks import run_ranks
+from support.ranks import on_ranks, run_ranks
 from support.shell import Cli
 from tierbed import ClosedError, SnapshotError, StoreError
 from tierbed.distributed import World
@@ -68,7 +68,9 @@ def test_all_ranks_go_back_where_one_did_not_close(tmp_path: Path, killed: int, 
 
 
 @in_memory_or_slowly_on_disk
-def test_ranks_without_a_snapshot_start_empty_after_a_kill_and_may_refuse_to(tmp_path: Path, store: str) -> None:
+def test_ranks_without_a_snapshot_start_empty_after_a_kill_or_where_they_are_told_to(
+    tmp_path: Path, store: str
+) -> None:
     ran(2, tmp_path, 2, store, killed=1)
     for kind, said in run_ranks(2, fails, tmp_path, {"store": store, "open": "error"}, {}):
         assert kind == "StoreError"
@@ -77,10 +79,14 @@ def test_ranks_without_a_snapshot_start_empty_after_a_kill_and_may_refuse_to(tmp
     assert found.before == [b"", b""]
     assert "was not closed by rank 1 of its 2; all ranks: started empty: it has no snapshot" in found.said[0][0]
     assert ran(2, tmp_path, 0, store, open="error").before == found.after
+    found = ran(2, tmp_path, 1, store, open="fresh")
+    assert found.before == [b"", b""]
+    assert ran(2, tmp_path, 0, store).before == found.after
 
 
-def test_a_share_of_an_earlier_run_is_not_used_with_those_of_a_later_one(tmp_path: Path) -> None:
-    share, kept = tmp_path / "rows" / "ranks" / "1-of-2", tmp_path / "kept"
+def test_a_share_of_an_earlier_run_or_of_another_rank_is_not_used_with_those_of_the_last(tmp_path: Path) -> None:
+    shares, kept = tmp_path / "rows" / "ranks", tmp_path / "kept"
+    share = shares / "1-of-2"
     ran(2, tmp_path, 2)
     shutil.copytree(share, kept)
     ran(2, tmp_path, 1)
@@ -93,6 +99,11 @@ def test_a_share_of_an_earlier_run_is_not_used_with_those_of_a_later_one(tmp_pat
         found = ran(2, tmp_path, 2)
         assert found.before == [b"", b""]
         assert why in found.said[0][0]
+    for name, other in (("0-of-2", "aside"), ("1-of-2", "0-of-2"), ("aside", "1-of-2")):
+        (shares / name).rename(shares / other)
+    found = ran(2, tmp_path)
+    assert found.before == [b"", b""]
+    assert "was not closed by rank 0, 1 of its 2" in found.said[0][0]
 
 
 @pytest.mark.parametrize("store", [slowly("host"), "ssd"])
@@ -114,10 +125,10 @@ def test_another_number_of_ranks_begins_with_the_snapshot_of_the_live_step(
 
 @in_memory_or_slowly_on_disk
 @pytest.mark.parametrize(("before", "now"), [slowly(1, 2), (2, 3), (2, 1)])
-def test_rows_that_no_snapshot_has_are_not_lost_to_another_number_of_ranks(
+def test_rows_that_no_snapshot_has_are_not_lost_to_another_number_of_ranks_unless_these_did_not_close(
     tmp_path: Path, store: str, before: int, now: int
 ) -> None:
-    alone(tmp_path, store, 2, "base")
+    saved = alone(tmp_path, store, 2, "base")
     last = ran(before, tmp_path, 1, store).after
     whose = "one process" if before == 1 else "2 ranks"
     refused = [fails(None, tmp_path, {"store": store}, {})]
@@ -125,25 +136,12 @@ def test_rows_that_no_snapshot_has_are_not_lost_to_another_number_of_ranks(
         assert kind == "StoreError"
         assert f"has live rows of {whose}, of step 3, and no snapshot of them" in said
         assert "(its last, 'base', is of step 2): open it with" in said
-    assert ran(before, tmp_path, 0, store).before == last
-
-
-@pytest.mark.parametrize("now", [1, 3])
-def test_another_number_of_ranks_goes_back_where_the_rows_are_lost(tmp_path: Path, now: int) -> None:
-    saved = alone(tmp_path, "host", 2, "base")
-    ran(2, tmp_path, 3, killed=0)
-    found = ran(now, tmp_path)
-    assert together(found.before, saved)
-    assert "was not closed by rank 0 of its 2; restored snapshot 'base', of step 2" in found.said[0][0]
-
-
-@in_memory_or_slowly_on_disk
-def test_a_fresh_open_starts_empty_on_all_ranks(tmp_path: Path, store: str) -> None:
-    alone(tmp_path, store, 2, "base")
-    ran(2, tmp_path, 2, store)
-    found = ran(2, tmp_path, 1, store, open="fresh")
-    assert found.before == [b"", b""]
-    assert ran(2, tmp_path, 0, store).before == found.after
+    again = ran(before, tmp_path, 1, store, killed=0)
+    assert again.before == last
+    if before > 1:  # the rows are lost
+        found = ran(now, tmp_path, 0, store)
+        assert together(found.before, saved)
+        assert "was not closed by rank 0 of its 2; restored snapshot 'base', of step 2" in found.said[0][0]
 
 
 def test_snapshots_may_be_on_another_disk_than_the_shares_which_know_where(tmp_path: Path) -> None:
@@ -203,24 +201,19 @@ def test_closing_waits_for_no_other_rank(tmp_path: Path) -> None:
     assert ran(2, tmp_path).before == rows
 
 
-def opened_twice(world: World, folder: Path) -> tuple[str, str, bool]:
-    """A second embedding of a process is refused, with its world or without one, until the first is closed."""
-    first = opened(world, folder)
+@on_ranks(2)
+def test_a_second_embedding_of_a_process_waits_until_the_first_is_closed(world: World, tmp_path: Path) -> None:
+    first = opened(world, tmp_path)
     step(first, 0)
-    rows, second = own_rows(first), opened(world, folder)
-    said = error_of(second.size, StoreError), error_of(lambda: opened(None, folder).size(), StoreError)
+    rows, second = own_rows(first), opened(world, tmp_path)
+    assert "call its close()" in error_of(second.size, StoreError)
+    said = error_of(lambda: opened(None, tmp_path).size(), StoreError)
+    assert "another embedding of that name in this process has" in said
     world.all_gather_object("tried on all", lambda: b"")
     first.close()
-    is_same = own_rows(second) == rows
+    assert own_rows(second) == rows
     second.close()
-    return *said, is_same
-
-
-def test_a_second_embedding_of_a_process_waits_until_the_first_is_closed(tmp_path: Path) -> None:
-    for of_ranks, of_one, is_same in run_ranks(2, opened_twice, tmp_path):
-        assert "call its close()" in of_ranks
-        assert "another embedding of that name in this process has" in of_one
-        assert is_same
+    world.all_gather_object("closed on all", lambda: b"")
     assert clean_markers(tmp_path / "rows", 2).keys() == {0, 1}
 
 
@@ -256,10 +249,11 @@ def full_disk(*_: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def loads_but_for_one(world: World, folder: Path) -> tuple[str, str, bytes, bytes, list[str]]:
+@on_ranks(2)
+def test_a_load_that_fails_on_one_rank_amid_its_changes_closes_the_rows_of_all(world: World, tmp_path: Path) -> None:
     """Rank 1 fails while the loaded rows take the place of those before."""
     said = remarks_of()
-    embedding = opened(world, folder, "ssd")
+    embedding = opened(world, tmp_path, "ssd")
     step(embedding, 0)
     embedding.save_snapshot("base")
     saved = own_rows(embedding)
@@ -267,18 +261,13 @@ def loads_but_for_one(world: World, folder: Path) -> tuple[str, str, bytes, byte
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
             patch.setattr(StoreFolder, "replace_live", full_disk)
-        error = error_of(lambda: embedding.load_snapshot("base"), Exception)
-    closed = error_of(lambda: embedding.get([1], 0), ClosedError)
-    with opened(world, folder, "ssd") as again:
-        return error, closed, saved, own_rows(again), said
-
-
-def test_a_load_that_fails_on_one_rank_amid_its_changes_closes_the_rows_of_all(tmp_path: Path) -> None:
-    for error, closed, saved, after, said in run_ranks(2, loads_but_for_one, tmp_path):
-        assert "No space left" in error
-        assert "create it again" in closed
-        assert after == saved
-        assert any("create it again, and it recovers from snapshot 'base'" in line for line in said)
+        with pytest.raises(Exception, match="No space left"):
+            embedding.load_snapshot("base")
+    with pytest.raises(ClosedError, match="create it again"):
+        embedding.get([1], 0)
+    with opened(world, tmp_path, "ssd") as again:
+        assert own_rows(again) == saved
+    assert any("create it again, and it recovers from snapshot 'base'" in line for line in said)
 
 
 def opens_without_a_file(world: World, folder: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 from itertools import count
@@ -12,6 +13,7 @@ import pytest
 from support.lost import Heard, all_name, calls, end_after, heard
 from support.ranked import Ranked, batch
 from support.ranks import run_ranks, started, survivors
+from support.two_hosts import run_on_hosts
 from tierbed import World
 
 EXCHANGES = 14  # of a step of `Ranked`, and one more
@@ -74,3 +76,31 @@ def test_a_rank_that_is_frozen_in_a_step() -> None:
             found = survivors(group, lost)
             check(found, lost, "no sign of it")
             assert all(one.seconds < timeout + 5 + timeout for one in found.values())
+
+
+TIMEOUT = 2
+
+
+def train_on_hosts(world: World, ready: int) -> Heard:
+    assert world.on_host == world.size // 2
+    graph = Ranked(world)
+    steps = (batch(world.rank, step) for step in count())
+    graph(*next(steps))
+    os.write(ready, b".")
+
+    def run() -> None:
+        while True:
+            graph(*next(steps))
+
+    return heard(world, run, graph.users.close)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [0, 1])
+def test_the_ranks_behind_a_link_that_is_cut_are_named(end: int) -> None:
+    found = run_on_hosts(train_on_hosts, 4, end, TIMEOUT)
+    for rank, one in enumerate(found):
+        others = (2, 3) if rank < 2 else (0, 1)
+        assert f"ranks {others[0]}, {others[1]} did not answer (no sign of it)" in one.said
+        assert one.ranks == others
+        assert re.search(r"step \d+", one.said)

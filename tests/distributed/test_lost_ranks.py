@@ -14,7 +14,7 @@ import torch
 from torch.distributed import TCPStore
 
 from support.lost import Heard, all_name, calls, end_after, heard, until_told
-from support.ranks import run_ranks, started, survivors
+from support.ranks import on_ranks, run_ranks, started, survivors
 from tierbed import GroupError, World
 from tierbed.engine.signals import uninterrupted
 
@@ -167,24 +167,6 @@ def test_a_signal_ends_the_wait_for_a_rank(number: signal.Signals) -> None:
         assert one[:2] == (f"gather: {said}", (0,))
 
 
-def interrupt_a_whole_one(world: World) -> int:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    totals = []
-
-    def call() -> None:
-        with uninterrupted():
-            os.kill(os.getpid(), signal.SIGINT)
-            totals.append(world.sum(torch.tensor(world.rank)))
-
-    with pytest.raises(KeyboardInterrupt):
-        call()
-    return int(totals[0] + world.sum(torch.tensor(1)))
-
-
-def test_a_call_that_all_answer_is_whole_before_ctrl_c() -> None:
-    assert run_ranks(3, interrupt_a_whole_one) == [3 + 3] * 3
-
-
 def lost_with_work_under_way(world: World, lost: int, number: int) -> float:
     """Rank `lost` gets the signal while exchanges are under way that nothing waits for."""
     if world.rank == lost:
@@ -204,8 +186,18 @@ def test_the_end_of_a_process_waits_for_no_rank(number: int) -> None:
         assert monotonic() - began < 60  # which the group's threads would go on waiting
 
 
-def forked(world: World) -> str:
-    world.gather(torch.zeros(2))
+@on_ranks(2)
+def test_a_call_that_all_answer_is_whole_before_ctrl_c_and_a_forked_child_of_a_rank_is_refused(world: World) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    totals = []
+
+    def call() -> None:
+        with uninterrupted():
+            os.kill(os.getpid(), signal.SIGINT)
+            totals.append(world.sum(torch.tensor(world.rank)))
+
+    with pytest.raises(KeyboardInterrupt):
+        call()
     read, write = os.pipe()
     if os.fork() == 0:
         try:
@@ -215,10 +207,5 @@ def forked(world: World) -> str:
         os._exit(0)
     os.close(write)
     with open(read) as pipe:
-        reports = pipe.read()
-    assert len(world.gather(torch.zeros(2))) == 4
-    return reports
-
-
-def test_a_forked_child_of_a_rank_is_refused() -> None:
-    assert all(reports.startswith("a forked process uses a world") for reports in run_ranks(2, forked))
+        assert pipe.read().startswith("a forked process uses a world")
+    assert totals[0] + world.sum(torch.tensor(1)) == 1 + 2

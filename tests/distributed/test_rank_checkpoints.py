@@ -13,7 +13,7 @@ from support.checkpoints import IDS, Rating
 from support.embeddings import make
 from support.live_rows import own_rows
 from support.optimizers import Stumbling
-from support.ranks import assert_all_heard, fails, outcome, run_ranks
+from support.ranks import fails, on_ranks, outcome, run_ranks
 from support.stores import options
 from tierbed import Graph, GraphError, SnapshotError
 from tierbed.distributed import World
@@ -94,34 +94,29 @@ class Pair(Graph):
         return [rows.get(range(8), 0).flatten().tolist() for rows in (self.first, self.second)]
 
 
-def torn(world: World, folder: Path) -> tuple[list[str], bool, bool]:
+@on_ranks(2)
+def test_a_checkpoint_mends_what_a_rank_left_that_failed_in_the_middle_of_a_step(world: World, tmp_path: Path) -> None:
     """Rank 1 fails before it updates the second embedding. After a load the ranks go on, close and open again."""
-    graph, ids = Pair(world, folder), torch.arange(8)
+    graph, ids = Pair(world, tmp_path), torch.arange(8)
     graph(ids)
-    graph.save(folder / "c")
+    graph.save(tmp_path / "c")
     groups = graph.first.row_optimizer._optimizer.param_groups  # type: ignore[union-attr]
     groups[0] = group = Stumbling(groups[0])
     graph(ids)
     plain = graph.rows()
     if world.rank == 1:
         group.fails_at = 2 * group.reads  # the last time in a step, which is in the update
-    calls = (lambda: graph(ids), lambda: graph.first.get([1], 0), lambda: graph.first.save_snapshot("d"))
-    said = [outcome(call) for call in calls]
-    graph.load(folder / "c")
+    assert outcome(lambda: graph(ids)) == ("ArithmeticError: stumbled" if world.rank == 1 else "fine")
+    said = outcome(lambda: graph.first.get([1], 0))
+    assert said.startswith("StoreError: rank 1: embedding 'first', step 3 raised ArithmeticError('stumbled') on this")
+    said = outcome(lambda: graph.first.save_snapshot("d"))
+    assert said.startswith("StoreError: rank 1: embedding 'first' failed in the middle of a write")
+    graph.load(tmp_path / "c")
     graph(ids)
-    is_same = graph.rows() == plain
+    assert graph.rows() == plain
     graph.first.close()
     graph.second.close()
-    return said, is_same, Pair(world, folder).rows() == plain
-
-
-def test_a_checkpoint_mends_what_a_rank_left_that_failed_in_the_middle_of_a_step(tmp_path: Path) -> None:
-    (one, *same), (two, *also) = run_ranks(2, torn, tmp_path)
-    assert (one[0], two[0]) == ("fine", "ArithmeticError: stumbled")
-    assert one[1:] == two[1:]
-    assert one[1].startswith("StoreError: rank 1: embedding 'first', step 3 raised ArithmeticError('stumbled') on this")
-    assert one[2].startswith("StoreError: rank 1: embedding 'first' failed in the middle of a write")
-    assert same == also == [True, True]
+    assert Pair(world, tmp_path).rows() == plain
 
 
 def state(graph: Rating) -> tuple[Tensor, list[Tensor]]:
@@ -153,73 +148,54 @@ def test_other_numbers_of_ranks_load_the_same_rows_and_parameters(tmp_path: Path
         assert all(map(torch.equal, also, dense))
 
 
-def refused(world: World, folder: Path) -> list[str]:
-    graph = rating(world, "host", folder / "a")
+@on_ranks(2)
+def test_what_one_rank_cannot_do_is_refused_on_all(world: World, tmp_path: Path) -> None:
+    graph = rating(world, "host", tmp_path / "a")
     steps(graph, part(world)[:2])
-    graph.save(folder / "c")
-    (folder / "file").mkdir(exist_ok=True)
-    said = [
-        fails(lambda: graph.save(folder / "c"), SnapshotError),
-        fails(lambda: graph.save(folder / "file"), SnapshotError),
-        fails(lambda: graph.check_save(folder / "c"), SnapshotError),
-        fails(lambda: graph.load(folder / "none"), SnapshotError),
-    ]
+    graph.save(tmp_path / "c")
+    (tmp_path / "file").mkdir(exist_ok=True)
+    assert "exists: choose another path" in fails(lambda: graph.save(tmp_path / "c"), SnapshotError)
+    assert "exists and is not a checkpoint" in fails(lambda: graph.save(tmp_path / "file"), SnapshotError)
+    assert "exists: choose another path" in fails(lambda: graph.check_save(tmp_path / "c"), SnapshotError)
+    assert "there is no checkpoint" in fails(lambda: graph.load(tmp_path / "none"), SnapshotError)
     before = own_rows(graph.rows)
     with torch.no_grad():
         weight = graph.mlp[2].weight
         kept = weight.clone()
         weight += world.rank
-    said.append(fails(lambda: graph.save(folder / "d"), GraphError))
+    said = fails(lambda: graph.save(tmp_path / "d"), GraphError)
+    assert "ranks have different values of mlp.2.weight" in said
     assert own_rows(graph.rows) == before
     with torch.no_grad():
         weight.copy_(kept)
-    graph.save(folder / "d")
+    graph.save(tmp_path / "d")
     steps(graph, part(world)[2:4])
     world.sum(torch.zeros(1))
-    file = sorted((folder / "d" / "rows" / "0").glob("*/*-0001.npy"))[0]
     if world.rank == 0:
+        file = sorted((tmp_path / "d" / "rows" / "0").glob("*/*-0001.npy"))[0]
         data = file.read_bytes()
         file.unlink()
         file.write_bytes(data[:-1] + b"\xff")
     world.sum(torch.zeros(1))
     before = own_rows(graph.rows)
-    said.append(fails(lambda: graph.load(folder / "d"), SnapshotError))
+    assert "its checksum does not match" in fails(lambda: graph.load(tmp_path / "d"), SnapshotError)
     assert own_rows(graph.rows) == before
-    graph.load(folder / "c")
+    graph.load(tmp_path / "c")
     steps(graph, part(world)[2:3])
-    graph.rows.close()
-    return said
-
-
-def test_what_one_rank_cannot_do_is_refused_on_all(tmp_path: Path) -> None:
-    found = run_ranks(2, refused, tmp_path)
-    parts = [
-        "exists: choose another path",
-        "exists and is not a checkpoint",
-        "exists: choose another path",
-        "there is no checkpoint",
-        "ranks have different values of mlp.2.weight",
-        "its checksum does not match",
-    ]
-    assert_all_heard(found, parts)
     assert sorted(os.listdir(tmp_path)) == ["a", "c", "d", "file"]
 
 
-def save_wide_and_load_narrow(world: World, folder: Path) -> tuple[str, bool]:
-    wide = rating(world, "host", folder / "a")
+@on_ranks(2)
+def test_ranks_convert_a_checkpoint_together(world: World, tmp_path: Path) -> None:
+    wide = rating(world, "host", tmp_path / "a")
     steps(wide, part(world)[:2])
-    wide.save(folder / "c")
+    wide.save(tmp_path / "c")
     numbers = wide.rows.get(IDS[0], 0)
     wide.rows.close()
-    stored = options("host", folder / "b")
+    stored = options("host", tmp_path / "b")
     with make(stored, None, "rows", tables=2, dtype=torch.bfloat16, world=world) as narrow:
         graph = Rating(narrow)
-        said = fails(lambda: graph.load(folder / "c"), SnapshotError)
-        graph.load(folder / "c", convert=True)
-        return said, torch.equal(narrow.get(IDS[0], 0), numbers.bfloat16().float())
-
-
-def test_ranks_convert_a_checkpoint_together(tmp_path: Path) -> None:
-    for said, is_converted in run_ranks(2, save_wide_and_load_narrow, tmp_path):
-        assert "holds rows of dtype float32, not bfloat16" in said
-        assert is_converted
+        with pytest.raises(SnapshotError, match="holds rows of dtype float32, not bfloat16"):
+            graph.load(tmp_path / "c")
+        graph.load(tmp_path / "c", convert=True)
+        assert torch.equal(narrow.get(IDS[0], 0), numbers.bfloat16().float())

@@ -19,7 +19,7 @@ from support.device_ranks import run_device_ranks
 from support.embeddings import contents
 from support.limits import file_size_limit
 from support.live_rows import opened, step
-from support.ranks import alike, assert_all_heard, fails, run_ranks
+from support.ranks import fails, on_ranks, run_ranks
 from tierbed import (
     GroupError,
     InputError,
@@ -195,41 +195,28 @@ def test_a_save_in_the_background_that_close_meets_is_dropped(tmp_path: Path) ->
     assert run_ranks(2, names_when_open, tmp_path) == [[], []]
 
 
-def save_over_one_of_the_background(world: World, folder: Path) -> str:
-    with opened(world, folder) as embedding:
-        step(embedding, 0)
-        save: Any = embedding.save_snapshot("s", background=True)
-        save._threads[0].wait()  # written on all ranks, which have not compared them
-        said = fails(lambda: embedding.table_handle().snapshots.check_not_saving(), StoreError)
-        assert save.wait()
-        embedding.save_snapshot("t")
-    return said
-
-
-def test_a_save_of_the_background_that_is_not_there_yet_is_in_the_way_of_another(tmp_path: Path) -> None:
-    for said in run_ranks(2, save_over_one_of_the_background, tmp_path):
-        assert "snapshot 's' is still being saved in the background" in said
-
-
-def interrupt_the_wait(world: World, folder: Path) -> None:
+@on_ranks(2)
+def test_a_save_of_the_background_is_in_the_way_of_another_and_its_wait_may_be_broken(
+    world: World, tmp_path: Path
+) -> None:
     def press(frame: Any, event: str, argument: Any) -> None:
         if frame.f_code is BackgroundSave.wait.__code__:
             sys.setprofile(None)
             raise KeyboardInterrupt
 
-    with opened(world, folder) as embedding:
+    with opened(world, tmp_path) as embedding:
         step(embedding, 0)
         save: Any = embedding.save_snapshot("s", background=True)
+        save._threads[0].wait()  # written on all ranks, which have not compared it
+        with pytest.raises(StoreError, match="snapshot 's' is still being saved in the background"):
+            embedding.table_handle().snapshots.check_not_saving()
         sys.setprofile(press if world.rank == 1 else None)
         with pytest.raises(KeyboardInterrupt) if world.rank == 1 else contextlib.nullcontext():
             save.wait()
         while not save.done:
             save.wait()
-
-
-def test_an_interrupted_wait_for_a_save_says_so_where_it_was(tmp_path: Path) -> None:
-    run_ranks(2, interrupt_the_wait, tmp_path)
-    assert stored(tmp_path / "rows" / "snapshots" / "s")
+        embedding.save_snapshot("t")
+    assert stored(tmp_path / "rows" / "snapshots" / "s") == stored(tmp_path / "rows" / "snapshots" / "t")
 
 
 def names_when_open(world: World, folder: Path) -> list[str]:
@@ -258,15 +245,19 @@ REFUSED: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
 ]
 
 
-def refuse(world: World, folder: Path) -> list[str]:
-    with opened(world, folder) as embedding:
+@on_ranks(2)
+def test_what_one_rank_cannot_do_is_raised_on_all_and_leaves_nothing(world: World, tmp_path: Path) -> None:
+    snapshots = tmp_path / "rows" / "snapshots"
+    with opened(world, tmp_path) as embedding:
         step(embedding, 0)
         embedding.save_snapshot("s")
-        said = [fails(partial(call, embedding), kind) for call, kind, _ in REFUSED]
+        for call, kind, part in REFUSED:
+            assert part in fails(partial(call, embedding), kind)
         embedding.check_save("t")
         before = own_rows(embedding)
         with file_size_limit(300) if world.rank == 1 else contextlib.nullcontext():
-            said.append(fails(lambda: embedding.save_snapshot("t"), SnapshotError))
+            said = fails(lambda: embedding.save_snapshot("t"), SnapshotError)
+        assert "rank 1: shard 1 of 2 of a snapshot was not written" in said
         assert own_rows(embedding).tobytes() == before.tobytes()
         assert embedding.last_snapshot == "s"
         step(embedding, 1)
@@ -275,46 +266,28 @@ def refuse(world: World, folder: Path) -> list[str]:
         embedding.save_snapshot("s", overwrite=True)
         step(embedding, 2)
         embedding.save_snapshot("i", "incremental")
-        said.append(fails(lambda: embedding.save_snapshot("s", overwrite=True), SnapshotError))
+        assert "it is the parent of 'i'" in fails(lambda: embedding.save_snapshot("s", overwrite=True), SnapshotError)
         assert embedding.prune_snapshots(1) == ["t"]
-        assert sorted(os.listdir(folder / "rows" / "snapshots")) == ["i", "s"]
-    return said
-
-
-def test_what_one_rank_cannot_do_is_raised_on_all_and_leaves_nothing(tmp_path: Path) -> None:
-    last = ["rank 1: shard 1 of 2 of a snapshot was not written", "it is the parent of 'i'"]
-    assert_all_heard(run_ranks(2, refuse, tmp_path), [*(part for *_, part in REFUSED), *last])
-
-
-def load_damaged(world: World, folder: Path) -> tuple[str, str]:
-    with opened(world, folder) as embedding:
-        for number in range(2):
-            step(embedding, number)
-        embedding.save_snapshot("s")
-        step(embedding, 2)
+        assert sorted(os.listdir(snapshots)) == ["i", "s"]
         before = own_rows(embedding)
         world.sum(torch.zeros(1))
-        files = sorted((folder / "rows" / "snapshots" / "s").glob("*-0001.npy"))
+        damaged = sorted((snapshots / "s").glob("*-0001.npy"))[-1]
         if world.rank == 0:
-            files[-1].write_bytes(files[-1].read_bytes()[:-1] + b"\xff")
+            damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
         world.sum(torch.zeros(1))
         said = fails(lambda: embedding.load_snapshot("s"), SnapshotError)
+        assert said.startswith("rank 1: ")
+        assert damaged.name in said
         assert own_rows(embedding).tobytes() == before.tobytes()
         step(embedding, 3)
-        embedding.save_snapshot("t")
-        return said, files[-1].name
+        embedding.save_snapshot("last")
+    assert stored(snapshots / "last")
 
 
-def test_damage_that_one_rank_finds_keeps_all_rows_as_they_were(tmp_path: Path) -> None:
-    said, damaged = alike(2, load_damaged, tmp_path)
-    assert said.startswith("rank 1: ")
-    assert damaged in said
-    assert stored(tmp_path / "rows" / "snapshots" / "t")
-
-
-def load_some(world: World, folder: Path) -> list[Any]:
+@on_ranks(2)
+def test_ranks_load_a_selection(world: World, tmp_path: Path) -> None:
     found: list[Any] = []
-    with opened(world, folder, "ssd") as embedding:
+    with opened(world, tmp_path, "ssd") as embedding:
         for number in range(2):
             step(embedding, number)
         embedding.save_snapshot("s")
@@ -330,20 +303,19 @@ def load_some(world: World, folder: Path) -> list[Any]:
             found.append((report.rows, {*rows["table"].tolist()}, {key % 2 for key in rows["key"].tolist()}))
         assert embedding.load_snapshot("s", strict=False).remarks == []
         step(embedding, 2)
-    return found
-
-
-def test_ranks_load_a_selection(tmp_path: Path) -> None:
-    (some, of_table, _), (even, _, parity), (every, _, _) = alike(2, load_some, tmp_path)
+    (some, of_table, _), (even, _, parity), (every, _, _) = found
     assert (of_table, parity) == ({1}, {0})
     assert 0 < even < every
     assert 0 < some < every
 
 
-def rows_of_a_checkpoint(world: World, folder: Path, store: str | None) -> Rows:
+@pytest.mark.parametrize("store", [None, "host", "ssd"])
+@pytest.mark.rotated("store")
+@on_ranks(2)
+def test_the_rows_of_a_checkpoint(world: World, tmp_path: Path, store: str | None) -> None:
     """By the calls of `graph.save` and `graph.load`."""
-    place = folder / "checkpoint" / "0" / "c"
-    with opened(world, None if store is None else folder, store or "host") as embedding:
+    place = tmp_path / "checkpoint" / "0" / "c"
+    with opened(world, None if store is None else tmp_path, store or "host") as embedding:
         step(embedding, 0)
         kept = embedding.table_handle().snapshots
         save_rows([embedding], [place])
@@ -356,11 +328,5 @@ def rows_of_a_checkpoint(world: World, folder: Path, store: str | None) -> Rows:
         kept.load_rows(place, Selection(state=False))
         kept.discard_rows("c")
         kept.load_rows(place)
-        return rows
-
-
-@pytest.mark.parametrize("store", [None, "host", "ssd"])
-@pytest.mark.rotated("store")
-def test_the_rows_of_a_checkpoint(tmp_path: Path, store: str | None) -> None:
-    shares = run_ranks(2, rows_of_a_checkpoint, tmp_path, store)
-    assert stored(tmp_path / "checkpoint" / "0" / "c") == together(shares)
+    shares = world.all_gather_object("rows", rows.tobytes)
+    assert stored(place) == in_order(np.frombuffer(b"".join(shares), rows.dtype))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from support.live_rows import remarks_of
 from support.ranked import LOSS, NOWHERE, Ranked, assert_equal, batch, state
-from support.ranks import outcome, run_ranks
+from support.ranks import on_ranks, outcome, run_ranks
 from tierbed import InputError, StoreError, TierbedError, World, make_cached_host_mem_store_options
 from tierbed.engine.options.lookup import Lookup
 
@@ -164,7 +164,7 @@ def test_a_full_disk_of_one_rank_costs_no_rank_a_batch(how: str) -> None:
 
 
 def with_values(world: World) -> tuple[list[str], dict[str, Tensor]]:
-    """Rank 1 alone changes a value that build reads, and once more than it may."""
+    """Rank 1 alone changes a value that build reads, and more often than it may."""
     graph, said = Filling(world), []
     for step in range(12):
         graph.temp = 1.0 + step * world.rank
@@ -203,8 +203,9 @@ def test_a_run_goes_on_after_a_rank_was_elsewhere(ahead: int) -> None:
     assert_equal(one[2], two[2])
 
 
-def closing(world: World, ahead: int) -> tuple[int, list[str]]:
-    """How many steps a run makes, whose loader closes an embedding on rank 1, and what the run and a lookup raise."""
+@AHEAD
+@on_ranks(2)
+def test_an_embedding_that_one_rank_closes_in_a_run_is_told_at_the_next_step_of_all(world: World, ahead: int) -> None:
     graph, losses = Ranked(world), list[Tensor]()
 
     def batches() -> Iterator[tuple[Tensor, ...]]:
@@ -213,57 +214,30 @@ def closing(world: World, ahead: int) -> tuple[int, list[str]]:
                 graph.users.close()
             yield batch(world.rank, step)
 
-    calls = (lambda: losses.extend(graph.run(batches(), ahead=ahead)), lambda: graph.users.get(range(3)))
-    said = [outcome(call) for call in calls]
+    for call in (lambda: losses.extend(graph.run(batches(), ahead=ahead)), lambda: graph.users.get(range(3))):
+        assert outcome(call).startswith("ClosedError: rank 1: embedding 'users' was closed")
     assert graph.items.size()
-    return len(losses), said
+    assert len(losses) == 5 - ahead
 
 
-@AHEAD
-def test_an_embedding_that_one_rank_closes_in_a_run_is_told_at_the_next_step_of_all(ahead: int) -> None:
-    for steps, said in run_ranks(2, closing, ahead):
-        assert steps == 5 - ahead
-        assert all(text.startswith("ClosedError: rank 1: embedding 'users' was closed") for text in said)
-
-
-def announces_alone(world: World) -> tuple[list[str], dict[str, Tensor], int]:
-    """Rank 0 announces a step, twice, while rank 1 looks rows up; then rank 1 announces what it does not know."""
-    graph, said = Ranked(world), []
-    for step in range(3):
-        if step:
-            table: Any = graph.users.table_handle().table
-            announce = partial(table.announce, [Lookup(batch(0, step)[0], None)], together=True)
-            calls = [announce] * (world.rank == 0) + [lambda: graph.users.get(range(3))]
-            said.append(outcome(lambda calls=calls: [call() for call in calls]))  # type: ignore[misc]
-        graph.users.prefetch(batch(world.rank, step)[0])
-        graph(*batch(world.rank, step))
-    found = state(graph)
+@on_ranks(2)
+def test_announcements_that_no_step_can_take_are_let_go(world: World) -> None:
+    """Rank 1 does not know what it announces."""
+    graph = Ranked(world)
+    graph(*batch(world.rank, 0))
+    table: Any = graph.users.table_handle().table
     for step in range(1, 4):
         table.announce(None if world.rank else [Lookup(batch(0, step)[0], None)], together=True)
     graph(*batch(world.rank, 0))
-    return said, found, len(table.id_prefetcher._announced)
+    assert not table.id_prefetcher._announced
 
 
-def test_announcements_that_are_refused_are_told_once_and_those_that_no_step_can_take_are_let_go() -> None:
-    _, expected = accumulated([[0, 1]] * 3)
-    for said, found, kept in run_ranks(2, announces_alone):
-        for number, text in enumerate(said, 2):
-            assert f"rank 0: announced step {number} of embedding 'users'" in text
-        assert_equal(found, expected)
-        assert kept == 0
-
-
-def refused(world: World, counts: Sequence[int], ahead: Sequence[int], how: str) -> str:
-    """What the run of a rank says, of that many batches and so far ahead."""
-    batches = loader(world.rank, counts[world.rank])
-    return outcome(lambda: list(Ranked(world).run(batches, ahead=ahead[world.rank], uneven=how)))
-
-
-def test_runs_of_different_arguments_and_a_rank_that_never_had_a_batch_are_refused() -> None:
-    for said in run_ranks(2, refused, [2, 2], [0, 1], "stop"):
-        assert "run of Ranked: ranks differ, rank 0: ahead=0; rank 1: ahead=1" in said
-    for said in run_ranks(2, refused, [2, 0], [1, 1], "join"):
-        assert "rank 1: a loader gave no batch at all" in said
+@on_ranks(2)
+def test_runs_of_different_arguments_and_a_rank_that_never_had_a_batch_are_refused(world: World) -> None:
+    said = outcome(lambda: list(Ranked(world).run(loader(world.rank, 2), ahead=world.rank)))
+    assert "run of Ranked: ranks differ, rank 0: ahead=0; rank 1: ahead=1" in said
+    said = outcome(lambda: list(Ranked(world).run(loader(world.rank, 2 - 2 * world.rank), ahead=1, uneven="join")))
+    assert "rank 1: a loader gave no batch at all" in said
 
 
 class Evaluated(Ranked):

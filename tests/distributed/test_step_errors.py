@@ -17,8 +17,8 @@ from torch import Tensor
 
 from support.live_rows import step as step_alone
 from support.ranked import BACKWARD, BETWEEN, IDS, LATE, LOSS, NOWHERE, Ranked, assert_equal, batch, state
-from support.ranks import alike, fails, outcome, run_ranks
-from tierbed import GroupError, TierbedError, World, make_host_mem_store_options
+from support.ranks import fails, on_ranks, outcome, run_ranks
+from tierbed import ClosedError, GroupError, TierbedError, World, make_host_mem_store_options
 from tierbed.distributed.sharded_table import ShardedBatch, ShardedTable
 from tierbed.engine.table.table import PinnedBatch
 from tierbed.graph.run import step_cache
@@ -86,38 +86,31 @@ class Wrong(Ranked):
         return super().build(users, items, y, at)
 
 
-def built(world: World) -> list[str]:
+@on_ranks(2)
+def test_a_build_that_raises_on_one_rank_is_told_to_those_that_are_in_their_step(world: World) -> None:
     graph, reports = Wrong(world), []
     for step in range(4):
         users, items, y, at = batch(world.rank, step)
         given = {1: at.expand(2), 2: None}.get(step, at) if world.rank == 1 else at
         reports.append(outcome(partial(graph, users, items, y, given)))
-    return reports
+    assert reports[0] == reports[3] == "fine"
+    assert reports[1] == "GroupError: rank 1: ValueError: two numbers"
+    assert reports[2].startswith("GroupError: rank 1: AttributeError: 'NoneType'")
 
 
-def test_a_build_that_raises_on_one_rank_is_told_to_those_that_are_in_their_step() -> None:
-    for reports in run_ranks(2, built):
-        assert reports[0] == reports[3] == "fine"
-        assert reports[1] == "GroupError: rank 1: ValueError: two numbers"
-        assert reports[2].startswith("GroupError: rank 1: AttributeError: 'NoneType'")
-
-
-def differ(world: World) -> list[str]:
+@on_ranks(2)
+def test_graphs_that_differ_are_refused_on_all_ranks(world: World) -> None:
     graphs = Ranked(world), Ranked(world)
     if world.rank == 1:
         graphs[0].middle = torch.zeros(1)
         graphs[1].before.bias.requires_grad_(False)
-    return [outcome(partial(graph, *batch(world.rank, 0))) for graph in graphs]
-
-
-def test_graphs_that_differ_are_refused_on_all_ranks() -> None:
+    said = [outcome(partial(graph, *batch(world.rank, 0))) for graph in graphs]
     tensors = "GraphError: parameters of Ranked: ranks differ, rank 0: 5 tensors, middle float32 []; rank 1: 5 "
     gradients = (
         "GroupError: embedding 'users', step 1: ranks differ, rank 0: graph: parameter 1=before_bias float32 [4], "
     )
-    for said in run_ranks(2, differ):
-        assert said[0].startswith(tensors)
-        assert said[1].startswith(gradients)
+    assert said[0].startswith(tensors)
+    assert said[1].startswith(gradients)
 
 
 def of_many_sizes(world: World) -> tuple[list[str], list[float], bool, dict[str, Tensor]]:
@@ -142,7 +135,8 @@ def test_a_step_of_many_sizes_that_fails_on_one_rank_is_raised_on_all_and_not_ru
         assert_equal(found, both[0][3])
 
 
-def amid_updates(world: World) -> list[str]:
+@on_ranks(2)
+def test_a_rank_that_fails_amid_the_updates_refuses_further_steps_until_a_checkpoint_is_loaded(world: World) -> None:
     graph, reports, stumbles = Ranked(world), [], False
 
     def hook(*_: object) -> None:
@@ -157,21 +151,17 @@ def amid_updates(world: World) -> list[str]:
             saved = copy.deepcopy(graph.get_extra_state())
         elif step == 2:
             graph.set_extra_state(saved)
-    return reports
+    assert reports[:2] == ["fine", "ArithmeticError: stumbled" if world.rank == 1 else "fine"]
+    assert "rank 1: a step of Ranked raised ArithmeticError('stumbled') during its updates, and other" in reports[2]
+    assert reports[3] == "fine"
 
 
-def test_a_rank_that_fails_amid_the_updates_refuses_further_steps_of_all_until_a_checkpoint_is_loaded() -> None:
-    refused = "rank 1: a step of Ranked raised ArithmeticError('stumbled') during its updates, and other ranks"
-    reports = run_ranks(2, amid_updates)
-    assert [*map("".join, zip(*reports, strict=True))][:2] == ["finefine", "fineArithmeticError: stumbled"]
-    for one in reports:
-        assert refused in one[2]
-        assert one[3] == "fine"
-
-
-def amid_the_updates_of_rows(world: World, folder: Path) -> tuple[list[str], list[str], bool]:
-    """Rank 1 fails in the first of two updates, which rank 0 makes both. What the step, and calls after it, raise."""
-    graph = Ranked(world, store=partial(make_host_mem_store_options, persistent_path=folder))
+@on_ranks(2)
+def test_rows_that_a_rank_left_behind_amid_the_updates_are_refused_and_never_marked(
+    world: World, tmp_path: Path
+) -> None:
+    """Rank 1 fails in the first of two updates, which rank 0 makes both."""
+    graph = Ranked(world, store=partial(make_host_mem_store_options, persistent_path=tmp_path))
     both = (graph.users, graph.items)
     graph(*batch(world.rank, 0))
     for embedding in both:
@@ -184,7 +174,8 @@ def amid_the_updates_of_rows(world: World, folder: Path) -> tuple[list[str], lis
 
     if world.rank == 1:
         PinnedBatch.update = full  # type: ignore[assignment,method-assign]  # this process ends with the test
-    ids, calls = torch.arange(4), [lambda: graph(*batch(world.rank, 1))]
+    ids, calls = torch.arange(4), list[Any]()
+    assert outcome(lambda: graph(*batch(world.rank, 1))) == ("OSError: disk full" if world.rank == 1 else "fine")
     for embedding in both:
         calls += [
             partial(embedding, ids),
@@ -193,30 +184,25 @@ def amid_the_updates_of_rows(world: World, folder: Path) -> tuple[list[str], lis
             partial(embedding.prefetch, ids),
             partial(embedding.save_snapshot, "torn"),
         ]
-    said = [outcome(call) for call in calls]
-    pruned = [name for embedding in both for name in embedding.prune_snapshots(1)]
-    for embedding in both:
-        embedding.close()
-    again = Ranked(world, store=partial(make_host_mem_store_options, persistent_path=folder))
-    found = state(again)
-    return said, pruned, all(torch.equal(found[name], before[name]) for name in ("users", "items"))
-
-
-def test_rows_that_a_rank_left_behind_amid_the_updates_are_refused_and_never_marked(tmp_path: Path) -> None:
-    (one, *more), (two, *also) = run_ranks(2, amid_the_updates_of_rows, tmp_path)
-    assert (one[0], two[0]) == ("fine", "OSError: disk full")
-    assert one[1:] == two[1:]
-    for number, said in enumerate(one[1:]):
-        what = ", step 2 raised OSError" if number % 5 < 4 else " failed in the middle"
+    for number, call in enumerate(calls):
+        said, what = outcome(call), ", step 2 raised OSError" if number % 5 < 4 else " failed in the middle"
         assert said.startswith(f"StoreError: rank 1: embedding '{('users', 'items')[number // 5]}'{what}")
         assert "disk full" in said
         assert "; load a snapshot" in said
-    assert more == also == [[], True]
+    for embedding in both:
+        assert embedding.prune_snapshots(1) == []
+        embedding.close()
+    found = state(Ranked(world, store=partial(make_host_mem_store_options, persistent_path=tmp_path)))
+    assert all(torch.equal(found[name], before[name]) for name in ("users", "items"))
 
 
-def closed_amid(world: World, after: str, ahead: int) -> list[str]:
-    """Rank 1 closes an embedding in the middle of a step. ahead: how many steps more than the other that one made."""
-    graph, reports = Ranked(world), []
+@pytest.mark.parametrize(("after", "ahead"), [("gather", 0), ("send", 0), ("send", 3)])
+@on_ranks(2)
+def test_an_embedding_that_one_rank_closes_amid_a_step_is_an_error_of_that_step_on_all(
+    world: World, after: str, ahead: int
+) -> None:
+    """ahead: how many steps more than the other this embedding has made."""
+    graph, reports = Ranked(world), list[str]()
     graph(*batch(world.rank, 0))
     for number in range(ahead):
         step_alone(graph.users, 2 * number)
@@ -231,18 +217,12 @@ def closed_amid(world: World, after: str, ahead: int) -> list[str]:
     setattr(ShardedBatch, after, closes)  # this process ends with the test
     for number in (1, 2):
         reports.append(outcome(partial(graph, *batch(world.rank, number))))
-    return reports
-
-
-@pytest.mark.parametrize(("after", "ahead"), [("gather", 0), ("send", 0), ("send", 3)])
-def test_an_embedding_that_one_rank_closes_amid_a_step_is_an_error_of_that_step_on_all(after: str, ahead: int) -> None:
-    reports = alike(2, closed_amid, after, ahead)
     assert all("Error: rank 1: embedding 'users'" in said for said in reports)
     assert "was closed" in reports[after == "gather"]
 
 
-def closed_when_read(world: World) -> list[str]:
-    """Rank 1 closes an embedding that the step has read, and needs no more."""
+@on_ranks(2)
+def test_a_step_that_needs_an_embedding_no_more_which_one_rank_closes_is_made(world: World) -> None:
     graph = Ranked(world)
     graph.users.shadow.requires_grad_(False)  # read alone
     for number in range(3):
@@ -257,17 +237,14 @@ def closed_when_read(world: World) -> list[str]:
         return found
 
     ShardedTable.read = closes  # type: ignore[method-assign]  # this process ends with the test
-    return [outcome(partial(graph, *batch(world.rank, number))) for number in (1, 2)]
+    graph(*batch(world.rank, 1))
+    with pytest.raises(ClosedError, match=r"^rank 1: embedding 'users' was closed"):
+        graph(*batch(world.rank, 2))
 
 
-def test_a_step_that_needs_an_embedding_no_more_which_one_rank_closes_is_made() -> None:
-    made, refused = alike(2, closed_when_read)
-    assert made == "fine"
-    assert refused.startswith("ClosedError: rank 1: embedding 'users' was closed")
-
-
-def without_memory(world: World) -> list[str]:
-    """A rank that cannot go through the rest of its step ends the group: the others would wait for it."""
+@on_ranks(2)
+def test_a_rank_that_cannot_go_through_its_step_ends_the_group_with_the_reason(world: World) -> None:
+    """The others would wait for it."""
     graph = Ranked(world)
 
     def no_memory(*_: Any) -> None:
@@ -275,10 +252,6 @@ def without_memory(world: World) -> list[str]:
 
     if world.rank == 1:
         ShardedBatch.send = ShardedBatch.send_nothing = no_memory  # type: ignore[assignment,method-assign]
-    return [fails(partial(graph, *batch(world.rank, number)), GroupError) for number in range(2)]
-
-
-def test_a_rank_that_cannot_go_through_its_step_ends_the_group_with_the_reason() -> None:
-    for reports in run_ranks(2, without_memory):
-        assert "failed with MemoryError('no more') after MemoryError('no more')" in reports[0]
-        assert reports[1].startswith("the group of ranks has ended: ")
+    reports = [fails(partial(graph, *batch(world.rank, number)), GroupError) for number in range(2)]
+    assert "failed with MemoryError('no more') after MemoryError('no more')" in reports[0]
+    assert reports[1].startswith("the group of ranks has ended: ")

@@ -1,10 +1,11 @@
-"""Rows of all ranks by their keys, steps without a graph, and what is refused on every rank."""
+"""Rows of all ranks by their keys, steps without a graph, what travels for them, and what is refused on every rank."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,15 @@ import torch
 from torch import Tensor
 
 from support.device_ranks import run_device_ranks
+from support.embeddings import attach, make, train
+from support.live_rows import own_rows
 from support.parts import PADDING
-from support.ranks import assert_all_heard, fails, outcome, run_ranks
+from support.ranks import fails, on_ranks, outcome, run_ranks
+from support.stores import options
 from tierbed import (
     CapacityError,
     MultiTableEmbedding,
+    OptimizerError,
     StoreError,
     World,
     make_constant_initializer,
@@ -25,7 +30,9 @@ from tierbed import (
     make_host_mem_store_options,
     make_table_options,
 )
+from tierbed.engine import _core
 from tierbed.engine.options.lookup import Lookup
+from tierbed.planning.plan import plan
 
 DIM = 5
 Run = Callable[..., list[Any]]
@@ -86,17 +93,17 @@ def test_rows_by_their_keys(run: Run, ranks: int) -> None:
     assert sum(sizes[2] for _, sizes, _ in answers) == 39 * ranks + 2
 
 
-def stepping(world: World) -> list[Any]:
+@pytest.mark.parametrize("run", [pytest.param(run, id=name) for name, run in ON.items()])
+def test_ranks_without_ids_take_part(run: Run) -> None:
+    run(2, stepping)
+
+
+def stepping(world: World) -> None:
     embedding = rows(world)
     step(embedding, [1, 2, world.rank + 10])
     step(embedding, [] if world.rank else [1])  # a rank without ids takes part, and every table counts the step
-    return [embedding.get([1, 2, 10, 11], 0)[:, 0].tolist(), embedding.metrics()["table"]["step"]]
-
-
-@on_both
-def test_ranks_without_ids_take_part(run: Run) -> None:
-    for found in run(2, stepping):
-        assert found == [[-1.5, -1.0, -0.5, -0.5], 2]
+    assert embedding.get([1, 2, 10, 11], 0)[:, 0].tolist() == [-1.5, -1.0, -0.5, -0.5]
+    assert embedding.metrics()["table"]["step"] == 2
 
 
 MISTAKES = {
@@ -176,18 +183,87 @@ LETS_GO: list[Callable[[MultiTableEmbedding], Any]] = [
 ]
 
 
-def let_go(world: World) -> list[str]:
-    embedding, said = rows(world), []
+@on_ranks(2)
+def test_rows_that_were_let_go_are_not_read_where_they_lay(world: World) -> None:
+    embedding = rows(world)
     for call in LETS_GO:
         step(embedding, [1, 2, 3, 4])
         batch = embedding.pin([Lookup(torch.arange(1, 5), torch.zeros(4, dtype=torch.int64))])
         batch.gather(0)
         call(embedding)
-        said.append(fails(lambda batch=batch: batch.weights_grad(0, torch.ones(4, DIM)), StoreError))  # type: ignore
-        said.append(fails(lambda batch=batch: batch.gather(0), StoreError))  # type: ignore[misc]
-    return said
+        with pytest.raises(StoreError, match="the batch is no longer pinned"):
+            batch.weights_grad(0, torch.ones(4, DIM))
+        with pytest.raises(StoreError, match="put, delete or a load unpinned its rows in the middle of the step"):
+            batch.gather(0)
 
 
-def test_rows_that_were_let_go_are_not_read_where_they_lay() -> None:
-    why = "put, delete or a load unpinned its rows in the middle of the step"
-    assert_all_heard(run_ranks(2, let_go), ["the batch is no longer pinned", why] * 3)
+@on_ranks(2)
+def test_a_rank_without_rows_keeps_the_optimizer_that_another_rank_has_to_keep(world: World) -> None:
+    embedding = make(make_host_mem_store_options(), "adagrad", world=world)
+    keys = torch.arange(20)
+    owners = _core.owners(torch.zeros(20, dtype=torch.int32).numpy().view("u4"), keys.numpy().view("u8"), 2)
+    of_first = keys[torch.from_numpy(owners.astype("i8")) == 0]
+    train(embedding, of_first)
+    with pytest.raises(OptimizerError, match=r"rank 0: .* has rows of optimizer adagrad"):
+        attach(embedding, "adam")
+    train(embedding, of_first)
+    assert embedding.size() > 0
+    assert bool(own_rows(embedding)) == (world.rank == 0)
+
+
+@on_ranks(2)
+def test_a_rank_that_loses_its_rows_to_an_optimizer_closes_those_of_all(world: World, tmp_path: Path) -> None:
+    embedding = make(options("ssd", tmp_path), tables=1, world=world)
+    keys = torch.arange(20)
+    embedding.put(keys, torch.rand(20, 5))
+    before = embedding.get(keys)
+    current = next((tmp_path / "rows" / "ranks" / "1-of-2").rglob("CURRENT"))
+    good = current.read_bytes()
+    world.sum(torch.ones(1))  # both have read it
+    if world.rank == 1:
+        current.write_bytes(b"damaged")
+    with pytest.raises(StoreError, match="rank 1: "):
+        attach(embedding, "adagrad")
+    with pytest.raises(StoreError, match="closed"):
+        embedding.size()
+    if world.rank == 1:
+        current.write_bytes(good)
+    world.sum(torch.ones(1))
+    assert torch.equal(make(options("ssd", tmp_path), tables=1, world=world).get(keys), before)
+
+
+RANKS, WIDE = 3, 6
+
+
+def batches(tables: int) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(5)
+    return [torch.randint(0, 90, (12, tables), generator=draw) for _ in range(4)]
+
+
+def counted(world: World, tables: int, wire: torch.dtype) -> dict[str, Any]:
+    world.grads = wire
+    start, store = [make_constant_initializer(0.0)] * tables, make_host_mem_store_options()
+    embedding = MultiTableEmbedding("e", WIDE, torch.float32, torch.int64, start, store, world=world)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    embedding.attach(optimizer, optimizer.param_groups[0])
+    for batch in batches(tables):
+        ids = batch.chunk(world.size)[world.rank]
+        pinned = embedding.pin([Lookup(ids, torch.arange(tables).expand(ids.shape))])
+        pinned.update([torch.ones(*ids.shape, WIDE)])
+    return embedding.metrics()["ranks"]
+
+
+@pytest.mark.parametrize(("tables", "wire"), [(1, torch.float32), (3, torch.bfloat16)], ids=str)
+def test_a_run_counts_what_the_plan_says(tables: int, wire: torch.dtype) -> None:
+    expected = plan([batch.numpy() for batch in batches(tables)], WIDE, 0, tables=tables, world_size=RANKS).ranks
+    assert expected is not None
+    for rank, found in enumerate(run_ranks(RANKS, counted, tables, wire)):
+        ids, sent = expected.ids, expected.bytes(torch.float32, wire)
+        assert found == {
+            "ids_sent": ids[rank].sum() - ids[rank, rank],
+            "ids_received": ids[:, rank].sum() - ids[rank, rank],
+            "rows_sent": ids[:, rank].sum() - ids[rank, rank],
+            "rows_received": ids[rank].sum() - ids[rank, rank],
+            "bytes_sent": sent[rank].sum(),
+            "bytes_received": sent[:, rank].sum(),
+        }

@@ -7,6 +7,7 @@ import re
 import threading
 import warnings
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from support.ranks import alike, assert_all_heard, fails, outcome, run_ranks
+from support.ranks import fails, on_ranks, outcome, run_ranks
 from support.refusals import Refusal, check_refusal
 from tierbed import GroupError, InputError, OptionError, World
 
@@ -66,8 +67,8 @@ def test_collectives_have_the_parts_of_ranks_in_their_order(ranks: int) -> None:
         assert all(torch.equal(value, torch.cat(parts).to(value.dtype)) for value in exchanged)
 
 
-def differing(world: World) -> list[str]:
-    """What ranks hear that do different things; and then that the group still works."""
+@on_ranks(2)
+def test_ranks_that_differ_are_told_and_go_on(world: World) -> None:
     heard = []
     for call in (
         lambda: world.gather(torch.zeros(2)) if world.rank else world.sum(torch.zeros(2)),
@@ -76,11 +77,7 @@ def differing(world: World) -> list[str]:
     ):
         heard.append(fails(call, GroupError))
     assert world.sum(torch.tensor(1)) == 2
-    return heard
-
-
-def test_ranks_that_differ_are_told_and_go_on() -> None:
-    calls, shapes, dtypes = alike(2, differing)
+    calls, shapes, dtypes = heard
     assert "rank 0: sum; rank 1: gather" in calls
     assert shapes.startswith("sum: ranks differ, rank 0: tensor=torch.float32 [2]; rank 1: tensor=torch.float32 [3]")
     assert dtypes.startswith("gather: ranks differ, rank 0: tensor=torch.int64 []; rank 1: tensor=torch.float32 []")
@@ -118,30 +115,26 @@ def test_a_tensor_of_any_dtype_layout_or_shape_is_sent_or_refused_on_all_ranks(r
         assert gathered[6].tolist() == [bool(rank) for rank in range(ranks) for _ in range(2)]
 
 
-def in_a_thread_and_closed(world: World) -> list[str]:
-    """What a call in another thread says, a call of a closed world, and a second world."""
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_second_thread_a_closed_world_and_a_second_world_are_refused(ranks: int) -> None:
+    run_ranks(ranks, in_a_thread_and_closed)
+    World.of_one().close()
+    assert World.of_one().sum(torch.tensor(2)) == 2  # the close of one ends no other
+
+
+def in_a_thread_and_closed(world: World) -> None:
     world.sum(torch.tensor(1))
     said = list[str]()
     thread = threading.Thread(target=lambda: said.append(outcome(lambda: world.sum(torch.tensor(1)))), name="reader")
     thread.start()
     thread.join()
     assert world.sum(torch.tensor(1)) == world.size
+    assert ("reader uses a world that another thread uses" in said[0]) if world.size > 1 else said == ["fine"]
     world.close()
     world.close()
-    return [*said, fails(lambda: world.sum(torch.tensor(1)), GroupError), outcome(World)]
-
-
-def test_a_second_thread_a_closed_world_and_a_second_world_are_refused() -> None:
-    closed = "the group of ranks has ended: this world is closed"
-    told = ["reader uses a world that another thread uses", closed, "create one World, and close it at the end"]
-    assert_all_heard(run_ranks(2, in_a_thread_and_closed), told)
-
-
-def test_any_thread_may_call_a_world_of_one_whose_close_ends_no_other() -> None:
-    (said,) = run_ranks(1, in_a_thread_and_closed)
-    assert said[:2] == ["fine", "the group of ranks has ended: this world is closed"]
-    World.of_one().close()
-    assert World.of_one().sum(torch.tensor(2)) == 2
+    with pytest.raises(GroupError, match=r"^the group of ranks has ended: this world is closed$"):
+        world.sum(torch.tensor(1))
+    assert world.size == 1 or "create one World, and close it at the end" in fails(World, OptionError)
 
 
 def raising(world: World) -> None:
@@ -156,32 +149,19 @@ def test_what_a_rank_raises_reaches_the_test() -> None:
     assert "on rank 1:" in error.value.__notes__[0]
 
 
-def of_other_world(world: World) -> tuple[int, int, int, torch.dtype, torch.dtype, float]:
-    other = World(timeout=5.5, rows=torch.bfloat16, grads=torch.float16)
-    assert world.sum(torch.tensor(1)) + other.sum(torch.tensor(1)) == 4
-    other.close()
-    assert world.sum(torch.tensor(1)) == 2
-    return other.rank, other.size, other.on_host, other.rows, other.grads, other.timeout
-
-
-def test_worlds_of_the_same_ranks_are_apart() -> None:
-    given = torch.bfloat16, torch.float16, 5.5
-    assert run_ranks(2, of_other_world) == [(rank, 2, 2, *given) for rank in range(2)]
-
-
-def without_gloo(world: World) -> str:
-    import torch.testing._internal.distributed.fake_pg  # a backend that needs no GPU
-
+@on_ranks(2)
+def test_worlds_of_the_same_ranks_are_apart_and_one_without_gloo_is_refused_with_the_remedy(world: World) -> None:
+    import_module("torch.testing._internal.distributed.fake_pg")  # a backend that needs no GPU
     said = fails(lambda: World(dist.new_group(backend="fake")), OptionError)
+    other = World(timeout=5.5, rows=torch.bfloat16, grads=torch.float16)
     both = World(dist.new_group(backend="cpu:gloo,cuda:fake"))
-    assert both.sum(torch.tensor(1)) == world.size
+    assert [one.sum(torch.tensor(1)) for one in (world, other, both)] == [2, 2, 2]
+    other.close()
     both.close()
-    return said
-
-
-def test_a_group_without_gloo_is_refused_with_the_remedy() -> None:
-    for said in run_ranks(2, without_gloo):
-        assert re.match(r"group: its backends are cpu:fake.*through host memory.*cuda:nccl.*backend='gloo'", said), said
+    assert world.sum(torch.tensor(1)) == 2
+    found = other.rank, other.size, other.on_host, other.rows, other.grads, other.timeout
+    assert found == (world.rank, 2, 2, torch.bfloat16, torch.float16, 5.5)
+    assert re.match(r"group: its backends are cpu:fake.*through host memory.*cuda:nccl.*backend='gloo'", said), said
 
 
 def test_a_process_alone_is_a_group_of_one() -> None:

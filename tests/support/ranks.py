@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import os
 import pickle
 import traceback
@@ -37,6 +39,27 @@ def alike(ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
     first, *others = run_ranks(ranks, function, *arguments)
     assert others == [first] * (ranks - 1)
     return first
+
+
+def on_ranks(ranks: int, run: Callable[..., Any] = run_ranks) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test that runs on each rank of a new group, which comes first of its arguments, the fixtures after it."""
+
+    def over(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(**fixtures: Any) -> None:
+            run(ranks, _on_rank, test, fixtures)
+
+        signature = inspect.signature(body)
+        test.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*signature.parameters.values()][1:]
+        )
+        return test
+
+    return over
+
+
+def _on_rank(world: Any, test: Any, fixtures: Mapping[str, Any]) -> None:
+    test.__wrapped__(world, **fixtures)
 
 
 @contextlib.contextmanager
