@@ -22,10 +22,9 @@ from rich.table import Column, Table
 from support import warm
 
 from .model_plan import draw_model_round
-from .model_ranks import ModelRankRounds
 from .model_rounds import ModelRounds
 from .plan import draw_rank_round, draw_round
-from .rank_rounds import RankRounds
+from .rank_rounds import ModelRankRounds, RankRounds
 from .rounds import Result, Rounds
 
 console = Console(highlight=False)

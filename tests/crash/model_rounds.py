@@ -8,6 +8,7 @@ from dataclasses import asdict
 from functools import partial
 from itertools import combinations, product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tierbed.distributed import World
@@ -95,7 +96,7 @@ class Allowed:
         self._removes |= self.inside in REMOVES
         found = list[Replica]()
         for way, number in product(self.ways, range(self.ranks)):
-            way.process.draw = Always(number)
+            way.process.draw = SimpleNamespace(randrange=partial(_at_most, number))  # a draw that is known
             runs = self._running or [lambda way: None]
             within = [made for run in runs for made in way.killed_within(run)]
             found += within
@@ -138,18 +139,12 @@ class Allowed:
             way.begin()
 
 
-class Always:
-    """A draw that is known."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def randrange(self, count: int) -> int:
-        return min(self.number, count - 1)
-
-
 def _run(operation: str, more: Sequence[Any], way: Replica) -> None:
     getattr(way, "open_again" if operation == "open" else operation)(*more)
+
+
+def _at_most(number: int, count: int) -> int:
+    return min(number, count - 1)
 
 
 def _finish(way: Replica) -> None:

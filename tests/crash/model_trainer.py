@@ -148,7 +148,6 @@ class ModelTrainer(Writer):
         self.path = path
         frozen = plan["frozen"] if plan["number"] >= plan["frozen_from"] else None
         self.trained = "".join(name for name in NAMES[: len(plan["dims"])] if name != frozen)
-        self.model: Members | None = None
         self.open(plan["stores"], first=True)
 
     def run(self) -> None:
@@ -174,23 +173,18 @@ class ModelTrainer(Writer):
         order = self.chance.sample(range(len(stores)), len(stores))
         self.say("begin", "open", first=first)
         self.arm("open")
-        if self.model is not None:
-            self.model.close()
-        mode, self.model = opened(
+        if not first:
+            self.members.close()
+        mode, self.members = opened(
             lambda mode: Members(self.path, self.plan, mode, stores, self.plan["budgets"], self.world),
             order,
             (lambda: self.say("begin", "mixed")) if first else None,
         )
         shim.live_on()
-        self.say("end", "open", first=first, mode=mode, rows=self.model.firsts(), names=self.names())
+        self.say("end", "open", first=first, mode=mode, rows=self.members.firsts(), names=self.names())
 
     def names(self) -> list[dict[str, int]]:
         return names_in(self.path, len(self.plan["dims"]))
-
-    @property
-    def members(self) -> Members:
-        assert self.model is not None
-        return self.model
 
     def step(self) -> None:
         for _ in range(self.chance.randint(1, 3)):

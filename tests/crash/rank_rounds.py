@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from support.forked import with_pipe
 from support.ranks import run_ranks
 from support.warm import SHIMMED, Child
 
+from . import model_rounds
+from .model_rounds import ModelRounds
 from .rank_trainer import train
 from .rounds import HUNG, KILLED, Result, Rounds, checked
 
@@ -22,7 +26,7 @@ class RankRounds(Rounds):
     """Rounds of several ranks."""
 
     def train(self, place: Path, session: Any, orders: dict[str, Any]) -> None:
-        train_ranks(place, session, orders, train)
+        train_ranks(place, session, orders)
 
     def check(self, path: Path, plan: Any, number: int, expected: Any, result: Result) -> None:
         if expected.inside == "open":  # by another number of ranks, so it was loading the snapshot of these rows
@@ -33,7 +37,23 @@ class RankRounds(Rounds):
         return run_ranks(len(stores), checked, stores, *given)
 
 
-def train_ranks(place: Path, session: Any, orders: dict[str, Any], task: Any) -> None:
+class ModelRankRounds(ModelRounds):
+    """Runs rounds of that many ranks, of which one is killed, and the others find out or are killed with it."""
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        super().__init__(folder)
+        self.ranks = ranks
+
+    def train(self, place: Path, session: Any, orders: dict[str, Any]) -> None:
+        chance = random.Random(session.seed + 2)
+        killed = {"ranks": self.ranks, "victim": chance.randrange(self.ranks), "all_die": chance.random() < 0.5}
+        train_ranks(place, SimpleNamespace(kill=session.kill, **killed), {**orders, **killed})
+
+    def found(self, *given: Any) -> list[Any]:
+        return run_ranks(self.ranks, model_rounds.checked, *given)
+
+
+def train_ranks(place: Path, session: Any, orders: dict[str, Any]) -> None:
     """Until the victim is killed. The others end because it has."""
     from torch.distributed import TCPStore  # not where the workers of a run are started
 
@@ -41,7 +61,7 @@ def train_ranks(place: Path, session: Any, orders: dict[str, Any], task: Any) ->
     with contextlib.ExitStack() as group:
         ranks = []
         for rank in range(session.ranks):
-            child, pipe = with_pipe(task, str(place), orders, rank, store.port, server=SHIMMED)
+            child, pipe = with_pipe(train, str(place), orders, rank, store.port, server=SHIMMED)
             ranks.append((group.enter_context(child), group.enter_context(pipe)))
         victim, kill = ranks[session.victim][0], session.kill
         if kill.inside is None:

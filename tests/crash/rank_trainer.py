@@ -10,10 +10,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tierbed import GroupError, StoreError
+from tierbed import GroupError, MultiTableEmbedding, StoreError
 from tierbed.distributed import World
 
 from .history import History
+from .model_plan import WEIGHTS
+from .model_trainer import ModelTrainer
 from .plan import RANK_WEIGHTS, draw_stores
 from .trainer import Trainer, begun, tierbed
 
@@ -93,13 +95,56 @@ def meet(world: World) -> None:
     world.all_gather_object("the ranks of a round meet", lambda: b"")
 
 
+class RankModelTrainer(ModelTrainer):
+    """Operations of all ranks."""
+
+    world: World
+
+    def __init__(self, world: World, path: Path, plan: dict[str, Any], files: list[int]) -> None:
+        self.world, self.is_victim = world, world.rank == plan["victim"]
+        super().__init__(path, plan, files if world.rank == 0 else [])
+
+    def run(self) -> None:
+        not_over_ranks = ("background", "command", "live")
+        self.operate_all({name: weight for name, weight in WEIGHTS.items() if name not in not_over_ranks})
+        if self.is_victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        meet(self.world)
+
+    def operate(self, operation: str) -> None:
+        meet(self.world)  # so that all see the same files
+        super().operate(operation)
+
+    def keep(self, state: Any, place: Path) -> None:
+        if self.world.rank == 0:
+            super().keep(state, place)
+
+    def close(self, one: MultiTableEmbedding) -> None:
+        """Closed by all ranks before the log says so."""
+
+        def closed() -> None:
+            one.close()
+            meet(self.world)
+
+        self.logged("reopen", closed, one.name)
+
+    def reopen(self) -> None:
+        for one in self.chance.sample(self.members.all, len(self.members.all)):
+            self.close(one)
+        self.open([self.chance.choice(["device", "host", "ssd", "ssd_host"]) for _ in self.members.all])
+
+
 def train(place: str, plan: dict[str, Any], rank: int, port: int, events: Connection) -> None:
     """Work in `place` as one of the ranks until killed, or until another is."""
-    folder = Path(place)
-    files = [begun(folder, plan["power"]), events.fileno()]
+    folder, is_model = Path(place), "dims" in plan
+    files = [begun(folder, plan["power"] and not is_model), events.fileno()]
     try:
-        history = History(plan["keys"], plan["life"], plan["types"], world_of(rank, plan["ranks"], port))
-        RankTrainer(folder / "store", history, plan, files).run()
+        world = world_of(rank, plan["ranks"], port)
+        if is_model:
+            RankModelTrainer(world, folder / "store" / "model", plan, files).run()
+        else:
+            history = History(plan["keys"], plan["life"], plan["types"], world)
+            RankTrainer(folder / "store", history, plan, files).run()
     except GroupError:  # of a killed rank, or else the round reports the error
         (folder / f"ended-{rank}").write_text(traceback.format_exc())
 

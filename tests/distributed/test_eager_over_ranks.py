@@ -100,28 +100,6 @@ def test_rows_and_dense_parameters_are_those_of_one_process_with_the_mean_loss()
         assert batches == 0
 
 
-def only_rank_0(world: World) -> list[Tensor]:
-    model = Model(world)
-    optimizer = trained(model)
-    loss = model(ids_of(0, world.rank))
-    if world.rank == 0:
-        loss.backward()
-    optimizer.step()
-    return model.state()
-
-
-def test_a_rank_without_gradients_takes_part_and_an_embedding_of_no_rank_stays() -> None:
-    model = Model(None)
-    optimizer = trained(model)
-    (model(ids_of(0, 0)) / 3).backward()
-    optimizer.step()
-    found = run_ranks(3, only_rank_0)
-    for rows, steps, *_ in found:
-        assert steps.tolist() == [1, 0]
-        assert torch.equal(rows, found[0][0])
-        torch.testing.assert_close(rows, model.rows.get(KEYS))
-
-
 @on_ranks(2)
 def test_a_mistake_on_one_rank_is_raised_on_all_and_training_goes_on(world: World) -> None:
     model = Model(world)

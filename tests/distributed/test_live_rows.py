@@ -17,7 +17,6 @@ from support.live_rows import (
     fails,
     left_open,
     opened,
-    own_disks,
     own_rows,
     ran,
     remarks_of,
@@ -155,23 +154,13 @@ def test_snapshots_may_be_on_another_disk_than_the_shares_which_know_where(tmp_p
     assert ran(3, live, snapshot_path=place).before == found.after
 
 
-def test_each_rank_may_have_a_disk_of_its_own(tmp_path: Path) -> None:
-    first, second = run_ranks(2, own_disks, tmp_path, 2), run_ranks(2, own_disks, tmp_path, 2)
-    assert [before for before, _, _ in second] == [rows for _, rows, _ in first]
-    assert (tmp_path / "1" / "rows" / "ranks" / "1-of-2" / "MARK").exists()
-    assert not (tmp_path / "1" / "rows" / "LOCK").exists()
-
-
-def test_snapshots_that_only_one_rank_sees_are_refused_on_all(tmp_path: Path) -> None:
+def test_snapshots_that_only_one_rank_sees_and_arguments_that_differ_are_refused_on_all(tmp_path: Path) -> None:
     for kind, said in run_ranks(2, fails, tmp_path / "0", {}, {1: {"path": tmp_path / "1"}}):
         assert kind == "StoreError"
         assert said.startswith("rank 1: ")
         assert "is another folder here than on rank 0" in said
         assert "give snapshot_path" in said
     assert not [name for name in os.listdir(tmp_path / "0" / "rows") if name.startswith(".token")]
-
-
-def test_ranks_that_differ_are_told_what_differs(tmp_path: Path) -> None:
     for kind, said in run_ranks(2, fails, tmp_path, {}, {1: {"seed": 7, "capacity": 9}}):
         assert kind == "GroupError"
         assert said.endswith(

@@ -30,11 +30,9 @@ from tierbed import (
     export_snapshot,
 )
 from tierbed.distributed import World
-from tierbed.embedding.state_dict.model_snapshots import save_rows
 from tierbed.engine import _core
 from tierbed.engine.row_format import row_dtype
 from tierbed.engine.table.background_save import BackgroundSave
-from tierbed.snapshots.store.selection import Selection
 
 Rows = NDArray[np.void]
 
@@ -307,26 +305,3 @@ def test_ranks_load_a_selection(world: World, tmp_path: Path) -> None:
     assert (of_table, parity) == ({1}, {0})
     assert 0 < even < every
     assert 0 < some < every
-
-
-@pytest.mark.parametrize("store", [None, "host", "ssd"])
-@pytest.mark.rotated("store")
-@on_ranks(2)
-def test_the_rows_of_a_checkpoint(world: World, tmp_path: Path, store: str | None) -> None:
-    """By the calls of `graph.save` and `graph.load`."""
-    place = tmp_path / "checkpoint" / "0" / "c"
-    with opened(world, None if store is None else tmp_path, store or "host") as embedding:
-        step(embedding, 0)
-        kept = embedding.table_handle().snapshots
-        save_rows([embedding], [place])
-        rows = own_rows(embedding)
-        step(embedding, 1)
-        kept.check_rows(place)
-        kept.load_rows(place)
-        assert own_rows(embedding).tobytes() == rows.tobytes()
-        step(embedding, 1)
-        kept.load_rows(place, Selection(state=False))
-        kept.discard_rows("c")
-        kept.load_rows(place)
-    shares = world.all_gather_object("rows", rows.tobytes)
-    assert stored(place) == in_order(np.frombuffer(b"".join(shares), rows.dtype))
