@@ -18,7 +18,7 @@ from collections.abc import Collection
 
 from tierbed.snapshots.store.recovery_rule import EMPTY, FOREVER, Record, Snapshots
 
-from .record_processes import Disk, Forward, Kill, Reader, Refused, Rows, Shards, Trainer
+from .record_processes import Disk, Forward, Kill, Refused, Rows, Shards, Trainer
 
 Backup = tuple[dict[str, str], Shards, Record | Forward]  # a folder: snapshots, live rows, MARK
 
@@ -41,7 +41,7 @@ class Checker:
         self.changed = dict.fromkeys(stores, 0)  # the moment of the last change
         self.promised: dict[frozenset[str], int] = {}  # by group the newest moment that returned saves cover
         self.durable = dict.fromkeys(stores, True)  # nothing was written since the last save, load or close
-        self.reader, self.lost, self.log = Reader(self.disk), set[str](), list[tuple[object, ...]]()
+        self.lost, self.log = set[str](), list[tuple[object, ...]]()
         self.backups: dict[str, Backup] = {}
         self.first = 0  # the moment at which the trainer began: no record has older ones that it completes
         self.before = 0, True  # the number of writes before the operation, and whether all rows were durable
@@ -88,20 +88,6 @@ class Checker:
 
     def prune(self, store: str) -> None:
         self.trainer.prune(store)
-
-    def train_reader(self) -> None:
-        """The reader begins to train. It may be refused, and never trains other rows than the store's."""
-        reader, self.reader = self.reader, Reader(self.disk)
-        self.trainer.open(list(reader.rows), reader)
-        self.trainer.lock()
-        for x, rows in reader.rows.items():
-            self.require(rows == self.current[x], f"a reader trains {rows} of {x}, not {self.current[x]}")
-
-    def read(self, store: str) -> None:
-        is_free = self.disk.leads_to(store) != self.trainer.group or not self.trainer.group
-        self.reader.open(store, is_free)
-        rows, right = self.reader.rows[store], self.current[store]
-        self.require(rows == right, f"a reader of {store} gets {rows}, not {right}")
 
     def step(self, stores: str, fails: bool = False, diverges: bool = False) -> None:
         self.count += 1
@@ -166,13 +152,10 @@ class Checker:
             self.trainer.diverged.clear()
 
     def require_excuse(self, refused: Refused) -> None:
-        excused = self.lost or self.log[-1][0] == "train_reader" or self.trainer.broken | self.trainer.diverged
+        excused = self.lost or self.trainer.broken | self.trainer.diverged
         self.require(excused, f"refused: {refused}")
 
     # between two trainers
-
-    def close_reader(self) -> None:
-        self.reader = Reader(self.disk)
 
     def back_up(self, store: str) -> None:
         disk = self.disk
@@ -244,7 +227,7 @@ class Checker:
 # ---- random histories ----------------------------------------------------------------------------------------------
 
 OPERATIONS = {"step": 6, "fail": 0.4, "diverge": 0.3, "save": 3, "background": 1, "finish": 2, "load": 1.5}
-OPERATIONS |= {"fail_load": 0.5, "prune": 1.5, "close": 1, "open": 1, "read": 0.5}
+OPERATIONS |= {"fail_load": 0.5, "prune": 1.5, "close": 1, "open": 1}
 
 
 class History:
@@ -283,11 +266,7 @@ class History:
 
     def train(self) -> None:
         checker, draw, trainer = self.checker, self.draw, self.checker.trainer
-        free = set(checker.stores) - checker.reader.rows.keys()
-        if checker.reader.rows and (not free or draw.random() < 0.5):
-            checker.do("train_reader")
-        else:
-            checker.do("open", self.some(free))
+        checker.do("open", self.some(checker.stores))
         for operation in draw.choices(list(OPERATIONS), list(OPERATIONS.values()), k=draw.randint(1, 14)):
             self.draw_operation(operation, sorted(trainer.rows.keys() - trainer.broken - trainer.diverged))
         for x in sorted(trainer.rows):
@@ -296,7 +275,7 @@ class History:
     def draw_operation(self, operation: str, sound: list[str]) -> None:
         """Run an operation on some open stores, if there are any for it."""
         checker, draw, trainer = self.checker, self.draw, self.checker.trainer
-        closed = set(checker.stores) - trainer.rows.keys() - checker.reader.rows.keys() - trainer.broken
+        closed = set(checker.stores) - trainer.rows.keys() - trainer.broken
         name = draw.choice(["daily", "weekly", f"once-{checker.count}"])
         if operation in ("step", "fail", "diverge") and sound:
             checker.do("step", self.some(sound), operation == "fail", operation == "diverge")
@@ -312,20 +291,16 @@ class History:
             checker.do("load", snapshots, draw.choice(sorted(snapshots)) if operation == "fail_load" else "")
         elif operation in ("prune", "close") and trainer.rows:
             checker.do(operation, draw.choice(sorted(trainer.rows)))
-        elif operation in ("open", "read") and closed:
+        elif operation == "open" and closed:
             checker.do(operation, draw.choice(sorted(closed)))
 
     def between(self) -> None:
-        """What readers and users do while no trainer runs."""
+        """What users do while no trainer runs."""
         checker, draw = self.checker, self.draw
         x = draw.choice(checker.stores)
-        if draw.random() < 0.3 and x not in checker.reader.rows:
-            checker.do("read", x)
-        elif draw.random() < 0.3:
-            checker.do("close_reader")
         if draw.random() < 0.2:
             checker.do("back_up", x)
-        if draw.random() < 0.08 and not checker.reader.rows:
+        if draw.random() < 0.08:
             checker.do(draw.choice(["restore_backup", "delete_snapshot"]), x)
 
 

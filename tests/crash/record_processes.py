@@ -1,14 +1,14 @@
 """Processes that follow the rule of snapshots/store/recovery_rule.py, and their disk, for the model checker.
 
-`Disk` has the folders and records. `Trainer` holds the group's lock, as snapshots/store/group.py does, `Reader` does
-not. Rows are the tuple of the writes that made them.
+`Disk` has the folders and records. `Trainer` holds the group's lock, as snapshots/store/group.py does. Rows are the
+tuple of the writes that made them.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from tierbed.snapshots.store.recovery_rule import (
     EMPTY,
@@ -124,11 +124,10 @@ class Trainer:
         self.broken, self.diverged = set[str](), set[str]()
         self.noted = set[str]()  # stores of which the record says that they are being written
 
-    def open(self, stores: Collection[str], reader: Reader | None = None) -> None:
-        """reader: what opened the stores already."""
+    def open(self, stores: Collection[str]) -> None:
         for x in stores:
-            self.entries[x] = reader.entries[x] if reader else self.entry_of(x)
-            self.rows[x] = reader.rows[x] if reader else self.disk.rows(x, self.entries[x])
+            self.entries[x] = self.entry_of(x)
+            self.rows[x] = self.disk.rows(x, self.entries[x])
             if not self.entries[x].live:
                 self.disk.discard_live(x)
 
@@ -143,11 +142,6 @@ class Trainer:
         if all(self.at[x].snapshot == snapshot for x, snapshot in commit.items() if x != store):
             return Entry(commit[store])
         raise Refused(f"{store} was not closed cleanly: close all stores, so that the next open recovers")
-
-    def is_current(self, store: str, target: Entry) -> bool:
-        entry = self.entries[store]
-        same_live = entry.live and entry.live == target.live
-        return bool(same_live or (entry.snapshot and entry.snapshot == target.snapshot))
 
     def lock(self) -> None:
         """Take the locks of the groups of all open stores, recover, join."""
@@ -165,9 +159,6 @@ class Trainer:
 
     def recover(self, key: str) -> None:
         record, target = self.disk.record(key), self.targets(key)
-        for x in self.rows.keys() & target.keys():
-            if not self.is_current(x, target[x]):
-                raise Refused(f"{x} was recovered meanwhile: open it again")
         whole = {x: entry.snapshot for x, entry in target.items() if entry.snapshot}
         recovered = next_record(record, target, whole if len(whole) == len(target) else None)
         if record.trained:  # its process was killed
@@ -374,24 +365,3 @@ class Trainer:
         for name in names:
             if self.disk.names[store][name] not in keep:
                 self.disk.write(lambda name=name: self.disk.names[store].pop(name))
-
-
-@dataclass
-class Reader:
-    """A process that opened stores without the group's lock."""
-
-    disk: Disk
-    entries: dict[str, Entry] = field(default_factory=dict)
-    rows: dict[str, Rows] = field(default_factory=dict)
-
-    def open(self, store: str, lock_is_free: bool) -> None:
-        key = self.disk.leads_to(store)
-        if lock_is_free:  # a member without an entry was killed: read what recovery will give, and write no record
-            entry = self.disk.target(key)[store]
-        else:
-            entry = usable(self.disk.record(key).now[store], self.disk.folder(store))
-        if entry == NOTHING:
-            raise Refused(f"{store} was not closed cleanly")
-        self.entries[store], self.rows[store] = entry, self.disk.rows(store, entry)
-        if lock_is_free and not entry.live:  # rows of a snapshot may replace the live rows
-            self.disk.discard_live(store)

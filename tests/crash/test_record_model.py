@@ -67,7 +67,6 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "load: a failure takes nothing back": (Trainer, "take_back", lambda trainer, at: None),
     "write: no clean marker is cleared, nor the live entry": (Trainer, "clear_before_write", lambda trainer, x: None),
     "close: a store that was not closed cleanly has its old entry": (Trainer, "close", forget_at_close),
-    "reader: trains what it read": (Trainer, "is_current", lambda trainer, store, entry: True),
     "ranks: the first shard decides": (rule, "usable", first_shard_only),
     "join: the old commits are forgotten": (processes, "union", union_without_commits),
 }

@@ -237,9 +237,7 @@ def test_a_call_of_rows_that_one_rank_closed_is_told_to_all(world: World, tmp_pa
 
 @pytest.mark.parametrize("place", [0, 1])
 @on_ranks(2)
-def test_rows_of_a_half_made_step_are_refused_until_a_snapshot_is_loaded(
-    world: World, tmp_path: Path, place: int
-) -> None:
+def test_rows_of_a_half_made_step_are_refused_until_a_load(world: World, tmp_path: Path, place: int) -> None:
     model = Two(world, tmp_path)
     model.step()
     for rows in (model.a, model.b):

@@ -187,9 +187,7 @@ def test_a_gradient_of_weights_or_an_update_that_fails_on_one_rank_is_told_to_al
 
 @pytest.mark.parametrize("table_batched", [False, True])
 @on_ranks(RANKS)
-def test_a_rank_that_cannot_take_part_in_an_exchange_of_gradients_ends_the_group(
-    world: World, table_batched: bool
-) -> None:
+def test_a_rank_that_cannot_exchange_gradients_ends_the_group(world: World, table_batched: bool) -> None:
 
     def no_memory(*_: Any) -> None:
         raise MemoryError("no more")

@@ -1,21 +1,28 @@
-"""A rank that is killed, frozen or elsewhere is named on every other one, and no rank waits for it again."""
+"""A rank that is killed, frozen or elsewhere is named on every other one, which wait no more, and costs no snapshot."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import threading
 from datetime import timedelta
+from itertools import count
+from pathlib import Path
 from time import monotonic, sleep
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed import TCPStore
 
+from support.live_rows import opened, own_rows, step
 from support.lost import Heard, all_name, calls, end_after, heard, until_told
+from support.ranked import Ranked, batch
 from support.ranks import on_ranks, run_ranks, started, survivors
-from tierbed import GroupError, World
+from support.two_hosts import run_on_hosts
+from tierbed import GroupError, World, list_snapshots
 from tierbed.engine.signals import uninterrupted
 
 KILL, STOP = int(signal.SIGKILL), int(signal.SIGSTOP)
@@ -209,3 +216,196 @@ def test_a_call_that_all_answer_is_whole_before_ctrl_c_and_a_forked_child_of_a_r
     with open(read) as pipe:
         assert pipe.read().startswith("a forked process uses a world")
     assert totals[0] + world.sum(torch.tensor(1)) == 1 + 2
+
+
+OF_STEP = 14  # of a step of `Ranked`, and one more
+
+
+def step_exchanges(world: World) -> int:
+    graph = Ranked(world)
+    graph(*batch(world.rank, 0))
+    before = calls(world)
+    graph(*batch(world.rank, 1))
+    return calls(world) - before
+
+
+def test_the_exchanges_of_a_step_are_these() -> None:
+    assert run_ranks(2, step_exchanges) == [OF_STEP - 1] * 2
+
+
+def train(world: World, lost: int, number: int, exchanges: int) -> Heard:
+    graph = Ranked(world)
+    graph(*batch(world.rank, 0))
+    if world.rank == lost:
+        end_after(world, exchanges, number, is_sent=exchanges % 2 == 0)
+    steps = (batch(world.rank, step) for step in count(1))
+
+    def run() -> None:
+        while True:
+            graph(*next(steps))
+
+    def close() -> None:
+        graph.users.close()
+        graph.items.close()
+
+    return heard(world, run, close)
+
+
+def check_step(found: dict[int, Heard], lost: int, how: str) -> None:
+    all_name(found.values(), lost, how)
+    assert all(re.search(r"step \d+", one.said) for one in found.values())
+
+
+@pytest.mark.parametrize(
+    "exchanges", [pytest.param(n, marks=() if n in (5, 12) else pytest.mark.slow) for n in range(1, OF_STEP + 1)]
+)
+def test_a_rank_that_is_killed_in_a_step(exchanges: int) -> None:
+    ranks = 2 + exchanges % 2
+    lost = exchanges // 2 % ranks
+    with started(ranks, train, lost, int(signal.SIGKILL), exchanges, whole=exchanges == 12) as group:
+        check_step(survivors(group, lost), lost, "its process ended")
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_frozen_in_a_step() -> None:
+    timeout = 2
+    with contextlib.ExitStack() as groups:
+        every = [
+            (lost, groups.enter_context(started(2, train, lost, int(signal.SIGSTOP), exchanges, timeout=timeout)))
+            for lost, exchanges in ((0, 1), (1, 4), (0, 6))
+        ]
+        for lost, group in every:
+            found = survivors(group, lost)
+            check_step(found, lost, "no sign of it")
+            assert all(one.seconds < timeout + 5 + timeout for one in found.values())
+
+
+TIMEOUT = 2
+
+
+def train_on_hosts(world: World, ready: int) -> Heard:
+    assert world.on_host == world.size // 2
+    graph = Ranked(world)
+    steps = (batch(world.rank, step) for step in count())
+    graph(*next(steps))
+    os.write(ready, b".")
+
+    def run() -> None:
+        while True:
+            graph(*next(steps))
+
+    return heard(world, run, graph.users.close)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [0, 1])
+def test_the_ranks_behind_a_link_that_is_cut_are_named(end: int) -> None:
+    found = run_on_hosts(train_on_hosts, 4, end, TIMEOUT)
+    for rank, one in enumerate(found):
+        others = (2, 3) if rank < 2 else (0, 1)
+        assert f"ranks {others[0]}, {others[1]} did not answer (no sign of it)" in one.said
+        assert one.ranks == others
+        assert re.search(r"step \d+", one.said)
+
+
+OF_ACTION = {"save": 12, "load": 13, "close": 0}  # of two ranks
+
+
+def begun(world: World, folder: Path, store: str = "host") -> Any:
+    """An embedding that is trained, saved, and trained on."""
+    embedding = opened(world, folder, store)
+    for number in range(3):
+        step(embedding, number)
+    embedding.save_snapshot("a")
+    step(embedding, 3)
+    return embedding
+
+
+def act(embedding: Any, action: str) -> None:
+    if action == "save":
+        embedding.save_snapshot("b")
+    elif action == "load":
+        embedding.load_snapshot("a")
+    else:
+        embedding.close()
+
+
+def exchanges(world: World, folder: Path) -> dict[str, int]:
+    embedding, counts = begun(world, folder), {}
+    for action in OF_ACTION:
+        before = calls(world)
+        act(embedding, action)
+        counts[action] = calls(world) - before
+    return counts
+
+
+def test_the_exchanges_of_an_action_are_these(tmp_path: Path) -> None:
+    assert run_ranks(2, exchanges, tmp_path) == [OF_ACTION] * 2
+
+
+def lose_in(world: World, folder: Path, store: str, action: str, lost: int, number: int, at: int) -> Heard:
+    embedding = begun(world, folder, store)
+    if world.rank == lost:
+        end_after(world, at, number, is_sent=at % 2 == 0)
+    return heard(world, lambda: (act(embedding, action), world.sum(torch.tensor(1))), embedding.close)
+
+
+def saved(world: World, folder: Path, store: str) -> dict[str, bytes]:
+    """The rows of this rank in every snapshot, each loaded; then the group goes on."""
+    with opened(world, folder, store) as embedding:
+        found = {}
+        for listed in list_snapshots(folder / "rows" / "snapshots").snapshots:
+            embedding.load_snapshot(listed.name)
+            found[listed.name] = own_rows(embedding)
+        step(embedding, 4)
+        embedding.save_snapshot("next")
+    return found
+
+
+def whole(world: World, folder: Path) -> dict[str, bytes]:
+    with begun(world, folder) as embedding:
+        later = own_rows(embedding)
+        embedding.load_snapshot("a")
+        return {"a": own_rows(embedding), "b": later}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, bytes]]:
+    """By rank, the rows of the snapshots where none is lost; they are the same on every store."""
+    return run_ranks(2, whole, tmp_path_factory.mktemp("whole"))
+
+
+def check_saved(folder: Path, store: str, rows: list[dict[str, bytes]]) -> None:
+    """The earlier snapshot exists, a later one is whole or not there, and training goes on."""
+    for found, expected in zip(run_ranks(2, saved, folder, store), rows, strict=True):
+        assert found.items() <= expected.items()
+        assert "a" in found
+
+
+@pytest.mark.parametrize("store", ["host", pytest.param("ssd", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("action", "at"),
+    [
+        pytest.param(action, at, marks=() if action == "close" or at == 12 else pytest.mark.slow)
+        for action, count in OF_ACTION.items()
+        for at in range(1, max(count, 1) + 1)
+    ],
+)
+def test_a_rank_that_is_killed_costs_no_snapshot(
+    tmp_path: Path, rows: list[dict[str, bytes]], store: str, action: str, at: int
+) -> None:
+    lost = at // 2 % 2
+    with started(2, lose_in, tmp_path, store, action, lost, int(signal.SIGKILL), at) as group:
+        all_name(survivors(group, lost).values(), lost, "its process ended")
+    check_saved(tmp_path, store, rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("action", "at"), [("save", 5), ("save", 12), ("load", 6), ("close", 1)])
+def test_a_rank_that_is_frozen_costs_no_snapshot(
+    tmp_path: Path, rows: list[dict[str, bytes]], action: str, at: int
+) -> None:
+    lost = at % 2
+    with started(2, lose_in, tmp_path, "host", action, lost, int(signal.SIGSTOP), at, timeout=2) as group:
+        all_name(survivors(group, lost).values(), lost, "no sign of it")
+    check_saved(tmp_path, "host", rows)

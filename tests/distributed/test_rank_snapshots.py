@@ -194,9 +194,7 @@ def test_a_save_in_the_background_that_close_meets_is_dropped(tmp_path: Path) ->
 
 
 @on_ranks(2)
-def test_a_save_of_the_background_is_in_the_way_of_another_and_its_wait_may_be_broken(
-    world: World, tmp_path: Path
-) -> None:
+def test_a_save_in_the_background_is_in_the_way_of_another(world: World, tmp_path: Path) -> None:
     def press(frame: Any, event: str, argument: Any) -> None:
         if frame.f_code is BackgroundSave.wait.__code__:
             sys.setprofile(None)
