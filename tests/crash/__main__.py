@@ -21,11 +21,9 @@ from rich.table import Column, Table
 
 from support import warm
 
-from .model_plan import draw_model_round
-from .model_rounds import ModelRounds
-from .plan import draw_rank_round, draw_round
-from .rank_rounds import ModelRankRounds, RankRounds
-from .rounds import Result, Rounds
+from .model_rounds import ModelRankRounds, ModelRounds
+from .plan import draw_model_round, draw_rank_round, draw_round
+from .rounds import RankRounds, Result, Rounds
 
 console = Console(highlight=False)
 

@@ -11,14 +11,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from support.ranks import run_ranks
 from tierbed.distributed import World
 from tierbed.snapshots import list_snapshots
 
-from .model_plan import NAMES, ModelRound
 from .model_trainer import Members, names_in, opened, rows_after, run
+from .plan import NAMES, ModelRound
 from .record_processes import Refused, Rows
 from .replica import Names, Replica
-from .rounds import Result, Rounds
+from .rounds import Result, Rounds, train_ranks
 
 REMOVES = ("prune", "prune_all", "command", "live", "overwrite", "over")
 
@@ -196,6 +197,22 @@ class ModelRounds(Rounds):
     def found(self, *given: Any) -> list[Any]:
         """What `checked` returns, by rank."""
         return [checked(None, *given)]
+
+
+class ModelRankRounds(ModelRounds):
+    """Runs rounds of that many ranks, of which one is killed, and the others find out or are killed with it."""
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        super().__init__(folder)
+        self.ranks = ranks
+
+    def train(self, place: Path, session: Any, orders: dict[str, Any]) -> None:
+        chance = random.Random(session.seed + 2)
+        killed = {"ranks": self.ranks, "victim": chance.randrange(self.ranks), "all_die": chance.random() < 0.5}
+        train_ranks(place, SimpleNamespace(kill=session.kill, **killed), {**orders, **killed})
+
+    def found(self, *given: Any) -> list[Any]:
+        return run_ranks(self.ranks, checked, *given)
 
 
 def checked(

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from torch import nn
 
 from support import shim
 from support.stores import ONE_SET_MB, options
-from tierbed import MultiTableEmbedding, load_checkpoint, make_constant_initializer, save_checkpoint
+from tierbed import GroupError, MultiTableEmbedding, load_checkpoint, make_constant_initializer, save_checkpoint
 from tierbed.distributed import World
 from tierbed.embedding.state_dict.model_snapshots import ModelSnapshots
 from tierbed.embedding.tables.training_group import train_together
@@ -30,9 +32,10 @@ from tierbed.engine.errors import StoreError
 from tierbed.engine.options.lookup import Lookup
 from tierbed.snapshots import Snapshot, list_snapshots
 
-from .model_plan import KINDS, NAMES, WEIGHTS
+from .history import History
+from .plan import KINDS, MODEL_WEIGHTS, NAMES
 from .record_processes import Rows
-from .trainer import Writer, begun, tierbed
+from .trainer import RankTrainer, Writer, begun, meet, tierbed
 
 KEYS = 40
 NO_STEP = "they have no saved step in common"
@@ -151,7 +154,7 @@ class ModelTrainer(Writer):
         self.open(plan["stores"], first=True)
 
     def run(self) -> None:
-        self.operate_all(WEIGHTS)
+        self.operate_all(MODEL_WEIGHTS)
         kill = self.plan["kill"]
         for _ in range(3 if kill["inside"] else 0):  # it came to fewer calls than the kill has
             kill["number"] = max(kill["number"] // 3, 1)
@@ -349,6 +352,45 @@ class ModelTrainer(Writer):
         self.say("end", operation, more=more, dense=float(self.members.dense), names=names)
 
 
+class RankModelTrainer(ModelTrainer):
+    """Operations of all ranks."""
+
+    world: World
+
+    def __init__(self, world: World, path: Path, plan: dict[str, Any], files: list[int]) -> None:
+        self.world, self.is_victim = world, world.rank == plan["victim"]
+        super().__init__(path, plan, files if world.rank == 0 else [])
+
+    def run(self) -> None:
+        not_over_ranks = ("background", "command", "live")
+        self.operate_all({name: weight for name, weight in MODEL_WEIGHTS.items() if name not in not_over_ranks})
+        if self.is_victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        meet(self.world)
+
+    def operate(self, operation: str) -> None:
+        meet(self.world)  # so that all see the same files
+        super().operate(operation)
+
+    def keep(self, state: Any, place: Path) -> None:
+        if self.world.rank == 0:
+            super().keep(state, place)
+
+    def close(self, one: MultiTableEmbedding) -> None:
+        """Closed by all ranks before the log says so."""
+
+        def closed() -> None:
+            one.close()
+            meet(self.world)
+
+        self.logged("reopen", closed, one.name)
+
+    def reopen(self) -> None:
+        for one in self.chance.sample(self.members.all, len(self.members.all)):
+            self.close(one)
+        self.open([self.chance.choice(["device", "host", "ssd", "ssd_host"]) for _ in self.members.all])
+
+
 def run(place: str, plan: dict[str, Any], script: str, events: int) -> None:
     """Run the script, then work in `place` until killed, at the latest by itself."""
     exec(script, {})
@@ -356,3 +398,24 @@ def run(place: str, plan: dict[str, Any], script: str, events: int) -> None:
     os.dup2(null, 1)
     log = begun(Path(place), plan["power"])
     ModelTrainer(Path(place, "store", "model"), plan, [log, events]).run()
+
+
+def train(place: str, plan: dict[str, Any], rank: int, port: int, events: Connection) -> None:
+    """Work in `place` as one of the ranks until killed, or until another is."""
+    folder, is_model = Path(place), "dims" in plan
+    files = [begun(folder, plan["power"] and not is_model), events.fileno()]
+    try:
+        world = world_of(rank, plan["ranks"], port)
+        if is_model:
+            RankModelTrainer(world, folder / "store" / "model", plan, files).run()
+        else:
+            history = History(plan["keys"], plan["life"], plan["types"], world)
+            RankTrainer(folder / "store", history, plan, files).run()
+    except GroupError:  # of a killed rank, or else the round reports the error
+        (folder / f"ended-{rank}").write_text(traceback.format_exc())
+
+
+def world_of(rank: int, ranks: int, port: int) -> World:
+    os.environ |= {"RANK": f"{rank}", "WORLD_SIZE": f"{ranks}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
+    return World.from_env(timeout=60)

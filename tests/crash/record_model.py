@@ -1,6 +1,6 @@
 """Model checker for the recovery of stores that train together: random histories, killed before any durable write.
 
-    PYTHONPATH=tests python -m crash.record_model --histories 20000 --seed 1
+    PYTHONPATH=tests python -m crash.record_model 20000
 
 snapshots/store/recovery_rule.py has the rule, `record_processes` the processes that follow it. `Checker` remembers
 every moment: the rows that all stores had side by side. A recovery has to find one of these, none older than the newest
@@ -9,7 +9,6 @@ one with a begin of a save or an end of a load that returned saves cover, and ex
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
 import sys
@@ -304,23 +303,18 @@ class History:
             checker.do(draw.choice(["restore_backup", "delete_snapshot"]), x)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m crash.record_model", description=__doc__.split("\n")[0])
-    parser.add_argument("--histories", type=int, default=20_000)
-    parser.add_argument("--seed", type=int, default=1, help="of the first history; the next one's is one more")
-    arguments = parser.parse_args()
-    kills, operations = 0, Counter[str]()
-    for seed in range(arguments.seed, arguments.seed + arguments.histories):
+def main(histories: int) -> None:
+    operations = Counter[str]()
+    for seed in range(1, histories + 1):
         history = History(seed)
         try:
-            kills += history.run()
-        except Violation as violation:
-            print(f"seed {seed}: {violation}", *history.checker.log, sep="\n  ")
-            return 1
+            history.run()
+        except Violation:
+            print(f"seed {seed}:", *history.checker.log, sep="\n  ")
+            raise
         operations.update(str(entry[0]) for entry in history.checker.log)
-    print(f"{arguments.histories} histories, {kills} kills, none wrong; {dict(operations.most_common())}")
-    return 0
+    print(f"{histories} histories, none wrong; {dict(operations.most_common())}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(int(sys.argv[1]))

@@ -12,12 +12,10 @@ from support.embeddings import contents
 from support.stores import STORES
 
 from .history import LIVES, TYPES, History, Types, in_order
-from .model_plan import draw_model_round
-from .model_rounds import ModelRounds
-from .plan import draw_rank_round, draw_round
+from .model_rounds import ModelRankRounds, ModelRounds
+from .plan import draw_model_round, draw_rank_round, draw_round
 from .power import Disk
-from .rank_rounds import ModelRankRounds, RankRounds
-from .rounds import Rounds
+from .rounds import RankRounds, Rounds
 
 BROKEN = {
     "folders are not synced": "import tierbed.engine.durable as d; "

@@ -53,10 +53,6 @@ def first_shard_only(entry: Entry, folder: Any) -> Entry:
     return usable(entry, folder._replace(live=folder.live[:1]))
 
 
-def members_that_lead_here(disk: Any, key: str) -> list[str]:
-    return [x for x in disk.record(key).now if disk.leads_to(x) == key]
-
-
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "commit: only the entries of the last write count": (processes, "newest_moment", newest_or_none),
     "commit: an incomplete set counts": (processes, "next_record", any_moment),
@@ -138,19 +134,3 @@ def test_a_snapshot_that_was_removed_is_of_no_moment(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Trainer, "forget_removed", lambda trainer: None)
     with pytest.raises(Refused, match="no moment"):
         kill(history, 0)
-
-
-def test_a_folder_from_before_the_join_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def restore() -> None:
-        checker = Checker("ab", 1, random.Random(0))
-        checker.back_up("b")
-        for operation in [*TOGETHER, ("close", "a"), ("close", "b")]:
-            checker.do(*operation)
-        checker.end(killed=False)
-        checker.restore_backup("b")
-
-    with pytest.raises(Refused, match="from before"):
-        restore()
-    monkeypatch.setattr(processes.Disk, "members", members_that_lead_here)
-    with pytest.raises(Violation, match="torn"):
-        restore()

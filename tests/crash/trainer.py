@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import random
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import Any
 from support import shim
 from support.embeddings import contents
 from support.limits import descriptors
-from tierbed import TierbedError, cli
+from tierbed import StoreError, TierbedError, cli
+from tierbed.distributed import World
 from tierbed.engine.table.background_save import SaveHandle
 from tierbed.snapshots import Snapshot, list_snapshots
 from tierbed.snapshots.files.reader import name_of
@@ -25,9 +27,10 @@ from tierbed.snapshots.store.recovery_rule import EMPTY
 from tierbed.snapshots.store.retention import is_replaced
 
 from .history import History, in_order
-from .plan import WEIGHTS, draw_store
+from .plan import RANK_WEIGHTS, WEIGHTS, draw_store, draw_stores
 
 HOW_TO_COME = {"step": "steps", "open": "reopen", "close": "reopen", "merge": "command"}  # to be inside of an operation
+UNSAVED = re.compile(r"has live rows of .*, of step (\d+), and no snapshot of them")
 NAMES = ["s{}", "{} of today", "schn\u00e4ppchen-{}", "-{}", "{}" + 150 * "x"]
 
 
@@ -297,6 +300,79 @@ def tierbed(*words: Any) -> None:
     except SystemExit as end:
         if end.code:
             raise
+
+
+class RankTrainer(Trainer):
+    """Operations of all ranks in a store folder."""
+
+    weights = RANK_WEIGHTS
+
+    def __init__(self, path: Path, history: History, plan: dict[str, Any], files: list[int]) -> None:
+        assert history.world is not None
+        self.world = history.world
+        self.is_victim = self.world.rank == plan["victim"]
+        super().__init__(path, history, plan, files if self.world.rank == 0 else [])
+
+    def run(self) -> None:
+        """Until the victim is killed, at the latest by itself, and the others notice that it has exited."""
+        self.operate()
+        if self.is_victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        meet(self.world)
+
+    def draw(self) -> Any:
+        return draw_stores(self.chance, self.world.size)
+
+    def open(self, store: Any, **more: Any) -> None:
+        try:
+            super().open(store[self.world.rank], **more)
+        except StoreError as error:
+            found = UNSAVED.search(str(error))
+            if found is None:
+                raise
+            self.save_closed_store(int(found[1]))
+            super().open(store[self.world.rank], **more)
+
+    def save_closed_store(self, step: int) -> None:
+        """The remedy for rows of another number of ranks, which the command line can read on one host."""
+        name = self.new_name()
+        meet(self.world)
+        if self.world.rank == 0:
+            with self.logged("save", name=name, kind="full", step=step, parent=None):
+                tierbed("snapshot", "save", self.store_path, "--", name)
+        meet(self.world)
+
+    def close(self) -> None:
+        if self.going is not None and self.going[0] is not None and self.going[0].done:
+            self.settle()  # a step has committed it
+        meet(self.world)
+        with self.logged("close"):
+            self.embedding.close()
+            meet(self.world)
+        if self.world.size == 1:
+            self.settle()
+        elif self.going is not None:  # ranks drop what they save in the background
+            with self.logged("drop", name=self.going[2]):
+                pass
+        self.going = None
+
+    def command(self) -> None:
+        """The command line between two runs, by rank 0."""
+        self.settle()
+        self.close()
+        what = self.chance.choice(["save", "load", "prune", "merge"])
+        before, saved = self.chance.getstate(), self.saved
+        if self.world.rank == 0:
+            getattr(self, f"command_{what}")()
+        meet(self.world)
+        self.chance.setstate(before)
+        self.saved = saved + 1  # rank 0 may have used a name
+        self.open(self.draw())
+
+
+def meet(world: World) -> None:
+    """Every rank is here."""
+    world.all_gather_object("the ranks of a round meet", lambda: b"")
 
 
 def run(place: str, plan: dict[str, Any], script: str, events: int) -> None:

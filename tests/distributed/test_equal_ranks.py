@@ -33,21 +33,11 @@ OUTPUTS = [torch.float32, torch.bfloat16, torch.float16]
 TYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)]
 CASES = [
     Case(2, "host", "lamb", torch.bfloat16, 2, 8, types=TYPES[0]),
-    Case(3, "ssd", "adam", torch.float16, 2, 0, types=TYPES[2]),
+    Case(2, "ssd", "adam", torch.float16, 2, 0, types=TYPES[2]),
 ]
-MORE = [
-    Case(3, "ssd_host", "partial", torch.float16, 2, 0, types=TYPES[0]),
-    Case(3, "device", "catch-up", torch.float32, 1, 8, types=TYPES[1]),
-    Case(4, "ssd", "adam", torch.float16, 2, 8, types=TYPES[2]),
-    Case(1, "ssd_host", "adamw", torch.float16, 2, 8, types=TYPES[1]),
-    Case(2, "device", "sgd", torch.float32, 1, 0, types=TYPES[2]),
-    Case(2, "cached_host", "momentum", torch.float32, 2, 0, types=TYPES[0]),
-    Case(2, "ssd", "rowwise", torch.float16, 1, 8, types=TYPES[1]),
-    Case(3, "cached_host", "adagrad", torch.bfloat16, 1, 8, types=TYPES[2]),
-    *(  # the last parameters in turn
-        Case(*one, OUTPUTS[turn % 3], 1 + turn % 2, 8 * (turn // 2 % 2), types=TYPES[turn // 3 % 3])
-        for turn, one in enumerate(product((1, 2, 3, 4), STORES, OPTIMIZERS))
-    ),
+MORE = [  # the last parameters in turn
+    Case(*one, OUTPUTS[turn % 3], 1 + turn % 2, 8 * (turn // 2 % 2), types=TYPES[turn // 3 % 3])
+    for turn, one in enumerate(product((1, 2, 3, 4), STORES, OPTIMIZERS))
 ]
 
 
@@ -80,7 +70,8 @@ def test_equal_runs(tmp_path: Path, case: Case) -> None:
     check(case, tmp_path)
 
 
-@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 8])
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [0, 8])
 def test_equal_runs_of_uneven_parts(tmp_path: Path, ahead: int) -> None:
     check(Case(2, "cached_host", "adam", torch.float32, 1, ahead, uneven=True), tmp_path)
 
@@ -205,7 +196,7 @@ def steps_of_ranks(draw: st.DrawFn) -> list[list[list[Part]]]:
 
 
 @given(steps_of_ranks())
-@examples(0.2)  # a group of processes each
+@examples(0.15)  # a group of processes each
 def test_steps_equal_the_reference(steps: list[list[list[Part]]]) -> None:
     expected, found = reference(steps), {}
     for rows in run_ranks(len(steps[0]), trained, steps):

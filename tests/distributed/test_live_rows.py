@@ -43,7 +43,6 @@ from tierbed.snapshots.store.folder_state import FolderState, clean_markers
 from tierbed.snapshots.store.group_file import GroupFile
 from tierbed.snapshots.store.recovery_rule import EMPTY, Entry
 
-
 Capture = pytest.CaptureFixture[str]
 
 
@@ -54,7 +53,7 @@ def slowly(*values: Any) -> Any:
 in_memory_or_slowly_on_disk = pytest.mark.parametrize("store", ["host", slowly("ssd")])
 
 
-@pytest.mark.parametrize(("ranks", "store"), [slowly(2, "host"), (3, "ssd"), slowly(2, "ssd"), slowly(3, "host")])
+@pytest.mark.parametrize(("ranks", "store"), [slowly(2, "host"), (2, "ssd"), slowly(3, "ssd"), slowly(3, "host")])
 def test_ranks_go_on_from_the_rows_that_they_closed(tmp_path: Path, ranks: int, store: str) -> None:
     first = ran(ranks, tmp_path, 2, store)
     assert first.before == [b""] * ranks
@@ -65,7 +64,7 @@ def test_ranks_go_on_from_the_rows_that_they_closed(tmp_path: Path, ranks: int, 
     assert all(second.after)
 
 
-@pytest.mark.parametrize(("killed", "store"), [(0, "ssd"), (1, "host"), slowly(0, "host"), slowly(1, "ssd")])
+@pytest.mark.parametrize(("killed", "store"), [(0, "ssd"), slowly(1, "host"), slowly(0, "host"), slowly(1, "ssd")])
 def test_all_ranks_go_back_where_one_did_not_close(tmp_path: Path, killed: int, store: str) -> None:
     saved = alone(tmp_path, store, 2, "base")
     first = ran(2, tmp_path, 2, store)
@@ -175,9 +174,7 @@ def test_snapshots_that_only_one_rank_sees_and_arguments_that_differ_are_refused
     assert not [name for name in os.listdir(tmp_path / "0" / "rows") if name.startswith(".token")]
     for kind, said in run_ranks(2, fails, tmp_path, {}, {1: {"seed": 7, "capacity": 9}}):
         assert kind == "GroupError"
-        assert said.endswith(
-            "rank 0: seed=0, capacity=None; rank 1: seed=7, capacity=9; pass the same values on all ranks"
-        )
+        assert "rank 0: seed=0, capacity=None; rank 1: seed=7, capacity=9; pass the same values on all" in said
     assert all(rows for _, rows, _ in run_ranks(2, mixed_stores, tmp_path))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from support.live_rows import remarks_of
 from support.parts import PADDING
 from support.ranked import assert_equal
-from support.ranks import fails, on_ranks, outcome, run_ranks
+from support.ranks import assert_alike, fails, on_ranks, outcome
 from tierbed import (
     Graph,
     GraphError,
@@ -220,7 +220,8 @@ class Around(Graph):
         return self.inner(ids)
 
 
-def in_two_threads(world: World) -> dict[str, Tensor]:
+@on_ranks(2)
+def test_what_another_thread_asks_and_a_graph_in_another_leave_the_group_as_it_is(world: World) -> None:
     graph = Bags(world)
     run = graph.run([(IDS + world.rank,)] * 4, ahead=2)
     errors = list[str]()
@@ -231,12 +232,7 @@ def in_two_threads(world: World) -> dict[str, Tensor]:
         thread.start()
         thread.join()
     assert ["reader uses a world that another thread uses" in error for error in errors] == [True] * 4, errors
-    return graph.found()
-
-
-def test_what_another_thread_asks_and_a_graph_in_another_leave_the_group_as_it_is() -> None:
-    one, two = run_ranks(2, in_two_threads)
-    assert_equal(one, two)
+    assert_alike(world, graph.found())
 
 
 @on_ranks(2)

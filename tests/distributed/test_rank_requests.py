@@ -26,30 +26,27 @@ from tierbed.snapshots.control.client import request_prune, request_row, request
 KEYS = torch.arange(100)
 
 
-def trains(world: World, folder: Path, reads: bool = False) -> int:
-    """Steps, or reads after two steps, until the file `stop` exists. Returns the number of steps."""
+def serves(world: World, folder: Path, way: str = "trains") -> int:
+    """Two steps; then steps, reads or nothing until the file `stop` exists, or a close when a save is asked for."""
     embedding = make(options("host", folder), "sgd", tables=1, world=world)
     train(embedding, KEYS)
     train(embedding, KEYS + 7 * world.rank)
     (folder / f"ready-{world.rank}").touch()
-    while not world.all_gather_object("whether to stop", lambda: b"1" if (folder / "stop").exists() else b"")[0]:
-        if reads:
-            embedding.get(KEYS)
-        else:
-            train(embedding, KEYS + 7 * world.rank)
+    requests: Any = embedding.table_handle().requests  # type: ignore[union-attr]
+    while way in ("trains", "reads") and not is_over(world, folder):
+        embedding.get(KEYS) if way == "reads" else train(embedding, KEYS + 7 * world.rank)
+    while way == "closes" and world.rank == 0 and not requests.is_wanted():
+        pass
+    if way == "idles":
+        until(folder / "stop")
+        train(embedding, KEYS)
     step = embedding.table_handle().local_table.step
     embedding.close()
     return step
 
 
-def idles(world: World, folder: Path) -> None:
-    """Waits for the file `stop` between two steps."""
-    embedding = make(options("host", folder), "sgd", tables=1, world=world)
-    train(embedding, KEYS)
-    (folder / f"ready-{world.rank}").touch()
-    until(folder / "stop")
-    train(embedding, KEYS)
-    embedding.close()
+def is_over(world: World, folder: Path) -> bool:
+    return bool(world.all_gather_object("stop", lambda: b"1" if (folder / "stop").exists() else b"")[0])
 
 
 def until(*files: Path) -> None:
@@ -81,7 +78,7 @@ def asked(folder: Path, way: Any, *more: Any) -> Iterator[Callable[[], list[Any]
 
 def test_ranks_that_train_save_what_they_are_asked_for(tmp_path: Path) -> None:
     store = tmp_path / "rows"
-    with asked(tmp_path, trains) as stop:
+    with asked(tmp_path, serves) as stop:
         reports: list[int] = []
         manifest = request_save(store, "asked", progress=lambda rows, of: reports.append(rows))
         assert manifest is not None
@@ -103,35 +100,24 @@ def test_ranks_that_train_save_what_they_are_asked_for(tmp_path: Path) -> None:
 
 
 def test_ranks_that_only_read_save_as_well(tmp_path: Path) -> None:
-    with asked(tmp_path, trains, True) as stop:
+    with asked(tmp_path, serves, "reads") as stop:
         assert request_save(tmp_path / "rows", "asked") is not None
         assert stop() == [2, 2]
 
 
 def test_a_save_that_waits_in_vain_says_that_no_step_came(tmp_path: Path) -> None:
-    with asked(tmp_path, idles) as stop:
+    with asked(tmp_path, serves, "idles") as stop:
         with pytest.raises(StoreError, match=r"did not finish its current step for 0\.5 seconds"):
             request_save(tmp_path / "rows", "asked", timeout=0.5)
         stop()
     assert not os.path.exists(tmp_path / "rows" / "snapshots" / "asked")
 
 
-def closes(world: World, folder: Path) -> None:
-    """Closes while a save is asked for that no step comes for."""
-    embedding = make(options("host", folder), "sgd", tables=1, world=world)
-    train(embedding, KEYS)
-    (folder / f"ready-{world.rank}").touch()
-    requests = embedding.table_handle().requests  # type: ignore[union-attr]
-    while world.rank == 0 and not requests.is_wanted():
-        pass
-    embedding.close()
-
-
 def test_a_close_does_not_wait_for_a_save_that_was_asked_for(tmp_path: Path) -> None:
-    with asked(tmp_path, closes) as stop:
+    with asked(tmp_path, serves, "closes") as stop:
         with pytest.raises(SnapshotError, match="closed the store before snapshot 'asked' was complete"):
             request_save(tmp_path / "rows", "asked")
-        assert stop() == [None, None]
+        assert stop() == [2, 2]
 
 
 def trains_both(world: World, folder: Path) -> list[int]:
@@ -140,7 +126,7 @@ def trains_both(world: World, folder: Path) -> list[int]:
     model = Model(folder, ("host", "host"), world)
     model.steps(2)
     (folder / f"ready-{world.rank}").touch()
-    while not world.all_gather_object("whether to stop", lambda: b"1" if (folder / "stop").exists() else b"")[0]:
+    while not is_over(world, folder):
         model.steps(1)
     return model.counts()
 

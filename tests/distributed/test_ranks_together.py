@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import signal
@@ -14,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from support import shim
 from support.embeddings import make
 from support.killed import step
 from support.live_rows import left_open, opened, own_rows
 from support.live_rows import step as train
 from support.ranks import alike, fails, on_ranks, run_ranks, started
 from support.stores import options
-from support.together import Model, killed_at
+from support.together import Model
 from support.warm import SHIMMED
 from tierbed import GroupError, StoreError
 from tierbed.distributed import World
@@ -50,9 +50,9 @@ def end(world: World) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def killed(*task: Any) -> None:
-    with started(2, *task, server=SHIMMED) as ranks:
-        assert [child.wait() for child, _ in ranks] == [-signal.SIGKILL] * 2
+def killed(*task: Any, ranks: int = 2) -> None:
+    with started(ranks, *task, server=SHIMMED) as group:
+        assert [child.wait() for child, _ in group] == [-signal.SIGKILL] * ranks
 
 
 def trained(world: World, path: Path, store: str = "host") -> None:
@@ -282,9 +282,8 @@ def killed_in_a_save(world: World, path: Path, victim: int, call: str, number: i
     model.save_snapshot("latest")
     model.steps(2)
     if world.rank == victim:
-        shim = ctypes.CDLL(None)
-        shim.watch_calls(os.fsencode(path), os.fsencode(path.with_name("aside")), -1)
-        shim.die_at(call.encode(), ctypes.c_long(number), 0)
+        shim.watch(path)
+        shim.die_at(call, number)
     with suppress(GroupError):
         model.save_snapshot("latest", overwrite=True)
         path.joinpath("done").touch()
@@ -367,11 +366,6 @@ def test_one_process_does_not_lose_what_ranks_have_on_other_hosts(tmp_path: Path
     assert of_one(live) == [3, 3]
 
 
-def takes_over(path: Path, begin: Callable[[], None]) -> None:
-    begin()
-    went_on(None, path, 1)
-
-
 def copied(live: Path, to: Path) -> Path:
     """A copy of a model and of its snapshots."""
     shutil.copytree(live.parent, to, symlinks=True, ignore=shutil.ignore_patterns("SOCKET"))
@@ -381,45 +375,31 @@ def copied(live: Path, to: Path) -> Path:
     return to / "live"
 
 
-few_or_slowly_all = pytest.mark.parametrize(
-    "numbers", [range(2, 60, 13), pytest.param(range(1, 200), marks=pytest.mark.slow)], ids=["few", "all"]
-)
-
-
-@few_or_slowly_all
-def test_a_kill_as_one_process_takes_over_from_ranks_leaves_all_that_they_saved(tmp_path: Path, numbers: range) -> None:
-    live = tmp_path / "before" / "live"
-    run_ranks(2, went_on, live, 1, "one")
-    for number in numbers:
-        path = copied(live, tmp_path / str(number))
-        said = killed_at(path.parent, "rename", number, takes_over, path)
-        assert of_one(path) in ([1, 1], [2, 2])
-        if said == "done":
-            break
-
-
-def killed_as_they_take_over(world: World, path: Path, number: int) -> None:
+def take_over(world: World, path: Path, number: int) -> None:
     if world.rank == 0:
-        shim = ctypes.CDLL(None)
-        shim.watch_calls(os.fsencode(path.parent), os.fsencode(path.with_name("aside")), -1)
-        shim.die_at(b"rename", ctypes.c_long(number), 0)
+        shim.watch(path.parent)
+        shim.die_at("rename", number)
     with suppress(GroupError):
         went_on(world, path, 1)
         path.with_name("done").touch()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@few_or_slowly_all
-def test_a_kill_as_ranks_take_over_from_one_process_leaves_all_that_it_saved(tmp_path: Path, numbers: range) -> None:
+@pytest.mark.parametrize(
+    "numbers", [range(2, 60, 13), pytest.param(range(1, 200), marks=pytest.mark.slow)], ids=["few", "all"]
+)
+@pytest.mark.parametrize(("before", "now"), [(1, 2), (2, 1)])
+def test_a_kill_as_another_number_of_ranks_takes_over_leaves_all_that_was_saved(
+    tmp_path: Path, numbers: range, before: int, now: int
+) -> None:
     live = tmp_path / "before" / "live"
-    went_on(None, live, 1, "one")
+    run_ranks(before, went_on, live, 1, "one")
     for number in numbers:
         path = copied(live, tmp_path / str(number))
-        with started(2, killed_as_they_take_over, path, number, server=SHIMMED) as group:
-            assert [child.wait() for child, _ in group] == [-signal.SIGKILL] * 2
+        killed(take_over, path, number, ranks=now)
         again = copied(path, tmp_path / f"{number} again")
         assert of_one(path) in ([1, 1], [2, 2])
-        assert run_ranks(2, went_on, again, 0)[0] in ([1, 1], [2, 2])
+        assert alike(2, went_on, again, 0) in ([1, 1], [2, 2])
         if path.with_name("done").exists():
             break
 

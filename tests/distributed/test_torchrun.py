@@ -32,16 +32,20 @@ except GroupError:
 """
 
 
-def torchrun(folder: Path, end: str, caught: str) -> subprocess.CompletedProcess[str]:
-    (script := folder / "script.py").write_text(SCRIPT.format(end=end, caught=caught))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+def torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *map(str, arguments)]
     variables = environment() | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return subprocess.run([*command, str(script)], env=variables, capture_output=True, text=True)
+    return subprocess.run(command, env=variables, capture_output=True, text=True)
+
+
+def scripted(folder: Path, end: str, caught: str) -> subprocess.CompletedProcess[str]:
+    (script := folder / "script.py").write_text(SCRIPT.format(end=end, caught=caught))
+    return torchrun("--standalone", script)
 
 
 @pytest.mark.slow
 def test_a_killed_rank_is_named_on_stderr_and_in_the_report_of_torchrun(tmp_path: Path) -> None:
-    ran = torchrun(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", "os._exit(3)")  # as a rank that is killed as well
+    ran = scripted(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", "os._exit(3)")  # as a rank that is killed as well
     assert ran.returncode != 0
     at_once, report = ran.stderr.split("FAILED", 1)
     assert at_once.count("GroupError on rank 0: ") == 1
@@ -51,7 +55,7 @@ def test_a_killed_rank_is_named_on_stderr_and_in_the_report_of_torchrun(tmp_path
 
 @pytest.mark.slow
 def test_a_rank_whose_script_ends_before_the_others_is_no_loss_to_report(tmp_path: Path) -> None:
-    ran = torchrun(tmp_path, "raise SystemExit", "raise SystemExit")
+    ran = scripted(tmp_path, "raise SystemExit", "raise SystemExit")
     assert ran.returncode == 0, ran.stderr
     assert "was lost" not in ran.stderr
 
@@ -59,16 +63,8 @@ def test_a_rank_whose_script_ends_before_the_others_is_no_loss_to_report(tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_restarted_job_goes_on_to_the_same_bits(tmp_path: Path, killed: int) -> None:
-    ran = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"),
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
-            *(TESTS / "support" / "restarted.py", tmp_path, str(killed)),
-        ],
-        env=environment() | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-    )
+    where = ("--max-restarts", 1, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
+    ran = torchrun(*where, TESTS / "support" / "restarted.py", tmp_path, killed)
     assert ran.returncode == 0, ran.stderr
     (alone := tmp_path / "alone").mkdir()
     for rank, (losses, state) in enumerate(run_ranks(2, train, alone, None)):

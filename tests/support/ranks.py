@@ -58,6 +58,13 @@ def on_ranks(ranks: int, run: Callable[..., Any] = run_ranks) -> Callable[[Calla
     return over
 
 
+def assert_alike(world: Any, found: object) -> None:
+    """Each rank has found the same, to the bit."""
+    found = {name: x.numpy().tobytes() for name, x in found.items()} if isinstance(found, dict) else found
+    of_ranks = world.all_gather_object("what ranks found", lambda: pickle.dumps(found))
+    assert of_ranks == [of_ranks[0]] * world.size, found
+
+
 def _on_rank(world: Any, test: Any, fixtures: Mapping[str, Any]) -> None:
     test.__wrapped__(world, **fixtures)
 
