@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from support.ranks import on_ranks, run_ranks
+from support.ranks import assert_alike, on_ranks
 from tierbed import CapacityError, Graph, MultiTableEmbedding, World, make_host_mem_store_options
 from tierbed.distributed.dense import all_reduce_in_order
 from tierbed.engine.ops.exact_sum import sum_of_squares
@@ -72,17 +72,13 @@ class Half(Graph):
         return loss
 
 
-def clipped(world: World) -> Tensor:
+@on_ranks(2)
+def test_ranks_with_other_numbers_of_threads_clip_alike(world: World) -> None:
     torch.set_num_threads(1 + world.rank)
     graph = Half(world)
     graph(torch.arange(3), GRADIENT if world.rank == 0 else torch.zeros_like(GRADIENT))
-    return graph.weight.detach()
-
-
-def test_ranks_with_other_numbers_of_threads_clip_alike() -> None:
-    first, second = run_ranks(2, clipped)
-    assert first.any()
-    assert torch.equal(first, second)
+    assert graph.weight.any()
+    assert_alike(world, {"weight": graph.weight.detach()})
 
 
 def test_squares_are_added_in_one_order() -> None:

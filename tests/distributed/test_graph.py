@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from support.ranked import Ranked, assert_equal, batch, state
-from support.ranks import on_ranks, outcome, run_ranks
+from support.ranks import assert_alike, on_ranks, outcome, run_ranks
 from tierbed import Graph, MultiTableEmbedding, World, make_host_mem_store_options
 
 STEPS = 4
@@ -140,22 +140,15 @@ class Normed(Graph):
         return scores
 
 
-def of_graphs(world: World) -> dict[str, Tensor]:
-    """Scores, buffers and weights at points of a run."""
+@on_ranks(2)
+def test_an_evaluation_begins_with_rank_0s_values_and_a_further_graph_leaves_buffers(world: World) -> None:
     graph = Normed(world)
-    found = {"scores first": graph.eval()(IDS)}
+    scores = graph.eval()(IDS)
     if world.rank == 0:
         nn.init.ones_(graph.top.weight)  # as a checkpoint that rank 0 alone loads
     graph.train()(IDS[world.rank :] + world.rank)
-    found |= {"weight": graph.top.weight.detach().clone(), "trained mean": graph.norm.running_mean.clone()}
+    assert_alike(world, {"scores": scores, "weight": graph.top.weight.detach()})
+    mean = graph.norm.running_mean.clone()
+    assert not torch.equal(*world.gather(mean).chunk(2))  # of the ids of each rank
     Normed(world, graph).eval()(IDS)
-    return found | {"mean after scores": graph.norm.running_mean.clone()}
-
-
-def test_an_evaluation_begins_with_rank_0s_values_and_a_further_graph_leaves_buffers() -> None:
-    one, two = run_ranks(2, of_graphs)
-    for name in ("scores first", "weight"):
-        assert torch.equal(one[name], two[name]), name
-    assert not torch.equal(one["trained mean"], two["trained mean"])  # of the ids of each rank
-    for found in (one, two):
-        assert torch.equal(found["trained mean"], found["mean after scores"])
+    assert torch.equal(graph.norm.running_mean, mean)

@@ -221,16 +221,13 @@ def test_a_call_that_all_answer_is_whole_before_ctrl_c_and_a_forked_child_of_a_r
 OF_STEP = 14  # of a step of `Ranked`, and one more
 
 
-def step_exchanges(world: World) -> int:
+@on_ranks(2)
+def test_the_exchanges_of_a_step_are_these(world: World) -> None:
     graph = Ranked(world)
     graph(*batch(world.rank, 0))
     before = calls(world)
     graph(*batch(world.rank, 1))
-    return calls(world) - before
-
-
-def test_the_exchanges_of_a_step_are_these() -> None:
-    assert run_ranks(2, step_exchanges) == [OF_STEP - 1] * 2
+    assert calls(world) - before == OF_STEP - 1
 
 
 def train(world: World, lost: int, number: int, exchanges: int) -> Heard:
@@ -284,9 +281,6 @@ def test_a_rank_that_is_frozen_in_a_step() -> None:
             assert all(one.seconds < timeout + 5 + timeout for one in found.values())
 
 
-TIMEOUT = 2
-
-
 def train_on_hosts(world: World, ready: int) -> Heard:
     assert world.on_host == world.size // 2
     graph = Ranked(world)
@@ -298,7 +292,7 @@ def train_on_hosts(world: World, ready: int) -> Heard:
 @pytest.mark.slow
 @pytest.mark.parametrize("end", [0, 1])
 def test_the_ranks_behind_a_link_that_is_cut_are_named(end: int) -> None:
-    found = run_on_hosts(train_on_hosts, 4, end, TIMEOUT)
+    found = run_on_hosts(train_on_hosts, 4, end, 2)
     for rank, one in enumerate(found):
         assert one.ranks == ((2, 3) if rank < 2 else (0, 1))
         assert f"ranks {one.ranks[0]}, {one.ranks[1]} did not answer (no sign of it)" in one.said
@@ -327,17 +321,13 @@ def act(embedding: Any, action: str) -> None:
         embedding.close()
 
 
-def exchanges(world: World, folder: Path) -> dict[str, int]:
-    embedding, counts = begun(world, folder), {}
-    for action in OF_ACTION:
+@on_ranks(2)
+def test_the_exchanges_of_an_action_are_these(world: World, tmp_path: Path) -> None:
+    embedding = begun(world, tmp_path)
+    for action, exchanges in OF_ACTION.items():
         before = calls(world)
         act(embedding, action)
-        counts[action] = calls(world) - before
-    return counts
-
-
-def test_the_exchanges_of_an_action_are_these(tmp_path: Path) -> None:
-    assert run_ranks(2, exchanges, tmp_path) == [OF_ACTION] * 2
+        assert calls(world) - before == exchanges
 
 
 def lose_in(world: World, folder: Path, store: str, action: str, lost: int, number: int, at: int) -> Heard:
