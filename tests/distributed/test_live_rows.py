@@ -77,6 +77,7 @@ def test_all_ranks_go_back_where_one_did_not_close(tmp_path: Path, killed: int, 
     assert said.endswith("steps 3 to 7, is lost")
     assert not of_others
     assert ran(2, tmp_path, 0, store).before == third.after
+    assert ran(2, tmp_path, 0, store, open="fresh").before == [b"", b""]
 
 
 @in_memory_or_slowly_on_disk

@@ -55,12 +55,9 @@ def test_a_killed_rank_is_named_at_once(ranks: int, exchanges: int, is_sent: boo
 
 def test_a_frozen_rank_is_named_after_the_timeout() -> None:
     timeout, cells = 1.5, [(2, 1, 3, True), (3, 0, 2, True), (3, 2, 1, False)]
-    with contextlib.ExitStack() as groups:
-        all_of = [
-            (lost, groups.enter_context(started(ranks, lose, lost, STOP, *where, timeout=timeout)))
-            for ranks, lost, *where in cells
-        ]
-        for lost, group in all_of:
+    with contextlib.ExitStack() as opened_groups:
+        groups = [started(ranks, lose, lost, STOP, *where, timeout=timeout) for ranks, lost, *where in cells]
+        for (_, lost, *_), group in zip(cells, [*map(opened_groups.enter_context, groups)], strict=True):
             found = survivors(group, lost).values()
             all_name(found, lost, HOW[STOP])
             assert all(one.seconds < timeout + 5 and one.after < timeout for one in found)

@@ -72,23 +72,15 @@ def accumulated(counts: list[list[int]]) -> tuple[dict[int, list[float]], dict[s
 
 
 @AHEAD
-def test_all_ranks_stop_with_the_shortest_loader_and_say_what_is_left(ahead: int) -> None:
-    losses, expected = accumulated([[0, 1, 2]] * 3)
-    for rank, found in enumerate(run_ranks(3, uneven, "stop", ahead, 1)):
+@pytest.mark.parametrize("how", ["stop", "join"])
+def test_all_ranks_stop_with_the_shortest_loader_or_join_those_that_have_a_batch(how: str, ahead: int) -> None:
+    losses, expected = accumulated([[0, 1, 2]] * 3 + ([[0, 2]] + [[0]] * 4) * (how == "join"))
+    for rank, found in enumerate(run_ranks(3, uneven, how, ahead, 1)):
         assert found["losses"] == losses[rank]
         assert_equal(found["state"], expected)
-        assert found["left"] == min(COUNTS[rank] - 3, ahead + 1)
-        (said,) = [text for text in found["said"] if "rank 1 has no more batches" in text]
-        assert f"this rank drew {found['left']} more" in said
-
-
-@AHEAD
-def test_ranks_without_a_batch_join_the_others_whose_mean_is_theirs(ahead: int) -> None:
-    losses, expected = accumulated([[0, 1, 2]] * 3 + [[0, 2]] + [[0]] * 4)
-    for rank, found in enumerate(run_ranks(3, uneven, "join", ahead, 1)):
-        assert found["losses"] == losses[rank]
-        assert_equal(found["state"], expected)
-        assert found["left"] == 0
+        assert found["left"] == (min(COUNTS[rank] - 3, ahead + 1) if how == "stop" else 0)
+        said = [text for text in found["said"] if "rank 1 has no more batches" in text]
+        assert how == "join" or f"this rank drew {found['left']} more" in said[0]
 
 
 def test_ranks_that_accumulate_join_as_well() -> None:
@@ -258,20 +250,20 @@ class Evaluated(Ranked):
         return self.users(users).sum()
 
 
-def evaluates_between(world: World, counts: list[int]) -> tuple[list[float], dict[str, Tensor]]:
+def evaluates_between(world: World) -> tuple[list[float], dict[str, Tensor]]:
     """A step, an evaluation, and a run in which a rank without a batch joins training steps."""
     graph = Evaluated(world)
     graph(*batch(world.rank, 0))
     graph.eval()
     graph(*batch(world.rank, 0))
     graph.train()
-    later = (batch(world.rank, 1 + step) for step in range(counts[world.rank]))
+    later = (batch(world.rank, 1 + step) for step in range(2 - 2 * world.rank))
     return [loss.item() for loss in graph.run(later, uneven="join")], state(graph)
 
 
 def test_a_rank_joins_training_steps_after_an_evaluation() -> None:
     all_losses, expected = accumulated([[0, 1], [0], [0]])
-    for rank, (losses, found) in enumerate(run_ranks(2, evaluates_between, [2, 0])):
+    for rank, (losses, found) in enumerate(run_ranks(2, evaluates_between)):
         assert losses == all_losses[rank][1:]
         assert_equal(found, expected)
 

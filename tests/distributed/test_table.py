@@ -61,36 +61,30 @@ def step(embedding: MultiTableEmbedding, ids: list[int], gradient: float = 1.0) 
     return found
 
 
-def keyed(world: World) -> tuple[list[Tensor], list[int], int]:
-    embedding = rows(world)
-    keys = torch.arange(100 * world.rank, 100 * world.rank + 40)
-    embedding.put(keys, torch.full((40, DIM), float(world.rank)), 1)
-    embedding.put([7, 7, 500], np.array([[1] * DIM, [world.rank + 2] * DIM, [9] * DIM], np.float32), 0)
-    sizes = [embedding.size()]
-    everyone = torch.arange(100 * world.size)
-    found = [embedding.get(everyone, 1), embedding.get([7, 8, 500], 0)]
-    gone = embedding.delete([100 * rank for rank in range(world.size)], 1)
-    sizes.append(embedding.size())
-    found.append(embedding(torch.tensor([[7, 0], [PADDING, 1]])))
-    mine = sum(len(keys) for _, keys, _ in embedding.chunks())
-    embedding.close()
-    return found, [*sizes, mine], gone
-
-
 @pytest.mark.parametrize(
     ("run", "ranks"), [(run_ranks, 2), (run_ranks, 3), pytest.param(run_device_ranks, 2, marks=pytest.mark.slow)]
 )
 def test_rows_by_their_keys(run: Run, ranks: int) -> None:
-    answers = run(ranks, keyed)
-    for found, (before, after, _), gone in answers:
-        expected = torch.ones(100 * ranks, DIM)
-        for rank in range(ranks):
-            expected[100 * rank : 100 * rank + 40] = rank
-        assert torch.equal(found[0], expected)
-        assert found[1][:, 0].tolist() == [ranks + 1, 0, 9]  # of a key that ranks put, the last rank's row
-        assert (before, after, gone) == (40 * ranks + 2, 39 * ranks + 2, ranks)
-        assert found[2][:, :, 0].tolist() == [[ranks + 1, 1], [0, 0]]
-    assert sum(sizes[2] for _, sizes, _ in answers) == 39 * ranks + 2
+    run(ranks, keyed)
+
+
+def keyed(world: World) -> None:
+    embedding, ranks = rows(world), world.size
+    keys = torch.arange(100 * world.rank, 100 * world.rank + 40)
+    embedding.put(keys, torch.full((40, DIM), float(world.rank)), 1)
+    embedding.put([7, 7, 500], np.array([[1] * DIM, [world.rank + 2] * DIM, [9] * DIM], np.float32), 0)
+    assert embedding.size() == 40 * ranks + 2
+    expected = torch.ones(100 * ranks, DIM)
+    for rank in range(ranks):
+        expected[100 * rank : 100 * rank + 40] = rank
+    assert torch.equal(embedding.get(torch.arange(100 * ranks), 1), expected)
+    found = embedding.get([7, 8, 500], 0)[:, 0].tolist()
+    assert found == [ranks + 1, 0, 9]  # of a key that ranks put, the last rank's row
+    assert embedding.delete([100 * rank for rank in range(ranks)], 1) == ranks
+    assert embedding.size() == 39 * ranks + 2
+    assert embedding(torch.tensor([[7, 0], [PADDING, 1]]))[:, :, 0].tolist() == [[ranks + 1, 1], [0, 0]]
+    mine = sum(len(keys) for _, keys, _ in embedding.chunks())
+    assert world.sum(torch.tensor(mine)) == 39 * ranks + 2
 
 
 MISTAKES = {
@@ -101,66 +95,56 @@ MISTAKES = {
     "gradient": "InputError: rank 1: ",
     "other call": "GroupError: .*ranks are in different calls",
 }
-IN_A_STEP = ("illegal id", "gradient", "other call")
-
-
-def mistakes(world: World) -> list[str]:
-    """What each rank hears of each mistake of rank 1. Where that was in a step, nothing has moved and steps go on."""
-    return [heard_of(case, world, world.rank == 1) for case in MISTAKES]
-
-
-def heard_of(case: str, world: World, wrong: bool) -> str:
-    more = {"seed": {"seed": 3 + wrong}, "learning rate": {"lr": 1.0 + wrong}, "illegal id": {"ids": 50}}.get(case, {})
-    embedding: MultiTableEmbedding | None = None
-
-    def mistake() -> None:
-        nonlocal embedding
-        embedding = rows(world, **more)
-        if case == "optimizer" and wrong:
-            optimizer = torch.optim.Adam(embedding.parameters())
-            embedding.attach(optimizer, optimizer.param_groups[0])
-        if case == "other call" and wrong:
-            embedding.get([1], 0)
-        elif case == "gradient":
-            batch = embedding.pin([Lookup(torch.tensor([1, 2]), torch.tensor([0, 0]))])
-            batch.gather(0)
-            batch.update([torch.ones(2, DIM + wrong)])
-        else:
-            step(embedding, [51 if wrong and case == "illegal id" else 1])
-
-    said = outcome(mistake)
-    if case in IN_A_STEP:
-        assert embedding is not None
-        assert not embedding.get([1, 2], 0).any()
-        assert embedding.metrics()["table"]["step"] == 0
-        step(embedding, [] if wrong else [1])  # a rank without ids takes part
-        assert embedding.get([1], 0)[0, 0] == -0.5
-    return said
 
 
 @on_both
 def test_a_mistake_of_one_rank_is_raised_on_all(run: Run) -> None:
-    first, second = run(2, mistakes)
-    assert first == second
-    for said, pattern in zip(first, MISTAKES.values(), strict=True):
+    run(2, mistakes)
+
+
+def mistakes(world: World) -> None:
+    """Of rank 1. Where it was in a step, nothing has moved and steps go on."""
+    wrong = world.rank == 1
+    for case, pattern in MISTAKES.items():
+        more = {"seed": {"seed": 3 + wrong}, "learning rate": {"lr": 1.0 + wrong}, "illegal id": {"ids": 50}}
+        embedding = rows(world, **more.get(case, {}))
+        said = outcome(partial(mistaken, embedding, case, wrong))
         assert re.match(pattern, said), said
+        if case in ("illegal id", "gradient", "other call"):
+            assert not embedding.get([1, 2], 0).any()
+            assert embedding.metrics()["table"]["step"] == 0
+            step(embedding, [] if wrong else [1])  # a rank without ids takes part
+            assert embedding.get([1], 0)[0, 0] == -0.5
 
 
-def full(world: World) -> list[Any]:
-    embedding = rows(world, store_options=make_device_mem_store_options(capacity=6), padding_idx=None)
-    step(embedding, [world.rank * 100 + i for i in range(2)])
-    too_many = [7, 8, 9], list(range(40, 80))  # in all, and for one rank
-    heard: list[Any] = [fails(partial(step, embedding, ids), CapacityError) for ids in too_many]
-    step(embedding, [0, 7 + world.rank])
-    return [*heard, embedding.size(), embedding.get([0, 7, 8], 0)[:, 0].tolist()]
+def mistaken(embedding: MultiTableEmbedding, mistake: str, wrong: bool) -> None:
+    if mistake == "optimizer" and wrong:
+        attach(embedding, "adam")
+    if mistake == "other call" and wrong:
+        embedding.get([1], 0)
+    elif mistake == "gradient":
+        batch = embedding.pin([Lookup(torch.tensor([1, 2]), torch.tensor([0, 0]))])
+        batch.gather(0)
+        batch.update([torch.ones(2, DIM + wrong)])
+    else:
+        step(embedding, [51 if wrong and mistake == "illegal id" else 1])
 
 
 @on_both
 def test_a_capacity_counts_the_rows_of_all_ranks(run: Run) -> None:
-    first, second = run(2, full)
-    assert first == second
-    assert all("capacity" in text and " 6 " in text.replace("=", " ") for text in first[:2])
-    assert first[2:] == [6, [-1.5, -0.5, -0.5]]
+    run(2, full)
+
+
+def full(world: World) -> None:
+    embedding = rows(world, store_options=make_device_mem_store_options(capacity=6), padding_idx=None)
+    step(embedding, [world.rank * 100 + i for i in range(2)])
+    for too_many in ([7, 8, 9], list(range(40, 80))):  # in all, and for one rank
+        said = fails(partial(step, embedding, too_many), CapacityError)
+        assert "capacity" in said
+        assert " 6 " in said.replace("=", " ")
+    step(embedding, [0, 7 + world.rank])
+    assert embedding.size() == 6
+    assert embedding.get([0, 7, 8], 0)[:, 0].tolist() == [-1.5, -0.5, -0.5]
 
 
 LETS_GO: list[Callable[[MultiTableEmbedding], Any]] = [

@@ -8,7 +8,6 @@ import threading
 import warnings
 from functools import partial
 from importlib import import_module
-from typing import Any
 
 import pytest
 import torch
@@ -29,42 +28,34 @@ def random(rank: int) -> Tensor:
     return torch.randn(100, 3, generator=torch.Generator().manual_seed(rank)) * 1000**rank
 
 
-def collectives(world: World) -> tuple[list[Tensor], list[Tensor], list[list[bytes]], list[Tensor]]:
-    """What gathers, sums, exchanges of bytes, and two exchanges of numbers at a time return."""
-    whole = torch.arange(world.rank + 1) + world.rank
-    gathered = [world.gather(part(world.rank)), world.gather(whole), world.gather(whole.to(torch.bfloat16))]
-    given = random(world.rank)
-    sums = [world.sum(given), given, world.sum(torch.tensor(world.rank))]
-    lengths = world.rank, 0, 100_000 * (world.size - world.rank)
-    texts = [world.all_gather_object("names", partial(b"x".__mul__, length)) for length in lengths]
-    sizes = [world.rank + other for other in range(world.size)]  # of what goes to each rank
-    numbers = [torch.arange(sum(sizes)).to(dtype) + 100 * world.rank for dtype in (torch.int64, torch.float32)]
-    waiting = [world.start("numbers", one, sizes) for one in numbers] if world.size > 1 else []
-    return gathered, sums, texts, [exchange.wait() for exchange in reversed(waiting)][::-1]
-
-
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_collectives_have_the_parts_of_ranks_in_their_order(ranks: int) -> None:
-    floats = torch.cat([part(rank) for rank in range(ranks)])
-    whole = torch.cat([torch.arange(rank + 1) + rank for rank in range(ranks)])
-    total = random(0)
-    for rank in range(1, ranks):
-        total = total + random(rank)
-    all_texts = [[b"x" * rank for rank in range(ranks)], [b""] * ranks]
-    all_texts.append([b"x" * (100_000 * (ranks - rank)) for rank in range(ranks)])
-    for rank, (gathered, sums, texts, exchanged) in enumerate(run_ranks(ranks, collectives)):
-        for value, expected in zip(gathered, [floats, whole, whole.to(torch.bfloat16)], strict=True):
-            torch.testing.assert_close(value, expected, rtol=0, atol=0)
-        assert torch.equal(sums[0], total)
-        assert torch.equal(sums[1], random(rank))
-        assert sums[2] == sum(range(ranks))
-        assert texts == all_texts
-        parts = []
-        for other in range(ranks):
-            before = sum(other + to for to in range(rank))
-            parts.append(torch.arange(before, before + rank + other) + 100 * other)
-        assert len(exchanged) == 2 * (ranks > 1)
-        assert all(torch.equal(value, torch.cat(parts).to(value.dtype)) for value in exchanged)
+    run_ranks(ranks, collectives)
+
+
+def collectives(world: World) -> None:
+    rank, ranks = world.rank, range(world.size)
+    whole = torch.arange(rank + 1) + rank
+    floats, wholes = torch.cat([part(one) for one in ranks]), torch.cat([torch.arange(one + 1) + one for one in ranks])
+    for given, expected in ((part(rank), floats), (whole, wholes), (whole.bfloat16(), wholes.bfloat16())):
+        torch.testing.assert_close(world.gather(given), expected, rtol=0, atol=0)
+    given, total = random(rank), random(0)
+    for other in ranks[1:]:
+        total = total + random(other)
+    assert torch.equal(world.sum(given), total)
+    assert torch.equal(given, random(rank))
+    assert world.sum(torch.tensor(rank)) == sum(ranks)
+    for lengths in (ranks, [0] * world.size, [100_000 * (world.size - one) for one in ranks]):
+        texts = world.all_gather_object("names", partial(b"x".__mul__, lengths[rank]))
+        assert texts == [b"x" * length for length in lengths]
+    if world.size > 1:  # two exchanges at a time do not mix
+        sizes = [rank + other for other in ranks]  # of what goes to each rank
+        numbers = [torch.arange(sum(sizes)).to(dtype) + 100 * rank for dtype in (torch.int64, torch.float32)]
+        waiting = [world.start("numbers", one, sizes) for one in numbers]
+        begins = [sum(other + to for to in range(rank)) for other in ranks]
+        parts = [torch.arange(begin, begin + rank + other) + 100 * other for other, begin in enumerate(begins)]
+        for exchange, one in zip(reversed(waiting), reversed(numbers), strict=True):
+            assert torch.equal(exchange.wait(), torch.cat(parts).to(one.dtype))
 
 
 @on_ranks(2)
@@ -83,36 +74,33 @@ def test_ranks_that_differ_are_told_and_go_on(world: World) -> None:
     assert dtypes.startswith("gather: ranks differ, rank 0: tensor=torch.int64 []; rank 1: tensor=torch.float32 []")
 
 
-def odd_tensors(world: World) -> tuple[list[str], list[Tensor], list[Tensor]]:
-    """What every rank hears of tensors that cannot be sent, of which rank 0 gives one; then those that can."""
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch will remove them
-        quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
-    refused: list[Any] = [quantized, torch.ones(3).to_sparse(), torch.ones(3, device="meta"), [1.0]]
-    refused.append(torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged))
-    good = torch.ones(3)
-    calls = [(call, bad) for call in (world.gather, world.sum) for bad in refused]
-    calls += [(world.sum, bad) for bad in (good > 0, good.to(torch.uint16), good.to(torch.float8_e5m2))]
-    heard = [fails(partial(call, bad if world.rank == 0 else good), InputError) for call, bad in calls]
-    shapes = (), (0,), (2, 0), (0, 3), (1, 0, 4)
-    given = [torch.full(shape, world.rank + 1.0) for shape in shapes]
-    given += [torch.full((2,), complex(0, world.rank)).conj(), torch.full((2,), world.rank, dtype=torch.bool)]
-    return heard, [world.gather(x) for x in given], [world.sum(x) for x in given[:-1]]
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_tensor_of_any_dtype_layout_or_shape_is_sent_or_refused_on_all_ranks(ranks: int) -> None:
-    every = run_ranks(ranks, odd_tensors)
-    for heard, gathered, summed in every:
-        assert heard == every[0][0]
-        kinds = 2 * ["quantized", "sparse", "meta", "list", "nested"] + 3 * ["torch"]
-        for said, what in zip(heard, kinds, strict=True):
-            assert re.match(f"{'rank 0: ' if ranks > 1 else ''}x: got .*{what}", said), said
-        expected = [(ranks,), (0,), (2 * ranks, 0), (0, 3), (ranks, 0, 4), (2 * ranks,), (2 * ranks,)]
-        assert [tuple(x.shape) for x in gathered] == expected
-        assert [tuple(x.shape) for x in summed] == [(), (0,), (2, 0), (0, 3), (1, 0, 4), (2,)]
-        assert summed[0] == sum(range(1, ranks + 1))
-        assert gathered[5].tolist() == [complex(0, -rank) for rank in range(ranks) for _ in range(2)]
-        assert gathered[6].tolist() == [bool(rank) for rank in range(ranks) for _ in range(2)]
+    run_ranks(ranks, odd_tensors)
+
+
+def odd_tensors(world: World) -> None:
+    """Of tensors that cannot be sent rank 0 gives one; then those that can."""
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch will remove them
+        quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged)
+    refused = {"quantized": quantized, "sparse": torch.ones(3).to_sparse(), "meta": torch.ones(3, device="meta")}
+    refused |= {"list": [1.0], "nested": nested}
+    good, ranks = torch.ones(3), range(world.size)
+    calls = [(call, what, bad) for call in (world.gather, world.sum) for what, bad in refused.items()]
+    calls += [(world.sum, "torch", bad) for bad in (good > 0, good.to(torch.uint16), good.to(torch.float8_e5m2))]
+    for call, what, bad in calls:
+        said = fails(partial(call, bad if world.rank == 0 else good), InputError)
+        assert re.match(f"{'rank 0: ' if world.size > 1 else ''}x: got .*{what}", said), said
+    for shape in ((), (0,), (2, 0), (0, 3), (1, 0, 4)):
+        given = torch.full(shape, world.rank + 1.0)
+        assert world.gather(given).shape == (world.size * (shape or (1,))[0], *shape[1:])
+        assert world.sum(given).shape == shape
+    assert world.sum(torch.tensor(world.rank + 1.0)) == sum(ranks) + world.size
+    numbers, flags = torch.full((2,), complex(0, world.rank)).conj(), torch.full((2,), world.rank, dtype=torch.bool)
+    assert world.gather(numbers).tolist() == [complex(0, -rank) for rank in ranks for _ in range(2)]
+    assert world.gather(flags).tolist() == [bool(rank) for rank in ranks for _ in range(2)]
+    assert world.sum(numbers).shape == (2,)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

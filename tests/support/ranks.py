@@ -122,13 +122,6 @@ def outcome(call: Callable[[], Any]) -> str:
     return "fine"
 
 
-def assert_all_heard(reports: Sequence[Sequence[str]], parts: Sequence[str]) -> None:
-    """Each rank reports the same, and of each message this part."""
-    assert all(of_rank == reports[0] for of_rank in reports)
-    for said, part in zip(reports[0], parts, strict=True):
-        assert part in said
-
-
 def answer(pipe: Connection) -> Any:
     """What a rank's function returned; what it raised is raised."""
     try:
