@@ -234,7 +234,7 @@ def test_a_call_of_rows_that_one_rank_closed_is_told_to_all(world: World, tmp_pa
     assert all(one.startswith("ClosedError: rank 1: embedding 'a' was closed") for one in said)
 
 
-@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("place", [pytest.param(0, marks=pytest.mark.slow), 1])
 @on_ranks(2)
 def test_rows_of_a_half_made_step_are_refused_until_a_load(world: World, tmp_path: Path, place: int) -> None:
     model = Two(world, tmp_path)

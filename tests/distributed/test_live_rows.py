@@ -135,7 +135,7 @@ def test_another_number_of_ranks_begins_with_the_snapshot_of_the_live_step(
 
 
 @in_memory_or_slowly_on_disk
-@pytest.mark.parametrize(("before", "now"), [slowly(1, 2), (2, 3), (2, 1)])
+@pytest.mark.parametrize(("before", "now"), [slowly(1, 2), (2, 3), slowly(2, 1)])
 def test_rows_that_no_snapshot_has_are_not_lost_to_another_number_of_ranks_unless_these_did_not_close(
     tmp_path: Path, store: str, before: int, now: int
 ) -> None:

@@ -370,7 +370,7 @@ def check_saved(folder: Path, store: str, rows: list[dict[str, bytes]]) -> None:
 @pytest.mark.parametrize(
     ("action", "at"),
     [
-        pytest.param(action, at, marks=() if at == max(min(count, 12), 1) else pytest.mark.slow)
+        pytest.param(action, at, marks=() if action != "load" and at == max(count, 1) else pytest.mark.slow)
         for action, count in OF_ACTION.items()
         for at in range(1, max(count, 1) + 1)
     ],

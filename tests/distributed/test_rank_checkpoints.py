@@ -63,7 +63,7 @@ def load_and_go_on(world: World, folder: Path, store: str | None) -> tuple[list[
     return found
 
 
-@pytest.mark.parametrize("store", [None, pytest.param("host", marks=pytest.mark.slow), "ssd"])
+@pytest.mark.parametrize("store", [None, *(pytest.param(store, marks=pytest.mark.slow) for store in ("host", "ssd"))])
 def test_a_loaded_graph_goes_on_to_the_bits_of_the_run_that_saved_it(tmp_path: Path, store: str | None) -> None:
     saved = run_ranks(2, save_and_go_on, tmp_path, store)
     assert saved[0][0] != saved[1][0]

@@ -243,7 +243,7 @@ def loaded_alone(world: World, path: Path, steps: int) -> None:
     end(world)
 
 
-@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("steps", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_load_of_one_by_ranks_counts_beside_a_snapshot_of_the_other(tmp_path: Path, steps: int) -> None:
     killed(loaded_alone, tmp_path, steps)
     assert alike(2, at, tmp_path) == [4, 2]
@@ -386,7 +386,7 @@ def take_over(world: World, path: Path, number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "numbers", [range(2, 60, 13), pytest.param(range(1, 200), marks=pytest.mark.slow)], ids=["few", "all"]
+    "numbers", [range(9, 40, 21), pytest.param(range(1, 200), marks=pytest.mark.slow)], ids=["few", "all"]
 )
 @pytest.mark.parametrize(("before", "now"), [(1, 2), (2, 1)])
 def test_a_kill_as_another_number_of_ranks_takes_over_leaves_all_that_was_saved(
@@ -399,7 +399,8 @@ def test_a_kill_as_another_number_of_ranks_takes_over_leaves_all_that_was_saved(
         killed(take_over, path, number, ranks=now)
         again = copied(path, tmp_path / f"{number} again")
         assert of_one(path) in ([1, 1], [2, 2])
-        assert alike(2, went_on, again, 0) in ([1, 1], [2, 2])
+        if now > 1:  # else rows that one process closed may have no snapshot, which ranks need
+            assert alike(2, went_on, again, 0) in ([1, 1], [2, 2])
         if path.with_name("done").exists():
             break
 

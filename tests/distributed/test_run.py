@@ -165,7 +165,7 @@ def filling(world: World, how: str) -> tuple[list[Any], dict[str, Tensor]]:
     return seen + [loss.item() for loss in run], state(graph)
 
 
-@pytest.mark.parametrize("how", ["stop", "join"])
+@pytest.mark.parametrize("how", [pytest.param("stop", marks=pytest.mark.slow), "join"])
 def test_a_full_disk_of_one_rank_costs_no_rank_a_batch(how: str) -> None:
     losses, expected = accumulated([[0, 1]] * 3 + [[0]] * 5 * (how == "join"))
     for rank, (seen, found) in enumerate(run_ranks(2, filling, how)):
@@ -190,7 +190,7 @@ def test_a_value_that_one_rank_changes_is_traced_or_refused_on_all(world: World)
     assert "temp changed to 10.0" in told
 
 
-@pytest.mark.parametrize("ahead", [0, 2])
+@AHEAD
 @on_ranks(2)
 def test_a_run_goes_on_after_a_rank_was_elsewhere(world: World, ahead: int) -> None:
     """Rank 1 looks rows up in the middle of a run, which rank 0 goes on with."""
@@ -456,7 +456,9 @@ def test_rows_that_a_rank_left_amid_the_updates_are_refused(world: World, tmp_pa
     assert all(torch.equal(found[name], before[name]) for name in ("users", "items"))
 
 
-@pytest.mark.parametrize(("after", "ahead"), [("gather", 0), ("send", 0), ("send", 3)])
+@pytest.mark.parametrize(
+    ("after", "ahead"), [("gather", 0), pytest.param("send", 0, marks=pytest.mark.slow), ("send", 3)]
+)
 @on_ranks(2)
 def test_an_embedding_that_one_rank_closes_amid_a_step_is_an_error_on_all(world: World, after: str, ahead: int) -> None:
     """ahead: how many steps more than the other this embedding has made."""
