@@ -10,6 +10,7 @@ import statistics
 import sys
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,9 @@ from rich.table import Column, Table
 
 from support import warm
 
-from .model_plan import ModelRound, draw_model_round
-from .model_ranks import ModelRankRounds
-from .model_rounds import ModelRounds
-from .plan import Round, draw_round
-from .rank_plan import RankRound, draw_rank_round
-from .rank_rounds import RankRounds
-from .rounds import Result, Rounds
+from .model_rounds import ModelRankRounds, ModelRounds
+from .plan import draw_model_round, draw_rank_round, draw_round
+from .rounds import RankRounds, Result, Rounds
 
 console = Console(highlight=False)
 
@@ -40,38 +37,29 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where stores are made; a temporary folder by default")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    folder = Path(tempfile.mkdtemp(prefix="crash-", dir=arguments.folder))
-    ranks = arguments.ranks
-    rounds: Any = Rounds(folder) if ranks is None else RankRounds(folder)
+    folder, ranks = Path(tempfile.mkdtemp(prefix="crash-", dir=arguments.folder)), arguments.ranks
     if arguments.model:
-        rounds = ModelRounds(folder) if ranks is None else ModelRankRounds(folder, ranks)
+        rounds, draw = ModelRounds(folder) if ranks is None else ModelRankRounds(folder, ranks), draw_model_round
+    else:
+        rounds, draw = (Rounds if ranks is None else RankRounds)(folder), draw_round
     results, failed = list[Result](), list[int]()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
     with warm.servers(), contextlib.suppress(KeyboardInterrupt):  # the summary is of the rounds so far
         for seed in track(range(arguments.seed, arguments.seed + arguments.n), "rounds", console=console):
-            plan: Any = draw_round(seed) if ranks is None else draw_rank_round(seed, ranks)
-            if arguments.model:
-                plan = draw_model_round(seed)
+            plan: Any = draw(seed) if arguments.model or ranks is None else draw_rank_round(seed, ranks)
             try:
                 results.append(rounds.run(plan))
             except Exception as error:
                 failed.append(seed)
-                report(plan, folder, error)
+                console.print(f"[red]seed {seed} failed[/]: {type(error).__name__}: {error}, in {folder}/round-{seed}")
+                for part in (*plan.sessions, replace(plan, sessions=[])):
+                    console.print(f"  {part}", markup=False)
             else:
                 shutil.rmtree(folder / f"round-{seed}")
-    rounds.close()
     summary(results, failed)
     if failed:
         sys.exit(1)
     shutil.rmtree(folder)
-
-
-def report(plan: Round | RankRound | ModelRound, folder: Path, error: Exception) -> None:
-    console.print(f"[red]seed {plan.seed} failed[/]: {type(error).__name__}: {error}", markup=True)
-    for session in plan.sessions:
-        console.print(f"  {session}", markup=False)
-    drawn = f"{'power cut, ' if plan.power else ''}life {plan.life}, types {plan.types}"
-    console.print(f"  {drawn}, folder {folder}/round-{plan.seed}")
 
 
 def summary(results: list[Result], failed: list[int]) -> None:
@@ -81,7 +69,6 @@ def summary(results: list[Result], failed: list[int]) -> None:
     for operation in sorted({operation for operation, _ in kills}):
         table.add_row(operation, *(str(kills[operation, way] or "") for way in ways))
     console.print(table)
-    seconds = [r.seconds for r in results] or [0.0]
     figures = {
         "rounds": len(results) + len(failed),
         "failed": ", ".join(f"seed {seed}" for seed in failed) or 0,
@@ -90,7 +77,7 @@ def summary(results: list[Result], failed: list[int]) -> None:
         "snapshots compared": sum(r.snapshots_checked for r in results),
         "restarts that went back to a snapshot": sum(r.recovered for r in results),
         "changes lost in power cuts": sum(r.lost_in_cuts for r in results),
-        "median round": f"{statistics.median(seconds):.2f} s",
+        "median round": f"{statistics.median([r.seconds for r in results] or [0.0]):.2f} s",
     }
     for name, figure in figures.items():
         console.print(f"{name}: {figure}")

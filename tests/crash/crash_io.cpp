@@ -205,118 +205,91 @@ void die_at(const char* call, long number, int when) {
 
 void fill_disk(int filled) { full = filled; }
 
-long calls_to_come() { return calls_left; }
-
-#define REAL(name, type) static auto* const real = next<type>(name)
+#define REAL(name) static auto* const real = next<decltype(::name)>(#name)
+#define SAME(name) __attribute__((alias(#name)))  // on systems of 64 bits
 
 int open(const char* name, int flags, ...) {
     va_list more;
     va_start(more, flags);
     const int mode = va_arg(more, int);
     va_end(more);
-    REAL("open", int(const char*, int, ...));
+    REAL(open);
     return open_at(AT_FDCWD, name, flags, [&] { return real(name, flags, mode); });
 }
-
-int open64(const char* name, int flags, ...) {
-    va_list more;
-    va_start(more, flags);
-    const int mode = va_arg(more, int);
-    va_end(more);
-    REAL("open64", int(const char*, int, ...));
-    return open_at(AT_FDCWD, name, flags, [&] { return real(name, flags, mode); });
-}
-
+int open64(const char* name, int flags, ...) SAME(open);
 int openat64(int folder, const char* name, int flags, ...) {
     va_list more;
     va_start(more, flags);
     const int mode = va_arg(more, int);
     va_end(more);
-    REAL("openat64", int(int, const char*, int, ...));
+    REAL(openat64);
     return open_at(folder, name, flags, [&] { return real(folder, name, flags, mode); });
 }
-
 ssize_t write(int file, const void* from, size_t n) {
-    REAL("write", ssize_t(int, const void*, size_t));
+    REAL(write);
     return write_to(file, [&] { return real(file, from, n); }, [&] { return real(file, from, n / 2); });
 }
-
 ssize_t pwrite64(int file, const void* from, size_t n, off64_t at) {
-    REAL("pwrite64", ssize_t(int, const void*, size_t, off64_t));
+    REAL(pwrite64);
     return write_to(file, [&] { return real(file, from, n, at); }, [&] { return real(file, from, n / 2, at); });
 }
-
-ssize_t pwrite(int file, const void* from, size_t n, off_t at) { return pwrite64(file, from, n, at); }
-
+ssize_t pwrite(int file, const void* from, size_t n, off_t at) SAME(pwrite64);
+int ftruncate64(int file, off64_t size) {
+    REAL(ftruncate64);
+    const auto act = [&] { return real(file, size); };
+    return static_cast<int>(write_to(file, act, act));
+}
+int ftruncate(int file, off_t size) SAME(ftruncate64);
 int fsync(int file) {
-    REAL("fsync", int(int));
+    REAL(fsync);
     return sync(file, [&] { return real(file); });
 }
-
 int fdatasync(int file) {
-    REAL("fdatasync", int(int));
+    REAL(fdatasync);
     return sync(file, [&] { return real(file); });
 }
-
 int rename(const char* from, const char* to) {
-    REAL("rename", int(const char*, const char*));
+    REAL(rename);
     return move(path_of(AT_FDCWD, from), path_of(AT_FDCWD, to), [&] { return real(from, to); });
 }
-
 int renameat(int from_folder, const char* from, int to_folder, const char* to) {
-    REAL("renameat", int(int, const char*, int, const char*));
+    REAL(renameat);
     const auto act = [&] { return real(from_folder, from, to_folder, to); };
     return move(path_of(from_folder, from), path_of(to_folder, to), act);
 }
-
 int renameat2(int from_folder, const char* from, int to_folder, const char* to, unsigned flags) {
-    REAL("renameat2", int(int, const char*, int, const char*, unsigned));
+    REAL(renameat2);
     const auto act = [&] { return real(from_folder, from, to_folder, to, flags); };
     const std::string one = path_of(from_folder, from), other = path_of(to_folder, to);
     return flags & RENAME_EXCHANGE ? swap(one, other, act) : move(one, other, act);
 }
-
 int unlink(const char* name) {
-    REAL("unlink", int(const char*));
+    REAL(unlink);
     return take_away(path_of(AT_FDCWD, name), [&] { return real(name); });
 }
-
 int unlinkat(int folder, const char* name, int flags) {
-    REAL("unlinkat", int(int, const char*, int));
+    REAL(unlinkat);
     return take_away(path_of(folder, name), [&] { return real(folder, name, flags); });
 }
-
 int rmdir(const char* name) {
-    REAL("rmdir", int(const char*));
+    REAL(rmdir);
     return take_away(path_of(AT_FDCWD, name), [&] { return real(name); });
 }
-
 int mkdir(const char* name, mode_t mode) {
-    REAL("mkdir", int(const char*, mode_t));
+    REAL(mkdir);
     return make(path_of(AT_FDCWD, name), [&] { return real(name, mode); });
 }
-
 int mkdirat(int folder, const char* name, mode_t mode) {
-    REAL("mkdirat", int(int, const char*, mode_t));
+    REAL(mkdirat);
     return make(path_of(folder, name), [&] { return real(folder, name, mode); });
 }
-
 int link(const char* from, const char* to) {
-    REAL("link", int(const char*, const char*));
+    REAL(link);
     return join(path_of(AT_FDCWD, to), [&] { return real(from, to); });
 }
-
 int linkat(int from_folder, const char* from, int to_folder, const char* to, int flags) {
-    REAL("linkat", int(int, const char*, int, const char*, int));
+    REAL(linkat);
     const auto act = [&] { return real(from_folder, from, to_folder, to, flags); };
     return join(path_of(to_folder, to), act);
 }
-
-int ftruncate64(int file, off64_t size) {
-    REAL("ftruncate64", int(int, off64_t));
-    const auto act = [&] { return real(file, size); };
-    return static_cast<int>(write_to(file, act, act));
-}
-
-int ftruncate(int file, off_t size) { return ftruncate64(file, size); }
 }

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 
@@ -36,20 +34,17 @@ class Expected:
         self.clean = {0}
         self.dirty = True
         self.step: int | None = None  # of an open embedding
-        self.inside = ""  # the operation that has not returned
-        self._read = 0
+        self.inside = "between"  # the operation that has not returned
 
-    def follow(self, log: Path) -> list[dict[str, Any]]:
-        """Read on in the log. Returns its new lines; the last may be torn."""
-        lines = log.read_text().split("\n")[:-1] if log.exists() else []
-        new = [json.loads(line) for line in lines[self._read :]]
-        self._read = len(lines)
-        for line in new:
-            line = dict(line)
-            at, operation = line.pop("at"), line.pop("op")
-            self.inside = operation if at == "begin" and operation != "background" else ""
-            getattr(self, f"{at}_{operation}")(**line)
-        return new
+    def follow(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Further lines of the log. A kill comes after them."""
+        self.inside = "between"
+        for line in lines:
+            more = dict(line)
+            at, operation = more.pop("at"), more.pop("op")
+            getattr(self, f"{at}_{operation}")(**more)
+            is_running = at == "begin" and operation != "background"
+            self.inside = operation if is_running else "background" if self.begun else "between"
 
     def found(self, snapshots: Mapping[str, Saved]) -> None:
         """After a kill these snapshots are listed, the oldest first. Those in flight exist or not from here on."""
@@ -127,14 +122,15 @@ class Expected:
     def end_save(self, name: str, **line: Any) -> None:
         self._add(name)
 
+    end_background = end_save
+
     def begin_background(self, name: str, step: int) -> None:
         self.begin_save(name, "full", step)
 
-    def end_background(self, name: str, step: int) -> None:
-        self._add(name)
+    def _nothing(self, **line: Any) -> None:
+        """An operation that changes no rows and no snapshots."""
 
-    def begin_drop(self, name: str) -> None:
-        pass
+    begin_drop = begin_short = end_short = begin_compact = end_compact = _nothing
 
     def end_drop(self, name: str) -> None:
         del self.begun[name]
@@ -172,18 +168,6 @@ class Expected:
         self.clean, self.bases, self.dirty = {step}, {name}, True
         if self.step is not None:
             self.step = step
-
-    def begin_short(self, lack: str) -> None:
-        pass
-
-    def end_short(self, lack: str) -> None:
-        pass
-
-    def begin_compact(self) -> None:
-        pass
-
-    def end_compact(self) -> None:
-        pass
 
     def begin_prune(self, keep_last: int, keep_every: int | None) -> None:
         self.going |= set().union(*self._pruned(keep_last, keep_every))

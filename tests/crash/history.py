@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 import tierbed
 from support import naive
-from support.embeddings import train
 from support.lifecycle_model import Model, Row, Written
 from support.naive import hash_row
 from support.stores import options
 from tierbed import MultiTableEmbedding
 from tierbed.distributed import World
+from tierbed.engine.options.lookup import Lookup
 from tierbed.engine.row_format import EMBEDDING, RowForm
 
 Types = tuple[str, str]
@@ -57,10 +57,9 @@ def gradients(keys: NDArray[np.integer[Any]]) -> NDArray[np.float32]:
 class History:
     """Steps of tables with `keys` keys and a life, from LIVES, and their rows. types: of embedding and state."""
 
-    world: World | None = None  # whose ranks share the rows
-
-    def __init__(self, keys: int, life: str, types: Types) -> None:
-        self.keys, self.life, self.types = keys, LIVES[life], types
+    def __init__(self, keys: int, life: str, types: Types, world: World | None = None) -> None:
+        """world: whose ranks share the rows, and divide the keys of a step among them."""
+        self.keys, self.life, self.types, self.world = keys, LIVES[life], types, world
         self._form = RowForm(DIM, types[0], [STATE], [DIM], [types[1]])
         self._written: list[dict[Row, Written]] = [{}]
         self._numbers: list[dict[Row, Numbers]] = [{}]  # of each row [2 * DIM]: its embedding, its momentum
@@ -69,17 +68,15 @@ class History:
     def _model(self) -> Model:
         return Model(**self.life)
 
-    def embedding(self, path: Path, store: str, trained: bool = True, **more: Any) -> MultiTableEmbedding:
+    def embedding(self, path: Path, store: str, **more: Any) -> MultiTableEmbedding:
         tables = [tierbed.make_constant_initializer(value) for value in BEGIN]
         made = options(store, path, **self.life, **more)
         dtype, state = (getattr(torch, name) for name in self.types)
-        world = self.world
         embedding = MultiTableEmbedding(
-            "rows", DIM, dtype, torch.int64, tables, made, state_dtype=state, world=world, seed=SEED
+            "rows", DIM, dtype, torch.int64, tables, made, state_dtype=state, world=self.world, seed=SEED
         )
-        if trained:
-            optimizer = torch.optim.SGD(embedding.parameters(), lr=RATE, momentum=1.0)
-            embedding.attach(optimizer, optimizer.param_groups[0])
+        optimizer = torch.optim.SGD(embedding.parameters(), lr=RATE, momentum=1.0)
+        embedding.attach(optimizer, optimizer.param_groups[0])
         return embedding
 
     def batch(self, step: int) -> NDArray[np.int64]:
@@ -94,14 +91,20 @@ class History:
 
     def take(self, embedding: MultiTableEmbedding, step: int) -> None:
         """The step of that number."""
-        if len(gone := self.gone(step)):
+        if len(self.gone(step)):
+            gone = self._mine(self.gone(step))
             embedding.delete(gone, gone % 2)
-        keys = self.batch(step)
-        train(embedding, torch.from_numpy(keys), torch.from_numpy(keys % 2), torch.from_numpy(gradients(keys)))
+        keys = self._mine(self.batch(step))
+        pinned = embedding.pin([Lookup(torch.from_numpy(keys), torch.from_numpy(keys % 2))])
+        pinned.gather(0)
+        pinned.update([torch.from_numpy(gradients(keys))], scale=1.0)
 
     def announce(self, embedding: MultiTableEmbedding, step: int) -> None:
-        keys = torch.from_numpy(self.batch(step))
+        keys = torch.from_numpy(self._mine(self.batch(step)))
         embedding.prefetch(keys, keys % 2)
+
+    def _mine(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        return keys if self.world is None else keys[self.world.rank :: self.world.size]
 
     def rows(self, step: int) -> NDArray[np.void]:
         """All rows after `step` steps, in order of (table, key)."""

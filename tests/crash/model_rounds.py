@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import random
-import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from functools import partial
 from itertools import combinations, product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from support.killed import Warm
-from support.warm import SHIMMED
-from tierbed.engine.errors import StoreError
+from support.ranks import run_ranks
+from tierbed.distributed import World
 from tierbed.snapshots import list_snapshots
 
-from .model_plan import NAMES, ModelRound, ModelSession, as_orders
-from .model_trainer import NO_STEP, Members, names_in, rows_after, run
-from .power import Disk
+from .model_trainer import Members, names_in, opened, rows_after, run
+from .plan import NAMES, ModelRound
 from .record_processes import Refused, Rows
 from .replica import Names, Replica
-from .rounds import KILLED, Result
+from .rounds import Result, Rounds, train_ranks
 
 REMOVES = ("prune", "prune_all", "command", "live", "overwrite", "over")
-SAVES = ("save", "save_all", "background", "checkpoint", "overwrite", "over", "state", "live")
 
 
 class Allowed:
@@ -37,19 +34,15 @@ class Allowed:
         self._running: list[Callable[[Replica], object]] = []  # the ways in which that may go
         self._is_behind = False  # whether a save in the background goes on
         self._removes = False  # whether a kill was in an operation that removes snapshots
-        self._read = 0
 
-    def follow(self, log: Path) -> list[dict[str, Any]]:
-        """Take the lines of a log that are new."""
-        text = log.read_text() if log.exists() else ""
-        lines = [json.loads(line) for line in text[self._read :].splitlines() if line]
-        self._read = len(text)
+    def follow(self, lines: Iterable[dict[str, Any]]) -> None:
+        """Take further lines of the log. A kill comes after them."""
         for line in lines:
             try:
                 getattr(self, f"_{line['at']}")(line)
             except AssertionError as error:
                 raise AssertionError(f"{error}, at {line}") from error
-        return lines
+        self._killed()
 
     def _begin(self, line: dict[str, Any]) -> None:
         operation, more = line["op"], line.get("more", ())
@@ -100,12 +93,11 @@ class Allowed:
         more = [made for way in self.ways if way.process.background for made in way.after(_finish)]
         return [*self.ways, *more] if self._is_behind else self.ways
 
-    def killed(self) -> None:
-        """The trainer was killed now."""
+    def _killed(self) -> None:
         self._removes |= self.inside in REMOVES
         found = list[Replica]()
         for way, number in product(self.ways, range(self.ranks)):
-            way.process.draw = Always(number)
+            way.process.draw = SimpleNamespace(randrange=partial(_at_most, number))  # a draw that is known
             runs = self._running or [lambda way: None]
             within = [made for run in runs for made in way.killed_within(run)]
             found += within
@@ -148,18 +140,12 @@ class Allowed:
             way.begin()
 
 
-class Always:
-    """A draw that is known."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def randrange(self, count: int) -> int:
-        return min(self.number, count - 1)
-
-
 def _run(operation: str, more: Sequence[Any], way: Replica) -> None:
     getattr(way, "open_again" if operation == "open" else operation)(*more)
+
+
+def _at_most(number: int, count: int) -> int:
+    return min(number, count - 1)
 
 
 def _finish(way: Replica) -> None:
@@ -179,82 +165,61 @@ def _is(steps: Rows, row: Sequence[float]) -> bool:
     return (len(steps), float(-sum(steps))) == (row[0], float(row[1]))
 
 
-class ModelRounds:
-    """Runs rounds below a folder. script: what trainers run first, for tests of the harness."""
+class ModelRounds(Rounds):
+    """Rounds of members, whose rows have to be of the latest moment that the log allows."""
 
+    runs = staticmethod(run)
     ranks = 1
 
-    def __init__(self, folder: Path, script: str = "") -> None:
-        self.folder, self.script = folder, script
-        self._warm = Warm(run, SHIMMED)
+    def expected(self, plan: ModelRound) -> Allowed:
+        return Allowed(len(plan.dims), self.ranks)
 
-    def close(self) -> None:
-        """Let go of what is held."""
-
-    def run(self, plan: ModelRound) -> Result:
-        """Raises AssertionError if rows are not those of the latest moment that the log allows."""
-        begin = time.perf_counter()
-        place = self.folder / f"round-{plan.seed}"
-        (place / "store" / "model").mkdir(parents=True)
-        (place / "aside").mkdir()
-        result, allowed = Result(), Allowed(len(plan.dims), self.ranks)
-        for number, session in enumerate(plan.sessions):
-            (place / "trace").write_text("")  # a trainer may be killed before it begins its own
-            self._train(place, plan, session, number)
-            lines = allowed.follow(place / "log")
-            allowed.killed()
-            result.kills[allowed.inside, "at an instant" if session.kill.inside is None else session.kill.when] += 1
-            for line in lines:
-                if line["at"] == "end" and line["op"] in SAVES:
-                    result.saves[line["op"]] += 1
-            if plan.power:
-                disk = Disk(place / "store", (place / "trace").read_text())
-                result.lost_in_cuts += disk.cut(random.Random(session.seed))
-            if session.checked or session is plan.sessions[-1]:
-                result.recovered += self._check(place / "store" / "model", plan, session, allowed)
-                result.snapshots_checked += self._compare(place / "store" / "model", plan)
-        result.seconds = time.perf_counter() - begin
-        return result
-
-    def _train(self, place: Path, plan: ModelRound, session: ModelSession, number: int) -> None:
-        kill = session.kill
-        after = [kill.events, kill.wait] if kill.inside is None else None
-        orders = {"place": str(place), "plan": as_orders(plan, session, number), "script": self.script}
-        answer = self._warm.order(orders, after)
-        assert answer["signal"] == KILLED, f"the trainer ended by itself: {answer}"
-
-    def _check(self, path: Path, plan: ModelRound, session: ModelSession, allowed: Allowed) -> int:
-        """Open the members in a drawn order: their rows are of one moment, or there is none, and that is said."""
-        chance = random.Random(session.seed + 1)
-        mode = "resume"
-        for mode in ("resume", "mixed"):
-            model = Members(path, session.stores, plan.dims, open=mode, **plan.options(path))
-            try:
-                for one in chance.sample(model.all, len(model.all)):
-                    one.size()
-                break
-            except StoreError as error:
-                if mode == "mixed" or NO_STEP not in str(error):
-                    raise
-                for one in model.all:
-                    one.close()
-        found = model.read()
-        names = names_in(path, len(plan.dims))
-        vector = allowed.found([(step, rows.get(0, 0.0)) for step, rows in found], mode, names)
-        for (_, rows), steps, dim in zip(found, vector, plan.dims, strict=True):
-            assert rows == rows_after(steps, dim)
-        for one in model.all:
-            one.close()
+    def check(self, path: Path, plan: ModelRound, number: int, allowed: Allowed, result: Result) -> None:
+        """Rows are of one moment, or there is none, and that is said. Snapshots are whole, and leave nothing over."""
+        session, path = plan.sessions[number], path / "model"
+        if not session.checked and session is not plan.sessions[-1]:
+            return
+        order = random.Random(session.seed + 1).sample(range(len(plan.dims)), len(plan.dims))
+        found = self.found(path, asdict(plan), session.stores, order)
+        mode, firsts, _ = found[0]
+        vector = allowed.found(firsts, mode, names_in(path, len(plan.dims)))
+        for at, (steps, dim) in enumerate(zip(vector, plan.dims, strict=True)):
+            assert {key: value for *_, rows in found for key, value in rows[at].items()} == rows_after(steps, dim)
         allowed.closed()
-        return int(mode == "resume")
-
-    def _compare(self, path: Path, plan: ModelRound) -> int:
-        """Snapshots are whole, and nothing is left of those that were not finished. Returns how many there are."""
-        count = 0
+        result.recovered += mode == "resume"
         for name in NAMES[: len(plan.dims)]:
             listing = list_snapshots(path / name / "snapshots")
             assert not listing.damaged
-            count += len(listing.snapshots)
+            result.snapshots_checked += len(listing.snapshots)
             left = [place.name for place in (path / name / "snapshots").glob(".tmp-*")]
             assert not left, f"leftovers of {name}: {left}"
-        return count
+
+    def found(self, *given: Any) -> list[Any]:
+        """What `checked` returns, by rank."""
+        return [checked(None, *given)]
+
+
+class ModelRankRounds(ModelRounds):
+    """Runs rounds of that many ranks, of which one is killed, and the others find out or are killed with it."""
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        super().__init__(folder)
+        self.ranks = ranks
+
+    def train(self, place: Path, session: Any, orders: dict[str, Any]) -> None:
+        chance = random.Random(session.seed + 2)
+        killed = {"ranks": self.ranks, "victim": chance.randrange(self.ranks), "all_die": chance.random() < 0.5}
+        train_ranks(place, SimpleNamespace(kill=session.kill, **killed), {**orders, **killed})
+
+    def found(self, *given: Any) -> list[Any]:
+        return run_ranks(self.ranks, checked, *given)
+
+
+def checked(
+    world: World | None, path: Path, plan: dict[str, Any], stores: list[str], order: list[int]
+) -> tuple[str, list[tuple[int, float]], list[dict[int, float]]]:
+    """How a process could open the members, their first values, and the rows of each that it has."""
+    mode, model = opened(lambda mode: Members(path, plan, mode, stores, world=world), order, lambda: None)
+    found = mode, model.firsts(), model.rows()
+    model.close()
+    return found

@@ -6,11 +6,13 @@ taken, whatever was lost, loaded and trained again in between.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import random
 import signal
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from support import shim
 from support.stores import ONE_SET_MB, options
-from tierbed import MultiTableEmbedding, cli, load_checkpoint, make_constant_initializer, save_checkpoint
+from tierbed import GroupError, MultiTableEmbedding, load_checkpoint, make_constant_initializer, save_checkpoint
+from tierbed.distributed import World
 from tierbed.embedding.state_dict.model_snapshots import ModelSnapshots
 from tierbed.embedding.tables.training_group import train_together
 from tierbed.engine.durable import fsync_dir, fsync_file
@@ -28,9 +32,10 @@ from tierbed.engine.errors import StoreError
 from tierbed.engine.options.lookup import Lookup
 from tierbed.snapshots import Snapshot, list_snapshots
 
-from .model_plan import NAMES, options_of
+from .history import History
+from .plan import KINDS, MODEL_WEIGHTS, NAMES
 from .record_processes import Rows
-from .trainer import WHEN
+from .trainer import RankTrainer, Writer, begun, meet, tierbed
 
 KEYS = 40
 NO_STEP = "they have no saved step in common"
@@ -51,23 +56,27 @@ def rows_after(steps: Rows, dim: int) -> dict[int, float]:
 
 
 class Members(ModelSnapshots, nn.Module):
-    """Embeddings with these stores and dims, trained together by SGD."""
+    """Embeddings of a plan, trained together by SGD. world: the ranks that share their rows."""
 
-    def __init__(self, path: Path, stores: list[str], dims: list[int], world: Any = None, **more: Any) -> None:
+    def __init__(
+        self,
+        path: Path,
+        plan: Mapping[str, Any],
+        mode: str,
+        stores: Sequence[str],
+        budgets: Sequence[float] = 3 * (ONE_SET_MB,),
+        world: World | None = None,
+    ) -> None:
         super().__init__()
         self.all: list[MultiTableEmbedding] = []
+        self.world = world
         self.register_buffer("dense", torch.zeros((), dtype=torch.float64))  # moves by each step of this process
-        budgets = more.pop("budgets", [ONE_SET_MB] * len(stores))
-        for name, store, dim, budget in zip(NAMES, stores, dims, budgets, strict=False):
-            one = MultiTableEmbedding(
-                name,
-                dim,
-                torch.float32,
-                torch.int64,
-                [make_constant_initializer(0.0)],
-                options(store, path, budget, **more),
-                world=world,
-            )
+        more = {"capacity": 64 if plan["capacity"] else None, "state_dict_snapshots": plan["states"], "open": mode}
+        if plan["apart"]:
+            more["snapshot_path"] = path.with_name("apart")
+        for name, store, dim, budget in zip(NAMES, stores, plan["dims"], budgets, strict=False):
+            start, made = [make_constant_initializer(0.0)], options(store, path, budget, **more)
+            one = MultiTableEmbedding(name, dim, torch.float32, torch.int64, start, made, world=world)
             optimizer = torch.optim.SGD(one.parameters(), lr=1.0)
             one.attach(optimizer, optimizer.param_groups[0])
             self.all.append(one)
@@ -81,20 +90,49 @@ class Members(ModelSnapshots, nn.Module):
             if one.name in names:
                 number = numbers[NAMES.index(one.name)]
                 ids = torch.from_numpy(keys_of(number))
-                pinned.append((one.pin([Lookup(ids, torch.zeros_like(ids))]), number, len(ids), one.dim))
-        for batch, number, count, dim in pinned:
-            batch.update([torch.full((count, dim), float(number))])
-            self.dense += number
+                if self.world is not None:
+                    ids = ids[self.world.rank :: self.world.size]
+                batch = one.pin([Lookup(ids, torch.zeros_like(ids))])
+                batch.gather(0)
+                pinned.append((batch, torch.full((len(ids), one.dim), float(number))))
+                self.dense += number
+        for batch, gradient in pinned:
+            batch.update([gradient], scale=1.0)
 
-    def read(self) -> list[tuple[int, dict[int, float]]]:
-        """The step and the rows of each member."""
+    def firsts(self) -> list[tuple[int, float]]:
+        """The step and the value of key 0 of each member."""
+        return [(int(one.metrics()["table"]["step"]), float(one.get([0])[0, 0])) for one in self.all]
+
+    def rows(self) -> list[dict[int, float]]:
+        """The rows of each member that this process has, all columns of one alike."""
         found = []
         for one in self.all:
             rows = {key: row for _, key, row in one}
             assert all(bool((row == row[0]).all()) for row in rows.values())
-            step = int(one.metrics()["table"]["step"])
-            found.append((step, {key: float(row[0]) for key, row in rows.items()}))
+            found.append({key: float(row[0]) for key, row in rows.items()})
         return found
+
+    def close(self) -> None:
+        for one in self.all:
+            one.close()
+
+
+def opened(
+    make: Callable[[str], Members], order: Sequence[int], mixes: Callable[[], object] | None
+) -> tuple[str, Members]:
+    """Members of a mode, opened in that order. Where they have no step in common, `mixes`, and each opens its own."""
+    for mode in ("resume", "mixed"):
+        made = make(mode)
+        try:
+            for number in order:
+                made.all[number].size()
+            break
+        except StoreError as error:
+            if mode == "mixed" or mixes is None or NO_STEP not in str(error):
+                raise
+        made.close()
+        mixes()
+    return mode, made
 
 
 def names_in(path: Path, members: int) -> list[dict[str, int]]:
@@ -103,79 +141,58 @@ def names_in(path: Path, members: int) -> list[dict[str, int]]:
     return [{one.name: int(one.description["step"]) for one in listing} for listing in listings]
 
 
-class ModelTrainer:
+class ModelTrainer(Writer):
     """Random operations on embeddings that are trained together, each written ahead into the log."""
 
-    def __init__(self, path: Path, orders: dict[str, Any], files: list[int]) -> None:
-        self.path, self.orders, self._files = path, orders, files
-        self.chance = random.Random(orders["seed"])
-        self.trained = "".join(name for name in NAMES[: len(orders["dims"])] if name != orders["frozen"])
-        self._shim = ctypes.CDLL(None)
-        self._saved = 0
-        self.model: Members | None = None
-        self.open(orders["stores"], first=True)
+    world: World | None = None
+
+    def __init__(self, path: Path, plan: dict[str, Any], files: list[int]) -> None:
+        super().__init__(plan, files)
+        self.path = path
+        frozen = plan["frozen"] if plan["number"] >= plan["frozen_from"] else None
+        self.trained = "".join(name for name in NAMES[: len(plan["dims"])] if name != frozen)
+        self.open(plan["stores"], first=True)
 
     def run(self) -> None:
-        weights = self.orders["weights"]
-        for _ in range(self.orders["operations"]):
-            self.operate(self.chance.choices(list(weights), list(weights.values()))[0])
-        for _ in range(3):  # it came to fewer calls than the kill has
-            inside = self.orders["kill"]["inside"]
-            if inside is None:
-                break
-            self.orders["kill"]["number"] = max(self.orders["kill"]["number"] // 3, 1)
-            self.operate("step")
-            self.operate("save_all")
-            self.operate("reopen" if inside == "open" else inside)
+        self.operate_all(MODEL_WEIGHTS)
+        kill = self.plan["kill"]
+        for _ in range(3 if kill["inside"] else 0):  # it came to fewer calls than the kill has
+            kill["number"] = max(kill["number"] // 3, 1)
+            self.step()
+            self.save_all()
+            getattr(self, "reopen" if kill["inside"] == "open" else kill["inside"])()
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def operate_all(self, weights: Mapping[str, float]) -> None:
+        weights = {**weights, **{name: one for name, one in KINDS[self.plan["kind"]].items() if name in weights}}
+        for _ in range(self.plan["operations"]):
+            self.operate(self.chance.choices(list(weights), list(weights.values()))[0])
 
     def operate(self, operation: str) -> None:
         getattr(self, operation)()
-
-    def make(self, stores: list[str], mode: str) -> Members:
-        orders = self.orders
-        more = options_of(self.path, **orders["options"])
-        return Members(self.path, stores, orders["dims"], budgets=orders["budgets"], open=mode, **more)
 
     def open(self, stores: list[str], first: bool = False) -> None:
         """All members, in a drawn order. first: in this process, so that recovery may have no step in common."""
         order = self.chance.sample(range(len(stores)), len(stores))
         self.say("begin", "open", first=first)
-        self._arm("open")
-        for one in () if self.model is None else self.model.all:
-            one.close()
-        for mode in ("resume", "mixed"):
-            made = self.make(stores, mode)
-            try:
-                for number in order:
-                    made.all[number].size()
-                break
-            except StoreError as error:
-                if mode == "mixed" or not first or NO_STEP not in str(error):
-                    raise
-            for one in made.all:
-                one.close()
-            self.say("begin", "mixed")
-        self._disarm()
-        self.model = made
-        self.say("end", "open", first=first, mode=mode, rows=self.firsts(made), names=self.names())
-
-    def firsts(self, made: Members) -> list[tuple[int, float]]:
-        """The step and the value of key 0 of each member."""
-        return [(step, rows.get(0, 0.0)) for step, rows in made.read()]
+        self.arm("open")
+        if not first:
+            self.members.close()
+        mode, self.members = opened(
+            lambda mode: Members(self.path, self.plan, mode, stores, self.plan["budgets"], self.world),
+            order,
+            (lambda: self.say("begin", "mixed")) if first else None,
+        )
+        shim.live_on()
+        self.say("end", "open", first=first, mode=mode, rows=self.members.firsts(), names=self.names())
 
     def names(self) -> list[dict[str, int]]:
-        return names_in(self.path, len(self.orders["dims"]))
-
-    @property
-    def members(self) -> Members:
-        assert self.model is not None
-        return self.model
+        return names_in(self.path, len(self.plan["dims"]))
 
     def step(self) -> None:
         for _ in range(self.chance.randint(1, 3)):
             names, numbers = self.drawn_step()
-            self.logged("step", lambda names=names, numbers=numbers: self.members.step(names, numbers), names, numbers)
+            self.logged("step", partial(self.members.step, names, numbers), names, numbers)
 
     def part(self) -> None:
         """Some are closed, others go on, and all are opened again."""
@@ -186,7 +203,7 @@ class ModelTrainer:
         if there:
             names, numbers = self.drawn_step(there)
             self.logged("step", lambda: self.members.step(names, numbers), names, numbers)
-        self.open(self.orders["stores"])
+        self.open(self.plan["stores"])
 
     def drawn_step(self, trained: str = "") -> tuple[str, list[int]]:
         trained = trained or self.trained
@@ -220,9 +237,8 @@ class ModelTrainer:
     def overwrite(self) -> None:
         for one in self.members.all:
             if self.is_no_parent("latest", [one]):
-                self.logged(
-                    "overwrite", lambda one=one: one.save_snapshot("latest", overwrite=True), one.name, "latest"
-                )
+                save = partial(one.save_snapshot, "latest", overwrite=True)
+                self.logged("overwrite", save, one.name, "latest")
 
     def over(self) -> None:
         if self.is_no_parent("all-over", self.members.all):
@@ -246,7 +262,6 @@ class ModelTrainer:
         """Keep a state_dict, which names a snapshot of each member whose rows were written."""
         name, kept = self.new_name("state"), self.path.parent / "kept"
         kept.mkdir(exist_ok=True)
-
         self.logged("state", lambda: self.keep(self.members.state_dict(), kept / f"{name}.pt"), name)
 
     def keep(self, state: Any, place: Path) -> None:
@@ -267,13 +282,9 @@ class ModelTrainer:
 
     def load(self) -> None:
         one = self.chance.choice(self.members.all)
-        snapshots = [
-            stored
-            for stored in self.snapshots(one.name)
-            if not stored.name.startswith(("replaced-", "state_dict-", "kept-"))
-        ]
-        if snapshots:
-            name = self.chance.choice(snapshots).name
+        names = [stored.name for stored in self.snapshots(one.name)]
+        if names := [name for name in names if not name.startswith(("replaced-", "state_dict-", "kept-"))]:
+            name = self.chance.choice(names)
             self.logged("load", lambda: one.load_snapshot(name), one.name, name)
 
     def load_all(self) -> None:
@@ -305,7 +316,7 @@ class ModelTrainer:
         for one in self.members.all:
             self.close(one)
         self.shell("command", self.chance.choice(["save_all", "prune_all", "load_all"]))
-        self.open(self.orders["stores"])
+        self.open(self.plan["stores"])
 
     def live(self) -> None:
         """The shell on stores that are open: this process serves it."""
@@ -324,52 +335,87 @@ class ModelTrainer:
         return list_snapshots(self.path / member / "snapshots").snapshots
 
     def new_name(self, begin: str) -> str:
-        self._saved += 1
-        return f"{begin}-{self.orders['number']}-{self._saved}"
+        self.saved += 1
+        return f"{begin}-{self.plan['number']}-{self.saved}"
 
     def any_kind(self, members: list[MultiTableEmbedding]) -> str:
-        on_disk = all(one.store_options.store == "cached_ssd" for one in members)
+        on_disk = self.world is None and all(one.store_options.store == "cached_ssd" for one in members)
         based = all(one.last_snapshot for one in members)
         return self.chance.choice(["full"] + ["incremental"] * based + ["checkpoint"] * on_disk)
 
     def logged(self, operation: str, call: Any, *more: Any) -> None:
         self.say("begin", operation, more=more, dense=float(self.members.dense))
-        self._arm(operation)
+        self.arm(operation)
         call()
-        self._disarm()
+        shim.live_on()
         names = None if operation == "step" else self.names()
         self.say("end", operation, more=more, dense=float(self.members.dense), names=names)
 
-    def _arm(self, operation: str) -> None:
-        kill = self.orders["kill"]
-        if kill["inside"] == operation:
-            self._shim.die_at(kill["call"].encode(), ctypes.c_long(kill["number"]), WHEN.index(kill["when"]))
 
-    def _disarm(self) -> None:
-        self._shim.die_at(b"", ctypes.c_long(0), 0)
+class RankModelTrainer(ModelTrainer):
+    """Operations of all ranks."""
 
-    def say(self, at: str, operation: str, **more: Any) -> None:
-        line = json.dumps({"at": at, "op": operation, **more}).encode() + b"\n"
-        for file in self._files:
-            os.write(file, line)
+    world: World
 
+    def __init__(self, world: World, path: Path, plan: dict[str, Any], files: list[int]) -> None:
+        self.world, self.is_victim = world, world.rank == plan["victim"]
+        super().__init__(path, plan, files if world.rank == 0 else [])
 
-def tierbed(*words: Any) -> None:
-    try:
-        cli.main([str(word) for word in words])
-    except SystemExit as end:
-        if end.code:
-            raise
+    def run(self) -> None:
+        not_over_ranks = ("background", "command", "live")
+        self.operate_all({name: weight for name, weight in MODEL_WEIGHTS.items() if name not in not_over_ranks})
+        if self.is_victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        meet(self.world)
+
+    def operate(self, operation: str) -> None:
+        meet(self.world)  # so that all see the same files
+        super().operate(operation)
+
+    def keep(self, state: Any, place: Path) -> None:
+        if self.world.rank == 0:
+            super().keep(state, place)
+
+    def close(self, one: MultiTableEmbedding) -> None:
+        """Closed by all ranks before the log says so."""
+
+        def closed() -> None:
+            one.close()
+            meet(self.world)
+
+        self.logged("reopen", closed, one.name)
+
+    def reopen(self) -> None:
+        for one in self.chance.sample(self.members.all, len(self.members.all)):
+            self.close(one)
+        self.open([self.chance.choice(["device", "host", "ssd", "ssd_host"]) for _ in self.members.all])
 
 
 def run(place: str, plan: dict[str, Any], script: str, events: int) -> None:
     """Run the script, then work in `place` until killed, at the latest by itself."""
     exec(script, {})
-    signal.alarm(600)  # what hangs fails
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
-    folder = Path(place)
-    log = os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_DSYNC, 0o644)
-    trace = os.open(folder / "trace", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC) if plan["power"] else -1
-    ctypes.CDLL(None).watch_calls(os.fsencode(folder / "store"), os.fsencode(folder / "aside"), trace)
-    ModelTrainer(folder / "store" / "model", plan, [log, events]).run()
+    log = begun(Path(place), plan["power"])
+    ModelTrainer(Path(place, "store", "model"), plan, [log, events]).run()
+
+
+def train(place: str, plan: dict[str, Any], rank: int, port: int, events: Connection) -> None:
+    """Work in `place` as one of the ranks until killed, or until another is."""
+    folder, is_model = Path(place), "dims" in plan
+    files = [begun(folder, plan["power"] and not is_model), events.fileno()]
+    try:
+        world = world_of(rank, plan["ranks"], port)
+        if is_model:
+            RankModelTrainer(world, folder / "store" / "model", plan, files).run()
+        else:
+            history = History(plan["keys"], plan["life"], plan["types"], world)
+            RankTrainer(folder / "store", history, plan, files).run()
+    except GroupError:  # of a killed rank, or else the round reports the error
+        (folder / f"ended-{rank}").write_text(traceback.format_exc())
+
+
+def world_of(rank: int, ranks: int, port: int) -> World:
+    os.environ |= {"RANK": f"{rank}", "WORLD_SIZE": f"{ranks}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
+    return World.from_env(timeout=60)

@@ -54,16 +54,14 @@ class Change:
         path = self.folder.path / self.name
         if self.other is not None:
             self._undo_exchange(path, self.other)
-            return
-        if self.done == "rmdir":
+        elif self.done == "rmdir":
             path.mkdir(exist_ok=True)
         elif self.done == "unlink":
             if not os.path.lexists(path):
                 os.link(self.aside, path)
         elif not os.path.lexists(path):  # gone since, by a change that lasted
             return
-        elif self.done == "rename":
-            assert self.source is not None
+        elif self.source is not None:
             folder, name = self.source
             if folder.path.is_dir():
                 path.rename(folder.path / name)
@@ -136,18 +134,16 @@ class Disk:
             change.folder.changes.append(change)
         if done == "mkdir":
             self._folder(place)
-        if done == "rename":
+        if done in ("rename", "exchange"):
             to, source = Path(more[0]), (self._folder(place.parent), place.name)
-            change = Change(number, done, self._folder(to.parent), to.name, more[1], source, self._move(path, more[0]))
+            target = self._folder(to.parent), to.name
+            if done == "rename":
+                change = Change(number, done, *target, more[1], source, self._move(path, more[0]))
+            else:
+                change = Change(number, done, *target, "", source, self._folder(place), self._folder(to))
+                for old, new in ((path, f"{path}-between"), (more[0], path), (f"{path}-between", more[0])):
+                    self._move(old, new)
             change.folder.changes.append(change)
-
-        if done == "exchange":
-            one, other, to = self._folder(place), self._folder(Path(more[0])), Path(more[0])
-            source, target = (self._folder(place.parent), place.name), (self._folder(to.parent), to.name)
-            self._move(path, f"{path}-between")
-            self._move(more[0], path)
-            self._move(f"{path}-between", more[0])
-            target[0].changes.append(Change(number, done, *target, "", source, one, other))
 
     def _folder(self, path: Path) -> Folder:
         known = self._folders.get(str(path))

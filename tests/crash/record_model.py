@@ -1,6 +1,6 @@
 """Model checker for the recovery of stores that train together: random histories, killed before any durable write.
 
-    PYTHONPATH=tests python -m crash.record_model --histories 20000 --seed 1
+    PYTHONPATH=tests python -m crash.record_model 20000
 
 snapshots/store/recovery_rule.py has the rule, `record_processes` the processes that follow it. `Checker` remembers
 every moment: the rows that all stores had side by side. A recovery has to find one of these, none older than the newest
@@ -9,7 +9,6 @@ one with a begin of a save or an end of a load that returned saves cover, and ex
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
 import sys
@@ -18,16 +17,13 @@ from collections.abc import Collection
 
 from tierbed.snapshots.store.recovery_rule import EMPTY, FOREVER, Record, Snapshots
 
-from .record_processes import Disk, Forward, Kill, Reader, Refused, Rows, Shards, Trainer
+from .record_processes import Disk, Forward, Kill, Refused, Rows, Shards, Trainer
 
 Backup = tuple[dict[str, str], Shards, Record | Forward]  # a folder: snapshots, live rows, MARK
 
 
 class Violation(AssertionError):
     """The rule lost rows, mixed moments or served stale rows."""
-
-
-# ---- what has to hold ----------------------------------------------------------------------------------------------
 
 
 class Checker:
@@ -44,9 +40,8 @@ class Checker:
         self.changed = dict.fromkeys(stores, 0)  # the moment of the last change
         self.promised: dict[frozenset[str], int] = {}  # by group the newest moment that returned saves cover
         self.durable = dict.fromkeys(stores, True)  # nothing was written since the last save, load or close
-        self.reader, self.lost, self.log = Reader(self.disk), set[str](), list[tuple[object, ...]]()
+        self.lost, self.log = set[str](), list[tuple[object, ...]]()
         self.backups: dict[str, Backup] = {}
-        self.past: dict[str, set[Rows]] = {x: {()} for x in stores}  # every store's rows, whatever the others had
         self.first = 0  # the moment at which the trainer began: no record has older ones that it completes
         self.before = 0, True  # the number of writes before the operation, and whether all rows were durable
 
@@ -60,8 +55,6 @@ class Checker:
     def observe(self) -> None:
         trainer = self.trainer
         self.current.update(trainer.rows)
-        for x, rows in self.current.items():
-            self.past[x].add(rows)
         if not trainer.broken | trainer.diverged and self.current != self.moments[-1]:
             self.moments.append(dict(self.current))
 
@@ -70,7 +63,7 @@ class Checker:
         if not self.trainer.broken | self.trainer.diverged:
             self.counted.add(len(self.moments) - 1)
 
-    def require(self, holds: bool, message: str) -> None:
+    def require(self, holds: object, message: str) -> None:
         if not holds:
             raise Violation(message)
 
@@ -92,19 +85,8 @@ class Checker:
     def lock(self) -> None:
         self.trainer.lock()
 
-    def train_reader(self) -> None:
-        """The reader begins to train. It may be refused, and never trains other rows than the store's."""
-        reader, self.reader = self.reader, Reader(self.disk)
-        self.trainer.open(list(reader.rows), reader)
-        self.trainer.lock()
-        for x, rows in reader.rows.items():
-            self.require(rows == self.current[x], f"a reader trains {rows} of {x}, not {self.current[x]}")
-
-    def read(self, store: str) -> None:
-        is_free = self.disk.leads_to(store) != self.trainer.group or not self.trainer.group
-        self.reader.open(store, is_free)
-        rows, right = self.reader.rows[store], self.current[store]
-        self.require(rows == right, f"a reader of {store} gets {rows}, not {right}")
+    def prune(self, store: str) -> None:
+        self.trainer.prune(store)
 
     def step(self, stores: str, fails: bool = False, diverges: bool = False) -> None:
         self.count += 1
@@ -126,10 +108,8 @@ class Checker:
         saved = {x: [s for s in self.saved[x].items() if self.trainer.exists(x, s[0])] for x in group}
         first = max(self.first, self.promised.get(group, 0))
         for i in sorted((i for i in self.counted if i >= first), reverse=True):
-            moment = self.moments[i]
-            if moment and all(
-                any(first <= i and self.disk.contents[s] == moment[x] for s, first in saved[x]) for x in group
-            ):
+            moment, contents = self.moments[i], self.disk.contents
+            if moment and all(any(first <= i and contents[s] == moment[x] for s, first in saved[x]) for x in group):
                 self.promised[group] = i
                 return
 
@@ -159,9 +139,6 @@ class Checker:
             self.durable.update(dict.fromkeys(snapshots, True))
             self.count_moment()
 
-    def prune(self, store: str) -> None:
-        self.trainer.prune(store)
-
     def close(self, store: str) -> None:
         if store in self.trainer.background:
             self.finish(store)
@@ -174,65 +151,20 @@ class Checker:
             self.trainer.diverged.clear()
 
     def require_excuse(self, refused: Refused) -> None:
-        excused = bool(self.lost) or self.log[-1][0] == "train_reader" or self.trainer.broken | self.trainer.diverged
-        self.require(bool(excused), f"refused: {refused}")
+        excused = self.lost or self.trainer.broken | self.trainer.diverged
+        self.require(excused, f"refused: {refused}")
 
     # between two trainers
 
-    def close_reader(self) -> None:
-        self.reader = Reader(self.disk)
-
-    def must_refuse(self, stores: str) -> None:
-        writes, trainer = self.disk.writes, Trainer(self.disk, self.draw, -1)
-        try:
-            trainer.open(stores)
-        except Refused:
-            self.require(self.disk.writes == writes, "an open that was refused wrote")
-        else:
-            raise Violation(f"{stores} opened with {trainer.rows}")
-
-    def hide_group(self, store: str) -> None:
-        """The GROUP file is missing or damaged: no member opens, until it is put back."""
-        key = self.disk.leads_to(store)
-        if key not in self.stores:
-            file = self.disk.files.pop(key)
-            self.must_refuse(store)
-            self.disk.files[key] = file
-
-    def hide_folder(self, store: str) -> None:
-        """A member's folder is missing: no other member opens, until it is put back."""
-        self.disk.absent = {store}
-        for other in self.partners(store):
-            self.must_refuse(other)
-        self.disk.absent = set()
-
-    def partners(self, store: str) -> list[str]:
-        return [x for x in self.stores if x != store and self.disk.leads_to(x) == self.disk.leads_to(store)]
-
-    def copy_folder(self, store: str) -> None:
-        """A copy beside the original is trained and closed: the group finds what it would have found."""
-        disk, path = self.disk, store + "-copy"
-        self.put_folder(path, self.folder(store))
-        trainer = Trainer(disk, self.draw, -1)
-        trainer.open([path])
-        self.require(trainer.rows[path] in self.past[store], f"a copy of {store} has {trainer.rows[path]}")
-        trainer.step([path], 0)
-        trainer.close(path)
-        self.check(self.current)
-
-    def folder(self, store: str) -> Backup:
-        return dict(self.disk.names[store]), list(self.disk.live[store]), self.disk.files[store]
-
-    def put_folder(self, path: str, folder: Backup) -> None:
-        self.disk.names[path], self.disk.live[path], self.disk.files[path] = dict(folder[0]), list(folder[1]), folder[2]
-
     def back_up(self, store: str) -> None:
-        self.backups[store] = self.folder(store)
+        disk = self.disk
+        self.backups[store] = dict(disk.names[store]), list(disk.live[store]), disk.files[store]
 
     def restore_backup(self, store: str) -> None:
         """A user puts back an older copy of the folder. It may lose what saves promised, but not mix moments."""
         if store in self.backups:
-            self.put_folder(store, self.backups[store])
+            names, live, mark = self.backups[store]
+            self.disk.names[store], self.disk.live[store], self.disk.files[store] = dict(names), list(live), mark
             self.accept_loss(store)
             self.check_pairs(self.current, list(self.stores))
 
@@ -293,17 +225,8 @@ class Checker:
 
 # ---- random histories ----------------------------------------------------------------------------------------------
 
-OPERATIONS = {
-    "step": 6,
-    "fail": 0.4,
-    "diverge": 0.3,
-    "save": 3,
-    "background": 1,
-    "finish": 2,
-    "load": 1.5,
-    "fail_load": 0.5,
-}
-OPERATIONS |= {"prune": 1.5, "close": 1, "open": 1, "read": 0.5}
+OPERATIONS = {"step": 6, "fail": 0.4, "diverge": 0.3, "save": 3, "background": 1, "finish": 2, "load": 1.5}
+OPERATIONS |= {"fail_load": 0.5, "prune": 1.5, "close": 1, "open": 1}
 
 
 class History:
@@ -336,17 +259,13 @@ class History:
                 checker.end(killed)
                 self.between()
             except Refused as refused:
-                checker.require(bool(checker.lost), f"refused, though no folder was touched: {refused}")
+                checker.require(checker.lost, f"refused, though no folder was touched: {refused}")
                 break
         return self.kills
 
     def train(self) -> None:
         checker, draw, trainer = self.checker, self.draw, self.checker.trainer
-        free = set(checker.stores) - checker.reader.rows.keys()
-        if checker.reader.rows and (not free or draw.random() < 0.5):
-            checker.do("train_reader")
-        else:
-            checker.do("open", self.some(free))
+        checker.do("open", self.some(checker.stores))
         for operation in draw.choices(list(OPERATIONS), list(OPERATIONS.values()), k=draw.randint(1, 14)):
             self.draw_operation(operation, sorted(trainer.rows.keys() - trainer.broken - trainer.diverged))
         for x in sorted(trainer.rows):
@@ -355,7 +274,7 @@ class History:
     def draw_operation(self, operation: str, sound: list[str]) -> None:
         """Run an operation on some open stores, if there are any for it."""
         checker, draw, trainer = self.checker, self.draw, self.checker.trainer
-        closed = set(checker.stores) - trainer.rows.keys() - checker.reader.rows.keys() - trainer.broken
+        closed = set(checker.stores) - trainer.rows.keys() - trainer.broken
         name = draw.choice(["daily", "weekly", f"once-{checker.count}"])
         if operation in ("step", "fail", "diverge") and sound:
             checker.do("step", self.some(sound), operation == "fail", operation == "diverge")
@@ -371,42 +290,31 @@ class History:
             checker.do("load", snapshots, draw.choice(sorted(snapshots)) if operation == "fail_load" else "")
         elif operation in ("prune", "close") and trainer.rows:
             checker.do(operation, draw.choice(sorted(trainer.rows)))
-        elif operation in ("open", "read") and closed:
+        elif operation == "open" and closed:
             checker.do(operation, draw.choice(sorted(closed)))
 
     def between(self) -> None:
-        """What readers and users do while no trainer runs."""
+        """What users do while no trainer runs."""
         checker, draw = self.checker, self.draw
         x = draw.choice(checker.stores)
-        if draw.random() < 0.3 and x not in checker.reader.rows:
-            checker.do("read", x)
-        elif draw.random() < 0.3:
-            checker.do("close_reader")
-        if draw.random() < 0.15:
-            checker.do(draw.choice(["hide_group", "hide_folder", "copy_folder"]), x)
         if draw.random() < 0.2:
             checker.do("back_up", x)
-        if draw.random() < 0.08 and not checker.reader.rows:
+        if draw.random() < 0.08:
             checker.do(draw.choice(["restore_backup", "delete_snapshot"]), x)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m crash.record_model", description=__doc__.split("\n")[0])
-    parser.add_argument("--histories", type=int, default=20_000)
-    parser.add_argument("--seed", type=int, default=1, help="of the first history; the next one's is one more")
-    arguments = parser.parse_args()
-    kills, operations = 0, Counter[str]()
-    for seed in range(arguments.seed, arguments.seed + arguments.histories):
+def main(histories: int) -> None:
+    operations = Counter[str]()
+    for seed in range(1, histories + 1):
         history = History(seed)
         try:
-            kills += history.run()
-        except Violation as violation:
-            print(f"seed {seed}: {violation}", *history.checker.log, sep="\n  ")
-            return 1
+            history.run()
+        except Violation:
+            print(f"seed {seed}:", *history.checker.log, sep="\n  ")
+            raise
         operations.update(str(entry[0]) for entry in history.checker.log)
-    print(f"{arguments.histories} histories, {kills} kills, none wrong; {dict(operations.most_common())}")
-    return 0
+    print(f"{histories} histories, none wrong; {dict(operations.most_common())}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(int(sys.argv[1]))

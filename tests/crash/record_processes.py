@@ -1,14 +1,14 @@
 """Processes that follow the rule of snapshots/store/recovery_rule.py, and their disk, for the model checker.
 
-`Disk` has the folders and records. `Trainer` holds the group's lock, as snapshots/store/group.py does, `Reader` does
-not. Rows are the tuple of the writes that made them.
+`Disk` has the folders and records. `Trainer` holds the group's lock, as snapshots/store/group.py does. Rows are the
+tuple of the writes that made them.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from tierbed.snapshots.store.recovery_rule import (
     EMPTY,
@@ -47,9 +47,6 @@ class Forward:
     key: str
 
 
-# ---- what survives a kill ------------------------------------------------------------------------------------------
-
-
 class Disk:
     """Folders and records. Each `write` is atomic and durable, and may be the one before which the kill comes."""
 
@@ -59,7 +56,6 @@ class Disk:
         self.live: dict[str, Shards] = {x: [(None, ())] * ranks for x in stores}
         start = {x: Record({x: Entry(EMPTY)}, {x: EMPTY}, {x: EMPTY}) for x in stores}
         self.files: dict[str, Record | Forward] = dict(start)  # by store its MARK, and the GROUP files
-        self.absent: set[str] = set()  # stores whose folder is missing
         self.writes, self.budget = 0, FOREVER
 
     def write(self, change: Callable[[], object]) -> None:
@@ -77,16 +73,13 @@ class Disk:
         return key
 
     def record(self, key: str) -> Record:
-        file = self.files.get(key)
-        if not isinstance(file, Record):
-            raise Refused("the GROUP file is missing or damaged: lists the snapshots of each store")
+        file = self.files[key]
+        assert isinstance(file, Record)
         return file
 
     def members(self, key: str) -> list[str]:
         """Membership is mutual: the record lists the store, and the store's MARK leads to the record."""
         record = self.record(key)
-        if missing := self.absent & set(record.now):
-            raise Refused(f"put the folders of {missing} back")
         members = [x for x in record.now if self.leads_to(x) == key]
         if len(members) < len(record.now) and not record.joining:
             raise Refused("a folder is from before it was trained with the others")
@@ -114,9 +107,6 @@ class Disk:
         return chosen
 
 
-# ---- processes -----------------------------------------------------------------------------------------------------
-
-
 class Trainer:
     """Opens stores without a lock, and takes that of their group before it first writes their record.
 
@@ -134,12 +124,10 @@ class Trainer:
         self.broken, self.diverged = set[str](), set[str]()
         self.noted = set[str]()  # stores of which the record says that they are being written
 
-    def open(self, stores: Collection[str], reader: Reader | None = None) -> None:
-        """reader: what opened the stores already."""
+    def open(self, stores: Collection[str]) -> None:
         for x in stores:
-            self.separate_copy(x)
-            self.entries[x] = reader.entries[x] if reader else self.entry_of(x)
-            self.rows[x] = reader.rows[x] if reader else self.disk.rows(x, self.entries[x])
+            self.entries[x] = self.entry_of(x)
+            self.rows[x] = self.disk.rows(x, self.entries[x])
             if not self.entries[x].live:
                 self.disk.discard_live(x)
 
@@ -154,20 +142,6 @@ class Trainer:
         if all(self.at[x].snapshot == snapshot for x, snapshot in commit.items() if x != store):
             return Entry(commit[store])
         raise Refused(f"{store} was not closed cleanly: close all stores, so that the next open recovers")
-
-    def is_current(self, store: str, target: Entry) -> bool:
-        entry = self.entries[store]
-        return bool(
-            (entry.live and entry.live == target.live) or (entry.snapshot and entry.snapshot == target.snapshot)
-        )
-
-    def separate_copy(self, path: str) -> None:
-        """A folder whose record lists another path for the store is a copy: it becomes a store alone."""
-        record = self.disk.record(self.disk.leads_to(path))
-        if path not in record.now:
-            entry = (choose(record, {path[0]: self.disk.folder(path)}) or {})[path[0]]
-            snapshots = {path: entry.snapshot or EMPTY}
-            self.disk.put(path, Record({path: entry}, snapshots, snapshots))
 
     def lock(self) -> None:
         """Take the locks of the groups of all open stores, recover, join."""
@@ -185,9 +159,6 @@ class Trainer:
 
     def recover(self, key: str) -> None:
         record, target = self.disk.record(key), self.targets(key)
-        for x in self.rows.keys() & target.keys():
-            if not self.is_current(x, target[x]):
-                raise Refused(f"{x} was recovered meanwhile: open it again")
         whole = {x: entry.snapshot for x, entry in target.items() if entry.snapshot}
         recovered = next_record(record, target, whole if len(whole) == len(target) else None)
         if record.trained:  # its process was killed
@@ -232,10 +203,12 @@ class Trainer:
     def exists(self, store: str, snapshot: str) -> bool:
         return snapshot == EMPTY or snapshot in self.disk.names[store].values()
 
-    def clear_live_entry(self, store: str) -> None:
+    def clear_before_write(self, store: str) -> None:
         """Describe the moment before a write, without the live part that the write will change."""
-        self.at[store] = Entry(self.at[store].snapshot)
-        self.write_record(trained=store)
+        if store not in self.disk.record(self.group).trained:
+            self.at[store] = Entry(self.at[store].snapshot)
+            self.write_record(trained=store)
+        self.clear_markers(store)
 
     def clear_markers(self, store: str) -> None:
         for i, (marker, rows) in enumerate(self.disk.live[store]):
@@ -245,9 +218,7 @@ class Trainer:
     def begin_write(self, store: str) -> None:
         if store not in self.noted:
             self.lock()
-            if store not in self.disk.record(self.group).trained:
-                self.clear_live_entry(store)
-            self.clear_markers(store)
+            self.clear_before_write(store)
             self.at[store] = NOTHING
             self.noted.add(store)
         self.overwrite(store)
@@ -394,24 +365,3 @@ class Trainer:
         for name in names:
             if self.disk.names[store][name] not in keep:
                 self.disk.write(lambda name=name: self.disk.names[store].pop(name))
-
-
-@dataclass
-class Reader:
-    """A process that opened stores without the group's lock."""
-
-    disk: Disk
-    entries: dict[str, Entry] = field(default_factory=dict)
-    rows: dict[str, Rows] = field(default_factory=dict)
-
-    def open(self, store: str, lock_is_free: bool) -> None:
-        key = self.disk.leads_to(store)
-        if lock_is_free:  # a member without an entry was killed: read what recovery will give, and write no record
-            entry = self.disk.target(key)[store]
-        else:
-            entry = usable(self.disk.record(key).now[store], self.disk.folder(store))
-        if entry == NOTHING:
-            raise Refused(f"{store} was not closed cleanly")
-        self.entries[store], self.rows[store] = entry, self.disk.rows(store, entry)
-        if lock_is_free and not entry.live:  # rows of a snapshot may replace the live rows
-            self.disk.discard_live(store)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 
 from tierbed.snapshots.store.recovery_rule import EMPTY, NOTHING, Entry, Interval, needed, usable
@@ -95,19 +96,6 @@ class Process(Trainer):
         if name not in names:
             self.disk.write(lambda: names.__setitem__(name, snapshot))
 
-    def load_closed(self, snapshots: Mapping[str, str]) -> None:
-        """By the command line."""
-        self.open(list(snapshots))
-        self.load(snapshots)
-        for x in snapshots:
-            self.close(x)
-
-    def save_closed(self, stores: Collection[str], name: str, snapshot: str) -> None:
-        self.open(stores)
-        self.save(stores, name, snapshot)
-        for x in stores:
-            self.leave(x)
-
 
 class Replica:
     """One way in which the folders of `members` may be, of which `process` has some open.
@@ -121,27 +109,23 @@ class Replica:
         self.process = Process(self.disk, random.Random(0), 0)
         self.kept: dict[str, dict[str, str]] = {}  # by the name of a checkpoint or a state the snapshots
 
-    def copy(self) -> Replica:
-        return deepcopy(self)
-
     def new_id(self) -> str:
         self.count += 1
         return f"{self.count}"
 
     def after(self, operation: Callable[[Replica], object]) -> list[Replica]:
         """As it is after an operation; nothing if that cannot be."""
-        made = self.copy()
-        try:
+        made = deepcopy(self)
+        with suppress(Impossible):
             operation(made)
-        except Impossible:
-            return []
-        return [made]
+            return [made]
+        return []
 
     def killed_within(self, operation: Callable[[Replica], object]) -> list[Replica]:
         """As a kill before each durable write of an operation leaves the folders, or one after all of them."""
         found = []
         while True:
-            made = self.copy()
+            made = deepcopy(self)
             made.disk.budget = made.disk.writes + len(found)
             found.append(made)
             try:
@@ -227,7 +211,7 @@ class Replica:
             elif self.process.rows[x] != self.disk.contents[snapshot]:
                 raise Impossible
 
-    def prune(self, member: str = "") -> None:
+    def prune(self, *given: str) -> None:
         """`have` does it."""
 
     prune_all = prune
@@ -241,15 +225,15 @@ class Replica:
 
     def command(self, what: str, name: str) -> None:
         """By the shell, while all are closed."""
-        if what == "load_all":
-            self.process.load_closed({x: self.disk.names[x][name] for x in self.members})
-        elif what == "save_all":
-            self.process.save_closed(self.members, name, self.new_id())
+        if what != "prune_all":
+            self.open()
+            getattr(self, what)(name)
+            for x in self.members:
+                self.process.close(x) if what == "load_all" else self.process.leave(x)
 
     def live(self, what: str, name: str) -> None:
         """By the shell, while all are open."""
-        if what == "save_all":
-            self.save_all(name)
+        getattr(self, what)(name)
 
     # the snapshots that are found
 
@@ -270,8 +254,8 @@ class Replica:
                 return False
             listed = {(label(name), step) for name, step in there.items()}
             for id in self.required(x):
-                labels = {label(name) for name, one in self.disk.names[x].items() if one == id}
-                if not listed & {(name, len(self.disk.contents[id])) for name in labels}:
+                its_names = [name for name, one in self.disk.names[x].items() if one == id]
+                if not any((label(name), steps[name]) in listed for name in its_names):
                     return False
         return True
 
@@ -288,14 +272,5 @@ class Replica:
 
     def key(self) -> object:
         """What makes it differ from others."""
-        process = self.process
-        said = [
-            self.disk.files,
-            self.disk.names,
-            self.disk.live,
-            process.rows,
-            process.at,
-            process.spans,
-            process.noted,
-        ]
-        return repr([*said, process.entries, process.since, process.background])
+        disk, of_process = self.disk, ("rows", "at", "spans", "noted", "entries", "since", "background")
+        return repr([disk.files, disk.names, disk.live, *(getattr(self.process, name) for name in of_process)])

@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import logging
+import json
+import os
 import random
+import signal
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from support.embeddings import contents
+from support.forked import with_pipe
 from support.killed import Warm
-from support.warm import SHIMMED
-from tierbed import MultiTableEmbedding
+from support.ranks import run_ranks
+from support.warm import SHIMMED, Child
+from tierbed import MultiTableEmbedding, StoreError
+from tierbed.distributed import World
 from tierbed.engine.row_format import RowForm
 from tierbed.snapshots import Snapshot, list_snapshots
 from tierbed.snapshots.store.retention import is_replaced
 
 from .expected import Expected, Saved
 from .history import History, in_order
-from .plan import Kill, Round, Session
+from .model_trainer import train
+from .plan import Kill
 from .power import Disk
-from .trainer import Recovered, run
+from .trainer import UNSAVED, Recovered, run, tierbed
 
 KILLED, HUNG = 9, 14
+SAVES = ("save", "save_all", "background", "merge", "checkpoint", "overwrite", "over", "state", "live")
 
 
 @dataclass
@@ -42,22 +53,14 @@ class Result:
     seconds: float = 0.0
 
 
-class AnyRounds:
-    """Runs rounds below a folder, whose trainers `train` until killed and whose folders a `checker` compares."""
+class Rounds:
+    """Runs rounds below a folder. script: what trainers run first, for tests of the harness."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    runs: Callable[..., None] = staticmethod(run)
 
-    def close(self) -> None:
-        """Let go of what is held."""
-
-    def train(self, place: Path, plan: Any, session: Any, orders: dict[str, Any]) -> None:
-        """Raises AssertionError if a trainer ended otherwise than its session says."""
-        raise NotImplementedError
-
-    def checker(self, place: Path, plan: Any, session: Any, expected: Expected) -> Check:
-        """Of the folder that a session left."""
-        raise NotImplementedError
+    def __init__(self, folder: Path, script: str = "") -> None:
+        self.folder, self.script = folder, script
+        self.warm = Warm(self.runs, SHIMMED)
 
     def run(self, plan: Any) -> Result:
         """Raises AssertionError if the folder is not as it must be."""
@@ -65,69 +68,61 @@ class AnyRounds:
         place = self.folder / f"round-{plan.seed}"
         (place / "store").mkdir(parents=True)
         (place / "aside").mkdir()
-        result, expected = Result(), Expected()
-        for number, (session, check) in enumerate(zip(plan.sessions, plan.checks, strict=True)):
-            fields = {name: getattr(plan, name) for name in ("keys", "life", "types", "power")}
+        result, expected, seen = Result(), self.expected(plan), 0
+        for number, session in enumerate(plan.sessions):
             (place / "trace").write_text("")  # a trainer may be killed before it begins its own
-            self.train(place, plan, session, dataclasses.asdict(session) | fields | {"number": number})
-            self._note(place, plan, session, expected, result)
-            checker = self.checker(place, plan, session, expected)
-            result.snapshots_checked += checker.snapshots()
-            if check is not None:
-                result.recovered += checker.check_open(check, f"check-{number}")
+            self.train(place, session, self.orders(plan, session) | {"number": number, "power": plan.power})
+            text = (place / "log").read_text() if (place / "log").exists() else ""
+            lines = [json.loads(line) for line in text.split("\n")[:-1]][seen:]  # the last may be torn
+            seen += len(lines)
+            expected.follow(lines)
+            saved = [line for line in lines if line["at"] == "end" and line["op"] in SAVES]
+            result.saves += Counter(line.get("kind", line["op"]) for line in saved)
+            result.kills[way_of(expected.inside, session.kill)] += 1
+            if plan.power:
+                disk = Disk(place / "store", (place / "trace").read_text())
+                result.lost_in_cuts += disk.cut(random.Random(session.seed))
+            self.check(place / "store", plan, number, expected, result)
         result.seconds = time.perf_counter() - begin
         return result
 
-    def _note(self, place: Path, plan: Any, session: Any, expected: Expected, result: Result) -> None:
-        """What the log of a session says; then the power is cut, where the plan has that."""
-        lines = expected.follow(place / "log")
-        done = [line for line in lines if line["at"] == "end"]
-        result.saves += Counter(line["kind"] for line in done if line["op"] == "save")
-        result.saves += Counter(line["op"] for line in done if line["op"] in ("background", "merge"))
-        result.kills[way_of(expected, session.kill)] += 1
-        if plan.power:
-            disk = Disk(place / "store", (place / "trace").read_text())
-            result.lost_in_cuts += disk.cut(random.Random(session.seed))
+    def expected(self, plan: Any) -> Any:
+        """What the log allows, line by line."""
+        return Expected()
 
+    def orders(self, plan: Any, session: Any) -> dict[str, Any]:
+        return dataclasses.asdict(plan) | dataclasses.asdict(session)
 
-class Rounds(AnyRounds):
-    """Rounds of trainers that run a script first, for tests of the harness."""
-
-    def __init__(self, folder: Path, script: str = "") -> None:
-        super().__init__(folder)
-        self.script = script
-        self._warm = Warm(run, SHIMMED)
-        self._recovered = Recovered()
-        logging.getLogger("tierbed").addHandler(self._recovered)
-
-    def close(self) -> None:
-        logging.getLogger("tierbed").removeHandler(self._recovered)
-
-    def train(self, place: Path, plan: Round, session: Session, orders: dict[str, Any]) -> None:
-        kill = session.kill
-        after = [kill.events, kill.wait] if kill.inside is None else None
-        answer = self._warm.order({"place": str(place), "plan": orders, "script": self.script}, after)
+    def train(self, place: Path, session: Any, orders: dict[str, Any]) -> None:
+        """Raises AssertionError if a trainer ended otherwise than its session says."""
+        after = [session.kill.events, session.kill.wait] if session.kill.inside is None else None
+        answer = self.warm.order({"place": str(place), "plan": orders, "script": self.script}, after)
         assert answer["signal"] != HUNG, "the trainer hung"
         assert answer["signal"] == KILLED, f"the trainer ended by itself: {answer['signal'], answer['code']}"
 
-    def checker(self, place: Path, plan: Round, session: Session, expected: Expected) -> Check:
-        history = History(plan.keys, plan.life, plan.types)
-        return Check(place / "store", history, expected, random.Random(session.seed), self._recovered)
+    def check(self, path: Path, plan: Any, number: int, expected: Any, result: Result) -> None:
+        """Of the folder that a session left."""
+        check = Check(path, plan, expected, random.Random(plan.sessions[number].seed))
+        result.snapshots_checked += check.snapshots()
+        if plan.checks[number] is not None:
+            result.recovered += check.open(partial(self.found, plan.checks[number], path, plan), f"check-{number}")
+
+    def found(self, stores: Any, *given: Any) -> list[Any]:
+        """What `checked` returns, by rank."""
+        return [checked(None, stores, *given)]
 
 
 class Check:
     """Comparisons of a folder with what is expected there."""
 
-    def __init__(
-        self, path: Path, history: History, expected: Expected, chance: random.Random, recovered: Recovered
-    ) -> None:
-        self.path, self.history, self.expected, self.chance = path, history, expected, chance
-        self._snapshots = path / "rows" / "snapshots"
-        self._recovered = recovered
+    def __init__(self, path: Path, plan: Any, expected: Expected, chance: random.Random) -> None:
+        self.path, self.plan, self.expected, self.chance = path, plan, expected, chance
+        self.history = History(plan.keys, plan.life, plan.types)
+        self.folder = path / "rows" / "snapshots"
 
     def snapshots(self) -> int:
         """Every one that must be there is, whole and bit-equal, and no other. Returns how many."""
-        listing = list_snapshots(self._snapshots)
+        listing = list_snapshots(self.folder)
         assert not listing.damaged, listing.damaged
         named = [one for one in listing.snapshots if not is_replaced(one.folder)]
         there = {s.name: Saved(s.description["step"], s.kind, s.parent and s.parent.name) for s in named}
@@ -135,56 +130,87 @@ class Check:
         for snapshot in named:
             saved = self.expected.saved[snapshot.name]
             assert saved == there[snapshot.name], f"{snapshot.name}: not as saved"
-            self.same(rows_of(snapshot), saved.step)
+            self.same([rows_of(snapshot)], saved.step)
         return len(listing.snapshots)
 
-    def check_open(self, store: Any, name: str) -> bool:
-        """It goes on from the right step with the right rows. Returns whether it went back to a snapshot."""
-        expected, history = self.expected, self.history
-        self._recovered.seen = False
-        with history.embedding(self.path, **store) as embedding:
-            step = step_of(embedding)
-            recovered = self._recovered.seen
-            expected.note_open(step, recovered)
-            self.same(contents(embedding), step)
-            for number in range(step + 1, step + 1 + self.chance.randrange(4)):
-                history.take(embedding, number)
-                step = number
-            self.save(embedding, name, step)
-            self.same(contents(embedding), step)
-            if self.chance.random() < 0.5:
-                other = self.chance.choice(sorted(expected.saved))
-                embedding.load_snapshot(other)
-                step = expected.saved[other].step
-                expected.bases = {other}
-                self.same(contents(embedding), step)
-        expected.clean, expected.dirty, expected.step = {step}, False, None
-        return recovered
-
-    def save(self, embedding: MultiTableEmbedding, name: str, step: int) -> None:
-        expected = self.expected
+    def open(self, check: Callable[..., list[Any]], name: str) -> bool:
+        """Processes go on from the right step with the right rows. Returns whether they went back to a snapshot."""
+        expected, steps = self.expected, self.chance.randrange(4)
+        other = self.chance.choice([None, *sorted({*expected.saved, name})])
+        found = check(steps, name, other)
+        if isinstance(found[0], str):  # rows of another number of ranks, which no snapshot has
+            step = int(UNSAVED.search(found[0])[1])  # type: ignore[index]
+            assert step in expected.clean, f"live rows of step {step} are whole, not of {expected.clean}"
+            expected.begin_save(f"kept-{name}", "full", step)
+            tierbed("snapshot", "save", self.path / "rows", "--", f"kept-{name}")
+            expected.end_save(f"kept-{name}")
+            expected.clean = {step}
+            found = check(steps, name, other)
+        steps_found, recovered, opened, trained, loaded = zip(*found, strict=True)
+        step = steps_found[0]
+        expected.note_open(step, recovered[0])
+        self.same(opened, step)
+        step += steps
         expected.begin_save(name, "full", step)
-        embedding.save_snapshot(name)
         expected.end_save(name)
-        there = [file for file in self._snapshots.iterdir() if not is_replaced(file)]
-        left = [file.name for file in there if file.name not in expected.saved]
-        assert not left, f"leftovers after a save: {left}"
-        self.same(rows_of(Snapshot.open(self._snapshots / name)), step)
+        self.same(trained, step)
+        self.same([rows_of(Snapshot.open(self.folder / name))], step)
+        left = [file.name for file in self.folder.iterdir() if not is_replaced(file)]
+        assert {*left} <= expected.saved.keys(), f"leftovers after a save: {left}"
+        if other is not None:
+            step = expected.saved[other].step
+            expected.bases = {other}
+            self.same(loaded, step)
+        expected.clean, expected.dirty, expected.step = {step}, False, None
+        return bool(recovered[0])
 
-    def same(self, rows: Any, step: int) -> None:
-        """The rows of that step, bit for bit."""
-        rows, right = in_order(rows), self.history.rows(step)
+    def same(self, parts: Sequence[Any], step: int) -> None:
+        """Together the rows of that step, bit for bit."""
+        rows, right = in_order(np.concatenate(parts)), self.history.rows(step)
         assert len(rows) == len(right), f"{len(rows)} rows at step {step}, not {len(right)}"
         differ = np.flatnonzero(rows != right)
         assert rows.tobytes() == right.tobytes(), f"step {step}: {rows[differ[:1]]}, not {right[differ[:1]]}"
 
 
-def way_of(expected: Expected, kill: Kill) -> tuple[str, str]:
+def checked(
+    world: World | None, stores: Any, path: Path, plan: Any, steps: int, name: str, other: str | None
+) -> tuple[int, bool, Any, Any, Any] | str:
+    """What a process finds: the step, whether it recovered, its rows then, after some steps, and after a load.
+
+    Or why ranks cannot open.
+    """
+    history = History(plan.keys, plan.life, plan.types, world)
+    store = stores if world is None else stores[world.rank]
+    with Recovered() as remarks, history.embedding(path, **store) as embedding:
+        try:
+            embedding.size()
+        except StoreError as error:
+            if UNSAVED.search(str(error)) is None:
+                raise
+            return str(error)
+        step, recovered, opened = step_of(embedding), remarks.seen, own_rows(embedding)
+        for number in range(step + 1, step + 1 + steps):
+            history.take(embedding, number)
+        embedding.save_snapshot(name)
+        trained = loaded = own_rows(embedding)
+        if other is not None:
+            embedding.load_snapshot(other)
+            loaded = own_rows(embedding)
+    return step, recovered, opened, trained, loaded
+
+
+def own_rows(embedding: Any) -> NDArray[np.void]:
+    """The rows that this process has."""
+    table = embedding.table_handle().local_table
+    return np.concatenate([np.empty(0, table.form.dtype), *(rows.copy() for _, rows in table.scan())])
+
+
+def way_of(inside: str, kill: Kill) -> tuple[str, str]:
     """What a kill was inside of, and how it came about."""
-    way = "at an instant" if kill.inside is None else {"torn": "half a write"}.get(kill.when, f"{kill.when} a call")
-    inside = expected.inside or ("background" if expected.begun else "between")
-    late = inside == "between" and kill.inside is not None  # that point was never reached
-    return inside, "by itself" if late else way
+    if kill.inside is None:
+        return inside, "at an instant"
+    way = "half a write" if kill.when == "torn" else f"{kill.when} a call"
+    return inside, "by itself" if inside == "between" else way  # that point was never reached
 
 
 def rows_of(snapshot: Snapshot) -> Any:
@@ -196,3 +222,58 @@ def rows_of(snapshot: Snapshot) -> Any:
 
 def step_of(embedding: MultiTableEmbedding) -> int:
     return int(embedding.metrics()["table"]["step"])
+
+
+class RankRounds(Rounds):
+    """Rounds of several ranks."""
+
+    def train(self, place: Path, session: Any, orders: dict[str, Any]) -> None:
+        train_ranks(place, session, orders)
+
+    def check(self, path: Path, plan: Any, number: int, expected: Any, result: Result) -> None:
+        if expected.inside == "open":  # by another number of ranks, so it was loading the snapshot of these rows
+            expected.allow_recovery_of_same_step()
+        super().check(path, plan, number, expected, result)
+
+    def found(self, stores: Any, *given: Any) -> list[Any]:
+        return run_ranks(len(stores), checked, stores, *given)
+
+
+def train_ranks(place: Path, session: Any, orders: dict[str, Any]) -> None:
+    """Until the victim is killed. The others end because it has."""
+    from torch.distributed import TCPStore  # not where the workers of a run are started
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with contextlib.ExitStack() as group:
+        ranks = []
+        for rank in range(session.ranks):
+            child, pipe = with_pipe(train, str(place), orders, rank, store.port, server=SHIMMED)
+            ranks.append((group.enter_context(child), group.enter_context(pipe)))
+        victim, kill = ranks[session.victim][0], session.kill
+        if kill.inside is None:
+            wait_for(ranks[0][1], kill.events)
+            time.sleep(kill.wait)
+            _kill(victim)
+        ends = {session.victim: max(-victim.wait(), 0)}
+        for rank, (child, _) in enumerate(ranks):
+            if rank != session.victim:
+                if session.all_die:
+                    _kill(child)
+                ends[rank] = max(-child.wait(), 0)
+    assert HUNG not in ends.values(), "a rank hung"
+    reports = "".join(file.read_text() for file in sorted(place.glob("ended-*")))
+    assert ends.pop(session.victim) == KILLED, f"the victim ended by itself: {reports}"
+    allowed = {0, KILLED} if session.all_die else {0}
+    assert {*ends.values()} <= allowed, f"the others ended with {ends}: {reports}"
+
+
+def wait_for(pipe: Connection, lines: int) -> None:
+    """Until rank 0 has written that many lines of its log, or has ended."""
+    seen = 0
+    while seen < lines and (data := os.read(pipe.fileno(), 1 << 16)):
+        seen += data.count(b"\n")
+
+
+def _kill(child: Child) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child.pid, signal.SIGKILL)

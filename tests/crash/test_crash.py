@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,11 +12,11 @@ from support.embeddings import contents
 from support.stores import STORES
 
 from .history import LIVES, TYPES, History, Types, in_order
-from .plan import draw_round
+from .model_rounds import ModelRankRounds, ModelRounds
+from .plan import draw_model_round, draw_rank_round, draw_round
 from .power import Disk
-from .rounds import Rounds
+from .rounds import RankRounds, Rounds
 
-SEEDS, SLOW_SEEDS = range(101, 104), range(104, 116)
 BROKEN = {
     "folders are not synced": "import tierbed.engine.durable as d; "
     "d.fsync_dir.__code__ = (lambda path: None).__code__",  # wherever it was imported to
@@ -27,33 +27,55 @@ BROKEN = {
     "the record is not written": "from tierbed.snapshots.store.group import Group; "
     "Group.write = lambda group, **more: None",
 }
+BROKEN_FOR_MODELS = {
+    "moments are of each store alone": "import tierbed.snapshots.store.group as g; "
+    "g.newest_moment = lambda spans, clock: "
+    "(0, {x: of[-1].snapshot for x, of in spans.items()}) if all(spans.values()) else None",
+    "a save does not count": "import tierbed.embedding.saving.table_save as s; "
+    "s.saved = lambda snapshots, is_parent=True: None",
+    "a commit is not synced": "from tierbed.engine import durable as d; "
+    "d.fsync_dir = lambda path, f=d.fsync_dir: None if path.name == 'snapshots' else f(path)",
+    "a prune looks at no record": "from tierbed.snapshots.store import retention as r; "
+    "r.needed_names = lambda store: set()",
+    "writes are not noted": "from tierbed.snapshots.store.group import Member as M; "
+    "M.begin_change = lambda member, replaces=False: None",
+}
 
 
-@pytest.fixture(scope="module")
-def rounds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rounds]:
-    made = Rounds(tmp_path_factory.mktemp("crash"))
-    yield made
-    made.close()
+def seeds(fast: range, slow: range) -> Any:
+    return pytest.mark.parametrize("seed", [*fast, *(pytest.param(seed, marks=pytest.mark.slow) for seed in slow)])
 
 
-@pytest.mark.parametrize("seed", [*SEEDS, *(pytest.param(seed, marks=pytest.mark.slow) for seed in SLOW_SEEDS)])
-def test_a_killed_trainer_leaves_what_its_log_allows(rounds: Rounds, seed: int) -> None:
-    rounds.run(draw_round(seed))
+@seeds(range(101, 103), range(103, 116))
+def test_a_killed_trainer_leaves_what_its_log_allows(tmp_path: Path, seed: int) -> None:
+    Rounds(tmp_path).run(draw_round(seed))
+
+
+@seeds(range(401, 402), range(402, 412))
+def test_killed_models_are_of_a_moment_of_their_log(tmp_path: Path, seed: int) -> None:
+    ModelRounds(tmp_path).run(draw_model_round(seed))
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@seeds(range(301, 302), range(302, 310))
+def test_killed_ranks_leave_what_their_log_allows(tmp_path: Path, seed: int, ranks: int) -> None:
+    RankRounds(tmp_path).run(draw_rank_round(seed, ranks))
+
+
+@seeds(range(0), range(601, 607))
+def test_killed_ranks_of_a_model_are_of_a_moment_of_their_log(tmp_path: Path, seed: int) -> None:
+    ModelRankRounds(tmp_path, 2).run(draw_model_round(seed))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", BROKEN.values(), ids=list(BROKEN))
-def test_a_broken_contract_is_found(tmp_path: Path, script: str) -> None:
-    broken = Rounds(tmp_path, script)
-    found = []
-    for seed in range(200, 220):
-        try:
-            broken.run(draw_round(seed))
-        except Exception as error:
-            found.append(error)
-            break
-    broken.close()
-    assert found
+@pytest.mark.parametrize("name", [*BROKEN, *BROKEN_FOR_MODELS])
+def test_a_broken_contract_is_found(tmp_path: Path, name: str) -> None:
+    is_model = name in BROKEN_FOR_MODELS
+    rounds = ModelRounds(tmp_path, BROKEN_FOR_MODELS[name]) if is_model else Rounds(tmp_path, BROKEN[name])
+    with pytest.raises(Exception, match=r".") as found:  # noqa: PT012
+        for seed in range(500, 560):
+            rounds.run(draw_model_round(seed) if is_model else draw_round(seed))
+    assert not is_model or (found.type is AssertionError and "ended by itself" not in str(found.value))
 
 
 def test_a_line_that_a_kill_cut_off_does_not_change_the_next(tmp_path: Path) -> None:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import logging
 import os
 import random
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from support import shim
 from support.embeddings import contents
 from support.limits import descriptors
-from tierbed import TierbedError, cli
+from tierbed import StoreError, TierbedError, cli
+from tierbed.distributed import World
 from tierbed.engine.table.background_save import SaveHandle
 from tierbed.snapshots import Snapshot, list_snapshots
 from tierbed.snapshots.files.reader import name_of
@@ -25,26 +27,61 @@ from tierbed.snapshots.store.recovery_rule import EMPTY
 from tierbed.snapshots.store.retention import is_replaced
 
 from .history import History, in_order
-from .plan import WEIGHTS, draw_store
+from .plan import RANK_WEIGHTS, WEIGHTS, draw_store, draw_stores
 
 HOW_TO_COME = {"step": "steps", "open": "reopen", "close": "reopen", "merge": "command"}  # to be inside of an operation
-WHEN = ["before", "after", "torn"]
+UNSAVED = re.compile(r"has live rows of .*, of step (\d+), and no snapshot of them")
 NAMES = ["s{}", "{} of today", "schn\u00e4ppchen-{}", "-{}", "{}" + 150 * "x"]
 
 
 class Recovered(logging.Handler):
-    """Whether the embedding that was opened last found a folder without a clean marker."""
+    """Whether an embedding that was opened in the block, or since, found a folder without a clean marker."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = False
+    seen = False
+
+    def __enter__(self) -> Recovered:
+        logging.getLogger("tierbed").addHandler(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        logging.getLogger("tierbed").removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         said = record.getMessage()
         self.seen |= "was not closed by" in said or "was closed by its ranks at different steps" in said
 
 
-class Trainer:
+class Writer:
+    """Writes down what a process is about to do, and kills it in the operation that the plan says."""
+
+    is_victim = True
+
+    def __init__(self, plan: dict[str, Any], files: list[int]) -> None:
+        self.plan, self._files = plan, files
+        self.chance = random.Random(plan["seed"])
+        self.saved = 0
+
+    def arm(self, operation: str) -> None:
+        kill = self.plan["kill"]
+        if self.is_victim and kill["inside"] == operation:
+            shim.die_at(kill["call"], kill["number"], kill["when"])
+
+    def say(self, at: str, operation: str, **more: Any) -> None:
+        """A line of the log, durable when this returns."""
+        line = json.dumps({"at": at, "op": operation, **more}).encode() + b"\n"
+        for file in self._files:
+            os.write(file, line)
+
+
+def begun(folder: Path, power: bool) -> int:
+    """The file of the log of a process whose calls count, and are traced where the power may be cut, from here on."""
+    signal.alarm(600)  # what hangs fails
+    trace = os.open(folder / "trace", os.O_WRONLY | os.O_APPEND | os.O_CREAT) if power else -1
+    shim.watch(folder / "store", trace)
+    return os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_DSYNC, 0o644)
+
+
+class Trainer(Writer):
     """Random operations in a store folder, each written ahead into the log.
 
     Whatever it chooses depends on its seed and on what is in the folder alone.
@@ -53,13 +90,9 @@ class Trainer:
     weights = WEIGHTS
 
     def __init__(self, path: Path, history: History, plan: dict[str, Any], files: list[int]) -> None:
-        self.path, self.history, self.plan = path, history, plan
-        self.store_path = path / "rows"
-        self.chance = random.Random(plan["seed"])
-        self.saved = 0
+        super().__init__(plan, files)
+        self.path, self.history, self.store_path = path, history, path / "rows"
         self.going: tuple[SaveHandle | None, contextlib.AbstractContextManager[Any], str] | None = None
-        self._files = files
-        self._shim = ctypes.CDLL(None)
         self._recovered = Recovered()
         logging.getLogger("tierbed").handlers[:] = [self._recovered]
         self.open(plan["store"])
@@ -103,11 +136,10 @@ class Trainer:
     def background(self) -> None:
         """A save that goes on until `settle`."""
         self.settle()
-        line = {"name": self.any_name(None), "step": self.step}
-        logged = self.logged("background", **line)
+        name = self.any_name(None)
+        logged = self.logged("background", name=name, step=self.step)
         logged.__enter__()
-        saving = self.embedding.save_snapshot(line["name"], background=True, overwrite=True)
-        self.going = saving, logged, line["name"]
+        self.going = self.embedding.save_snapshot(name, background=True, overwrite=True), logged, name
 
     def settle(self) -> None:
         if self.going is not None:
@@ -160,17 +192,8 @@ class Trainer:
             embedding.close()
         self.open(self.draw())
 
-    @contextlib.contextmanager
-    def lacking(self, what: str) -> Iterator[None]:
-        if what != "No space left":
-            with descriptors(self.chance.randrange(30)):
-                yield
-            return
-        self._shim.fill_disk(1)
-        try:
-            yield
-        finally:
-            self._shim.fill_disk(0)
+    def lacking(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return _full_disk() if what == "No space left" else descriptors(self.chance.randrange(30))
 
     def command(self) -> None:
         """The command line between two runs."""
@@ -234,7 +257,7 @@ class Trainer:
 
     def any_kind(self, base: str | None) -> str:
         """One that there can be now."""
-        on_disk = self.embedding.store_options.store == "cached_ssd"
+        on_disk = self.history.world is None and self.embedding.store_options.store == "cached_ssd"
         return self.chance.choice(["full"] + ["incremental"] * 2 * bool(base) + ["checkpoint"] * on_disk)
 
     def any_rule(self) -> dict[str, Any]:
@@ -253,20 +276,21 @@ class Trainer:
     def logged(self, operation: str, **more: Any) -> Iterator[dict[str, Any]]:
         """Written down before and after, and killed in between where the plan has that."""
         self.say("begin", operation, **more)
-        kill = self.plan["kill"]
-        if kill["inside"] == operation and kill.get("armed", True):
-            self._shim.die_at(kill["call"].encode(), ctypes.c_long(kill["number"]), WHEN.index(kill["when"]))
+        self.arm(operation)
         found: dict[str, Any] = {}
         yield found
-        if kill["inside"] == operation:
-            self._shim.die_at(b"", ctypes.c_long(0), 0)
+        if self.plan["kill"]["inside"] == operation:
+            shim.live_on()
         self.say("end", operation, **more | found)
 
-    def say(self, at: str, operation: str, **more: Any) -> None:
-        """A line of the log, durable when this returns."""
-        line = json.dumps({"at": at, "op": operation, **more}).encode() + b"\n"
-        for file in self._files:
-            os.write(file, line)
+
+@contextlib.contextmanager
+def _full_disk() -> Iterator[None]:
+    shim.fill_disk(True)
+    try:
+        yield
+    finally:
+        shim.fill_disk(False)
 
 
 def tierbed(*words: Any) -> None:
@@ -278,13 +302,82 @@ def tierbed(*words: Any) -> None:
             raise
 
 
+class RankTrainer(Trainer):
+    """Operations of all ranks in a store folder."""
+
+    weights = RANK_WEIGHTS
+
+    def __init__(self, path: Path, history: History, plan: dict[str, Any], files: list[int]) -> None:
+        assert history.world is not None
+        self.world = history.world
+        self.is_victim = self.world.rank == plan["victim"]
+        super().__init__(path, history, plan, files if self.world.rank == 0 else [])
+
+    def run(self) -> None:
+        """Until the victim is killed, at the latest by itself, and the others notice that it has exited."""
+        self.operate()
+        if self.is_victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        meet(self.world)
+
+    def draw(self) -> Any:
+        return draw_stores(self.chance, self.world.size)
+
+    def open(self, store: Any, **more: Any) -> None:
+        try:
+            super().open(store[self.world.rank], **more)
+        except StoreError as error:
+            found = UNSAVED.search(str(error))
+            if found is None:
+                raise
+            self.save_closed_store(int(found[1]))
+            super().open(store[self.world.rank], **more)
+
+    def save_closed_store(self, step: int) -> None:
+        """The remedy for rows of another number of ranks, which the command line can read on one host."""
+        name = self.new_name()
+        meet(self.world)
+        if self.world.rank == 0:
+            with self.logged("save", name=name, kind="full", step=step, parent=None):
+                tierbed("snapshot", "save", self.store_path, "--", name)
+        meet(self.world)
+
+    def close(self) -> None:
+        if self.going is not None and self.going[0] is not None and self.going[0].done:
+            self.settle()  # a step has committed it
+        meet(self.world)
+        with self.logged("close"):
+            self.embedding.close()
+            meet(self.world)
+        if self.world.size == 1:
+            self.settle()
+        elif self.going is not None:  # ranks drop what they save in the background
+            with self.logged("drop", name=self.going[2]):
+                pass
+        self.going = None
+
+    def command(self) -> None:
+        """The command line between two runs, by rank 0."""
+        self.settle()
+        self.close()
+        what = self.chance.choice(["save", "load", "prune", "merge"])
+        before, saved = self.chance.getstate(), self.saved
+        if self.world.rank == 0:
+            getattr(self, f"command_{what}")()
+        meet(self.world)
+        self.chance.setstate(before)
+        self.saved = saved + 1  # rank 0 may have used a name
+        self.open(self.draw())
+
+
+def meet(world: World) -> None:
+    """Every rank is here."""
+    world.all_gather_object("the ranks of a round meet", lambda: b"")
+
+
 def run(place: str, plan: dict[str, Any], script: str, events: int) -> None:
     """Run the script, then work in `place` until killed, at the latest by itself."""
     exec(script, {})
-    signal.alarm(600)  # what hangs fails
-    folder = Path(place)
-    log = os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_DSYNC, 0o644)
-    trace = os.open(folder / "trace", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC) if plan["power"] else -1
-    ctypes.CDLL(None).watch_calls(os.fsencode(folder / "store"), os.fsencode(folder / "aside"), trace)
+    log = begun(Path(place), plan["power"])
     history = History(plan["keys"], plan["life"], plan["types"])
-    Trainer(folder / "store", history, plan, [log, events]).run()
+    Trainer(Path(place, "store"), history, plan, [log, events]).run()

@@ -1,4 +1,4 @@
-"""Ranks find each other though connections of others come to their ports."""
+"""Ranks find each other though connections of others come to their ports, and nothing of a start before."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from datetime import timedelta
 
 import pytest
+from torch.distributed import HashStore, Store, TCPStore
 
 from support.limits import descriptors
 from tierbed import GroupError
 from tierbed.distributed import peer_monitor
 from tierbed.distributed.peer_monitor import HELLO, MAX_SILENT, Connected, connect
+from tierbed.distributed.world import store_of_this_start
 
 RANKS = 3
 
@@ -26,51 +29,40 @@ def on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
-def silent_stranger(opened: ExitStack, place: tuple[str, int, str]) -> None:
-    opened.enter_context(socket.create_connection(place[:2]))
+def strangers(opened: ExitStack, address: tuple[str, int]) -> None:
+    """Of each kind two: silent, gone at once, and one that talks."""
+    for _ in range(2):
+        opened.enter_context(socket.create_connection(address))
+        socket.create_connection(address).close()
+        opened.enter_context(socket.create_connection(address)).sendall(b"GET / HTTP/1.1" * 10)
 
 
-def stranger_that_leaves(opened: ExitStack, place: tuple[str, int, str]) -> None:
-    socket.create_connection(place[:2]).close()
-
-
-def stranger_that_talks(opened: ExitStack, place: tuple[str, int, str]) -> None:
-    opened.enter_context(socket.create_connection(place[:2])).sendall(b"GET / HTTP/1.1" * 10)
-
-
-def crowd(opened: ExitStack, place: tuple[str, int, str]) -> None:
+def crowd(opened: ExitStack, address: tuple[str, int]) -> None:
     """More than Python's own queue of a listener holds."""
     for _ in range(130):
         stranger = opened.enter_context(socket.socket())
         stranger.setblocking(False)
-        stranger.connect_ex(place[:2])
+        stranger.connect_ex(address)
 
 
-STRANGERS = [silent_stranger, stranger_that_leaves, stranger_that_talks] * 2
-
-
-def connect_all(
-    opened: ExitStack,
-    strangers: Sequence[Callable[[ExitStack, tuple[str, int, str]], None]] = STRANGERS,
-) -> list[Connected | GroupError]:
+def connect_all(opened: ExitStack, come: Callable[[ExitStack, tuple[str, int]], None]) -> list[Connected]:
     """What `connect` comes to on each of RANKS, to whose ports strangers come first."""
     places: dict[int, bytes] = {}
     met = threading.Barrier(RANKS)
 
-    def start(rank: int) -> Connected | GroupError:
+    def start(rank: int) -> Connected:
         def exchange(own: bytes) -> list[bytes]:
             if own.startswith(b"["):  # its address, before any rank has it
-                for come in strangers:
-                    come(opened, tuple(json.loads(own)))
+                come(opened, tuple(json.loads(own)[:2]))
             met.wait()
             places[rank] = own
             met.wait()
             return [places[rank] for rank in range(RANKS)]
 
-        try:
-            return connect(rank, RANKS, exchange, 60)
-        except GroupError as error:
-            return error
+        one = connect(rank, RANKS, exchange, 60)
+        for connection in one.sockets.values():
+            opened.enter_context(connection)
+        return one
 
     with ThreadPoolExecutor(RANKS) as pool:
         return [*pool.map(start, range(RANKS))]
@@ -78,12 +70,9 @@ def connect_all(
 
 def test_strangers_delay_no_rank_and_the_log_names_them(caplog: pytest.LogCaptureFixture) -> None:
     with ExitStack() as opened, caplog.at_level(logging.WARNING, "tierbed"):
-        found = connect_all(opened)
-        assert all(isinstance(one, Connected) for one in found), found
+        found = connect_all(opened, strangers)
         for rank, one in enumerate(found):
             assert sorted(one.sockets) == [other for other in range(RANKS) if other != rank]
-            for connection in one.sockets.values():
-                opened.enter_context(connection)
         found[0].sockets[2].sendall(b"hello 2")
         found[2].sockets[0].setblocking(True)
         assert found[2].sockets[0].recv(7) == b"hello 2"
@@ -93,11 +82,7 @@ def test_strangers_delay_no_rank_and_the_log_names_them(caplog: pytest.LogCaptur
 
 def test_a_crowd_of_strangers_keeps_no_rank_out_before_all_have_met() -> None:
     with ExitStack() as opened:
-        found = connect_all(opened, [crowd])
-        assert all(isinstance(one, Connected) for one in found), found
-        for one in found:
-            for connection in one.sockets.values():
-                opened.enter_context(connection)
+        assert len(connect_all(opened, crowd)) == RANKS
 
 
 class Start:
@@ -114,7 +99,7 @@ class Start:
             return [own] * 2
 
         self.outcome = pool.submit(connect, 0, 2, exchange, 60)
-        host, port, token = self.place = place.result(60)
+        host, port, token = place.result(60)
         self.address, self.hello = (host, port), HELLO.pack(token.encode(), 1)
 
     def send_a_stranger(self) -> None:
@@ -148,8 +133,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
 def test_a_rank_that_does_not_come_is_named_together_with_the_strangers(start: Start) -> None:
     with ExitStack() as opened:
-        for come in STRANGERS:
-            come(opened, start.place)
+        strangers(opened, start.address)
         start.send_a_stranger()
         start.end()
         said = r"ranks \[1\] did not connect in time; [89] unknown connections came to 127.0.0.1:"  # 9: with `end`'s
@@ -160,15 +144,15 @@ def test_a_rank_that_does_not_come_is_named_together_with_the_strangers(start: S
 
 def test_silent_strangers_beyond_a_few_are_sent_away_and_the_oldest_first(start: Start) -> None:
     with ExitStack() as opened:
-        *strangers, rank = [opened.enter_context(socket.socket()) for _ in range(2 * MAX_SILENT)]
-        for stranger in strangers:
+        *silent, rank = [opened.enter_context(socket.socket()) for _ in range(2 * MAX_SILENT)]
+        for stranger in silent:
             stranger.connect(start.address)
         start.send_a_stranger()
-        for stranger in strangers:
+        for stranger in silent:
             stranger.setblocking(False)
-        gone = len(strangers) - MAX_SILENT  # the one that was sent last had the place of the missing rank
-        assert [stranger.recv(1) for stranger in strangers[:gone]] == [b""] * gone
-        for stranger in strangers[gone:]:
+        gone = len(silent) - MAX_SILENT  # the one that was sent last had the place of the missing rank
+        assert [stranger.recv(1) for stranger in silent[:gone]] == [b""] * gone
+        for stranger in silent[gone:]:
             with pytest.raises(BlockingIOError):
                 stranger.recv(1)
         rank.connect(start.address)
@@ -188,9 +172,9 @@ def test_a_rank_has_the_whole_time_for_its_greeting(start: Start) -> None:
 
 def test_strangers_give_their_descriptors_to_a_rank_where_there_are_no_more(start: Start) -> None:
     with ExitStack() as opened:
-        *strangers, rank = [opened.enter_context(socket.socket()) for _ in range(6)]
+        *silent, rank = [opened.enter_context(socket.socket()) for _ in range(6)]
         with descriptors(2):
-            for stranger in strangers:
+            for stranger in silent:
                 stranger.connect(start.address)
             rank.connect(start.address)
             rank.sendall(start.hello)
@@ -228,3 +212,46 @@ def test_an_interrupt_ends_the_wait_for_a_rank_and_closes_the_port() -> None:
         signal.signal(signal.SIGALRM, before)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(addresses[0])
+
+
+RANKS = 3
+LONG = timedelta(seconds=60)
+
+
+def clients() -> list[Store]:
+    """A store that several processes would have, as each of them has it."""
+    first = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return [first, *(TCPStore("127.0.0.1", first.port, is_master=False) for _ in range(1, RANKS))]
+
+
+def sent(store: Store) -> list[bytes]:
+    """What ranks have sent under the name of the last start."""
+    start = store.get("tierbed/start").decode()
+    return [store.get(f"{start}/{rank}") for rank in range(1, RANKS)]
+
+
+@pytest.mark.parametrize("last", range(RANKS))
+def test_a_rank_that_is_early_waits_for_those_of_its_start(last: int) -> None:
+    stores = clients()
+    with ThreadPoolExecutor(RANKS) as ranks:
+
+        def begin(rank: int) -> Future[Store]:
+            return ranks.submit(store_of_this_start, stores[rank], rank, RANKS, LONG)
+
+        for number in range(3):
+            before = sent(stores[last]) if number else []
+            early = {rank: begin(rank) for rank in range(RANKS) if rank != last}
+            while number and last == 0 and any(map(bytes.__eq__, before, sent(stores[0]))):
+                pass  # until they have met the start before
+            assert not any(one.done() for one in early.values())
+            found = {rank: one.result() for rank, one in (early | {last: begin(last)}).items()}
+            assert not any(store.check(["address"]) for store in found.values())
+            found[0].set("address", str(number))
+            assert {store.get("address") for store in found.values()} == {str(number).encode()}
+
+
+def test_a_start_without_rank_0_ends() -> None:
+    store = HashStore()
+    store.set("tierbed/start", "tierbed/start/old")
+    with pytest.raises(GroupError, match="rank 0 did not answer"):
+        store_of_this_start(store, 1, 2, timedelta(seconds=0.2))

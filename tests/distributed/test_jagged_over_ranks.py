@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from support.ranks import fails, outcome, run_ranks
+from support.ranks import fails, on_ranks, outcome, run_ranks
 from tierbed import EagerOptimizer, GroupError, StoreError, World, make_host_mem_store_options
 from tierbed.distributed.sharded_table import ShardedBatch
 from tierbed.engine.table.table import PinnedBatch
@@ -30,6 +28,10 @@ from tierbed.jagged import (
 ROWS, RANKS, STEPS = 30, 2, 3
 FEATURES = ["user", "item"]
 LENGTHS = torch.tensor([2, 0, 3, 1, 4, 1])  # three samples of each feature
+
+
+def offsets_of(lengths: Tensor) -> Tensor:
+    return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
 
 
 def batch(step: int, rank: int) -> Tensor:
@@ -91,19 +93,23 @@ def test_a_collection_over_ranks_trains_as_in_one_process(kind: Any) -> None:
         assert all(map(torch.equal, here, rows))
 
 
-def batched(world: World | None) -> TableBatchedEmbeddingBags:
-    specs = [(ROWS, dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for dim in (4, 8)]
-    tbe = TableBatchedEmbeddingBags(specs, optimizer=OptimType.EXACT_ADAGRAD, learning_rate=0.5, world=world, seed=0)
+def batched(
+    world: World | None, dims: tuple[int, ...] = (4,), kind: Any = OptimType.EXACT_SGD, lr: float = 1.0
+) -> TableBatchedEmbeddingBags:
+    specs = [(ROWS, dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for dim in dims]
+    return TableBatchedEmbeddingBags(specs, optimizer=kind, learning_rate=lr, world=world, seed=0)
+
+
+def of_two(world: World | None) -> TableBatchedEmbeddingBags:
+    tbe = batched(world, (4, 8), OptimType.EXACT_ADAGRAD, 0.5)
     tbe.init_embedding_weights_uniform(-0.1, 0.1)
     return tbe
 
 
 def of_table_batched(world: World) -> Any:
-    tbe = batched(world)
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), LENGTHS.cumsum(0)])
-    outs = []
+    tbe, outs = of_two(world), []
     for step in range(STEPS):
-        out = tbe(batch(step, world.rank), offsets)
+        out = tbe(batch(step, world.rank), offsets_of(LENGTHS))
         outs.append(out.detach().clone())
         out.backward(torch.full_like(out, 0.25))
     with pytest.raises(StoreError, match="ranks share the rows"):
@@ -112,13 +118,13 @@ def of_table_batched(world: World) -> Any:
 
 
 def test_a_table_batched_embedding_over_ranks_updates_in_backward() -> None:
-    tbe = batched(None)
+    tbe = of_two(None)
     outs: list[Tensor] = []
     for step in range(STEPS):
         ids = [batch(step, rank).split([5, 6]) for rank in range(RANKS)]
         both = torch.cat([part[feature] for feature in (0, 1) for part in ids])
         lengths = torch.cat([LENGTHS[:3], LENGTHS[:3], LENGTHS[3:], LENGTHS[3:]])
-        out = tbe(both, torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]))
+        out = tbe(both, offsets_of(lengths))
         outs += out.detach().clone().split(3)
         out.backward(torch.full_like(out, 0.125))
     for rank, (mine, weights) in enumerate(run_ranks(RANKS, of_table_batched)):
@@ -126,86 +132,62 @@ def test_a_table_batched_embedding_over_ranks_updates_in_backward() -> None:
         assert all(map(torch.equal, weights, tbe.split_embedding_weights()))
 
 
-def weights_that_fail(world: World) -> tuple[str, bool]:
-    specs = [(ROWS, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)]
-    tbe = TableBatchedEmbeddingBags(specs, optimizer=OptimType.EXACT_SGD, learning_rate=1.0, world=world)
-    gradient = ShardedBatch.weights_grad
+THREE, OFFSETS = torch.tensor([1, 2, 3]), torch.tensor([0, 1, 3])
 
-    def once(pinned: ShardedBatch, *arguments: Any) -> Tensor:
+
+@on_ranks(RANKS)
+def test_an_argument_that_is_wrong_on_one_rank_is_told_to_all(world: World) -> None:
+    bags, unpooled, tbe = Bags(world), Unpooled(world), of_two(world)
+    ids, offsets = batch(0, world.rank), offsets_of(LENGTHS)
+    features = KeyedJaggedTensor(FEATURES[:1], ids[:5], lengths=LENGTHS[:3]) if world.rank == 1 else keyed(ids)
+    calls = (
+        lambda: bags.tables(features),
+        lambda: bags.tables.prefetch(features),
+        lambda: unpooled.tables(features),
+        lambda: tbe(ids.float() if world.rank == 1 else ids, offsets),
+        lambda: tbe.prefetch(ids, offsets[:-1] if world.rank == 1 else offsets),
+    )
+    said = [outcome(call) for call in calls]
+    bags(ids), unpooled(ids), tbe(ids, offsets)
+    missing = "GroupError: rank 1: KeyError: \"feature 'item' is not in the batch"
+    wrong = ["InputError: rank 1: indices", "InputError: rank 1: offsets"]
+    assert all(map(str.startswith, said, [missing] * 3 + wrong)), said
+
+
+@on_ranks(RANKS)
+def test_a_gradient_of_weights_or_an_update_that_fails_on_one_rank_is_told_to_all(world: World) -> None:
+    tbe, gradient, update = batched(world), ShardedBatch.weights_grad, PinnedBatch.update
+
+    def no_gradient(pinned: ShardedBatch, *arguments: Any) -> Tensor:
         ShardedBatch.weights_grad = gradient  # type: ignore[method-assign]
         if world.rank == 1:
             raise ArithmeticError("no gradient")
         return gradient(pinned, *arguments)
 
-    ShardedBatch.weights_grad = once  # type: ignore[method-assign]  # this process ends with the test
-
-    def step() -> None:
-        weights = torch.ones(3, requires_grad=True)
-        tbe(torch.tensor([1, 2, 3]), torch.tensor([0, 1, 3]), weights).sum().backward()
-
-    said = fails(step, GroupError)
-    still = not any(rows.any() for rows in tbe.split_embedding_weights())
-    step()
-    return said, still and bool(tbe.split_embedding_weights()[0].any())
-
-
-def test_a_gradient_of_weights_that_fails_on_one_rank_is_raised_on_all() -> None:
-    for said, moved in run_ranks(RANKS, weights_that_fail):
-        assert said == "rank 1: ArithmeticError: no gradient"
-        assert moved
-
-
-def arguments_that_are_wrong(world: World) -> list[str]:
-    bags, unpooled, tbe = Bags(world), Unpooled(world), batched(world)
-    ids, offsets = batch(0, world.rank), torch.cat([torch.zeros(1, dtype=torch.int64), LENGTHS.cumsum(0)])
-    few = KeyedJaggedTensor(FEATURES[:1], ids[:5], lengths=LENGTHS[:3])
-    said = []
-    for right, wrong in (
-        (lambda: bags.tables(keyed(ids)), lambda: bags.tables(few)),
-        (lambda: bags.tables.prefetch(keyed(ids)), lambda: bags.tables.prefetch(few)),
-        (lambda: unpooled.tables(keyed(ids)), lambda: unpooled.tables(few)),
-        (lambda: tbe(ids, offsets), lambda: tbe(ids.float(), offsets)),
-        (lambda: tbe.prefetch(ids, offsets), lambda: tbe.prefetch(ids, offsets[:-1])),
-    ):
-        said.append(outcome(wrong if world.rank == 1 else right))
-    bags(ids), unpooled(ids), tbe(ids, offsets)
-    return said
-
-
-def test_an_argument_that_is_wrong_on_one_rank_is_told_to_all() -> None:
-    heard = run_ranks(RANKS, arguments_that_are_wrong)
-    assert heard[0] == heard[1]
-    missing = "GroupError: rank 1: KeyError: \"feature 'item' is not in the batch"
-    starts = [missing, missing, missing, "InputError: rank 1: indices", "InputError: rank 1: offsets"]
-    assert all(said.startswith(start) for said, start in zip(heard[0], starts, strict=True)), heard[0]
-
-
-def an_update_that_fails(world: World) -> list[str]:
-    specs = [(ROWS, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)]
-    tbe = TableBatchedEmbeddingBags(specs, optimizer=OptimType.EXACT_SGD, learning_rate=1.0, world=world)
-    ids, offsets = torch.tensor([1, 2, 3]), torch.tensor([0, 1, 3])
-    update = PinnedBatch.update
-
-    def full(*_: Any) -> None:
+    def no_update(*_: Any) -> None:
         PinnedBatch.update = update  # type: ignore[method-assign]
         raise ArithmeticError("stumbled")
 
+    def step() -> None:
+        tbe(THREE, OFFSETS, torch.ones(3, requires_grad=True)).sum().backward()
+
+    ShardedBatch.weights_grad = no_gradient  # type: ignore[method-assign]  # this process ends with the test
+    assert outcome(step) == "GroupError: rank 1: ArithmeticError: no gradient"
+    assert not tbe.split_embedding_weights()[0].any()
+    step()
+    assert tbe.split_embedding_weights()[0].any()
     if world.rank == 1:
-        PinnedBatch.update = full  # type: ignore[assignment,method-assign]  # this process ends with the test
-    out = tbe(ids, offsets)
-    return [outcome(call) for call in (out.sum().backward, lambda: tbe(ids, offsets), tbe.split_embedding_weights)]
+        PinnedBatch.update = no_update  # type: ignore[assignment,method-assign]
+    assert outcome(step) == ("ArithmeticError: stumbled" if world.rank == 1 else "fine")
+    for call in (lambda: tbe(THREE, OFFSETS), tbe.split_embedding_weights):
+        said = outcome(call)
+        assert said.startswith("StoreError: rank 1: embedding 'tbe-d")
+        assert "raised ArithmeticError('stumbled') on this rank" in said
 
 
-def test_rows_that_failed_in_an_update_of_one_rank_are_refused_on_all() -> None:
-    one, two = run_ranks(RANKS, an_update_that_fails)
-    assert (one[0], two[0]) == ("fine", "ArithmeticError: stumbled")
-    assert one[1:] == two[1:]
-    assert all(said.startswith("StoreError: rank 1: embedding 'tbe-d") for said in one[1:])
-    assert all("step 1 raised ArithmeticError('stumbled') on this rank" in said for said in one[1:])
-
-
-def without_memory_for_gradients(world: World, table_batched: bool) -> list[str]:
-    """Rank 1 can neither compute gradients nor send any."""
+@pytest.mark.parametrize("table_batched", [False, True])
+@on_ranks(RANKS)
+def test_a_rank_that_cannot_exchange_gradients_ends_the_group(world: World, table_batched: bool) -> None:
 
     def no_memory(*_: Any) -> None:
         raise MemoryError("no more")
@@ -213,44 +195,13 @@ def without_memory_for_gradients(world: World, table_batched: bool) -> list[str]
     if world.rank == 1:
         ShardedBatch.weights_grad = ShardedBatch._start_sending = no_memory  # type: ignore[assignment,method-assign]
     if table_batched:
-        specs = [(ROWS, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)]
-        tbe = TableBatchedEmbeddingBags(specs, optimizer=OptimType.EXACT_SGD, learning_rate=1.0, world=world)
-        weights = torch.ones(3, requires_grad=True)
-        step: Callable[[], Any] = tbe(torch.tensor([1, 2, 3]), torch.tensor([0, 1, 3]), weights).sum().backward
+        step: Any = batched(world)(THREE, OFFSETS, torch.ones(3, requires_grad=True)).sum().backward
     else:
         model = Bags(world)
-        optimizer = EagerOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model)
+        step = EagerOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model).step
         model(batch(0, world.rank)).sum().backward()
-        step = optimizer.step
-    return [fails(step, GroupError), fails(lambda: world.sum(torch.ones(1)), GroupError)]
-
-
-@pytest.mark.parametrize("table_batched", [False, True])
-def test_a_rank_that_cannot_take_part_in_an_exchange_of_gradients_ends_the_group(table_batched: bool) -> None:
-    for step, after in run_ranks(RANKS, without_memory_for_gradients, table_batched):
-        assert f"of embedding '{'tbe' if table_batched else 'ebc'}-d" in step
-        assert "failed with MemoryError('no more')" in step
-        assert after.startswith("the group of ranks has ended: ")
-
-
-def of_type(path: Path, data_type: str, world: World | None = None, **more: str) -> EmbeddingBagCollection:
-    stored = make_host_mem_store_options(persistent_path=str(path), **more)
-    return EmbeddingBagCollection([EmbeddingBagConfig(ROWS, 8, "t", data_type=data_type)], stored, world=world)
-
-
-def converted(world: World, path: Path) -> list[float]:
-    for mode in ("fresh", "error"):
-        with of_type(path, "BF16", world, open=mode) as bags:
-            if mode == "fresh":
-                bags.embedding_of("t").load_snapshot("a", convert=True)
-            found: list[float] = bags.embedding_of("t").get(torch.arange(ROWS), "t")[:, 0].tolist()
-    return found
-
-
-def test_a_copied_snapshot_of_another_data_type_is_converted_over_ranks(tmp_path: Path) -> None:
-    rows = torch.linspace(-3, 3, ROWS)
-    with of_type(tmp_path, "FP32") as bags:
-        bags.embedding_of("t").put(torch.arange(ROWS), rows[:, None].expand(ROWS, 8), "t")
-        bags.embedding_of("t").save_snapshot("a")
-    shutil.copytree(tmp_path / "ebc-d8" / "snapshots", tmp_path / "ebc-d8-bfloat16" / "snapshots")
-    assert run_ranks(RANKS, converted, tmp_path) == [rows.bfloat16().tolist()] * RANKS
+    said = fails(step, GroupError)
+    assert f"of embedding '{'tbe' if table_batched else 'ebc'}-d" in said
+    assert "failed with MemoryError('no more')" in said
+    with pytest.raises(GroupError, match=r"^the group of ranks has ended: "):
+        world.sum(torch.ones(1))

@@ -1,21 +1,28 @@
-"""A rank that is killed, frozen or elsewhere is named on every other one, and no rank waits for it again."""
+"""A rank that is killed, frozen or elsewhere is named on every other one, which wait no more, and costs no snapshot."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import threading
 from datetime import timedelta
+from itertools import count
+from pathlib import Path
 from time import monotonic, sleep
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed import TCPStore
 
-from support.lost import Heard, calls, end_after, heard, until_told
-from support.ranks import run_ranks, started, survivors
-from tierbed import GroupError, World
+from support.live_rows import opened, own_rows, step
+from support.lost import Heard, all_name, calls, end_after, heard, until_told
+from support.ranked import Ranked, batch
+from support.ranks import on_ranks, run_ranks, started, survivors
+from support.two_hosts import run_on_hosts
+from tierbed import GroupError, World, list_snapshots
 from tierbed.engine.signals import uninterrupted
 
 KILL, STOP = int(signal.SIGKILL), int(signal.SIGSTOP)
@@ -41,26 +48,19 @@ def test_a_killed_rank_is_named_at_once(ranks: int, exchanges: int, is_sent: boo
     lost = exchanges % ranks
     with started(ranks, lose, lost, KILL, exchanges, is_sent) as group:
         found = survivors(group, lost)
-    for one in found.values():
-        assert one.said.startswith("gather: ")
-        assert f"rank {lost} did not answer (its process ended)" in one.said
-        assert one.ranks == (lost,)
-        assert one.seconds < 60  # where nothing notices it, the timeout
+    all_name(found.values(), lost, HOW[KILL])
+    assert all(one.said.startswith("gather: ") for one in found.values())
+    assert all(one.seconds < 60 for one in found.values())  # where nothing notices it, the timeout
 
 
 def test_a_frozen_rank_is_named_after_the_timeout() -> None:
-    timeout, cells = 1.5, [(2, 0, 1, False), (2, 1, 3, True), (3, 0, 2, True), (3, 2, 1, False)]
-    with contextlib.ExitStack() as groups:
-        all_of = [
-            (lost, groups.enter_context(started(ranks, lose, lost, STOP, *where, timeout=timeout)))
-            for ranks, lost, *where in cells
-        ]
-        for lost, group in all_of:
-            for one in survivors(group, lost).values():
-                assert f"rank {lost} did not answer (no sign of it)" in one.said
-                assert one.ranks == (lost,)
-                assert one.seconds < timeout + 5
-                assert one.after < timeout
+    timeout, cells = 1.5, [(2, 1, 3, True), (3, 0, 2, True), (3, 2, 1, False)]
+    with contextlib.ExitStack() as opened_groups:
+        groups = [started(ranks, lose, lost, STOP, *where, timeout=timeout) for ranks, lost, *where in cells]
+        for (_, lost, *_), group in zip(cells, [*map(opened_groups.enter_context, groups)], strict=True):
+            found = survivors(group, lost).values()
+            all_name(found, lost, HOW[STOP])
+            assert all(one.seconds < timeout + 5 and one.after < timeout for one in found)
 
 
 def compute(world: World, number: int) -> Heard:
@@ -96,18 +96,6 @@ def test_a_call_of_rank_0_alone_ends_by_timeout() -> None:
         assert one[:2] == (f"gather: rank 0 ended the group: {said}", (1, 2))
 
 
-def leave_early(world: World) -> Heard | None:
-    world.gather(torch.zeros(2))
-    return heard(world, lambda: gather(world)) if world.rank != 1 else None
-
-
-def test_a_rank_that_closed_its_world_is_named() -> None:
-    first, _, third = run_ranks(3, leave_early)
-    for one in (first, third):
-        assert "rank 1 did not answer (it closed its world)" in one.said
-        assert one.ranks == (1,)
-
-
 def close_and_live(world: World) -> Heard | None:
     """Rank 1 closes its world during an exchange, and lives on until the others have reported what they received."""
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=60))
@@ -124,10 +112,8 @@ def close_and_live(world: World) -> Heard | None:
 
 def test_a_rank_that_closed_its_world_and_lives_is_named_at_once() -> None:
     first, _, third = run_ranks(3, close_and_live)
-    for one in (first, third):
-        assert "rank 1 did not answer (it closed its world)" in one.said
-        assert one.ranks == (1,)
-        assert one.seconds < 60  # where nothing notices it, the timeout
+    all_name((first, third), 1, "it closed its world")
+    assert max(first.seconds, third.seconds) < 60  # where nothing notices it, the timeout
 
 
 def close_in_time(world: World) -> Heard | None:
@@ -185,24 +171,6 @@ def test_a_signal_ends_the_wait_for_a_rank(number: signal.Signals) -> None:
         assert one[:2] == (f"gather: {said}", (0,))
 
 
-def interrupt_a_whole_one(world: World) -> int:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    totals = []
-
-    def call() -> None:
-        with uninterrupted():
-            os.kill(os.getpid(), signal.SIGINT)
-            totals.append(world.sum(torch.tensor(world.rank)))
-
-    with pytest.raises(KeyboardInterrupt):
-        call()
-    return int(totals[0] + world.sum(torch.tensor(1)))
-
-
-def test_a_call_that_all_answer_is_whole_before_ctrl_c() -> None:
-    assert run_ranks(3, interrupt_a_whole_one) == [3 + 3] * 3
-
-
 def lost_with_work_under_way(world: World, lost: int, number: int) -> float:
     """Rank `lost` gets the signal while exchanges are under way that nothing waits for."""
     if world.rank == lost:
@@ -222,8 +190,18 @@ def test_the_end_of_a_process_waits_for_no_rank(number: int) -> None:
         assert monotonic() - began < 60  # which the group's threads would go on waiting
 
 
-def forked(world: World) -> str:
-    world.gather(torch.zeros(2))
+@on_ranks(2)
+def test_a_call_that_all_answer_is_whole_before_ctrl_c_and_a_forked_child_of_a_rank_is_refused(world: World) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    totals = []
+
+    def call() -> None:
+        with uninterrupted():
+            os.kill(os.getpid(), signal.SIGINT)
+            totals.append(world.sum(torch.tensor(world.rank)))
+
+    with pytest.raises(KeyboardInterrupt):
+        call()
     read, write = os.pipe()
     if os.fork() == 0:
         try:
@@ -233,10 +211,185 @@ def forked(world: World) -> str:
         os._exit(0)
     os.close(write)
     with open(read) as pipe:
-        reports = pipe.read()
-    assert len(world.gather(torch.zeros(2))) == 4
-    return reports
+        assert pipe.read().startswith("a forked process uses a world")
+    assert totals[0] + world.sum(torch.tensor(1)) == 1 + 2
 
 
-def test_a_forked_child_of_a_rank_is_refused() -> None:
-    assert all(reports.startswith("a forked process uses a world") for reports in run_ranks(2, forked))
+OF_STEP = 14  # of a step of `Ranked`, and one more
+
+
+@on_ranks(2)
+def test_the_exchanges_of_a_step_are_these(world: World) -> None:
+    graph = Ranked(world)
+    graph(*batch(world.rank, 0))
+    before = calls(world)
+    graph(*batch(world.rank, 1))
+    assert calls(world) - before == OF_STEP - 1
+
+
+def train(world: World, lost: int, number: int, exchanges: int) -> Heard:
+    graph = Ranked(world)
+    graph(*batch(world.rank, 0))
+    if world.rank == lost:
+        end_after(world, exchanges, number, is_sent=exchanges % 2 == 0)
+    return heard_of_steps(world, graph)
+
+
+def heard_of_steps(world: World, graph: Ranked) -> Heard:
+    steps = (batch(world.rank, step) for step in count(1))
+
+    def run() -> None:
+        while True:
+            graph(*next(steps))
+
+    def close() -> None:
+        graph.users.close()
+        graph.items.close()
+
+    return heard(world, run, close)
+
+
+def check_step(found: dict[int, Heard], lost: int, how: str) -> None:
+    all_name(found.values(), lost, how)
+    assert all(re.search(r"step \d+", one.said) for one in found.values())
+
+
+@pytest.mark.parametrize(
+    "exchanges", [pytest.param(n, marks=() if n == 12 else pytest.mark.slow) for n in range(1, OF_STEP + 1)]
+)
+def test_a_rank_that_is_killed_in_a_step(exchanges: int) -> None:
+    ranks = 2 + exchanges % 2
+    lost = exchanges // 2 % ranks
+    with started(ranks, train, lost, int(signal.SIGKILL), exchanges, whole=exchanges == 12) as group:
+        check_step(survivors(group, lost), lost, "its process ended")
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_frozen_in_a_step() -> None:
+    timeout = 2
+    with contextlib.ExitStack() as groups:
+        every = [
+            (lost, groups.enter_context(started(2, train, lost, int(signal.SIGSTOP), exchanges, timeout=timeout)))
+            for lost, exchanges in ((0, 1), (1, 4), (0, 6))
+        ]
+        for lost, group in every:
+            found = survivors(group, lost)
+            check_step(found, lost, "no sign of it")
+            assert all(one.seconds < timeout + 5 + timeout for one in found.values())
+
+
+def train_on_hosts(world: World, ready: int) -> Heard:
+    assert world.on_host == world.size // 2
+    graph = Ranked(world)
+    graph(*batch(world.rank, 0))
+    os.write(ready, b".")
+    return heard_of_steps(world, graph)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [0, 1])
+def test_the_ranks_behind_a_link_that_is_cut_are_named(end: int) -> None:
+    found = run_on_hosts(train_on_hosts, 4, end, 2)
+    for rank, one in enumerate(found):
+        assert one.ranks == ((2, 3) if rank < 2 else (0, 1))
+        assert f"ranks {one.ranks[0]}, {one.ranks[1]} did not answer (no sign of it)" in one.said
+        assert re.search(r"step \d+", one.said)
+
+
+OF_ACTION = {"save": 12, "load": 13, "close": 0}  # of two ranks
+
+
+def begun(world: World, folder: Path, store: str = "host") -> Any:
+    """An embedding that is trained, saved, and trained on."""
+    embedding = opened(world, folder, store)
+    for number in range(3):
+        step(embedding, number)
+    embedding.save_snapshot("a")
+    step(embedding, 3)
+    return embedding
+
+
+def act(embedding: Any, action: str) -> None:
+    if action == "save":
+        embedding.save_snapshot("b")
+    elif action == "load":
+        embedding.load_snapshot("a")
+    else:
+        embedding.close()
+
+
+@on_ranks(2)
+def test_the_exchanges_of_an_action_are_these(world: World, tmp_path: Path) -> None:
+    embedding = begun(world, tmp_path)
+    for action, exchanges in OF_ACTION.items():
+        before = calls(world)
+        act(embedding, action)
+        assert calls(world) - before == exchanges
+
+
+def lose_in(world: World, folder: Path, store: str, action: str, lost: int, number: int, at: int) -> Heard:
+    embedding = begun(world, folder, store)
+    if world.rank == lost:
+        end_after(world, at, number, is_sent=at % 2 == 0)
+    return heard(world, lambda: (act(embedding, action), world.sum(torch.tensor(1))), embedding.close)
+
+
+def saved(world: World, folder: Path, store: str) -> dict[str, bytes]:
+    """The rows of this rank in every snapshot, each loaded; then the group goes on."""
+    with opened(world, folder, store) as embedding:
+        found = {}
+        for listed in list_snapshots(folder / "rows" / "snapshots").snapshots:
+            embedding.load_snapshot(listed.name)
+            found[listed.name] = own_rows(embedding)
+        step(embedding, 4)
+        embedding.save_snapshot("next")
+    return found
+
+
+def whole(world: World, folder: Path) -> dict[str, bytes]:
+    with begun(world, folder) as embedding:
+        later = own_rows(embedding)
+        embedding.load_snapshot("a")
+        return {"a": own_rows(embedding), "b": later}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, bytes]]:
+    """By rank, the rows of the snapshots where none is lost; they are the same on every store."""
+    return run_ranks(2, whole, tmp_path_factory.mktemp("whole"))
+
+
+def check_saved(folder: Path, store: str, rows: list[dict[str, bytes]]) -> None:
+    """The earlier snapshot exists, a later one is whole or not there, and training goes on."""
+    for found, expected in zip(run_ranks(2, saved, folder, store), rows, strict=True):
+        assert found.items() <= expected.items()
+        assert "a" in found
+
+
+@pytest.mark.parametrize("store", ["host", pytest.param("ssd", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("action", "at"),
+    [
+        pytest.param(action, at, marks=() if action != "load" and at == max(count, 1) else pytest.mark.slow)
+        for action, count in OF_ACTION.items()
+        for at in range(1, max(count, 1) + 1)
+    ],
+)
+def test_a_rank_that_is_killed_costs_no_snapshot(
+    tmp_path: Path, rows: list[dict[str, bytes]], store: str, action: str, at: int
+) -> None:
+    lost = at // 2 % 2
+    with started(2, lose_in, tmp_path, store, action, lost, int(signal.SIGKILL), at) as group:
+        all_name(survivors(group, lost).values(), lost, "its process ended")
+    check_saved(tmp_path, store, rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("action", "at"), [("save", 5), ("save", 12), ("load", 6), ("close", 1)])
+def test_a_rank_that_is_frozen_costs_no_snapshot(
+    tmp_path: Path, rows: list[dict[str, bytes]], action: str, at: int
+) -> None:
+    lost = at % 2
+    with started(2, lose_in, tmp_path, "host", action, lost, int(signal.SIGSTOP), at, timeout=2) as group:
+        all_name(survivors(group, lost).values(), lost, "no sign of it")
+    check_saved(tmp_path, "host", rows)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from support.checkpoints import IDS, Rating
-from support.embeddings import contents, make
+from support.embeddings import make
+from support.live_rows import own_rows, together
 from support.optimizers import Stumbling
-from support.ranks import assert_all_heard, fails, outcome, run_ranks
+from support.ranks import fails, on_ranks, outcome, run_ranks
 from support.stores import options
 from tierbed import Graph, GraphError, SnapshotError
 from tierbed.distributed import World
@@ -24,23 +24,19 @@ def rating(world: World | None, store: str | None, folder: Path, name: str = "ro
     return Rating(make(options(store or "host", path), None, name, tables=2, world=world))
 
 
-def part(world: World | None) -> torch.Tensor:
+def part(world: World | None) -> Tensor:
     """The batches of this rank."""
     return IDS if world is None else IDS.roll(3 * world.rank, 1)
 
 
-def steps(graph: Rating, ids: torch.Tensor) -> list[float]:
+def steps(graph: Rating, ids: Tensor) -> list[float]:
     return [float(graph(batch).detach()) for batch in ids]
 
 
 def dense(graph: Rating) -> bytes:
-    found_rows = [*(p for p in graph.mlp.parameters())]
-    found_rows += [state[name] for state in graph.dense.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    return b"".join(tensor.detach().numpy().tobytes() for tensor in found_rows)
-
-
-def rows(graph: Any) -> bytes:
-    return b"".join(rows.tobytes() for _, rows in graph.rows.table_handle().local_table.scan())
+    tensors = list[Tensor](graph.mlp.parameters())
+    tensors += [of_one[name] for of_one in graph.dense.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    return b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)
 
 
 def save_and_go_on(world: World, folder: Path, store: str | None) -> tuple[list[float], bytes, bytes]:
@@ -49,65 +45,36 @@ def save_and_go_on(world: World, folder: Path, store: str | None) -> tuple[list[
     steps(graph, part(world)[:4])
     graph.check_save(folder / "c")
     graph.save(folder / "c")
-    losses = steps(graph, part(world)[4:])
-    found = losses, rows(graph), dense(graph)
+    losses = steps(graph, part(world)[4:8])
+    found = losses, own_rows(graph.rows), dense(graph)
     graph.rows.close()
     return found
 
 
-def load_and_go_on(world: World | None, folder: Path, store: str | None) -> tuple[list[float], bytes, bytes]:
+def load_and_go_on(world: World, folder: Path, store: str | None) -> tuple[list[float], bytes, bytes]:
     graph = rating(world, store, folder / "b")
     torch.manual_seed(7)
     steps(graph, part(world)[:1])
     graph.load(folder / "c")
-    losses = steps(graph, part(world)[4:])
-    found = losses, rows(graph), dense(graph)
-    if world is not None:
-        graph.save(folder / "c", overwrite=True)
+    losses = steps(graph, part(world)[4:8])
+    found = losses, own_rows(graph.rows), dense(graph)
+    graph.save(folder / "c", overwrite=True)
     graph.rows.close()
     return found
 
 
-@pytest.mark.parametrize("store", [*(pytest.param(store, marks=pytest.mark.slow) for store in (None, "host")), "ssd"])
+@pytest.mark.parametrize("store", [None, *(pytest.param(store, marks=pytest.mark.slow) for store in ("host", "ssd"))])
 def test_a_loaded_graph_goes_on_to_the_bits_of_the_run_that_saved_it(tmp_path: Path, store: str | None) -> None:
     saved = run_ranks(2, save_and_go_on, tmp_path, store)
     assert saved[0][0] != saved[1][0]
     assert saved[0][2] == saved[1][2]
     assert run_ranks(2, load_and_go_on, tmp_path, store) == saved
+    one = rating(None, store, tmp_path / "of one")
+    one.load(tmp_path / "c")
+    assert dense(one) == saved[0][2]
+    assert together([rows for _, rows, _ in saved], own_rows(one.rows))
     names = os.listdir(tmp_path / "a" / "rows" / "snapshots") if store is not None else []
     assert len(names) == (store is not None)
-
-
-def torn_and_loaded(world: World, folder: Path) -> tuple[list[str], bool]:
-    """Rank 1 fails in the middle of a step, which rank 0 makes; both then load a checkpoint."""
-    graph = rating(world, "host", folder)
-    steps(graph, part(world)[:2])
-    graph.save(folder / "c")
-    plain, rows_then = steps(graph, part(world)[2:5]), rows(graph)
-    graph.load(folder / "c")
-    groups = graph.rows.row_optimizer._optimizer.param_groups  # type: ignore[union-attr]
-    groups[0] = group = Stumbling(groups[0])
-    steps(graph, part(world)[2:3])
-    if world.rank == 1:
-        group.fails_at = 2 * group.reads  # the last time in a step, which is in the update
-    calls = (
-        lambda: steps(graph, part(world)[3:4]),
-        lambda: graph.rows.get([1], 0),
-        lambda: graph.rows.save_snapshot("d"),
-    )
-    said = [outcome(call) for call in calls]
-    graph.load(folder / "c")
-    return said, (steps(graph, part(world)[2:5]), rows(graph)) == (plain, rows_then)
-
-
-def test_a_checkpoint_mends_what_a_rank_left_that_failed_in_the_middle_of_a_step(tmp_path: Path) -> None:
-    (one, same), (two, also) = run_ranks(2, torn_and_loaded, tmp_path)
-    assert (one[0], two[0]) == ("fine", "ArithmeticError: stumbled")
-    assert one[1:] == two[1:]
-    assert one[1].startswith("StoreError: rank 1: embedding 'rows', step 4 raised ArithmeticError('stumbled') on this")
-    assert one[2].startswith("StoreError: rank 1: embedding 'rows' failed in the middle of a write")
-    assert same
-    assert also
 
 
 class Pair(Graph):
@@ -121,135 +88,88 @@ class Pair(Graph):
         groups = [{"params": rows.parameters()} for rows in (self.first, self.second)]
         self.add_optimizer(torch.optim.SGD(groups, lr=0.5))
 
-    def build(self, ids: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.first(ids).sum() + self.second(ids).sum()
+    def build(self, ids: Tensor) -> Tensor:
+        loss: Tensor = self.first(ids).sum() + self.second(ids).sum()
         loss.backward()
         return loss
 
+    def rows(self) -> list[list[float]]:
+        return [rows.get(range(8), 0).flatten().tolist() for rows in (self.first, self.second)]
 
-def torn_and_closed(world: World, folder: Path) -> bool:
-    """Rank 1 fails before it updates the second embedding; after a load the ranks go on, close and open again."""
-    graph, ids = Pair(world, folder), torch.arange(8)
+
+@on_ranks(2)
+def test_a_checkpoint_mends_what_a_rank_left_that_failed_in_the_middle_of_a_step(world: World, tmp_path: Path) -> None:
+    """Rank 1 fails before it updates the second embedding. After a load the ranks go on, close and open again."""
+    graph, ids = Pair(world, tmp_path), torch.arange(8)
     graph(ids)
-    graph.save(folder / "c")
-    groups = graph.first.row_optimizer._optimizer.param_groups
+    graph.save(tmp_path / "c")
+    groups = graph.first.row_optimizer._optimizer.param_groups  # type: ignore[union-attr]
     groups[0] = group = Stumbling(groups[0])
     graph(ids)
+    plain = graph.rows()
     if world.rank == 1:
         group.fails_at = 2 * group.reads  # the last time in a step, which is in the update
-    with pytest.raises(ArithmeticError) if world.rank == 1 else contextlib.nullcontext():
-        graph(ids)
-    graph.load(folder / "c")
+    assert outcome(lambda: graph(ids)) == ("ArithmeticError: stumbled" if world.rank == 1 else "fine")
+    said = outcome(lambda: graph.first.get([1], 0))
+    assert said.startswith("StoreError: rank 1: embedding 'first', step 3 raised ArithmeticError('stumbled') on this")
+    said = outcome(lambda: graph.first.save_snapshot("d"))
+    assert said.startswith("StoreError: rank 1: embedding 'first' failed in the middle of a write")
+    graph.load(tmp_path / "c")
     graph(ids)
-    live = [rows.get(ids, 0) for rows in (graph.first, graph.second)]
-    for rows in (graph.first, graph.second):
-        rows.close()
-    again = Pair(world, folder)
-    return all(
-        torch.equal(rows.get(ids, 0), then) for rows, then in zip((again.first, again.second), live, strict=True)
-    )
+    assert graph.rows() == plain
+    graph.first.close()
+    graph.second.close()
+    assert Pair(world, tmp_path).rows() == plain
 
 
-def test_rows_that_a_checkpoint_mended_are_live_at_the_next_open(tmp_path: Path) -> None:
-    assert run_ranks(2, torn_and_closed, tmp_path) == [True, True]
-
-
-def load_state(world: World | None, folder: Path) -> tuple[int, list[float], bytes]:
-    graph = rating(world, "host", folder / f"of {0 if world is None else world.size}")
-    graph.load(folder / "c")
-    size = graph.rows.size()
-    state = [float(p.detach().double().sum()) for p in graph.mlp.parameters()]
-    losses = steps(graph, part(world)[4:6])
-    assert all(loss == loss for loss in losses)
-    graph.rows.close()
-    return size, state, contents(graph.rows).tobytes() if world is None and graph.rows.is_open else b""
-
-
-def save_only(world: World | None, folder: Path) -> tuple[int, list[float], bytes]:
-    graph = rating(world, "host", folder / "a")
-    steps(graph, part(world)[:4])
-    graph.save(folder / "c")
-    found = graph.rows.size(), [float(p.detach().double().sum()) for p in graph.mlp.parameters()], b""
-    graph.rows.close()
-    return found
-
-
-@pytest.mark.parametrize(
-    ("saves", "loads"), [(2, 3), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((1, 2), (2, 1)))]
-)
-def test_other_numbers_of_ranks_load_the_same_rows_and_parameters(tmp_path: Path, saves: int, loads: int) -> None:
-    wanted = save_only(None, tmp_path) if saves == 1 else run_ranks(saves, save_only, tmp_path)[0]
-    found = [load_state(None, tmp_path)] if loads == 1 else run_ranks(loads, load_state, tmp_path)
-    assert found == [wanted] * loads
-
-
-def refused(world: World, folder: Path) -> list[str]:
-    graph = rating(world, "host", folder / "a")
+@on_ranks(2)
+def test_what_one_rank_cannot_do_is_refused_on_all(world: World, tmp_path: Path) -> None:
+    graph = rating(world, "host", tmp_path / "a")
     steps(graph, part(world)[:2])
-    graph.save(folder / "c")
-    (folder / "file").mkdir(exist_ok=True)
-    said = [
-        fails(lambda: graph.save(folder / "c"), SnapshotError),
-        fails(lambda: graph.save(folder / "file"), SnapshotError),
-        fails(lambda: graph.check_save(folder / "c"), SnapshotError),
-        fails(lambda: graph.load(folder / "none"), SnapshotError),
-    ]
-    before = rows(graph)
+    graph.save(tmp_path / "c")
+    (tmp_path / "file").mkdir(exist_ok=True)
+    assert "exists: choose another path" in fails(lambda: graph.save(tmp_path / "c"), SnapshotError)
+    assert "exists and is not a checkpoint" in fails(lambda: graph.save(tmp_path / "file"), SnapshotError)
+    assert "exists: choose another path" in fails(lambda: graph.check_save(tmp_path / "c"), SnapshotError)
+    assert "there is no checkpoint" in fails(lambda: graph.load(tmp_path / "none"), SnapshotError)
+    before = own_rows(graph.rows)
     with torch.no_grad():
         weight = graph.mlp[2].weight
         kept = weight.clone()
         weight += world.rank
-    said.append(fails(lambda: graph.save(folder / "d"), GraphError))
-    assert rows(graph) == before
+    said = fails(lambda: graph.save(tmp_path / "d"), GraphError)
+    assert "ranks have different values of mlp.2.weight" in said
+    assert own_rows(graph.rows) == before
     with torch.no_grad():
         weight.copy_(kept)
-    graph.save(folder / "d")
+    graph.save(tmp_path / "d")
     steps(graph, part(world)[2:4])
     world.sum(torch.zeros(1))
-    file = sorted((folder / "d" / "rows" / "0").glob("*/*-0001.npy"))[0]
     if world.rank == 0:
+        file = sorted((tmp_path / "d" / "rows" / "0").glob("*/*-0001.npy"))[0]
         data = file.read_bytes()
         file.unlink()
         file.write_bytes(data[:-1] + b"\xff")
     world.sum(torch.zeros(1))
-    before = rows(graph)
-    said.append(fails(lambda: graph.load(folder / "d"), SnapshotError))
-    assert rows(graph) == before
-    graph.load(folder / "c")
+    before = own_rows(graph.rows)
+    assert "its checksum does not match" in fails(lambda: graph.load(tmp_path / "d"), SnapshotError)
+    assert own_rows(graph.rows) == before
+    graph.load(tmp_path / "c")
     steps(graph, part(world)[2:3])
-    graph.rows.close()
-    return said
-
-
-def test_what_one_rank_cannot_do_is_refused_on_all(tmp_path: Path) -> None:
-    found = run_ranks(2, refused, tmp_path)
-    parts = [
-        "exists: choose another path",
-        "exists and is not a checkpoint",
-        "exists: choose another path",
-        "there is no checkpoint",
-        "ranks have different values of mlp.2.weight",
-        "its checksum does not match",
-    ]
-    assert_all_heard(found, parts)
     assert sorted(os.listdir(tmp_path)) == ["a", "c", "d", "file"]
 
 
-def save_wide_and_load_narrow(world: World, folder: Path) -> tuple[str, bool]:
-    wide = rating(world, "host", folder / "a")
+@on_ranks(2)
+def test_ranks_convert_a_checkpoint_together(world: World, tmp_path: Path) -> None:
+    wide = rating(world, "host", tmp_path / "a")
     steps(wide, part(world)[:2])
-    wide.save(folder / "c")
+    wide.save(tmp_path / "c")
     numbers = wide.rows.get(IDS[0], 0)
     wide.rows.close()
-    stored = options("host", folder / "b")
+    stored = options("host", tmp_path / "b")
     with make(stored, None, "rows", tables=2, dtype=torch.bfloat16, world=world) as narrow:
         graph = Rating(narrow)
-        said = fails(lambda: graph.load(folder / "c"), SnapshotError)
-        graph.load(folder / "c", convert=True)
-        return said, torch.equal(narrow.get(IDS[0], 0), numbers.bfloat16().float())
-
-
-def test_ranks_convert_a_checkpoint_together(tmp_path: Path) -> None:
-    for said, is_converted in run_ranks(2, save_wide_and_load_narrow, tmp_path):
-        assert "holds rows of dtype float32, not bfloat16" in said
-        assert is_converted
+        with pytest.raises(SnapshotError, match="holds rows of dtype float32, not bfloat16"):
+            graph.load(tmp_path / "c")
+        graph.load(tmp_path / "c", convert=True)
+        assert torch.equal(narrow.get(IDS[0], 0), numbers.bfloat16().float())

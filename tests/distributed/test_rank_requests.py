@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import numpy as np
@@ -23,37 +26,32 @@ from tierbed.snapshots.control.client import request_prune, request_row, request
 KEYS = torch.arange(100)
 
 
-def trains(world: World, folder: Path, reads: bool = False) -> int:
-    """Steps, or reads after two steps, until the file `stop` exists. Returns the number of steps."""
+def serves(world: World, folder: Path, way: str = "trains") -> int:
+    """Two steps; then steps, reads or nothing until the file `stop` exists, or a close when a save is asked for."""
     embedding = make(options("host", folder), "sgd", tables=1, world=world)
     train(embedding, KEYS)
     train(embedding, KEYS + 7 * world.rank)
     (folder / f"ready-{world.rank}").touch()
-    while not world.all_gather_object("whether to stop", lambda: b"1" if (folder / "stop").exists() else b"")[0]:
-        if reads:
-            embedding.get(KEYS)
-        else:
-            train(embedding, KEYS + 7 * world.rank)
+    requests: Any = embedding.table_handle().requests  # type: ignore[union-attr]
+    while way in ("trains", "reads") and not is_over(world, folder):
+        embedding.get(KEYS) if way == "reads" else train(embedding, KEYS + 7 * world.rank)
+    while way == "closes" and world.rank == 0 and not requests.is_wanted():
+        pass
+    if way == "idles":
+        until(folder / "stop")
+        train(embedding, KEYS)
     step = embedding.table_handle().local_table.step
     embedding.close()
     return step
 
 
-def idles(world: World, folder: Path) -> None:
-    """Waits for the file `stop` between two steps."""
-    embedding = make(options("host", folder), "sgd", tables=1, world=world)
-    train(embedding, KEYS)
-    (folder / f"ready-{world.rank}").touch()
-    until(folder / "stop")
-    train(embedding, KEYS)
-    embedding.close()
+def is_over(world: World, folder: Path) -> bool:
+    return bool(world.all_gather_object("stop", lambda: b"1" if (folder / "stop").exists() else b"")[0])
 
 
 def until(*files: Path) -> None:
-    import time
-
     while not all(file.exists() for file in files):
-        time.sleep(0.01)
+        sleep(0.01)
 
 
 def all_updates(snapshot: Snapshot) -> set[tuple[int, int]]:
@@ -63,14 +61,24 @@ def all_updates(snapshot: Snapshot) -> set[tuple[int, int]]:
     return {(int(count), snapshot.description["step"]) for count in shared["updates"]}
 
 
-def asked(folder: Path, way: Any, *more: Any) -> Any:
-    return started(2, way, folder, *more)
+@contextmanager
+def asked(folder: Path, way: Any, *more: Any) -> Iterator[Callable[[], list[Any]]]:
+    """Two ranks that are ready. What is given stops them, and returns what they return."""
+    with started(2, way, folder, *more) as group:
+        until(folder / "ready-0", folder / "ready-1")
+
+        def stop() -> list[Any]:
+            (folder / "stop").touch()
+            found = [answer(pipe) for _, pipe in group]
+            assert [child.wait() for child, _ in group] == [0, 0]
+            return found
+
+        yield stop
 
 
 def test_ranks_that_train_save_what_they_are_asked_for(tmp_path: Path) -> None:
     store = tmp_path / "rows"
-    with asked(tmp_path, trains) as group:
-        until(tmp_path / "ready-0", tmp_path / "ready-1")
+    with asked(tmp_path, serves) as stop:
         reports: list[int] = []
         manifest = request_save(store, "asked", progress=lambda rows, of: reports.append(rows))
         assert manifest is not None
@@ -78,8 +86,7 @@ def test_ranks_that_train_save_what_they_are_asked_for(tmp_path: Path) -> None:
             request_save(store, "asked")
         request_save(store, "more", "incremental")
         status = request_status(store)
-        (tmp_path / "stop").touch()
-        steps = [answer(pipe) for _, pipe in group]
+        steps = stop()
     assert status is not None
     assert status["ranks"] == 2
     assert reports
@@ -93,42 +100,24 @@ def test_ranks_that_train_save_what_they_are_asked_for(tmp_path: Path) -> None:
 
 
 def test_ranks_that_only_read_save_as_well(tmp_path: Path) -> None:
-    with asked(tmp_path, trains, True) as group:
-        until(tmp_path / "ready-0", tmp_path / "ready-1")
+    with asked(tmp_path, serves, "reads") as stop:
         assert request_save(tmp_path / "rows", "asked") is not None
-        (tmp_path / "stop").touch()
-        assert [answer(pipe) for _, pipe in group] == [2, 2]
+        assert stop() == [2, 2]
 
 
 def test_a_save_that_waits_in_vain_says_that_no_step_came(tmp_path: Path) -> None:
-    with asked(tmp_path, idles) as group:
-        until(tmp_path / "ready-0", tmp_path / "ready-1")
+    with asked(tmp_path, serves, "idles") as stop:
         with pytest.raises(StoreError, match=r"did not finish its current step for 0\.5 seconds"):
             request_save(tmp_path / "rows", "asked", timeout=0.5)
-        (tmp_path / "stop").touch()
-        for _, pipe in group:
-            answer(pipe)
+        stop()
     assert not os.path.exists(tmp_path / "rows" / "snapshots" / "asked")
 
 
-def closes(world: World, folder: Path) -> bool:
-    """Closes while a save is asked for that no step comes for."""
-    embedding = make(options("host", folder), "sgd", tables=1, world=world)
-    train(embedding, KEYS)
-    (folder / f"ready-{world.rank}").touch()
-    requests = embedding.table_handle().requests  # type: ignore[union-attr]
-    while world.rank == 0 and not requests.is_wanted():
-        pass
-    embedding.close()
-    return True
-
-
 def test_a_close_does_not_wait_for_a_save_that_was_asked_for(tmp_path: Path) -> None:
-    with asked(tmp_path, closes) as group:
-        until(tmp_path / "ready-0", tmp_path / "ready-1")
+    with asked(tmp_path, serves, "closes") as stop:
         with pytest.raises(SnapshotError, match="closed the store before snapshot 'asked' was complete"):
             request_save(tmp_path / "rows", "asked")
-        assert [answer(pipe) for _, pipe in group] == [True, True]
+        assert stop() == [2, 2]
 
 
 def trains_both(world: World, folder: Path) -> list[int]:
@@ -137,19 +126,16 @@ def trains_both(world: World, folder: Path) -> list[int]:
     model = Model(folder, ("host", "host"), world)
     model.steps(2)
     (folder / f"ready-{world.rank}").touch()
-    while not world.all_gather_object("whether to stop", lambda: b"1" if (folder / "stop").exists() else b"")[0]:
+    while not is_over(world, folder):
         model.steps(1)
     return model.counts()
 
 
 def test_ranks_save_all_stores_of_a_model_at_one_instant_and_give_rows(tmp_path: Path) -> None:
     stores = [tmp_path / name for name in "ab"]
-    with asked(tmp_path, trains_both) as group:
-        until(tmp_path / "ready-0", tmp_path / "ready-1")
+    with asked(tmp_path, trains_both) as stop:
         reports: list[int] = []
-        assert (
-            request_save(stores[0], "asked", progress=lambda rows, of: reports.append(rows), stores=stores) is not None
-        )
+        assert request_save(stores[0], "asked", progress=lambda rows, of: reports.append(rows), stores=stores)
         assert reports[-1] > 0
         with pytest.raises(SnapshotError, match="asked' exists"):
             request_save(stores[1], "asked", stores=stores)
@@ -161,9 +147,7 @@ def test_ranks_save_all_stores_of_a_model_at_one_instant_and_give_rows(tmp_path:
         with pytest.raises(InputError):
             request_row(stores[0], 9, 1)
         assert request_prune(stores[0], 1, None) == ([], ["asked"])
-        (tmp_path / "stop").touch()
-        steps = [answer(pipe) for _, pipe in group]
-        assert [child.wait() for child, _ in group] == [0, 0]  # they hold their shards until then
+        steps = stop()
     assert steps[0] == steps[1]
     assert snapshots[0].description["step"] == snapshots[1].description["step"] >= 2
     assert rows[0]["key"] == some[0]

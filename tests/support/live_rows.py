@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -77,6 +77,20 @@ def run(ranks: int, folder: Path, store: str, steps: int, **more: Any) -> list[t
     return run_ranks(ranks, _run, folder, store, steps, more)
 
 
+class Ran(NamedTuple):
+    """What `trained` returns, each by rank."""
+
+    before: list[bytes]
+    after: list[bytes]
+    said: list[list[str]]
+
+
+def ran(ranks: int, folder: Path, steps: int = 0, store: str = "host", **more: Any) -> Ran:
+    """`trained` on that many ranks, one of which is a process without a world."""
+    found = [trained(None, folder, store, steps, **more)] if ranks == 1 else run(ranks, folder, store, steps, **more)
+    return Ran(*map(list, zip(*found, strict=True)))
+
+
 def _run(world: World, folder: Path, store: str, steps: int, more: dict[str, Any]) -> Any:
     return trained(world, folder, store, steps, **more)
 
@@ -102,9 +116,11 @@ def together(parts: list[bytes], like: bytes) -> bool:
     return sorted(b"".join(parts)) == sorted(like) and sum(map(len, parts)) == len(like)
 
 
-def fails(world: World, folder: Path, more: dict[str, Any], of_rank: dict[int, dict[str, Any]]) -> tuple[str, str]:
+def fails(
+    world: World | None, folder: Path, more: dict[str, Any], of_rank: dict[int, dict[str, Any]]
+) -> tuple[str, str]:
     """The error of opening, and the exchange that works after it; of_rank: what is otherwise on a rank."""
-    given = {"path": folder, **more, **of_rank.get(world.rank, {})}
+    given = {"path": folder, **more, **(of_rank.get(world.rank, {}) if world else {})}
     path, store, seed = given.pop("path"), given.pop("store", "host"), given.pop("seed", 0)
     with pytest.raises((StoreError, SnapshotError, GroupError)) as caught:
         make(options(store, path, **given), "adagrad", tables=2, world=world, seed=seed).size()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 
@@ -34,6 +34,13 @@ def heard(world: World, call: Callable[[], object], close: Callable[[], object] 
     close()
     world.close()
     return Heard(str(error.value), error.value.ranks, ended - began, monotonic() - ended)
+
+
+def all_name(found: Iterable[Heard], lost: int, how: str) -> None:
+    """Each of these ranks heard which one is lost, and how."""
+    for one in found:
+        assert f"rank {lost} did not answer ({how})" in one.said
+        assert one.ranks == (lost,)
 
 
 def calls(world: World) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import os
 import pickle
 import traceback
@@ -30,6 +32,41 @@ def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, timeout
         codes = [child.wait() for child, _ in group]
     assert codes == [0] * ranks, f"exit codes of ranks: {codes}"
     return [answers[pipe] for _, pipe in group]
+
+
+def alike(ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What each of these ranks returns, which is the same on all."""
+    first, *others = run_ranks(ranks, function, *arguments)
+    assert others == [first] * (ranks - 1)
+    return first
+
+
+def on_ranks(ranks: int, run: Callable[..., Any] = run_ranks) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test that runs on each rank of a new group, which comes first of its arguments, the fixtures after it."""
+
+    def over(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(**fixtures: Any) -> None:
+            run(ranks, _on_rank, test, fixtures)
+
+        signature = inspect.signature(body)
+        test.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*signature.parameters.values()][1:]
+        )
+        return test
+
+    return over
+
+
+def assert_alike(world: Any, found: object) -> None:
+    """Each rank has found the same, to the bit."""
+    found = {name: x.numpy().tobytes() for name, x in found.items()} if isinstance(found, dict) else found
+    of_ranks = world.all_gather_object("what ranks found", lambda: pickle.dumps(found))
+    assert of_ranks == [of_ranks[0]] * world.size, found
+
+
+def _on_rank(world: Any, test: Any, fixtures: Mapping[str, Any]) -> None:
+    test.__wrapped__(world, **fixtures)
 
 
 @contextlib.contextmanager
@@ -83,13 +120,6 @@ def outcome(call: Callable[[], Any]) -> str:
     except (TierbedError, ArithmeticError, OSError) as error:
         return f"{type(error).__name__}: {error}"
     return "fine"
-
-
-def assert_all_heard(reports: Sequence[Sequence[str]], parts: Sequence[str]) -> None:
-    """Each rank reports the same, and of each message this part."""
-    assert all(of_rank == reports[0] for of_rank in reports)
-    for said, part in zip(reports[0], parts, strict=True):
-        assert part in said
 
 
 def answer(pipe: Connection) -> Any:
