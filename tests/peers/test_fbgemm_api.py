@@ -93,7 +93,7 @@ CASES: dict[str, Case] = {
     "weights of 16 bits": ({}, lambda tbe: trained(tbe, IDS, OFFSETS, torch.ones(5).half())),
     "weights of 64 bits": ({}, lambda tbe: trained(tbe, IDS, OFFSETS, torch.ones(5).double())),
     "rows of 16 bits": ({"weights_precision": SparseType.FP16}, lambda tbe: [evaluated(tbe), rows_of(tbe)]),
-    "results of 16 bits": ({"output_dtype": SparseType.FP16}, evaluated),
+    "results of 16 bits": ({"output_dtype": SparseType.FP16}, trained),
     "sizes": ({}, lambda tbe: trained(tbe, IDS, OFFSETS, batch_size_per_feature_per_rank=[[1], [3]])),
     "sizes of ranks": ({}, lambda tbe: trained(tbe, IDS, OFFSETS, batch_size_per_feature_per_rank=[[1, 0], [1, 2]])),
     "clipping": ({"gradient_clipping": True, "max_gradient": 0.2}, trained),

@@ -57,6 +57,9 @@ BATCHES: dict[str, dict[str, Any]] = {
     "variable, of a batch": {
         "keys": ["a", "b"], "values": IDS, "lengths": FIVE, "stride": 5, "stride_per_key_per_rank": [[2], [3]],
     },
+    "variable, of ranks": {
+        "keys": ["a", "b"], "values": IDS, "lengths": SIX, "stride_per_key_per_rank": [[0, 2], [1, 3]],
+    },
     "variable, alike": {"keys": ["a", "b"], "values": IDS, "lengths": SIX, "stride_per_key_per_rank": [[3], [3]]},
     "variable, no values": {"keys": ["a", "b"], "values": NONE, "lengths": NONE, "stride_per_key_per_rank": [[0], [0]]},
 }  # fmt: skip
@@ -75,6 +78,7 @@ KEYED = {
         "to_dict flatten_lengths length_per_key_or_none offset_per_key_or_none"
     ),
     "itself": lambda one: one,
+    "text": lambda one: one.device().type == "meta" or str(one),
     "after sync": lambda one: (one.sync().length_per_key_or_none(), one.offset_per_key_or_none()),
     "to_dict(False)": lambda one: {key: part.values() for key, part in one.to_dict(compute_offsets=False).items()},
     "one key": lambda one: one["a"],
@@ -82,6 +86,10 @@ KEYED = {
     "split": lambda one: one.split([1, 1]),
     "split of all": lambda one: one.split([2]),
     "split of a part": lambda one: one.split([1]),
+    "strides of parts": lambda one: (
+        one.stride(),
+        [(part.stride(), part.stride_per_key()) for part in (*one.split([1, 0, 1]), *one.split([0, 2]))],
+    ),
     "permute": lambda one: one.permute([1, 0]),
     "permute, some": lambda one: one.permute([1]),
     "permute, twice": lambda one: one.permute([0, 0, 1], torch.tensor([0, 0, 1], dtype=torch.int32)),
@@ -216,7 +224,12 @@ OF_ONE = {
     **{f"padded to {n}": lambda one, n=n: one.to_padded_dense(n, 7.0) for n in (0, 1, 9)},
     **{f"weights padded to {n}": lambda one, n=n: one.to_padded_dense_weights(n, 0.5) for n in (0, 1, 9)},
     "itself": lambda one: one,
+    "text": lambda one: one.device().type == "meta" or str(one),
     "empty_like": lambda one: type(one).empty_like(one),
+    "from_dense": lambda one: type(one).from_dense(one.to_dense(), one.to_dense_weights()),
+    "from_dense_lengths": lambda one: type(one).from_dense_lengths(
+        one.to_padded_dense(), one.lengths(), one.to_padded_dense_weights()
+    ),
     "to meta": lambda one: one.to(torch.device("meta"), non_blocking=True),
     "copy_": lambda one: one.copy_(copy.deepcopy(one)),
     "tree": lambda one: pytree.tree_map(lambda leaf: leaf, one),
@@ -245,6 +258,7 @@ KEYED_TENSORS: dict[str, Callable[[Any], Any]] = {
 OF_KEYED = {
     **methods("keys length_per_key offset_per_key key_dim _key_indices to_dict device size_in_bytes"),
     "values": lambda one: one.values(),
+    "text": lambda one: one.device().type == "meta" or str(one),
     **{key: lambda one, key=key: one[key] for key in ("a", "b", "nobody")},
     "to": lambda one: one.to(torch.device("meta"), non_blocking=True),
     **{
