@@ -13,11 +13,13 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen as TheirTBE
 from torch import Tensor, nn
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
+from support.refusals import check_refusal
 from tierbed import EagerOptimizer, InputError, OptimizerError, TierbedError
 from tierbed.jagged import (
     EmbeddingBagCollection,
@@ -36,7 +38,10 @@ KEYS = ["user", "item", "seen", "page"]
 HOST = (EmbeddingLocation.HOST, ComputeDevice.CPU)
 
 
-def batch(seed: int, kind: type = KeyedJaggedTensor) -> Any:
+THEIRS = torchrec.KeyedJaggedTensor
+
+
+def batch(seed: int, kind: type) -> Any:
     random = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 4, (len(KEYS) * 5,), generator=random)
     return kind(KEYS, torch.randint(12, (int(lengths.sum()),), generator=random), lengths=lengths)
@@ -53,6 +58,10 @@ def train(collection: Any, optimizer: Any, seeds: range, kind: type = KeyedJagge
     return losses
 
 
+def train_both(ours: Any, optimizer: Any, theirs: Any, their_optimizer: Any, seeds: range) -> None:
+    close(train(ours, optimizer, seeds), train(theirs, their_optimizer, seeds, THEIRS))
+
+
 def close(one: Any, other: Any) -> None:
     torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
@@ -64,16 +73,13 @@ def test_a_collection_goes_on_from_torchrecs_state_dict_and_back(kind: Any) -> N
 
     theirs = torchrec.EmbeddingBagCollection(tables=TABLES)
     their_optimizer = optimizer_of(theirs)
-    train(theirs, their_optimizer, range(3), torchrec.KeyedJaggedTensor)
+    train(theirs, their_optimizer, range(3), THEIRS)
     with EmbeddingBagCollection(tables=TABLES) as ours:
         optimizer = EagerOptimizer(kind(ours.parameters(), lr=0.2), ours)
         result = ours.load_state_dict(theirs.state_dict())
         assert list(result.missing_keys + result.unexpected_keys) == []
         ours.load_torchrec_optimizer_state(their_optimizer.state_dict())
-        close(
-            train(ours, optimizer, range(3, 6)),
-            train(theirs, their_optimizer, range(3, 6), torchrec.KeyedJaggedTensor),
-        )
+        train_both(ours, optimizer, theirs, their_optimizer, range(3, 6))
         close(ours.to_torchrec_state_dict(), dict(theirs.state_dict()))
         states, wanted = ours.to_torchrec_optimizer_state(), their_optimizer.state_dict()["state"]
         assert states.keys() == wanted.keys()
@@ -84,9 +90,7 @@ def test_a_collection_goes_on_from_torchrecs_state_dict_and_back(kind: Any) -> N
         their_again = optimizer_of(again)
         if kind is RowWiseAdagrad:  # its state exists before the first step
             their_again.load_state_dict({"state": states})
-            close(
-                train(again, their_again, range(6, 8), torchrec.KeyedJaggedTensor), train(ours, optimizer, range(6, 8))
-            )
+            train_both(ours, optimizer, again, their_again, range(6, 8))
         with EmbeddingBagCollection(tables=TABLES, name="second") as second:
             second.load_state_dict(ours.to_torchrec_state_dict(), assign=True)
             close(second.to_torchrec_state_dict(), dict(again.state_dict()))
@@ -100,34 +104,28 @@ def test_a_fused_collections_state_is_loaded_by_its_names() -> None:
         location=EmbeddingLocation.HOST,
         device=torch.device("cpu"),
     )
-    train(fused, fused.fused_optimizer(), range(3), torchrec.KeyedJaggedTensor)
+    train(fused, fused.fused_optimizer(), range(3), THEIRS)
     with EmbeddingBagCollection(tables=TABLES) as ours:
         optimizer = EagerOptimizer(RowWiseAdagrad(ours.parameters(), lr=0.2), ours)
         ours.load_state_dict(fused.state_dict())
         ours.load_torchrec_optimizer_state(fused.fused_optimizer().state_dict())
-        close(
-            train(ours, optimizer, range(3, 6)),
-            train(fused, fused.fused_optimizer(), range(3, 6), torchrec.KeyedJaggedTensor),
-        )
+        train_both(ours, optimizer, fused, fused.fused_optimizer(), range(3, 6))
 
 
 def test_a_state_dict_that_does_not_fit_is_named() -> None:
-    with (
-        EmbeddingBagCollection(tables=TABLES) as ours,
-        EmbeddingCollection([EmbeddingConfig(None, 4, "any")]) as any_id,
-    ):
-        good = ours.to_torchrec_state_dict()
-        with pytest.raises(RuntimeError, match=r"weights of table user: 19 rows, and the table has 20"):
-            ours.load_state_dict({**good, "embedding_bags.user.weight": torch.rand(19, 4)})
+    with EmbeddingBagCollection(tables=TABLES) as ours:
+        good, prefix = ours.to_torchrec_state_dict(), "embedding_bags"
         lacking = {name: weight for name, weight in good.items() if "item" not in name}
-        with pytest.raises(RuntimeError, match=r"Missing key.*embedding_bags\.item\.weight"):
-            ours.load_state_dict(lacking)
-        with pytest.raises(RuntimeError, match=r"Unexpected key.*embedding_bags\.other\.weight"):
-            ours.load_state_dict({**good, "embedding_bags.other.weight": torch.rand(1, 4)})
-        assert ours.load_state_dict(lacking, strict=False).missing_keys == ["embedding_bags.item.weight"]
+        for change, *named in (
+            ({**good, f"{prefix}.user.weight": torch.rand(19, 4)}, "table user", "19 rows", "20"),
+            (lacking, "Missing key", f"{prefix}.item.weight"),
+            ({**good, f"{prefix}.other.weight": torch.rand(1, 4)}, "Unexpected key", f"{prefix}.other.weight"),
+        ):
+            check_refusal((lambda change=change: ours.load_state_dict(change), RuntimeError, *named))
+        assert ours.load_state_dict(lacking, strict=False).missing_keys == [f"{prefix}.item.weight"]
         ours.load_state_dict(good)  # after loads that failed
-        with pytest.raises(InputError, match="table 'any' takes any id, so it is no dense tensor"):
-            any_id.to_torchrec_state_dict()
+    with EmbeddingCollection([EmbeddingConfig(None, 4, "any")]) as any_id:
+        check_refusal((any_id.to_torchrec_state_dict, InputError, "table 'any'", "any id"))
 
 
 @pytest.mark.parametrize("name", ["EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD"])
@@ -196,21 +194,23 @@ def test_keyed_combined_and_warmup_optimizers_of_torchrec_train_rows() -> None:
         ours = Both(ebc)
         ebc.load_state_dict(theirs.ebc.state_dict())
         optimizer = EagerOptimizer(optimizer_of(ours), ours)
-        close(
-            train(ours, optimizer, range(6)),
-            train(theirs, optimizer_of(theirs), range(6), torchrec.KeyedJaggedTensor),
-        )
+        train_both(ours, optimizer, theirs, optimizer_of(theirs), range(6))
         optimizer.state_dict()
 
 
-def test_a_clipping_optimizer_of_torchrec_is_refused_by_its_name() -> None:
-    from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
+def test_a_wrapper_that_changes_gradients_is_refused_by_its_name() -> None:
+    class Halved(torch.optim.Optimizer):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self._optimizer, self.param_groups, self.state = optimizer, optimizer.param_groups, optimizer.state
+            self.defaults = optimizer.defaults
 
     with EmbeddingBagCollection(tables=TABLES) as ours:
         keyed = KeyedOptimizerWrapper(dict(ours.named_parameters()), lambda given: torch.optim.SGD(given, lr=0.2))
         with pytest.raises(OptimizerError, match="GradientClippingOptimizer clips gradients"):
             EagerOptimizer(GradientClippingOptimizer(keyed, GradientClipping.NORM), ours)
-        assert [name for name, _ in in_backward_optimizer_filter(ours.named_parameters())]
+        with pytest.raises(OptimizerError, match="Halved cannot update rows"):
+            EagerOptimizer(Halved(torch.optim.SGD(ours.parameters(), lr=1.0)), ours)
+        assert [*in_backward_optimizer_filter(ours.named_parameters())]
 
 
 def test_what_is_not_loaded_keeps_its_rows_state_and_step(caplog: pytest.LogCaptureFixture) -> None:
@@ -238,15 +238,14 @@ def test_what_is_not_loaded_keeps_its_rows_state_and_step(caplog: pytest.LogCapt
                 whole.load_torchrec_optimizer_state(given)
         whole.reset_parameters()
         assert [embedding.size() for embedding in whole.each()] == [0, 0]
-        assert {float(one["step"]) for one in whole.to_torchrec_optimizer_state().values()} == {0.0}
+        assert steps_of(whole) == {0}
         train(whole, optimizer, range(1))
 
 
-@pytest.mark.parametrize("state", [None, [], {"embeddings.t.weight": 3}, {"embeddings.t.weight": None}])
-def test_a_state_that_is_no_dict_is_refused(state: Any) -> None:
+def test_a_state_that_is_no_dict_is_refused() -> None:
     collection = EmbeddingCollection([EmbeddingConfig(3, 4, "t")], name="states")
-    with pytest.raises(TierbedError, match="state"):
-        collection.load_torchrec_optimizer_state(state)
+    for state in (None, [], {"embeddings.t.weight": 3}, {"embeddings.t.weight": None}):
+        check_refusal((lambda state=state: collection.load_torchrec_optimizer_state(state), TierbedError, "state"))
 
 
 def test_a_load_that_fails_changes_no_table() -> None:
@@ -270,27 +269,17 @@ def test_a_load_that_fails_changes_no_table() -> None:
 def test_a_collection_of_an_optimizer_without_state_goes_both_ways() -> None:
     with EmbeddingBagCollection(tables=TABLES) as ours:
         train(ours, EagerOptimizer(torch.optim.SGD(ours.parameters(), lr=0.1), ours), range(2))
-        state = ours.to_torchrec_optimizer_state()
-        ours.load_torchrec_optimizer_state({name: {"step": 9.0} for name in state})
-        assert {int(one["step"]) for one in ours.to_torchrec_optimizer_state().values()} == {9}
+        ours.load_torchrec_optimizer_state({name: {"step": 9.0} for name in ours.to_torchrec_optimizer_state()})
+        assert steps_of(ours) == {9}
 
 
-def test_a_wrapper_that_changes_gradients_is_refused_and_not_left_out() -> None:
-    class Halved(torch.optim.Optimizer):
-        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-            self._optimizer, self.param_groups, self.state = optimizer, optimizer.param_groups, optimizer.state
-            self.defaults = optimizer.defaults
-
-    with (
-        EmbeddingBagCollection(tables=TABLES) as ours,
-        pytest.raises(OptimizerError, match=r"Halved cannot update rows"),
-    ):
-        EagerOptimizer(Halved(torch.optim.SGD(ours.parameters(), lr=1.0)), ours)
+def steps_of(collection: EmbeddingBagCollection) -> set[int]:
+    return {int(one["step"]) for one in collection.to_torchrec_optimizer_state().values()}
 
 
-def test_states_of_fused_adam_need_the_step_that_torchrec_keeps_elsewhere(caplog: pytest.LogCaptureFixture) -> None:
+def test_states_of_fused_adam_need_the_step_that_torchrec_keeps_elsewhere() -> None:
     with EmbeddingBagCollection(tables=TABLES) as ours:
-        kept = EagerOptimizer(torch.optim.Adam(ours.parameters(), lr=0.1), ours)
+        _kept = EagerOptimizer(torch.optim.Adam(ours.parameters(), lr=0.1), ours)
         rows = ours.to_torchrec_state_dict()
         ours.load_state_dict(rows)
         fused = {
@@ -300,10 +289,9 @@ def test_states_of_fused_adam_need_the_step_that_torchrec_keeps_elsewhere(caplog
         with pytest.raises(InputError, match="have no 'step' or 'iter', and adam counts steps; give step="):
             ours.load_torchrec_optimizer_state(fused)
         ours.load_torchrec_optimizer_state(fused, step=70)
-        assert {int(one["step"]) for one in ours.to_torchrec_optimizer_state().values()} == {70}
+        assert steps_of(ours) == {70}
         ours.load_torchrec_optimizer_state({name: {**one, "t.iter": torch.tensor([80])} for name, one in fused.items()})
-        assert {int(one["step"]) for one in ours.to_torchrec_optimizer_state().values()} == {80}
-        assert kept is not None
+        assert steps_of(ours) == {80}
 
 
 def test_states_of_a_table_batched_adam_need_a_step() -> None:

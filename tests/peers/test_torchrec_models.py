@@ -10,48 +10,12 @@ import torchrec
 from torch import Tensor, nn
 from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM
-from torchrec.modules.crossnet import LowRankCrossNet
-from torchrec.modules.deepfm import DeepFM
-from torchrec.modules.embedding_tower import EmbeddingTower
-from torchrec.modules.mlp import MLP
 
 from support.graphs import compiled_steps, graph_of
 from tierbed.jagged import EmbeddingBagCollection, EmbeddingCollection, KeyedJaggedTensor
 
 KEYS, ROWS, DIM, BATCH = ["a", "b"], 20, 8, 5
 STEPS = range(4)
-
-
-class Features(nn.Module):
-    """The pooled rows of a batch, through a module of TorchRec."""
-
-    def __init__(self, bags: nn.Module, inner: nn.Module) -> None:
-        super().__init__()
-        self.bags, self.inner = bags, inner
-
-    def forward(self, dense: Tensor, features: Any) -> Tensor:
-        pooled = self.bags(features)
-        if isinstance(self.inner, DeepFM):
-            return self.inner([pooled.values(), dense])
-        return self.inner(pooled.values())
-
-
-class Tower(nn.Module):
-    def __init__(self, bags: nn.Module) -> None:
-        super().__init__()
-        self.tower = EmbeddingTower(bags, _Values())
-
-    def forward(self, dense: Tensor, features: Any) -> Tensor:
-        return self.tower(features)
-
-
-class _Values(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.over = nn.Linear(2 * DIM, 1)
-
-    def forward(self, pooled: Any) -> Tensor:
-        return self.over(pooled.values())
 
 
 class Sequences(nn.Module):
@@ -70,9 +34,6 @@ class Sequences(nn.Module):
 MODELS: dict[str, Any] = {
     "DLRM": lambda bags: DLRM(bags, dense_in_features=3, dense_arch_layer_sizes=[4, DIM], over_arch_layer_sizes=[4, 1]),
     "SimpleDeepFMNN": lambda bags: SimpleDeepFMNN(3, bags, hidden_layer_size=6, deep_fm_dimension=4),
-    "DeepFM": lambda bags: Features(bags, DeepFM(nn.Linear(2 * DIM + 3, 4))),
-    "CrossNet": lambda bags: Features(bags, nn.Sequential(LowRankCrossNet(2 * DIM, 2, 3), MLP(2 * DIM, [6, 1]))),
-    "EmbeddingTower": Tower,
     "EmbeddingCollection": Sequences,
 }
 

@@ -118,33 +118,25 @@ def test_modules_of_torchrec_around_ours_have_their_numbers(case: Any) -> None:
             each.step()
 
 
-def test_a_collection_of_a_script_of_torchrec_needs_no_other_arguments() -> None:
+@pytest.mark.parametrize("bags", [TheirBags, EmbeddingBagCollection])
+def test_a_collection_of_a_script_of_torchrec_needs_no_other_arguments(bags: Any) -> None:
+    tables, sequences, device = configs(EmbeddingBagConfig), configs(EmbeddingConfig), torch.device("cpu")
+    module = bags(tables=tables, device=device)
+    assert (module.device, module.is_weighted(), module.embedding_bag_configs()) == (device, False, tables)
+    rows = (TheirRows if bags is TheirBags else EmbeddingCollection)(tables=sequences, device=device, need_indices=True)
+    assert (rows.need_indices(), rows.embedding_dim()) == (True, 4)
+    assert rows.embedding_names_by_table() == [["f"], ["g"]]
+    assert rows.embedding_configs() == sequences
+
+
+def test_a_collection_without_tables_has_no_columns_and_one_that_is_reset_its_first_rows() -> None:
     features = KeyedJaggedTensor(KEYS, torch.tensor([1, 2, 3]), lengths=torch.tensor([1, 0, 2, 0]))
-    for bags in (TheirBags, EmbeddingBagCollection):
-        tables = configs(EmbeddingBagConfig)
-        module = bags(tables=tables, device=torch.device("cpu"))
-        assert module.device == torch.device("cpu")
-        assert not module.is_weighted()
-        assert module.embedding_bag_configs() == tables
-        empty = bags(tables=[], device=torch.device("cpu"))
-        if bags is EmbeddingBagCollection:  # TorchRec's cannot concatenate no tensors
-            assert empty(features).values().shape == (2, 0)
-        before = module(features).values().clone()
-        optimizer = (
-            EagerOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), module) if bags is not TheirBags else None
-        )
-        if optimizer is not None:
-            module(features).values().sum().backward()
-            optimizer.step()
-            assert not torch.equal(module(features).values(), before)
-            module.reset_parameters()
-            assert torch.equal(module(features).values(), before)
-        on_meta = bags(tables=tables, device=torch.device("meta"))
-        found = on_meta(features.to(torch.device("meta"))).values()
-        assert (found.device.type, found.shape) == ("meta", before.shape)
-    for rows in (TheirRows, EmbeddingCollection):
-        tables = configs(EmbeddingConfig)
-        module = rows(tables=tables, device=torch.device("cpu"), need_indices=True)
-        assert (module.need_indices(), module.embedding_dim()) == (True, 4)
-        assert module.embedding_names_by_table() == [["f"], ["g"]]
-        assert module.embedding_configs() == tables
+    assert EmbeddingBagCollection(tables=[])(features).values().shape == (2, 0)
+    module = EmbeddingBagCollection(tables=configs(EmbeddingBagConfig))
+    before = module(features).values().clone()
+    optimizer = EagerOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), module)
+    module(features).values().sum().backward()
+    optimizer.step()
+    assert not torch.equal(module(features).values(), before)
+    module.reset_parameters()
+    assert torch.equal(module(features).values(), before)
