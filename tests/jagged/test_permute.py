@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from support.keyed import GROUPS, KEYS, LENGTHS, gradients, tensors
+from support.keyed import GROUPS, KEYS, LENGTHS, features, gradients, tensors
+from support.refusals import check_refusal
 from tierbed import Graph, InputError, TierbedError
 from tierbed.jagged import multi_remap_to_groups, permute_multi_embedding
 from tierbed.jagged.tensors import columns
@@ -23,15 +24,14 @@ def permuted(values: list[Tensor], permutes: Tensor = PERMUTES) -> list[Tensor]:
 
 
 def plain(values: list[Tensor]) -> list[Tensor]:
-    parts: dict[str, Tensor] = {}
-    for keys, widths, one in zip(KEYS, LENGTHS, values, strict=True):
-        parts.update(zip(keys, one.split(widths, 1), strict=True))
+    parts = features(values)
     return [torch.cat([parts[key] for key in group], 1) for group in GROUPS]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int64", "bool"])
 @pytest.mark.parametrize("batch", [0, 1, 5])
 @pytest.mark.parametrize("integers", [torch.int32, torch.int64])
+@pytest.mark.pairs
 def test_columns_of_every_dtype_are_those_of_plain_cat(dtype: str, batch: int, integers: torch.dtype) -> None:
     values = [(one * 5).to(getattr(torch, dtype)) for one in tensors(batch)]
     for one, other in zip(permuted(values, PERMUTES.to(integers)), plain(values), strict=True):
@@ -124,24 +124,6 @@ def test_compiled_code_checks_the_batch_when_it_runs() -> None:
         chosen(values, [every, every, every.clone().fill_(False)])
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        ([["a", "b"]], [[3]], [["a"]]),
-        ([["a"]], [[3, 4]], [["a"]]),
-        ([["a"]], [[3], [4]], [["a"]]),
-        ([["a"]], [[-3]], [["a"]]),
-        ([["a"]], [[3.5]], [["a"]]),
-        (None, [[3]], [["a"]]),
-        ([["a"]], None, [["a"]]),
-        ([["a"]], [[3]], ["a"]),
-    ],
-)
-def test_groups_of_wrong_arguments_are_refused(given: Any) -> None:
-    with pytest.raises(TierbedError):
-        multi_remap_to_groups(*given)
-
-
 def test_the_ops_pass_torchs_checks() -> None:
     values = tensors(requires_grad=True)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
@@ -176,49 +158,56 @@ class Plain(Regrouping):
         return plain(values)
 
 
-@pytest.mark.parametrize("argument", [False, True])
-def test_a_graph_traces_it_and_trains_as_with_plain_cat(argument: bool) -> None:
+def test_a_graph_traces_it_trains_as_with_plain_cat_and_raises_in_a_step_of_wrong_moves() -> None:
     graph, expected = Regrouping(), Plain()
     for step in range(3):
         x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
-        given = (x, PERMUTES) if argument else (x,)
-        torch.testing.assert_close(graph(*given), expected(*given))
-    for one, other in zip(graph.layers.parameters(), expected.layers.parameters(), strict=True):
-        torch.testing.assert_close(one, other)
-
-
-def test_wrong_moves_in_a_graph_raise_in_its_step() -> None:
-    wrong, graph = PERMUTES.clone(), Regrouping()
+        torch.testing.assert_close(graph(x), expected(x))
+    torch.testing.assert_close(graph(x, PERMUTES), expected(x))
+    torch.testing.assert_close([*graph.layers.parameters()], [*expected.layers.parameters()])
+    wrong = PERMUTES.clone()
     wrong[0, 3] = 2
     with pytest.raises(InputError, match="give one move for each column"):
-        graph(torch.randn(6, 4), wrong)
+        graph(x, wrong)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
-def test_wrong_moves_of_any_dtype_are_refused(dtype: torch.dtype) -> None:
-    wrong = PERMUTES.clone()
-    wrong[0, 2] = -1  # an index from the end
-    with pytest.raises(InputError, match="moves of columns -1 to 2; give columns from 0 to 7"):
-        permuted([one.to(dtype) for one in tensors()], wrong)
+VALUES = [torch.ones(5, 7), torch.ones(5, 18), torch.ones(5, 8)]
+BACKWARDS = PERMUTES.clone()
+BACKWARDS[0, 2] = -1  # an index from the end
 
 
 @pytest.mark.parametrize(
-    ("values", "permutes", "message"),
+    "refusal",
     [
-        ([], PERMUTES, "values: give one tensor"),
-        ([torch.ones(3)], PERMUTES, "values: give one tensor"),
-        ([torch.ones(5, 7), torch.ones(4, 18), torch.ones(5, 8)], PERMUTES, "values: give tensors of one batch"),
-        (
-            [torch.ones(5, 7), torch.ones(5, 18).double(), torch.ones(5, 8)],
-            PERMUTES,
-            "values: give tensors of one batch",
-        ),
-        (tensors(), PERMUTES.flatten(), "permutes: .* give integers"),
-        (tensors(), PERMUTES.float(), "permutes: .* give integers"),
-        (tensors(), PERMUTES.to(torch.complex64), "permutes: .* give integers"),
-        (tensors(), PERMUTES.tolist(), "permutes, in_lengths and out_lengths: give integer tensors"),
+        *[([one.to(dtype) for one in VALUES], BACKWARDS, "-1 to 2") for dtype in (torch.float, torch.int)],
+        ([], PERMUTES, "values"),
+        ([torch.ones(3)], PERMUTES, "values"),
+        ([VALUES[0], torch.ones(4, 18), VALUES[2]], PERMUTES, "values", "one batch"),
+        ([VALUES[0], VALUES[1].double(), VALUES[2]], PERMUTES, "values"),
+        (VALUES, PERMUTES.flatten(), "permutes"),
+        (VALUES, PERMUTES.float(), "permutes"),
+        (VALUES, PERMUTES.to(torch.complex64), "permutes"),
+        (VALUES, PERMUTES.tolist(), "permutes"),
     ],
 )
-def test_arguments_that_cannot_be_are_refused(values: list[Tensor], permutes: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        permuted(values, permutes)
+def test_arguments_that_cannot_be_are_refused(refusal: Any) -> None:
+    values, permutes, *named = refusal
+    check_refusal((lambda: permuted(values, permutes), InputError, *named))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ([["a", "b"]], [[3]], [["a"]]),
+        ([["a"]], [[3, 4]], [["a"]]),
+        ([["a"]], [[3], [4]], [["a"]]),
+        ([["a"]], [[-3]], [["a"]]),
+        ([["a"]], [[3.5]], [["a"]]),
+        (None, [[3]], [["a"]]),
+        ([["a"]], None, [["a"]]),
+        ([["a"]], [[3]], ["a"]),
+    ],
+)
+def test_groups_of_wrong_arguments_are_refused(given: Any) -> None:
+    with pytest.raises(TierbedError):
+        multi_remap_to_groups(*given)
