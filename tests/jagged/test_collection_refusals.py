@@ -19,6 +19,7 @@ from tierbed.jagged import (
     JaggedTensor,
     KeyedJaggedTensor,
     PoolingType,
+    PositionWeightedModule,
     VariableBatchKeyedJaggedTensor,
 )
 from tierbed.jagged import PositionWeightedModuleCollection as Positions
@@ -81,6 +82,7 @@ ARGUMENTS: list[Refusal] = [
     (bags([BAG], {"ebc-d8": STORE}), OptionError, "store_options[", "'ebc-d8'", "did you mean 'ebc-d4'"),
     (bags([BAG], STORE, share=3), OptionError, "share=", "int", "give a collection"),
     (bags([BAG], STORE, name="a.b"), OptionError, "name=", "'a.b'", "use no dots"),
+    (bags([BAG], STORE, state_dtype=torch.float16), OptionError, "state_dtype=", "torch.float16", "sums of squares"),
     (rows([ROW], STORE, padded=3), OptionError, "padded=", "3", "give {feature: length}"),
     (rows([ROW], STORE, padded={"x": 3}), OptionError, "padded[", "'x'", "give one of ['t']"),
     (rows([ROW], STORE, padded={"t": 0}), OptionError, "padded['t']=", "0", "give the number of positions"),
@@ -150,6 +152,8 @@ def test_wrong_batches_are_refused() -> None:
             (lambda: positions(keyed("x")), KeyError, "feature", "'t'", "whose keys are x"),
             (lambda: positions(keyed("t")), InputError, "feature 't'", "more than 2 ids", "max_feature_lengths['t']"),
             (lambda: positions(weighted), InputError, "features:", "", "without weights"),
+            (lambda: PositionWeightedModule(2)(keyed("t")["t"]), InputError, "more than 2 ids"),
+            (lambda: plain(keyed("t", [9], [1])), InputError, "9 is no id", "table t", "0 to 8"),
             (lambda: both(inverse()), InputError, "inverse_indices=", "None", "give inverse_indices"),
             *[
                 (call, InputError, "inverse_indices of key 'x', sample 1", str(sample), step)

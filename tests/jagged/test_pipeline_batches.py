@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from support.refusals import check_refusal
 from tierbed import EagerOptimizer, InputError, OptionError
 from tierbed.jagged import (
     EmbeddingBagCollection,
@@ -51,6 +52,16 @@ def features(number: int) -> KeyedJaggedTensor:
 
 def state_of(model: Model) -> list[Tensor]:
     return [model.bags.embedding_of("f").get(torch.arange(50)), *(one.detach() for one in model.over.parameters())]
+
+
+def trained_plainly(pick: Callable[[Any], Any], batches: list[Any]) -> list[Tensor]:
+    model = Model(pick)
+    optimizer = model.optimizer()
+    for batch in batches:
+        optimizer.zero_grad()
+        model(batch)[0].backward()
+        optimizer.step()
+    return state_of(model)
 
 
 def calls(pipeline: Any, loader: Iterator[Any], most: int = 99) -> list[Any]:
@@ -118,10 +129,7 @@ class Slots:
 STRUCTURES: dict[str, tuple[Callable[[int], Any], Callable[[Any], Any]]] = {
     "key": (lambda i: {"f" if i % 3 else "g": features(i)}, lambda b: b.get("f", b.get("g"))),
     "key is missing": (lambda i: {"f": features(i)} if i % 3 else {}, lambda b: b.get("f")),
-    "length of a tuple": (
-        lambda i: (0, features(i)) if i % 3 else (features(i),),
-        lambda b: b[-1],
-    ),
+    "length of a tuple": (lambda i: (0, features(i)) if i % 3 else (features(i),), lambda b: b[-1]),
     "place": (lambda i: (features(i), 0) if i % 3 else (0, features(i)), lambda b: b[0] or b[1]),
     "attribute": (
         lambda i: SimpleNamespace(f=features(i)) if i % 3 else SimpleNamespace(g=features(i)),
@@ -139,14 +147,9 @@ STRUCTURES: dict[str, tuple[Callable[[int], Any], Callable[[Any], Any]]] = {
 def test_a_batch_of_another_structure_trains_as_in_a_plain_loop(what: str, first: int) -> None:
     make, pick = STRUCTURES[what]
     batches = [make(i) for i in range(first, first + 10)]
-    plain, model = Model(pick), Model(pick)
-    optimizer = plain.optimizer()
-    for batch in batches:
-        optimizer.zero_grad()
-        plain(batch)[0].backward()
-        optimizer.step()
+    model = Model(pick)
     assert len(calls(TrainPipelineSparseDist(model, model.optimizer(), "cpu"), iter(batches))) == 11
-    assert all(map(torch.equal, state_of(model), state_of(plain)))
+    assert all(map(torch.equal, state_of(model), trained_plainly(pick, batches)))
     shows_where = (what, first) != ("kind", 0)  # the first batch has the features
     assert (model.bags.embedding_of("f").metrics()["table"]["prefetch_hits"] > 0) == shows_where
 
@@ -200,36 +203,30 @@ def test_a_bad_batch_is_raised_in_its_turn_and_passed_over(kind: Any, bad: int, 
             raise ValueError("a batch without features")
         return batch[1]
 
-    loader, error = FAULTS[fault]
-    plain, model = Model(pick), Model(pick)
-    optimizer = plain.optimizer()
-    for number in (number for number in range(6) if number != bad):
-        optimizer.zero_grad()
-        plain(("", features(number)))[0].backward()
-        optimizer.step()
+    model, (loader, error) = Model(pick), FAULTS[fault]
     done = calls(kind(model, model.optimizer(), "cpu"), loader(bad))
     assert done == [error if number == bad else f"{number}" for number in range(6)] + ["|"]
-    assert all(map(torch.equal, state_of(model), state_of(plain)))
+    good = [("", features(number)) for number in range(6) if number != bad]
+    assert all(map(torch.equal, state_of(model), trained_plainly(pick, good)))
 
 
-def test_mistakes_are_named_with_a_remedy() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_mistakes_are_named_with_a_remedy(kind: Any) -> None:
     model = Model()
     optimizer, loader = model.optimizer(), [("a", features(0))]
-    for kind in KINDS:
-        for result, said in [
-            (lambda batch: model(batch)[0], "the model returned a Tensor; a pipeline's model returns a pair"),
-            (lambda batch: model(batch)[0].repeat(2), "the model returned a Tensor"),
-            (lambda batch: (*model(batch), 1), "the model returned 3 values"),
-        ]:
-            with pytest.raises(InputError, match=said):
-                kind(model, optimizer, "cpu", custom_model_fwd=result).progress(iter(loader))
-        with pytest.raises(InputError, match=r"dataloader_iter=list: give an iterator, iter\(loader\)"):
-            kind(model, optimizer, "cpu").progress(loader)
-        with pytest.raises(OptionError, match=r"optimizer=None: .* or call the model's eval\(\)"):
-            kind(model, None, "cpu").progress(iter(loader))
-        with pytest.raises(OptionError, match="optimizer=float: give an EagerOptimizer"):
-            kind(model, 0.1, "cpu")
-        with pytest.raises(OptionError, match=r"model=function: give an nn\.Module"):
-            kind(lambda batch: batch, optimizer, "cpu")
+
+    def progress(forward: Any) -> Callable[[], Any]:
+        return lambda: kind(model, optimizer, "cpu", custom_model_fwd=forward).progress(iter(loader))
+
+    for call, error, *named in (
+        (progress(lambda batch: model(batch)[0]), InputError, "model returned a Tensor", "a pair"),
+        (progress(lambda batch: model(batch)[0].repeat(2)), InputError, "model returned a Tensor"),
+        (progress(lambda batch: (*model(batch), 1)), InputError, "model returned 3 values"),
+        (lambda: kind(model, optimizer, "cpu").progress(loader), InputError, "dataloader_iter=", "list"),
+        (lambda: kind(model, None, "cpu").progress(iter(loader)), OptionError, "optimizer=", "None", "eval()"),
+        (lambda: kind(model, 0.1, "cpu"), OptionError, "optimizer=", "float"),
+        (lambda: kind(lambda batch: batch, optimizer, "cpu"), OptionError, "model=", "function"),
+    ):
+        check_refusal((call, error, *named))
     model.eval()
-    assert TrainPipelineBase(model, None, "cpu").progress(iter(loader)) == "A"
+    assert kind(model, None, "cpu").progress(iter(loader)) == "A"
