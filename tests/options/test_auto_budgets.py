@@ -17,6 +17,7 @@ import tierbed
 from support.cuda_emulation import EmulatedDevice
 from support.embeddings import attach, contents, make, train
 from support.places import BENCHMARKS, environment
+from support.refusals import check_refusal
 from tierbed import OptionError, plan
 from tierbed.engine.cache.memory_split import MB, MIN_CACHE_ROWS, split_memory
 from tierbed.engine.optim.row_state import RowState
@@ -95,9 +96,7 @@ def test_auto_is_what_the_division_of_free_memory_says(tmp_path: Path) -> None:
     assert numbers(known, root / "nothing is looked at") is known
 
 
-@pytest.mark.parametrize(
-    ("cache_mb", "host_mb", "ssd_mb"), [(0.01, 0.01, 0.01), (1, 1, 1), (100, 64, 100), (1000, 64, 192)]
-)
+@pytest.mark.parametrize(("cache_mb", "host_mb", "ssd_mb"), [(0.01, 0.01, 0.01), (100, 64, 100), (1000, 64, 192)])
 def test_the_overflow_area_is_no_larger_than_its_cache(cache_mb: float, host_mb: float, ssd_mb: float) -> None:
     host, disk = tierbed.make_cached_host_mem_store_options(cache_mb), ssd(Path("/ssd"), cache_mb)
     assert (host.overflow_for(cache_mb), disk.overflow_for(cache_mb)) == (host_mb, ssd_mb)
@@ -158,39 +157,20 @@ def test_embeddings_of_a_process_divide_what_the_others_left(tmp_path: Path) -> 
     assert numbers(options, root).cache_budget_mb == 500
 
 
-def test_too_little_memory_is_refused(tmp_path: Path) -> None:
-    options = ssd(tmp_path / "store")
-    message = (
-        r"embedding 'rows': cache_budget_mb='auto': 0\.1 MiB are free on this machine; the cache would get 0\.1 MiB, "
-        r"but the minimum of 4096 rows takes 0\.\d; free memory, or give a number of MiB"
-    )
-    with pytest.raises(OptionError, match=message):
-        numbers(options, machine(tmp_path / "little", 0.125))
-    with pytest.raises(
-        OptionError,
-        match=r"'auto': 99\.0 MiB are free .*options take \d+\.0: lower them; the cache would get 0\.0 MiB",
+def test_too_little_memory_and_a_system_that_does_not_report_it_are_refused(tmp_path: Path) -> None:
+    little, given, store = machine(tmp_path / "little", 0.125), machine(tmp_path / "given", 99), tmp_path / "store"
+    for options, root, *named in (
+        (ssd(store), little, "cache_budget_mb='auto'", "0.1 MiB are free on this machine", "4096 rows"),
+        (ssd(store, host_cache_budget_mb=100), given, "'auto'", "99.0 MiB are free", "options take", "0.0 MiB"),
+        (ssd(store), tmp_path, "cache_budget_mb='auto'", "/proc/meminfo"),
+        (ssd(store, 1, host_cache_budget_mb="auto"), tmp_path, "host_cache_budget_mb='auto'", "/proc/meminfo"),
     ):
-        numbers(ssd(tmp_path / "store", host_cache_budget_mb=100), machine(tmp_path / "given", 99))
+        check_refusal((lambda options=options, root=root: numbers(options, root), OptionError, "'rows'", *named))
 
 
-def test_without_a_report_of_free_memory_auto_is_refused(tmp_path: Path) -> None:
-    message = r"cache_budget_mb='auto': this system does not report .* '.*/proc/meminfo'; give a number of MiB"
-    with pytest.raises(OptionError, match=message):
-        numbers(ssd(tmp_path / "store"), tmp_path)
-    with pytest.raises(OptionError, match=f"host_{message}"):
-        numbers(ssd(tmp_path / "store", 1, host_cache_budget_mb="auto"), tmp_path)
-
-
-@pytest.mark.parametrize("name", ["cache_budget_mb", "host_cache_budget_mb"])
-@pytest.mark.parametrize("value", ["Auto", "automatic", "", "1 GiB"])
-def test_another_word_is_refused_with_auto_among_the_remedies(name: str, value: str) -> None:
-    with pytest.raises(OptionError, match=rf"{name}={value!r}: give a number of MiB >=? 0, or \"auto\"$"):
-        tierbed.make_cached_ssd_store_options(**{"cache_budget_mb": 1, "persistent_path": "/ssd", name: value})
-    with pytest.raises(OptionError, match=r"overflow_mb='auto': give a number of MiB > 0$"):
-        tierbed.make_cached_ssd_store_options(1, "/ssd", overflow_mb="auto")  # type: ignore[arg-type]
-
-
-def test_the_division_is_printed_once_and_is_that_of_the_cache(tmp_path: Path, capsys: Any) -> None:
+def test_the_division_is_printed_once_and_is_that_of_the_cache_also_of_rows_that_grow(
+    tmp_path: Path, capsys: Any
+) -> None:
     options = ssd(tmp_path, overflow_mb=2, capacity=100_000)
     with make(options, "adam") as embedding:
         assert capsys.readouterr().err == ""
@@ -199,17 +179,12 @@ def test_the_division_is_printed_once_and_is_that_of_the_cache(tmp_path: Path, c
         embedding.load_snapshot("one")
         printed = LINE.fullmatch(capsys.readouterr().err)
         assert printed is not None
-        assert printed[1] == "rows"
-        assert printed[2] == "cache_budget_mb"
-        cache = embedding.metrics()["device"]["bytes"] / MB
-        assert float(printed[5]) == pytest.approx(cache, abs=0.1)
+        assert (printed[1], printed[2]) == ("rows", "cache_budget_mb")
+        assert float(printed[5]) == pytest.approx(embedding.metrics()["device"]["bytes"] / MB, abs=0.1)
         parts = [float(part) for part in re.findall(r"([\d.]+) MiB", printed[0])]
         assert parts[0] == pytest.approx(sum(parts[1:]), abs=0.3)
         assert embedding.store_options == options
-
-
-def test_rows_that_an_optimizer_makes_wider_get_a_cache_for_as_many(tmp_path: Path, capsys: Any) -> None:
-    with make(ssd(tmp_path, capacity=100_000)) as embedding:
+    with make(ssd(tmp_path / "wider", capacity=100_000)) as embedding:
         embedding.put([1, 2], torch.ones(2, embedding.dim), 0)
         before = embedding.metrics()["device"]["capacity"]
         attach(embedding, "adam")
@@ -234,15 +209,19 @@ def expected() -> bytes:
     return trained(tierbed.make_device_mem_store_options(), range(6))
 
 
-def test_auto_has_the_bits_of_a_number(tmp_path: Path, expected: bytes) -> None:
-    stores = [
-        tierbed.make_cached_host_mem_store_options("auto", capacity=ROWS),
-        ssd(tmp_path / "auto", capacity=ROWS),
-        ssd(tmp_path / "number", 0.01, overflow_mb=0.02),
-        ssd(tmp_path / "host", 0.01, overflow_mb=0.02, host_cache_budget_mb="auto", capacity=ROWS),
-    ]
-    for options in stores:
-        assert trained(options, range(6)) == expected
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"cache_budget_mb": "auto", "capacity": ROWS},
+        {"cache_budget_mb": 0.01, "overflow_mb": 0.02},
+        {"cache_budget_mb": 0.01, "overflow_mb": 0.02, "host_cache_budget_mb": "auto", "capacity": ROWS},
+    ],
+)
+def test_auto_has_the_bits_of_a_number(tmp_path: Path, given: dict[str, Any], expected: bytes) -> None:
+    assert (
+        trained(tierbed.make_cached_ssd_store_options(persistent_path=tmp_path, shards=2, **given), range(6))
+        == expected
+    )
 
 
 @pytest.mark.parametrize("budgets", [(0.01, "auto", 1), ("auto", 0.01, "auto")])

@@ -51,65 +51,47 @@ def own(*lines: str) -> dict[str, str]:
     return {"proc/self/cgroup": "".join(f"{line}\n" for line in lines)}
 
 
-LAYOUTS = {
-    "no cgroup": ({}, OF_MACHINE),
-    "a group without a limit": ({**own("0::/a"), **v2("a/", "max", 10)}, OF_MACHINE),
-    "a limit beyond the machine": ({**own("0::/a"), **v2("a/", str(1 << 40), 10)}, OF_MACHINE),
-    "a limit, pages of files given back": (
-        {**own("0::/a"), **v2("a/", "100000", 70000, files=10000)},
-        FreeMemory(60000, "in the memory cgroup '/a'"),
-    ),
+LAYOUTS = {  # files, free bytes, and of which group; None of the machine
+    "no cgroup": ({}, None, None),
+    "a group without a limit": ({**own("0::/a"), **v2("a/", "max", 10)}, None, None),
+    "a limit beyond the machine": ({**own("0::/a"), **v2("a/", str(1 << 40), 10)}, None, None),
+    "a limit, pages of files given back": ({**own("0::/a"), **v2("a/", "100000", 70000, files=10000)}, 60000, "/a"),
     "the limit of a group around it": (
         {**own("0::/a/b/c"), **v2("a/b/c/", "max", 10), **v2("a/b/", "900000", 100), **v2("a/", "9000", 2000)},
-        FreeMemory(7000, "in the memory cgroup '/a'"),
+        7000, "/a",
     ),
     "its own limit, below that around it": (
-        {**own("0::/a/b"), **v2("a/b/", "5000", 1000), **v2("a/", "9000", 2000)},
-        FreeMemory(4000, "in the memory cgroup '/a/b'"),
+        {**own("0::/a/b"), **v2("a/b/", "5000", 1000), **v2("a/", "9000", 2000)}, 4000, "/a/b",
     ),
-    "a container, whose root is its group": (
-        {**own("0::/"), **v2("", "8000", 500)},
-        FreeMemory(7500, "in the memory cgroup '/'"),
-    ),
-    "a group outside of the container": (
-        {**own("0::/../../other"), **v2("", "8000", 500)},
-        FreeMemory(7500, "in the memory cgroup '/'"),
-    ),
+    "a container, whose root is its group": ({**own("0::/"), **v2("", "8000", 500)}, 7500, "/"),
+    "a group outside of the container": ({**own("0::/../../other"), **v2("", "8000", 500)}, 7500, "/"),
     "memory.high, which slows a process down": (
-        {**own("0::/a"), **v2("a/", "9000", 500), f"{V2}/a/memory.high": "6000\n"},
-        FreeMemory(5500, "in the memory cgroup '/a'"),
+        {**own("0::/a"), **v2("a/", "9000", 500), f"{V2}/a/memory.high": "6000\n"}, 5500, "/a",
     ),
-    "more in use than the limit": (
-        {**own("0::/a"), **v2("a/", "9000", 10000)},
-        FreeMemory(0, "in the memory cgroup '/a'"),
-    ),
+    "more in use than the limit": ({**own("0::/a"), **v2("a/", "9000", 10000)}, 0, "/a"),
     "version 1": (
-        {**own("5:cpu,cpuacct:/x", "4:memory:/a/b", "0::/"), **v1("a/b/", "70000", 60000, files=5000)},
-        FreeMemory(25000, "in the memory cgroup '/a/b'"),
+        {**own("5:cpu,cpuacct:/x", "4:memory:/a/b", "0::/"), **v1("a/b/", "70000", 60000, files=5000)}, 25000, "/a/b",
     ),
     "version 1, the limit of a group around it": (
         {**own("4:memory:/a/b"), **v1("a/b/", UNLIMITED_V1, 6), **v1("a/", "7000", 4000), **v1("", UNLIMITED_V1, 7)},
-        FreeMemory(3000, "in the memory cgroup '/a'"),
+        3000, "/a",
     ),
     "version 1, a container that shows its group as the root": (
-        {**own("4:memory:/docker/0123"), **v1("", "7000", 4000)},
-        FreeMemory(3000, "in the memory cgroup '/'"),
+        {**own("4:memory:/docker/0123"), **v1("", "7000", 4000)}, 3000, "/",
     ),
     "both versions, memory in version 1": (
-        {
-            **own("4:memory:/a", "1:name=systemd:/s:x", "0::/a"),
-            **v1("a/", "7000", 4000),
-            f"{V2}/unified/a/pids.max": "max\n",
-        },
-        FreeMemory(3000, "in the memory cgroup '/a'"),
+        {**own("4:memory:/a", "1:name=systemd:/s:x", "0::/a"), **v1("a/", "7000", 4000),
+         f"{V2}/unified/a/pids.max": "max\n"},
+        3000, "/a",
     ),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("files", "expected"), LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(("files", "free", "group"), LAYOUTS.values(), ids=LAYOUTS)
 def test_the_least_of_the_machine_and_its_groups_is_free(
-    tmp_path: Path, files: dict[str, str], expected: FreeMemory
+    tmp_path: Path, files: dict[str, str], free: int | None, group: str | None
 ) -> None:
+    expected = OF_MACHINE if free is None else FreeMemory(free, f"in the memory cgroup '{group}'")
     assert free_host_memory(laid_out(tmp_path, {**MACHINE, **files})) == expected
 
 
