@@ -43,17 +43,21 @@ def collection(path: Path) -> EmbeddingBagCollection:
         (10, ""),
     ],
 )
-def test_other_sizes_than_num_embeddings_are_reported_and_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, users: int, said: str
+@pytest.mark.parametrize("opens", [False, True])
+def test_other_sizes_than_num_embeddings_are_reported_and_logged_also_when_a_folder_opens_with_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, users: int, said: str, opens: bool
 ) -> None:
     source = checkpoint(tmp_path, {"user": users, "item": 20})
     import_snapshot(tmp_path / "ebc-d4", "d", source, tensor=[*NAMES.values()])
+    if opens:
+        with collection(tmp_path) as bags:
+            assert bags.embedding_of("user").size() == users + 20
     with collection(tmp_path) as bags:
+        logged = [one.message for one in caplog.records if "table user" in one.message]
         report = bags.embedding_of("user").load_snapshot("d")
-        assert len(report.remarks) == bool(said)
-        for found in (report.remarks, [one.message for one in caplog.records if "table user" in one.message]):
-            assert len(found) == bool(said)
-            assert all(map(re.compile(f"(embedding 'ebc-d4': )?{said}").match, found))
+        logged = logged or [one.message for one in caplog.records if "table user" in one.message]
+        assert len(report.remarks) == len(logged) == bool(said)
+        assert all(map(re.compile(f"(embedding 'ebc-d4': )?{said}").match, [*report.remarks, *logged]))
         assert bags.embedding_of("user").get([6], "user").eq(users).all()
 
 
@@ -86,6 +90,7 @@ def test_tensors_of_named_tables_are_rows_of_tables_without_names(tmp_path: Path
 
 @pytest.mark.parametrize(("rows", "padding"), [(10, 9), (10, 0), (9, 9), (7, 6), (7, 0), (7, 7), (7, 8)])
 @pytest.mark.parametrize("has_padding", [True, False])
+@pytest.mark.rotated("has_padding")
 def test_the_row_of_padding_is_one_of_a_dense_table(tmp_path: Path, rows: int, padding: int, has_padding: bool) -> None:
     source = torch.nn.Embedding(rows, 4, padding_idx=padding if has_padding and padding < rows else None)
     import_snapshot(tmp_path / "rows", "d", source)
@@ -97,14 +102,3 @@ def test_the_row_of_padding_is_one_of_a_dense_table(tmp_path: Path, rows: int, p
         assert all(
             f"has ids 0 to {rows - 1} of table 0" in remark and remark.endswith(f" of {rows}") for remark in said
         )
-
-
-def test_other_sizes_are_logged_when_a_folder_opens_with_the_imported_rows(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    source = checkpoint(tmp_path, {"user": 13, "item": 20})
-    import_snapshot(tmp_path / "ebc-d4", "d", source, tensor=[*NAMES.values()])
-    with collection(tmp_path) as bags:
-        assert bags.embedding_of("user").size() == 33
-    said = "embedding 'ebc-d4': snapshot 'd' has 3 rows of table user with ids from 10 on, which no lookup takes"
-    assert [one.message.startswith(said) for one in caplog.records if "table user" in one.message] == [True]

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tierbed
+from support.refusals import check_refusal
 from tierbed.engine.errors import OptionError
 from tierbed.jagged.collections.store_split import BUDGETS, StoreRequest, assign_stores, divide_store, format_stores
 
@@ -54,36 +55,28 @@ def test_parts_never_add_up_to_more_than_the_whole(whole, rows, capacity):
         assert min(part[name] for part in parts) > 0
 
 
+OWN = {"ebc-d8": cached(), "ebc-d120": tierbed.make_host_mem_store_options()}
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "refusal",
     [
-        (
-            {"cache_budget_mb": 0.05},
-            "cache_budget_mb=0.05 is divided between 2 embeddings, ebc-d8, ebc-d120, which",
-        ),
-        ({"cache_budget_mb": "auto"}, "cache_budget_mb='auto' is for one embedding, and 2 share"),
-        ({"capacity": 1}, "capacity=1 is divided between 2 embeddings"),
+        (cached(cache_budget_mb=0.05), "cache_budget_mb=0.05", "2 embeddings, ebc-d8, ebc-d120"),
+        (cached(cache_budget_mb="auto"), "cache_budget_mb='auto'", "2 share"),
+        (cached(capacity=1), "capacity=1", "2 embeddings"),
+        ({**OWN, "ebc-d80": cached()}, "store_options['ebc-d80']", "did you mean 'ebc-d8'"),
+        ({"ebc-d8": cached()}, "none for embedding 'ebc-d120'"),
+        ({**OWN, "ebc-d8": {"store": "tape"}}, "store_options['ebc-d8']"),
+        (7, "make_device_mem_store_options"),
     ],
 )
-def test_a_whole_too_small_is_named(options, message):
-    with pytest.raises(OptionError, match=message):
-        assign_stores(cached(**options), NEEDS)
+def test_a_store_that_cannot_be_divided_is_refused(refusal):
+    given, *named = refusal
+    check_refusal((lambda: assign_stores(given, NEEDS), OptionError, *named))
 
 
-def test_a_mapping_gives_each_its_own_and_knows_the_names():
-    own = {"ebc-d8": cached(), "ebc-d120": tierbed.make_host_mem_store_options()}
-    assert assign_stores(own, NEEDS) == own
-    with pytest.raises(OptionError, match=r"store_options\['ebc-d80'\].*did you mean 'ebc-d8'.*'ebc-d8', 'ebc-d120'"):
-        assign_stores({**own, "ebc-d80": cached()}, NEEDS)
-    with pytest.raises(OptionError, match="none for embedding 'ebc-d120'; give options for each of 'ebc-d8', 'ebc-d"):
-        assign_stores({"ebc-d8": cached()}, NEEDS)
-    with pytest.raises(OptionError, match=r"store_options\['ebc-d8'\]"):
-        assign_stores({"ebc-d8": {"store": "tape"}, "ebc-d120": cached()}, NEEDS)
-
-
-def test_what_is_no_store_is_refused():
-    with pytest.raises(OptionError, match="make_device_mem_store_options"):
-        assign_stores(7, NEEDS)
+def test_a_mapping_gives_each_its_own():
+    assert assign_stores(OWN, NEEDS) == OWN
 
 
 def ssd(path, **options):
