@@ -1,4 +1,4 @@
-"""Rows of a DistributedModelParallel are trained with other numbers than TorchRec's fused modules have."""
+"""Rows of a DistributedModelParallel are not trained as TorchRec's fused modules are, or its own wrappers go wrong."""
 
 from __future__ import annotations
 
@@ -22,19 +22,26 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, Emb
 from torchrec.distributed.model_parallel import DistributedModelParallel as TheirParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
 from torchrec.distributed.tensor_pool import TensorPoolSharder
+from torchrec.distributed.train_pipeline.gradient_accumulation import (
+    GradientAccumulationConfig,
+    GradientAccumulationWrapper,
+)
 from torchrec.distributed.types import CacheParams, ParameterSharding, ShardingPlan
 from torchrec.distributed.utils import _OPTIMIZER_CLASS_TO_EMB_OPT_TYPE as FUSED
+from torchrec.inference.modules import quantize_inference_model
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from support.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
+from support.graphs import graph_of
 from support.refusals import check_refusal
-from tierbed import InputError, OptionError
+from tierbed import EagerOptimizer, GraphError, InputError, OptimizerError, OptionError
 from tierbed.jagged import (
     DistributedModelParallel,
     EmbeddingBagCollection,
     KeyedJaggedTensor,
     OptimType,
+    TrainPipelineSparseDist,
 )
 
 CPU, ROWS, DIM = torch.device("cpu"), 12, 4
@@ -86,14 +93,12 @@ def parallel(theirs: bool, kind: Any, numbers: dict[str, Any], fused: dict[str, 
 
 def trained(made: Any, theirs: bool) -> Tensor:
     """All rows after three steps with small gradients, on which eps shows."""
+    kind = TheirTensor if theirs else KeyedJaggedTensor
     for step in range(3):
-        keys, ids, lengths = ["t"], torch.tensor([0, 1, 1, 2, 5, step]), torch.tensor([2, 3, 1])
-        features = (TheirTensor if theirs else KeyedJaggedTensor)(keys, ids, lengths=lengths)
+        features = kind(["t"], torch.tensor([0, 1, 1, 2, 5, step]), lengths=torch.tensor([2, 3, 1]))
         random = torch.Generator().manual_seed(step)
         made(features).backward(torch.randn(3, DIM, generator=random) * 1e-7)
-    every = torch.arange(ROWS)
-    features = (TheirTensor if theirs else KeyedJaggedTensor)(["t"], every, lengths=torch.ones(ROWS, dtype=torch.int64))
-    rows: Tensor = made(features).detach()
+    rows: Tensor = made(kind(["t"], torch.arange(ROWS), lengths=torch.ones(ROWS, dtype=torch.int64))).detach()
     return rows
 
 
@@ -104,11 +109,7 @@ CASES = [  # of an optimizer in backward, its numbers, and fused_params
     (RowWiseAdagrad, {"lr": 0.1, "weight_decay": 0.1}, None),
     (torch.optim.Adagrad, {}, {"learning_rate": 0.3, "eps": 1e-6}),
     (None, {}, {"learning_rate": 1e4}),
-    (
-        None,
-        {},
-        {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1, "output_dtype": SparseType.FP32},
-    ),
+    (None, {}, {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "output_dtype": SparseType.FP32}),
     (None, {}, {"optimizer": EmbOptimType.EXACT_ADAGRAD, "weight_decay_mode": WeightDecayMode.NONE}),
 ]
 
@@ -124,16 +125,14 @@ def test_rows_are_torchrecs(case: Any) -> None:
 @pytest.mark.parametrize("kind", FUSED, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
 def test_numbers_that_are_not_given_are_fbgemms(kind: Any) -> None:
     made = parallel(False, kind, {})
-    defaults = {
-        name: one.default for name, one in inspect.signature(SplitTableBatchedEmbeddingBagsCodegen).parameters.items()
-    }
+    defaults = inspect.signature(SplitTableBatchedEmbeddingBagsCodegen).parameters
     [group] = made.fused_optimizer.param_groups
     found = dict(group) | dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False))
     names = {"lr": "learning_rate", **{name: name for name in ("eps", "beta1", "beta2", "eta", "weight_decay")}}
     if FUSED[kind] is EmbOptimType.LARS_SGD:
         names["momentum"] = "momentum"
     for name in names.keys() & found.keys():
-        assert found[name] == defaults[names[name]], name
+        assert found[name] == defaults[names[name]].default, name
     rule = trained(made, False) is not None and made.module.ebc.embedding_of("t").row_optimizer.rule
     assert rule == {OptimType.ADAM.value: "adamw", "exact_sgd": "sgd"}.get(FUSED[kind].value, rule)
 
@@ -211,3 +210,89 @@ def test_rows_that_are_open_cannot_take_other_numbers() -> None:
     trained(model, False)
     with pytest.raises(InputError, match="'ebc-d4' is open; make DistributedModelParallel before"):
         DistributedModelParallel(model, device=CPU)
+
+
+BATCH = KeyedJaggedTensor(["t"], torch.tensor([1, 2, 3]), lengths=torch.tensor([1, 2]))
+SAID = "a DistributedModelParallel, which shards TorchRec's own collections alone", "World of tierbed"
+
+
+class Trained(nn.Module):
+    """A loss over the rows of a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.top = Model(), nn.Linear(DIM, 1)
+
+    def forward(self, features: Any) -> Tensor:
+        loss: Tensor = self.top(self.inner(features)).sum()
+        return loss
+
+
+def wrapped(module: nn.Module) -> nn.Module:
+    return TheirParallel(module, device=CPU)
+
+
+def adagrad(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(module.parameters())
+
+
+def step(graph: Any, features: Any) -> Tensor:
+    loss: Tensor = graph.model(features)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss
+
+
+def test_training_in_torchrecs_wrapper_and_a_graph_in_or_around_it_are_refused_by_their_names() -> None:
+    model = Trained()
+    around = wrapped(model)
+    check_refusal((lambda: EagerOptimizer(adagrad(around), around), OptimizerError, "the module", *SAID))
+    optimizer = EagerOptimizer(adagrad(model), model)
+    check_refusal((lambda: around(BATCH), OptimizerError, "'ebc-d4'", *SAID))
+    model(BATCH).backward()  # the remedy
+    optimizer.step()
+    assert model.inner.ebc.embedding_of("t").size() == 3
+    other = wrapped(Trained())
+    check_refusal((lambda: graph_of(step, adagrad(other), model=other)(BATCH), GraphError, "model is", *SAID))
+    graph = graph_of(step, adagrad(one := Trained()), model=one)
+    check_refusal((lambda: wrapped(graph)(BATCH), GraphError, *SAID))
+    graph(BATCH)
+
+
+def test_torchrecs_quantised_serving_is_none_of_ours_as_the_page_says() -> None:
+    model = Model()
+    assert quantize_inference_model(model).ebc is model.ebc
+    assert model(BATCH).isfinite().all()
+
+
+def accumulated(steps: int, count: int) -> Iterator[KeyedJaggedTensor]:
+    for number in range(count):
+        ids = torch.randint(ROWS, (steps + 2,), generator=torch.Generator().manual_seed(number))
+        yield KeyedJaggedTensor(["t"], ids, lengths=torch.tensor([2, steps]))
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_accumulated_batches_of_a_pipeline_are_prefetched_and_train_as_in_a_plain_loop(steps: int) -> None:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Trained())
+    model, plain = models
+    ours, optimizer = (EagerOptimizer(adagrad(one), one) for one in models)
+    rows, expected = (one.inner.ebc.embedding_of("t") for one in models)
+    count = 10 * steps + 1  # the last update has one
+    for epoch in range(2):
+        pipeline = TrainPipelineSparseDist(model, ours, "cpu", custom_model_fwd=lambda batch: (model(batch), None))
+        config = GradientAccumulationConfig(is_enabled=True, num_steps=steps)
+        wrapper = GradientAccumulationWrapper(pipeline, ours, model, config)
+        batches = accumulated(steps, count)
+        for _ in range(count):
+            wrapper.progress(batches)
+        with pytest.raises(StopIteration):
+            wrapper.progress(batches)
+        for number, batch in enumerate(accumulated(steps, count), 1):
+            plain(batch).backward()
+            if number % steps == 0 or number == count:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert rows.metrics()["table"]["prefetch_hits"] >= (epoch + 1) * (10 - 3)
+        assert torch.equal(rows.get(torch.arange(ROWS)), expected.get(torch.arange(ROWS)))
