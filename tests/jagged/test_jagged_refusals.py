@@ -127,6 +127,14 @@ METHODS: list[Refusal] = [
     (BOTH.weights, InputError, "KeyedJaggedTensor", "has no weights", "give weights="),
     (lambda: BOTH["f1"].to_padded_dense(-1), InputError, "desired_length=", "-1", "give an integer from 0 on"),
     (lambda: BOTH["f1"].to_padded_dense(2, 0.5), InputError, "padding_value=", "0.5", "give a whole number"),
+    *[
+        (lambda call=call, length=length: call(length), InputError, named)
+        for lengths, named in (([-1, 9], "lengths[0]="), ([9, -1], "lengths[1]="), ([3, 3], "offsets[-1]="))
+        for part in [JaggedTensor(EIGHT, torch.ones(8), torch.tensor(lengths))]
+        for call in (part.to_padded_dense, part.to_padded_dense_weights)
+        for length in (None, 4)
+    ],
+    (lambda: KT.from_tensor_list(["a"], [torch.ones(2, 3)], key_dim=0, cat_dim=1), InputError, "cat_dim=", "1"),
     (lambda: JaggedTensor.from_dense([]), InputError, "values=", "[]", "use JaggedTensor.empty"),
     (lambda: JaggedTensor.from_dense([THREE], [torch.ones(2)]), InputError, "weights:", "", "give a list of tensors"),
     (lambda: KJT.from_nested([THREE]), InputError, "values:", "got a list", "give a dict with a nested"),
