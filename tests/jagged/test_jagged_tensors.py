@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from support.jagged import Features, check_same, check_same_parts, features
+from support.scripts import run_cold
 from tierbed.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor, VariableBatchKeyedJaggedTensor
 
 EIGHT, OFFSETS = torch.arange(8), torch.tensor([0, 2, 2, 3, 4, 5, 8])
@@ -125,3 +126,24 @@ def test_text_of_tensors_without_values_is_the_repr() -> None:
             assert str(one.to("meta")) == repr(one.to("meta")) != str(one)
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert [*map(str, made)] == [*map(repr, made)]
+
+
+WITHOUT = """
+import sys
+
+for name in ("torchrec", "fbgemm_gpu"):
+    sys.modules[name] = None  # importing it raises ImportError
+import torch
+import tierbed.jagged
+
+for name in tierbed.jagged.__all__:
+    getattr(tierbed.jagged, name)
+features = tierbed.jagged.KeyedJaggedTensor(["a", "b"], torch.arange(5), lengths=torch.tensor([2, 1, 0, 2]))
+assert features["b"].to_padded_dense().tolist() == [[0, 0], [3, 4]]
+assert not hasattr(torch.ops.fbgemm, "permute_multi_embedding")
+"""
+
+
+def test_it_needs_neither_torchrec_nor_fbgemm() -> None:
+    done = run_cold(WITHOUT)
+    assert done.returncode == 0, done.stderr

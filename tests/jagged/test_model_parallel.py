@@ -133,14 +133,6 @@ def test_a_pipeline_trains_as_a_plain_loop(kind: Any, in_backward: bool) -> None
     assert torch.equal(evaluated, parallel(next(batches()))[1])
 
 
-def test_batches_that_are_held_at_the_end_are_trained_only_on_request() -> None:
-    model = Model()
-    train_in_backward(torch.optim.SGD, model.bags, model.rows)
-    optimizer = torch.optim.SGD(model.over.parameters(), lr=0.1)
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, execute_all_batches=False)
-    assert len(list(every(pipeline, batches()))) == STEPS - 2
-
-
 def test_each_epoch_may_have_an_iterator_of_its_own() -> None:
     model = Model()
     model.rows.requires_grad_(False)  # and so is not announced

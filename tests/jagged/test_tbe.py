@@ -11,14 +11,16 @@ from torch import nn
 import tierbed
 from support.tbe import MAP, TABLES, batch, fill, ours
 from tierbed import Graph
-from tierbed.engine.errors import ClosedError, GraphError, OptionError
+from tierbed.engine.errors import ClosedError, GraphError, InputError, OptionError
 from tierbed.engine.table.table import PinnedBatch
 from tierbed.jagged import (
+    BoundsCheckMode,
     CacheAlgorithm,
     ComputeDevice,
     EmbeddingLocation,
     OptimType,
     PoolingMode,
+    SSDTableBatchedEmbeddingBags,
     TableBatchedEmbeddingBags,
 )
 
@@ -33,7 +35,16 @@ def one(rows: int = 4, dim: int = 3, **options) -> TableBatchedEmbeddingBags:
     return tbe
 
 
-PLACES = ["DEVICE", "MANAGED", "MANAGED_CACHING", "MANAGED_CACHING by LFU", "HOST", "SSD", "SSD ahead"]
+PLACES = [
+    "DEVICE",
+    "MANAGED",
+    "MANAGED_CACHING",
+    "MANAGED_CACHING by LFU",
+    "HOST",
+    "SSD",
+    "SSD ahead",
+    "few sets on SSD",
+]
 
 
 @pytest.mark.parametrize("optimizer", [pytest.param(ADAM, marks=pytest.mark.slow), ROWWISE])
@@ -46,15 +57,21 @@ def test_rows_have_the_same_bits_wherever_they_live(optimizer, tmp_path):
 
 def train_at(place: str, optimizer: OptimType, path: Path) -> list[torch.Tensor]:
     tables = [(800, 8), (140, 5), (460, 8)]
-    word = place.split()[0]
-    location = EmbeddingLocation.HOST if word == "SSD" else EmbeddingLocation[word]
-    options = {"store_options": tierbed.make_cached_ssd_store_options(0.02, path, shards=2)} if word == "SSD" else {}
+    location = EmbeddingLocation[place.split()[0]] if "SSD" not in place else EmbeddingLocation.HOST
+    specs = [(rows, dim, location, ComputeDevice.CPU) for rows, dim in tables]
+    options = {"optimizer": optimizer, "learning_rate": 0.1, "seed": 0}
+    if place.startswith("SSD"):
+        options["store_options"] = tierbed.make_cached_ssd_store_options(0.02, path, shards=2)
     if "LFU" in place:
         options["cache_algorithm"] = CacheAlgorithm.LFU
-    specs = [(rows, dim, location, ComputeDevice.CPU) for rows, dim in tables]
     torch.manual_seed(0)
     batches = [batch(tables, MAP, [16] * len(MAP), weighted=True) for _ in range(16)]
-    with TableBatchedEmbeddingBags(specs, MAP, optimizer=optimizer, learning_rate=0.1, seed=0, **options) as tbe:
+    few = place == "few sets on SSD"
+    with (
+        SSDTableBatchedEmbeddingBags(tables, MAP, 1, str(path), **options)
+        if few
+        else TableBatchedEmbeddingBags(specs, MAP, **options)
+    ) as tbe:
         tbe.init_embedding_weights_uniform(-1, 1)
         if "ahead" in place:
             for made in batches:
@@ -65,6 +82,79 @@ def train_at(place: str, optimizer: OptimType, path: Path) -> list[torch.Tensor]
         if "ahead" in place:
             assert all(of["table"]["prefetch_hits"] == len(batches) for of in tbe.metrics().values())
         return tbe.split_embedding_weights() + [state for of in tbe.split_optimizer_states() for state in of]
+
+
+@pytest.mark.parametrize("dims", [[128], [4, 16], [4, 8, 12, 16, 20]], ids=str)
+@pytest.mark.parametrize("sets", [1, 3, 9])
+@pytest.mark.rotated("sets")
+def test_any_number_of_sets_is_a_cache(dims, sets, tmp_path):
+    tables = [(90, dim) for dim in dims]
+    with SSDTableBatchedEmbeddingBags(tables, None, sets, str(tmp_path), optimizer=OptimType.LAMB) as tbe:
+        assert tbe.embedding_specs == tables
+        made = batch(tables, range(len(dims)), [8] * len(dims))
+        tbe(made.indices, made.offsets).sum().backward()
+        capacities = [embedding.metrics()["device"]["capacity"] for embedding in tbe.each()]
+        assert min(capacities) >= 64
+        assert sum(capacities) > sets * 32 - 64 * len(dims)  # each is a whole number of sets
+
+
+SMALL = [(4, 4), (9, 4)]
+BAD = torch.tensor([1, -1, 3, 4, 2, 9, 8])  # two of each table are no rows: -1 and 4, and 9 beside 4 of the second
+BAD_OFFSETS = torch.tensor([0, 2, 4, 5, 7])
+GOOD, GOOD_OFFSETS = torch.tensor([1, 3, 2, 8]), torch.tensor([0, 1, 2, 3, 4])
+
+
+def bounded(mode: BoundsCheckMode, **options) -> TableBatchedEmbeddingBags:
+    tbe = ours(SMALL, [0, 1], bounds_check_mode=mode, table_names=["user", "item"], optimizer=ROWWISE, **options)
+    torch.manual_seed(0)
+    fill(tbe, [torch.rand(rows, dim) for rows, dim in SMALL])
+    return tbe
+
+
+@pytest.mark.parametrize("pooling", [PoolingMode.SUM, PoolingMode.NONE])
+@pytest.mark.parametrize("mode", [BoundsCheckMode.FATAL, BoundsCheckMode.V2_FATAL])
+def test_fatal_raises_before_any_row_changed(mode, pooling):
+    tbe = bounded(mode, pooling_mode=pooling)
+    before = tbe.split_embedding_weights()
+    with pytest.raises(InputError, match="user"):
+        tbe(BAD, BAD_OFFSETS)
+    tbe(GOOD, GOOD_OFFSETS)
+    assert all(map(torch.equal, tbe.split_embedding_weights(), before))
+
+
+@pytest.mark.parametrize("pooling", [PoolingMode.SUM, PoolingMode.MEAN])
+@pytest.mark.parametrize("mode", [BoundsCheckMode.WARNING, BoundsCheckMode.IGNORE, BoundsCheckMode.V2_IGNORE])
+def test_dropped_indices_are_like_none(mode, pooling, caplog):
+    """FBGEMM reads and trains row 0 in their place."""
+    tbe, other = bounded(mode, pooling_mode=pooling), bounded(mode, pooling_mode=pooling)
+    for _ in range(3):
+        output, wanted = tbe(BAD, BAD_OFFSETS), other(GOOD, GOOD_OFFSETS)
+        assert torch.equal(output, wanted)
+        for result in (output, wanted):
+            result.sum().backward()
+    assert all(map(torch.equal, tbe.split_embedding_weights(), other.split_embedding_weights()))
+    counted = tbe.metrics()["tbe-d4-host"]["tables"]
+    assert counted["user"]["dropped"] == 2 * counted["item"]["dropped"] > 0
+    warned = [record for record in caplog.records if "dropped" in record.getMessage()]
+    assert len(warned) == (mode is BoundsCheckMode.WARNING)
+    assert not warned or "'user', 'item'" in warned[0].getMessage()
+
+
+def test_without_pooling_a_dropped_index_is_a_row_of_zeros():
+    tbe = bounded(BoundsCheckMode.WARNING, pooling_mode=PoolingMode.NONE)
+    rows, zeros = tbe.split_embedding_weights(), torch.zeros(4)
+    wanted = [rows[0][1], zeros, rows[0][3], zeros, rows[1][2], zeros, rows[1][8]]
+    assert torch.equal(tbe(BAD, BAD_OFFSETS), torch.stack(wanted))
+
+
+def test_unchecked_indices_are_rows():
+    tbe = bounded(BoundsCheckMode.NONE, learning_rate=1.0)
+    before = tbe.split_embedding_weights()
+    tbe(BAD, BAD_OFFSETS).sum().backward()
+    embedding = tbe.embedding_of("user")
+    assert not torch.equal(embedding.get([-1, 4], "user"), torch.zeros(2, 4))
+    assert embedding.size() == 13 + 3
+    assert torch.equal(tbe.split_embedding_weights()[0][0], before[0][0])
 
 
 def test_the_gradient_of_weights_is_computed_only_where_it_is_wanted(monkeypatch):

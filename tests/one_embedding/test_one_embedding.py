@@ -212,16 +212,6 @@ def test_a_capacity_is_no_hint_as_to_oneflow(tmp_path: Path) -> None:
         assert embedding.size() == 0
 
 
-def test_a_size_factor_is_compared_with_what_the_optimizer_needs() -> None:
-    for factor, storage_dim in ((1, -1), (3, 4)):  # the latter counts where both are given
-        options = one_embedding.make_device_mem_store_options(None, 100, factor, storage_dim)
-        with one_embedding.Embedding("rows", DIM, torch.float, torch.int64, None, options) as embedding:
-            adam = torch.optim.Adam(embedding.parameters())
-            one_embedding.Optimizer(adam, [embedding])
-            with pytest.raises(OptionError, match=r"(size_factor=1|storage_dim=4): .* a row takes 12 floats"):
-                embedding.size()
-
-
 def test_an_optimizer_of_embeddings_is_an_eager_optimizer() -> None:
     found = []
     for wrap in (lambda dense, rows: one_embedding.Optimizer(dense, [rows]), EagerOptimizer):

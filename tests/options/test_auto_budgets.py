@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 import tierbed
 from support.cuda_emulation import EmulatedDevice
 from support.embeddings import attach, contents, make, train
-from support.places import BENCHMARKS, environment
+from support.places import BENCHMARKS
 from support.refusals import check_refusal
 from tierbed import OptionError, plan
 from tierbed.engine.cache.memory_split import MB, MIN_CACHE_ROWS, split_memory
@@ -26,7 +25,6 @@ from tierbed.engine.table.auto_budgets import AutoBudgets
 from tierbed.engine.table.stack import processor_factory
 
 sys.path.insert(0, str(BENCHMARKS))
-from disk.memory_limit import may_limit, memory_limit
 
 LINE = re.compile(
     r"tierbed: embedding '(\w+)': (\w+)='auto' divides ([\d.]+) MiB free (on this machine|in the memory cgroup '[^']*')"
@@ -245,27 +243,3 @@ def test_a_plan_has_the_division_of_auto(tmp_path: Path) -> None:
         plan(trace, dim=5, state=0, memory_mb=-1)
     with pytest.raises(OptionError, match="capacity=0: give a whole number"):
         planned.division(capacity=0)
-
-
-OPENS = """
-import sys, torch
-from tierbed import MultiTableEmbedding, make_cached_ssd_store_options
-store = make_cached_ssd_store_options("auto", sys.argv[1])
-with MultiTableEmbedding("rows", 16, torch.float32, torch.int64, None, store) as rows:
-    rows.put(range(100), torch.ones(100, 16))
-"""
-
-
-@pytest.mark.slow
-def test_a_process_in_a_memory_cgroup_divides_what_its_limit_leaves(tmp_path: Path) -> None:
-    if reason := may_limit():
-        pytest.skip(f"this user may make no memory cgroup: {reason}")
-    with memory_limit(1 << 30) as enter:
-        command = [sys.executable, "-c", OPENS, str(tmp_path)]
-        done = subprocess.run(command, preexec_fn=enter, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    printed = LINE.fullmatch(done.stderr)
-    assert printed is not None, done.stderr
-    assert 256 < float(printed[3]) < 1024
-    assert "cgroup" in printed[4]
-    assert float(printed[5]) == pytest.approx(float(printed[3]) / 2, abs=0.1)

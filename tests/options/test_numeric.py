@@ -14,8 +14,7 @@ import pytest
 import torch
 
 import tierbed
-from support.embeddings import make
-from support.graphs import Rating, graph_of, mlp
+from support.graphs import graph_of
 from support.refusals import check_refusal
 from support.stores import options
 from tierbed import plan
@@ -126,20 +125,3 @@ def test_rows_made_with_numbers_of_numpy_are_stored_and_resumed(tmp_path: Path) 
         wanted = first.get(torch.arange(5))
     with rows(int, float) as second:
         assert torch.equal(second.get(torch.arange(5)), wanted)
-
-
-def test_a_graph_clips_and_accumulates_by_numbers_of_numpy() -> None:
-    def trained(number: Any, real: Any) -> torch.Tensor:
-        rows = make(options("device"), None, tables=1)
-        torch.manual_seed(0)
-        net = mlp(rows.dim)
-        optimizer = torch.optim.SGD([*rows.parameters(), *net.parameters()], lr=real(0.5))
-        optimizer.param_groups[0]["clip_grad_value"] = real(0.5)
-        graph = Rating(rows, net, optimizer)
-        graph.accumulate_grads(number(2))
-        graph.clip_grad_norm(real(0.25))
-        for _ in graph.run([torch.arange(4)] * 4, ahead=number(2)):
-            pass
-        return rows.get(torch.arange(4))
-
-    assert torch.equal(trained(np.uint8, np.float32), trained(int, float))
