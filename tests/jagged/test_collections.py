@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import tierbed
 from support.cuda_tables import on_one_device, tables_on
 from support.embeddings import contents
+from support.graphs import graph_of
 from support.stores import STORES, options
 from tierbed import EagerOptimizer
 from tierbed.engine.ops.cuda.device import Device
@@ -80,29 +81,25 @@ class Model(nn.Module):
         self.rows.close()
 
 
-class Step(tierbed.Graph):
-    """A training step of the model."""
+def optimizers(model: Model) -> list[torch.optim.Optimizer]:
+    """Of its rows, and of its dense part."""
+    rows = [*model.bags.parameters(), *model.rows.parameters()]
+    dense = [*model.positions.parameters(), *model.layer.parameters()]
+    return [tierbed.optim.RowWiseAdagrad(rows, lr=0.1), torch.optim.SGD(dense, lr=0.01)]
 
-    def __init__(self, model: Model) -> None:
-        super().__init__()
-        self.model = model
-        rows = [*model.bags.parameters(), *model.rows.parameters()]
-        self.add_optimizer(tierbed.optim.RowWiseAdagrad(rows, lr=0.1))
-        self.add_optimizer(torch.optim.SGD([*model.positions.parameters(), *model.layer.parameters()], lr=0.01))
 
-    def build(self, features: Any) -> Tensor:
-        loss = self.model(features)
-        loss.backward()
-        return loss
+def step(graph: Any, features: Any) -> Tensor:
+    loss: Tensor = graph.model(features)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss
 
 
 def in_a_loop(store: Any, place: torch.device | str = "cpu") -> Iterator[Any]:
     model = Model(store).to(place)
     # a GPU's products of matrices have other bits
     model.layer.cpu().register_forward_pre_hook(lambda _, given: (given[0].cpu(),))
-    rows = [*model.bags.parameters(), *model.rows.parameters()]
-    optimizer = EagerOptimizer(tierbed.optim.RowWiseAdagrad(rows, lr=0.1), model)
-    dense = torch.optim.SGD([*model.positions.parameters(), *model.layer.parameters()], lr=0.01)
+    rows, dense = optimizers(model)
+    optimizer = EagerOptimizer(rows, model)
     for seed in range(6):
         loss = model(batch(seed).to(place))
         loss.backward()
@@ -124,14 +121,15 @@ def test_a_graph_trains_collections_as_a_plain_loop_on_every_store(store: str, t
 
     plain = [*in_a_loop(STORE)]
     assert [*in_a_loop(at(tmp_path / "loop"))] == plain
-    graph = Step(Model(at(tmp_path / "graph")))
+    model = Model(at(tmp_path / "graph"))
+    graph = graph_of(step, *optimizers(model), model=model)
     losses = [loss.item() for loss in graph.run((batch(seed) for seed in range(6)), ahead=8)]
-    assert [*losses, graph.model.rows_of()] == plain
+    assert [*losses, model.rows_of()] == plain
     assert not graph.why_recompiled()  # batches of any number of ids share a step
-    for embedding in graph.model.bags.embeddings.values():
+    for embedding in model.bags.embeddings.values():
         assert embedding.metrics()["table"]["prefetch_misses"] == 0  # type: ignore[operator]
         assert embedding.metrics()["table"]["prefetch_hits"] >= 5  # type: ignore[operator]
-    graph.model.close()
+    model.close()
 
 
 @on_one_device
@@ -222,24 +220,16 @@ def test_a_padded_feature_has_rows_then_zeros(key_type: torch.dtype) -> None:
         assert (made(empty)["b"].values == 0).all()
 
 
-class Rows(tierbed.Graph):
-    """The sum of all rows of a feature, trained."""
-
-    def __init__(self, collection: EmbeddingCollection) -> None:
-        super().__init__()
-        self.collection = collection
-        self.add_optimizer(torch.optim.SGD(collection.parameters(), lr=1.0))
-
-    def build(self, features: Any) -> Tensor:
-        total = self.collection(features)["a"].values().square().sum() / 2
-        total.backward()
-        return total
-
-
 def test_features_apart_are_trained_in_a_graph_as_a_keyed_jagged_tensor() -> None:
+    def total(graph: Any, features: Any) -> Tensor:
+        found: Tensor = graph.rows(features)["a"].values().square().sum() / 2
+        found.backward()  # type: ignore[no-untyped-call]
+        return found
+
     tables = [EmbeddingConfig(None, 3, "t", feature_names=["a"])]
     with EmbeddingCollection(tables) as keyed, EmbeddingCollection(tables) as apart:
-        by_batch, by_key = Rows(keyed), Rows(apart)
+        sgds = [torch.optim.SGD(one.parameters(), lr=1.0) for one in (keyed, apart)]
+        by_batch, by_key = (graph_of(total, sgd, rows=one) for sgd, one in zip(sgds, (keyed, apart), strict=True))
         batches = [batch(seed, ("a", "b")) for seed in range(6)]
         totals = list(by_batch.run([(features,) for features in batches], ahead=2))
         assert totals == [by_key({"a": features["a"]}) for features in batches]

@@ -11,7 +11,7 @@ from hypothesis import given
 from torch import Tensor, nn
 
 from support.examples import examples
-from support.graphs import FEW
+from support.graphs import FEW, graph_of
 from support.jagged import Features, check_same_parts, features
 from tierbed import Graph, make_device_mem_store_options
 from tierbed.engine.errors import GraphError, InputError
@@ -25,18 +25,15 @@ from tierbed.jagged import (
 )
 
 
-class Calls(Graph):
+def calls(function: Callable[[Any], Any], **modules: nn.Module) -> Graph:
     """A graph whose step is one function of its argument."""
 
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-        self.function = function
-        self.add_optimizer(torch.optim.SGD([self.scale], lr=0.1))
+    def build(graph: Any, given: Any) -> Any:
+        graph.scale.weight.square().sum().backward()
+        return function(given)
 
-    def build(self, given: Any) -> Any:
-        self.scale.square().backward()
-        return self.function(given)
+    scale = nn.Linear(1, 1, bias=False)
+    return graph_of(build, torch.optim.SGD(scale.parameters(), lr=0.1), scale=scale, **modules)
 
 
 def rebuilt(given: KeyedJaggedTensor) -> tuple[list[Any], Tensor, int]:
@@ -64,13 +61,13 @@ def check_same(found: tuple[list[Any], Tensor, int], given: KeyedJaggedTensor) -
 @examples(0.2)
 def test_a_step_has_the_bags_of_a_plain_call(drawn: Features) -> None:
     given = KeyedJaggedTensor(**drawn.arguments())
-    check_same(Calls(rebuilt)(given), given)
+    check_same(calls(rebuilt)(given), given)
 
 
 @pytest.mark.usefixtures("few_steps_of_their_own")
 @pytest.mark.parametrize("weighted", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_step_for_many_sizes_has_the_bags_of_each(weighted: bool) -> None:
-    graph = Calls(lambda given: rebuilt(given)[:2])  # a size as a number would be a step of its own
+    graph = calls(lambda given: rebuilt(given)[:2])  # a size as a number would be a step of its own
     generator = torch.Generator().manual_seed(3)
     for count in range(6):
         lengths = torch.randint(1, 5, (4 + 2 * count,), generator=generator)
@@ -81,7 +78,7 @@ def test_a_step_for_many_sizes_has_the_bags_of_each(weighted: bool) -> None:
 
 
 def test_what_was_read_before_a_call_does_not_change_its_signature() -> None:
-    graph = Calls(lambda given: given.values() + 1)
+    graph = calls(lambda given: given.values() + 1)
     first, second = (KeyedJaggedTensor(["a", "b"], torch.arange(5), lengths=torch.tensor([2, 1, 1, 1])) for _ in "12")
     graph(first)
     second.to_dict()
@@ -105,7 +102,7 @@ BY_KEY = {
 @pytest.mark.parametrize("name", BY_KEY)
 @pytest.mark.rotated("weighted")
 def test_values_of_one_key_are_split_before_a_step(name: str, weighted: bool) -> None:
-    graph = Calls(BY_KEY[name])
+    graph = calls(BY_KEY[name])
     for lengths in ([2, 1, 1, 1], [0, 3, 0, 4], [1, 0, 0, 0], [0, 0, 0, 0], [5, 0, 2, 2]):
         values = torch.arange(sum(lengths)) + 1
         given = KeyedJaggedTensor(["a", "b"], values, values / 2 if weighted else None, torch.tensor(lengths))
@@ -118,7 +115,7 @@ def test_values_that_no_argument_splits_name_the_remedy() -> None:
         return KeyedJaggedTensor(["a", "b"], given, lengths=given.new_ones(4))["b"].values()
 
     with pytest.raises(GraphError, match=r"KeyedJaggedTensor of tierbed\.jagged as an argument.*a dict of JaggedT"):
-        Calls(split)(torch.arange(4))
+        calls(split)(torch.arange(4))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +128,7 @@ def test_values_that_no_argument_splits_name_the_remedy() -> None:
 )
 def test_what_needs_values_names_the_remedy(function: Callable[[Any], Any], remedy: str) -> None:
     with pytest.raises(GraphError, match=remedy):
-        Calls(function)({"a": JaggedTensor(torch.arange(5), lengths=torch.tensor([2, 3]))})
+        calls(function)({"a": JaggedTensor(torch.arange(5), lengths=torch.tensor([2, 3]))})
 
 
 def test_variable_batch_sizes_name_the_remedy() -> None:
@@ -140,11 +137,11 @@ def test_variable_batch_sizes_name_the_remedy() -> None:
     with EmbeddingBagCollection([EmbeddingBagConfig(9, 4, "t")], make_device_mem_store_options()) as bags:
         assert bags(batch).values().shape == (3, 4)
         with pytest.raises(GraphError, match=r"variable batch sizes .* train it in a plain loop"):
-            Calls(bags)(batch)
+            calls(bags)(batch)
 
 
 def test_a_dict_of_features_that_are_views_of_one_batch_runs_in_one_step() -> None:
-    graph = Calls(lambda given: (given["a"].values() * 2, given["b"].to_padded_dense(2), given))
+    graph = calls(lambda given: (given["a"].values() * 2, given["b"].to_padded_dense(2), given))
     for first, second in ((3, 2), (5, 9), (1, 0), (0, 1), (2, 2)):
         batch = KeyedJaggedTensor(["a", "b"], torch.arange(first + second), lengths=torch.tensor([first, second]))
         given = batch.to_dict()
@@ -160,8 +157,7 @@ def test_a_bag_of_more_ids_than_places_fails_the_step_and_not_the_graph() -> Non
         return KeyedJaggedTensor(["b", "a"], torch.arange(sum(lengths)), lengths=torch.tensor(lengths))
 
     positions = PositionWeightedModuleCollection({"a": 2})
-    graph = Calls(lambda given: positions(given).weights().detach())
-    graph.positions = positions
+    graph = calls(lambda given: positions(given).weights().detach(), positions=positions)
     assert graph(batch([3, 1, 2, 1])).tolist() == [1.0] * 7
     with pytest.raises(InputError, match=r"'a': a bag of more than 2 ids; .*raise max_feature_lengths\['a'\]"):
         graph(batch([1, 1, 2, 3]))

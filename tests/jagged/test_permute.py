@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from support.graphs import graph_of
 from support.keyed import GROUPS, KEYS, LENGTHS, features, gradients, tensors
 from support.refusals import check_refusal
-from tierbed import Graph, InputError
+from tierbed import InputError
 from tierbed.jagged import multi_remap_to_groups, permute_multi_embedding
 from tierbed.jagged.tensors import columns
 
@@ -132,34 +133,23 @@ def test_the_ops_pass_torchs_checks() -> None:
     torch.library.opcheck(columns.move_columns, (grads, PERMUTES, IN, OUT, IN.tolist(), True), test_utils=checks)
 
 
-class Regrouping(Graph):
-    """Trains linear layers whose outputs are regrouped; the moves are a buffer, or an argument of `build`."""
+def regrouping(regroup: Any) -> Any:
+    """A graph that trains linear layers whose outputs are regrouped; the moves are a buffer, or an argument."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(4, sum(widths)) for widths in LENGTHS)
-        self.register_buffer("moves", PERMUTES)
-        self.add_optimizer(torch.optim.SGD(self.layers.parameters(), lr=0.1))
-
-    def regroup(self, values: list[Tensor], moves: Tensor) -> list[Tensor]:
-        return permuted(values, moves)
-
-    def build(self, x: Tensor, moves: Tensor | None = None) -> Any:
-        values = [layer(x) for layer in self.layers]
-        groups = self.regroup(values, self.moves if moves is None else moves)
+    def build(graph: Any, x: Tensor, moves: Tensor | None = None) -> Any:
+        groups = regroup([layer(x) for layer in graph.layers], graph.layers.moves if moves is None else moves)
         loss = sum((one * (at + 1)).square().mean() for at, one in enumerate(groups))
         loss.backward()
         return loss
 
-
-class Plain(Regrouping):
-    def regroup(self, values: list[Tensor], moves: Tensor) -> list[Tensor]:
-        return plain(values)
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(4, sum(widths)) for widths in LENGTHS)
+    layers.register_buffer("moves", PERMUTES)
+    return graph_of(build, torch.optim.SGD(layers.parameters(), lr=0.1), layers=layers)
 
 
 def test_a_graph_traces_it_trains_as_with_plain_cat_and_raises_in_a_step_of_wrong_moves() -> None:
-    graph, expected = Regrouping(), Plain()
+    graph, expected = regrouping(permuted), regrouping(lambda values, _: plain(values))
     for step in range(3):
         x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
         torch.testing.assert_close(graph(x), expected(x))
