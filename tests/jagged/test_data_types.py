@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +62,7 @@ def load_a_state_of_float32(rows: MultiTableEmbedding) -> None:
         load_a_state_of_float32,
     ],
 )
-def test_a_copied_snapshot_of_another_data_type_is_left_by_loads_that_fail_and_then_converted(
-    tmp_path: Path, store: str, load: Callable[[MultiTableEmbedding], None]
-) -> None:
+def test_loads_that_fail_leave_a_copied_snapshot_to_be_converted(tmp_path: Path, store: str, load: Any) -> None:
     put_rows(tmp_path, store=store)
     shutil.copytree(tmp_path / "ebc-d8" / "snapshots", tmp_path / "ebc-d8-bfloat16" / "snapshots")
     said = r"snapshot 'a', with which store folder .*ebc-d8-bfloat16' opens, holds rows of dtype float32, not bfloat16"
@@ -101,9 +98,7 @@ def test_a_copied_snapshot_that_no_load_can_convert_is_refused_at_once(tmp_path:
         new.size()
 
 
-def test_rows_of_another_data_type_are_named_before_they_are_missed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rows_of_another_data_type_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     put_rows(tmp_path, "FP16")
     assert not caplog.records
     said = "embedding 'ebc-d8' starts empty, but .*ebc-d8-float16 has rows of another dtype: .*convert=True"
@@ -117,9 +112,7 @@ def test_rows_of_another_data_type_are_named_before_they_are_missed(
         assert not caplog.records  # it has a folder, and rows of its own
 
 
-def test_rows_of_other_tables_are_not_named_as_those_of_a_new_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rows_of_other_tables_are_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def collection_of(*types: tuple[str, str]) -> EmbeddingBagCollection:
         tables = [EmbeddingBagConfig(10, 8, name, data_type=data_type) for name, data_type in types]
         return EmbeddingBagCollection(tables, make_host_mem_store_options(persistent_path=str(tmp_path)))
@@ -134,9 +127,7 @@ def test_rows_of_other_tables_are_not_named_as_those_of_a_new_one(
         assert "ebc-d8 has rows of another dtype" in caplog.text
 
 
-def test_a_table_batched_embedding_names_rows_of_another_precision(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rows_of_another_precision_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     stored = make_host_mem_store_options(persistent_path=str(tmp_path))
     with TableBatchedEmbeddingBags([(10, 8, 3, 0)], store_options=stored) as tbe:
         tbe.embedding_of(0).put(torch.arange(10), ROWS)
@@ -175,9 +166,7 @@ BF16 = torch.bfloat16
 )
 @pytest.mark.parametrize("dim", [1, 8])
 @pytest.mark.rotated("dim")
-def test_the_state_of_a_table_batched_embedding_has_the_dtypes_of_fbgemms_argument(
-    optimizer: OptimType, given: dict[str, Any], types: tuple[str, ...], dim: int
-) -> None:
+def test_state_has_the_dtypes_of_fbgemms_argument(optimizer: OptimType, given: Any, types: Any, dim: int) -> None:
     tbe = TableBatchedEmbeddingBags([(10, dim, 3, 0)], optimizer=optimizer, optimizer_state_dtypes=given)
     tbe(torch.tensor([1, 2]), torch.tensor([0, 1, 2])).backward(torch.full((2, dim), 0.3))
     assert tbe.embedding_of(0).table_handle().local_table.state.types == types

@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,9 +45,7 @@ def collection(path: Path) -> EmbeddingBagCollection:
     ],
 )
 @pytest.mark.parametrize("opens", [False, True])
-def test_other_sizes_than_num_embeddings_are_reported_and_logged_also_when_a_folder_opens_with_them(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, users: int, said: str, opens: bool
-) -> None:
+def test_other_sizes_are_reported_and_logged(tmp_path: Path, caplog: Any, users: int, said: str, opens: bool) -> None:
     source = checkpoint(tmp_path, {"user": users, "item": 20})
     import_snapshot(tmp_path / "ebc-d4", "d", source, tensor=[*NAMES.values()])
     if opens:

@@ -42,9 +42,7 @@ def test_columns_of_every_dtype_are_those_of_plain_cat(dtype: str, batch: int, i
 
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("layout", ["contiguous", "columns", "turned", "expanded"])
-def test_gradients_of_every_order_are_those_of_plain_cat(
-    native: bool, layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_of_every_order_are_those_of_plain_cat(native: bool, layout: str, monkeypatch: Any) -> None:
     """native=False: as on a GPU, by torch's ops."""
     if not native:
         monkeypatch.setattr(columns, "_NATIVE", ())

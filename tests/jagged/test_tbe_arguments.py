@@ -199,9 +199,7 @@ def test_an_optimizer_that_is_not_built_names_the_nearest(optimizer: OptimType) 
         ({"stochastic_rounding": False, "preallocated_host_buffers": {}, "optimizer_state_dtypes": {}}, []),
     ],
 )
-def test_an_argument_that_changes_nothing_is_taken_and_said_once(
-    options: dict[str, Any], said: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_argument_that_changes_nothing_is_taken_and_said_once(options: Any, said: list[str], caplog: Any) -> None:
     asked, plain = tbe_of(**options)(), tbe_of(optimizer=options.get("optimizer", "exact_sgd"))()
     for _ in range(2):
         rows = [tbe(IDS, OFFSETS) for tbe in (asked, plain)]

@@ -60,7 +60,7 @@ def numbers(options: Any, root: Path, name: str = "rows") -> Any:
     st.floats(0, 1e4),
     st.floats(0, 1e4),
 )
-def test_the_parts_add_up_and_none_takes_more_than_it_can_use(
+def test_the_parts_add_up_to_no_more_than_is_of_use(
     free_mb: float, beside: Any, capacity: int | None, overflow_mb: float, fixed_mb: float
 ) -> None:
     part = split_memory(free_mb, 177, beside, capacity=capacity, overflow_mb=overflow_mb, fixed_mb=fixed_mb)
@@ -166,9 +166,7 @@ def test_too_little_memory_and_a_system_that_does_not_report_it_are_refused(tmp_
         check_refusal((lambda options=options, root=root: numbers(options, root), OptionError, "'rows'", *named))
 
 
-def test_the_division_is_printed_once_and_is_that_of_the_cache_also_of_rows_that_grow(
-    tmp_path: Path, capsys: Any
-) -> None:
+def test_the_division_is_printed_once_and_is_that_of_the_cache(tmp_path: Path, capsys: Any) -> None:
     options = ssd(tmp_path, overflow_mb=2, capacity=100_000)
     with make(options, "adam") as embedding:
         assert capsys.readouterr().err == ""

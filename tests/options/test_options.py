@@ -57,9 +57,7 @@ def embedding(store_options: Any) -> MultiTableEmbedding:
 
 
 @pytest.mark.parametrize(("name", "maker", "needed"), [(name, *made) for name, made in MADE.items()], ids=MADE)
-def test_options_read_print_and_compare_as_dicts_that_cannot_be_changed(
-    name: str, maker: Callable[..., Any], needed: dict[str, Any]
-) -> None:
+def test_options_read_print_and_compare_as_constant_dicts(name: str, maker: Any, needed: dict[str, Any]) -> None:
     options = maker(**needed)
     more: dict[str, Any] = CACHE if name.startswith("cached") else {}
     if name == "cached_ssd":

@@ -1,15 +1,18 @@
-"""Batches of a table-batched embedding, with any settings, depart from FBGEMM's."""
+"""Batches of a table-batched embedding, with any settings, depart from FBGEMM's, or a call returns something else."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode as Pooling
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import OptimType as Kind
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode as Decay
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from support import tbe_settings
 from support.fbgemm import theirs
@@ -123,3 +126,79 @@ def test_variable_batch_sizes(optimizer: OptimType, ranks: int) -> None:
         made = batch(TABLES, MAP, [sum(of_ranks) for of_ranks in sizes])
         step_both(mine, peer, made, batch_size_per_feature_per_rank=sizes)
     compare(mine, peer)
+
+
+IDS, OFFSETS = torch.tensor([0, 1, 2, 3, 3]), torch.tensor([0, 1, 2, 4, 5])  # two bags of each of two features
+ADAGRAD, ROWWISE = Kind.EXACT_ADAGRAD, Kind.EXACT_ROWWISE_ADAGRAD
+
+
+def trained(tbe: Any, *call: Any, **named: Any) -> list[Tensor]:
+    """The output, and the rows and states after its backward."""
+    output = tbe(*(call or (IDS, OFFSETS)), **named)
+    output.backward(torch.linspace(-1, 1, output.numel()).view(output.shape).to(output.dtype))
+    states = [state for of_table in tbe.split_optimizer_states() for state in of_table]
+    return [output.detach(), *tbe.split_embedding_weights(), *states]
+
+
+def evaluated(tbe: Any) -> list[Tensor]:
+    with torch.no_grad():
+        return [tbe.eval()(IDS, OFFSETS), *tbe.split_embedding_weights()]
+
+
+def uniform(tbe: Any) -> list[bool]:
+    tbe.init_embedding_weights_uniform(-2.0, 3.0)
+    rows = torch.cat([one.flatten() for one in tbe.split_embedding_weights()])
+    return [bool(((rows >= -2) & (rows <= 3)).all()), bool(rows.std() > 1), bool((rows.diff() != 0).all())]
+
+
+def weighted(tbe: Any) -> list[Any]:
+    """With weights of which those of one feature alone want a gradient."""
+    weights = torch.tensor([0.5, 2.0, -1.0, 3.0, 0.0], requires_grad=True)
+    return [*trained(tbe, IDS, OFFSETS, weights, torch.tensor([0, 1])), weights.grad]
+
+
+CASES: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
+    "one call": ({}, trained),
+    "int32": ({}, lambda tbe: trained(tbe, IDS.int(), OFFSETS.int())),
+    "int32 offsets": ({}, lambda tbe: trained(tbe, IDS, OFFSETS.int())),
+    "a view": ({}, lambda tbe: trained(tbe, IDS.repeat_interleave(2)[::2], OFFSETS)),
+    "no bags": ({}, lambda tbe: trained(tbe, IDS[:0], OFFSETS[:1])),
+    "empty bags": ({"optimizer": ADAGRAD}, lambda tbe: trained(tbe, IDS[:0], torch.zeros_like(OFFSETS))),
+    "weights of one feature": ({}, weighted),
+    "weights of 16 bits": ({}, lambda tbe: trained(tbe, IDS, OFFSETS, torch.ones(5).half())),
+    "weights of 64 bits": ({}, lambda tbe: trained(tbe, IDS, OFFSETS, torch.ones(5).double())),
+    "rows of 16 bits": ({"weights_precision": SparseType.FP16}, evaluated),
+    "results of 16 bits": ({"output_dtype": SparseType.FP16}, trained),
+    "default rate": ({}, lambda tbe: tbe.get_learning_rate()),
+    "rate": ({"optimizer": ADAGRAD}, lambda tbe: [tbe.set_learning_rate(0.5), tbe.get_learning_rate(), trained(tbe)]),
+    "numbers": (
+        {"optimizer": ROWWISE},
+        lambda tbe: [tbe.update_hyper_parameters({"lr": 0.25, "eps": 0.125, "weight_decay": 0.0}), trained(tbe)],
+    ),
+    "step": ({"optimizer": ROWWISE}, lambda tbe: [tbe.set_optimizer_step(7), tbe.iter.clone(), trained(tbe)]),
+    **{f"states of {kind.name}": ({"optimizer": kind}, lambda tbe: [trained(tbe), tbe.get_optimizer_state()])
+       for kind in (Kind.EXACT_SGD, ADAGRAD, ROWWISE)},
+    "uniform": ({}, uniform),
+    "evaluation": ({}, evaluated),
+    "identities": ({}, lambda tbe: trained(tbe, hash_zch_identities=IDS, hash_zch_runtime_meta=IDS)),
+    "attributes": ({}, lambda tbe: [tbe.embedding_specs, tbe.feature_table_map, tbe.pooling_mode]),
+    "names": ({"table_names": ["a", "b"]}, trained),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_call_returns_what_fbgemms_returns(name: str) -> None:
+    options, call = CASES[name]
+    tables = [(10, 4), (6, 8)]
+    mine, peer = (make(tables, [0, 1], **options) for make in (ours, theirs))
+    weights = [torch.linspace(-1, 1, rows * dim).view(rows, dim) for rows, dim in tables]
+    fill(mine, weights)
+    for rows, wanted in zip(peer.split_embedding_weights(), weights, strict=True):
+        rows.copy_(wanted)
+    found, expected = (pytree.tree_flatten(call(tbe)) for tbe in (mine, peer))
+    assert found[1] == expected[1]
+    for one, other in zip(found[0], expected[0], strict=True):
+        if isinstance(other, Tensor):
+            torch.testing.assert_close(one.clone(), other, rtol=1e-5, atol=1e-6)
+        else:
+            assert one == (pytest.approx(other, rel=1e-6) if isinstance(other, float) else other)

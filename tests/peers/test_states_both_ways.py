@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen as TheirTBE
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
@@ -20,7 +22,14 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from support.refusals import check_refusal
-from tierbed import EagerOptimizer, InputError, OptimizerError, TierbedError
+from tierbed import (
+    EagerOptimizer,
+    InputError,
+    OptimizerError,
+    TierbedError,
+    import_snapshot,
+    make_host_mem_store_options,
+)
 from tierbed.jagged import (
     EmbeddingBagCollection,
     EmbeddingCollection,
@@ -303,3 +312,24 @@ def test_states_of_a_table_batched_adam_need_a_step() -> None:
     assert int(tbe.iter) == 7
     tbe.load_dense(weights, states, 9)
     assert int(tbe.iter) == 9
+
+
+@pytest.mark.parametrize(("pools", "suffix"), [(True, "pt"), (True, "safetensors"), (False, "pt")])
+def test_tables_of_a_checkpoint_become_rows(pools: bool, suffix: str, tmp_path: Path) -> None:
+    """As docs/torchrec.md says."""
+    config = torchrec.EmbeddingBagConfig if pools else torchrec.EmbeddingConfig
+    tables = [config(num_embeddings=9 + n, embedding_dim=4 if pools and n else 8, name=f"t{n}") for n in range(3)]
+    theirs = (torchrec.EmbeddingBagCollection if pools else torchrec.EmbeddingCollection)(tables=tables)
+    store, prefix = make_host_mem_store_options(tmp_path / "store"), "embedding_bags" if pools else "embeddings"
+    file = tmp_path / f"checkpoint.{suffix}"
+    {"pt": torch.save, "safetensors": save_file}[suffix](nn.ModuleDict({"model": theirs}).state_dict(), file)
+    with (EmbeddingBagCollection if pools else EmbeddingCollection)(tables, store) as ours:
+        for name, embedding in ours.embeddings.items():
+            of_it = [config.name for config in ours.configs if ours.embedding_of(config.name) is embedding]
+            weights = [f"model.{prefix}.{table}.weight" for table in of_it]
+            import_snapshot(tmp_path / "store" / name, "from-torchrec", file, tensor=weights)
+            embedding.load_snapshot("from-torchrec")
+        for table in tables:
+            rows = ours.embedding_of(table.name).get(torch.arange(table.num_embeddings), table.name)
+            assert torch.equal(rows, getattr(theirs, prefix)[table.name].weight)
+        assert sum(embedding.size() for embedding in ours.embeddings.values()) == 9 + 10 + 11

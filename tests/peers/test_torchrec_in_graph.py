@@ -33,9 +33,7 @@ def keyed(total: int, weighted: bool) -> KeyedJaggedTensor:
 
 
 @pytest.mark.parametrize("weighted", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_keyed_jagged_tensor_of_any_total_runs_in_one_step(
-    weighted: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_keyed_jagged_tensor_of_any_total_runs_in_one_step(weighted: bool, tmp_path: Path, caplog: Any) -> None:
     def build(graph: Any, features: KeyedJaggedTensor, scale: KeyedTensor) -> tuple[KeyedTensor, KeyedJaggedTensor]:
         bags = pooled(graph.rows, features.values(), features.lengths(), features.weights_or_none())
         found = bags.view(len(KEYS), BATCH, -1).transpose(0, 1).reshape(BATCH, -1) * scale.values()
