@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.refusals import Refusal, check_refusal
+from support.refusals import check_refusal
 from support.tbe import ours
 from tierbed import make_cached_host_mem_store_options, make_host_mem_store_options
 from tierbed.engine.errors import InputError, OptionError
@@ -54,32 +54,25 @@ def change(optimizer: OptimType = OptimType.EXACT_SGD, **numbers: Any) -> Callab
 OPTIONS = [
     (tbe_of(learning_rat=0.1), "learning_rat=", "0.1", "did you mean learning_rate"),
     (tbe_of(learning_rate=-1.0), "EXACT_SGD", "learning rate", "-1.0"),
-    (tbe_of(learning_rate="fast"), "learning_rate=", "'fast'"),
     (tbe_of(weight_decay_mode=WeightDecayMode.DECOUPLE), "weight_decay_mode=", "DECOUPLE", "EXACT_SGD"),
     (tbe_of(optimizer=ROWWISE, weight_decay_mode=WeightDecayMode.COUNTER), "weight_decay_mode=", "COUNTER"),
     *[(tbe_of(optimizer=one, weight_decay_mode=L2), "weight_decay_mode=", "L2", one.name) for one in (ADAM, LAMB)],
     (tbe_of(optimizer=LARS, eta=-0.5), "LARS_SGD", "eta=", "-0.5"),
     (tbe_of(optimizer=LAMB, beta1=1.0), "LAMB", "betas=", "(1.0, 0.999)"),
     (tbe_of(max_norm=-1.0), "max_norm=", "-1.0"),
-    (tbe_of(max_norm="x"), "max_norm=", "'x'"),
     (tbe_of(max_gradient=0.5), "max_gradient=", "0.5", "gradient_clipping=True"),
     (tbe_of(max_gradient=-1, gradient_clipping=True), "max_gradient=", "-1"),
-    (tbe_of(gradient_clipping=1), "gradient_clipping=", "1"),
     (tbe_of(cache_load_factor=1.5), "cache_load_factor=", "1.5"),
     (tbe_of(table_names=["one"]), "table_names=", "['one']"),
     (tbe_of(table_names=["one", "one"]), "name=", "'one'"),
-    (tbe_of(table_names=["one", None]), "table_names", "None"),
     (tbe_of(output_dtype=torch.int8), "output_dtype=", "torch.int8"),
     (tbe_of(weights_precision="int8"), "weights_precision=", "'int8'"),
     (tbe_of(device="cuda"), "device=", "'cuda'", "ComputeDevice.CPU"),
-    (tbe_of(device="moon"), "device=", "'moon'"),
-    (tbe_of(name="a/b"), "name=", "'a/b'"),
     (tbe_of(name="a.b"), "name=", "'a.b'"),
     (tbe_of(store_options={"tbe-d8": make_host_mem_store_options()}), "store_options", "'tbe-d8'", "'tbe-d4'"),
     (lambda: ours([(4, 4), (4, 8)], [0, 1], pooling_mode=PoolingMode.NONE), "dims", "[4, 8]"),
     (states(ADAM, {"momentum1": BF16}), STATES, "bfloat16", "give each the same"),
     (states(ADAM, {"momentum3": BF16}), STATES, "momentum3"),
-    (states(ADAM, BF16), STATES, "torch.bfloat16"),
     (states(ADAM, {"momentum1": torch.int8}), f"{STATES}['momentum1']=", "int8"),
     (states(ROWWISE, {"momentum1": BF16}), STATES, "momentum1"),
     (states(OptimType.EXACT_SGD, {"momentum1": BF16}), STATES, "momentum1"),
@@ -87,20 +80,17 @@ OPTIONS = [
     *[(specs([(4, 4, given, CPU)]), "EmbeddingLocation") for given in (PoolingMode.SUM, True, "SUM", 77, None)],
     *[(specs([(4, 4, HOST, CPU)] * 2, given), "feature_table_map=") for given in ([0], [0, 2], [], "01", [0, 1.5])],
     (specs([]), "embedding_specs"),
-    (specs(None), "embedding_specs"),
     (specs([(4, 4)]), "embedding_specs"),
     (specs([(0, 4, HOST, CPU)]), "embedding_specs"),
     (specs([(4, 0, HOST, CPU)]), "embedding_specs"),
     (specs([(4, 4, EmbeddingLocation.MTIA, CPU)]), "embedding_specs"),
     (specs([(4, 4, HOST, CPU), (4, 4, HOST, ComputeDevice.CUDA)]), "embedding_specs"),
     (ssd([(10, 4)], 0), "cache_sets=", "0"),
-    (ssd([(10, 4)], "4"), "cache_sets=", "'4'"),
     (ssd([(10, 4)], 1.5), "cache_sets=", "1.5"),
     *[(ssd(given, 1), "embedding_specs=", str(given)) for given in ([], None, [(10, "4")], [(10, 4, 0, 0)], [10])],
     (change(lr=0.1, lower_bound=1.0), "lower_bound=", "1.0"),
     (change(eps=0.1), "eps=", "0.1"),
     (change(lr=-1), "lr=", "-1"),
-    (change(lr=None), "lr=", "None"),
     (change(ROWWISE, weight_decay=0.5), "weight_decay=", "0.5"),
     (lambda: tbe_of()().set_optimizer_step(-1), "step=", "-1"),
     (lambda: tbe_of()().init_embedding_weights_uniform(1, 0), "low=", "1.0", "high=0.0"),
@@ -141,15 +131,8 @@ def test_an_input_that_cannot_be_is_refused(refusal: tuple[Any, str]) -> None:
 
 def test_without_pooling_there_are_neither_weights_nor_batch_sizes() -> None:
     tbe = tbe_of(pooling_mode=PoolingMode.NONE)()
-    rows: list[Refusal] = [
-        (lambda: tbe(IDS, OFFSETS, torch.ones(2)), InputError, "per_sample_weights", "PoolingMode.NONE"),
-        (
-            lambda: tbe(IDS, OFFSETS, batch_size_per_feature_per_rank=[[1], [1]]),
-            InputError, "batch_size_per_feature_per_rank", "PoolingMode.NONE",
-        ),
-    ]  # fmt: skip
-    for refusal in rows:
-        check_refusal(refusal)
+    for name, given in (("per_sample_weights", torch.ones(2)), ("batch_size_per_feature_per_rank", [[1], [1]])):
+        check_refusal((lambda given={name: given}: tbe(IDS, OFFSETS, **given), InputError, name, "PoolingMode.NONE"))
 
 
 @pytest.mark.parametrize("name", CONSTRUCTOR)
