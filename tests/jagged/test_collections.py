@@ -321,15 +321,3 @@ def test_a_frozen_embedding_names_all_tables_that_it_freezes(caplog: pytest.LogC
     [said] = [one.message for one in caplog.records]
     assert "freezes all of its tables, a, b; to freeze one of them, give that table" in said
     assert said.endswith("in a collection by a group of its own")
-
-
-def test_tables_of_another_data_type_are_another_embedding() -> None:
-    types = {"a": "FP32", "b": "BF16", "c": torch.float16, "d": "FP32"}
-    tables = [EmbeddingBagConfig(20, 4, name, data_type) for name, data_type in types.items()]
-    ebc, values = EmbeddingBagCollection(tables, options("host"), "ebc"), torch.randn(20, 4)
-    assert list(ebc.embeddings) == ["ebc-d4", "ebc-d4-bfloat16", "ebc-d4-float16"]
-    for name, dtype in (("a", torch.float32), ("b", torch.bfloat16), ("c", torch.float16)):
-        ebc.embedding_of(name).put(torch.arange(20), values, name)
-        assert torch.equal(ebc.embedding_of(name).get(torch.arange(20), name), values.to(dtype).float())
-    kjt = KeyedJaggedTensor(list("abcd"), torch.arange(8), lengths=torch.tensor([2] * 4))
-    assert torch.equal(ebc(kjt)["b"][0], values.bfloat16().float()[2:4].sum(0))
