@@ -26,9 +26,7 @@ from tierbed.jagged import (
     KeyedJaggedTensor,
     Padded,
     PoolingType,
-    PositionWeightedModule,
     PositionWeightedModuleCollection,
-    PositionWeightedProcessor,
 )
 
 STORE = tierbed.make_device_mem_store_options()
@@ -241,6 +239,7 @@ def test_features_apart_are_trained_in_a_graph_as_a_keyed_jagged_tensor() -> Non
 def test_position_weights_begin_at_one_and_learn() -> None:
     positions = PositionWeightedModuleCollection({"b": 2, "a": 3})
     features = KeyedJaggedTensor(["a", "c", "b"], torch.arange(6), lengths=torch.tensor([3, 0, 1, 0, 2, 0]))
+    assert positions(features).weights().tolist() == [1] * 6
     with torch.no_grad():
         positions.position_weights["b"].copy_(torch.tensor([1.0, 2]))
         positions.position_weights["a"].copy_(torch.tensor([3.0, 4, 5]))
@@ -248,13 +247,6 @@ def test_position_weights_begin_at_one_and_learn() -> None:
     assert weighted.weights().tolist() == [3, 4, 5, 1, 1, 2]
     weighted.weights().sum().backward()
     assert [one.grad.tolist() for one in positions.parameters()] == [[1, 1], [1, 1, 1]]
-    own = PositionWeightedProcessor({"b": 2, "a": 3})
-    own.load_state_dict(positions.state_dict())
-    assert own(features).keys() == ["a", "b"]
-    assert own(features).weights().tolist() == [3, 4, 5, 1, 2]
-    one = PositionWeightedModule(3)
-    one.load_state_dict({"position_weight": torch.tensor([3.0, 4, 5])})
-    assert one(features["a"]).weights().tolist() == [3, 4, 5]
 
 
 def test_a_batch_of_no_sample_is_looked_up_and_trained() -> None:

@@ -21,7 +21,6 @@ from support.one_embedding_calls import document
 from support.refusals import check_refusal
 from tierbed import (
     CapacityError,
-    EagerOptimizer,
     Graph,
     InputError,
     OptimizerError,
@@ -64,7 +63,6 @@ SIGNATURES = {  # ... stands for a default that tierbed finds out by itself
 }
 DIM = 4
 KINDS = torch.int64, torch.float
-IDS = torch.tensor([[1, 2], [1, 3], [4, 2]])
 
 
 def make(path: Path | None = None, name: str = "rows", tables: int = 1) -> tierbed.MultiTableEmbedding:
@@ -210,22 +208,6 @@ def test_a_capacity_is_no_hint_as_to_oneflow(tmp_path: Path) -> None:
         with pytest.raises(CapacityError):
             embedding.put([1, 2, 3], torch.ones(3, DIM))
         assert embedding.size() == 0
-
-
-def test_an_optimizer_of_embeddings_is_an_eager_optimizer() -> None:
-    found = []
-    for wrap in (lambda dense, rows: one_embedding.Optimizer(dense, [rows]), EagerOptimizer):
-        torch.manual_seed(0)
-        with make() as embedding:
-            net, before = nn.Linear(2 * DIM, 1), embedding.get([1, 2, 3, 4])
-            optimizer = wrap(torch.optim.Adam([*embedding.parameters(), *net.parameters()], 0.1), embedding)
-            for _ in range(3):
-                net(embedding(IDS).flatten(1)).square().sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            found.append(embedding.get([1, 2, 3, 4]))
-            assert not torch.equal(found[-1], before)
-    assert torch.equal(*found)
 
 
 def test_what_is_no_list_of_its_embeddings_is_refused() -> None:

@@ -82,18 +82,6 @@ def test_options_read_print_and_compare_as_constant_dicts(name: str, maker: Any,
     assert (made, type(made)) == (options, type(options))
 
 
-def test_makers_take_the_documented_arguments_by_place() -> None:
-    assert tierbed.make_device_mem_store_options("/path", 12) == {"store": "device_mem", **COMMON} | {
-        "persistent_path": "/path",
-        "capacity": 12,
-    }
-    ssd = tierbed.make_cached_ssd_store_options(8142, "/path", 40000000, size_factor=1, physical_block_size=512)
-    assert (ssd.cache_budget_mb, ssd.persistent_path, ssd.capacity, ssd.size_factor) == (8142, "/path", 40000000, 1)
-    assert tierbed.make_cached_host_mem_store_options(8, "/path", 12).cache_budget_mb == 8
-    assert tierbed.make_host_mem_store_options(Path("/path")).persistent_path == "/path"
-    assert tierbed.make_device_mem_store_options(storage_dim=-1).storage_dim is None  # the seed's word for not given
-
-
 def host(**options: Any) -> Callable[[], Any]:
     return lambda: tierbed.make_host_mem_store_options(**options)
 

@@ -18,8 +18,6 @@ from support.jagged import Features, check_same, check_same_parts, features
 from support.keyed import GROUPS, KEYS, LENGTHS, gradients, keyed, tensors
 from support.keyed import features as parts_of
 from tierbed.jagged import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
     KeyedJaggedTensor,
     KeyedTensor,
     VariableBatchKeyedJaggedTensor,
@@ -146,23 +144,6 @@ def test_variable_batch_sizes_without_a_way_back_are_those_of_the_longest_key() 
     sizes = torch.tensor([[0, 1], [2, 0]], dtype=torch.int32)
     made = KeyedJaggedTensor(["a", "b"], EIGHT, lengths=torch.tensor([2, 1, 5]), stride_per_key_per_rank=sizes)
     assert made.stride_per_key_per_rank() == [[0, 1], [2, 0]]
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_empty_batches_are_taken_in_every_shape_that_torchrec_takes(device: str) -> None:
-    none, ids = torch.tensor([], device=device), torch.empty(0, dtype=torch.int64, device=device)
-    with EmbeddingBagCollection([EmbeddingBagConfig(10, 4, "a")], device=device) as bags:
-        for values, lengths, offsets in ((none, none, None), (ids, None, none), (ids, ids, ids), (none, None, None)):
-            for kind in (KeyedJaggedTensor, torchrec.KeyedJaggedTensor):
-                batch = kind(["a"], values, lengths=lengths, offsets=offsets)
-                assert batch.stride() == 0
-                assert batch.keys() == ["a"]
-                assert bags(batch).values().shape == (0, 4)
-        two = KeyedJaggedTensor(["a", "b"], ids, lengths=torch.zeros(2, 3, dtype=torch.int32, device=device))
-        assert two.stride() == 3
-        assert bags(two).values().shape == (3, 4)
-    assert KeyedJaggedTensor([], none).stride() == torchrec.KeyedJaggedTensor([], none).stride() == 0
-    assert KeyedTensor([], [], none).values().numel() == 0
 
 
 def test_storage_is_counted_copied_and_cleared() -> None:

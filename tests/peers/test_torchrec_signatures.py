@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Container
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,13 +108,9 @@ CLASS = {
     "concat of one": lambda kind, given: kind.concat([kind(**given)]),
     "from_jt_dict": lambda kind, given: kind.from_jt_dict(kind(**given).to_dict()),
     "from_lengths_sync": lambda kind, given: kind.from_lengths_sync(**of_lengths(given)),
-    "from_lengths_sync, synced": lambda kind, given: kind.from_lengths_sync(
-        **of_lengths(given)
-    ).offset_per_key_or_none(),
+    "synced": lambda kind, given: kind.from_lengths_sync(**of_lengths(given)).offset_per_key_or_none(),
     "from_offsets_sync": lambda kind, given: kind.from_offsets_sync(**of_offsets(given)),
-    "by position": lambda kind, given: kind(
-        *[given.get(name) for name in list(inspect.signature(kind).parameters)[:7]]
-    ),
+    "by position": lambda kind, given: kind(*map(given.get, list(inspect.signature(kind).parameters)[:7])),
 }
 # what docs/torchrec.md says of: inverse indices that stay, parts of a batch that keep its size, printing, [0]
 DIFFERS = {
@@ -137,10 +134,8 @@ def of_lengths(given: dict[str, Any]) -> dict[str, Any]:
 
 def of_offsets(given: dict[str, Any]) -> dict[str, Any]:
     rest = {name: value for name, value in given.items() if name != "lengths"}
-    return {
-        "offsets": torch.cat([NONE.new_zeros(1), given["lengths"].cumsum(0)]) if "lengths" in given else None,
-        **rest,
-    }
+    offsets = torch.cat([NONE.new_zeros(1), given["lengths"].cumsum(0)]) if "lengths" in given else None
+    return {"offsets": offsets, **rest}
 
 
 def on(device: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -289,41 +284,43 @@ def test_a_keyed_tensor_of_key_dim_0_needs_no_cat_dim() -> None:
 ROWS = {"t1": torch.arange(40.0).view(10, 4), "t2": -torch.arange(40.0).view(10, 4)}
 
 
-def bags(kind: Any, device: str | None = None, is_weighted: bool = False, pooling: str = "SUM") -> Any:
+def filled(collection: Any, config: Any, device: str | None, prefix: str, **options: Any) -> Any:
     tables = [
-        kind.EmbeddingBagConfig(
-            num_embeddings=10, embedding_dim=4, name=name, feature_names=[feature],
-            pooling=getattr(kind.PoolingType, pooling),
-        )
-        for name, feature in (("t1", "a"), ("t2", "b"))
-    ]  # fmt: skip
-    given = None if device is None else torch.device(device)
-    made = kind.EmbeddingBagCollection(tables=tables, is_weighted=is_weighted, device=given)
-    if device != "meta":
-        made.load_state_dict({f"embedding_bags.{name}.weight": rows for name, rows in ROWS.items()})
-    return made
-
-
-def sequences(kind: Any, device: str | None = None, need_indices: bool = False) -> Any:
-    tables = [
-        kind.EmbeddingConfig(num_embeddings=10, embedding_dim=4, name=name, feature_names=[feature])
+        config(num_embeddings=10, embedding_dim=4, name=name, feature_names=[feature])
         for name, feature in (("t1", "a"), ("t2", "b"))
     ]
-    given = None if device is None else torch.device(device)
-    made = kind.EmbeddingCollection(tables=tables, need_indices=need_indices, device=given)
+    made = collection(tables=tables, device=None if device is None else torch.device(device), **options)
     if device != "meta":
-        made.load_state_dict({f"embeddings.{name}.weight": rows for name, rows in ROWS.items()})
+        made.load_state_dict({f"{prefix}.{name}.weight": rows for name, rows in ROWS.items()})
     return made
 
 
-def weighting(kind: Any, name: str, given: Any, device: str) -> Any:
-    made = getattr(kind, name)(given, torch.device(device))
+def bags(kind: Any, device: str | None = None, pooling: str = "SUM", **options: Any) -> Any:
+    config = partial(kind.EmbeddingBagConfig, pooling=getattr(kind.PoolingType, pooling))
+    return filled(kind.EmbeddingBagCollection, config, device, "embedding_bags", **options)
+
+
+def sequences(kind: Any, device: str | None = None, **options: Any) -> Any:
+    return filled(kind.EmbeddingCollection, kind.EmbeddingConfig, device, "embeddings", **options)
+
+
+MANY = "PositionWeightedModuleCollection"
+
+
+def weighting(kind: Any, name: str, lengths: Any, device: str, batch: Any) -> Any:
+    made = getattr(kind, name)(lengths, torch.device(device))
     with torch.no_grad():
         for number, weights in enumerate(made.parameters()):
             weights.copy_(torch.arange(len(weights)) + 10.0 * number)
-    return made
+    return made(batch).weights_or_none()
 
 
+POOLED = BATCHES | {
+    "expanded": {"keys": ["a", "b"], "values": IDS, "lengths": SIX, "inverse_indices": (["a", "b"], INVERSE)},
+    "nothing of floats": {"keys": ["a", "b"], "values": torch.tensor([]), "lengths": torch.tensor([])},
+    "neither": {"keys": ["a", "b"], "values": torch.tensor([])},
+    "lengths by key": {"keys": ["a", "b"], "values": NONE, "lengths": torch.zeros(2, 3, dtype=torch.int32)},
+}
 FORWARDS: dict[str, Callable[[Any, str, Any], Any]] = {
     "bags": lambda kind, device, batch: bags(kind, device)(batch),
     "mean": lambda kind, device, batch: bags(kind, device, pooling="MEAN")(batch).values(),
@@ -332,25 +329,19 @@ FORWARDS: dict[str, Callable[[Any, str, Any], Any]] = {
     "indices": lambda kind, device, batch: {
         key: part.weights() for key, part in sequences(kind, device, need_indices=True)(batch).items()
     },
-    "position weights": lambda kind, device, batch: weighting(
-        kind, "PositionWeightedModuleCollection", {"a": 8, "b": 8}, device
-    )(batch).weights_or_none(),
-    "some position weights": lambda kind, device, batch: weighting(
-        kind, "PositionWeightedModuleCollection", {"a": 8}, device
-    )(batch).weights_or_none(),
+    "position weights": lambda kind, device, batch: weighting(kind, MANY, {"a": 8, "b": 8}, device, batch),
+    "some position weights": lambda kind, device, batch: weighting(kind, MANY, {"a": 8}, device, batch),
     "weighted features": lambda kind, device, batch: weighting(
-        kind, "PositionWeightedProcessor", {"a": 8, "b": 8}, device
-    )(batch).weights_or_none(),
+        kind, "PositionWeightedProcessor", {"a": 8, "b": 8}, device, batch
+    ),
 }
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize(
-    "given",
-    [*BATCHES.values(), {"keys": ["a", "b"], "values": IDS, "lengths": SIX, "inverse_indices": (["a", "b"], INVERSE)}],
-    ids=[*BATCHES, "expanded"],
-)
-def test_collections_and_position_weights_give_what_torchrecs_give(given: dict[str, Any], device: str) -> None:
+@pytest.mark.parametrize("batch", POOLED)
+def test_collections_and_position_weights_give_what_torchrecs_give(batch: str, device: str) -> None:
+    given = POOLED[batch]
+
     def of_batch(forward: Callable[[Any, str, Any], Any]) -> Callable[[Any], Any]:
         return lambda kind: forward(kind, device, kind.KeyedJaggedTensor(**on(device, given)))
 
@@ -366,8 +357,7 @@ def test_collections_and_position_weights_give_what_torchrecs_give(given: dict[s
 @pytest.mark.parametrize("batch", [name for name in JAGGED if "rows" not in name])
 def test_position_weights_of_one_feature_are_torchrecs(batch: str) -> None:
     def weighted(kind: Any, device: str) -> Any:
-        one = kind.JaggedTensor(**on(device, JAGGED[batch]))
-        return weighting(kind, "PositionWeightedModule", 8, device)(one)
+        return weighting(kind, "PositionWeightedModule", 8, device, kind.JaggedTensor(**on(device, JAGGED[batch])))
 
     assert differing({"of one": weighted}, "cpu") == differing({"of one": weighted}, "meta") == []
 
@@ -401,19 +391,15 @@ def test_the_weight_of_a_table_is_a_copy_that_refuses_writes() -> None:
     assert rows.embeddings["ec-d4"].spec.name == "ec-d4"
 
 
-MODULES: dict[str, Callable[[], torch.nn.Module]] = {
-    "bags": lambda: bags(ours),
-    "sequences": lambda: sequences(ours),
-    "within a model": lambda: torch.nn.Sequential(torch.nn.Linear(2, 2), bags(ours)),
-    "embedding": lambda: bags(ours).embedding_of("t1"),
-    "position weights": lambda: ours.PositionWeightedModuleCollection({"a": 3}),
-    "one feature": lambda: ours.PositionWeightedModule(3),
-    "table-batched": lambda: ours.TableBatchedEmbeddingBags([(4, 4, 3, 0)]),
-}
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-@pytest.mark.parametrize("module", MODULES)
-def test_torchscript_is_refused_with_the_remedy(module: str) -> None:
-    with pytest.raises(GraphError, match=r"torch.jit.script of .*: .*; script the dense part alone"):
-        torch.jit.script(MODULES[module]())
+def test_torchscript_is_refused_with_the_remedy() -> None:
+    for module in (
+        bags(ours),
+        sequences(ours),
+        torch.nn.Sequential(torch.nn.Linear(2, 2), bags(ours)),
+        bags(ours).embedding_of("t1"),
+        ours.PositionWeightedModuleCollection({"a": 3}),
+        ours.PositionWeightedModule(3),
+        ours.TableBatchedEmbeddingBags([(4, 4, 3, 0)]),
+    ):
+        check_refusal((lambda module=module: torch.jit.script(module), GraphError, "script the dense part alone"))
