@@ -20,7 +20,9 @@ from tierbed.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor, Variabl
 EIGHT, OFFSETS = torch.arange(8), torch.tensor([0, 2, 2, 3, 4, 5, 8])
 
 
-def test_padded_rows_have_the_gradients_of_their_places() -> None:
+def test_padded_rows_have_the_gradients_of_their_places_and_nan_stays_in_its_own() -> None:
+    values = JaggedTensor(torch.tensor([float("nan"), 1.0]), lengths=torch.tensor([1, 0, 1]))
+    assert values.to_padded_dense(2, 5.0)[1:].tolist() == [[5, 5], [1, 5]]
     rows = torch.randn(8, 3, requires_grad=True)
     dense = JaggedTensor(rows, lengths=torch.tensor([2, 0, 5, 1])).to_padded_dense(3, 7.0)
     assert dense.shape == (4, 3, 3)
@@ -32,12 +34,6 @@ def test_padded_rows_have_the_gradients_of_their_places() -> None:
         expected[row] = gradient[place]
     assert rows.grad is not None
     assert torch.equal(rows.grad, expected)
-
-
-def test_a_value_of_nan_stays_in_its_place_when_padded() -> None:
-    values = torch.tensor([float("nan"), 1.0])
-    dense = JaggedTensor(values, lengths=torch.tensor([1, 0, 1])).to_padded_dense(2, 5.0)
-    assert dense[1:].tolist() == [[5, 5], [1, 5]]
 
 
 def test_the_example_of_two_features() -> None:

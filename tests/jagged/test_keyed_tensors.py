@@ -24,12 +24,14 @@ def test_tensors_without_values_have_groups_of_the_same_shapes_without_values() 
     values = tensors()
     expected = [part.shape for part in KeyedTensor.regroup(keyed(values), GROUPS)]
     moves = multi_remap_to_groups(KEYS, LENGTHS, GROUPS)
-    bare = [tensor.to("meta", torch.float16) for tensor in values]
+    bare = [tensor.to("meta", torch.float16).requires_grad_() for tensor in values]
     for permutes, in_lengths, out_lengths in (moves, [tensor.to("meta") for tensor in moves]):
         parts = permute_multi_embedding(bare, permutes, moves[2].tolist(), in_lengths, out_lengths)
         for made in (parts, KeyedTensor.regroup(keyed(bare), GROUPS)):
             assert [part.shape for part in made] == expected
             assert {(part.device.type, part.dtype) for part in made} == {("meta", torch.float16)}
+            grads = torch.autograd.grad(sum(part.sum() for part in made), bare)
+            assert [one.shape for one in grads] == [one.shape for one in bare]
 
 
 def test_features_one_below_the_other_are_regrouped_but_not_with_features_side_by_side() -> None:

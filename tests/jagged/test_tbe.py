@@ -58,11 +58,13 @@ def train_at(place: str, optimizer: OptimType, path: Path) -> list[torch.Tensor]
     torch.manual_seed(0)
     batches = [batch(tables, MAP, [16] * len(MAP), weighted=True) for _ in range(16)]
     if place.startswith("few"):
-        tbe = SSDTableBatchedEmbeddingBags(tables, MAP, 1, str(path), **options)
+        folder = {"ssd_storage_directory": str(path), "ssd_uniform_init_lower": -1.0, "ssd_uniform_init_upper": 1.0}
+        tbe = SSDTableBatchedEmbeddingBags(tables, MAP, cache_sets=1, **folder, **options)
     else:
         tbe = TableBatchedEmbeddingBags(specs, MAP, **options)
     with tbe:
-        tbe.init_embedding_weights_uniform(-1, 1)
+        if not place.startswith("few"):
+            tbe.init_embedding_weights_uniform(-1, 1)
         if "ahead" in place:
             for made in batches:
                 tbe.prefetch(made.indices, made.offsets)

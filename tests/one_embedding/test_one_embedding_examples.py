@@ -48,12 +48,9 @@ def test_the_copy_of_an_example_is_the_documents(name: str) -> None:
     assert ast.unparse(ast.parse(CALLS[name])) == ast.unparse(ast.parse(examples()[name]))
 
 
-def test_the_example_of_an_ordinary_embedding(tmp_path: Path) -> None:
+def test_the_examples_of_an_ordinary_embedding_and_of_table_options(tmp_path: Path) -> None:
     made = run("embedding", tmp_path)
     assert torch.equal(made["y"], made["embedding"].weight[made["indices"].long()])
-
-
-def test_the_example_of_table_options(tmp_path: Path) -> None:
     made = run("table_options", tmp_path, scale=0.5)
     assert made["tables"] == [{"initializer": {"type": "uniform", "low": -0.5, "high": 0.5}}] * 2
     assert one_embedding.make_table(made["initializer"]) == made["table1"]

@@ -66,20 +66,17 @@ def test_every_argument_of_fbgemm_is_here_or_refused_and_has_its_default() -> No
             assert plain[0] == plain[1], name
 
 
-@pytest.mark.parametrize(
-    ("name", "plain", "other"),
-    [
-        (
-            "extra_optimizer_config",
-            UserEnabledConfigDefinition(),
-            UserEnabledConfigDefinition(use_rowwise_bias_correction=True),
-        ),
-        ("ensemble_mode", EnsembleModeDefinition(), EnsembleModeDefinition(step_ema=1)),
-        ("emainplace_mode", EmainplaceModeDefinition(), EmainplaceModeDefinition(step_start=1)),
-        ("global_weight_decay", GlobalWeightDecayDefinition(), GlobalWeightDecayDefinition(start_iter=1)),
-        ("record_cache_metrics", RecordCacheMetrics(False, False), RecordCacheMetrics(True, False)),
-    ],
-)
-def test_a_definition_of_defaults_alone_is_taken(name: str, plain: Any, other: Any) -> None:
-    ours([(10, 4)], [0], **{name: plain})
-    check_refusal((lambda: ours([(10, 4)], [0], **{name: other}), OptionError, f"{name}="))
+DEFINITIONS: dict[str, tuple[Any, Any]] = {  # each with what a change of its defaults is
+    "extra_optimizer_config": (UserEnabledConfigDefinition, {"use_rowwise_bias_correction": True}),
+    "ensemble_mode": (EnsembleModeDefinition, {"step_ema": 1}),
+    "emainplace_mode": (EmainplaceModeDefinition, {"step_start": 1}),
+    "global_weight_decay": (GlobalWeightDecayDefinition, {"start_iter": 1}),
+    "record_cache_metrics": (lambda first=False: RecordCacheMetrics(first, False), {"first": True}),
+}
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_a_definition_of_defaults_alone_is_taken(name: str) -> None:
+    kind, change = DEFINITIONS[name]
+    ours([(10, 4)], [0], **{name: kind()})
+    check_refusal((lambda: ours([(10, 4)], [0], **{name: kind(**change)}), OptionError, f"{name}="))

@@ -34,11 +34,11 @@ def keyed(total: int, weighted: bool) -> KeyedJaggedTensor:
 
 @pytest.mark.parametrize("weighted", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_keyed_jagged_tensor_of_any_total_runs_in_one_step(weighted: bool, tmp_path: Path, caplog: Any) -> None:
-    def build(graph: Any, features: KeyedJaggedTensor, scale: KeyedTensor) -> tuple[KeyedTensor, KeyedJaggedTensor]:
+    def build(graph: Any, features: KeyedJaggedTensor, scale: KeyedTensor, *more: JaggedTensor) -> tuple[Any, ...]:
         bags = pooled(graph.rows, features.values(), features.lengths(), features.weights_or_none())
         found = bags.view(len(KEYS), BATCH, -1).transpose(0, 1).reshape(BATCH, -1) * scale.values()
         found.square().sum().backward()
-        return KeyedTensor(features.keys(), [bags.shape[1]] * len(KEYS), found), features
+        return KeyedTensor(features.keys(), [bags.shape[1]] * len(KEYS), found), features, *more
 
     totals = [0, 40, 300]
     with make(options("ssd", tmp_path), tables=1) as rows, make(options("device"), tables=1) as other:
@@ -50,38 +50,18 @@ def test_a_keyed_jagged_tensor_of_any_total_runs_in_one_step(weighted: bool, tmp
             torch.optim.SGD(other.parameters(), lr=0.1),
             rows=other,
         )
-        results = list(graph.run([(keyed(total, weighted), scale) for total in totals], ahead=2))
+        apart = [JaggedTensor(torch.arange(total), lengths=torch.tensor([total])) for total in totals]
+        given = [(keyed(total, weighted), scale, one) for total, one in zip(totals, apart, strict=True)]
+        results = list(graph.run(given, ahead=2))
         assert rows.metrics()["table"]["prefetch_hits"] == len(totals)
-        for total, (found, returned) in zip(totals, results, strict=True):
+        for total, (found, returned, one) in zip(totals, results, strict=True):
             features = keyed(total, weighted)
             wanted = plain(features.values(), features.weights_or_none(), features.lengths())
             assert torch.equal(found.values(), wanted)
             assert found.keys() == returned.keys() == KEYS
             assert torch.equal(returned.values(), features.values())
+            assert (one.values().tolist(), one.lengths().tolist()) == ([*range(total)], [total])
     assert compiled_steps(graph) == 1
     assert compiled_steps(plain) == len(totals)
     assert "args__values: int64 [s" in str(graph)
     assert not [record for record in caplog.records if record.name == "tierbed"]
-
-
-def test_a_dict_of_jagged_tensors_of_any_total_runs_in_one_step() -> None:
-    def build(graph: Any, batch: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
-        found = {}
-        for key, feature in batch.items():
-            rows = graph.rows(feature.values())
-            rows.sum().backward()
-            found[key] = JaggedTensor(rows, lengths=feature.lengths())
-        return found
-
-    with make(options("cached_host"), None, tables=1) as rows:
-        graph = graph_of(build, torch.optim.SGD(rows.parameters(), lr=0.1), rows=rows)
-        for totals in ((5, 5), (3, 9), (0, 4), (1, 0)):
-            before = rows.get(torch.arange(9))
-            given = {
-                key: JaggedTensor(torch.arange(n), lengths=torch.tensor([n]))
-                for key, n in zip("ab", totals, strict=True)
-            }
-            for (key, one), n in zip(graph(given).items(), totals, strict=True):
-                assert torch.equal(one.values(), before[:n])
-                assert one.lengths().tolist() == given[key].lengths().tolist()
-        assert compiled_steps(graph) == 1
