@@ -73,11 +73,8 @@ def test_without_eps_a_gradient_of_zero_makes_no_nan(kind: type, options: dict[s
 
 
 def test_settings_of_a_group_are_read_at_each_step_even_after_load_state_dict() -> None:
-    groups = [
-        {"params": [torch.nn.Parameter(torch.zeros(1))]},
-        {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 7.0},
-    ]
-    optimizer = torch.optim.SGD(groups, lr=0.1)
+    one, two = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+    optimizer = torch.optim.SGD([{"params": [one]}, {"params": [two], "lr": 7.0}], lr=0.1)
     rows = rows_of(optimizer)
     assert row_optimizer(optimizer, optimizer.param_groups[1]).hyper(1)[0] == 7.0
     assert rows.hyper(1)[0] == 0.1

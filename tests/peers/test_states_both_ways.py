@@ -177,9 +177,6 @@ class Both(nn.Module):
     def __init__(self, ebc: nn.Module) -> None:
         super().__init__()
         self.ebc, self.over = ebc, nn.Linear(20, 1)
-        with torch.no_grad():
-            self.over.weight.fill_(0.1)
-            self.over.bias.fill_(0.2)
 
     def forward(self, features: Any) -> Any:
         return self.ebc(features)

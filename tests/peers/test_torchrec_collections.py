@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from torchrec.modules import embedding_configs as theirs
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor as TheirKeyed
 
 import tierbed
-from support.jagged import KEYS, Features, features
+from support.jagged import KEYS, features
 from tierbed import EagerOptimizer
 from tierbed.jagged import (
     EmbeddingBagCollection,
@@ -42,16 +41,9 @@ def close(ours: Tensor, other: Tensor) -> None:
     torch.testing.assert_close(ours, other, rtol=0, atol=1e-6 * largest)
 
 
-@dataclass
-class Drawn:
-    """Tables, and a batch that has their features."""
-
-    tables: list[dict[str, Any]]
-    batch: Features
-
-
 @st.composite
-def drawn(draw: Any, one_dim: bool = False, weighted: bool | None = False, min_batch: int = 0) -> Drawn:
+def drawn(draw: Any, one_dim: bool = False, weighted: bool | None = False, min_batch: int = 0) -> Any:
+    """Tables, and a batch that has their features."""
     dims = [draw(st.sampled_from([1, 3, 8]))] if one_dim else [1, 3, 8]
     tables = [
         {
@@ -63,7 +55,7 @@ def drawn(draw: Any, one_dim: bool = False, weighted: bool | None = False, min_b
         for number in range(draw(st.integers(1, 4)))
     ]
     required = sorted({feature for table in tables for feature in table["feature_names"]})
-    return Drawn(tables, draw(features(required=required, ids=IDS, weighted=weighted, min_batch=min_batch)))
+    return tables, draw(features(required=required, ids=IDS, weighted=weighted, min_batch=min_batch))
 
 
 def weights_of(other: Any) -> dict[str, nn.Parameter]:
@@ -101,23 +93,23 @@ def loss_of(values: Tensor) -> Tensor:
 @given(
     case=drawn(weighted=None, min_batch=1), mean=st.lists(st.booleans(), min_size=4, max_size=4), takes=st.booleans()
 )
-def test_pooled_rows_and_their_gradients_are_torchrecs(case: Drawn, mean: list[bool], takes: bool) -> None:
-    weighted = takes and case.batch.weights is not None
+def test_pooled_rows_and_their_gradients_are_torchrecs(case: Any, mean: list[bool], takes: bool) -> None:
+    weighted = takes and case[1].weights is not None
     pooling = ["MEAN" if one and not weighted else "SUM" for one in mean]  # TorchRec has not both
     tables = [
-        EmbeddingBagConfig(**table, pooling=PoolingType(one)) for table, one in zip(case.tables, pooling, strict=False)
+        EmbeddingBagConfig(**table, pooling=PoolingType(one)) for table, one in zip(case[0], pooling, strict=False)
     ]
     configs = [
         theirs.EmbeddingBagConfig(**table, pooling=theirs.PoolingType(one))
-        for table, one in zip(case.tables, pooling, strict=False)
+        for table, one in zip(case[0], pooling, strict=False)
     ]
-    leaves = [None if case.batch.weights is None else case.batch.weights.clone().requires_grad_() for _ in range(2)]
+    leaves = [None if case[1].weights is None else case[1].weights.clone().requires_grad_() for _ in range(2)]
     with EmbeddingBagCollection(tables, STORE, is_weighted=weighted) as ours:
         other = TheirBags(configs, is_weighted=weighted)
         fill(other, ours)
         optimizer = step(ours)
-        out = ours(KeyedJaggedTensor(**{**case.batch.arguments(), "weights": leaves[0]}))
-        expected = other(TheirKeyed(**{**case.batch.arguments(), "weights": leaves[1]}))
+        out = ours(KeyedJaggedTensor(**{**case[1].arguments(), "weights": leaves[0]}))
+        expected = other(TheirKeyed(**{**case[1].arguments(), "weights": leaves[1]}))
         assert (out.keys(), out.length_per_key()) == (expected.keys(), expected.length_per_key())
         close(out.values(), expected.values())
         loss_of(out.values()).backward()
@@ -131,10 +123,10 @@ def test_pooled_rows_and_their_gradients_are_torchrecs(case: Drawn, mean: list[b
 
 
 @given(case=drawn(one_dim=True, min_batch=1), need=st.booleans())  # TorchRec fails without a sample
-def test_rows_of_ids_and_their_gradients_are_torchrecs(case: Drawn, need: bool) -> None:
-    given = case.batch.arguments()
-    with EmbeddingCollection([EmbeddingConfig(**table) for table in case.tables], STORE, need_indices=need) as ours:
-        other = TheirRows([theirs.EmbeddingConfig(**table) for table in case.tables], need_indices=need)
+def test_rows_of_ids_and_their_gradients_are_torchrecs(case: Any, need: bool) -> None:
+    given = case[1].arguments()
+    with EmbeddingCollection([EmbeddingConfig(**table) for table in case[0]], STORE, need_indices=need) as ours:
+        other = TheirRows([theirs.EmbeddingConfig(**table) for table in case[0]], need_indices=need)
         fill(other, ours)
         optimizer = step(ours)
         out, expected = ours(KeyedJaggedTensor(**given)), other(TheirKeyed(**given))
@@ -155,12 +147,12 @@ def test_rows_of_ids_and_their_gradients_are_torchrecs(case: Drawn, need: bool) 
 
 
 @given(case=drawn(min_batch=1))
-def test_torchrecs_own_batches_and_configs_are_taken(case: Drawn) -> None:
-    configs = [theirs.EmbeddingBagConfig(**table) for table in case.tables]
-    given = case.batch.arguments()
+def test_torchrecs_own_batches_and_configs_are_taken(case: Any) -> None:
+    configs = [theirs.EmbeddingBagConfig(**table) for table in case[0]]
+    given = case[1].arguments()
     with (
         EmbeddingBagCollection(configs, STORE, name="e") as one,
-        EmbeddingBagCollection([EmbeddingBagConfig(**table) for table in case.tables], STORE, name="e") as two,
+        EmbeddingBagCollection([EmbeddingBagConfig(**table) for table in case[0]], STORE, name="e") as two,
     ):
         expected = two(KeyedJaggedTensor(**given)).values()
         batches = [TheirKeyed(**given), KeyedJaggedTensor(**given).to_dict(), TheirKeyed(**given).to_dict()]

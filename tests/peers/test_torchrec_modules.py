@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,10 +26,12 @@ from torchrec.modules.mc_modules import (
     ManagedCollisionCollection,
     MCHManagedCollisionModule,
 )
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from support.embeddings import make
 from support.graphs import compiled_steps, graph_of
-from tierbed import EagerOptimizer
+from support.stores import options as stored
+from tierbed import EagerOptimizer, MultiTableEmbedding
 from tierbed.jagged import EmbeddingBagCollection, EmbeddingCollection
 from tierbed.jagged import KeyedJaggedTensor as OurBatch
 
@@ -188,3 +191,55 @@ def test_a_collection_without_tables_has_no_columns_and_one_that_is_reset_its_fi
     assert not torch.equal(module(features).values(), before)
     module.reset_parameters()
     assert torch.equal(module(features).values(), before)
+
+
+THREE, SAMPLES = ["a", "b", "c"], 5
+
+
+def summed(rows: MultiTableEmbedding, values: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    return rows(values, None, offsets, pooling="sum", weights=weights)
+
+
+def drawn(total: int, weighted: bool) -> KeyedJaggedTensor:
+    generator = torch.Generator().manual_seed(total)
+    place = torch.randint(0, len(THREE) * SAMPLES, (total,), generator=generator)
+    weights = torch.rand(total, generator=generator) if weighted else None
+    lengths = torch.bincount(place, minlength=len(THREE) * SAMPLES)
+    values = torch.randint(0, 50, (total,), generator=generator)
+    return KeyedJaggedTensor(list(THREE), values, weights, lengths=lengths)
+
+
+@pytest.mark.parametrize("weighted", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_keyed_jagged_tensor_of_any_total_runs_in_one_step(weighted: bool, tmp_path: Path, caplog: Any) -> None:
+    def build(graph: Any, features: KeyedJaggedTensor, scale: KeyedTensor, *more: JaggedTensor) -> tuple[Any, ...]:
+        bags = summed(graph.rows, features.values(), features.lengths(), features.weights_or_none())
+        found = bags.view(len(THREE), SAMPLES, -1).transpose(0, 1).reshape(SAMPLES, -1) * scale.values()
+        found.square().sum().backward()
+        return KeyedTensor(features.keys(), [bags.shape[1]] * len(THREE), found), features, *more
+
+    totals = [0, 40, 300]
+    with make(stored("ssd", tmp_path), tables=1) as rows, make(stored("device"), tables=1) as other:
+        dim = rows.spec.dim
+        scale = KeyedTensor(list(THREE), [dim] * len(THREE), torch.full((SAMPLES, dim * len(THREE)), 0.5))
+        graph = graph_of(build, torch.optim.SGD(rows.parameters(), lr=0.1), rows=rows)
+        plain = graph_of(
+            lambda graph, *flat: build(graph, KeyedJaggedTensor(THREE, *flat), scale)[0].values(),
+            torch.optim.SGD(other.parameters(), lr=0.1),
+            rows=other,
+        )
+        apart = [JaggedTensor(torch.arange(total), lengths=torch.tensor([total])) for total in totals]
+        given = [(drawn(total, weighted), scale, one) for total, one in zip(totals, apart, strict=True)]
+        results = list(graph.run(given, ahead=2))
+        assert rows.metrics()["table"]["prefetch_hits"] == len(totals)
+        for total, (found, returned, one) in zip(totals, results, strict=True):
+            features = drawn(total, weighted)
+            wanted = plain(features.values(), features.weights_or_none(), features.lengths())
+            assert torch.equal(found.values(), wanted)
+            assert found.keys() == returned.keys() == THREE
+            assert torch.equal(returned.values(), features.values())
+            assert (one.values().tolist(), one.lengths().tolist()) == ([*range(total)], [total])
+    assert compiled_steps(graph) == 1
+    assert compiled_steps(plain) == len(totals)
+    assert "args__values: int64 [s" in str(graph)
+    assert not [record for record in caplog.records if record.name == "tierbed"]
