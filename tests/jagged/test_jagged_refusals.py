@@ -158,22 +158,15 @@ def test_nested_tensors_of_other_kinds_are_refused_with_the_remedy() -> None:
     jagged = torch.nested.nested_tensor(bags, layout=torch.jagged)
     other = torch.nested.nested_tensor(bags[:1], layout=torch.jagged)
     strided = torch.nested.nested_tensor(bags)
-    refusals: list[Refusal] = [
-        (lambda: JaggedTensor.from_nested(strided), InputError, "values:", "", "layout=torch.jagged"),
-        (lambda: JaggedTensor.from_nested(torch.arange(3)), InputError, "values:", "", "layout=torch.jagged"),
-        (lambda: JaggedTensor.from_nested(gaps), InputError, "values:", "has gaps", "give values.contiguous()"),
-        (
-            lambda: JaggedTensor(jagged, lengths=torch.tensor([3, 2])),
-            InputError, "values:", "a nested tensor", "to from_nested",
-        ),
-        (lambda: JaggedTensor.from_nested(jagged, other), InputError, "weights:", "a tensor [3]", "give a tensor [5]"),
-        (
-            lambda: KeyedJaggedTensor.from_nested({"a": jagged}, {"b": jagged}),
-            InputError, "weights", "['b']", "give weights for each key",
-        ),
-    ]  # fmt: skip
-    for refusal in refusals:
-        check_refusal(refusal)
+    for call, *named in (
+        (lambda: JaggedTensor.from_nested(strided), "values", "layout=torch.jagged"),
+        (lambda: JaggedTensor.from_nested(torch.arange(3)), "values", "layout=torch.jagged"),
+        (lambda: JaggedTensor.from_nested(gaps), "values", "values.contiguous()"),
+        (lambda: JaggedTensor(jagged, lengths=torch.tensor([3, 2])), "values", "from_nested"),
+        (lambda: JaggedTensor.from_nested(jagged, other), "weights", "[3]", "[5]"),
+        (lambda: KeyedJaggedTensor.from_nested({"a": jagged}, {"b": jagged}), "weights", "['b']"),
+    ):
+        check_refusal((call, InputError, *named))
     assert JaggedTensor.from_nested(gaps.contiguous()).values().tolist() == [0, 1, 5, 6, 10]
 
 

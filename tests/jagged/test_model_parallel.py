@@ -89,29 +89,27 @@ def batches(count: int = STEPS, rank: int = 0) -> Iterator[Batch]:
         yield Batch(KeyedJaggedTensor(["user", "item"], ids, lengths=lengths), torch.rand(5, generator=random))
 
 
-def rows_of(model: Model) -> list[Tensor]:
-    keys = torch.arange(30)
+def state_of_all(model: Model) -> list[Tensor]:
     parts = (model.bags.embedding_of("user"), model.bags.embedding_of("item"), model.rows.embedding_of("user"))
-    return [part.get(keys) for part in parts]
+    return [*(part.get(torch.arange(30)) for part in parts), *(one.detach() for one in model.over.parameters())]
 
 
-def plain_loop() -> tuple[list[Tensor], list[Tensor]]:
-    model = Model()
+def plain_loop(*ranks: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Losses, and rows and dense parameters, of one process that trains on the mean of these ranks' batches."""
+    model, losses = Model(), []
     optimizer = EagerOptimizer(torch.optim.Adagrad(model.parameters(), lr=0.1, eps=1e-8), model)
-    losses = []
-    for batch in batches():
+    for of_ranks in zip(*(batches(rank=rank) for rank in ranks), strict=True):
         optimizer.zero_grad()
-        loss, output = model(batch)
-        loss.backward()
+        losses.append(sum(model(batch)[0] / len(ranks) for batch in of_ranks))
+        losses[-1].backward()
         optimizer.step()
-        losses.append(output)
-    return losses, rows_of(model)
+    return [loss.detach() for loss in losses], state_of_all(model)
 
 
 @pytest.mark.parametrize("kind", [TrainPipelineBase, TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist])
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_a_pipeline_trains_as_a_plain_loop(kind: Any, in_backward: bool) -> None:
-    losses, rows = plain_loop()
+    losses, state = plain_loop(0)
     model = Model("meta")
     if in_backward:
         train_in_backward(torch.optim.Adagrad, model.bags, model.rows)
@@ -128,7 +126,7 @@ def test_a_pipeline_trains_as_a_plain_loop(kind: Any, in_backward: bool) -> None
         optimizer = EagerOptimizer(torch.optim.Adagrad(parallel.parameters(), lr=0.1, eps=1e-8), parallel.module)
     pipeline = kind(parallel, optimizer, CPU)
     found = calls(pipeline, batches())[:-1]
-    assert all(map(torch.equal, [*found, *rows_of(model)], [*losses, *rows]))
+    assert all(map(torch.equal, [*found, *state_of_all(model)], [*losses, *state]))
     met = [part.metrics()["table"]["prefetch_hits"] for part in model.bags.each()]
     assert met == [0 if kind is TrainPipelineBase else STEPS - 3] * 2  # three batches are held before the first step
     parallel.eval()
@@ -200,14 +198,7 @@ def test_a_model_on_meta_gets_the_values_of_its_modules() -> None:
 
 
 def test_ranks_train_the_mean_of_their_losses() -> None:
-    """As one process does by both batches at once."""
-    model = Model()
-    optimizer = EagerOptimizer(torch.optim.Adagrad(model.parameters(), lr=0.1, eps=1e-8), model)
-    for pair in zip(batches(rank=0), batches(rank=1), strict=True):
-        optimizer.zero_grad()
-        sum(model(batch)[0] / 2 for batch in pair).backward()
-        optimizer.step()
-    expected = [*rows_of(model), *(one.detach() for one in model.over.parameters())]
+    _, expected = plain_loop(0, 1)
     for found in run_ranks(2, of_unlike_batches):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
@@ -229,7 +220,7 @@ def of_unlike_batches(world: Any) -> list[Tensor]:
     )
     pipeline = TrainPipelineSparseDist(parallel, optimizer, CPU, custom_model_fwd=forward)
     assert len(calls(pipeline, iter(given))) == STEPS + 1
-    return [*rows_of(model), *(one.detach() for one in model.over.parameters())]
+    return state_of_all(model)
 
 
 def mistakes(world: Any) -> list[str]:

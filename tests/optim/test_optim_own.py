@@ -109,18 +109,18 @@ def test_ftrl_is_its_formula_in_double_and_takes_small_weights_to_zero() -> None
     np.testing.assert_allclose(parameter.detach().numpy(), w, rtol=1e-5, atol=1e-7)
 
 
+def test_power_of_no_number_is_no_number() -> None:
+    with np.errstate(invalid="ignore"):
+        assert np.isnan(power(np.array([-1.0, math.nan, -math.inf], np.float32), np.float32(0.3))).all()
+    assert power(np.float32(math.inf), np.float32(0.3)) == math.inf
+
+
 @given(st.floats(0, 2.0**127, width=32), st.floats(-8, 8, width=32))
 def test_power_is_rounded_from_the_exact_one(x: float, exponent: float) -> None:
     with np.errstate(all="ignore"):
         wanted = np.float32(np.float64(x) ** np.float64(exponent))
         found = power(np.float32(x), np.float32(exponent))
     assert abs(int(np.float32(found).view(np.int32)) - int(wanted.view(np.int32))) <= 1
-
-
-def test_power_of_no_number_is_no_number() -> None:
-    with np.errstate(invalid="ignore"):
-        assert np.isnan(power(np.array([-1.0, math.nan, -math.inf], np.float32), np.float32(0.3))).all()
-    assert power(np.float32(math.inf), np.float32(0.3)) == math.inf
 
 
 def test_without_eps_a_row_without_gradient_stays_and_nan_is_not_hidden() -> None:
