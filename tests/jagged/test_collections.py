@@ -335,10 +335,11 @@ def test_an_unknown_number_of_rows_makes_equal_parts():
     assert [options.capacity for options in stores.values()] == [2, 2, 2]
 
 
-def test_one_embedding_has_all():
+def test_one_embedding_has_all_and_a_mapping_gives_each_its_own():
     options = cached(cache_budget_mb="auto")
     assert assign_stores(options, {"ebc": StoreRequest(8, None)}) == {"ebc": options}
     assert assign_stores(dict(options), {"ebc": StoreRequest(8, None)}) == {"ebc": options}
+    assert assign_stores(OWN, NEEDS) == OWN
 
 
 @given(
@@ -373,10 +374,6 @@ OWN = {"ebc-d8": cached(), "ebc-d120": tierbed.make_host_mem_store_options()}
 def test_a_store_that_cannot_be_divided_is_refused(refusal):
     given, *named = refusal
     check_refusal((lambda: assign_stores(given, NEEDS), OptionError, *named))
-
-
-def test_a_mapping_gives_each_its_own():
-    assert assign_stores(OWN, NEEDS) == OWN
 
 
 def ssd(path, **options):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from time import sleep
@@ -100,24 +101,18 @@ def test_a_save_during_a_backward_pass_is_of_one_step(tmp_path: Path) -> None:
     saved: list[Any] = []
     asking = Thread(target=lambda: saved.append(request_save(stores[0], "now", "full", None, 60, False, stores)))
 
-    def watched(part: Any) -> None:
-        plain = part.pin
-
-        def pin(*given: Any) -> Any:
-            pins.append(part.name)
-            if len(pins) == 2:
-                asking.start()
-                while not part.group.gate.is_wanted:
-                    sleep(0.001)
-            return plain(*given)
-
-        part.pin = pin
+    def pinned(part: Any, plain: Any, *given: Any) -> Any:
+        pins.append(part.name)
+        if len(pins) == 2:
+            asking.start()
+            while not part.group.gate.is_wanted:
+                sleep(0.001)
+        return plain(*given)
 
     for part in parts:
-        watched(part)
+        part.pin = partial(pinned, part, part.pin)
     passes(made, range(2, 3))
     asking.join()
     assert len(set(pins)) == 2
     assert saved
-    steps_of = [Snapshot.open(store / "snapshots" / "now").description["step"] for store in stores]
-    assert steps_of == [3, 3]
+    assert [Snapshot.open(store / "snapshots" / "now").description["step"] for store in stores] == [3, 3]

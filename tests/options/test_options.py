@@ -123,6 +123,18 @@ VALUES = [
     (lambda: embedding({"store": "device_mem", "capacity": 0}), "capacity=", "0"),
     (lambda: embedding({"store": "cached_host_mem"}), "cached_host_mem", "cache_budget_mb"),
     (lambda: embedding({"store": "cached_ssd", "cache_budget_mb": 3}), "cached_ssd", "persistent_path"),
+    # wrong arguments of makers name the nearest
+    (host(persistant_path="x"), "make_host_mem_store_options: ", "did you mean persistent_path"),
+    (lambda: tierbed.make_device_mem_store_options(zzz=1), "zzz", "persistent_path, capacity"),
+    (lambda: tierbed.make_cached_host_mem_store_options(cache_mb=1), "cache_mb", "cache_budget_mb"),
+    (lambda: tierbed.make_cached_ssd_store_options(1), "make_cached_ssd_store_options: ", "'persistent_path'"),
+    (lambda: tierbed.make_uniform_initializer(0, 1, 2), "too many", "low, high"),
+    (lambda: tierbed.make_normal_initializer(sdt=1), "sdt", "did you mean std"),
+    (lambda: tierbed.make_constant_initializer(), "'value'"),
+    (lambda: tierbed.make_trunc_normal_initializer(men=1), "did you mean mean"),
+    (lambda: tierbed.make_table_options({"type": "uniform"}, nam="a"), "did you mean name"),
+    (lambda: tierbed.make_column_options({"type": "uniform"}, initialiser=1), "did you mean initializer"),
+    (lambda: tierbed.make_persistent_table_reader("x", "y", storage_dims=1), "did you mean storage_dim"),
 ]
 
 
@@ -148,12 +160,10 @@ def test_a_file_gives_each_deployment_its_store(tmp_path: Path) -> None:
         '[items]\nstore = "cached_ssd"\npersistent_path = "/ssd"\ncache_budget_mb = 0.5\nhost_cache_budget_mb = 8\n'
         '["my embedding"]\nstore = "cached_host_mem"\ncache_budget_mb = 3\nopen = "error"\n',
     )
-    assert load_store_options(file, "users") == tierbed.make_device_mem_store_options(
-        capacity=1000, eviction="ttl", ttl_steps=50, admission=0.25
-    )
-    assert load_store_options(str(file), "items") == tierbed.make_cached_ssd_store_options(
-        0.5, "/ssd", host_cache_budget_mb=8
-    )
+    more = {"capacity": 1000, "eviction": "ttl", "ttl_steps": 50, "admission": 0.25}
+    assert load_store_options(file, "users") == tierbed.make_device_mem_store_options(**more)
+    disk = tierbed.make_cached_ssd_store_options(0.5, "/ssd", host_cache_budget_mb=8)
+    assert load_store_options(str(file), "items") == disk
     assert load_store_options(file, "my embedding").open == "error"
     assert embedding(load_store_options(file, "users")).size() == 0
 
@@ -195,9 +205,6 @@ def test_a_file_that_says_nothing_useful_names_itself_and_the_table(tmp_path: Pa
     text, *named = refusal
     file = written(tmp_path / "deploy.toml", text)
     check_refusal((lambda: load_store_options(file, "users"), OptionError, *named))
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "latin.toml").write_bytes(b'[users]\nstore = "\xe9"\n')
     for path in (tmp_path / "missing.toml", tmp_path, tmp_path / "latin.toml"):
         check_refusal((lambda path=path: load_store_options(path, "users"), OptionError, path.name))
@@ -225,24 +232,3 @@ def test_a_build_without_rocksdb_says_what_to_install(monkeypatch: pytest.Monkey
     with pytest.raises(StoreError, match=r"cached_ssd.*no RocksDB; install it \(apt install librocksdb-dev\)"):
         tierbed.make_cached_ssd_store_options(1, "store")
     tierbed.make_cached_host_mem_store_options(1, "store")
-
-
-@pytest.mark.parametrize(
-    "refusal",
-    [
-        ("make_host_mem_store_options", (), {"persistant_path": "x"}, "did you mean persistent_path"),
-        ("make_device_mem_store_options", (), {"zzz": 1}, "zzz", "persistent_path, capacity"),
-        ("make_cached_host_mem_store_options", (), {"cache_mb": 1}, "cache_mb", "cache_budget_mb"),
-        ("make_cached_ssd_store_options", (1,), {}, "'persistent_path'"),
-        ("make_uniform_initializer", (0, 1, 2), {}, "too many", "low, high"),
-        ("make_normal_initializer", (), {"sdt": 1}, "sdt", "did you mean std"),
-        ("make_constant_initializer", (), {}, "'value'"),
-        ("make_trunc_normal_initializer", (), {"men": 1}, "did you mean mean"),
-        ("make_table_options", ({"type": "uniform"},), {"nam": "a"}, "did you mean name"),
-        ("make_column_options", ({"type": "uniform"},), {"initialiser": 1}, "did you mean initializer"),
-        ("make_persistent_table_reader", ("x", "y"), {"storage_dims": 1}, "did you mean storage_dim"),
-    ],
-)
-def test_wrong_arguments_of_a_maker_are_an_option_error_that_names_the_nearest(refusal: Any) -> None:
-    maker, args, kwargs, *named = refusal
-    check_refusal((lambda: getattr(tierbed, maker)(*args, **kwargs), OptionError, f"{maker}: ", *named))
