@@ -77,7 +77,7 @@ class Model(nn.Module):
 
     def rows_of(self) -> list[bytes]:
         every = [*self.bags.embeddings.values(), *self.rows.embeddings.values()]
-        return [contents(embedding).tobytes() for embedding in every]  # type: ignore[arg-type]
+        return [contents(embedding).tobytes() for embedding in every]
 
     def close(self) -> None:
         self.bags.close()
@@ -93,7 +93,7 @@ def optimizers(model: Model) -> list[torch.optim.Optimizer]:
 
 def step(graph: Any, features: Any) -> Tensor:
     loss: Tensor = graph.model(features)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     return loss
 
 
@@ -130,8 +130,8 @@ def test_a_graph_trains_collections_as_a_plain_loop_on_every_store(store: str, t
     assert [*losses, model.rows_of()] == plain
     assert not graph.why_recompiled()  # batches of any number of ids share a step
     for embedding in model.bags.embeddings.values():
-        assert embedding.metrics()["table"]["prefetch_misses"] == 0  # type: ignore[operator]
-        assert embedding.metrics()["table"]["prefetch_hits"] >= 5  # type: ignore[operator]
+        assert embedding.metrics()["table"]["prefetch_misses"] == 0
+        assert embedding.metrics()["table"]["prefetch_hits"] >= 5
     model.close()
 
 
@@ -226,7 +226,7 @@ def test_a_padded_feature_has_rows_then_zeros(key_type: torch.dtype) -> None:
 def test_features_apart_are_trained_in_a_graph_as_a_keyed_jagged_tensor() -> None:
     def total(graph: Any, features: Any) -> Tensor:
         found: Tensor = graph.rows(features)["a"].values().square().sum() / 2
-        found.backward()  # type: ignore[no-untyped-call]
+        found.backward()
         return found
 
     tables = [EmbeddingConfig(None, 3, "t", feature_names=["a"])]
@@ -289,7 +289,7 @@ def test_prefetch_of_a_plain_loop_is_met(pooled: bool) -> None:
             optimizer.step()
             optimizer.zero_grad()
         for embedding in made.embeddings.values():
-            assert embedding.metrics()["table"]["prefetch_hits"] == 3  # type: ignore[operator]
+            assert embedding.metrics()["table"]["prefetch_hits"] == 3
 
 
 @pytest.mark.parametrize(("key_type", "narrow"), [(torch.int32, torch.int16), (torch.int64, torch.int32)])

@@ -63,7 +63,7 @@ class Model(nn.Module):
 def train_in_backward(kind: Any, *modules: nn.Module, lr: float = 0.1) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's own import
-        from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
+        from torch.distributed.optim import _apply_optimizer_in_backward
 
     _apply_optimizer_in_backward(kind, [one for module in modules for one in module.parameters()], {"lr": lr})
 
@@ -409,7 +409,7 @@ def loader_that_raises(bad: int) -> Iterator[Any]:
                 raise StopIteration
             return f"{self.number}", features(self.number)
 
-    return Loader()  # type: ignore[return-value]
+    return Loader()
 
 
 def batches_of(wrong: Any) -> Callable[[int], Iterator[Any]]:

@@ -97,7 +97,7 @@ def test_every_name_is_there_and_no_other() -> None:
     assert one_embedding.FTRL is one_embedding.Ftrl is tierbed.optim.Ftrl
     assert issubclass(one_embedding.MultiTableEmbedding, one_embedding.Embedding)
     with pytest.raises(AttributeError, match="has no attribute 'make_table_option'"):
-        one_embedding.make_table_option  # type: ignore[attr-defined]  # noqa: B018
+        one_embedding.make_table_option  # noqa: B018
 
 
 @pytest.mark.skipif(document() is None, reason="TIERBED_SEEDS names no folder with OneEmbedding's documentation")

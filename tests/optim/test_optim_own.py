@@ -174,7 +174,7 @@ OWN = [RowWiseAdagrad, Ftrl, CatchUpAdam, PartialRowWiseAdam, LAMB, PartialRowWi
 def test_the_dense_step_moves_any_shape_runs_a_closure_and_is_saved(kind: type[torch.optim.Optimizer]) -> None:
     parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in ((2, 3, 4), (5,), ())]
     untouched = torch.nn.Parameter(torch.ones(2))
-    optimizer = kind([*parameters, untouched], lr=0.1)  # type: ignore[call-arg]
+    optimizer = kind([*parameters, untouched], lr=0.1)
 
     def loss() -> float:
         optimizer.zero_grad()
@@ -187,7 +187,7 @@ def test_the_dense_step_moves_any_shape_runs_a_closure_and_is_saved(kind: type[t
         optimizer.step(loss)
     assert loss() < before
     assert untouched.tolist() == [1, 1]
-    again = kind([*parameters, untouched], lr=0.1)  # type: ignore[call-arg]
+    again = kind([*parameters, untouched], lr=0.1)
     again.load_state_dict(optimizer.state_dict())
     assert again.state_dict().keys() == optimizer.state_dict().keys()
 

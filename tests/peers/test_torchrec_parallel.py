@@ -238,7 +238,7 @@ def adagrad(module: nn.Module) -> torch.optim.Optimizer:
 
 def step(graph: Any, features: Any) -> Tensor:
     loss: Tensor = graph.model(features)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     return loss
 
 

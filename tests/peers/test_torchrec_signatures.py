@@ -69,7 +69,7 @@ BATCHES: dict[str, dict[str, Any]] = {
 
 def methods(names: str) -> dict[str, Callable[[Any], Any]]:
     """Calls of the methods of these names, without arguments."""
-    return {name: lambda one, name=name: getattr(one, name)() for name in names.split(" ")}  # type: ignore[misc]
+    return {name: lambda one, name=name: getattr(one, name)() for name in names.split(" ")}
 
 
 KEYED = {
