@@ -90,12 +90,20 @@ def test_the_rule_of_the_docs() -> None:
     assert split_memory(4000, 177, "device")[1:6] == (2000, 0, 0, 0, 2000)
 
 
-def test_auto_is_what_the_division_of_free_memory_says(tmp_path: Path) -> None:
-    root = machine(tmp_path, 1000)
-    options = ssd(tmp_path / "store")
-    assert numbers(options, root) == {**options, "cache_budget_mb": 500, "overflow_mb": 125}
-    less = ssd(tmp_path / "store", overflow_mb=8)
-    assert numbers(less, root) == {**less, "cache_budget_mb": 500}
+@pytest.mark.parametrize(
+    ("given", "changed"),
+    [
+        ({}, {"cache_budget_mb": 500, "overflow_mb": 125}),
+        ({"overflow_mb": 8}, {"cache_budget_mb": 500}),
+        # what other options take of the same memory is not divided
+        ({"overflow_mb": 8, "host_cache_budget_mb": 100, "read_mode": "direct"}, {"cache_budget_mb": 860 / 2}),
+        ({"budget_mb": 100, "overflow_mb": 8, "host_cache_budget_mb": "auto"}, {"host_cache_budget_mb": 892 / 2}),
+        ({"overflow_mb": 8, "host_cache_budget_mb": "auto"}, {"cache_budget_mb": 500, "host_cache_budget_mb": 0}),
+    ],
+)
+def test_auto_is_what_the_division_of_free_memory_says(tmp_path: Path, given: Any, changed: Any) -> None:
+    options, root = ssd(tmp_path / "store", **given), machine(tmp_path, 1000)
+    assert numbers(options, root) == {**options, **changed}
     host = tierbed.make_cached_host_mem_store_options("auto")
     assert numbers(host, root) == {**host, "cache_budget_mb": 125, "overflow_mb": 64}
     known = ssd(tmp_path / "store", 3, host_cache_budget_mb=2)
@@ -119,16 +127,6 @@ def test_each_rank_of_a_host_divides_an_equal_part(tmp_path: Path, capsys: Any) 
     one_of_four = AutoBudgets("rows", options, root, ranks=4).numbers(processor(options))
     assert one_of_four == {**options, "cache_budget_mb": 125, "overflow_mb": 31.25}
     assert "divides 250.0 MiB free on this machine for each of 4 ranks: cache 125.0 MiB" in capsys.readouterr().err
-
-
-def test_what_other_options_take_of_the_same_memory_is_not_divided(tmp_path: Path) -> None:
-    root = machine(tmp_path, 1000)
-    options = ssd(tmp_path / "store", overflow_mb=8, host_cache_budget_mb=100, read_mode="direct")
-    assert numbers(options, root).cache_budget_mb == (1000 - 100 - 8 - 32) / 2
-    below = ssd(tmp_path / "store", 100, overflow_mb=8, host_cache_budget_mb="auto")
-    assert numbers(below, root) == {**below, "host_cache_budget_mb": (1000 - 100 - 8) / 2}
-    both = ssd(tmp_path / "store", overflow_mb=8, host_cache_budget_mb="auto")
-    assert numbers(both, root) == {**both, "cache_budget_mb": 500, "host_cache_budget_mb": 0}
 
 
 def test_a_device_divides_its_own_memory_and_a_host_cache_that_of_the_host(tmp_path: Path) -> None:

@@ -173,32 +173,23 @@ def test_a_table_batched_embedding_goes_on_from_fbgemms_states_and_back(name: st
     ours.reset_cache_states()
 
 
-class Both(nn.Module):
-    def __init__(self, ebc: nn.Module) -> None:
-        super().__init__()
-        self.ebc, self.over = ebc, nn.Linear(20, 1)
-
-    def forward(self, features: Any) -> Any:
-        return self.ebc(features)
-
-
 def test_keyed_combined_and_warmup_optimizers_of_torchrec_train_rows() -> None:
     def optimizer_of(model: nn.Module) -> Any:
         keyed = [
             KeyedOptimizerWrapper(dict(part.named_parameters()), lambda given: torch.optim.Adagrad(given, lr=0.2))
-            for part in (model.ebc, model.over)
+            for part in model.values()
         ]
         stages = [WarmupStage(WarmupPolicy.LINEAR, max_iters=4, value=0.1)]
         combined = CombinedOptimizer([("ebc", keyed[0]), ("over", keyed[1])])
         return WarmupOptimizer(combined, stages, lr=0.2)
 
     torch.manual_seed(0)
-    theirs = Both(torchrec.EmbeddingBagCollection(tables=TABLES))
+    theirs = nn.ModuleDict({"ebc": torchrec.EmbeddingBagCollection(tables=TABLES), "over": nn.Linear(20, 1)})
     with EmbeddingBagCollection(tables=TABLES) as ebc:
-        ours = Both(ebc)
-        ebc.load_state_dict(theirs.ebc.state_dict())
+        ours = nn.ModuleDict({"ebc": ebc, "over": nn.Linear(20, 1)})
+        ebc.load_state_dict(theirs["ebc"].state_dict())
         optimizer = EagerOptimizer(optimizer_of(ours), ours)
-        train_both(ours, optimizer, theirs, optimizer_of(theirs), range(6))
+        train_both(ebc, optimizer, theirs["ebc"], optimizer_of(theirs), range(6))
         optimizer.state_dict()
 
 

@@ -216,20 +216,12 @@ BATCH = KeyedJaggedTensor(["t"], torch.tensor([1, 2, 3]), lengths=torch.tensor([
 SAID = "a DistributedModelParallel, which shards TorchRec's own collections alone", "World of tierbed"
 
 
-class Trained(nn.Module):
-    """A loss over the rows of a model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.top = Model(), nn.Linear(DIM, 1)
-
-    def forward(self, features: Any) -> Tensor:
-        loss: Tensor = self.top(self.inner(features)).sum()
-        return loss
-
-
 def wrapped(module: nn.Module) -> nn.Module:
     return TheirParallel(module, device=CPU)
+
+
+def trainable() -> nn.Sequential:
+    return nn.Sequential(Model(), nn.Linear(DIM, 1))
 
 
 def adagrad(module: nn.Module) -> torch.optim.Optimizer:
@@ -237,23 +229,23 @@ def adagrad(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def step(graph: Any, features: Any) -> Tensor:
-    loss: Tensor = graph.model(features)
+    loss: Tensor = graph.model(features).sum()
     loss.backward()
     return loss
 
 
 def test_training_in_torchrecs_wrapper_and_a_graph_in_or_around_it_are_refused_by_their_names() -> None:
-    model = Trained()
+    model = trainable()
     around = wrapped(model)
     check_refusal((lambda: EagerOptimizer(adagrad(around), around), OptimizerError, "the module", *SAID))
     optimizer = EagerOptimizer(adagrad(model), model)
     check_refusal((lambda: around(BATCH), OptimizerError, "'ebc-d4'", *SAID))
-    model(BATCH).backward()  # the remedy
+    model(BATCH).sum().backward()  # the remedy
     optimizer.step()
-    assert model.inner.ebc.embedding_of("t").size() == 3
-    other = wrapped(Trained())
+    assert model[0].ebc.embedding_of("t").size() == 3
+    other = wrapped(trainable())
     check_refusal((lambda: graph_of(step, adagrad(other), model=other)(BATCH), GraphError, "model is", *SAID))
-    graph = graph_of(step, adagrad(one := Trained()), model=one)
+    graph = graph_of(step, adagrad(one := trainable()), model=one)
     check_refusal((lambda: wrapped(graph)(BATCH), GraphError, *SAID))
     graph(BATCH)
 
@@ -275,13 +267,15 @@ def test_accumulated_batches_of_a_pipeline_are_prefetched_and_train_as_in_a_plai
     models = []
     for _ in range(2):
         torch.manual_seed(0)
-        models.append(Trained())
+        models.append(trainable())
     model, plain = models
     ours, optimizer = (EagerOptimizer(adagrad(one), one) for one in models)
-    rows, expected = (one.inner.ebc.embedding_of("t") for one in models)
+    rows, expected = (one[0].ebc.embedding_of("t") for one in models)
     count = 10 * steps + 1  # the last update has one
     for epoch in range(2):
-        pipeline = TrainPipelineSparseDist(model, ours, "cpu", custom_model_fwd=lambda batch: (model(batch), None))
+        pipeline = TrainPipelineSparseDist(
+            model, ours, "cpu", custom_model_fwd=lambda batch: (model(batch).sum(), None)
+        )
         config = GradientAccumulationConfig(is_enabled=True, num_steps=steps)
         wrapper = GradientAccumulationWrapper(pipeline, ours, model, config)
         batches = accumulated(steps, count)
@@ -290,7 +284,7 @@ def test_accumulated_batches_of_a_pipeline_are_prefetched_and_train_as_in_a_plai
         with pytest.raises(StopIteration):
             wrapper.progress(batches)
         for number, batch in enumerate(accumulated(steps, count), 1):
-            plain(batch).backward()
+            plain(batch).sum().backward()
             if number % steps == 0 or number == count:
                 optimizer.step()
                 optimizer.zero_grad()
