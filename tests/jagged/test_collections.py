@@ -59,13 +59,10 @@ class Model(nn.Module):
         super().__init__()
         self.positions = PositionWeightedModuleCollection({"x": 3, "z": 3})
         self.bags = bags(store, is_weighted=True)
-        self.rows = EmbeddingCollection(
-            [EmbeddingConfig(40, 3, "history", feature_names=["y"])], store, padded={"y": 2}
-        )
+        tables = [EmbeddingConfig(40, 3, "history", feature_names=["y"])]
+        self.rows = EmbeddingCollection(tables, store, padded={"y": 2})
         torch.manual_seed(0)
-        self.layer = nn.Linear(self.bags_dim + 6, 1)
-
-    bags_dim = 14
+        self.layer = nn.Linear(14 + 6, 1)
 
     def forward(self, features: Any) -> Tensor:
         pooled = self.bags(self.positions(features)).values()

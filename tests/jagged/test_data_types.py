@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from support.embeddings import make
+from support.stores import options
 from tierbed import (
     EagerOptimizer,
     InputError,
@@ -20,9 +21,7 @@ from tierbed import (
     SnapshotError,
     StoreError,
     import_snapshot,
-    make_cached_ssd_store_options,
     make_constant_initializer,
-    make_host_mem_store_options,
     make_table_options,
 )
 from tierbed.jagged import (
@@ -35,15 +34,10 @@ from tierbed.jagged import (
 )
 
 ROWS = torch.linspace(-3, 3, 80).reshape(10, 8)
-MAKERS = {
-    "host": make_host_mem_store_options,
-    "ssd": lambda **more: make_cached_ssd_store_options(cache_budget_mb=1, **more),
-}
 
 
 def collection(path: Path, data_type: str, store: str = "host", **more: str) -> EmbeddingBagCollection:
-    stored = MAKERS[store](persistent_path=str(path), **more)
-    return EmbeddingBagCollection([EmbeddingBagConfig(10, 8, "t", data_type=data_type)], stored)
+    return EmbeddingBagCollection([EmbeddingBagConfig(10, 8, "t", data_type=data_type)], options(store, path, **more))
 
 
 def put_rows(path: Path, data_type: str = "FP32", store: str = "host") -> None:
@@ -54,11 +48,11 @@ def put_rows(path: Path, data_type: str = "FP32", store: str = "host") -> None:
 
 def load_a_state_of_float32(rows: MultiTableEmbedding) -> None:
     tables = [EmbeddingBagConfig(10, 8, "t", data_type="FP32")]
-    state = EmbeddingBagCollection(tables, make_host_mem_store_options()).embedding_of("t").state_dict()
+    state = EmbeddingBagCollection(tables, options("host")).embedding_of("t").state_dict()
     rows.load_state_dict(state, strict=False)
 
 
-@pytest.mark.parametrize("store", MAKERS)
+@pytest.mark.parametrize("store", ["host", "ssd"])
 @pytest.mark.parametrize(
     "load",
     [
@@ -91,7 +85,7 @@ def test_loads_that_fail_leave_a_copied_snapshot_to_be_converted(tmp_path: Path,
 
 
 def test_a_copied_snapshot_that_no_load_can_convert_is_refused_at_once(tmp_path: Path) -> None:
-    stored = make_host_mem_store_options(persistent_path=str(tmp_path))
+    stored = options("host", tmp_path)
     with make(stored, None, "old", torch.int32, tables=1) as rows:
         rows.put([1], torch.ones(1, rows.dim), 0)
         rows.save_snapshot("a")
@@ -106,7 +100,7 @@ def test_a_copied_snapshot_that_no_load_can_convert_is_refused_at_once(tmp_path:
 def test_rows_of_another_data_type_are_named_and_those_of_other_tables_are_not(tmp_path: Path, caplog: Any) -> None:
     def collection_of(*types: tuple[str, str]) -> EmbeddingBagCollection:
         tables = [EmbeddingBagConfig(10, 8, name, data_type=data_type) for name, data_type in types]
-        return EmbeddingBagCollection(tables, make_host_mem_store_options(persistent_path=str(tmp_path)))
+        return EmbeddingBagCollection(tables, options("host", tmp_path))
 
     put_rows(tmp_path, "FP16")
     with caplog.at_level(logging.WARNING):
@@ -124,7 +118,7 @@ def test_rows_of_another_data_type_are_named_and_those_of_other_tables_are_not(t
 
 
 def test_rows_of_another_precision_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    stored = make_host_mem_store_options(persistent_path=str(tmp_path))
+    stored = options("host", tmp_path)
     with TableBatchedEmbeddingBags([(10, 8, 3, 0)], store_options=stored) as tbe:
         tbe.embedding_of(0).put(torch.arange(10), ROWS)
     with TableBatchedEmbeddingBags([(10, 8, 3, 0)], store_options=stored, weights_precision=torch.float16):
@@ -137,7 +131,7 @@ def test_rows_of_another_precision_are_named(tmp_path: Path, caplog: pytest.LogC
 )
 def test_the_state_of_a_collections_optimizer_has_the_dtype_that_it_is_made_with(kind: Any, config: Any) -> None:
     tables = [config(10, 8, "t"), config(10, 4, "u")]
-    made = kind(tables, make_host_mem_store_options(), "made", state_dtype=torch.bfloat16)
+    made = kind(tables, options("host"), "made", state_dtype=torch.bfloat16)
     optimizer = EagerOptimizer(torch.optim.Adagrad(made.parameters(), lr=0.1), made)
     sum(embedding(torch.tensor([1]), 0).square().sum() for embedding in made.each()).backward()
     optimizer.step()
@@ -181,7 +175,7 @@ def checkpoint(path: Path, sizes: Mapping[str, int]) -> str:
 
 def two_tables(path: Path) -> EmbeddingBagCollection:
     tables = [EmbeddingBagConfig(10, 4, "user"), EmbeddingBagConfig(20, 4, "item")]
-    return EmbeddingBagCollection(tables, make_host_mem_store_options(persistent_path=str(path)))
+    return EmbeddingBagCollection(tables, options("host", path))
 
 
 @pytest.mark.parametrize(
@@ -228,7 +222,7 @@ def test_tensors_in_another_order_than_tables_are_refused(tmp_path: Path) -> Non
 def test_tensors_of_named_tables_are_rows_of_tables_without_names(tmp_path: Path) -> None:
     source = checkpoint(tmp_path, {"user": 10, "item": 20})
     import_snapshot(tmp_path / "rows", "d", source, tensor=[*NAMES.values()])
-    stored, tables = make_host_mem_store_options(persistent_path=str(tmp_path)), [make_table_options(ZEROS)] * 2
+    stored, tables = options("host", tmp_path), [make_table_options(ZEROS)] * 2
     with MultiTableEmbedding("rows", 4, torch.float32, torch.int64, tables, stored) as rows:
         assert rows.get([1], 0).eq(10).all()
         assert rows.load_snapshot("d", strict=False).remarks == []
@@ -241,7 +235,7 @@ def test_tensors_of_named_tables_are_rows_of_tables_without_names(tmp_path: Path
 def test_the_row_of_padding_is_one_of_a_dense_table(tmp_path: Path, rows: int, padding: int, has_padding: bool) -> None:
     source = torch.nn.Embedding(rows, 4, padding_idx=padding if has_padding and padding < rows else None)
     import_snapshot(tmp_path / "rows", "d", source)
-    stored, tables = make_host_mem_store_options(persistent_path=str(tmp_path)), [make_table_options(ZEROS, ids=10)]
+    stored, tables = options("host", tmp_path), [make_table_options(ZEROS, ids=10)]
     with MultiTableEmbedding("rows", 4, torch.float32, torch.int64, tables, stored, padding_idx=padding) as embedding:
         remarks = embedding.load_snapshot("d").remarks
         said = [remark for remark in remarks if "has ids" in remark]

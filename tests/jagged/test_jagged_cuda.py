@@ -21,14 +21,15 @@ from tierbed.jagged import (
 )
 
 TABLES = [(200, 8), (30, 4), (90, 8)]
-PLACES = [EmbeddingLocation.DEVICE, EmbeddingLocation.MANAGED_CACHING, EmbeddingLocation.HOST, None]
+DEVICE, HOST = EmbeddingLocation.DEVICE, EmbeddingLocation.HOST
+SLOW = [pytest.param(place, marks=pytest.mark.slow) for place in (DEVICE, HOST, None)]
 
 
 def tbe_at(place: torch.device, location: EmbeddingLocation | None, path, **options) -> TableBatchedEmbeddingBags:
     compute = ComputeDevice[place.type.upper()]
     if location is None:
         options["store_options"] = tierbed.make_cached_ssd_store_options(0.2, path, shards=2)
-    where = EmbeddingLocation.HOST if location is None else location
+    where = HOST if location is None else location
     specs = [(rows, dim, where, compute) for rows, dim in TABLES]
     options = {"optimizer": OptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1, **options}
     return TableBatchedEmbeddingBags(specs, MAP, seed=0, **options)
@@ -53,9 +54,7 @@ def trained(place: torch.device, location: EmbeddingLocation | None, path) -> li
 
 
 @on_one_device
-@pytest.mark.parametrize(
-    "location", [PLACES[1], *(pytest.param(place, marks=pytest.mark.slow) for place in PLACES if place != PLACES[1])]
-)
+@pytest.mark.parametrize("location", [EmbeddingLocation.MANAGED_CACHING, *SLOW])
 def test_a_run_has_the_bits_of_the_cpu(device, location, tmp_path):
     here = trained(torch.device("cpu"), location, tmp_path / "here")
     with tables_on(device) as place:
@@ -67,7 +66,7 @@ def test_a_run_has_the_bits_of_the_cpu(device, location, tmp_path):
 def test_fatal_is_raised_at_the_latest_by_the_next_call_that_waits(device, tmp_path):
     with tables_on(device) as place:
         options = {"bounds_check_mode": BoundsCheckMode.FATAL}
-        with tbe_at(place, EmbeddingLocation.DEVICE, tmp_path, **options) as tbe:
+        with tbe_at(place, DEVICE, tmp_path, **options) as tbe:
             before = tbe.split_embedding_weights()
             indices, offsets = torch.tensor([1, 2, 3, 30, 4], device=place), torch.arange(6, device=place)
 

@@ -406,13 +406,11 @@ def batches_of(wrong: Any) -> Callable[[int], Iterator[Any]]:
 
 
 ids_of_no_row = ("bad", KeyedJaggedTensor(["f"], torch.tensor([999, 1]), lengths=torch.tensor([1, 1, 0, 0])))
+another_key = KeyedJaggedTensor(["x"], torch.tensor([1]), lengths=torch.tensor([1]))
 FAULTS = {
     "ids of no row": (batches_of(ids_of_no_row), "InputError"),
     "no features": (batches_of(("bad", None, 0)), "ValueError"),
-    "a missing key": (
-        batches_of(("bad", KeyedJaggedTensor(["x"], torch.tensor([1]), lengths=torch.tensor([1])))),
-        "KeyError",
-    ),
+    "a missing key": (batches_of(("bad", another_key)), "KeyError"),
     "not moved": (batches_of(Bad()), "OSError"),
     "loader": (loader_that_raises, "OSError"),
 }

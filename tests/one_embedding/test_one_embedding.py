@@ -20,7 +20,6 @@ import tierbed
 from support.one_embedding_calls import document
 from support.refusals import check_refusal
 from tierbed import (
-    CapacityError,
     Graph,
     InputError,
     OptimizerError,
@@ -200,14 +199,6 @@ def test_arguments_that_oneflow_alone_takes_are_refused(tmp_path: Path) -> None:
         (partial(one_embedding.make_cached_ssd_store_options, 0, tmp_path, None), "cache_budget_mb=", "0"),
     ):
         check_refusal((call, OptionError, *named))
-
-
-def test_a_capacity_is_no_hint_as_to_oneflow(tmp_path: Path) -> None:
-    options = one_embedding.make_cached_ssd_store_options(1, tmp_path, capacity=2)
-    with one_embedding.Embedding("rows", DIM, torch.float, torch.int64, None, options) as embedding:
-        with pytest.raises(CapacityError):
-            embedding.put([1, 2, 3], torch.ones(3, DIM))
-        assert embedding.size() == 0
 
 
 def test_what_is_no_list_of_its_embeddings_is_refused() -> None:

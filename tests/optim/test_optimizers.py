@@ -27,15 +27,15 @@ def rows_of(optimizer: torch.optim.Optimizer) -> RowOptimizer:
     return row_optimizer(optimizer, optimizer.param_groups[0])
 
 
-SCHEDULES = [
-    lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.5, total_steps=4),
-    lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.1, 0.5),
-    lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 4),
-    lambda o: torch.optim.swa_utils.SWALR(o, 0.05),
-]
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.5, total_steps=4),
+        lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.1, 0.5),
+        lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 4),
+        lambda o: torch.optim.swa_utils.SWALR(o, 0.05),
+    ],
+)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
 def test_what_schedulers_of_torch_write_into_a_group_is_accepted(kind: type, schedule: Any) -> None:
     options = {"momentum": 0.9} if kind is torch.optim.SGD else {}

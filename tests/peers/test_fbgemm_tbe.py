@@ -31,12 +31,9 @@ def filled(mine: TableBatchedEmbeddingBags, peer: Any) -> tuple[TableBatchedEmbe
     return mine, peer
 
 
-def pair(optimizer: OptimType, pooling_mode: PoolingMode = PoolingMode.SUM) -> tuple[TableBatchedEmbeddingBags, Any]:
-    mine = ours(TABLES, MAP, optimizer=optimizer, pooling_mode=pooling_mode, learning_rate=0.1)
-    peer = theirs(
-        TABLES, MAP, optimizer=Kind(optimizer.value), pooling_mode=Pooling(pooling_mode.value), learning_rate=0.1
-    )
-    return filled(mine, peer)
+def pair(optimizer: OptimType, pooling: PoolingMode = PoolingMode.SUM) -> tuple[TableBatchedEmbeddingBags, Any]:
+    enums = {"optimizer": Kind(optimizer.value), "pooling_mode": Pooling(pooling.value)}
+    return filled(*(make(TABLES, MAP, learning_rate=0.1, **enums) for make in (ours, theirs)))
 
 
 def close(got: Any, wanted: Any, case: object = None) -> None:

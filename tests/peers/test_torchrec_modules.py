@@ -201,17 +201,16 @@ def summed(rows: MultiTableEmbedding, values: Tensor, lengths: Tensor, weights: 
     return rows(values, None, offsets, pooling="sum", weights=weights)
 
 
-def drawn(total: int, weighted: bool) -> KeyedJaggedTensor:
+def drawn(total: int) -> KeyedJaggedTensor:
     generator = torch.Generator().manual_seed(total)
     place = torch.randint(0, len(THREE) * SAMPLES, (total,), generator=generator)
-    weights = torch.rand(total, generator=generator) if weighted else None
+    weights = torch.rand(total, generator=generator)
     lengths = torch.bincount(place, minlength=len(THREE) * SAMPLES)
     values = torch.randint(0, 50, (total,), generator=generator)
     return KeyedJaggedTensor(list(THREE), values, weights, lengths=lengths)
 
 
-@pytest.mark.parametrize("weighted", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_keyed_jagged_tensor_of_any_total_runs_in_one_step(weighted: bool, tmp_path: Path, caplog: Any) -> None:
+def test_a_keyed_jagged_tensor_of_any_total_runs_in_one_step(tmp_path: Path, caplog: Any) -> None:
     def build(graph: Any, features: KeyedJaggedTensor, scale: KeyedTensor, *more: JaggedTensor) -> tuple[Any, ...]:
         bags = summed(graph.rows, features.values(), features.lengths(), features.weights_or_none())
         found = bags.view(len(THREE), SAMPLES, -1).transpose(0, 1).reshape(SAMPLES, -1) * scale.values()
@@ -229,11 +228,11 @@ def test_a_keyed_jagged_tensor_of_any_total_runs_in_one_step(weighted: bool, tmp
             rows=other,
         )
         apart = [JaggedTensor(torch.arange(total), lengths=torch.tensor([total])) for total in totals]
-        given = [(drawn(total, weighted), scale, one) for total, one in zip(totals, apart, strict=True)]
+        given = [(drawn(total), scale, one) for total, one in zip(totals, apart, strict=True)]
         results = list(graph.run(given, ahead=2))
         assert rows.metrics()["table"]["prefetch_hits"] == len(totals)
         for total, (found, returned, one) in zip(totals, results, strict=True):
-            features = drawn(total, weighted)
+            features = drawn(total)
             wanted = plain(features.values(), features.weights_or_none(), features.lengths())
             assert torch.equal(found.values(), wanted)
             assert found.keys() == returned.keys() == THREE
