@@ -51,10 +51,8 @@ def inverse(*bags_of: list[int]) -> VariableBatchKeyedJaggedTensor:
     return VariableBatchKeyedJaggedTensor(["x", "y"], THREE, None, lengths, None, [1, 2], indices if bags_of else None)
 
 
-def two_of_one_name(kind: Any) -> list[Any]:
-    """Tables of which two results would be called x@b."""
-    return [kind(9, 4, "a", feature_names=["x", "x@b"]), kind(9, 4, "b", feature_names=["x"])]
-
+# of which two results would be called x@b
+TWO = [EmbeddingConfig(9, 4, "a", feature_names=["x", "x@b"]), EmbeddingConfig(9, 4, "b", feature_names=["x"])]
 
 ARGUMENTS: list[Refusal] = [
     (config(num_embeddings=0), OptionError, "table 't': num_embeddings=", "0"),
@@ -79,8 +77,7 @@ ARGUMENTS: list[Refusal] = [
     (rows([ROW], STORE, padded={"x": 3}), OptionError, "padded[", "'x'"),
     (rows([ROW], STORE, padded={"t": 0}), OptionError, "padded['t']=", "0"),
     (bags([BAG], STORE, device="moon"), OptionError, "device=", "'moon'"),
-    (bags(two_of_one_name(EmbeddingBagConfig), STORE), OptionError, "feature_names:", "'x@b'"),
-    (rows(two_of_one_name(EmbeddingConfig), STORE), OptionError, "feature_names:", "'x@b'"),
+    (rows(TWO, STORE), OptionError, "feature_names:", "'x@b'"),
     (lambda: Positions({}), OptionError, "max_feature_lengths=", "{}"),
     (lambda: Positions({"x": 0}), OptionError, "max_feature_lengths['x']=", "0"),
     (lambda: Positions({"x.y": 2}), OptionError, "max_feature_lengths: ", "'x.y'"),

@@ -190,8 +190,8 @@ def test_new_rows_are_uniform_by_the_number_of_ids() -> None:
 def test_a_shared_table_is_one_table() -> None:
     with bags() as first:
         tables = [
-            EmbeddingConfig(40, 4, "t1", feature_names=["w"]), EmbeddingConfig(9, 4, "own", feature_names=["v"]),
-        ]  # fmt: skip
+            EmbeddingConfig(n, 4, name, feature_names=[key]) for n, name, key in ((40, "t1", "w"), (9, "own", "v"))
+        ]
         second = EmbeddingCollection(tables, STORE, share=first)
         assert second.embedding_of("t1") is first.embedding_of("t1")
         assert [*second.embeddings] == ["ebc-d4", "ec-d4"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -387,18 +388,15 @@ class Bad(list[Any]):
 
 
 def loader_that_raises(bad: int) -> Iterator[Any]:
-    class Loader:
-        number = -1
+    numbers = itertools.count()
 
-        def __next__(self) -> Any:
-            self.number += 1
-            if self.number == bad:
-                raise OSError("a file is damaged")
-            if self.number == 6:
-                raise StopIteration
-            return f"{self.number}", features(self.number)
+    def load() -> Any:
+        number = next(numbers)
+        if number == bad:
+            raise OSError("a file is damaged")
+        return None if number == 6 else (f"{number}", features(number))
 
-    return Loader()
+    return iter(load, None)  # which goes on after it raised
 
 
 def batches_of(wrong: Any) -> Callable[[int], Iterator[Any]]:

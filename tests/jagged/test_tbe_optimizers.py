@@ -1,8 +1,4 @@
-"""A table-batched embedding's rows, with any settings of FBGEMM's, are not those of its formulas, or its states differ.
-
-Where FBGEMM's wheel for CPUs departs from its documentation, this is the measure: an optimizer that it has on GPUs
-alone, decay with pooling, weights of a mean, and `max_norm`.
-"""
+"""A table-batched embedding's rows, with any settings of FBGEMM's, depart from its formulas, or its states do."""
 
 from __future__ import annotations
 

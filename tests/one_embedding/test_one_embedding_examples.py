@@ -1,7 +1,4 @@
-"""Every example of OneEmbedding's documentation runs with torch for tensors and layers and tierbed for `one_embedding`.
-
-Dense PyTorch tables say what losses and rows have to be.
-"""
+"""An example of OneEmbedding's documentation does not run with torch and tierbed, or not as dense tables do."""
 
 from __future__ import annotations
 

@@ -73,10 +73,9 @@ def test_initializers_read_print_and_pickle_as_dicts(initializer: Any, expected:
         (lambda: make_trunc_normal_initializer(a=1.0, b=1.0), "a=1.0", "b=1.0"),
         (lambda: make_trunc_normal_initializer(a=5.0, b=9.0), "1e-06"),
         (lambda: make_trunc_normal_initializer(mean=3.0, std=0.0, a=-1.0, b=1.0), "1e-06"),
-        *[
-            (lambda given=given: initializer_from_dict(given), value)
-            for given, value in (({"type": "xavier"}, "'xavier'"), ({"low": 0.0}, "None"), (0.5, "0.5"))
-        ],
+        (lambda: initializer_from_dict({"type": "xavier"}), "'xavier'"),
+        (lambda: initializer_from_dict({"low": 0.0}), "None"),
+        (lambda: initializer_from_dict(0.5), "0.5"),
         (lambda: initializer_from_dict({"type": "uniform", "std": 1.0}), "std"),
         *[
             (lambda given=given: make_table_options(given), value)

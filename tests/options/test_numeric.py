@@ -42,7 +42,7 @@ def planned(**given: Any) -> Any:
 PLAN = planned()
 EMPTY = graph_of(lambda graph, x: x)
 
-WHOLE: dict[str, tuple[int, Callable[[Any], Any]]] = {
+NUMBERS: dict[str, tuple[float, Callable[[Any], Any]]] = {
     "capacity": (100, lambda n: tierbed.make_device_mem_store_options(capacity=n).capacity),
     "size_factor": (2, lambda n: tierbed.make_host_mem_store_options(size_factor=n).size_factor),
     "storage_dim": (8, lambda n: tierbed.make_host_mem_store_options(storage_dim=n).storage_dim),
@@ -67,37 +67,28 @@ WHOLE: dict[str, tuple[int, Callable[[Any], Any]]] = {
     "keep_last": (2, lambda n: plan_prune([], n)),
     "accumulate_grads": (1, EMPTY.accumulate_grads),
     "ahead": (3, lambda n: EMPTY.run([], ahead=n)._num_ahead),
-}
-REAL: dict[str, tuple[float, Callable[[Any], Any]]] = {
     "cache_budget_mb": (0.5, lambda n: ssd(cache_budget_mb=n).cache_budget_mb),
     "overflow_mb": (0.5, lambda n: ssd(overflow_mb=n).overflow_mb),
     "host_cache_budget_mb": (0.5, lambda n: ssd(host_cache_budget_mb=n).host_cache_budget_mb),
     "rocksdb_cache_mb": (0.5, lambda n: ssd(rocksdb_cache_mb=n, read_mode="direct").rocksdb_cache_mb),
-    "admission": (0.5, lambda n: tierbed.make_host_mem_store_options(admission=n).admission),
+    "admission by chance": (0.5, lambda n: tierbed.make_host_mem_store_options(admission=n).admission),
     "budget_mb": (0.5, lambda n: PLAN.hit_rate(budget_mb=n)),
     "clip_grad_norm": (0.5, EMPTY.clip_grad_norm),
     "clip_grad_value": (0.5, EMPTY.clip_grad_value),
 }
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_whole_numbers_of_numpy_are_taken_as_those_of_python(name: str) -> None:
-    number, use = WHOLE[name]
-    for kind in (np.uint8, np.int64, np.uint64):
-        if np.iinfo(kind).min <= number <= np.iinfo(kind).max:
-            assert repr(use(kind(number))) == repr(use(number))
-
-
-@pytest.mark.parametrize("name", REAL)
-def test_floats_of_numpy_are_taken_as_those_of_python(name: str) -> None:
-    number, use = REAL[name]
-    for kind in (np.float16, np.float32, np.float64, Fraction):
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_numpy_are_taken_as_those_of_python(name: str) -> None:
+    number, use = NUMBERS[name]
+    whole = [kind for kind in (np.uint8, np.int64, np.uint64) if np.iinfo(kind).min <= number <= np.iinfo(kind).max]
+    for kind in whole if isinstance(number, int) else (np.float16, np.float32, np.float64, Fraction):
         assert repr(use(kind(number))) == repr(use(number))
 
 
-@pytest.mark.parametrize("name", [*WHOLE, *REAL])
+@pytest.mark.parametrize("name", NUMBERS)
 def test_what_is_no_number_is_refused_by_value(name: str) -> None:
-    use = {**WHOLE, **REAL}[name][1]
+    use = NUMBERS[name][1]
     for value in (True, np.True_, np.array(4), np.array([4]), torch.tensor(4), "4", 4j):
         if name == "rocksdb_options" and isinstance(value, str | bool):
             continue
