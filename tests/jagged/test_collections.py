@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -175,15 +176,15 @@ def test_tables_of_one_embedding_have_each_a_pooling_of_their_own() -> None:
 def test_new_rows_are_uniform_by_the_number_of_ids() -> None:
     tables = [
         EmbeddingBagConfig(25, 64, "a"), EmbeddingBagConfig(25, 64, "b", weight_init_min=0.5, weight_init_max=0.75),
-        EmbeddingBagConfig(None, 64, "c"),
+        EmbeddingBagConfig(None, 64, "c"), EmbeddingBagConfig(25, 64, "e", init_fn=partial(nn.init.constant_, val=3.0)),
         EmbeddingBagConfig(25, 64, "d", initializer=tierbed.make_constant_initializer(3.0)),
     ]  # fmt: skip
     with EmbeddingBagCollection(tables, STORE) as made:
-        a, b, c, d = (made.embedding_of(name).get(torch.arange(25), name) for name in "abcd")
+        a, b, c, d, e = (made.embedding_of(name).get(torch.arange(25), name) for name in "abcde")
         assert 0.19 < float(a.abs().max()) <= 0.2
         assert 0.5 <= float(b.min()) < float(b.max()) <= 0.75
         assert 0.04 < float(c.std()) < 0.06
-        assert (d == 3).all()
+        assert [(one == 3).all() for one in (d, e)] == [True] * 2
         assert made.embedding_of("c").get([2**62], "c").shape == (1, 64)
 
 

@@ -108,10 +108,8 @@ def test_a_group_that_is_refused_is_not_added() -> None:
     "refusal",
     [
         (torch.optim.Adam, {"amsgrad": True}, "amsgrad=", "True"),
-        (torch.optim.AdamW, {"amsgrad": True}, "amsgrad=", "True"),
         (torch.optim.SGD, {"differentiable": True}, "differentiable=", "True"),
         (torch.optim.RMSprop, {"centered": True}, "centered=", "True"),
-        (torch.optim.RMSprop, {"momentum": 0.9}, "momentum=", "0.9"),
     ],
 )
 def test_what_rows_cannot_follow_is_refused_by_name(refusal: Any) -> None:
@@ -157,8 +155,6 @@ def test_options_that_choose_an_implementation_are_accepted() -> None:
         (torch.optim.Adagrad, "weight_decay", math.inf),
         (torch.optim.SGD, "clip_grad_norm", 1.0),
         (torch.optim.Adagrad, "max_norm", 1.0),
-        (torch.optim.Adagrad, "lr_scale", 0.5),
-        (CatchUpAdam, "max_gradient", 1.0),
         (torch.optim.Adam, "momentum", 0.9),
         (torch.optim.SGD, "momentum", 0.9),  # rows have no buffer
         (torch.optim.RMSprop, "momentum", 0.9),
