@@ -36,6 +36,7 @@ from tierbed.jagged import (
 from tierbed.jagged.collections.store_split import BUDGETS, StoreRequest, assign_stores, divide_store, format_stores
 
 STORE = tierbed.make_device_mem_store_options()
+OTHERS = [pytest.param(store, marks=pytest.mark.slow) for store in STORES if store != "ssd"]
 TABLES: list[dict[str, Any]] = [
     {"num_embeddings": 40, "embedding_dim": 4, "name": "t1", "feature_names": ["x", "y"]},
     {"num_embeddings": None, "embedding_dim": 4, "name": "t2", "feature_names": ["z"], "pooling": PoolingType.MEAN},
@@ -113,9 +114,7 @@ def in_a_loop(store: Any, place: torch.device | str = "cpu") -> Iterator[Any]:
     model.close()
 
 
-@pytest.mark.parametrize(
-    "store", [pytest.param(store, marks=[pytest.mark.slow] * (store not in ("cached_host", "ssd"))) for store in STORES]
-)
+@pytest.mark.parametrize("store", ["ssd", *OTHERS])
 def test_a_graph_trains_collections_as_a_plain_loop_on_every_store(store: str, tmp_path: Path) -> None:
     def at(path: Path) -> Any:
         return options(store, path, budget_mb=0.2) if store in STORES[2:] else options(store, path)

@@ -59,7 +59,7 @@ def check_same(found: tuple[list[Any], Tensor, int], given: KeyedJaggedTensor) -
 
 
 @given(features(keys=["user", "item", "shop"], min_batch=2))
-@examples(0.2)
+@examples(0.1)
 def test_a_step_has_the_bags_of_a_plain_call(drawn: Features) -> None:
     given = KeyedJaggedTensor(**drawn.arguments())
     check_same(calls(rebuilt)(given), given)

@@ -64,7 +64,6 @@ KJT, KT = KeyedJaggedTensor, KeyedTensor
 
 CONSTRUCTORS: list[Refusal] = [
     (lambda: kjt(keys=["a", "a"]), InputError, "keys=", "'a' occurs 2 times"),
-    (lambda: kjt(keys="ab"), InputError, "keys=", "'ab'"),
     (lambda: kjt(keys=[]), InputError, "keys []", "2 lengths, 3 offsets, for 0"),
     (lambda: kjt(values=torch.tensor(3)), InputError, "values:", "a tensor []"),
     (lambda: kjt(weights=torch.ones(2)), InputError, "weights:", "a tensor [2]"),

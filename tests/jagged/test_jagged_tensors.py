@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from support.jagged import Features, check_same, check_same_parts, features
-from support.scripts import run_cold
+from support.scripts import run_script
 from tierbed.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor, VariableBatchKeyedJaggedTensor
 
 EIGHT, OFFSETS = torch.arange(8), torch.tensor([0, 2, 2, 3, 4, 5, 8])
@@ -128,6 +128,7 @@ WITHOUT = """
 import sys
 
 for name in ("torchrec", "fbgemm_gpu"):
+    assert name not in sys.modules
     sys.modules[name] = None  # importing it raises ImportError
 import torch
 import tierbed.jagged
@@ -141,5 +142,5 @@ assert not hasattr(torch.ops.fbgemm, "permute_multi_embedding")
 
 
 def test_it_needs_neither_torchrec_nor_fbgemm() -> None:
-    done = run_cold(WITHOUT)
+    done = run_script(WITHOUT)
     assert done.returncode == 0, done.stderr

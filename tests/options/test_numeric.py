@@ -96,10 +96,10 @@ def test_what_is_no_number_is_refused_by_value(name: str) -> None:
             use(value)
 
 
-@pytest.mark.parametrize("value", [np.int64(0), np.uint64(2**63), np.float64(4.0)], ids=repr)
-def test_a_wrong_number_of_numpy_is_told_as_it_was_given(value: Any) -> None:
-    call = partial(tierbed.make_device_mem_store_options, capacity=value)
-    check_refusal((call, OptionError, "capacity=", repr(value)))
+def test_a_wrong_number_of_numpy_is_told_as_it_was_given() -> None:
+    for value in (np.int64(0), np.uint64(2**63), np.float64(4.0)):
+        call = partial(tierbed.make_device_mem_store_options, capacity=value)
+        check_refusal((call, OptionError, "capacity=", repr(value)))
 
 
 def test_rows_made_with_numbers_of_numpy_are_stored_and_resumed(tmp_path: Path) -> None:

@@ -93,8 +93,7 @@ def ssd(**options: Any) -> Callable[[], Any]:
 NO_SIZES = [-1, float("nan"), float("inf"), "64", None, True, 1 << 50]
 VALUES = [
     *[(host(capacity=one), "capacity=", repr(one)) for one in (0, -5, 1.5, True, "10", 1 << 63)],
-    (host(size_factor=0), "size_factor=", "0"),
-    (host(storage_dim=0), "storage_dim=", "0"),
+    *[(host(**{name: 0}), f"{name}=", "0") for name in ("size_factor", "storage_dim")],
     *[(host(persistent_path=one), "persistent_path=", repr(one)) for one in ("", 3, ["/a", "/b"])],
     *[(host(snapshot_path=one, persistent_path="/a"), "snapshot_path=", repr(one)) for one in ("", ["/a"])],
     *[(host(physical_block_size=one), "physical_block_size=", repr(one)) for one in (1000, "4096")],
@@ -123,7 +122,6 @@ VALUES = [
     (lambda: embedding({"store": "device_mem", "capacity": 0}), "capacity=", "0"),
     (lambda: embedding({"store": "cached_host_mem"}), "cached_host_mem", "cache_budget_mb"),
     (lambda: embedding({"store": "cached_ssd", "cache_budget_mb": 3}), "cached_ssd", "persistent_path"),
-    # wrong arguments of makers name the nearest
     (host(persistant_path="x"), "make_host_mem_store_options: ", "did you mean persistent_path"),
     (lambda: tierbed.make_device_mem_store_options(zzz=1), "zzz", "persistent_path, capacity"),
     (lambda: tierbed.make_cached_host_mem_store_options(cache_mb=1), "cache_mb", "cache_budget_mb"),

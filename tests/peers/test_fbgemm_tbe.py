@@ -71,7 +71,7 @@ def is_right_in_fbgemm(cell: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("optimizer", ON_CPU)
 def test_rows_are_fbgemms_with_any_settings(optimizer: OptimType) -> None:
     tables, features = tbe_settings.TABLES, tbe_settings.MAP
-    for cell in filter(is_right_in_fbgemm, cells_of(optimizer, 50)):
+    for cell in filter(is_right_in_fbgemm, cells_of(optimizer, 40)):
         enums = {"pooling_mode": Pooling(cell["pooling_mode"]), "weight_decay_mode": Decay(cell["weight_decay_mode"])}
         mine, peer = filled(made_with(ours, optimizer, cell), made_with(theirs, Kind(optimizer.value), cell | enums))
         for _ in range(tbe_settings.STEPS):

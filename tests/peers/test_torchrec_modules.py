@@ -112,7 +112,7 @@ CASES: dict[str, tuple[bool, dict[str, Any], int, Callable[[Any, list[Any]], nn.
         False,
     ),
     "DLRM": (True, {}, ROWS, lambda bags, _: DLRM(bags, 3, [4, DIM], [4, 1]), True),
-    "SimpleDeepFMNN": (True, {}, ROWS, lambda bags, _: SimpleDeepFMNN(3, bags, 6, 4), True),
+    "SimpleDeepFMNN": (True, {}, ROWS, lambda bags, _: SimpleDeepFMNN(3, bags, 6, 4), False),
     "sequences": (False, {}, ROWS, lambda rows, _: Sequences(rows), True),
 }  # fmt: skip
 

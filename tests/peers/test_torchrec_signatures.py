@@ -186,6 +186,7 @@ def differing(calls: dict[str, Callable[..., Any]], *given: Any, skipped: Contai
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.rotated("device")
 def test_every_method_of_a_keyed_jagged_tensor_gives_what_torchrecs_gives(batch: str, device: str) -> None:
     def of_one(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return lambda kind: call(kind.KeyedJaggedTensor(**on(device, BATCHES[batch])))
@@ -339,6 +340,7 @@ FORWARDS: dict[str, Callable[[Any, str, Any], Any]] = {
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("batch", POOLED)
+@pytest.mark.rotated("device")
 def test_collections_and_position_weights_give_what_torchrecs_give(batch: str, device: str) -> None:
     given = POOLED[batch]
 
