@@ -70,7 +70,7 @@ def test_a_step_has_the_bags_of_a_plain_call(drawn: Features) -> None:
 def test_a_step_for_many_sizes_has_the_bags_of_each(weighted: bool) -> None:
     graph = calls(lambda given: rebuilt(given)[:2])  # a size as a number would be a step of its own
     generator = torch.Generator().manual_seed(3)
-    for count in range(6):
+    for count in range(5):
         lengths = torch.randint(1, 5, (4 + 2 * count,), generator=generator)
         total = int(lengths.sum())
         given = KeyedJaggedTensor(["a", "b"], torch.arange(total), torch.rand(total) if weighted else None, lengths)
@@ -104,7 +104,7 @@ BY_KEY = {
 @pytest.mark.rotated("weighted")
 def test_values_of_one_key_are_split_before_a_step(name: str, weighted: bool) -> None:
     graph = calls(BY_KEY[name])
-    for lengths in ([2, 1, 1, 1], [0, 3, 0, 4], [1, 0, 0, 0], [0, 0, 0, 0], [5, 0, 2, 2]):
+    for lengths in ([2, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0], [0, 5, 2, 2]):
         values = torch.arange(sum(lengths)) + 1
         given = KeyedJaggedTensor(["a", "b"], values, values / 2 if weighted else None, torch.tensor(lengths))
         assert torch.equal(graph(given), BY_KEY[name](given))

@@ -86,7 +86,7 @@ def test_rows_are_fbgemms_with_any_settings(optimizer: OptimType) -> None:
 )
 def test_many_batches_over_tables_of_mixed_dims(optimizer: OptimType, pooling: PoolingMode, weighted: bool) -> None:
     mine, peer = pair(optimizer, pooling)
-    for _ in range(30):
+    for _ in range(20):
         step_both(mine, peer, batch(TABLES, MAP, [BATCH] * len(MAP), weighted=weighted))
     compare(mine, peer)
 
