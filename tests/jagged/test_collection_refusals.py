@@ -19,6 +19,7 @@ from tierbed.jagged import (
     JaggedTensor,
     KeyedJaggedTensor,
     PoolingType,
+    PositionWeightedModule,
     VariableBatchKeyedJaggedTensor,
 )
 from tierbed.jagged import PositionWeightedModuleCollection as Positions
@@ -50,47 +51,36 @@ def inverse(*bags_of: list[int]) -> VariableBatchKeyedJaggedTensor:
     return VariableBatchKeyedJaggedTensor(["x", "y"], THREE, None, lengths, None, [1, 2], indices if bags_of else None)
 
 
-def two_of_one_name(kind: Any) -> list[Any]:
-    """Tables of which two results would be called x@b."""
-    return [kind(9, 4, "a", feature_names=["x", "x@b"]), kind(9, 4, "b", feature_names=["x"])]
-
-
-DTYPES, RANGE = "rows are stored in FP32, BF16 or FP16: give one of them", "both of weight_init_min and weight_init_max"
+# of which two results would be called x@b
+TWO = [EmbeddingConfig(9, 4, "a", feature_names=["x", "x@b"]), EmbeddingConfig(9, 4, "b", feature_names=["x"])]
 
 ARGUMENTS: list[Refusal] = [
-    (config(num_embeddings=0), OptionError, "table 't': num_embeddings=", "0", "give the number of ids, or None"),
-    (config(embedding_dim=0), OptionError, "table 't': embedding_dim=", "0", "give a whole number from 1 on"),
-    (config(name=""), OptionError, "table '': name=", "''", "give printable characters"),
-    (config(data_type="INT8"), OptionError, "table 't': data_type=", "'INT8'", DTYPES),
+    (config(num_embeddings=0), OptionError, "table 't': num_embeddings=", "0"),
+    (config(embedding_dim=0), OptionError, "table 't': embedding_dim=", "0"),
+    (config(name=""), OptionError, "table '': name=", "''"),
+    (config(data_type="INT8"), OptionError, "table 't': data_type=", "'INT8'"),
     (config(init_fn=torch.nn.init.eye_), OptionError, "table 't': init_fn=", "eye_", "initializer=make_normal"),
     (config(need_pos=True), OptionError, "table 't': need_pos=", "True", "PositionWeightedModuleCollection"),
     (config(use_virtual_table=True), OptionError, "use_virtual_table=", "True", "num_embeddings=None"),
-    (config(feature_names="x"), OptionError, "table 't': feature_names=", "'x'", "give a list of names"),
-    (config(feature_names=["x", "x"]), OptionError, "feature_names=", "repeats a name", "name each once"),
-    (config(pooling=PoolingType.NONE), OptionError, "table 't': pooling=", "NONE", "give PoolingType.SUM or"),
+    (config(feature_names=["x", "x"]), OptionError, "feature_names=", "repeats a name"),
+    (config(pooling=PoolingType.NONE), OptionError, "table 't': pooling=", "NONE"),
     (config(weight_init_min=1.0, weight_init_max=0.0), OptionError, "low=", "1.0", "high=0.0"),
-    (config(num_embeddings=None, weight_init_min=1.0), OptionError, "table 't'", "", RANGE),
+    (config(num_embeddings=None, weight_init_min=1.0), OptionError, "table 't'", "weight_init_min and weight_init_max"),
     (config(initializer={"type": "none"}), OptionError, "initializer type", "'none'", "uniform"),
-    (config(group=3), OptionError, "group=", "3", "give printable characters without slashes and dots"),
-    (config(group="a/b"), OptionError, "group=", "'a/b'", "give printable characters without slashes and dots"),
-    (bags(3, STORE), OptionError, "tables=", "3", "give a list of EmbeddingBagConfig"),
-    (bags([BAG, BAG], STORE), OptionError, "tables:", "2 have name='t'", "give each its own name"),
-    (bags([3], STORE), OptionError, "tables:", "got a int", "give a list of EmbeddingBagConfig"),
-    (bags([ROW], STORE), OptionError, "tables:", "got a EmbeddingConfig", "give a list of EmbeddingBagConfig"),
+    (config(group="a/b"), OptionError, "group=", "'a/b'"),
+    (bags([BAG, BAG], STORE), OptionError, "tables:", "2 have name='t'"),
+    (bags([ROW], STORE), OptionError, "tables:", "got a EmbeddingConfig"),
     (rows([BAG], STORE), OptionError, "tables:", "got a EmbeddingBagConfig", "EmbeddingConfig, which pools nothing"),
     (bags([BAG], {"ebc-d8": STORE}), OptionError, "store_options[", "'ebc-d8'", "did you mean 'ebc-d4'"),
-    (bags([BAG], STORE, share=3), OptionError, "share=", "int", "give a collection"),
-    (bags([BAG], STORE, name="a.b"), OptionError, "name=", "'a.b'", "use no dots"),
-    (rows([ROW], STORE, padded=3), OptionError, "padded=", "3", "give {feature: length}"),
-    (rows([ROW], STORE, padded={"x": 3}), OptionError, "padded[", "'x'", "give one of ['t']"),
-    (rows([ROW], STORE, padded={"t": 0}), OptionError, "padded['t']=", "0", "give the number of positions"),
-    (bags([BAG], STORE, device="moon"), OptionError, "device=", "'moon'", "give one of them"),
-    (rows([ROW], STORE, device=3), OptionError, "device=", "3", "give one of them"),
-    (bags(two_of_one_name(EmbeddingBagConfig), STORE), OptionError, "feature_names:", "'x@b'", "another name"),
-    (rows(two_of_one_name(EmbeddingConfig), STORE), OptionError, "feature_names:", "'x@b'", "another name"),
-    (lambda: Positions({}), OptionError, "max_feature_lengths=", "{}", "give {feature: maximum ids"),
-    (lambda: Positions({"x": 0}), OptionError, "max_feature_lengths['x']=", "0", "give the maximum ids"),
-    (lambda: Positions({"x.y": 2}), OptionError, "max_feature_lengths: ", "'x.y'", "use no dots"),
+    (bags([BAG], STORE, name="a.b"), OptionError, "name=", "'a.b'"),
+    (bags([BAG], STORE, state_dtype=torch.float16), OptionError, "state_dtype=", "torch.float16", "sums of squares"),
+    (rows([ROW], STORE, padded={"x": 3}), OptionError, "padded[", "'x'"),
+    (rows([ROW], STORE, padded={"t": 0}), OptionError, "padded['t']=", "0"),
+    (bags([BAG], STORE, device="moon"), OptionError, "device=", "'moon'"),
+    (rows(TWO, STORE), OptionError, "feature_names:", "'x@b'"),
+    (lambda: Positions({}), OptionError, "max_feature_lengths=", "{}"),
+    (lambda: Positions({"x": 0}), OptionError, "max_feature_lengths['x']=", "0"),
+    (lambda: Positions({"x.y": 2}), OptionError, "max_feature_lengths: ", "'x.y'"),
 ]  # fmt: skip
 
 
@@ -99,32 +89,26 @@ def test_wrong_arguments_are_refused(refusal: Refusal) -> None:
     check_refusal(refusal)
 
 
-def test_tables_keep_the_order_of_their_configs_when_some_are_shared() -> None:
-    with EmbeddingBagCollection([BAG], STORE) as first:
-        own = EmbeddingBagConfig(9, 4, "own", feature_names=["own"])
-        assert [*EmbeddingBagCollection([own, BAG], STORE, name="two", share=first).embedding_bags] == ["own", BAG.name]
-
-
 def test_a_shared_table_is_described_as_where_it_is() -> None:
     with EmbeddingBagCollection([BAG], STORE) as first:
-        same, threes = "give the same", tierbed.make_constant_initializer(3.0)
-        for change, argument, value in (
-            ({"num_embeddings": 8}, "table 't': num_embeddings=", "8, and 9 in share, 'ebc'"),
-            ({"initializer": threes}, "table 't': new rows", "in share, 'ebc'"),
-            ({"weight_init_max": 0.5}, "table 't': new rows", "in share, 'ebc'"),
-            ({"bad_ids": "drop"}, "bad_ids", "in share, 'ebc'"),
+
+        def other(**change: Any) -> Callable[[], EmbeddingBagCollection]:
+            return bags([config(**change)()], share=first)
+
+        own, there = [EmbeddingBagConfig(9, 4, "own")], "in share, 'ebc'"
+        for call, *named in (
+            (other(num_embeddings=8), "table 't': num_embeddings=", "8, and 9", there),
+            (other(initializer=tierbed.make_constant_initializer(3.0)), "table 't': new rows", there),
+            (other(weight_init_max=0.5), "table 't': new rows", there),
+            (other(bad_ids="drop"), "bad_ids", there),
+            (bags([BAG], share=first, output_dtype=torch.float16), "output_dtype=", "float16"),
+            (bags([BAG], share=first, key_type=torch.int32), "key_type=", "int32"),
+            (bags([BAG], share=first, state_dtype=torch.bfloat16), "state_dtype=", "bfloat16"),
+            (bags([BAG], STORE, share=first), "store_options"),
+            (bags([BAG, *own], STORE, share=first), "name=", "'ebc-d4'"),
+            (rows([ROW], share=first, padded={"t": 3}), "padded=", "{'t': 3}"),
         ):
-            check_refusal((bags([config(**change)()], share=first), OptionError, argument, value, same))
-        own = [EmbeddingBagConfig(9, 4, "own")]
-        for refusal in (
-            (bags([BAG], share=first, output_dtype=torch.float16), "output_dtype=", "float16", "give that"),
-            (bags([BAG], share=first, key_type=torch.int32), "key_type=", "int32", "give that"),
-            (bags([BAG], share=first, state_dtype=torch.bfloat16), "state_dtype=", "bfloat16", "give that"),
-            (bags([BAG], STORE, share=first), "store_options:", "", "leave store_options out"),
-            (bags([BAG, *own], STORE, share=first), "name=", "'ebc-d4'", "give another name"),
-            (rows([ROW], share=first, padded={"t": 3}), "padded=", "{'t': 3}", "make this collection first"),
-        ):
-            check_refusal((refusal[0], OptionError, *refusal[1:]))
+            check_refusal((call, OptionError, *named))
 
 
 def test_wrong_batches_are_refused() -> None:
@@ -141,16 +125,18 @@ def test_wrong_batches_are_refused() -> None:
         refusals: list[Refusal] = [
             (lambda: plain(keyed("x")), KeyError, "feature", "'t'", "whose keys are x"),
             (lambda: jagged({"x": keyed("x")["x"]}), KeyError, "feature", "'t'", "whose keys are x"),
-            (lambda: plain(THREE), InputError, "features:", "got a Tensor", "give a KeyedJaggedTensor"),
-            (lambda: jagged({"t": 3}), InputError, "features:", "got a int", "give a JaggedTensor for each key"),
-            (lambda: plain(keyed("t", [1.0], [1])), InputError, "'ebc'", "torch.float32", "give ids of an integer"),
+            (lambda: plain(THREE), InputError, "features:", "got a Tensor"),
+            (lambda: jagged({"t": 3}), InputError, "features:", "got a int"),
+            (lambda: plain(keyed("t", [1.0], [1])), InputError, "'ebc'", "torch.float32"),
             (lambda: narrow(keyed("t")), InputError, "is wider than key_type=", "torch.int32", "key_type=torch.int64"),
-            (lambda: weighs(keyed("t")), InputError, "is_weighted=", "True", "give weights"),
+            (lambda: weighs(keyed("t")), InputError, "is_weighted=", "True"),
             (lambda: plain.embedding_of("u"), InputError, "table of 'ebc'", "'u'", "0 to 0, or by name 't'"),
             (lambda: positions(keyed("x")), KeyError, "feature", "'t'", "whose keys are x"),
             (lambda: positions(keyed("t")), InputError, "feature 't'", "more than 2 ids", "max_feature_lengths['t']"),
             (lambda: positions(weighted), InputError, "features:", "", "without weights"),
-            (lambda: both(inverse()), InputError, "inverse_indices=", "None", "give inverse_indices"),
+            (lambda: PositionWeightedModule(2)(keyed("t")["t"]), InputError, "more than 2 ids"),
+            (lambda: plain(keyed("t", [9], [1])), InputError, "9 is no id", "table t", "0 to 8"),
+            (lambda: both(inverse()), InputError, "inverse_indices=", "None"),
             *[
                 (call, InputError, "inverse_indices of key 'x', sample 1", str(sample), step)
                 for sample in (-1, 1)
@@ -168,12 +154,8 @@ def test_rows_that_are_not_pooled_need_offsets_of_all_their_ids(offsets: list[in
     given = {"x": JaggedTensor(THREE, offsets=torch.tensor(offsets))}
     batch = KeyedJaggedTensor(["x"], THREE, offsets=torch.tensor(offsets))
     with EmbeddingCollection([EmbeddingConfig(9, 4, "t", feature_names=["x"])], STORE, padded=padded) as collection:
-        for call, one in (
-            (collection, given),
-            (collection, batch),
-            (Positions({"x": 3}), batch),
-        ):
-            with pytest.raises(InputError, match=r"offsets"):
+        for call, one in ((collection, given), (collection, batch), (Positions({"x": 3}), batch)):
+            with pytest.raises(InputError, match="offsets"):
                 call(one)
 
 
@@ -181,7 +163,8 @@ def test_a_collection_that_shares_tables_leaves_them_open() -> None:
     batch = KeyedJaggedTensor(["t", "own"], THREE, lengths=torch.tensor([2, 1]))
     with EmbeddingBagCollection([BAG], STORE) as first:
         own = EmbeddingBagConfig(9, 4, "own")
-        with EmbeddingBagCollection([BAG, own], STORE, name="second", share=first) as second:
+        with EmbeddingBagCollection([own, BAG], STORE, name="second", share=first) as second:
             second(batch)
+            assert [*second.embedding_bags] == ["own", "t"]  # the order of the configs
         assert second.embedding_of("own").is_closed
         assert first(batch).values().shape == (1, 4)

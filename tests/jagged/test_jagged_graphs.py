@@ -11,8 +11,9 @@ from hypothesis import given
 from torch import Tensor, nn
 
 from support.examples import examples
-from support.graphs import FEW
-from support.jagged import Features, features
+from support.graphs import FEW, graph_of
+from support.jagged import Features, check_same_parts, features
+from support.refusals import check_refusal
 from tierbed import Graph, make_device_mem_store_options
 from tierbed.engine.errors import GraphError, InputError
 from tierbed.jagged import (
@@ -25,80 +26,60 @@ from tierbed.jagged import (
 )
 
 
-class Calls(Graph):
+def calls(function: Callable[[Any], Any], **modules: nn.Module) -> Graph:
     """A graph whose step is one function of its argument."""
 
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-        self.function = function
-        self.add_optimizer(torch.optim.SGD([self.scale], lr=0.1))
+    def build(graph: Any, given: Any) -> Any:
+        graph.scale.weight.square().sum().backward()
+        return function(given)
 
-    def build(self, given: Any) -> Any:
-        self.scale.square().backward()
-        return self.function(given)
+    scale = nn.Linear(1, 1, bias=False)
+    return graph_of(build, torch.optim.SGD(scale.parameters(), lr=0.1), scale=scale, **modules)
 
 
-def kjt_of(drawn: Features) -> KeyedJaggedTensor:
-    return KeyedJaggedTensor(**drawn.arguments())
+def rebuilt(given: KeyedJaggedTensor) -> tuple[list[Any], Tensor, int]:
+    """New ones, made by all that needs no value; one that is padded; and how many samples there are."""
+    keys, parts, offsets = given.keys(), (given.values(), given.weights_or_none()), given.offsets()
+    again = KeyedJaggedTensor(keys, given.values() + 1, given.weights_or_none(), given.lengths())
+    twice = KeyedJaggedTensor([f"second {key}" for key in keys], *parts, offsets=offsets)
+    whole = JaggedTensor(*parts, offsets=offsets)
+    made = [again, KeyedJaggedTensor.concat([again, twice]), KeyedJaggedTensor.from_jt_dict({"whole": whole}), whole]
+    return made, whole.to_padded_dense(3, -1), given.stride()
 
 
-def parts(jagged: Any) -> list[Any]:
-    weights = jagged.weights_or_none()
-    return [jagged.values().tolist(), jagged.offsets().tolist(), None if weights is None else weights.tolist()]
-
-
-def rebuilt(given: KeyedJaggedTensor) -> list[Any]:
-    """New ones, made by all that needs no value."""
-    again = KeyedJaggedTensor(given.keys(), given.values() + 1, given.weights_or_none(), given.lengths())
-    keys = given.keys()
-    twice = KeyedJaggedTensor([f"second {key}" for key in keys], *parts_of(given), offsets=given.offsets())
-    whole = JaggedTensor(*parts_of(given), offsets=given.offsets())
-    return [again, KeyedJaggedTensor.concat([again, twice]), KeyedJaggedTensor.from_jt_dict({"whole": whole}), whole]
-
-
-def parts_of(given: KeyedJaggedTensor) -> tuple[Tensor, Tensor | None]:
-    return given.values(), given.weights_or_none()
-
-
-def check_same(made: list[Any], expected: list[Any]) -> None:
-    for one, other in zip(made, expected, strict=True):
+def check_same(found: tuple[list[Any], Tensor, int], given: KeyedJaggedTensor) -> None:
+    made, padded, stride = rebuilt(given)
+    for one, other in zip(found[0], made, strict=True):
         assert type(one) is type(other)
-        assert parts(one) == parts(other)
+        check_same_parts(one, other)
         assert isinstance(one, JaggedTensor) or one.keys() == other.keys()
+    assert found[0][0].length_per_key() == given.length_per_key()
+    assert torch.equal(found[1], padded)
+    assert found[2] == stride
 
 
 @given(features(keys=["user", "item", "shop"], min_batch=2))
-@examples(0.5)
+@examples(0.1)
 def test_a_step_has_the_bags_of_a_plain_call(drawn: Features) -> None:
-    given = kjt_of(drawn)
-    *tensors, padded, stride = Calls(
-        lambda given: [*rebuilt(given), rebuilt(given)[3].to_padded_dense(3, -1), given.stride()]
-    )(given)
-    check_same(tensors, rebuilt(given))
-    assert tensors[0].length_per_key() == given.length_per_key()
-    assert padded.tolist() == rebuilt(given)[3].to_padded_dense(3, -1).tolist()
-    assert stride == drawn.batch
+    given = KeyedJaggedTensor(**drawn.arguments())
+    check_same(calls(rebuilt)(given), given)
 
 
 @pytest.mark.usefixtures("few_steps_of_their_own")
 @pytest.mark.parametrize("weighted", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_step_for_many_sizes_has_the_bags_of_each(weighted: bool) -> None:
-    graph = Calls(lambda given: [*rebuilt(given), rebuilt(given)[3].to_padded_dense(3, -1)])
+    graph = calls(lambda given: rebuilt(given)[:2])  # a size as a number would be a step of its own
     generator = torch.Generator().manual_seed(3)
-    for count in range(6):
+    for count in range(5):
         lengths = torch.randint(1, 5, (4 + 2 * count,), generator=generator)
         total = int(lengths.sum())
-        weights = torch.rand(total) if weighted else None
-        given = KeyedJaggedTensor(["a", "b"], torch.arange(total), weights, lengths)
-        *tensors, padded = graph(given)
-        check_same(tensors, rebuilt(given))
-        assert padded.tolist() == rebuilt(given)[3].to_padded_dense(3, -1).tolist()
+        given = KeyedJaggedTensor(["a", "b"], torch.arange(total), torch.rand(total) if weighted else None, lengths)
+        check_same((*graph(given), given.stride()), given)
     assert len(graph.why_recompiled()) == FEW
 
 
 def test_what_was_read_before_a_call_does_not_change_its_signature() -> None:
-    graph = Calls(lambda given: given.values() + 1)
+    graph = calls(lambda given: given.values() + 1)
     first, second = (KeyedJaggedTensor(["a", "b"], torch.arange(5), lengths=torch.tensor([2, 1, 1, 1])) for _ in "12")
     graph(first)
     second.to_dict()
@@ -120,34 +101,34 @@ BY_KEY = {
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("name", BY_KEY)
+@pytest.mark.rotated("weighted")
 def test_values_of_one_key_are_split_before_a_step(name: str, weighted: bool) -> None:
-    graph = Calls(BY_KEY[name])
-    for lengths in ([2, 1, 1, 1], [0, 3, 0, 4], [1, 0, 0, 0], [0, 0, 0, 0], [5, 0, 2, 2]):
+    graph = calls(BY_KEY[name])
+    for lengths in ([2, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0], [0, 5, 2, 2]):
         values = torch.arange(sum(lengths)) + 1
         given = KeyedJaggedTensor(["a", "b"], values, values / 2 if weighted else None, torch.tensor(lengths))
         assert torch.equal(graph(given), BY_KEY[name](given))
     assert not graph.why_recompiled()
 
 
-def test_values_that_no_argument_splits_name_the_remedy() -> None:
-    def split(given: Tensor) -> Tensor:
-        return KeyedJaggedTensor(["a", "b"], given, lengths=given.new_ones(4))["b"].values()
+def split(given: Tensor) -> Tensor:
+    return KeyedJaggedTensor(["a", "b"], given, lengths=given.new_ones(4))["b"].values()
 
-    with pytest.raises(GraphError, match=r"KeyedJaggedTensor of tierbed\.jagged as an argument.*a dict of JaggedT"):
-        Calls(split)(torch.arange(4))
+
+JAGGED = {"a": JaggedTensor(torch.arange(5), lengths=torch.tensor([2, 3]))}
 
 
 @pytest.mark.parametrize(
-    ("function", "remedy"),
+    ("function", "given", "remedy"),
     [
-        (lambda given: given["a"].to_dense()[0], "give desired_length"),
-        (lambda given: given["a"].to_padded_dense(), "give desired_length"),
-        (lambda given: given["a"].validate(), "on the graph's arguments"),
+        (split, torch.arange(4), "KeyedJaggedTensor of tierbed.jagged as an argument"),
+        (lambda given: given["a"].to_dense()[0], JAGGED, "give desired_length"),
+        (lambda given: given["a"].to_padded_dense(), JAGGED, "give desired_length"),
+        (lambda given: given["a"].validate(), JAGGED, "on the graph's arguments"),
     ],
 )
-def test_what_needs_values_names_the_remedy(function: Callable[[Any], Any], remedy: str) -> None:
-    with pytest.raises(GraphError, match=remedy):
-        Calls(function)({"a": JaggedTensor(torch.arange(5), lengths=torch.tensor([2, 3]))})
+def test_what_needs_values_names_the_remedy(function: Any, given: Any, remedy: str) -> None:
+    check_refusal((lambda: calls(function)(given), GraphError, remedy))
 
 
 def test_variable_batch_sizes_name_the_remedy() -> None:
@@ -156,26 +137,18 @@ def test_variable_batch_sizes_name_the_remedy() -> None:
     with EmbeddingBagCollection([EmbeddingBagConfig(9, 4, "t")], make_device_mem_store_options()) as bags:
         assert bags(batch).values().shape == (3, 4)
         with pytest.raises(GraphError, match=r"variable batch sizes .* train it in a plain loop"):
-            Calls(bags)(batch)
+            calls(bags)(batch)
 
 
-def test_a_dict_of_jagged_tensors_is_the_remedy() -> None:
-    graph = Calls(lambda given: (given["a"].values() * 2, given["b"].to_padded_dense(2), given))
-    given = KeyedJaggedTensor(["a", "b"], torch.arange(5), lengths=torch.tensor([2, 1, 0, 2])).to_dict()
-    doubled, padded, same = graph(given)
-    assert doubled.tolist() == [0, 2, 4]
-    assert padded.tolist() == [[0, 0], [3, 4]]
-    assert parts(same["b"]) == parts(given["b"])
-
-
-def test_features_that_are_views_of_one_batch_run_in_one_step() -> None:
-    graph = Calls(lambda given: (given["a"].values() * 2, given["b"].values() + 1, given["b"].lengths()))
+def test_a_dict_of_features_that_are_views_of_one_batch_runs_in_one_step() -> None:
+    graph = calls(lambda given: (given["a"].values() * 2, given["b"].to_padded_dense(2), given))
     for first, second in ((3, 2), (5, 9), (1, 0), (0, 1), (2, 2)):
-        given = KeyedJaggedTensor(["a", "b"], torch.arange(first + second), lengths=torch.tensor([first, second]))
-        doubled, more, lengths = graph(given.to_dict())
-        assert doubled.tolist() == [2 * value for value in range(first)]
-        assert more.tolist() == [first + value + 1 for value in range(second)]
-        assert lengths.tolist() == [second]
+        batch = KeyedJaggedTensor(["a", "b"], torch.arange(first + second), lengths=torch.tensor([first, second]))
+        given = batch.to_dict()
+        doubled, padded, same = graph(given)
+        assert torch.equal(doubled, torch.arange(first) * 2)
+        assert torch.equal(padded, given["b"].to_padded_dense(2))
+        check_same_parts(same["b"], given["b"])
     assert graph.why_recompiled() == []
 
 
@@ -184,8 +157,7 @@ def test_a_bag_of_more_ids_than_places_fails_the_step_and_not_the_graph() -> Non
         return KeyedJaggedTensor(["b", "a"], torch.arange(sum(lengths)), lengths=torch.tensor(lengths))
 
     positions = PositionWeightedModuleCollection({"a": 2})
-    graph = Calls(lambda given: positions(given).weights().detach())
-    graph.positions = positions
+    graph = calls(lambda given: positions(given).weights().detach(), positions=positions)
     assert graph(batch([3, 1, 2, 1])).tolist() == [1.0] * 7
     with pytest.raises(InputError, match=r"'a': a bag of more than 2 ids; .*raise max_feature_lengths\['a'\]"):
         graph(batch([1, 1, 2, 3]))

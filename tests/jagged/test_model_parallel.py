@@ -1,9 +1,10 @@
-"""A model over ranks and its pipelines, by TorchRec's names, have the numbers of a plain loop."""
+"""A model over ranks and its pipelines have the numbers of a plain loop, whatever batches look like or raise."""
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from support.ranks import run_ranks
+from support.refusals import check_refusal
 from tierbed import CapacityError, EagerOptimizer, InputError, OptionError, make_device_mem_store_options
 from tierbed.jagged import (
     DistributedModelParallel,
@@ -59,21 +61,25 @@ class Model(nn.Module):
         return loss, loss.detach()
 
 
-def train_in_backward(kind: Any, model: Model, lr: float = 0.1) -> None:
+def train_in_backward(kind: Any, *modules: nn.Module, lr: float = 0.1) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's own import
-        from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
+        from torch.distributed.optim import _apply_optimizer_in_backward
 
-    _apply_optimizer_in_backward(kind, [*model.bags.parameters(), *model.rows.parameters()], {"lr": lr})
+    _apply_optimizer_in_backward(kind, [one for module in modules for one in module.parameters()], {"lr": lr})
 
 
-def every(pipeline: Any, given: Iterator[Batch]) -> Iterator[Tensor]:
-    """All results of a pipeline."""
-    while True:
+def calls(pipeline: Any, loader: Iterator[Any], most: int = 99) -> list[Any]:
+    """What calls of `progress` return or raise, up to the end of the loader, which is '|'."""
+    found: list[Any] = []
+    for _ in range(most):
         try:
-            yield pipeline.progress(given)
+            found.append(pipeline.progress(loader))
         except StopIteration:
-            return
+            return [*found, "|"]
+        except Exception as error:
+            found.append(type(error).__name__)
+    return found
 
 
 def batches(count: int = STEPS, rank: int = 0) -> Iterator[Batch]:
@@ -84,32 +90,30 @@ def batches(count: int = STEPS, rank: int = 0) -> Iterator[Batch]:
         yield Batch(KeyedJaggedTensor(["user", "item"], ids, lengths=lengths), torch.rand(5, generator=random))
 
 
-def rows_of(model: Model) -> list[Tensor]:
-    keys = torch.arange(30)
+def state_of_all(model: Model) -> list[Tensor]:
     parts = (model.bags.embedding_of("user"), model.bags.embedding_of("item"), model.rows.embedding_of("user"))
-    return [part.get(keys) for part in parts]
+    return [*(part.get(torch.arange(30)) for part in parts), *(one.detach() for one in model.over.parameters())]
 
 
-def plain_loop() -> tuple[list[Tensor], list[Tensor]]:
-    model = Model()
+def plain_loop(*ranks: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Losses, and rows and dense parameters, of one process that trains on the mean of these ranks' batches."""
+    model, losses = Model(), []
     optimizer = EagerOptimizer(torch.optim.Adagrad(model.parameters(), lr=0.1, eps=1e-8), model)
-    losses = []
-    for batch in batches():
+    for of_ranks in zip(*(batches(rank=rank) for rank in ranks), strict=True):
         optimizer.zero_grad()
-        loss, output = model(batch)
-        loss.backward()
+        losses.append(sum(model(batch)[0] / len(ranks) for batch in of_ranks))
+        losses[-1].backward()
         optimizer.step()
-        losses.append(output)
-    return losses, rows_of(model)
+    return [loss.detach() for loss in losses], state_of_all(model)
 
 
 @pytest.mark.parametrize("kind", [TrainPipelineBase, TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist])
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_a_pipeline_trains_as_a_plain_loop(kind: Any, in_backward: bool) -> None:
-    losses, rows = plain_loop()
+    losses, state = plain_loop(0)
     model = Model("meta")
     if in_backward:
-        train_in_backward(torch.optim.Adagrad, model)
+        train_in_backward(torch.optim.Adagrad, model.bags, model.rows)
     parallel = DistributedModelParallel(model, device=CPU)
     assert get_module(parallel) is get_unwrapped_module(parallel) is parallel.module is model
     assert set(parallel.state_dict()) == set(model.state_dict())
@@ -122,23 +126,13 @@ def test_a_pipeline_trains_as_a_plain_loop(kind: Any, in_backward: bool) -> None
     else:
         optimizer = EagerOptimizer(torch.optim.Adagrad(parallel.parameters(), lr=0.1, eps=1e-8), parallel.module)
     pipeline = kind(parallel, optimizer, CPU)
-    found = list(every(pipeline, batches()))
-    assert all(torch.equal(one, other) for one, other in zip(found, losses, strict=True))
-    assert all(torch.equal(one, other) for one, other in zip(rows_of(model), rows, strict=True))
+    found = calls(pipeline, batches())[:-1]
+    assert all(map(torch.equal, [*found, *state_of_all(model)], [*losses, *state]))
     met = [part.metrics()["table"]["prefetch_hits"] for part in model.bags.each()]
     assert met == [0 if kind is TrainPipelineBase else STEPS - 3] * 2  # three batches are held before the first step
-    more = batches(1)
     parallel.eval()
-    [evaluated] = every(pipeline, more)
+    [evaluated, _] = calls(pipeline, batches(1))
     assert torch.equal(evaluated, parallel(next(batches()))[1])
-
-
-def test_batches_that_are_held_at_the_end_are_trained_only_on_request() -> None:
-    model = Model()
-    train_in_backward(torch.optim.SGD, model)
-    optimizer = torch.optim.SGD(model.over.parameters(), lr=0.1)
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, execute_all_batches=False)
-    assert len(list(every(pipeline, batches()))) == STEPS - 2
 
 
 def test_each_epoch_may_have_an_iterator_of_its_own() -> None:
@@ -156,53 +150,40 @@ def test_each_epoch_may_have_an_iterator_of_its_own() -> None:
 
 def test_a_step_in_backward_that_failed_is_not_taken_by_the_next() -> None:
     with EmbeddingBagCollection([EmbeddingBagConfig(9, 4, "user")], make_device_mem_store_options(capacity=2)) as bags:
-        train = torch.ones(3, 4)
-        model = nn.ModuleDict({"bags": bags})
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
-        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 1.0})
+        train_in_backward(torch.optim.SGD, bags, lr=1.0)
 
         def step(*ids: int) -> None:
-            bags(
-                KeyedJaggedTensor(["user"], torch.tensor(ids), lengths=torch.tensor([len(ids)]))
-            ).values().sum().backward()
+            batch = KeyedJaggedTensor(["user"], torch.tensor(ids), lengths=torch.tensor([len(ids)]))
+            bags(batch).values().sum().backward()
 
         before = bags.embedding_of(0).get([0, 1, 2])
         with pytest.raises(CapacityError):
             step(0, 1, 2)
         step(2)
-        assert torch.equal(before - bags.embedding_of(0).get([0, 1, 2]), torch.tensor([[0.0], [0], [1]]) * train)
+        assert torch.equal(before - bags.embedding_of(0).get([0, 1, 2]), torch.tensor([[0.0], [0], [1]]).expand(3, 4))
 
 
 def test_what_has_no_meaning_here_is_refused_by_its_name() -> None:
     model = Model()
     plan = SimpleNamespace(plan={"bags": {"user": SimpleNamespace(sharding_type="table_wise")}})
-    with pytest.raises(OptionError, match=r"plan: bags\.user is 'table_wise'; rows are spread over all ranks"):
-        DistributedModelParallel(model, plan=plan)
-    for wrong in ({"bags": {"user": "row_wise"}}, {"bags": "row_wise"}, {"bags": None}, "row_wise", 3):
-        with pytest.raises(OptionError, match=r"plan=.*: give TorchRec's ShardingPlan, or leave it out"):
-            DistributedModelParallel(model, plan=wrong)
+    plans = [{"bags": {"user": "row_wise"}}, {"bags": "row_wise"}, {"bags": None}, "row_wise", 3]
+    own = nn.ParameterDict({"own": nn.Parameter(torch.empty(3, device="meta"))})
+    for call, kind, *named in (
+        (lambda: DistributedModelParallel(model, plan=plan), OptionError, "plan", "bags.user", "'table_wise'"),
+        *[(lambda wrong=one: DistributedModelParallel(model, plan=wrong), OptionError, "plan=") for one in plans],
+        (lambda: DistributedModelParallel(model, data_parallel_wrapper=5), OptionError, "data_parallel_wrapper=", "5"),
+        (lambda: DistributedModelParallel(model, env=3), OptionError, "env=", "int"),
+        (lambda: TrainPipelineSemiSync(model, None, CPU), OptionError, "TrainPipelineSemiSync"),
+        (lambda: TrainPipelineSparseDist(model, None, CPU, apply_jit=True), OptionError, "apply_jit=", "True"),
+        (lambda: TrainPipelineSparseDist(model, None, CPU, enqueue=1), OptionError, "enqueue=", "1"),
+        (lambda: DistributedModelParallel(own), InputError, "meta", "reset_parameters()"),
+    ):
+        check_refusal((call, kind, *named))
     plan.plan["bags"]["user"].sharding_type = "row_wise"
     assert DistributedModelParallel(model, plan=plan, sharders=[]).plan is plan
-    with pytest.raises(OptionError, match=r"data_parallel_wrapper=<object .*>: torch's DistributedDataParallel wraps"):
-        DistributedModelParallel(model, data_parallel_wrapper=object())
-    with pytest.raises(OptionError, match="env=int: give a World, a process group"):
-        DistributedModelParallel(model, env=3)
-    with pytest.raises(OptionError, match="TrainPipelineSemiSync looks rows up one step early"):
-        TrainPipelineSemiSync(model, None, CPU)
-    with pytest.raises(OptionError, match="apply_jit=True"):
-        TrainPipelineSparseDist(model, None, CPU, apply_jit=True)
-    with pytest.raises(OptionError, match="enqueue=1: there is no such argument"):
-        TrainPipelineSparseDist(model, None, CPU, enqueue=1)
 
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.own = nn.Parameter(torch.empty(3, device="meta"))
 
-    with pytest.raises(InputError, match=r"module is on meta, and has no reset_parameters\(\)"):
-        DistributedModelParallel(Own())
+def test_a_model_on_meta_gets_the_values_of_its_modules() -> None:
     positions = nn.ModuleDict(
         {"p": PositionWeightedModuleCollection({"f": 3}, device="meta"), "n": nn.BatchNorm1d(2, device="meta")}
     )
@@ -217,36 +198,18 @@ def test_what_has_no_meaning_here_is_refused_by_its_name() -> None:
     assert tied[0].kept.tolist() == [2, 2, 2]
 
 
-def over_ranks(world: Any) -> list[Tensor]:
-    model = Model("meta")
-    train_in_backward(torch.optim.Adagrad, model)
-    parallel = DistributedModelParallel(model, env=world, device=CPU)
-    optimizer = torch.optim.Adagrad(parallel.module.over.parameters(), lr=0.1, eps=1e-8)
-    pipeline, given = TrainPipelineSparseDist(parallel, optimizer, CPU), batches(rank=world.rank)
-    for _ in range(STEPS):
-        pipeline.progress(given)
-    return [*rows_of(model), *(one.detach() for one in model.over.parameters())]
-
-
 def test_ranks_train_the_mean_of_their_losses() -> None:
-    """As one process does by both batches at once."""
-    model = Model()
-    optimizer = EagerOptimizer(torch.optim.Adagrad(model.parameters(), lr=0.1, eps=1e-8), model)
-    for pair in zip(batches(rank=0), batches(rank=1), strict=True):
-        optimizer.zero_grad()
-        sum(model(batch)[0] / 2 for batch in pair).backward()
-        optimizer.step()
-    expected = [*rows_of(model), *(one.detach() for one in model.over.parameters())]
-    for task in (over_ranks, of_unlike_batches):
-        for found in run_ranks(2, task):
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    _, expected = plain_loop(0, 1)
+    for found in run_ranks(2, of_unlike_batches):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def of_unlike_batches(world: Any) -> list[Tensor]:
     """Trains batches whose features one rank finds elsewhere in some of them, and in the first, where they are made."""
     model = Model("meta")
+    train_in_backward(torch.optim.Adagrad, model.bags, model.rows)
     parallel = DistributedModelParallel(model, env=world, device=CPU)
-    optimizer = EagerOptimizer(torch.optim.Adagrad(parallel.parameters(), lr=0.1, eps=1e-8), parallel)
+    optimizer = torch.optim.Adagrad(parallel.module.over.parameters(), lr=0.1, eps=1e-8)
 
     def forward(batch: Any) -> Any:
         features = batch["f"] if "f" in batch else KeyedJaggedTensor.concat([batch["g"]])
@@ -257,24 +220,27 @@ def of_unlike_batches(world: Any) -> list[Tensor]:
         for step, batch in enumerate(batches(rank=world.rank))
     )
     pipeline = TrainPipelineSparseDist(parallel, optimizer, CPU, custom_model_fwd=forward)
-    assert len(list(every(pipeline, iter(given)))) == STEPS
-    return [*rows_of(model), *(one.detach() for one in model.over.parameters())]
+    assert len(calls(pipeline, iter(given))) == STEPS + 1
+    return state_of_all(model)
 
 
 def mistakes(world: Any) -> list[str]:
-    """What calls raise on each rank, of which rank 1 alone makes a mistake."""
+    """What calls raise on each rank, of which rank 1 alone makes a mistake, but for the first."""
+    used = Model()
+    used(next(batches()))
     bags = EmbeddingBagCollection([EmbeddingBagConfig(8, 4, "user"), EmbeddingBagConfig(8, 4, "item")], world=world)
     kept = EagerOptimizer(torch.optim.Adagrad(bags.parameters(), lr=0.1), bags)
     bags.embedding_of("user").put([0], torch.ones(1, 4), "user")  # on one of the ranks
     good, bad = bags.to_torchrec_state_dict(), world.rank == 1
     state = {name: {"sum": torch.ones(8, 4), "step": 2} for name in good}
     heard = []
-    calls: list[Any] = [
+    tried: list[Any] = [
+        lambda: DistributedModelParallel(used, env=world),
         lambda: bags.load_state_dict({**good, "embedding_bags.user.weight": torch.ones(7 if bad else 8, 4)}),
         lambda: bags.load_torchrec_optimizer_state({} if bad else state),
         lambda: bags.load_torchrec_optimizer_state(state if not bad else {name: {"sum": 1} for name in state}),
     ]
-    for call in calls:
+    for call in tried:
         try:
             call()
         except Exception as error:
@@ -287,26 +253,201 @@ def mistakes(world: Any) -> list[str]:
     return [*heard, str(bags.embedding_of("user").size())]
 
 
-def test_a_mistake_of_one_rank_is_raised_on_all() -> None:
+def test_a_mistake_of_one_rank_is_raised_on_all_and_rows_of_one_process_are_refused() -> None:
+    alone = "is open, with the rows of this process alone"
+    wanted = alone, "7 rows, and the table has 8", "it has none of table", "'sum' is int", "0"
     for found in run_ranks(2, mistakes):
-        assert len(found) == 4
-        assert found[3] == "0"
-        for said, what in zip(
-            found, ("7 rows, and the table has 8", "it has none of table", "'sum' is int"), strict=False
-        ):
-            assert what in said
+        assert [what in said for said, what in zip(found, wanted, strict=True)] == [True] * 5
 
 
-def open_before(world: Any) -> str:
-    model = Model()
-    model(next(batches()))
-    try:
-        DistributedModelParallel(model, env=world)
-    except InputError as error:
-        return str(error)
-    return ""
+KINDS = [TrainPipelineBase, TrainPipelineSparseDist]
 
 
-def test_a_model_that_was_used_before_is_refused() -> None:
-    for said in run_ranks(2, open_before):
-        assert "is open, with the rows of this process alone" in said
+class Named(nn.Module):
+    """Names the batches that it gets: upper case in eval mode."""
+
+    def __init__(self, pick: Callable[[Any], Any] = lambda batch: batch[1]) -> None:
+        super().__init__()
+        self.bags, self.pick = EmbeddingBagCollection([EmbeddingBagConfig(50, 4, "f")]), pick
+        torch.manual_seed(0)
+        self.over = nn.Linear(4, 1)
+
+    def forward(self, batch: Any) -> tuple[Tensor, Any]:
+        features = self.pick(batch)
+        rows = torch.zeros(4, 4) if features is None else self.bags(features).values()
+        loss = (self.over(rows) - 1).square().mean()
+        name = batch[0] if isinstance(batch, tuple) and isinstance(batch[0], str) else ""
+        return loss, name if self.training else name.upper()
+
+    def optimizer(self) -> EagerOptimizer:
+        return EagerOptimizer(torch.optim.Adagrad(self.parameters(), lr=0.1), self)
+
+
+def features(number: int) -> KeyedJaggedTensor:
+    random = torch.Generator().manual_seed(number)
+    lengths = torch.randint(1, 4, (4,), generator=random)
+    return KeyedJaggedTensor(["f"], torch.randint(50, (int(lengths.sum()),), generator=random), lengths=lengths)
+
+
+def state_of(model: Named) -> list[Tensor]:
+    return [model.bags.embedding_of("f").get(torch.arange(50)), *(one.detach() for one in model.over.parameters())]
+
+
+def trained_plainly(pick: Callable[[Any], Any], batches: list[Any]) -> list[Tensor]:
+    model = Named(pick)
+    optimizer = model.optimizer()
+    for batch in batches:
+        optimizer.zero_grad()
+        model(batch)[0].backward()
+        optimizer.step()
+    return state_of(model)
+
+
+@pytest.mark.parametrize(
+    ("actions", "expected"),
+    [  # loaders a, b, v and w have five batches each; a3: three steps of a
+        ("a3 eval v train a", "a0 a1 a2 V0 V1 V2 V3 V4 | a3 a4 |"),
+        ("a3 eval v2 train a2 eval v train a", "a0 a1 a2 V0 V1 a3 a4 V2 V3 V4 | |"),
+        ("a4 eval v2 w train a", "a0 a1 a2 a3 V0 V1 W0 W1 W2 W3 W4 | a4 |"),
+        ("a3 eval v w train b a", "a0 a1 a2 V0 V1 V2 V3 V4 | W0 W1 W2 W3 W4 | a3 a4 b0 b1 b2 b3 b4 | |"),
+        ("a2 eval a2 train a", "a0 a1 A2 A3 a4 |"),
+        ("a3 eval a train b1", "a0 a1 a2 A3 A4 | b0"),
+        ("a5 eval v1 train a a b", "a0 a1 a2 a3 a4 V0 | | b0 b1 b2 b3 b4 |"),
+        ("a3 b1 a b", "a0 a1 a2 a3 a4 b0 | b1 b2 b3 b4 |"),  # in the order in which they were drawn
+        ("eval v1 train a2 eval v1 a1 w1 train a", "V0 a0 a1 V1 A2 W0 a3 a4 |"),
+    ],
+)
+def test_each_batch_is_trained_once_and_evaluation_scores_its_own(actions: str, expected: str) -> None:
+    model = Named()
+    pipeline = TrainPipelineSparseDist(model, model.optimizer(), "cpu")
+    loaders = {name: iter([(f"{name}{i}", features(i)) for i in range(5)]) for name in "abvw"}
+    done: list[str] = []
+    for action in actions.split():
+        if action in ("eval", "train"):
+            model.train(action == "train")
+        else:
+            done += calls(pipeline, loaders[action[0]], int(action[1:] or 99))
+    assert " ".join(done) == expected
+    assert model.bags.embedding_of("f").metrics()["table"]["step"] == sum(name.islower() for name in done)
+
+
+@pytest.mark.parametrize("in_between", [False, True])
+def test_batches_that_are_held_at_the_end_are_the_first_of_the_next_epoch(in_between: bool) -> None:
+    model = Named()
+    pipeline = TrainPipelineSparseDist(model, model.optimizer(), "cpu", execute_all_batches=False)
+    epoch = [iter([(f"{name}{i}", features(i)) for i in range(4)]) for name in "abv"]
+    done = calls(pipeline, epoch[0])
+    if in_between:
+        model.eval()
+        assert calls(pipeline, epoch[2]) == ["V0", "V1", "V2", "V3", "|"]
+        model.train()
+    done += calls(pipeline, epoch[1])
+    assert " ".join(done) == "a0 a1 | a2 a3 b0 b1 |"
+    pipeline.reset()
+    assert calls(pipeline, epoch[1]) == ["|"]
+
+
+@dataclass(slots=True)
+class Slots:
+    f: Any
+
+
+STRUCTURES: dict[str, tuple[Callable[[int], Any], Callable[[Any], Any]]] = {
+    "key": (lambda i: {"f" if i % 3 else "g": features(i)}, lambda b: b.get("f", b.get("g"))),
+    "key is missing": (lambda i: {"f": features(i)} if i % 3 else {}, lambda b: b.get("f")),
+    "length of a tuple": (lambda i: (0, features(i)) if i % 3 else (features(i),), lambda b: b[-1]),
+    "place": (lambda i: (features(i), 0) if i % 3 else (0, features(i)), lambda b: b[0] or b[1]),
+    "attribute": (
+        lambda i: SimpleNamespace(f=features(i)) if i % 3 else SimpleNamespace(g=features(i)),
+        lambda b: getattr(b, "f", None) or b.g,
+    ),
+    "slots": (lambda i: Slots(features(i) if i % 3 else None), lambda b: b.f),
+    "None": (lambda i: (features(i) if i % 3 else None, 0), lambda b: b[0]),
+    "list": (lambda i: [0] * (i % 3) + [features(i)], lambda b: b[-1]),
+    "kind": (lambda i: features(i) if i % 3 else torch.tensor([i]), lambda b: b if hasattr(b, "keys") else features(5)),
+}
+
+
+@pytest.mark.parametrize("what", STRUCTURES)
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_batch_of_another_structure_trains_as_in_a_plain_loop(what: str, first: int) -> None:
+    make, pick = STRUCTURES[what]
+    batches = [make(i) for i in range(first, first + 10)]
+    model = Named(pick)
+    assert len(calls(TrainPipelineSparseDist(model, model.optimizer(), "cpu"), iter(batches))) == 11
+    assert all(map(torch.equal, state_of(model), trained_plainly(pick, batches)))
+    shows_where = (what, first) != ("kind", 0)  # the first batch has the features
+    assert (model.bags.embedding_of("f").metrics()["table"]["prefetch_hits"] > 0) == shows_where
+
+
+class Bad(list[Any]):
+    """A batch that cannot be moved."""
+
+    def to(self, *given: Any, **named: Any) -> Any:
+        raise OSError("no such device")
+
+
+def loader_that_raises(bad: int) -> Iterator[Any]:
+    numbers = itertools.count()
+
+    def load() -> Any:
+        number = next(numbers)
+        if number == bad:
+            raise OSError("a file is damaged")
+        return None if number == 6 else (f"{number}", features(number))
+
+    return iter(load, None)  # which goes on after it raised
+
+
+def batches_of(wrong: Any) -> Callable[[int], Iterator[Any]]:
+    return lambda bad: iter([wrong if i == bad else (f"{i}", features(i)) for i in range(6)])
+
+
+ids_of_no_row = ("bad", KeyedJaggedTensor(["f"], torch.tensor([999, 1]), lengths=torch.tensor([1, 1, 0, 0])))
+another_key = KeyedJaggedTensor(["x"], torch.tensor([1]), lengths=torch.tensor([1]))
+FAULTS = {
+    "ids of no row": (batches_of(ids_of_no_row), "InputError"),
+    "no features": (batches_of(("bad", None, 0)), "ValueError"),
+    "a missing key": (batches_of(("bad", another_key)), "KeyError"),
+    "not moved": (batches_of(Bad()), "OSError"),
+    "loader": (loader_that_raises, "OSError"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bad", [0, 2, 5])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.rotated("bad")
+def test_a_bad_batch_is_raised_in_its_turn_and_passed_over(kind: Any, bad: int, fault: str) -> None:
+    def pick(batch: Any) -> Any:
+        if len(batch) == 3:
+            raise ValueError("a batch without features")
+        return batch[1]
+
+    model, (loader, error) = Named(pick), FAULTS[fault]
+    done = calls(kind(model, model.optimizer(), "cpu"), loader(bad))
+    assert done == [error if number == bad else f"{number}" for number in range(6)] + ["|"]
+    good = [("", features(number)) for number in range(6) if number != bad]
+    assert all(map(torch.equal, state_of(model), trained_plainly(pick, good)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mistakes_are_named_with_a_remedy(kind: Any) -> None:
+    model = Named()
+    optimizer, loader = model.optimizer(), [("a", features(0))]
+
+    def progress(forward: Any) -> Callable[[], Any]:
+        return lambda: kind(model, optimizer, "cpu", custom_model_fwd=forward).progress(iter(loader))
+
+    for call, error, *named in (
+        (progress(lambda batch: model(batch)[0]), InputError, "model returned a Tensor", "a pair"),
+        (progress(lambda batch: model(batch)[0].repeat(2)), InputError, "model returned a Tensor"),
+        (progress(lambda batch: (*model(batch), 1)), InputError, "model returned 3 values"),
+        (lambda: kind(model, optimizer, "cpu").progress(loader), InputError, "dataloader_iter=", "list"),
+        (lambda: kind(model, None, "cpu").progress(iter(loader)), OptionError, "optimizer=", "None", "eval()"),
+        (lambda: kind(model, 0.1, "cpu"), OptionError, "optimizer=", "float"),
+        (lambda: kind(lambda batch: batch, optimizer, "cpu"), OptionError, "model=", "function"),
+    ):
+        check_refusal((call, error, *named))
+    model.eval()
+    assert kind(model, None, "cpu").progress(iter(loader)) == "A"

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from support.keyed import GROUPS, KEYS, LENGTHS, gradients, tensors
-from tierbed import Graph, InputError, TierbedError
+from support.graphs import graph_of
+from support.keyed import GROUPS, KEYS, LENGTHS, features, gradients, tensors
+from support.refusals import check_refusal
+from tierbed import InputError
 from tierbed.jagged import multi_remap_to_groups, permute_multi_embedding
 from tierbed.jagged.tensors import columns
 
@@ -23,15 +25,14 @@ def permuted(values: list[Tensor], permutes: Tensor = PERMUTES) -> list[Tensor]:
 
 
 def plain(values: list[Tensor]) -> list[Tensor]:
-    parts: dict[str, Tensor] = {}
-    for keys, widths, one in zip(KEYS, LENGTHS, values, strict=True):
-        parts.update(zip(keys, one.split(widths, 1), strict=True))
+    parts = features(values)
     return [torch.cat([parts[key] for key in group], 1) for group in GROUPS]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int64", "bool"])
 @pytest.mark.parametrize("batch", [0, 1, 5])
 @pytest.mark.parametrize("integers", [torch.int32, torch.int64])
+@pytest.mark.pairs
 def test_columns_of_every_dtype_are_those_of_plain_cat(dtype: str, batch: int, integers: torch.dtype) -> None:
     values = [(one * 5).to(getattr(torch, dtype)) for one in tensors(batch)]
     for one, other in zip(permuted(values, PERMUTES.to(integers)), plain(values), strict=True):
@@ -41,9 +42,7 @@ def test_columns_of_every_dtype_are_those_of_plain_cat(dtype: str, batch: int, i
 
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("layout", ["contiguous", "columns", "turned", "expanded"])
-def test_gradients_of_every_order_are_those_of_plain_cat(
-    native: bool, layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_of_every_order_are_those_of_plain_cat(native: bool, layout: str, monkeypatch: Any) -> None:
     """native=False: as on a GPU, by torch's ops."""
     if not native:
         monkeypatch.setattr(columns, "_NATIVE", ())
@@ -74,14 +73,7 @@ def second_order(made: list[Tensor], values: list[Tensor]) -> tuple[Tensor, ...]
     return torch.autograd.grad([grad.square().sum() for grad in grads], values)
 
 
-def test_moves_on_a_device_need_no_look_at_them() -> None:
-    """On meta, where none can be read; zero columns come first in a sum of moves."""
-    values = [one.to("meta").requires_grad_() for one in tensors()]
-    made = permute_multi_embedding(values, PERMUTES.to("meta"), WIDTHS, IN.to("meta"), OUT.to("meta"))
-    assert [tuple(one.shape) for one in made] == [(5, width) for width in WIDTHS]
-    assert [one.shape for one in torch.autograd.grad(sum(one.sum() for one in made), values)] == [
-        one.shape for one in values
-    ]
+def test_zero_columns_come_first_in_a_sum_of_moves() -> None:
     moves = [[0, 0, 2, 2, 1], [0, 0, 0, 2, 0], [0, 0, 1, 0, 2], [0, 0, 0, 3, 0], [0, 0, 0, 0, 0]]
     index = columns._sources(torch.tensor(moves), torch.tensor([3]), torch.tensor([3]), 3)
     assert index.tolist() == [1, 2, 2]
@@ -93,20 +85,18 @@ def test_torch_func_and_forward_gradients_pass_it() -> None:
         return lambda *values: sum((one.square() * (at + 1)).sum() for at, one in enumerate(function([*values])))
 
     values, tangents = tuple(tensors()), tuple(tensors())
-    made, expected = ((torch.func.jvp(squares(one), values, tangents)) for one in (permuted, plain))
-    torch.testing.assert_close(made, expected)
-    made, expected = (torch.func.grad(squares(one), argnums=(0, 1, 2))(*values) for one in (permuted, plain))
-    torch.testing.assert_close(made, expected)
     several = tuple(torch.stack([one, other]) for one, other in zip(values, tangents, strict=True))
-    made, expected = (torch.vmap(squares(one))(*several) for one in (permuted, plain))
-    torch.testing.assert_close(made, expected)
+    for transformed in (
+        lambda function: torch.func.jvp(function, values, tangents),
+        lambda function: torch.func.grad(function, argnums=(0, 1, 2))(*values),
+        lambda function: torch.vmap(function)(*several),
+    ):
+        torch.testing.assert_close(transformed(squares(permuted)), transformed(squares(plain)))
     with forward_ad.dual_level():
         dual = forward_ad.unpack_dual(permuted([*map(forward_ad.make_dual, values, tangents)])[0])
         assert torch.equal(dual.tangent, plain([*tangents])[0])
-    wrong = PERMUTES.clone()
-    wrong[0, 2] = -1
     with pytest.raises(InputError, match="moves of columns -1 to 2"):
-        torch.vmap(lambda *values: tuple(permuted([*values], wrong)))(*several)
+        torch.vmap(lambda *values: tuple(permuted([*values], BACKWARDS)))(*several)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -124,24 +114,6 @@ def test_compiled_code_checks_the_batch_when_it_runs() -> None:
         chosen(values, [every, every, every.clone().fill_(False)])
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        ([["a", "b"]], [[3]], [["a"]]),
-        ([["a"]], [[3, 4]], [["a"]]),
-        ([["a"]], [[3], [4]], [["a"]]),
-        ([["a"]], [[-3]], [["a"]]),
-        ([["a"]], [[3.5]], [["a"]]),
-        (None, [[3]], [["a"]]),
-        ([["a"]], None, [["a"]]),
-        ([["a"]], [[3]], ["a"]),
-    ],
-)
-def test_groups_of_wrong_arguments_are_refused(given: Any) -> None:
-    with pytest.raises(TierbedError):
-        multi_remap_to_groups(*given)
-
-
 def test_the_ops_pass_torchs_checks() -> None:
     values = tensors(requires_grad=True)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
@@ -150,75 +122,53 @@ def test_the_ops_pass_torchs_checks() -> None:
     torch.library.opcheck(columns.move_columns, (grads, PERMUTES, IN, OUT, IN.tolist(), True), test_utils=checks)
 
 
-class Regrouping(Graph):
-    """Trains linear layers whose outputs are regrouped; the moves are a buffer, or an argument of `build`."""
+def regrouping(regroup: Any) -> Any:
+    """A graph that trains linear layers whose outputs are regrouped; the moves are a buffer, or an argument."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(4, sum(widths)) for widths in LENGTHS)
-        self.register_buffer("moves", PERMUTES)
-        self.add_optimizer(torch.optim.SGD(self.layers.parameters(), lr=0.1))
-
-    def regroup(self, values: list[Tensor], moves: Tensor) -> list[Tensor]:
-        return permuted(values, moves)
-
-    def build(self, x: Tensor, moves: Tensor | None = None) -> Any:
-        values = [layer(x) for layer in self.layers]
-        groups = self.regroup(values, self.moves if moves is None else moves)
+    def build(graph: Any, x: Tensor, moves: Tensor | None = None) -> Any:
+        groups = regroup([layer(x) for layer in graph.layers], graph.layers.moves if moves is None else moves)
         loss = sum((one * (at + 1)).square().mean() for at, one in enumerate(groups))
         loss.backward()
         return loss
 
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(4, sum(widths)) for widths in LENGTHS)
+    layers.register_buffer("moves", PERMUTES)
+    return graph_of(build, torch.optim.SGD(layers.parameters(), lr=0.1), layers=layers)
 
-class Plain(Regrouping):
-    def regroup(self, values: list[Tensor], moves: Tensor) -> list[Tensor]:
-        return plain(values)
 
-
-@pytest.mark.parametrize("argument", [False, True])
-def test_a_graph_traces_it_and_trains_as_with_plain_cat(argument: bool) -> None:
-    graph, expected = Regrouping(), Plain()
+def test_a_graph_traces_it_trains_as_with_plain_cat_and_raises_in_a_step_of_wrong_moves() -> None:
+    graph, expected = regrouping(permuted), regrouping(lambda values, _: plain(values))
     for step in range(3):
         x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
-        given = (x, PERMUTES) if argument else (x,)
-        torch.testing.assert_close(graph(*given), expected(*given))
-    for one, other in zip(graph.layers.parameters(), expected.layers.parameters(), strict=True):
-        torch.testing.assert_close(one, other)
-
-
-def test_wrong_moves_in_a_graph_raise_in_its_step() -> None:
-    wrong, graph = PERMUTES.clone(), Regrouping()
+        torch.testing.assert_close(graph(x), expected(x))
+    torch.testing.assert_close(graph(x, PERMUTES), expected(x))
+    torch.testing.assert_close([*graph.layers.parameters()], [*expected.layers.parameters()])
+    wrong = PERMUTES.clone()
     wrong[0, 3] = 2
     with pytest.raises(InputError, match="give one move for each column"):
-        graph(torch.randn(6, 4), wrong)
+        graph(x, wrong)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
-def test_wrong_moves_of_any_dtype_are_refused(dtype: torch.dtype) -> None:
-    wrong = PERMUTES.clone()
-    wrong[0, 2] = -1  # an index from the end
-    with pytest.raises(InputError, match="moves of columns -1 to 2; give columns from 0 to 7"):
-        permuted([one.to(dtype) for one in tensors()], wrong)
+VALUES = [torch.ones(5, 7), torch.ones(5, 18), torch.ones(5, 8)]
+BACKWARDS = PERMUTES.clone()
+BACKWARDS[0, 2] = -1  # an index from the end
 
 
 @pytest.mark.parametrize(
-    ("values", "permutes", "message"),
+    "refusal",
     [
-        ([], PERMUTES, "values: give one tensor"),
-        ([torch.ones(3)], PERMUTES, "values: give one tensor"),
-        ([torch.ones(5, 7), torch.ones(4, 18), torch.ones(5, 8)], PERMUTES, "values: give tensors of one batch"),
-        (
-            [torch.ones(5, 7), torch.ones(5, 18).double(), torch.ones(5, 8)],
-            PERMUTES,
-            "values: give tensors of one batch",
-        ),
-        (tensors(), PERMUTES.flatten(), "permutes: .* give integers"),
-        (tensors(), PERMUTES.float(), "permutes: .* give integers"),
-        (tensors(), PERMUTES.to(torch.complex64), "permutes: .* give integers"),
-        (tensors(), PERMUTES.tolist(), "permutes, in_lengths and out_lengths: give integer tensors"),
+        *[([one.to(dtype) for one in VALUES], BACKWARDS, "-1 to 2") for dtype in (torch.float, torch.int)],
+        ([], PERMUTES, "values"),
+        ([torch.ones(3)], PERMUTES, "values"),
+        ([VALUES[0], torch.ones(4, 18), VALUES[2]], PERMUTES, "values", "one batch"),
+        ([VALUES[0], VALUES[1].double(), VALUES[2]], PERMUTES, "values"),
+        (VALUES, PERMUTES.flatten(), "permutes"),
+        (VALUES, PERMUTES.float(), "permutes"),
+        (VALUES, PERMUTES.to(torch.complex64), "permutes"),
+        (VALUES, PERMUTES.tolist(), "permutes"),
     ],
 )
-def test_arguments_that_cannot_be_are_refused(values: list[Tensor], permutes: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        permuted(values, permutes)
+def test_arguments_that_cannot_be_are_refused(refusal: Any) -> None:
+    values, permutes, *named = refusal
+    check_refusal((lambda: permuted(values, permutes), InputError, *named))

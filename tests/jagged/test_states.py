@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from time import sleep
@@ -36,20 +37,6 @@ def steps(bags: EmbeddingBagCollection, optimizer: EagerOptimizer, at: range) ->
         optimizer.step()
         found.append(float(loss.detach()))
     return found
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_collection_comes_back_whole(tmp_path: Path, kind: str) -> None:
-    first = collection(kind, tmp_path)
-    optimizer = EagerOptimizer(torch.optim.Adagrad(first.parameters(), lr=0.5), first)
-    steps(first, optimizer, range(5))
-    state = copy.deepcopy(first.state_dict())
-    expected = steps(first, optimizer, range(5, 10))
-    first.close()
-    again = collection(kind, tmp_path)
-    again.load_state_dict(state)
-    optimizer = EagerOptimizer(torch.optim.Adagrad(again.parameters(), lr=0.5), again)
-    assert steps(again, optimizer, range(5, 10)) == expected
 
 
 def test_rows_of_a_collection_that_a_state_lacks_stay_if_they_are_to(tmp_path: Path) -> None:
@@ -86,16 +73,23 @@ def passes(made: Any, seeds: range) -> list[float]:
     return found
 
 
+def trained(made: Any, at: range) -> list[float]:
+    if isinstance(made, EmbeddingBagCollection):
+        return steps(made, EagerOptimizer(torch.optim.Adagrad(made.parameters(), lr=0.5), made), at)
+    return passes(made, at)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_table_batched_embedding_comes_back_whole(tmp_path: Path, kind: str) -> None:
-    first = batched(kind, tmp_path)
-    passes(first, range(5))
+@pytest.mark.parametrize("make", [collection, batched])
+def test_all_embeddings_come_back_whole(tmp_path: Path, kind: str, make: Any) -> None:
+    first = make(kind, tmp_path)
+    trained(first, range(3))
     state = copy.deepcopy(first.state_dict())
-    expected = passes(first, range(5, 10))
+    expected = trained(first, range(3, 6))
     first.close()
-    again = batched(kind, tmp_path)
+    again = make(kind, tmp_path)
     again.load_state_dict(state)
-    assert passes(again, range(5, 10)) == expected
+    assert trained(again, range(3, 6)) == expected
 
 
 def test_a_save_during_a_backward_pass_is_of_one_step(tmp_path: Path) -> None:
@@ -107,24 +101,18 @@ def test_a_save_during_a_backward_pass_is_of_one_step(tmp_path: Path) -> None:
     saved: list[Any] = []
     asking = Thread(target=lambda: saved.append(request_save(stores[0], "now", "full", None, 60, False, stores)))
 
-    def watched(part: Any) -> None:
-        plain = part.pin
-
-        def pin(*given: Any) -> Any:
-            pins.append(part.name)
-            if len(pins) == 2:
-                asking.start()
-                while not part.group.gate.is_wanted:
-                    sleep(0.001)
-            return plain(*given)
-
-        part.pin = pin
+    def pinned(part: Any, plain: Any, *given: Any) -> Any:
+        pins.append(part.name)
+        if len(pins) == 2:
+            asking.start()
+            while not part.group.gate.is_wanted:
+                sleep(0.001)
+        return plain(*given)
 
     for part in parts:
-        watched(part)
+        part.pin = partial(pinned, part, part.pin)
     passes(made, range(2, 3))
     asking.join()
     assert len(set(pins)) == 2
     assert saved
-    steps_of = [Snapshot.open(store / "snapshots" / "now").description["step"] for store in stores]
-    assert steps_of == [3, 3]
+    assert [Snapshot.open(store / "snapshots" / "now").description["step"] for store in stores] == [3, 3]

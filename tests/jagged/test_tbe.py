@@ -7,21 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import tierbed
+from support.graphs import graph_of
 from support.tbe import MAP, TABLES, batch, fill, ours
-from tierbed import Graph
 from tierbed.engine.errors import ClosedError, GraphError, InputError, OptionError
 from tierbed.engine.table.table import PinnedBatch
 from tierbed.jagged import (
+    BoundsCheckMode,
     CacheAlgorithm,
     ComputeDevice,
     EmbeddingLocation,
     OptimType,
     PoolingMode,
+    SSDTableBatchedEmbeddingBags,
     TableBatchedEmbeddingBags,
-    WeightDecayMode,
 )
 
 ADAM, ROWWISE = OptimType.ADAM, OptimType.EXACT_ROWWISE_ADAGRAD
@@ -35,31 +35,7 @@ def one(rows: int = 4, dim: int = 3, **options) -> TableBatchedEmbeddingBags:
     return tbe
 
 
-def test_the_example_of_its_documentation():
-    specs = [
-        (3, 8, EmbeddingLocation.DEVICE, ComputeDevice.CPU),
-        (5, 4, EmbeddingLocation.MANAGED, ComputeDevice.CPU),
-    ]
-    tbe = TableBatchedEmbeddingBags(specs)
-    first = """-0.9426 0.7046 0.4214 -0.0419 0.1331 -0.7856 -0.8124 -0.2021 -0.5771 0.5911 -0.7792 -0.1068 -0.6203
-        0.4813 -0.1677 0.4790 -0.5587 -0.0941 0.5754 0.3475 -0.8952 -0.1964 0.0810 -0.4174"""
-    second = """-0.2513 -0.4039 -0.3775 0.3273 -0.5399 -0.0229 -0.1455 -0.8770 -0.9520 0.4593 -0.7169 0.6307 -0.1765
-        0.8757 0.8614 0.2051 -0.0603 -0.9980 -0.7958 -0.5826"""
-    wanted = """-1.5197 1.2957 -0.3578 -0.1487 -0.4873 -0.3044 -0.9801 0.2769 -0.7164 0.8528 0.7159 -0.6719
-        -2.0784 1.2016 0.2176 0.1988 -1.3825 -0.5008 -0.8991 -0.1405 -1.2637 -0.9427 -1.8902 0.3754
-        -1.5013 0.6105 0.9968 0.3057 -0.7621 -0.9821 -0.7314 -0.6195 -0.2513 -0.4039 -0.3775 0.3273"""
-    fill(tbe, [numbers(first, 8), numbers(second, 4)])
-    indices = torch.tensor([0, 1, 2, 0, 1, 2, 0, 3, 1, 4, 2, 0, 0])
-    output = tbe(indices, torch.tensor([0, 2, 5, 7, 9, 12, 13]))
-    torch.testing.assert_close(output, numbers(wanted, 12), rtol=0, atol=1.5e-4)
-    torch.testing.assert_close(tbe.split_embedding_weights(), [numbers(first, 8), numbers(second, 4)])
-
-
-def numbers(text: str, columns: int) -> torch.Tensor:
-    return torch.tensor([float(number) for number in text.split()]).reshape(-1, columns)
-
-
-PLACES = ["DEVICE", "MANAGED", "MANAGED_CACHING", "MANAGED_CACHING by LFU", "HOST", "SSD", "SSD ahead"]
+PLACES = ["DEVICE", "MANAGED", "MANAGED_CACHING", "MANAGED_CACHING, LFU", "HOST", "SSD", "SSD, ahead", "few SSD sets"]
 
 
 @pytest.mark.parametrize("optimizer", [pytest.param(ADAM, marks=pytest.mark.slow), ROWWISE])
@@ -72,16 +48,23 @@ def test_rows_have_the_same_bits_wherever_they_live(optimizer, tmp_path):
 
 def train_at(place: str, optimizer: OptimType, path: Path) -> list[torch.Tensor]:
     tables = [(800, 8), (140, 5), (460, 8)]
-    word = place.split()[0]
-    location = EmbeddingLocation.HOST if word == "SSD" else EmbeddingLocation[word]
-    options = {"store_options": tierbed.make_cached_ssd_store_options(0.02, path, shards=2)} if word == "SSD" else {}
+    location = EmbeddingLocation[place.split(",")[0]] if "SSD" not in place else EmbeddingLocation.HOST
+    specs = [(rows, dim, location, ComputeDevice.CPU) for rows, dim in tables]
+    options = {"optimizer": optimizer, "learning_rate": 0.1, "seed": 0}
+    if place.startswith("SSD"):
+        options["store_options"] = tierbed.make_cached_ssd_store_options(0.02, path, shards=2)
     if "LFU" in place:
         options["cache_algorithm"] = CacheAlgorithm.LFU
-    specs = [(rows, dim, location, ComputeDevice.CPU) for rows, dim in tables]
     torch.manual_seed(0)
     batches = [batch(tables, MAP, [16] * len(MAP), weighted=True) for _ in range(16)]
-    with TableBatchedEmbeddingBags(specs, MAP, optimizer=optimizer, learning_rate=0.1, seed=0, **options) as tbe:
-        tbe.init_embedding_weights_uniform(-1, 1)
+    if place.startswith("few"):
+        folder = {"ssd_storage_directory": str(path), "ssd_uniform_init_lower": -1.0, "ssd_uniform_init_upper": 1.0}
+        tbe = SSDTableBatchedEmbeddingBags(tables, MAP, cache_sets=1, **folder, **options)
+    else:
+        tbe = TableBatchedEmbeddingBags(specs, MAP, **options)
+    with tbe:
+        if not place.startswith("few"):
+            tbe.init_embedding_weights_uniform(-1, 1)
         if "ahead" in place:
             for made in batches:
                 tbe.prefetch(made.indices, made.offsets)
@@ -93,77 +76,77 @@ def train_at(place: str, optimizer: OptimType, path: Path) -> list[torch.Tensor]
         return tbe.split_embedding_weights() + [state for of in tbe.split_optimizer_states() for state in of]
 
 
-def test_adam_is_adamw_of_the_rows_that_a_batch_has():
-    tbe = one(optimizer=ADAM, learning_rate=0.1, weight_decay=0.3, eps=1e-3, beta1=0.8, beta2=0.9)
-    dense = nn.Parameter(tbe.split_embedding_weights()[0].clone())
-    peer = torch.optim.AdamW([dense], 0.1, (0.8, 0.9), 1e-3, 0.3)
-    for number in range(10):
-        ids = torch.arange(4).repeat(2)
-        grad = torch.randn(2, 3)
-        tbe(ids, torch.tensor([0, 4, 8])).backward(grad)
-        F.embedding_bag(ids, dense, torch.tensor([0, 4, 8]), mode="sum", include_last_offset=True).backward(grad)
-        peer.step()
-        peer.zero_grad()
-        if number == 4:
-            tbe.update_hyper_parameters({"lr": 0.01, "beta1": 0.5, "weight_decay": 0.1, "eps": 1e-2})
-            peer.param_groups[0].update(lr=0.01, betas=(0.5, 0.9), weight_decay=0.1, eps=1e-2)
-    torch.testing.assert_close(tbe.split_embedding_weights()[0], dense.detach())
-    [[momentum1, momentum2]] = tbe.split_optimizer_states()
-    torch.testing.assert_close(momentum1, peer.state[dense]["exp_avg"])
-    torch.testing.assert_close(momentum2, peer.state[dense]["exp_avg_sq"])
+@pytest.mark.parametrize("dims", [[128], [4, 16], [4, 8, 12, 16, 20]], ids=str)
+@pytest.mark.parametrize("sets", [1, 3, 9])
+@pytest.mark.rotated("sets")
+def test_any_number_of_sets_is_a_cache(dims, sets, tmp_path):
+    tables = [(90, dim) for dim in dims]
+    with SSDTableBatchedEmbeddingBags(tables, None, sets, str(tmp_path), optimizer=OptimType.LAMB) as tbe:
+        assert tbe.embedding_specs == tables
+        made = batch(tables, range(len(dims)), [8] * len(dims))
+        tbe(made.indices, made.offsets).sum().backward()
+        capacities = [embedding.metrics()["device"]["capacity"] for embedding in tbe.each()]
+        assert min(capacities) >= 64
+        assert sum(capacities) > sets * 32 - 64 * len(dims)  # each is a whole number of sets
 
 
-def test_the_step_counts_updates_and_can_be_set():
-    trained, fresh = (one(optimizer=ADAM, learning_rate=0.1) for _ in range(2))
-    for tbe, steps in ((trained, 0), (fresh, 7)):
-        if steps:
-            tbe.set_optimizer_step(steps)
-        tbe(IDS, OFFSETS).sum().backward()
-    grad = 1.0  # of row 0
-    moved = [0.1 * one_step(grad, step) for step in (1, 8)]
-    for tbe, by in zip((trained, fresh), moved, strict=True):
-        torch.testing.assert_close(tbe.split_embedding_weights()[0][0], torch.tensor([0.0, 0.1, 0.2]) - by)
+SMALL = [(4, 4), (9, 4)]
+BAD = torch.tensor([1, -1, 3, 4, 2, 9, 8])  # two of each table are no rows: -1 and 4, and 9 beside 4 of the second
+BAD_OFFSETS = torch.tensor([0, 2, 4, 5, 7])
+GOOD, GOOD_OFFSETS = torch.tensor([1, 3, 2, 8]), torch.tensor([0, 1, 2, 3, 4])
 
 
-def one_step(grad: float, step: int) -> float:
-    """How far Adam's first update of a row goes for a learning rate of 1, with the bias correction of a step."""
-    momentum1, momentum2 = 0.1 * grad / (1 - 0.9**step), 0.001 * grad**2 / (1 - 0.999**step)
-    return momentum1 / (momentum2**0.5 + 1e-8)
+def bounded(mode: BoundsCheckMode, **options) -> TableBatchedEmbeddingBags:
+    tbe = ours(SMALL, [0, 1], bounds_check_mode=mode, table_names=["user", "item"], optimizer=ROWWISE, **options)
+    torch.manual_seed(0)
+    fill(tbe, [torch.rand(rows, dim) for rows, dim in SMALL])
+    return tbe
 
 
-@pytest.mark.parametrize("mode", [WeightDecayMode.L2, WeightDecayMode.DECOUPLE])
-def test_weight_decay_with_pooling(mode):
-    """FBGEMM ignores it on the CPU, for tables that one feature looks up."""
-    tbe = one(optimizer=ROWWISE, learning_rate=0.1, eps=0.01, weight_decay=0.5, weight_decay_mode=mode)
-    w, sums = tbe.split_embedding_weights()[0], torch.zeros(4, 1)
-    for _ in range(5):
-        grad = torch.randn(3, 3)
-        tbe(IDS, OFFSETS).backward(grad)
-        g = torch.zeros(4, 3).index_add(0, IDS, grad[[0, 1, 1, 2]])
-        met = torch.tensor([[1.0], [1.0], [1.0], [0.0]])
-        g = g + met * (0.5 * w if mode is WeightDecayMode.L2 else 0)
-        sums += (g * g).mean(1, keepdim=True)
-        decay = 1 - 0.1 * 0.5 * met if mode is WeightDecayMode.DECOUPLE else 1.0
-        w = w * decay - 0.1 * g / (sums.sqrt() + 0.01)
-    torch.testing.assert_close(tbe.split_embedding_weights()[0], w)
-    torch.testing.assert_close(tbe.split_optimizer_states()[0][0], sums[:, 0])
+@pytest.mark.parametrize("pooling", [PoolingMode.SUM, PoolingMode.NONE])
+@pytest.mark.parametrize("mode", [BoundsCheckMode.FATAL, BoundsCheckMode.V2_FATAL])
+def test_fatal_raises_before_any_row_changed(mode, pooling):
+    tbe = bounded(mode, pooling_mode=pooling)
+    before = tbe.split_embedding_weights()
+    with pytest.raises(InputError, match="user"):
+        tbe(BAD, BAD_OFFSETS)
+    tbe(GOOD, GOOD_OFFSETS)
+    assert all(map(torch.equal, tbe.split_embedding_weights(), before))
 
 
-def test_a_mean_with_weights_has_the_gradient_of_its_formula():
-    """FBGEMM divides by the length of the bag in forward alone."""
-    tbe = one(pooling_mode=PoolingMode.MEAN, learning_rate=1.0)
-    dense = tbe.split_embedding_weights()[0].requires_grad_()
-    weights = torch.tensor([0.5, 2.0, 3.0, 4.0], requires_grad=True)
-    same = weights.detach().clone().requires_grad_()
-    grad = torch.randn(3, 3)
-    output = tbe(IDS, OFFSETS, weights)
-    output.backward(grad)
-    rows = dense[IDS] * same[:, None]
-    wanted = torch.stack([rows[0], (rows[1] + rows[2]) / 2, rows[3]])
-    wanted.backward(grad)
-    torch.testing.assert_close(output, wanted)
-    torch.testing.assert_close(weights.grad, same.grad)
-    torch.testing.assert_close(tbe.split_embedding_weights()[0], dense.detach() - dense.grad)
+@pytest.mark.parametrize("pooling", [PoolingMode.SUM, PoolingMode.MEAN])
+@pytest.mark.parametrize("mode", [BoundsCheckMode.WARNING, BoundsCheckMode.IGNORE, BoundsCheckMode.V2_IGNORE])
+def test_dropped_indices_are_like_none(mode, pooling, caplog):
+    """FBGEMM reads and trains row 0 in their place."""
+    tbe, other = bounded(mode, pooling_mode=pooling), bounded(mode, pooling_mode=pooling)
+    for _ in range(3):
+        output, wanted = tbe(BAD, BAD_OFFSETS), other(GOOD, GOOD_OFFSETS)
+        assert torch.equal(output, wanted)
+        for result in (output, wanted):
+            result.sum().backward()
+    assert all(map(torch.equal, tbe.split_embedding_weights(), other.split_embedding_weights()))
+    counted = tbe.metrics()["tbe-d4-host"]["tables"]
+    assert counted["user"]["dropped"] == 2 * counted["item"]["dropped"] > 0
+    warned = [record for record in caplog.records if "dropped" in record.getMessage()]
+    assert len(warned) == (mode is BoundsCheckMode.WARNING)
+    assert not warned or "'user', 'item'" in warned[0].getMessage()
+
+
+def test_without_pooling_a_dropped_index_is_a_row_of_zeros():
+    tbe = bounded(BoundsCheckMode.WARNING, pooling_mode=PoolingMode.NONE)
+    rows, zeros = tbe.split_embedding_weights(), torch.zeros(4)
+    wanted = [rows[0][1], zeros, rows[0][3], zeros, rows[1][2], zeros, rows[1][8]]
+    assert torch.equal(tbe(BAD, BAD_OFFSETS), torch.stack(wanted))
+
+
+def test_unchecked_indices_are_rows():
+    tbe = bounded(BoundsCheckMode.NONE, learning_rate=1.0)
+    before = tbe.split_embedding_weights()
+    tbe(BAD, BAD_OFFSETS).sum().backward()
+    embedding = tbe.embedding_of("user")
+    assert not torch.equal(embedding.get([-1, 4], "user"), torch.zeros(2, 4))
+    assert embedding.size() == 13 + 3
+    assert torch.equal(tbe.split_embedding_weights()[0][0], before[0][0])
 
 
 def test_the_gradient_of_weights_is_computed_only_where_it_is_wanted(monkeypatch):
@@ -220,18 +203,13 @@ def test_two_forwards_are_two_updates():
         late.sum().backward()
 
 
-def test_one_embedding_returns_a_view():
-    output = ours([(4, 8), (5, 8)], [0, 1])(torch.tensor([1, 2]), torch.tensor([0, 1, 2]))
-    assert output.shape == (1, 16)
-    assert output._base is not None or output.grad_fn.name() == "ViewBackward0"
-
-
 @pytest.mark.parametrize("pooling", [PoolingMode.SUM, PoolingMode.NONE])
 def test_integers_of_32_bits_and_empty_batches(pooling):
     tbe, other = one(pooling_mode=pooling), one(pooling_mode=pooling)
     mine = tbe(IDS.int(), OFFSETS.int())
     assert torch.equal(mine, other(IDS, OFFSETS))
     mine.sum().backward()
+    assert mine._base is not None or pooling is PoolingMode.NONE  # a view of what is pooled
     for tbe in (one(pooling_mode=pooling), ours(TABLES, MAP) if pooling is PoolingMode.SUM else one()):
         nothing = tbe(torch.empty(0, dtype=torch.int64), torch.tensor([0]))
         assert nothing.shape[0] == 0
@@ -247,21 +225,16 @@ def test_features_of_several_embeddings_stand_in_their_order():
     feature = [0, 0, 1, 1, 0, 0]  # of each index
     tbe = TableBatchedEmbeddingBags(specs, [0, 1, 0], pooling_mode=PoolingMode.NONE, learning_rate=1.0)
     fill(tbe, rows)
-    wanted = torch.stack([rows[f][i] for i, f in enumerate(feature)])
     output = tbe(indices, offsets)
-    assert torch.equal(output, wanted)
+    assert torch.equal(output, torch.stack([rows[f][i] for i, f in enumerate(feature)]))
     output.backward(torch.ones_like(output))
-    assert torch.equal(
-        tbe.split_embedding_weights()[1][[1, 2, 3]], rows[1][[1, 2, 3]] - torch.tensor([0.0, 1, 1])[:, None]
-    )
+    moved = rows[1][[1, 2, 3]] - tbe.split_embedding_weights()[1][[1, 2, 3]]
+    torch.testing.assert_close(moved, torch.tensor([0.0, 1, 1])[:, None].expand(3, 3))
     pooled = TableBatchedEmbeddingBags(specs, [0, 1, 0])
     fill(pooled, rows)
-    sizes = [[1, 0], [1, 1], [2, 1]]
-    bags = [rows[0][0], rows[1][1], rows[0][4], rows[0][5], rows[1][2] + rows[1][3]]
-    bounds = torch.tensor([0, 1, 2, 4, 4, 5, 6])
-    output = pooled(indices, bounds, batch_size_per_feature_per_rank=sizes)
-    empty = torch.zeros(3)
-    torch.testing.assert_close(output, torch.cat([rows[0][0], rows[1][1], empty, rows[0][4], bags[4], rows[0][5]]))
+    output = pooled(indices, offsets, batch_size_per_feature_per_rank=[[1, 0], [1, 1], [2, 1]])
+    bags = [rows[0][0], rows[1][1], torch.zeros(3), rows[0][4], rows[1][2] + rows[1][3], rows[0][5]]
+    torch.testing.assert_close(output, torch.cat(bags))
 
 
 def test_rows_begin_uniform_without_being_written():
@@ -285,14 +258,6 @@ def test_a_dim_of_one_is_a_table_as_any(optimizer, shape):
     assert tuple(tbe.split_embedding_weights()[0].shape) == (4, 1)
 
 
-def test_hyper_parameters_are_set_by_name():
-    tbe = one()
-    tbe.set_learning_rate(0.5)
-    assert tbe.get_learning_rate() == 0.5
-    tbe(IDS, OFFSETS).sum().backward()
-    torch.testing.assert_close(tbe.split_embedding_weights()[0][0], torch.tensor([-0.5, -0.4, -0.3]))
-
-
 def test_rows_on_ssd_are_there_after_a_restart(tmp_path):
     options = {"store_options": tierbed.make_cached_ssd_store_options(1, tmp_path), "optimizer": ADAM}
     with ours([(40, 8)], [0], **options) as tbe:
@@ -307,14 +272,6 @@ def test_rows_on_ssd_are_there_after_a_restart(tmp_path):
         assert torch.equal(again.split_optimizer_states()[0][1], states[0][1])
 
 
-def test_tables_are_found_by_name_and_number():
-    tbe = ours(TABLES, MAP, table_names=["user", "item", "shop"])
-    assert tbe.embedding_of("shop") is tbe.embedding_of(0)
-    assert tbe.embedding_of("item").name == "tbe-d4-host"
-    with pytest.raises(InputError, match="give one of 0 to 2, or by name 'user', 'item', 'shop'"):
-        tbe.embedding_of("users")
-
-
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -327,10 +284,8 @@ class Model(nn.Module):
 
 def test_optimizers_of_the_dense_part_leave_its_rows_alone():
     model = Model()
-    for optimizer in (
-        torch.optim.SGD(model.parameters(), 0.1),
-        tierbed.EagerOptimizer(torch.optim.SGD(model.parameters(), 0.1), model),
-    ):
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    for optimizer in (sgd, tierbed.EagerOptimizer(torch.optim.SGD(model.parameters(), 0.1), model)):
         before = model.dense.weight.detach().clone()
         model(IDS, OFFSETS).sum().backward()
         rows = model.tbe.split_embedding_weights()[0]
@@ -340,32 +295,23 @@ def test_optimizers_of_the_dense_part_leave_its_rows_alone():
     assert model.tbe.metrics()["tbe-d3-host"]["table"]["step"] == 2
 
 
-@pytest.mark.parametrize("pooling", [PoolingMode.SUM, PoolingMode.MEAN])
-def test_without_an_optimizer_a_graph_or_an_eager_optimizer_trains_it(pooling):
-    def made():
-        tbe = ours(TABLES, MAP, optimizer=OptimType.NONE, pooling_mode=pooling)
+def test_without_an_optimizer_a_graph_or_an_eager_optimizer_trains_it():
+    def made(optimizer, **numbers):
+        tbe = ours(TABLES, MAP, optimizer=optimizer, pooling_mode=PoolingMode.MEAN, **numbers)
         torch.manual_seed(0)
         fill(tbe, [torch.rand(size) for size in TABLES])
         return tbe
 
-    fused = ours(TABLES, MAP, optimizer=OptimType.EXACT_ADAGRAD, learning_rate=0.1, eps=1e-8, pooling_mode=pooling)
-    torch.manual_seed(0)
-    fill(fused, [torch.rand(size) for size in TABLES])
-    eager, graphed = made(), made()
+    fused = made(OptimType.EXACT_ADAGRAD, learning_rate=0.1, eps=1e-8)
+    eager, graphed = made(OptimType.NONE), made(OptimType.NONE)
     optimizer = tierbed.EagerOptimizer(torch.optim.Adagrad(eager.parameters(), lr=0.1, eps=1e-8), eager)
 
-    class Step(Graph):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tbe = graphed
-            self.add_optimizer(torch.optim.Adagrad(graphed.parameters(), lr=0.1, eps=1e-8))
+    def step(graph, indices, offsets, weights):
+        out = graph.tbe(indices, offsets, weights)
+        out.square().sum().backward()
+        return out
 
-        def build(self, indices, offsets, weights):
-            out = self.tbe(indices, offsets, weights)
-            out.square().sum().backward()
-            return out
-
-    graph = Step()
+    graph = graph_of(step, torch.optim.Adagrad(graphed.parameters(), lr=0.1, eps=1e-8), tbe=graphed)
     for _ in range(3):
         indices, offsets, weights = batch(TABLES, MAP, [3] * len(MAP), weighted=True)
         outputs = [fused(indices, offsets, weights), eager(indices, offsets, weights, total_unique_indices=9)]
@@ -375,25 +321,20 @@ def test_without_an_optimizer_a_graph_or_an_eager_optimizer_trains_it(pooling):
         optimizer.zero_grad()
         for other in (outputs[1], graph(indices, offsets, weights)):
             assert torch.equal(other, outputs[0])
-    for one_of, other, another in zip(*(tbe.split_embedding_weights() for tbe in (fused, eager, graphed)), strict=True):
-        assert torch.equal(one_of, other)
-        assert torch.equal(one_of, another)
+    for other in (eager, graphed):
+        assert all(map(torch.equal, other.split_embedding_weights(), fused.split_embedding_weights()))
     assert eager.get_optimizer_state() == []
     with pytest.raises(OptionError, match=r"update_hyper_parameters of 'tbe': OptimType\.NONE has no optimizer here"):
         eager.set_learning_rate(0.1)
 
 
 def test_a_graph_refuses_it_and_names_what_to_use():
-    class Step(Graph):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = Model()
-            self.add_optimizer(torch.optim.SGD(self.model.dense.parameters(), 0.1))
+    def step(graph, ids, offsets):
+        loss = graph.model(ids, offsets).sum()
+        loss.backward()
+        return loss
 
-        def build(self, ids, offsets):
-            loss = self.model(ids, offsets).sum()
-            loss.backward()
-            return loss
-
+    model = Model()
+    graph = graph_of(step, torch.optim.SGD(model.dense.parameters(), 0.1), model=model)
     with pytest.raises(GraphError, match=r"TableBatchedEmbeddingBags 'tbe' .*OptimType\.NONE"):
-        Step()(IDS, OFFSETS)
+        graph(IDS, OFFSETS)

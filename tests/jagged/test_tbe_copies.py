@@ -72,31 +72,16 @@ def test_what_is_split_is_read_as_any_tensor(tmp_path):
     assert repr(rows).startswith("ReadOnlyCopy([[-0.0100,")
     with pytest.raises(ValueError, match="read-only"):
         rows.numpy()[0] = 0
+    assert f"{rows[0, 0]:.3f} {rows.sum():.1e}" == f"{own[0, 0]:.3f} {own.sum():.1e}"
     with torch.inference_mode():
-        [also] = tbe.split_embedding_weights()
-        assert torch.equal(also, own)
-        with pytest.raises(InputError, match="clone"):
-            also.zero_()
+        [also], [[state, _]] = tbe.split_embedding_weights(), tbe.split_optimizer_states()
+        for one, other in ((also, rows), (state, momentum)):
+            assert (repr(one), one.tolist(), float(one.sum())) == (repr(other), other.tolist(), float(other.sum()))
+            assert torch.equal(one.clone()[1], other[1])
+            with pytest.raises(InputError, match="clone"):
+                one.zero_()
     tbe.embedding_of("table-0").put(torch.arange(4), rows * 2, "table-0")  # the remedy
     assert torch.equal(tbe.split_embedding_weights()[0], own * 2)
-
-
-def test_states_are_read_in_inference_mode_and_not_written():
-    tbe = trained()
-    [[momentum, _]] = tbe.split_optimizer_states()
-    with torch.inference_mode():
-        [[also, _]] = tbe.split_optimizer_states()
-        assert repr(also) == repr(momentum)
-        assert also.sum() == momentum.sum() != 0
-        assert torch.equal(also.clone(), momentum)
-        assert torch.equal(also[1], momentum[1])
-        with pytest.raises(InputError, match="clone"):
-            also.zero_()
-
-
-def test_what_is_split_is_formatted_as_any_tensor():
-    rows = trained().split_embedding_weights()[0]
-    assert f"{rows[0, 0]:.3f} {rows.sum():.1e}" == f"{rows.tolist()[0][0]:.3f} {sum(map(sum, rows.tolist())):.1e}"
 
 
 def test_what_is_split_is_read_by_compiled_code_and_not_written():

@@ -7,6 +7,7 @@ import inspect
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,8 @@ from torch import nn
 
 import tierbed
 from support.one_embedding_calls import document
+from support.refusals import check_refusal
 from tierbed import (
-    CapacityError,
-    EagerOptimizer,
     Graph,
     InputError,
     OptimizerError,
@@ -62,7 +62,6 @@ SIGNATURES = {  # ... stands for a default that tierbed finds out by itself
 }
 DIM = 4
 KINDS = torch.int64, torch.float
-IDS = torch.tensor([[1, 2], [1, 3], [4, 2]])
 
 
 def make(path: Path | None = None, name: str = "rows", tables: int = 1) -> tierbed.MultiTableEmbedding:
@@ -97,7 +96,7 @@ def test_every_name_is_there_and_no_other() -> None:
     assert one_embedding.FTRL is one_embedding.Ftrl is tierbed.optim.Ftrl
     assert issubclass(one_embedding.MultiTableEmbedding, one_embedding.Embedding)
     with pytest.raises(AttributeError, match="has no attribute 'make_table_option'"):
-        one_embedding.make_table_option  # type: ignore[attr-defined]  # noqa: B018
+        one_embedding.make_table_option  # noqa: B018
 
 
 @pytest.mark.skipif(document() is None, reason="TIERBED_SEEDS names no folder with OneEmbedding's documentation")
@@ -126,16 +125,13 @@ def test_a_fused_mlp_is_torchs_linear_layers_and_relu() -> None:
     nn.init.ones_(dropped.weight_1)
     assert torch.equal(dropped(x), dropped.bias_1.expand(5, 1))
     assert not torch.equal(dropped.eval()(x), dropped.bias_1.expand(5, 1))
-    with pytest.raises(OptionError, match=r"hidden_dropout_rates=\[0.5\]: give a rate for each of 2 layers"):
-        one_embedding.FusedMLP(3, [4, 2], 1, [0.5])
+    wrong = partial(one_embedding.FusedMLP, 3, [4, 2], 1, [0.5])
+    check_refusal((wrong, OptionError, "hidden_dropout_rates=", "[0.5]", "2 layers"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_move_to_a_gpu_that_is_missing_names_the_remedy() -> None:
-    store = one_embedding.make_device_mem_store_options()
-    rows = one_embedding.MultiTableEmbedding("rows", 4, torch.float, torch.int64, None, store)
-    with pytest.raises(OptionError, match=r"embedding 'rows': torch has no such device .*call \.to\(\"cpu\"\)"):
-        rows.to("cuda")
+    check_refusal((partial(make().to, "cuda"), OptionError, "'rows'", 'call .to("cpu")'))
 
 
 def test_importing_it_and_listing_its_names_loads_no_torch() -> None:
@@ -163,25 +159,23 @@ def test_tables_are_told_apart_as_oneflow_does_not(tmp_path: Path) -> None:
     with make(tmp_path, tables=2) as embedding:
         embedding.put([7, 7], torch.stack([torch.zeros(DIM), torch.ones(DIM)]), [0, 1])
         embedding.save_snapshot("s")
-    paths = [tmp_path / "rows"]
-    with pytest.raises(InputError, match=r"has 2 tables, .* give table_ids=True"):
-        one_embedding.make_persistent_table_reader(paths, "s", *KINDS, DIM)
-    with one_embedding.make_persistent_table_reader(paths, "s", *KINDS, DIM, table_ids=True) as reader:
+    read = partial(one_embedding.make_persistent_table_reader, [tmp_path / "rows"], "s", *KINDS, DIM)
+    check_refusal((read, InputError, "2 tables", "table_ids=True"))
+    with read(table_ids=True) as reader:
         rows = [row for chunk in reader for row in zip(*(part.tolist() for part in chunk), strict=True)]
     assert sorted(rows) == [(7, [0.0] * DIM, 0), (7, [1.0] * DIM, 1)]
 
 
 def test_paths_of_several_ranks_are_refused_and_no_folder_is_made(tmp_path: Path) -> None:
-    makers = one_embedding.make_persistent_table_reader, one_embedding.make_persistent_table_writer
-    for maker in makers:
-        for paths in ([tmp_path / "0-2", tmp_path / "1-2"], [], [7], None):
-            with pytest.raises(OptionError, match=r"^paths=.* has one store folder; give \[<persistent_path>/"):
-                maker(paths, "s", *KINDS, DIM)  # type: ignore[arg-type]
-        with pytest.raises(OptionError, match=r"^paths=.* no folder '0-1'. OneFlow has such a folder for each rank"):
-            maker([str(tmp_path / "0-1")], "s", *KINDS, DIM)
-        assert list(tmp_path.iterdir()) == []
-    with pytest.raises(StoreError, match="is not a store folder: give <persistent_path>/<embedding name>"):
-        one_embedding.make_persistent_table_reader([tmp_path / "rows"], "s", *KINDS, DIM)
+    reader, writer = one_embedding.make_persistent_table_reader, one_embedding.make_persistent_table_writer
+    for paths, *named in (
+        *[(given, "<persistent_path>/") for given in ([tmp_path / "0-2", tmp_path / "1-2"], [], [7], None)],
+        ([str(tmp_path / "0-1")], "no folder '0-1'", "for each rank"),
+    ):
+        for maker in (reader, writer):
+            check_refusal((partial(maker, paths, "s", *KINDS, DIM), OptionError, "paths=", *named))
+    assert list(tmp_path.iterdir()) == []
+    check_refusal((partial(reader, [tmp_path / "rows"], "s", *KINDS, DIM), StoreError, "rows", "<persistent_path>/"))
 
 
 def test_a_store_that_is_called_like_a_rank_is_read(tmp_path: Path) -> None:
@@ -192,78 +186,29 @@ def test_a_store_that_is_called_like_a_rank_is_read(tmp_path: Path) -> None:
         assert [keys.tolist() for keys, _ in reader] == [[1]]
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"key_type": torch.uint32}, "^key_type=torch.uint32: give torch.int32, torch.int64 or torch.uint64"),
-        ({"dtype": torch.float64}, "^dtype=torch.float64: "),
-        ({"default_initializer": {"type": "constant", "value": 1}}, "^default_initializer is for tables=None alone"),
-    ],
-)
-def test_arguments_of_an_embedding_that_oneflow_alone_takes_are_refused(changed: Any, message: str) -> None:
+def test_arguments_that_oneflow_alone_takes_are_refused(tmp_path: Path) -> None:
     tables = [one_embedding.make_table_options(one_embedding.make_constant_initializer(0))]
     options = one_embedding.make_device_mem_store_options(None, 100)
     given = {"name": "rows", "embedding_dim": DIM, "dtype": torch.float, "key_type": torch.int64, "tables": tables}
-    with pytest.raises(OptionError, match=message):
-        one_embedding.MultiTableEmbedding(**given | changed, store_options=options)
-
-
-def test_store_options_that_oneflow_alone_takes_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r"^persistent_path=\['a', 'b'\]: give one folder"):
-        one_embedding.make_device_mem_store_options(["a", "b"], 100)  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match=r"^cache_budget_mb=0: give a number of MiB > 0"):
-        one_embedding.make_cached_ssd_store_options(0, tmp_path, host_cache_budget_mb=8)
-    options = one_embedding.make_cached_ssd_store_options(1, tmp_path, capacity=2)
-    with one_embedding.Embedding("rows", DIM, torch.float, torch.int64, None, options) as embedding:
-        with pytest.raises(CapacityError):  # to OneFlow a hint
-            embedding.put([1, 2, 3], torch.ones(3, DIM))
-        assert embedding.size() == 0
-
-
-def test_a_size_factor_is_compared_with_what_the_optimizer_needs() -> None:
-    for factor, storage_dim in ((1, -1), (3, 4)):  # the latter counts where both are given
-        options = one_embedding.make_device_mem_store_options(None, 100, factor, storage_dim)
-        with one_embedding.Embedding("rows", DIM, torch.float, torch.int64, None, options) as embedding:
-            adam = torch.optim.Adam(embedding.parameters())
-            one_embedding.Optimizer(adam, [embedding])
-            with pytest.raises(OptionError, match=r"(size_factor=1|storage_dim=4): .* a row takes 12 floats"):
-                embedding.size()
-
-
-def trained(optimizer: Any, embedding: Any, net: nn.Module) -> torch.Tensor:
-    for _ in range(3):
-        net(embedding(IDS).flatten(1)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return embedding.get([1, 2, 3, 4])
-
-
-def test_an_optimizer_of_embeddings_is_an_eager_optimizer() -> None:
-    found = []
-    for wrap in (
-        lambda dense, embedding: one_embedding.Optimizer(dense, [embedding]),
-        lambda dense, embedding: EagerOptimizer(dense, embedding),
+    made = partial(one_embedding.MultiTableEmbedding, **given, store_options=options)
+    for call, *named in (
+        (partial(made, key_type=torch.uint32), "key_type=", "torch.uint32"),
+        (partial(made, dtype=torch.float64), "dtype=", "torch.float64"),
+        (partial(made, default_initializer={"type": "constant", "value": 1}), "default_initializer", "tables=None"),
+        (partial(one_embedding.make_device_mem_store_options, ["a", "b"], 100), "persistent_path=", "['a', 'b']"),
+        (partial(one_embedding.make_cached_ssd_store_options, 0, tmp_path, None), "cache_budget_mb=", "0"),
     ):
-        torch.manual_seed(0)
-        with make() as embedding:
-            net = nn.Linear(2 * DIM, 1)
-            dense = torch.optim.Adam([*embedding.parameters(), *net.parameters()], 0.1)
-            found.append(trained(wrap(dense, embedding), embedding, net))
-    assert torch.equal(*found)
-    with make() as embedding:
-        assert not torch.equal(found[0], embedding.get([1, 2, 3, 4]))
+        check_refusal((call, OptionError, *named))
 
 
 def test_what_is_no_list_of_its_embeddings_is_refused() -> None:
     with make() as embedding, make(name="other") as other:
         sgd = torch.optim.SGD(embedding.parameters(), 0.1)
         for wrong in (embedding, [], [nn.Linear(1, 1)], None):
-            with pytest.raises(OptimizerError, match=r"^embeddings=.*: give a list of the embeddings"):
-                one_embedding.Optimizer(sgd, wrong)  # type: ignore[arg-type]
-        with pytest.raises(OptimizerError, match="SGD does not hold embedding 'other'"):
-            one_embedding.Optimizer(sgd, [embedding, other])
-        with pytest.raises(OptimizerError, match="add_optimizer got an EagerOptimizer"):
-            Graph().add_optimizer(one_embedding.Optimizer(sgd, [embedding]))
+            check_refusal((partial(one_embedding.Optimizer, sgd, wrong), OptimizerError, "embeddings="))
+        check_refusal((partial(one_embedding.Optimizer, sgd, [embedding, other]), OptimizerError, "SGD", "'other'"))
+        made = one_embedding.Optimizer(sgd, [embedding])
+        check_refusal((partial(Graph().add_optimizer, made), OptimizerError, "EagerOptimizer"))
 
 
 def test_smart_decay_adam_is_catch_up_adam_without_what_that_refuses() -> None:
@@ -272,8 +217,8 @@ def test_smart_decay_adam_is_catch_up_adam_without_what_that_refuses() -> None:
     assert type(made) is CatchUpAdam
     assert made.defaults == CatchUpAdam(parameter, 0.1, (0.8, 0.9), 1e-6).defaults
     for name, value in {"weight_decay": 0.1, "amsgrad": True, "do_bias_correction": False}.items():
-        with pytest.raises(OptimizerError, match=rf"^SmartDecayAdam: {name}={value}; give {name}="):
-            one_embedding.SmartDecayAdam(parameter, **{name: value})  # type: ignore[arg-type]
+        call = partial(one_embedding.SmartDecayAdam, parameter, **{name: value})
+        check_refusal((call, OptimizerError, f"SmartDecayAdam: {name}={value}"))
 
 
 def oneflows_ftrl(w: np.ndarray, grads: list[np.ndarray], lr: float, power: float, z: float) -> np.ndarray:

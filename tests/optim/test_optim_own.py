@@ -1,4 +1,4 @@
-"""The optimizers that torch has not: their formulas, their rows against their dense step, their settings."""
+"""Rows depart from the dense step of their optimizer, or that of an optimizer of our own from its formula."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from support import naive
 from support.arithmetic import power
 from support.embeddings import make, train
+from support.refusals import check_refusal
 from support.stores import options
 from tierbed.engine.errors import OptimizerError
 from tierbed.engine.optim import (
@@ -29,7 +30,25 @@ from tierbed.engine.optim.row_optimizer import row_optimizer
 
 pytestmark = pytest.mark.optimizer
 
+
 CASES = [
+    (torch.optim.SGD, {"lr": 0.1}),
+    (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1, "maximize": True}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.4, "weight_decay": 0.1}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True}),
+    (torch.optim.Adagrad, {"lr": 0.1}),
+    (
+        torch.optim.Adagrad,
+        {"lr": 0.1, "lr_decay": 0.3, "weight_decay": 0.1, "initial_accumulator_value": 0.2, "eps": 1e-3},
+    ),
+    (torch.optim.Adam, {"lr": 0.01}),
+    (torch.optim.Adam, {"lr": 0.01, "betas": (0.5, 0.8), "eps": 1e-3, "weight_decay": 0.1, "maximize": True}),
+    (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.3, "decoupled_weight_decay": True}),
+    (torch.optim.RMSprop, {"lr": 0.01}),
+    (torch.optim.RMSprop, {"lr": 0.01, "alpha": 0.5, "eps": 1e-3, "weight_decay": 0.1, "maximize": True}),
+    (torch.optim.AdamW, {"lr": 0.01}),
+    (torch.optim.AdamW, {"lr": torch.tensor(0.01), "weight_decay": 0.5, "foreach": False}),
     (RowWiseAdagrad, {"lr": 0.1}),
     (RowWiseAdagrad, {"lr": 0.1, "eps": 0.0, "weight_decay": 0.2, "initial_accumulator_value": 0.1}),
     (RowWiseAdagrad, {"lr": torch.tensor(0.1), "weight_decay": 0.2, "weight_decay_mode": "decoupled"}),
@@ -51,6 +70,7 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "options"), CASES, ids=lambda case: getattr(case, "__name__", str(case)))
 def test_rows_in_every_batch_equal_the_dense_step(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
+    is_torchs = kind.__module__.startswith("torch")
     generator = torch.Generator().manual_seed(0)
     parameter = torch.nn.Parameter(torch.randn(8, 5, generator=generator))
     optimizer = kind([parameter], **options)
@@ -63,27 +83,14 @@ def test_rows_in_every_batch_equal_the_dense_step(kind: type[torch.optim.Optimiz
         parameter.grad = torch.randn(8, 5, generator=generator) * 10.0 ** -(step % 4)
         naive.update(values, updates, parameter.grad.numpy(), rows.rule, rows.hyper(step), step)
         optimizer.step()
-        np.testing.assert_allclose(values[:, :5], parameter.detach().numpy(), rtol=1e-5, atol=2e-6)
+        rtol, atol = (2e-6, 1e-6) if is_torchs else (1e-5, 2e-6)
+        np.testing.assert_allclose(values[:, :5], parameter.detach().numpy(), rtol=rtol, atol=atol)
     ends = np.cumsum([5, *state.widths])
     for name, begin, end in zip(state.names, ends, ends[1:], strict=False):
+        rtol, atol = (1e-5, 1e-7) if is_torchs else (1e-4, 1e-5)
         wanted = optimizer.state[parameter][name].numpy()
-        np.testing.assert_allclose(values[:, begin:end], wanted, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("mode", ["l2", "decoupled"])
-def test_rowwise_adagrad_is_its_formula_in_double(mode: str) -> None:
-    w = np.array([[1.0, -2.0, 0.5], [0.1, 0.2, 0.3]])
-    parameter = torch.nn.Parameter(torch.tensor(w, dtype=torch.float32))
-    optimizer = RowWiseAdagrad([parameter], lr=0.1, eps=1e-3, weight_decay=0.2, weight_decay_mode=mode)
-    h = np.zeros((2, 1))
-    for step in range(4):
-        g = np.cos(np.arange(6.0).reshape(2, 3) + step)
-        parameter.grad = torch.tensor(g, dtype=torch.float32)
-        optimizer.step()
-        g = g + 0.2 * w if mode == "l2" else g
-        h = h + (g**2).mean(1, keepdims=True)
-        w = w * (1.0 if mode == "l2" else 1 - 0.1 * 0.2) - 0.1 / (np.sqrt(h) + 1e-3) * g
-    np.testing.assert_allclose(parameter.detach().numpy(), w, rtol=1e-5)
+        np.testing.assert_allclose(values[:, begin:end], wanted, rtol=rtol, atol=atol)
+    assert updates.tolist() == [8] * 8
 
 
 def test_ftrl_is_its_formula_in_double_and_takes_small_weights_to_zero() -> None:
@@ -102,18 +109,18 @@ def test_ftrl_is_its_formula_in_double_and_takes_small_weights_to_zero() -> None
     np.testing.assert_allclose(parameter.detach().numpy(), w, rtol=1e-5, atol=1e-7)
 
 
+def test_power_of_no_number_is_no_number() -> None:
+    with np.errstate(invalid="ignore"):
+        assert np.isnan(power(np.array([-1.0, math.nan, -math.inf], np.float32), np.float32(0.3))).all()
+    assert power(np.float32(math.inf), np.float32(0.3)) == math.inf
+
+
 @given(st.floats(0, 2.0**127, width=32), st.floats(-8, 8, width=32))
 def test_power_is_rounded_from_the_exact_one(x: float, exponent: float) -> None:
     with np.errstate(all="ignore"):
         wanted = np.float32(np.float64(x) ** np.float64(exponent))
         found = power(np.float32(x), np.float32(exponent))
     assert abs(int(np.float32(found).view(np.int32)) - int(wanted.view(np.int32))) <= 1
-
-
-def test_power_of_no_number_is_no_number() -> None:
-    with np.errstate(invalid="ignore"):
-        assert np.isnan(power(np.array([-1.0, math.nan, -math.inf], np.float32), np.float32(0.3))).all()
-    assert power(np.float32(math.inf), np.float32(0.3)) == math.inf
 
 
 def test_without_eps_a_row_without_gradient_stays_and_nan_is_not_hidden() -> None:
@@ -167,7 +174,7 @@ OWN = [RowWiseAdagrad, Ftrl, CatchUpAdam, PartialRowWiseAdam, LAMB, PartialRowWi
 def test_the_dense_step_moves_any_shape_runs_a_closure_and_is_saved(kind: type[torch.optim.Optimizer]) -> None:
     parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in ((2, 3, 4), (5,), ())]
     untouched = torch.nn.Parameter(torch.ones(2))
-    optimizer = kind([*parameters, untouched], lr=0.1)  # type: ignore[call-arg]
+    optimizer = kind([*parameters, untouched], lr=0.1)
 
     def loss() -> float:
         optimizer.zero_grad()
@@ -180,52 +187,46 @@ def test_the_dense_step_moves_any_shape_runs_a_closure_and_is_saved(kind: type[t
         optimizer.step(loss)
     assert loss() < before
     assert untouched.tolist() == [1, 1]
-    again = kind([*parameters, untouched], lr=0.1)  # type: ignore[call-arg]
+    again = kind([*parameters, untouched], lr=0.1)
     again.load_state_dict(optimizer.state_dict())
     assert again.state_dict().keys() == optimizer.state_dict().keys()
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "named"),
+    ("kind", "name", "value", "remedy"),
     [
-        (RowWiseAdagrad, {"lr": -1.0}, r"lr=-1.0; give a number that is at least 0"),
-        (RowWiseAdagrad, {"eps": math.nan}, "eps=nan"),
-        (
-            RowWiseAdagrad,
-            {"weight_decay_mode": "cowclip"},
-            "weight_decay_mode='cowclip'; give one of 'l2', 'decoupled'",
-        ),
-        (RowWiseAdagrad, {"initial_accumulator_value": -0.1}, "initial_accumulator_value=-0.1"),
-        (RowWiseAdagrad, {"lr": 1e39}, r"lr=1e\+39; give a number .* below 1\.7"),
-        (Ftrl, {"lambda1": 10**400}, "lambda1=1000"),
-        (Ftrl, {"lr": 0.0}, r"lr=0\.0"),
-        (Ftrl, {"lr_power": "x"}, "lr_power='x'"),
-        (Ftrl, {"lr_power": -9.0}, r"lr_power=-9\.0.*at least -8\.0 and below 8\.0"),
-        (Ftrl, {"power_sign": "+"}, "power_sign='\\+'"),
-        (Ftrl, {"lr_power": 0.5, "initial_accumulator_value": 0.0}, r"initial_accumulator_value=0\.0"),
-        (PartialRowWiseAdam, {"lr": -1.0}, r"lr=-1.0; give a number that is at least 0"),
-        (PartialRowWiseAdam, {"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\); give two numbers"),
-        (LAMB, {"betas": 0.9}, r"betas=0.9; give two numbers"),
-        (LAMB, {"eps": -1e-3}, r"eps=-0.001"),
-        (PartialRowWiseLAMB, {"weight_decay": math.inf}, "weight_decay=inf"),
-        (LarsSGD, {"eta": -1.0}, r"eta=-1.0"),
-        (LarsSGD, {"momentum": "x"}, "momentum='x'"),
-        (CatchUpAdam, {"lr": -1.0}, "earning rate"),
-        (CatchUpAdam, {"eps": 0.0}, r"eps=0\.0"),
-        (CatchUpAdam, {"eps": 1e-50}, "eps=1e-50"),
+        (RowWiseAdagrad, "lr", -1.0, "at least 0"),
+        (RowWiseAdagrad, "lr", 1e39, "below 1.7"),
+        (RowWiseAdagrad, "eps", math.nan, ""),
+        (RowWiseAdagrad, "weight_decay_mode", "cowclip", "'l2', 'decoupled'"),
+        (RowWiseAdagrad, "initial_accumulator_value", -0.1, ""),
+        (Ftrl, "lambda1", 10**400, ""),
+        (Ftrl, "lr", 0.0, ""),
+        (Ftrl, "lr_power", "x", ""),
+        (Ftrl, "lr_power", -9.0, "at least -8.0 and below 8.0"),
+        (Ftrl, "power_sign", "+", ""),
+        (PartialRowWiseAdam, "lr", -1.0, "at least 0"),
+        (PartialRowWiseAdam, "betas", (0.9, 1.0), "two numbers"),
+        (LAMB, "betas", 0.9, "two numbers"),
+        (LAMB, "eps", -1e-3, ""),
+        (PartialRowWiseLAMB, "weight_decay", math.inf, ""),
+        (LarsSGD, "eta", -1.0, ""),
+        (LarsSGD, "momentum", "x", ""),
+        (CatchUpAdam, "eps", 0.0, ""),
+        (CatchUpAdam, "eps", 1e-50, ""),
+        (CatchUpAdam, "weight_decay", -1, ""),
     ],
 )
-def test_wrong_settings_are_refused_by_name(kind: Any, options: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        kind([torch.nn.Parameter(torch.zeros(1))], **options)
+def test_wrong_settings_are_refused_by_name(kind: Any, name: str, value: Any, remedy: str) -> None:
+    group = [{"params": [torch.nn.Parameter(torch.zeros(1))], name: value}]
+    check_refusal((lambda: kind(group), ValueError, f"{name}={value!r}"[:30], remedy))
 
 
-def test_the_weight_decay_of_catch_up_adam_stays_zero_or_not() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    with pytest.raises(OptimizerError, match=r"weight_decay=-1"):
-        CatchUpAdam([{"params": [parameter], "weight_decay": -1}])
-    optimizer = CatchUpAdam([parameter])
+def test_settings_that_do_not_go_together_are_refused() -> None:
+    parameter = [torch.nn.Parameter(torch.zeros(1))]
+    check_refusal((lambda: Ftrl(parameter, lr_power=0.5, initial_accumulator_value=0.0), ValueError, "value=0.0"))
+    check_refusal((lambda: CatchUpAdam(parameter, lr=-1.0), ValueError, "-1.0"))  # torch's own
+    optimizer = CatchUpAdam(parameter)
     rows = row_optimizer(optimizer, optimizer.param_groups[0])
-    optimizer.param_groups[0]["weight_decay"] = 0.1
-    with pytest.raises(OptimizerError, match="weight_decay"):
-        rows.hyper(2)
+    optimizer.param_groups[0]["weight_decay"] = 0.1  # it stays zero or not
+    check_refusal((lambda: rows.hyper(2), OptimizerError, "weight_decay"))

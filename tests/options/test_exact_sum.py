@@ -25,7 +25,7 @@ def test_the_sum_is_that_of_fractions_for_any_order_and_ranks(parts: list[list[f
     every = [number for part in parts for number in part]
     expected = float(sum(map(Fraction, every)))
     assert sum_of(*parts) == expected
-    random.shuffle(every)  # type: ignore[attr-defined]
+    random.shuffle(every)
     assert sum_of(every) == expected
 
 

@@ -44,16 +44,9 @@ class Batch(Pipelineable):
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        init = partial(nn.init.constant_, val=0.05)
-        self.ebc = EmbeddingBagCollection(
-            device=torch.device("meta"),
-            tables=[
-                EmbeddingBagConfig(
-                    name=f"t_{key}", embedding_dim=8, num_embeddings=200_000, feature_names=[key], init_fn=init
-                )
-                for key in KEYS
-            ],
-        )
+        given = {"embedding_dim": 8, "num_embeddings": 200_000, "init_fn": partial(nn.init.constant_, val=0.05)}
+        tables = [EmbeddingBagConfig(name=f"t_{key}", feature_names=[key], **given) for key in KEYS]
+        self.ebc = EmbeddingBagCollection(device=torch.device("meta"), tables=tables)
         torch.manual_seed(0)
         self.over = nn.Sequential(nn.Linear(2 * 8 + 3, 6), nn.ReLU(), nn.Linear(6, 1))
 

@@ -80,12 +80,6 @@ def is_public(name: str, value: Any) -> bool:
     return not name.startswith("_") and (inspect.isclass(value) or inspect.isfunction(value))
 
 
-def defined(module: str) -> list[str]:
-    return [
-        name for name, value in vars(resolved(module)).items() if is_public(name, value) and value.__module__ == module
-    ]
-
-
 def matches(owner: Any, pattern: str) -> list[str]:
     return [name for name in dir(owner) if fnmatchcase(name, pattern)] if "*" in pattern else [pattern]
 
@@ -98,8 +92,10 @@ def ours(name: str) -> Any:
     "module", [f"{package}.{module}" for package, modules in MODULES.items() for module in modules.split()]
 )
 def test_each_name_of_a_module_has_one_answer(module: str) -> None:
-    names, of_module = defined(module), [row for row in ROWS if row.owner == module]
+    members = vars(resolved(module)).items()
+    names = [name for name, value in members if is_public(name, value) and value.__module__ == module]
     assert names
+    of_module = [row for row in ROWS if row.owner == module]
     answers = {name: [row.answer for row in of_module if row.has(name)] for name in names}
     assert {name: found for name, found in answers.items() if len(found) != 1} == {}
 
@@ -140,16 +136,11 @@ def public(kind: type[Any]) -> set[str]:
     return {name for name in dir(kind) if not name.startswith("_")} - set(dir(nn.Module))
 
 
-def peers_of_ours() -> Iterator[type[Any]]:
-    for row in ROWS:
-        if row.answer == SAME:
-            yield from (kind for name in row.names if inspect.isclass(kind := getattr(resolved(row.owner), name)))
-
-
 def test_each_method_that_a_class_of_ours_lacks_is_in_the_table_of_methods_and_no_other() -> None:
     of_classes = {row.owner: [other for other in ROWS if other.owner == row.owner] for row in ROWS}
     lacked: dict[str, set[str]] = {}
-    for theirs in peers_of_ours():
+    peers = [getattr(resolved(row.owner), name) for row in ROWS if row.answer == SAME for name in row.names]
+    for theirs in filter(inspect.isclass, peers):
         owners = [f"{base.__module__}.{base.__name__}" for base in theirs.__mro__]
         rows = [row for owner in owners for row in of_classes.get(owner, [])]
         missing = public(theirs) - public(ours(theirs.__name__))

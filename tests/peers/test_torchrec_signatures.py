@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Container
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from torchrec.modules import embedding_configs, embedding_modules, feature_proce
 from torchrec.sparse import jagged_tensor
 
 import tierbed.jagged as ours
+from support.refusals import check_refusal
 from tierbed.engine.errors import GraphError, InputError
 
 theirs = SimpleNamespace(
@@ -57,6 +59,9 @@ BATCHES: dict[str, dict[str, Any]] = {
     "variable, of a batch": {
         "keys": ["a", "b"], "values": IDS, "lengths": FIVE, "stride": 5, "stride_per_key_per_rank": [[2], [3]],
     },
+    "variable, of ranks": {
+        "keys": ["a", "b"], "values": IDS, "lengths": SIX, "stride_per_key_per_rank": [[0, 2], [1, 3]],
+    },
     "variable, alike": {"keys": ["a", "b"], "values": IDS, "lengths": SIX, "stride_per_key_per_rank": [[3], [3]]},
     "variable, no values": {"keys": ["a", "b"], "values": NONE, "lengths": NONE, "stride_per_key_per_rank": [[0], [0]]},
 }  # fmt: skip
@@ -64,7 +69,7 @@ BATCHES: dict[str, dict[str, Any]] = {
 
 def methods(names: str) -> dict[str, Callable[[Any], Any]]:
     """Calls of the methods of these names, without arguments."""
-    return {name: lambda one, name=name: getattr(one, name)() for name in names.split(" ")}  # type: ignore[misc]
+    return {name: lambda one, name=name: getattr(one, name)() for name in names.split(" ")}
 
 
 KEYED = {
@@ -75,6 +80,7 @@ KEYED = {
         "to_dict flatten_lengths length_per_key_or_none offset_per_key_or_none"
     ),
     "itself": lambda one: one,
+    "text": lambda one: one.device().type == "meta" or str(one),
     "after sync": lambda one: (one.sync().length_per_key_or_none(), one.offset_per_key_or_none()),
     "to_dict(False)": lambda one: {key: part.values() for key, part in one.to_dict(compute_offsets=False).items()},
     "one key": lambda one: one["a"],
@@ -82,6 +88,10 @@ KEYED = {
     "split": lambda one: one.split([1, 1]),
     "split of all": lambda one: one.split([2]),
     "split of a part": lambda one: one.split([1]),
+    "strides of parts": lambda one: (
+        one.stride(),
+        [(part.stride(), part.stride_per_key()) for part in (*one.split([1, 0, 1]), *one.split([0, 2]))],
+    ),
     "permute": lambda one: one.permute([1, 0]),
     "permute, some": lambda one: one.permute([1]),
     "permute, twice": lambda one: one.permute([0, 0, 1], torch.tensor([0, 0, 1], dtype=torch.int32)),
@@ -98,13 +108,9 @@ CLASS = {
     "concat of one": lambda kind, given: kind.concat([kind(**given)]),
     "from_jt_dict": lambda kind, given: kind.from_jt_dict(kind(**given).to_dict()),
     "from_lengths_sync": lambda kind, given: kind.from_lengths_sync(**of_lengths(given)),
-    "from_lengths_sync, synced": lambda kind, given: kind.from_lengths_sync(
-        **of_lengths(given)
-    ).offset_per_key_or_none(),
+    "synced": lambda kind, given: kind.from_lengths_sync(**of_lengths(given)).offset_per_key_or_none(),
     "from_offsets_sync": lambda kind, given: kind.from_offsets_sync(**of_offsets(given)),
-    "by position": lambda kind, given: kind(
-        *[given.get(name) for name in list(inspect.signature(kind).parameters)[:7]]
-    ),
+    "by position": lambda kind, given: kind(*map(given.get, list(inspect.signature(kind).parameters)[:7])),
 }
 # what docs/torchrec.md says of: inverse indices that stay, parts of a batch that keep its size, printing, [0]
 DIFFERS = {
@@ -128,10 +134,8 @@ def of_lengths(given: dict[str, Any]) -> dict[str, Any]:
 
 def of_offsets(given: dict[str, Any]) -> dict[str, Any]:
     rest = {name: value for name, value in given.items() if name != "lengths"}
-    return {
-        "offsets": torch.cat([NONE.new_zeros(1), given["lengths"].cumsum(0)]) if "lengths" in given else None,
-        **rest,
-    }
+    offsets = torch.cat([NONE.new_zeros(1), given["lengths"].cumsum(0)]) if "lengths" in given else None
+    return {"offsets": offsets, **rest}
 
 
 def on(device: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -182,6 +186,7 @@ def differing(calls: dict[str, Callable[..., Any]], *given: Any, skipped: Contai
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.rotated("device")
 def test_every_method_of_a_keyed_jagged_tensor_gives_what_torchrecs_gives(batch: str, device: str) -> None:
     def of_one(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return lambda kind: call(kind.KeyedJaggedTensor(**on(device, BATCHES[batch])))
@@ -216,7 +221,12 @@ OF_ONE = {
     **{f"padded to {n}": lambda one, n=n: one.to_padded_dense(n, 7.0) for n in (0, 1, 9)},
     **{f"weights padded to {n}": lambda one, n=n: one.to_padded_dense_weights(n, 0.5) for n in (0, 1, 9)},
     "itself": lambda one: one,
+    "text": lambda one: one.device().type == "meta" or str(one),
     "empty_like": lambda one: type(one).empty_like(one),
+    "from_dense": lambda one: type(one).from_dense(one.to_dense(), one.to_dense_weights()),
+    "from_dense_lengths": lambda one: type(one).from_dense_lengths(
+        one.to_padded_dense(), one.lengths(), one.to_padded_dense_weights()
+    ),
     "to meta": lambda one: one.to(torch.device("meta"), non_blocking=True),
     "copy_": lambda one: one.copy_(copy.deepcopy(one)),
     "tree": lambda one: pytree.tree_map(lambda leaf: leaf, one),
@@ -245,6 +255,7 @@ KEYED_TENSORS: dict[str, Callable[[Any], Any]] = {
 OF_KEYED = {
     **methods("keys length_per_key offset_per_key key_dim _key_indices to_dict device size_in_bytes"),
     "values": lambda one: one.values(),
+    "text": lambda one: one.device().type == "meta" or str(one),
     **{key: lambda one, key=key: one[key] for key in ("a", "b", "nobody")},
     "to": lambda one: one.to(torch.device("meta"), non_blocking=True),
     **{
@@ -269,48 +280,48 @@ def test_a_keyed_tensor_of_key_dim_0_needs_no_cat_dim() -> None:
     parts = [torch.ones(2, 3), torch.zeros(1, 3)]
     made = ours.KeyedTensor.from_tensor_list(["a", "b"], parts, key_dim=0)
     assert all(torch.equal(made[key], part) for key, part in zip("ab", parts, strict=True))
-    with pytest.raises(InputError, match="cat_dim=1: differs from key_dim=0"):
-        ours.KeyedTensor.from_tensor_list(["a", "b"], parts, key_dim=0, cat_dim=1)
 
 
 ROWS = {"t1": torch.arange(40.0).view(10, 4), "t2": -torch.arange(40.0).view(10, 4)}
 
 
-def bags(kind: Any, device: str | None = None, is_weighted: bool = False, pooling: str = "SUM") -> Any:
+def filled(collection: Any, config: Any, device: str | None, prefix: str, **options: Any) -> Any:
     tables = [
-        kind.EmbeddingBagConfig(
-            num_embeddings=10, embedding_dim=4, name=name, feature_names=[feature],
-            pooling=getattr(kind.PoolingType, pooling),
-        )
-        for name, feature in (("t1", "a"), ("t2", "b"))
-    ]  # fmt: skip
-    given = None if device is None else torch.device(device)
-    made = kind.EmbeddingBagCollection(tables=tables, is_weighted=is_weighted, device=given)
-    if device != "meta":
-        made.load_state_dict({f"embedding_bags.{name}.weight": rows for name, rows in ROWS.items()})
-    return made
-
-
-def sequences(kind: Any, device: str | None = None, need_indices: bool = False) -> Any:
-    tables = [
-        kind.EmbeddingConfig(num_embeddings=10, embedding_dim=4, name=name, feature_names=[feature])
+        config(num_embeddings=10, embedding_dim=4, name=name, feature_names=[feature])
         for name, feature in (("t1", "a"), ("t2", "b"))
     ]
-    given = None if device is None else torch.device(device)
-    made = kind.EmbeddingCollection(tables=tables, need_indices=need_indices, device=given)
+    made = collection(tables=tables, device=None if device is None else torch.device(device), **options)
     if device != "meta":
-        made.load_state_dict({f"embeddings.{name}.weight": rows for name, rows in ROWS.items()})
+        made.load_state_dict({f"{prefix}.{name}.weight": rows for name, rows in ROWS.items()})
     return made
 
 
-def weighting(kind: Any, name: str, given: Any, device: str) -> Any:
-    made = getattr(kind, name)(given, torch.device(device))
+def bags(kind: Any, device: str | None = None, pooling: str = "SUM", **options: Any) -> Any:
+    config = partial(kind.EmbeddingBagConfig, pooling=getattr(kind.PoolingType, pooling))
+    return filled(kind.EmbeddingBagCollection, config, device, "embedding_bags", **options)
+
+
+def sequences(kind: Any, device: str | None = None, **options: Any) -> Any:
+    return filled(kind.EmbeddingCollection, kind.EmbeddingConfig, device, "embeddings", **options)
+
+
+MANY = "PositionWeightedModuleCollection"
+
+
+def weighting(kind: Any, name: str, lengths: Any, device: str, batch: Any) -> Any:
+    made = getattr(kind, name)(lengths, torch.device(device))
     with torch.no_grad():
         for number, weights in enumerate(made.parameters()):
             weights.copy_(torch.arange(len(weights)) + 10.0 * number)
-    return made
+    return made(batch).weights_or_none()
 
 
+POOLED = BATCHES | {
+    "expanded": {"keys": ["a", "b"], "values": IDS, "lengths": SIX, "inverse_indices": (["a", "b"], INVERSE)},
+    "nothing of floats": {"keys": ["a", "b"], "values": torch.tensor([]), "lengths": torch.tensor([])},
+    "neither": {"keys": ["a", "b"], "values": torch.tensor([])},
+    "lengths by key": {"keys": ["a", "b"], "values": NONE, "lengths": torch.zeros(2, 3, dtype=torch.int32)},
+}
 FORWARDS: dict[str, Callable[[Any, str, Any], Any]] = {
     "bags": lambda kind, device, batch: bags(kind, device)(batch),
     "mean": lambda kind, device, batch: bags(kind, device, pooling="MEAN")(batch).values(),
@@ -319,25 +330,20 @@ FORWARDS: dict[str, Callable[[Any, str, Any], Any]] = {
     "indices": lambda kind, device, batch: {
         key: part.weights() for key, part in sequences(kind, device, need_indices=True)(batch).items()
     },
-    "position weights": lambda kind, device, batch: weighting(
-        kind, "PositionWeightedModuleCollection", {"a": 8, "b": 8}, device
-    )(batch).weights_or_none(),
-    "some position weights": lambda kind, device, batch: weighting(
-        kind, "PositionWeightedModuleCollection", {"a": 8}, device
-    )(batch).weights_or_none(),
+    "position weights": lambda kind, device, batch: weighting(kind, MANY, {"a": 8, "b": 8}, device, batch),
+    "some position weights": lambda kind, device, batch: weighting(kind, MANY, {"a": 8}, device, batch),
     "weighted features": lambda kind, device, batch: weighting(
-        kind, "PositionWeightedProcessor", {"a": 8, "b": 8}, device
-    )(batch).weights_or_none(),
+        kind, "PositionWeightedProcessor", {"a": 8, "b": 8}, device, batch
+    ),
 }
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize(
-    "given",
-    [*BATCHES.values(), {"keys": ["a", "b"], "values": IDS, "lengths": SIX, "inverse_indices": (["a", "b"], INVERSE)}],
-    ids=[*BATCHES, "expanded"],
-)
-def test_collections_and_position_weights_give_what_torchrecs_give(given: dict[str, Any], device: str) -> None:
+@pytest.mark.parametrize("batch", POOLED)
+@pytest.mark.rotated("device")
+def test_collections_and_position_weights_give_what_torchrecs_give(batch: str, device: str) -> None:
+    given = POOLED[batch]
+
     def of_batch(forward: Callable[[Any, str, Any], Any]) -> Callable[[Any], Any]:
         return lambda kind: forward(kind, device, kind.KeyedJaggedTensor(**on(device, given)))
 
@@ -353,8 +359,7 @@ def test_collections_and_position_weights_give_what_torchrecs_give(given: dict[s
 @pytest.mark.parametrize("batch", [name for name in JAGGED if "rows" not in name])
 def test_position_weights_of_one_feature_are_torchrecs(batch: str) -> None:
     def weighted(kind: Any, device: str) -> Any:
-        one = kind.JaggedTensor(**on(device, JAGGED[batch]))
-        return weighting(kind, "PositionWeightedModule", 8, device)(one)
+        return weighting(kind, "PositionWeightedModule", 8, device, kind.JaggedTensor(**on(device, JAGGED[batch])))
 
     assert differing({"of one": weighted}, "cpu") == differing({"of one": weighted}, "meta") == []
 
@@ -376,51 +381,27 @@ def test_a_table_of_a_collection_is_found_by_its_name_as_torchrecs(table: str, d
 
 
 def test_the_weight_of_a_table_is_a_copy_that_refuses_writes() -> None:
-    made = bags(ours)
-    with pytest.raises(InputError, match=r"call embedding_of\('t1'\)\.put"):
-        made.embedding_bags["t1"].weight.data.fill_(0)
-    with pytest.raises(KeyError, match="nobody"):
-        made.embedding_bags["nobody"]
-    with pytest.raises(KeyError, match="nobody"):
-        sequences(ours).embeddings["nobody"]
+    made, rows = bags(ours), sequences(ours)
     whole = ours.EmbeddingBagCollection([ours.EmbeddingBagConfig(None, 4, "any")])
-    with pytest.raises(InputError, match="'any' takes any id"):
-        _ = whole.embedding_bags["any"].weight
-    assert sequences(ours).embeddings["ec-d4"].spec.name == "ec-d4"
-
-
-def test_position_weights_are_a_dict_of_the_parameters_wherever_they_are() -> None:
-    made = ours.PositionWeightedModuleCollection({"a": 2, "b": 3}, device=torch.device("meta"))
-    moved = made.to_empty(device="cpu")
-    moved.reset_parameters()
-    assert [*moved.position_weights_dict] == ["a", "b"]
-    for key, weights in moved.position_weights_dict.items():
-        assert weights is moved.position_weights[key]
-        assert (weights == 1).all()
-
-
-MODULES: dict[str, Callable[[], torch.nn.Module]] = {
-    "bags": lambda: bags(ours),
-    "sequences": lambda: sequences(ours),
-    "within a model": lambda: torch.nn.Sequential(torch.nn.Linear(2, 2), bags(ours)),
-    "embedding": lambda: bags(ours).embedding_of("t1"),
-    "position weights": lambda: ours.PositionWeightedModuleCollection({"a": 3}),
-    "one feature": lambda: ours.PositionWeightedModule(3),
-    "table-batched": lambda: ours.TableBatchedEmbeddingBags([(4, 4, 3, 0)]),
-}
+    for call, kind, named in (
+        (lambda: made.embedding_bags["t1"].weight.data.fill_(0), InputError, "call embedding_of('t1').put"),
+        (lambda: made.embedding_bags["nobody"], KeyError, "nobody"),
+        (lambda: rows.embeddings["nobody"], KeyError, "nobody"),
+        (lambda: whole.embedding_bags["any"].weight, InputError, "'any' takes any id"),
+    ):
+        check_refusal((call, kind, named))
+    assert rows.embeddings["ec-d4"].spec.name == "ec-d4"
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-@pytest.mark.parametrize("module", MODULES)
-def test_torchscript_is_refused_with_the_remedy(module: str) -> None:
-    with pytest.raises(GraphError, match=r"torch.jit.script of .*: .*; script the dense part alone"):
-        torch.jit.script(MODULES[module]())
-
-
-@pytest.mark.parametrize("lengths", [[-1, 9], [9, -1], [3, 3], [3, 9]])
-def test_padding_of_wrong_lengths_names_the_bag(lengths: list[int]) -> None:
-    made = ours.JaggedTensor(IDS, WEIGHTS, torch.tensor(lengths))
-    for call in (made.to_padded_dense, made.to_padded_dense_weights):
-        for length in (None, 4):
-            with pytest.raises(InputError, match=r"lengths\[|offsets\[-1\]="):
-                call(length)
+def test_torchscript_is_refused_with_the_remedy() -> None:
+    for module in (
+        bags(ours),
+        sequences(ours),
+        torch.nn.Sequential(torch.nn.Linear(2, 2), bags(ours)),
+        bags(ours).embedding_of("t1"),
+        ours.PositionWeightedModuleCollection({"a": 3}),
+        ours.PositionWeightedModule(3),
+        ours.TableBatchedEmbeddingBags([(4, 4, 3, 0)]),
+    ):
+        check_refusal((lambda module=module: torch.jit.script(module), GraphError, "script the dense part alone"))

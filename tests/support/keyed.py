@@ -19,11 +19,10 @@ def tensors(batch: int = 5, **options: Any) -> list[Tensor]:
 
 
 def features(values: list[Tensor]) -> dict[str, Tensor]:
-    """Each feature of the example, by slices."""
-    parts = {}
+    """Each feature of the example."""
+    parts: dict[str, Tensor] = {}
     for keys, lengths, tensor in zip(KEYS, LENGTHS, values, strict=True):
-        ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
-        parts |= {key: tensor[:, begin : begin + n] for key, begin, n in zip(keys, ends, lengths, strict=False)}
+        parts.update(zip(keys, tensor.split(lengths, 1), strict=True))
     return parts
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from support.tbe import Batch
 from tierbed.jagged import OptimType, PoolingMode, WeightDecayMode
 
-TABLES, MAP, BATCH, STEPS = [(9, 4), (5, 4)], [0, 0, 1], 4, 3
+TABLES, MAP, BATCH, STEPS = [(9, 4), (5, 4)], [0, 0, 1], 4, 2
 OPTIMIZERS = [OptimType[name] for name in (
     "EXACT_SGD", "EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD", "ADAM", "PARTIAL_ROWWISE_ADAM", "LAMB",
     "PARTIAL_ROWWISE_LAMB", "LARS_SGD",
