@@ -23,6 +23,7 @@ from tierbed import MultiTableEmbedding, StoreError
 from tierbed.distributed import World
 
 STORES = ("host", "host")
+Store = Callable[[str], Cli]
 CLOSED = "step 2; save two; step 1; close"
 
 
@@ -46,54 +47,54 @@ def at_all(path: Path) -> list[int]:
     return Model(path, STORES).at()
 
 
-def in_group(path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    found = Cli(path / name, capsys, "store").json("stat")["together"]
+@pytest.fixture
+def store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Store:
+    return lambda name: Cli(tmp_path / name, capsys, "store")
+
+
+def together(cli: Cli) -> list[str]:
+    found = cli.json("stat")["together"]
     assert isinstance(found, list)
     return found
 
 
-def test_a_closed_store_leaves_with_its_live_rows_and_is_recovered_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_closed_store_leaves_with_its_live_rows_is_recovered_alone_and_trains_together_again(
+    tmp_path: Path, store: Store
 ) -> None:
     killed(played, tmp_path, STORES, CLOSED)
-    assert Cli(tmp_path / "a", capsys, "store").says("detach") == "detached from b\n"
-    assert (in_group(tmp_path, "a", capsys), in_group(tmp_path, "b", capsys)) == ([], [])
-    assert "live rows of step 3; after a kill two of step 2" in Cli(tmp_path / "b", capsys, "store").says("stat")
+    assert store("a").says("detach") == "detached from b\n"
+    assert (together(store("a")), together(store("b"))) == ([], [])
+    assert "live rows of step 3; after a kill two of step 2" in store("b").says("stat")
     assert killed(at, tmp_path, "a", 2) == 3
     assert killed(at, tmp_path, "b", 1) == 3  # beside what was killed
     assert (killed(at, tmp_path, "a"), killed(at, tmp_path, "b")) == (2, 2)
-    assert Cli(tmp_path / "b", capsys, "store").json("detach") == {"detached": False, "others": [], "problem": None}
-    assert Cli(tmp_path / "a", capsys, "store").says("detach") == "nothing to detach: it is trained alone\n"
+    assert store("b").json("detach") == {"detached": False, "others": [], "problem": None}
+    assert store("a").says("detach") == "nothing to detach: it is trained alone\n"
+    killed(played, tmp_path, STORES, "step 1; save again; step 1")
+    assert together(store("a")) == ["b"]
+    assert killed(at_all, tmp_path) == [3, 3]
 
 
-def test_stores_that_left_train_together_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    killed(played, tmp_path, STORES, CLOSED)
-    assert Cli(tmp_path / "a", capsys, "store").json("detach")["others"] == ["b"]
-    killed(played, tmp_path, STORES, "step 1; save four; step 1")
-    assert in_group(tmp_path, "a", capsys) == ["b"]
-    assert killed(at_all, tmp_path) == [4, 4]
-
-
-def test_of_a_killed_run_each_keeps_the_last_common_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_a_killed_run_each_keeps_the_last_common_step(tmp_path: Path, store: Store) -> None:
     killed(played, tmp_path, STORES, "step 2; save two; step 1; b save three; step 1; b close")
-    assert Cli(tmp_path / "a", capsys, "store").json("detach")["detached"]
+    assert store("a").json("detach")["detached"]
     with pytest.raises(StoreError, match=r"was not closed by its last run|were not closed by their last run"):
         make(options("host", tmp_path, open="error"), "adagrad", name="b", tables=1).size()
     assert (killed(at, tmp_path, "a"), killed(at, tmp_path, "b")) == (2, 2)
 
 
-def test_a_copy_becomes_a_store_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_copy_becomes_a_store_of_its_own(tmp_path: Path, store: Store) -> None:
     killed(played, tmp_path, STORES, CLOSED)
     copy = tmp_path / "elsewhere"
     shutil.copytree(tmp_path / "a", copy / "a")
     with pytest.raises(StoreError, match=r"is a copy of .*`tierbed store detach`"):
         at(copy, "a")
-    said = Cli(copy / "a", capsys, "store").says("detach")
+    said = store("elsewhere/a").says("detach")
     assert "is a copy of" in said
     assert "store detach" not in said
     assert killed(at, copy, "a", 1) == 3
     assert killed(at, copy, "a") == 2
-    assert (in_group(copy, "a", capsys), in_group(tmp_path, "a", capsys)) == ([], ["b"])
+    assert (together(store("elsewhere/a")), together(store("a"))) == ([], ["b"])
     assert killed(at_all, tmp_path) == [3, 3]
     assert killed(together_with_the_copy, tmp_path, copy) == [3, 2]
     assert killed(at_all, tmp_path) == [3, 3]
@@ -108,7 +109,7 @@ def together_with_the_copy(path: Path, copy: Path) -> list[int]:
 
 @pytest.mark.parametrize("damage", [lambda file: file.unlink(), lambda file: os.truncate(file, 20)])
 def test_stores_whose_record_is_lost_keep_live_rows_and_their_latest_snapshots(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None]
+    tmp_path: Path, store: Store, damage: Callable[[Path], None]
 ) -> None:
     killed(played, tmp_path, STORES, CLOSED)
     (record,) = (file for file in tmp_path.glob("GROUP-*") if file.suffix != ".LOCK")
@@ -116,7 +117,7 @@ def test_stores_whose_record_is_lost_keep_live_rows_and_their_latest_snapshots(
     for name in "ab":
         with pytest.raises(StoreError, match=r"missing or damaged.*`tierbed store detach`"):
             at(tmp_path, name)
-    said = Cli(tmp_path / "a", capsys, "store").json("detach")
+    said = store("a").json("detach")
     assert said["detached"]
     assert "missing or damaged" in said["problem"]
     assert last_snapshot(tmp_path / "a") == "two"
@@ -126,12 +127,12 @@ def test_stores_whose_record_is_lost_keep_live_rows_and_their_latest_snapshots(
     assert killed(at_all, tmp_path) == [2, 3]
 
 
-def test_a_store_leaves_another_that_is_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_store_leaves_another_that_is_lost(tmp_path: Path, store: Store) -> None:
     killed(played, tmp_path, STORES, "step 2; save two; step 1")
     (tmp_path / "b").rename(tmp_path / "away")
     with pytest.raises(StoreError, match="is missing"):
         at(tmp_path, "a")
-    assert Cli(tmp_path / "a", capsys, "store").says("detach") == "detached from b\n"
+    assert store("a").says("detach") == "detached from b\n"
     assert killed(at, tmp_path, "a") == 2
     (tmp_path / "away").rename(tmp_path / "b")
     assert killed(at, tmp_path, "b") == 2
@@ -144,17 +145,17 @@ def trains_b(path: Path, pipe: Connection) -> None:
     pipe.recv()
 
 
-def test_a_group_that_is_trained_is_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_group_that_is_trained_is_left_as_it_is(tmp_path: Path, store: Store) -> None:
     killed(played, tmp_path, STORES, CLOSED)
     child, pipe = with_pipe(trains_b, tmp_path)
     with child, pipe:
         assert pipe.recv()
-        said = Cli(tmp_path / "a", capsys, "store").fails("detach")
+        said = store("a").fails("detach")
         assert f"process {child.pid} trains embeddings of the group 'a', 'b'" in said
-        assert f"in use by process {child.pid}" in Cli(tmp_path / "b", capsys, "store").fails("detach", code=3)
+        assert f"in use by process {child.pid}" in store("b").fails("detach", code=3)
         pipe.send(True)
         child.wait()
-    assert in_group(tmp_path, "a", capsys) == ["b"]
+    assert together(store("a")) == ["b"]
 
 
 def ranks_close(world: World, path: Path) -> None:
@@ -173,14 +174,12 @@ def ranks_at(world: World, path: Path, name: str) -> int:
     return found
 
 
-def test_rows_that_ranks_share_leave_as_those_of_one_process(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_that_ranks_share_leave_as_those_of_one_process(tmp_path: Path, store: Store) -> None:
     run_ranks(2, ranks_close, tmp_path)
-    a, b = Cli(tmp_path / "a", capsys, "store").json("stat")["group"]
+    a, b = store("a").json("stat")["group"]
     assert (a["live"], a["step"], b["common"], b["common_step"]) == (True, 3, "two", 2)
-    assert Cli(tmp_path / "a", capsys, "store").says("detach") == "detached from b\n"
-    assert (in_group(tmp_path, "a", capsys), in_group(tmp_path, "b", capsys)) == ([], [])
+    assert store("a").says("detach") == "detached from b\n"
+    assert (together(store("a")), together(store("b"))) == ([], [])
     for expected in (3, 4):
         assert [run_ranks(2, ranks_at, tmp_path, name) for name in "ab"] == [[expected] * 2] * 2
 
@@ -191,15 +190,13 @@ def detached(path: Path, begin: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("plan", [CLOSED, pytest.param("step 2; save two; step 1", marks=pytest.mark.slow)])
-def test_a_kill_at_any_write_leaves_it_in_the_group_or_out_of_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], plan: str
-) -> None:
+def test_a_kill_at_any_write_leaves_it_in_the_group_or_out_of_it(tmp_path: Path, store: Store, plan: str) -> None:
     expected, seen = 3 if plan == CLOSED else 2, set()
     for number in range(1, 20):
         path = tmp_path / str(number)
         killed(played, path, STORES, plan)
         said = killed_at(path, "rename", number, detached, path)
-        seen.add(len(in_group(path, "a", capsys)))
+        seen.add(len(together(store(f"{number}/a"))))
         assert [killed(at, path, name) for name in "ba"] == [expected] * 2
         assert killed(at_all, path) == [expected] * 2
         if said == "done":
@@ -208,9 +205,9 @@ def test_a_kill_at_any_write_leaves_it_in_the_group_or_out_of_it(
     assert seen == {0, 1}
 
 
-def test_stat_prints_what_the_record_says_of_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stat_prints_what_the_record_says_of_each(tmp_path: Path, store: Store) -> None:
     killed(played, tmp_path, STORES, "step 2; save two; step 1; b save three; a close")
-    cli = Cli(tmp_path / "a", capsys, "store")
+    cli = store("a")
     a, b = cli.json("stat")["group"]
     assert (a["name"], a["live"], a["snapshot"], a["step"]) == ("a", True, None, 3)
     assert (b["name"], b["live"], b["snapshot"], b["step"]) == ("b", False, "three", 3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -38,16 +37,13 @@ TRACES = {"zipf": zipf, "scan-mixed": scan_mixed}
 
 
 def measured(embedding: MultiTableEmbedding, trace: Trace) -> float:
-    def counts() -> Iterator[int]:
+    counts = []
+    for part in (trace[:WARMUP], trace[WARMUP:]):
+        for ids in part:
+            train(embedding, ids, ids % 3)
         device = embedding.metrics()["device"]
-        yield from (int(device["hits"]), int(device["misses"]))
-
-    for ids in trace[:WARMUP]:
-        train(embedding, ids, ids % 3)
-    before = list(counts())
-    for ids in trace[WARMUP:]:
-        train(embedding, ids, ids % 3)
-    hits, misses = (after - then for after, then in zip(counts(), before, strict=True))
+        counts.append((int(device["hits"]), int(device["misses"])))
+    hits, misses = (after - before for before, after in zip(*counts, strict=True))
     return hits / (hits + misses)
 
 
@@ -58,6 +54,7 @@ def planned(trace: Trace) -> Plan:
 # shares of all rows: of the benchmark, and more. Below, the overflow area holds rows as well, which a plan leaves out
 @pytest.mark.parametrize("share", [0.1, 0.2, 0.4])
 @pytest.mark.parametrize("name", TRACES)
+@pytest.mark.rotated("name")
 def test_the_predicted_hit_rate_is_within_two_points_of_the_measured(name: str, share: float) -> None:
     trace = TRACES[name]()
     made = planned(trace)
@@ -72,6 +69,7 @@ def test_the_predicted_hit_rate_is_within_two_points_of_the_measured(name: str, 
 # sizes in rows: of the smallest cache that is predicted, with batches of about as many rows, and larger ones
 @pytest.mark.parametrize("rows", [4096, 10_000, 20_000])
 @pytest.mark.parametrize("name", TRACES)
+@pytest.mark.rotated("name")
 def test_the_overflow_area_is_part_of_the_prediction_above_rocksdb(name: str, rows: int, tmp_path: Path) -> None:
     trace = TRACES[name]()
     made = planned(trace)

@@ -5,28 +5,44 @@ from __future__ import annotations
 import ctypes
 import errno
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from support.asked import STORE, Training
+from support import small_snapshots as snapshots
+from support.asked import STORE, Training, waits
 from support.embeddings import contents, make, train
 from support.forked import in_process
 from support.records import last_snapshot
+from support.refusals import check_refusal
 from support.shell import command
+from support.small_snapshots import chunked, description, make_buckets
 from support.stores import STORES, options
 from support.together import Model
 from support.warm import SHIMMED
 from tierbed import MultiTableEmbedding, OptionError, SnapshotError, StoreError
 from tierbed.distributed.world import World
 from tierbed.embedding.saving.save_and_load import save_together
-from tierbed.snapshots import Snapshot
+from tierbed.snapshots import Snapshot, write_snapshot
 from tierbed.snapshots.control.client import request_save
+from tierbed.snapshots.files.read_errors import ReadIOError
+from tierbed.snapshots.files.verify import chains_of, verify_all
+from tierbed.snapshots.files.writer import check_free
 from tierbed.snapshots.store.group import Group
 
 
 def open_embedding(path: Path, store: str = "device") -> MultiTableEmbedding:
     return make(options(store, path), "adagrad", tables=1)
+
+
+def save(embedding: MultiTableEmbedding, name: str, kind: str = "full") -> None:
+    """Saves over what has the name. kind: one of snapshots, or "background"."""
+    how: dict[str, Any] = {"background": True} if kind == "background" else {"kind": kind}
+    saving = embedding.save_snapshot(name, **how, overwrite=True)
+    if saving is not None:
+        saving.wait()
 
 
 def step_of(path: Path, name: str) -> int:
@@ -41,20 +57,16 @@ def names(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("store", STORES)
 def test_a_second_run_saves_under_the_name_of_the_first(tmp_path: Path, store: str) -> None:
-    kinds = ["full", "background", "incremental", *(["checkpoint"] if store == "ssd" else [])]
     with open_embedding(tmp_path, store) as embedding:
         train(embedding, range(5))
-        embedding.save_snapshot("final")
-        for kind in kinds:
+        save(embedding, "final")  # a new name
+        for kind in ["full", "background", "incremental", *(["checkpoint"] if store == "ssd" else [])]:
             train(embedding, range(3))
             with pytest.raises(SnapshotError, match=r"final' exists: .* or save with overwrite=True"):
                 embedding.save_snapshot("final")
             if kind == "incremental":
                 embedding.save_snapshot("before")
-            how = {"background": True} if kind == "background" else {"kind": kind}
-            save = embedding.save_snapshot("final", **how, overwrite=True)  # type: ignore[arg-type]
-            if save is not None:
-                save.wait()
+            save(embedding, "final", kind)
             assert embedding.last_snapshot == "final"
             step, saved = embedding.metrics()["table"]["step"], contents(embedding).tobytes()
             assert step_of(tmp_path, "final") == step
@@ -64,40 +76,26 @@ def test_a_second_run_saves_under_the_name_of_the_first(tmp_path: Path, store: s
         assert names(tmp_path) == {"final", "before"}
 
 
-def test_a_new_name_may_be_saved_with_overwrite_and_no_other_value_is_taken(tmp_path: Path) -> None:
-    with open_embedding(tmp_path) as embedding:
-        train(embedding, range(5))
-        embedding.save_snapshot("final", overwrite=True)
-        assert step_of(tmp_path, "final") == 1
-        for call in (embedding.save_snapshot, embedding.check_save):
-            with pytest.raises(OptionError, match="overwrite=1: give True or False"):
-                call("final", overwrite=1)  # type: ignore[operator]
-
-
 def test_what_others_go_over_is_not_overwritten_and_told_before_training(tmp_path: Path) -> None:
     with open_embedding(tmp_path) as embedding:
         train(embedding, range(5))
         embedding.save_snapshot("final")
         train(embedding, range(3))
-        with pytest.raises(
-            SnapshotError, match=r"'final' cannot be based on the one that it replaces: .* kind=\"full\""
-        ):
-            embedding.save_snapshot("final", "incremental", overwrite=True)
+        with pytest.raises(SnapshotError, match=r"'final' cannot be based on the one that it replaces: .* kind="):
+            save(embedding, "final", "incremental")
         embedding.save_snapshot("over", "incremental")
-        for save in (embedding.check_save, embedding.save_snapshot):
-            with pytest.raises(SnapshotError, match=r"final' cannot be overwritten: it is the parent of 'over'"):
-                save("final", overwrite=True)
-        with pytest.raises(SnapshotError, match=r"cannot be overwritten: it is the parent of 'over'"):
-            embedding.save_snapshot("final", background=True, overwrite=True)
-        with pytest.raises(SnapshotError, match="exists"):
-            embedding.check_save("over")
+        (tmp_path / "rows" / "snapshots" / "notes").mkdir()
+        for call, *named in (
+            (lambda: embedding.check_save("final", overwrite=True), "final' cannot", "the parent of 'over'"),
+            (lambda: save(embedding, "final"), "final' cannot", "the parent of 'over'"),
+            (lambda: save(embedding, "final", "background"), "final' cannot", "the parent of 'over'"),
+            (lambda: embedding.check_save("over"), "over' exists"),
+            (lambda: save(embedding, "notes"), "notes' is not a snapshot"),
+        ):
+            check_refusal((call, SnapshotError, *named))
+        check_refusal((lambda: embedding.check_save("new", "checkpoint"), OptionError, "kind='checkpoint'"))
         embedding.check_save("over", overwrite=True)
         embedding.check_save("new", "incremental")
-        with pytest.raises(OptionError, match="checkpoint"):
-            embedding.check_save("new", "checkpoint")
-        (tmp_path / "rows" / "snapshots" / "notes").mkdir()
-        with pytest.raises(SnapshotError, match=r"notes' is not a snapshot, and only snapshots are overwritten"):
-            embedding.save_snapshot("notes", overwrite=True)
         assert embedding.last_snapshot == "over"
         assert (step_of(tmp_path, "final"), step_of(tmp_path, "over")) == (1, 2)
 
@@ -123,30 +121,21 @@ def test_an_overwriting_save_that_fails_leaves_the_old_one_and_what_rows_go_back
         assert (embedding.last_snapshot, step_of(tmp_path, "final")) == ("final", 3)
 
 
-def test_the_snapshot_that_is_replaced_is_no_base_before_it_is(tmp_path: Path) -> None:
+def test_a_snapshot_that_another_took_the_place_of_is_no_base(tmp_path: Path) -> None:
     with open_embedding(tmp_path) as embedding:
         train(embedding, range(5))
         embedding.save_snapshot("final")
         embedding.save_snapshot("monday")
-    with open_embedding(tmp_path / "another") as embedding:
-        train(embedding, range(5))
-        embedding.save_snapshot("final")
     final = tmp_path / "rows" / "snapshots" / "final"
     shutil.rmtree(final)
-    (tmp_path / "another" / "rows" / "snapshots" / "final").rename(final)  # and the process was killed
+    snapshots.save(final)  # and the process was killed
     assert last_snapshot(tmp_path / "rows") == "monday"
     (final / "manifest.msgpack").write_bytes(b"damaged")
     assert last_snapshot(tmp_path / "rows") == "monday"
     with open_embedding(tmp_path) as embedding:  # what is damaged may be replaced
         train(embedding, range(3))
-        embedding.save_snapshot("final", overwrite=True)
+        save(embedding, "final")
         assert (embedding.last_snapshot, step_of(tmp_path, "final")) == ("final", 2)
-
-
-def overwrite(embedding: MultiTableEmbedding, name: str, background: bool) -> None:
-    saving = embedding.save_snapshot(name, background=background, overwrite=True)
-    if saving is not None:
-        saving.wait()
 
 
 def test_a_save_that_the_record_cannot_name_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,16 +146,16 @@ def test_a_save_that_the_record_cannot_name_leaves_the_old_one(tmp_path: Path, m
         train(embedding, range(5))
         embedding.save_snapshot("final")
         train(embedding, range(3))
-        for background in (False, True):
+        for kind in ("full", "background"):
             for name in ("final", "new"):
                 with monkeypatch.context() as patch:
                     patch.setattr(Group, "write", full)
                     with pytest.raises(StoreError, match="no space"):
-                        overwrite(embedding, name, background)
+                        save(embedding, name, kind)
                 assert step_of(tmp_path, "final") == 1
                 assert {one for one in names(tmp_path) if not one.startswith("replaced-")} == {"final"}
         assert (embedding.last_snapshot, last_snapshot(tmp_path / "rows")) == ("final", "final")
-        embedding.save_snapshot("final", overwrite=True)
+        save(embedding, "final")
         assert (step_of(tmp_path, "final"), names(tmp_path)) == (2, {"final"})
 
 
@@ -231,12 +220,8 @@ def test_a_file_system_that_cannot_exchange_folders_keeps_the_old_one(tmp_path: 
     in_process(refuse_exchanges, tmp_path, server=SHIMMED)
 
 
-def wait_for_word(embedding: MultiTableEmbedding, pipe: object) -> None:
-    pipe.recv()  # type: ignore[attr-defined]
-
-
 def test_a_running_trainer_and_commands_overwrite_where_they_are_asked_to(tmp_path: Path) -> None:
-    training = Training(wait_for_word, tmp_path)
+    training = Training(waits, tmp_path)
     first = request_save(training.store, "final")
     with pytest.raises(SnapshotError, match="exists"):
         request_save(training.store, "final")
@@ -255,3 +240,42 @@ def test_a_running_trainer_and_commands_overwrite_where_they_are_asked_to(tmp_pa
     final = Snapshot.open(training.store / "snapshots" / "final").manifest
     assert merged.files == final.files
     assert final.id != second.id
+
+
+REPLACED = r"x' was replaced by another while it was read: read it again"
+ROWS = dict.fromkeys(range(64), 9)
+
+
+@pytest.mark.parametrize("how", ["read", "verified", "a checkpoint"])
+def test_a_snapshot_that_is_replaced_while_others_read_it_is_not_called_damaged(tmp_path: Path, how: str) -> None:
+    folder = tmp_path / "rows" / "snapshots" / "x"
+    if how == "a checkpoint":
+        with open_embedding(tmp_path, "ssd") as embedding:
+            train(embedding, range(100))
+            embedding.save_snapshot("x", "checkpoint")
+    else:
+        snapshots.save(folder, ROWS)
+    old = Snapshot.open(folder)
+    reading = old.chunks(max_rows=4)
+    if how == "read":
+        next(reading)
+    chains, damaged = chains_of([old])
+    write_snapshot(folder, description(), chunked(make_buckets(6, dict.fromkeys(ROWS, 11))), overwrite=True)
+    with pytest.raises(ReadIOError, match=REPLACED):
+        list(reading) if how == "read" else verify_all(chains, damaged, lambda count: None)
+    Snapshot.open(folder).verify()
+    next(folder.glob("bucket-*")).unlink()
+    with pytest.raises(SnapshotError, match="is damaged") as caught:
+        Snapshot.open(folder).verify()
+    assert not isinstance(caught.value, ReadIOError)
+
+
+def test_asking_whether_a_snapshot_can_be_replaced_fails_no_save_that_replaces_it(tmp_path: Path) -> None:
+    snapshots.save(tmp_path / "x")
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(check_free, tmp_path / "x", True) for _ in range(100)]
+        for _ in range(20):
+            write_snapshot(tmp_path / "x", description(), chunked(make_buckets(6, {3: 5})), overwrite=True)
+        for answer in asked:
+            answer.result()
+    assert [place.name for place in tmp_path.iterdir()] == ["x"]

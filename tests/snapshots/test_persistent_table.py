@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from support.embeddings import DIM, contents, make, train
+from support.refusals import check_refusal
 from support.rows import any_key
 from support.small_snapshots import keys_of_few_files
 from support.stores import STORES, options
@@ -68,8 +70,12 @@ def test_every_store_loads_what_was_written(tmp_path: Path, store: str) -> None:
     values = np.random.default_rng(0).normal(size=(400, DIM)).astype(np.float32)
     with make_persistent_table_writer(tmp_path / "rows", "s", *KINDS, DIM) as writer:
         writer.write(keys[::-1].copy(), values[::-1].copy())
+    if store == "ssd":  # by the command line
+        with StoreFolder(tmp_path / "rows") as folder:
+            load_into_stores([folder], [Snapshot.open(folder.snapshots / "s")])
     with make(options(store, tmp_path), "adam", tables=1) as embedding:
-        embedding.load_snapshot("s")
+        if store != "ssd":
+            embedding.load_snapshot("s")
         assert embedding.size() == 400
         assert embedding.get(keys).numpy().tobytes() == values.tobytes()
         train(embedding, keys.tolist())  # with the state of an optimizer that begins
@@ -99,101 +105,67 @@ def test_rows_with_state_make_the_same_table_again(tmp_path: Path, store: str) -
 
 
 def test_storage_dim_tells_whether_optimizer_state_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "rows"
     with make(options("host", tmp_path), "catch-up", tables=1) as embedding:
         for step in range(4):
             train(embedding, torch.arange(step, 6))
         embedding.save_snapshot("s")
         seen = embedding.get(torch.arange(6)).numpy()
-    snapshot = Snapshot.open(tmp_path / "rows" / "snapshots" / "s")
-    raw = np.concatenate([rows for _, rows in snapshot.chunks()])
-    path, width = tmp_path / "rows", snapshot.manifest.form.width
-    assert read_all(path, "s", *KINDS, DIM) == ordered(np.arange(6), seen)
-    assert read_all(path, "s", *KINDS, width) == ordered(raw["key"], raw["values"])
-    with pytest.raises(
-        InputError, match=rf"storage_dim=7: .* rows of 5 floats, or {width} with optimizer state exp_avg"
-    ):
-        make_persistent_table_reader(path, "s", *KINDS, 7)
+        snapshot = Snapshot.open(path / "snapshots" / "s")
+        raw = np.concatenate([rows for _, rows in snapshot.chunks()])
+        width = snapshot.manifest.form.width
+        assert read_all(path, "s", *KINDS, DIM) == ordered(np.arange(6), seen)
+        assert read_all(path, "s", *KINDS, width) == ordered(raw["key"], raw["values"])
+        check_refusal((lambda: make_persistent_table_writer(path, "t", *KINDS, DIM), StoreError, "'rows' has it open"))
+    check_refusal((lambda: make_persistent_table_reader(path, "s", *KINDS, 7), InputError, "storage_dim=7", f"{width}"))
 
 
 def test_the_description_is_the_stores(tmp_path: Path) -> None:
-    with make(options("host", tmp_path), "adam", seed=9, padding_idx=3) as embedding:
+    of: dict[str, Any] = {"seed": 9, "padding_idx": 3}
+    with make(options("host", tmp_path), "adam", **of) as embedding:
         train(embedding, [1, 2])
         embedding.save_snapshot("before")
-    before = Snapshot.open(tmp_path / "rows" / "snapshots" / "before").description
     zeros = np.zeros((2, 3 * DIM), np.float32)
     with make_persistent_table_writer(tmp_path / "rows", "state", *KINDS, 3 * DIM) as writer:
         writer.write(np.array([1, 2]), zeros, 1)
-        with pytest.raises(InputError, match="padding_idx=3, which is never a row"):
-            writer.write(np.array([4, 3]), zeros, 1)
-        with pytest.raises(InputError, match="there are 3 tables, and nothing says"):
-            writer.write(np.array([4, 5]), zeros)
-        with pytest.raises(InputError, match="table holds 3; give table ids from 0 to 2"):
-            writer.write(np.array([4, 5]), zeros, np.array([0, 3]))
+        for arguments, *named in (
+            ((np.array([4, 3]), zeros, 1), "padding_idx=3"),
+            ((np.array([4, 5]), zeros), "there are 3 tables"),
+            ((np.array([4, 5]), zeros, np.array([0, 3])), "table holds 3", "from 0 to 2"),
+        ):
+            check_refusal((partial(writer.write, *arguments), InputError, *named))
     with make_persistent_table_writer(tmp_path / "rows", "bare", *KINDS, DIM) as writer:
         writer.write(np.array([1, 2]), zeros[:, :DIM], 1)
     snapshots = tmp_path / "rows" / "snapshots"
-    state, bare = Snapshot.open(snapshots / "state"), Snapshot.open(snapshots / "bare")
-    assert state.description == before
+    before, state, bare = (Snapshot.open(snapshots / name) for name in ("before", "state", "bare"))
+    assert state.description == before.description
     assert {step for _, rows in state.chunks() for step in rows["step"].tolist()} == {1}
-    assert bare.description["optimizer"] is None
-    assert bare.description["seed"] == 9
-    with make(options("host", tmp_path), "adam", seed=9, padding_idx=3) as embedding:
+    assert (bare.description["optimizer"], bare.description["seed"]) == (None, 9)
+    with make(options("host", tmp_path), "adam", **of) as embedding:
         embedding.load_snapshot("state")
         assert embedding.size() == 2
         embedding.load_snapshot("bare")
         train(embedding, [1, 2], 1)
 
 
-def test_the_command_line_loads_it(tmp_path: Path) -> None:
-    with make_persistent_table_writer(tmp_path / "rows", "s", *KINDS, DIM) as writer:
-        writer.write(np.arange(10), np.ones((10, DIM), np.float32))
-    with StoreFolder(tmp_path / "rows") as folder:
-        load_into_stores([folder], [Snapshot.open(folder.snapshots / "s")])
-    with make(options("ssd", tmp_path), "adam", tables=1) as embedding:
-        assert embedding.size() == 10
-
-
-def test_an_error_inside_the_with_makes_no_snapshot(tmp_path: Path) -> None:
-    values = np.zeros((2, 2), np.float32)
+def test_an_error_inside_the_with_makes_no_snapshot_and_what_is_closed_refuses_use(tmp_path: Path) -> None:
+    values = np.zeros((1000, 2), np.float32)
     writer = make_persistent_table_writer(tmp_path, "s", *KINDS, 2)
-    writer.write(np.arange(2), values)
+    writer.write(np.arange(1000), values)
     with pytest.raises(InputError), writer:
         writer.write(np.arange(3), values)
     assert os.listdir(tmp_path / "snapshots") == []
-    with make_persistent_table_writer(tmp_path, "s", *KINDS, 2):  # neither the name nor the lock was kept
-        pass
-    assert Snapshot.open(tmp_path / "snapshots" / "s").manifest.rows == 0
-
-
-def test_closing_twice_and_writing_after_it(tmp_path: Path) -> None:
-    writer = make_persistent_table_writer(tmp_path, "s", *KINDS, 2)
+    writer = make_persistent_table_writer(tmp_path, "s", *KINDS, 2)  # neither the name nor the lock was kept
+    writer.write(np.arange(1000), values)
     writer.close()
     writer.close()
-    with pytest.raises(ClosedError, match="writer of snapshot 's' was closed"):
-        writer.write(np.arange(2), np.zeros((2, 2), np.float32))
-    with pytest.raises(SnapshotError, match=r"snapshot '.*s' exists: choose another name, or delete it first$"):
-        make_persistent_table_writer(tmp_path, "s", *KINDS, 2)
-
-
-def test_the_reader_is_an_iterator_that_ends(tmp_path: Path) -> None:
-    with make_persistent_table_writer(tmp_path, "s", *KINDS, 2) as writer:
-        writer.write(np.arange(1000), np.zeros((1000, 2), np.float32))
     reader = make_persistent_table_reader(tmp_path, "s", *KINDS, 2)
-    keys, values = next(reader)
-    assert keys.dtype == np.int64
-    assert values.shape == (len(keys), 2)
+    keys, found = next(reader)
+    assert (keys.dtype, found.shape) == (np.int64, (len(keys), 2))
     reader.close()
-    with pytest.raises(ClosedError, match="the reader of snapshot 's' was closed"):
-        next(reader)
-
-
-def test_a_running_trainer_is_read_and_not_written(tmp_path: Path) -> None:
-    with make(options("host", tmp_path), "adam", tables=1) as embedding:
-        train(embedding, [1, 2])
-        embedding.save_snapshot("s")
-        assert len(read_all(tmp_path / "rows", "s", *KINDS, DIM)) == 2
-        with pytest.raises(StoreError, match="this one, where embedding 'rows' has it open: close that first"):
-            make_persistent_table_writer(tmp_path / "rows", "t", *KINDS, DIM)
+    check_refusal((lambda: next(reader), ClosedError, "reader of snapshot 's'"))
+    check_refusal((lambda: writer.write(np.arange(1000), values), ClosedError, "writer of snapshot 's'"))
+    check_refusal((lambda: make_persistent_table_writer(tmp_path, "s", *KINDS, 2), SnapshotError, "s' exists"))
 
 
 def test_rows_wait_in_a_part_for_each_bucket_without_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,37 +186,26 @@ def test_rows_wait_in_a_part_for_each_bucket_without_names(tmp_path: Path, monke
     assert total == len(rows)
 
 
-@pytest.mark.parametrize(
-    ("keys", "values", "message"),
-    [
-        (
-            np.zeros(2, np.int32),
-            np.zeros((2, 2), np.float32),
-            r"key is int32 \(2,\); give a NumPy array of int64 \(n,\)",
-        ),
-        (np.zeros((2, 1), np.int64), np.zeros((2, 2), np.float32), r"key is int64 \(2, 1\)"),
-        (np.zeros(2, object), np.zeros((2, 2), np.float32), "key is object"),
-        ([1, 2], np.zeros((2, 2), np.float32), "key is list; give a NumPy array"),
-        (
-            np.zeros(2, np.int64),
-            np.zeros((2, 2)),
-            r"values is float64 \(2, 2\); give a NumPy array of float32 \(2, 2\)",
-        ),
-        (np.zeros(2, np.int64), np.zeros((3, 2), np.float32), r"values is float32 \(3, 2\)"),
-        (np.zeros(2, np.int64), np.zeros((2, 3), np.float32), r"values is float32 \(2, 3\)"),
-        (np.zeros(2, np.int64), np.zeros(2, np.float32), r"values is float32 \(2,\)"),
-        (np.zeros(2, np.int64), np.zeros((2, 2), ">f4"), "values is >f4"),
-    ],
-)
-def test_wrong_arrays_are_refused_and_none_of_them_is_added(
-    tmp_path: Path, keys: Any, values: Any, message: str
-) -> None:
+KEYS, VALUES = np.zeros(2, np.int64), np.zeros((2, 2), np.float32)
+WRONG_ARRAYS = [
+    (np.zeros(2, np.int32), VALUES, "key is int32 (2,)", "int64 (n,)"),
+    (np.zeros((2, 1), np.int64), VALUES, "key is int64 (2, 1)"),
+    (np.zeros(2, object), VALUES, "key is object"),
+    ([1, 2], VALUES, "key is list"),
+    (KEYS, np.zeros((2, 2)), "values is float64 (2, 2)", "float32 (2, 2)"),
+    (KEYS, np.zeros((3, 2), np.float32), "values is float32 (3, 2)"),
+    (KEYS, np.zeros((2, 3), np.float32), "values is float32 (2, 3)"),
+    (KEYS, np.zeros(2, np.float32), "values is float32 (2,)"),
+    (KEYS, np.zeros((2, 2), ">f4"), "values is >f4"),
+]
+
+
+def test_wrong_arrays_are_refused_and_none_of_them_is_added(tmp_path: Path) -> None:
     with make_persistent_table_writer(tmp_path, "s", *KINDS, 2) as writer:
-        with pytest.raises(InputError, match=message):
-            writer.write(keys, values)
+        for keys, values, *named in WRONG_ARRAYS:
+            check_refusal((partial(writer.write, keys, values), InputError, *named))
         for tables in (np.zeros(3, np.int64), np.zeros(2), np.array([0, -1]), 1, "a", True):
-            with pytest.raises(InputError, match="table"):
-                writer.write(np.zeros(2, np.int64), np.zeros((2, 2), np.float32), tables)
+            check_refusal((partial(writer.write, KEYS, VALUES, tables), InputError, "table"))
     assert Snapshot.open(tmp_path / "snapshots" / "s").manifest.rows == 0
 
 
@@ -252,28 +213,17 @@ def test_arguments_that_are_not_the_tables_are_refused(tmp_path: Path) -> None:
     with make(options("host", tmp_path), "adam", key_type=torch.uint64) as embedding:
         train(embedding, [1, 2])
         embedding.save_snapshot("s")
-    path = tmp_path / "rows"
-    makers = make_persistent_table_reader, make_persistent_table_writer
-    for name, maker in zip(("s", "new"), makers, strict=True):
-        with pytest.raises(InputError, match=r"key_type=torch.int64: .* has keys of uint64"):
-            maker(path, name, torch.int64, torch.float32, DIM)
-        with pytest.raises(InputError, match="storage_dim=6"):
-            maker(path, name, torch.uint64, torch.float32, 6)
-        with pytest.raises(OptionError, match="value_type="):
-            maker(path, name, torch.uint64, torch.float16, DIM)
-        with pytest.raises(OptionError, match="key_type="):
-            maker(path, name, torch.int16, torch.float32, DIM)
-        with pytest.raises(SnapshotError, match="snapshot name"):
-            maker(path, "../x", torch.uint64, torch.float32, DIM)
-    with pytest.raises(InputError, match=r"has 3 tables, .* give table_ids=True"):
-        make_persistent_table_reader(path, "s", torch.uint64, torch.float32, DIM)
-    with pytest.raises(SnapshotError, match="no snapshot 't'"):
-        make_persistent_table_reader(path, "t", torch.uint64, torch.float32, DIM)
-    with pytest.raises(InputError, match="description: description is not a map; make the description"):
-        make_persistent_table_writer(path, "t", *KINDS, DIM, description=[1])  # type: ignore[arg-type]
+    path, kinds = tmp_path / "rows", (torch.uint64, torch.float32)
+    for name, maker in (("s", make_persistent_table_reader), ("new", make_persistent_table_writer)):
+        for arguments, kind, *named in (
+            ((path, name, torch.int64, torch.float32, DIM), InputError, "key_type=torch.int64", "uint64"),
+            ((path, name, *kinds, 6), InputError, "storage_dim=6"),
+            ((path, name, torch.uint64, torch.float16, DIM), OptionError, "value_type="),
+            ((path, name, torch.int16, torch.float32, DIM), OptionError, "key_type="),
+            ((path, "../x", *kinds, DIM), SnapshotError, "snapshot name"),
+        ):
+            check_refusal((partial(maker, *arguments), kind, *named))
+    read = make_persistent_table_reader
+    check_refusal((lambda: read(path, "s", *kinds, DIM), InputError, "has 3 tables", "table_ids=True"))
+    check_refusal((lambda: read(path, "t", *kinds, DIM), SnapshotError, "no snapshot 't'"))
     assert not (path / "snapshots" / "new").exists()
-    for maker in (make_persistent_table_reader, make_persistent_table_writer):
-        with pytest.raises(InputError, match="path=7: give a path"):
-            maker(7, "a", torch.int64, torch.float32, 4)  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="tables=3: give a list"):
-        description_for("rows", 4, tables=3)  # type: ignore[arg-type]

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.scripts import run_script
 from support.small_snapshots import (
     TYPES,
     Chunk,
@@ -37,7 +36,8 @@ MANIFEST = "manifest.msgpack"
 
 @pytest.mark.parametrize("types", TYPES, ids="-".join)
 @pytest.mark.parametrize("width", [1, 6, 257])
-def test_rows_come_back_bit_for_bit(tmp_path: Path, width: int, types: Types) -> None:
+@pytest.mark.rotated("width")
+def test_rows_come_back_bit_for_bit_and_numpy_alone_reads_them(tmp_path: Path, width: int, types: Types) -> None:
     buckets = make_buckets(width, {0: 1, 1: 50, 17: 7, 63: 8}, types)
     seen: list[int] = []
     about = description(width, types)
@@ -52,59 +52,45 @@ def test_rows_come_back_bit_for_bit(tmp_path: Path, width: int, types: Types) ->
     seen.clear()
     snapshot.verify(seen.append)
     assert sum(seen) == 66
-
-
-@pytest.mark.parametrize("types", TYPES, ids="-".join)
-def test_numpy_alone_reads_a_bucket(tmp_path: Path, types: Types) -> None:
-    save(tmp_path / "s", {3: 20}, types=types)
-    rows = np.load(tmp_path / "s" / "bucket-03.npy", mmap_mode="r", allow_pickle=False)
-    assert rows.dtype == form_of(6, types).dtype
-    assert rows.tobytes() == make_rows(6, 20, 3, 3, types).tobytes()
-    if types != TYPES[0]:
+    for bucket, rows in buckets.items():
+        found = np.load(tmp_path / "s" / f"bucket-{bucket:02}.npy", mmap_mode="r", allow_pickle=False)
+        assert (found.dtype, found.tobytes()) == (form_of(width, types).dtype, rows.tobytes())
+    if types != TYPES[0] and width == 6:
         names = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
-        assert [rows[name].dtype.str for name in ("embedding", "sum")] == [names[type] for type in types]
+        assert [found[name].dtype.str for name in ("embedding", "sum")] == [names[type] for type in types]
 
 
-@pytest.mark.parametrize("width", [1, 128, 1 << 20])
-@pytest.mark.parametrize("rows", [1, (1 << 62) - 1])
-def test_header_length_does_not_depend_on_the_count(width: int, rows: int) -> None:
-    header = npy_header(row_dtype(width), rows)
-    assert len(header) == 256
-    assert header.endswith(b"\n")
-
-
-def test_header_of_many_names_is_longer_whatever_the_count() -> None:
+def test_the_length_of_a_header_does_not_depend_on_the_count() -> None:
     form = RowForm(3, "bfloat16", [f"{'x' * 63}{n}" for n in range(9)], [3] * 9, ["bfloat16"] * 9)
-    headers = [npy_header(form.dtype, rows) for rows in (1, (1 << 62) - 1)]
-    assert {len(header) for header in headers} == {1792}
-    assert np.load(io.BytesIO(headers[0] + bytes(form.dtype.itemsize))).dtype == form.dtype
+    for dtype, length in ((row_dtype(1), 256), (row_dtype(1 << 20), 256), (form.dtype, 1792)):
+        headers = [npy_header(dtype, rows) for rows in (1, (1 << 62) - 1)]
+        assert {len(header) for header in headers} == {length}
+        assert np.load(io.BytesIO(headers[0] + bytes(dtype.itemsize))).dtype == dtype
 
 
-def test_empty_table_and_empty_chunks_make_no_bucket_file(tmp_path: Path) -> None:
-    for name, chunks in (("none", []), ("empty", [(2, np.zeros(0, row_dtype(6))), (9, np.zeros(0, row_dtype(6)))])):
-        assert write_snapshot(tmp_path / name, description(), chunks).rows == 0
-        snapshot = Snapshot.open(tmp_path / name)
-        snapshot.verify()
-        assert list(snapshot.chunks()) == []
-        assert [file.name for file in snapshot.folder.iterdir()] == [MANIFEST]
-
-
-def test_strided_chunks_and_scratch_reused_by_the_tier_are_written_right(tmp_path: Path) -> None:
+def test_strided_chunks_and_scratch_reused_by_the_tier_are_written_right_and_empty_ones_not_at_all(
+    tmp_path: Path,
+) -> None:
     rows = make_rows(6, 30, bucket=4)
 
     def reused() -> Iterator[Chunk]:
         scratch = np.zeros(20, rows.dtype)
+        yield 2, scratch[:0]
         for begin in range(0, 30, 10):
             scratch[::2] = rows[begin : begin + 10]
             yield 4, scratch[::2]
 
     write_snapshot(tmp_path / "s", description(), reused())
     assert joined(Snapshot.open(tmp_path / "s").chunks()) == {4: rows.tobytes()}
+    write_snapshot(tmp_path / "none", description(), [])
+    for name, files in (("s", ["bucket-04.npy", MANIFEST]), ("none", [MANIFEST])):
+        Snapshot.open(tmp_path / name).verify()
+        assert sorted(file.name for file in (tmp_path / name).iterdir()) == files
 
 
 def test_writing_and_reading_hold_a_chunk_and_not_the_table(tmp_path: Path) -> None:
     rows = make_rows(64, 200)
-    keys = least_keys(8, 60_000).reshape(300, 200)
+    keys = least_keys(8, 40_000).reshape(200, 200)
 
     def growing() -> Iterator[Chunk]:
         rows["table"] = 0
@@ -120,14 +106,8 @@ def test_writing_and_reading_hold_a_chunk_and_not_the_table(tmp_path: Path) -> N
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert manifest.total_bytes > 16e6
+    assert manifest.total_bytes > 10e6
     assert peak < 4e6
-
-
-@pytest.mark.parametrize("name", ["a", "epoch 3", "2024-01-01T00:00", "größe", "x" * 200, "-rf", "a..b"])
-def test_ordinary_names_work(tmp_path: Path, name: str) -> None:
-    save(tmp_path / name)
-    assert [s.name for s in list_snapshots(tmp_path).snapshots] == [name]
 
 
 def test_existing_name_is_never_overwritten(tmp_path: Path) -> None:
@@ -140,34 +120,29 @@ def test_existing_name_is_never_overwritten(tmp_path: Path) -> None:
     assert Snapshot.open(tmp_path / "s").manifest == before
 
 
-@pytest.mark.parametrize(
-    "chunks",
-    [
-        [(1, make_rows(6, 3, bucket=1)), (0, make_rows(6, 3, bucket=0))],
-        [(b, make_rows(6, 3, seed, b)) for seed, b in enumerate([1, 2, 1])],
-        [(64, make_rows(6, 3))],
-        [(-1, make_rows(6, 3))],
-        [(0, make_rows(5, 3, bucket=0))],
-        [(0, make_rows(6, 4, bucket=0).reshape(2, 2))],
-        [(0, make_rows(6, 3, bucket=0)[::-1])],
-        [(0, make_rows(6, 9, bucket=0)[[0, 1, 1]])],
-        [(0, make_rows(6, 3, bucket=0)), (0, make_rows(6, 3, bucket=0)[2:])],
-        [(0, make_rows(6, 3, bucket=1))],
-    ],
-)
-def test_chunks_out_of_order_or_of_another_type_leave_nothing(tmp_path: Path, chunks: list[Chunk]) -> None:
-    with pytest.raises(SnapshotError, match=r"bucket"):
-        write_snapshot(tmp_path / "s", description(), chunks)
-    assert list(tmp_path.iterdir()) == []
+WRONG: list[list[Chunk]] = [
+    [(1, make_rows(6, 3, bucket=1)), (0, make_rows(6, 3, bucket=0))],
+    [(b, make_rows(6, 3, seed, b)) for seed, b in enumerate([1, 2, 1])],
+    [(64, make_rows(6, 3))],
+    [(-1, make_rows(6, 3))],
+    [(0, make_rows(5, 3, bucket=0))],
+    [(0, make_rows(6, 4, bucket=0).reshape(2, 2))],
+    [(0, make_rows(6, 3, bucket=0)[::-1])],
+    [(0, make_rows(6, 9, bucket=0)[[0, 1, 1]])],
+    [(0, make_rows(6, 3, bucket=0)), (0, make_rows(6, 3, bucket=0)[2:])],
+    [(0, make_rows(6, 3, bucket=1))],
+]
 
 
-def test_error_while_rows_are_read_passes_through_and_leaves_nothing(tmp_path: Path) -> None:
+def test_wrong_chunks_and_an_error_while_rows_are_read_leave_nothing(tmp_path: Path) -> None:
     def failing() -> Iterator[Chunk]:
         yield 0, make_rows(6, 10, bucket=0)
-        yield 1, make_rows(6, 10, bucket=1)
         raise ValueError("the tier failed")
 
     save(tmp_path / "before")
+    for chunks in WRONG:
+        with pytest.raises(SnapshotError, match=r"bucket"):
+            write_snapshot(tmp_path / "s", description(), chunks)
     with pytest.raises(ValueError, match="the tier failed"):
         write_snapshot(tmp_path / "s", description(), failing())
     assert [entry.name for entry in tmp_path.iterdir()] == ["before"]
@@ -188,54 +163,37 @@ def test_error_while_rows_are_read_passes_through_and_leaves_nothing(tmp_path: P
         {"state_widths": [2], "width": 5},
         {"state_widths": ["3"]},
         {"hyper": [1]},
+        {"tables": [np.float32(1)]},
+        {"tables": [{1: 2}]},
+        {"tables": [2**64]},
     ],
 )
 def test_description_that_could_not_be_read_back_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
-    with pytest.raises(SnapshotError, match=f"{next(iter(change))}"):
+    field = next(iter(change))
+    with pytest.raises(SnapshotError, match="cannot be stored|that JSON cannot" if field == "tables" else field):
         write_snapshot(tmp_path / "s", description() | change, [])
     assert list(tmp_path.iterdir()) == []
-
-
-def test_description_that_msgpack_cannot_hold_is_refused(tmp_path: Path) -> None:
-    for tables in ([np.float32(1)], [{1: 2}], [2**64]):
-        with pytest.raises(SnapshotError, match=r"cannot be stored|holds values that JSON cannot"):
-            write_snapshot(tmp_path / "s", description(tables=tables), [])
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_row_state_takes_one_float(tmp_path: Path) -> None:
-    manifest = write_snapshot(
-        tmp_path / "s",
-        description(4, columns=[3], optimizer="rowwise_adagrad", state_widths=[1]),
-        [(0, make_rows(4, 5, bucket=0))],
-    )
-    assert manifest.form.width == 4
-
-
-def test_missing_snapshot_names_those_that_exist(tmp_path: Path) -> None:
-    with pytest.raises(SnapshotError, match=r"no snapshot 'c'.*existing ones: none"):
-        Snapshot.open(tmp_path / "not there" / "c")
-    save(tmp_path / "a")
-    save(tmp_path / "b")
-    with pytest.raises(SnapshotError, match=r"no snapshot 'c'.*existing ones: 'a', 'b'"):
-        Snapshot.open(tmp_path / "c")
 
 
 def test_order_is_that_of_saving_and_survives_deletion_and_clock(tmp_path: Path) -> None:
     assert latest_snapshot(tmp_path) is None
     assert latest_snapshot(tmp_path / "not there") is None
-    for name in ("c", "a", "b"):
+    names = ["größe", "-rf", "2024-01-01T00:00 " + "x" * 180]
+    for name in names:
+        with pytest.raises(
+            SnapshotError, match=r"no snapshot .*existing ones: " + ("none" if name == names[0] else "'")
+        ):
+            Snapshot.open(tmp_path / name)
         save(tmp_path / name)
-    assert [s.name for s in list_snapshots(tmp_path).snapshots] == ["c", "a", "b"]
-    os.utime(tmp_path / "c")
-    shutil.rmtree(tmp_path / "a")
-    save(tmp_path / "a")
+    assert [s.name for s in list_snapshots(tmp_path).snapshots] == names
+    os.utime(tmp_path / names[0])
+    shutil.rmtree(tmp_path / names[1])
+    save(tmp_path / names[1])
     (tmp_path / "notes.txt").touch()
-    listing = list_snapshots(tmp_path)
-    assert ([s.name for s in listing.snapshots], listing.damaged) == (["c", "b", "a"], {})
-    latest = latest_snapshot(tmp_path)
+    listing, latest = list_snapshots(tmp_path), latest_snapshot(tmp_path)
+    assert ([s.name for s in listing.snapshots], listing.damaged) == ([names[0], names[2], names[1]], {})
     assert latest is not None
-    assert latest.name == "a"
+    assert latest.name == names[1]
 
 
 def test_leftovers_of_killed_processes_are_not_listed_and_removed_by_who_holds_the_folder(tmp_path: Path) -> None:
@@ -265,35 +223,3 @@ def test_damaged_latest_is_never_replaced_by_an_older_one(tmp_path: Path) -> Non
     latest = latest_snapshot(tmp_path)
     assert latest is not None
     assert latest.name == "old"
-
-
-def test_kill_at_any_instant_leaves_whole_snapshots_alone(tmp_path: Path) -> None:
-    script = (
-        "import os, random, signal, sys, time; from pathlib import Path; from support.small_snapshots import save\n"
-        "folder, number = Path(sys.argv[1]), 0\n"
-        "for round in range(10):\n"
-        "    before = set(os.listdir(folder))\n"
-        "    saver = os.fork()\n"
-        "    while saver == 0:\n"
-        "        name = f'{round}-{number}'; number += 1\n"
-        "        save(folder / name, dict.fromkeys(range(0, 64, 9), 200), step=number)\n"
-        "        os.write(1, f'saved {name}\\n'.encode())\n"
-        "    while set(os.listdir(folder)) <= before: time.sleep(0.001)\n"
-        "    time.sleep(random.uniform(0, 0.15))\n"
-        "    os.kill(saver, signal.SIGKILL); os.waitpid(saver, 0)\n"
-        "    leftovers = sum(name.startswith('.tmp-') for name in os.listdir(folder))\n"
-        "    os.write(1, f'killed {leftovers}\\n'.encode())\n"
-    )
-    lines = [line.split() for line in run_script(script, tmp_path).stdout.splitlines()]
-    saved = [word for what, word in lines if what == "saved"]
-    leftovers = [int(word) for what, word in lines if what == "killed"]
-    assert len(leftovers) == 10
-    assert max(leftovers) > 0, "no saver was killed while saving"
-    snapshots, damaged = list_snapshots(tmp_path)
-    assert damaged == {}
-    assert set(saved) <= {s.name for s in snapshots}
-    for snapshot in snapshots:
-        assert snapshot.manifest.rows == 8 * 200
-        snapshot.verify()
-    in_order = [s.name for s in snapshots if s.name in set(saved)]
-    assert in_order == saved

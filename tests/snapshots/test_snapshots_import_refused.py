@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import struct
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 
 from support.embeddings import DIM, make
 from support.exchange import FILES, VALUES, columns_of, write_columns
+from support.refusals import check_refusal
 from support.small_snapshots import description
 from support.stores import options
 from tierbed.engine.errors import InputError, OptionError, SnapshotError, StoreError, TierbedError
@@ -96,28 +98,27 @@ NO_ARRAYS = {
 }
 
 
-@pytest.mark.parametrize("what", NO_ARRAYS)
-def test_a_file_of_numpy_that_is_no_array_of_numbers(tmp_path: Path, what: str) -> None:
+def test_a_file_of_numpy_that_is_no_array_of_numbers(tmp_path: Path) -> None:
     """The error names the argument, the file and the remedy, whatever NumPy's readers raise."""
-    path = tmp_path / "x.npy"
-    path.write_bytes(NO_ARRAYS[what])
+    npy_file, npz = tmp_path / "x.npy", tmp_path / "x.npz"
     calls: dict[str, dict[str, Any]] = {
-        "source": {"source": path},
-        "keys": {"keys": path},
-        "table_ids": {"keys": np.arange(40), "table_ids": path},
-        r"states\['m'\]": {"states": {"m": path}},
+        "source": {"source": npy_file},
+        "keys": {"keys": npy_file},
+        "table_ids": {"keys": np.arange(40), "table_ids": npy_file},
+        "states['m']": {"states": {"m": npy_file}},
     }
-    for argument, call in calls.items():
-        with pytest.raises(SnapshotError, match=rf"^{argument}='{path}' cannot be read: .*; give a \.npy file that"):
-            import_snapshot(tmp_path / "t", "s", **{"source": VALUES, **call})
-    path = path.with_suffix(".npz")
-    for column in ("key", "embedding"):
-        with ZipFile(path, "w") as archive:
-            for name, array in {"key": np.arange(4), "embedding": VALUES[:4]}.items():
-                archive.writestr(f"{name}.npy", NO_ARRAYS[what] if name == column else saved(np.save, array))
-        with pytest.raises(TierbedError, match=f"^source='{path}'(:| cannot be read:| has) .*[;,:] "):
-            import_snapshot(tmp_path / "t", "s", path)
-    assert not (tmp_path / "t" / "snapshots" / "s").exists()
+    for what, content in NO_ARRAYS.items():
+        npy_file.write_bytes(content)
+        for argument, given in calls.items():
+            call = partial(import_snapshot, tmp_path / "t", "s", **{"source": VALUES, **given})
+            check_refusal((call, SnapshotError, f"{argument}='{npy_file}' cannot be read: ", "give a .npy file that"))
+        for column in ("key", "embedding"):
+            with ZipFile(npz, "w") as archive:
+                for name, array in {"key": np.arange(4), "embedding": VALUES[:4]}.items():
+                    archive.writestr(f"{name}.npy", content if name == column else saved(np.save, array))
+            with pytest.raises(TierbedError, match=f"^source='{npz}'(:| cannot be read:| has) .*[;,:] "):
+                import_snapshot(tmp_path / "t", "s", npz)
+        assert not (tmp_path / "t" / "snapshots" / "s").exists(), what
 
 
 @pytest.mark.parametrize("format", ["npz", "parquet"])
@@ -133,57 +134,51 @@ def test_a_flipped_bit_in_an_export_is_found(tmp_path: Path, format: str) -> Non
     assert not (tmp_path / "t" / "snapshots" / "s").exists()
 
 
+COLUMNS: list[tuple[dict[str, Any], *tuple[str, ...]]] = [
+    ({"embedding": VALUES[:9].astype(np.float64)}, "embedding is float64 (9, 5)", "(n, dim) of"),
+    ({"embedding": VALUES[:9, 0]}, "embedding is float32 (9,)"),
+    ({"key": np.arange(9, dtype=np.int16)}, "key is int16", "int32, int64, uint64"),
+    ({"key": np.zeros(9, np.float32)}, "key is float32"),
+    ({"updates": np.zeros(9, np.uint32)}, "updates holds 0"),
+    ({"updates": np.ones(9, np.int64)}, "updates is int64"),
+    ({"step": np.full(9, 6, np.uint32), "m": VALUES[:9], "v": VALUES[:9]}, "step holds 6", "at step 5"),
+    ({"table": np.full(9, 3, np.uint32)}, "table holds 3", "from 0 to 2"),
+    ({"table": np.zeros(9, np.float32)}, "table is float32"),
+    ({"m": VALUES[:9]}, "lacks optimizer state v"),
+    ({"m": VALUES[:9, :2], "v": VALUES[:9]}, "m is float32 (9, 2)", "float32 (9, 5)"),
+]
+
+
 @pytest.mark.parametrize("format", FILES)
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"embedding": VALUES[:9].astype(np.float64)}, r"embedding is float64 \(9, 5\); rows are \(n, dim\) of"),
-        ({"embedding": VALUES[:9, 0]}, r"embedding is float32 \(9,\); rows are \(n, dim\)"),
-        ({"key": np.arange(9, dtype=np.int16)}, "key is int16; save keys as one of int32, int64, uint64"),
-        ({"key": np.zeros(9, np.float32)}, "key is float32"),
-        ({"updates": np.zeros(9, np.uint32)}, "updates holds 0, but a stored row was written at least once"),
-        ({"updates": np.ones(9, np.int64)}, "updates is int64"),
-        (
-            {"step": np.full(9, 6, np.uint32), "m": VALUES[:9], "v": VALUES[:9]},
-            "step holds 6, but the table is at step 5",
-        ),
-        ({"table": np.full(9, 3, np.uint32)}, "table holds 3; give table ids from 0 to 2"),
-        ({"table": np.zeros(9, np.float32)}, "table is float32"),
-        ({"m": VALUES[:9]}, "lacks optimizer state v: give all states, or none"),
-        ({"m": VALUES[:9, :2], "v": VALUES[:9]}, r"m is float32 \(9, 2\); give a NumPy array of float32 \(9, 5\)"),
-    ],
-)
-def test_columns_that_cannot_be_rows(tmp_path: Path, format: str, changes: dict[str, Any], message: str) -> None:
+def test_columns_that_cannot_be_rows(tmp_path: Path, format: str) -> None:
     path = tmp_path / f"x.{format}"
-    write_columns(path, columns_of(9, table=np.zeros(9, np.int64)) | changes)
     about = description_for("t", DIM, tables=[make_constant_initializer(0.0)] * 3, step=5)
     about |= {"optimizer": "foreign", "states": ["m", "v"], "state_widths": [DIM, DIM], "initial": [0.0, 0.0]}
     about |= {"width": 3 * DIM}
-    with pytest.raises(InputError, match=message):
-        import_snapshot(tmp_path / "t", "s", path, description=about)
+    for changes, *named in COLUMNS:
+        write_columns(path, columns_of(9, table=np.zeros(9, np.int64)) | changes)
+        check_refusal((partial(import_snapshot, tmp_path / "t", "s", path, description=about), InputError, *named))
     assert not (tmp_path / "t" / "snapshots" / "s").exists()
 
 
-def test_parquet_rows_without_a_value(tmp_path: Path) -> None:
-    list_type = pyarrow.list_(pyarrow.float32())
-    for values, message in (
-        ([[1.0, 2.0], None], "column 'embedding' has rows without a value"),
-        ([[1.0, 2.0], [1.0, None]], "column 'embedding' has rows without a value"),
-        ([[1.0, 2.0], [1.0]], "column 'embedding' has lists of several lengths, the first 2"),
+def test_parquet_rows_without_a_value_and_npz_in_fortran_order_or_of_unequal_lengths(tmp_path: Path) -> None:
+    def refused(*named: str) -> None:
+        check_refusal((lambda: import_snapshot(tmp_path / "t", "s", path), InputError, *named))
+
+    path = tmp_path / "x.parquet"
+    for values, named in (
+        ([[1.0, 2.0], None], "without a value"),
+        ([[1.0, 2.0], [1.0, None]], "without a value"),
+        ([[1.0, 2.0], [1.0]], "lists of several lengths, the first 2"),
     ):
-        table = pyarrow.table({"key": pyarrow.array([1, 2]), "embedding": pyarrow.array(values, list_type)})
-        pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
-        with pytest.raises(InputError, match=message):
-            import_snapshot(tmp_path / "t", "s", tmp_path / "x.parquet")
-
-
-def test_npz_in_fortran_order_and_of_unequal_lengths(tmp_path: Path) -> None:
-    np.savez(tmp_path / "x.npz", key=np.arange(4), embedding=np.asfortranarray(VALUES[:4]))
-    with pytest.raises(InputError, match=r"'embedding' is in Fortran order: save np\.ascontiguousarray of it"):
-        import_snapshot(tmp_path / "t", "s", tmp_path / "x.npz")
-    np.savez(tmp_path / "y.npz", key=np.arange(3), embedding=VALUES[:4])
-    with pytest.raises(InputError, match=r"key has shape \(3,\) and embedding \(4, 5\)"):
-        import_snapshot(tmp_path / "t", "s", tmp_path / "y.npz")
+        lists = pyarrow.array(values, pyarrow.list_(pyarrow.float32()))
+        pyarrow.parquet.write_table(pyarrow.table({"key": pyarrow.array([1, 2]), "embedding": lists}), path)
+        refused("column 'embedding'", named)
+    path = tmp_path / "x.npz"
+    np.savez(path, key=np.arange(4), embedding=np.asfortranarray(VALUES[:4]))
+    refused("'embedding' is in Fortran order", "np.ascontiguousarray")
+    np.savez(path, key=np.arange(3), embedding=VALUES[:4])
+    refused("key has shape (3,)", "embedding (4, 5)")
 
 
 def test_a_foreign_description_is_checked(tmp_path: Path) -> None:
@@ -198,59 +193,33 @@ def test_a_foreign_description_is_checked(tmp_path: Path) -> None:
         import_snapshot(tmp_path / "t", "s", tmp_path / "x.npz")
 
 
-def refused(tmp_path: Path, *cases: tuple[Any, dict[str, Any], str]) -> None:
-    for source, extra, message in cases:
-        with pytest.raises(InputError, match=message):
-            import_snapshot(tmp_path / "t", "s", source, **extra)
-
-
 def test_arguments_that_are_wrong_or_do_not_go_together(tmp_path: Path) -> None:
-    with pytest.raises(SnapshotError, match="snapshot name"):
-        import_snapshot(tmp_path / "t", "../s", VALUES)
-    refused(
-        tmp_path,
-        ([1.0], {}, "source: got list; give a path, a NumPy array"),
-        (VALUES[0], {}, r"values is float32 \(5,\)"),
-        (torch.zeros(2, 3, dtype=torch.int16), {}, "values is int16"),
-        ("model.onnx", {}, r"source='model.onnx': its suffix is unknown"),
-    )
-    assert os.listdir(tmp_path) == []
-    write_columns(tmp_path / "x.npz", columns_of(4))
-    write_columns(tmp_path / "x.parquet", columns_of(4))
-    refused(
-        tmp_path,
-        (VALUES, {"table_ids": np.zeros(40, np.int64)}, "an array of ids needs keys"),
-        (tmp_path / "x.npz", {"keys": np.arange(4)}, "keys and table_ids need a dense tensor"),
-        (tmp_path / "x.parquet", {"tensor": "embedding"}, "tensor= is for .npz"),
-        (tmp_path / "x.npz", {"tensor": ["embedding"], "table_ids": 1}, "a list with one name for each table"),
-        (
-            VALUES,
-            {"description": {}},
-            "description: description has no valid 'name'; make the description",
-        ),
-        (VALUES, {"table_ids": 1}, "table holds 1; give table ids from 0 to 0"),
-        (VALUES, {"keys": np.arange(39)}, r"key has shape \(39,\)"),
-    )
-
-
-def test_a_taken_name_and_a_store_in_use(tmp_path: Path) -> None:
+    columns = tmp_path / "x.npz", tmp_path / "x.parquet"
+    for path in columns:
+        write_columns(path, columns_of(4))
     import_snapshot(tmp_path / "rows", "s", VALUES)
     before = Snapshot.open(tmp_path / "rows" / "snapshots" / "s").manifest
-    with pytest.raises(SnapshotError, match="exists: choose another name"):
-        import_snapshot(tmp_path / "rows", "s", VALUES)
-    assert Snapshot.open(tmp_path / "rows" / "snapshots" / "s").manifest == before
+    cases: list[tuple[Any, dict[str, Any], *tuple[str, ...]]] = [
+        ([1.0], {}, "source: got list"),
+        (VALUES[0], {}, "values is float32 (5,)"),
+        (torch.zeros(2, 3, dtype=torch.int16), {}, "values is int16"),
+        ("model.onnx", {}, "source='model.onnx'", "suffix"),
+        (VALUES, {"table_ids": np.zeros(40, np.int64)}, "an array of ids needs keys"),
+        (columns[0], {"keys": np.arange(4)}, "keys and table_ids need a dense tensor"),
+        (columns[1], {"tensor": "embedding"}, "tensor= is for .npz"),
+        (columns[0], {"tensor": ["embedding"], "table_ids": 1}, "a list with one name for each table"),
+        (VALUES, {"description": {}}, "description has no valid 'name'"),
+        (VALUES, {"table_ids": 1}, "table holds 1", "from 0 to 0"),
+        (VALUES, {"keys": np.arange(39)}, "key has shape (39,)"),
+    ]
+    for source, more, *named in cases:
+        check_refusal((partial(import_snapshot, tmp_path / "t", "s", source, **more), InputError, *named))
+    check_refusal((lambda: import_snapshot(tmp_path / "t", "../s", VALUES), SnapshotError, "snapshot name"))
+    check_refusal((lambda: import_snapshot(tmp_path / "rows", "s", VALUES), SnapshotError, "s' exists"))
     with make(options("host", tmp_path), tables=1) as embedding:
         assert embedding.size() == 40
-        with pytest.raises(StoreError, match="this one, where embedding 'rows' has it open: close that first"):
-            import_snapshot(tmp_path / "rows", "t", VALUES)
-
-
-def test_a_description_with_bad_arguments() -> None:
+        check_refusal((lambda: import_snapshot(tmp_path / "rows", "t", VALUES), StoreError, "'rows' has it open"))
+    assert Snapshot.open(tmp_path / "rows" / "snapshots" / "s").manifest == before
     for change in ({"name": "a/b"}, {"embedding_dim": 0}, {"key_type": torch.int16}, {"seed": 0.5}):
-        with pytest.raises(OptionError):
-            description_for(**{"name": "a", "embedding_dim": 2} | change)
-
-
-def test_a_dtype_that_is_no_torch_dtype_is_refused_without_options_that_an_import_lacks(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r"dtype='bfloat16'"):
-        import_snapshot(tmp_path / "store", "s", VALUES, dtype="bfloat16")  # type: ignore[arg-type]
+        call = partial(description_for, **{"name": "a", "embedding_dim": 2} | change)  # type: ignore[arg-type]
+        check_refusal((call, OptionError, *change))

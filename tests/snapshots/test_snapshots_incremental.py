@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.docs import reader_of_the_docs
+from support.examples import examples
 from support.small_snapshots import Chunk, description, flip_bit, key_in
 from support.snapshot_parts import in_parts
 from tierbed.engine.errors import SnapshotError
@@ -79,6 +80,7 @@ def save_chain(folder: Path, versions: list[Table], size: int = 3) -> Snapshot:
     return Snapshot.open(folder / f"s{len(versions) - 1}")
 
 
+@examples(0.5)
 @given(versions=st.lists(tables, min_size=1, max_size=4), size=st.integers(1, 4), max_rows=st.integers(1, 4))
 def test_a_chain_reads_as_the_table_it_ends_with(
     tmp_path_factory: pytest.TempPathFactory, versions: list[Table], size: int, max_rows: int
@@ -138,49 +140,46 @@ def chain(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_files_of_an_incremental_snapshot_are_numpys(chain: Path) -> None:
+def test_files_of_an_incremental_snapshot_are_numpys_and_a_wrong_one_is_not_written(chain: Path) -> None:
     manifest = Snapshot.open(chain / "s1").manifest
     assert manifest.kind == "incremental"
     assert manifest.deleted > 0
     deleted = np.load(chain / "s1" / "deleted-00.npy", allow_pickle=False)
     assert deleted.dtype == KEY
-    assert [(0, int(k["table"]), int(k["key"])) for k in deleted] == sorted(
-        row for row in version(0) if row[0] == 0 and row not in version(1)
-    )
+    found = [(0, int(k["table"]), int(k["key"])) for k in deleted]
+    assert found == sorted(row for row in version(0) if row[0] == 0 and row not in version(1))
+    parent, changes = Snapshot.open(chain / "s2"), changes_of({}, version(0), 3)
+    with pytest.raises(SnapshotError, match=r'other optimizer state or another dtype.*kind="full"'):
+        write_incremental(chain / "s3", parent, description(4), 0, [])
+    with pytest.raises(SnapshotError, match="ascend"):
+        write_incremental(chain / "s3", parent, description(2), 20, changes[::-1])
+    assert sorted(path.name for path in chain.iterdir()) == ["s0", "s1", "s2"]
 
 
-def test_every_file_of_the_chain_is_verified(chain: Path) -> None:
-    files = list(chain.rglob("*.npy"))
-    assert len({file.parent for file in files}) == 3
-    for file in files:
-        before = file.read_bytes()
-        for bit in (0, 8 * 200, 8 * len(before) - 1):
-            flip_bit(file, bit)
-            with pytest.raises(SnapshotError, match=f"{file.parent.name}/{file.name}"):
-                Snapshot.open(chain / "s2").verify()
-            with pytest.raises(SnapshotError, match=f"{file.parent.name}/{file.name}"):
-                list(Snapshot.open(chain / "s2").chunks())
-            file.write_bytes(before)
-    Snapshot.open(chain / "s2").verify()
-
-
-@pytest.mark.parametrize("wrong", ["s0", "s1", "s2"])
-def test_the_snapshot_of_a_chain_that_is_wrong_is_named_and_damage_after_it_is_found_as_well(
-    chain: Path, wrong: str
+def test_each_file_of_a_chain_is_verified_and_damage_after_a_snapshot_that_is_wrong_is_found_as_well(
+    chain: Path,
 ) -> None:
     def damaged() -> dict[str, str]:
         found = verify_all(*chains_of(list_snapshots(chain).snapshots), progress=lambda rows: None)
         return {name: str(error) for name, error in found.items()}
 
     assert damaged() == {}
-    flip_bit(next((chain / wrong).glob("*.npy")), 8 * 260)
-    found = damaged()
-    assert list(found) == [name for name in ("s0", "s1", "s2") if name >= wrong]
-    assert "its checksum does not match" in found.pop(wrong)
-    assert set(found.values()) <= {f"its parent {wrong!r} is damaged"}
-    if wrong != "s2":
-        flip_bit(next((chain / "s2").glob("*.npy")), 8 * 260)
-        assert "its checksum does not match" in damaged()["s2"]
+    for file in chain.rglob("*.npy"):
+        wrong, before = file.parent.name, file.read_bytes()
+        flip_bit(file, 8 * 260)
+        for read in (lambda: Snapshot.open(chain / "s2").verify(), lambda: list(Snapshot.open(chain / "s2").chunks())):
+            with pytest.raises(SnapshotError, match=f"{wrong}/{file.name}"):
+                read()
+        found = damaged()
+        assert list(found) == [name for name in ("s0", "s1", "s2") if name >= wrong]
+        assert "its checksum does not match" in found.pop(wrong)
+        assert set(found.values()) <= {f"its parent {wrong!r} is damaged"}
+        if wrong != "s2":
+            last = next((chain / "s2").glob("*.npy"))
+            flip_bit(last, 8 * 260)
+            assert "its checksum does not match" in damaged()["s2"]
+            flip_bit(last, 8 * 260)
+        file.write_bytes(before)
 
 
 def test_a_parent_that_is_gone_or_another_is_named(chain: Path) -> None:
@@ -193,19 +192,6 @@ def test_a_parent_that_is_gone_or_another_is_named(chain: Path) -> None:
     shutil.rmtree(chain / "s1")
     (chain / "elsewhere").rename(chain / "s1")
     assert table_of(Snapshot.open(chain / "s2")) == version(2)
-
-
-def test_another_width_needs_a_full_snapshot(chain: Path) -> None:
-    with pytest.raises(SnapshotError, match=r'other optimizer state or another dtype.*kind="full"'):
-        write_incremental(chain / "s3", Snapshot.open(chain / "s2"), description(4), 0, [])
-    assert not (chain / "s3").exists()
-
-
-def test_changes_out_of_order_leave_nothing(chain: Path) -> None:
-    changes = changes_of({}, version(0), 3)
-    with pytest.raises(SnapshotError, match="ascend"):
-        write_incremental(chain / "s3", Snapshot.open(chain / "s2"), description(2), 20, changes[::-1])
-    assert sorted(path.name for path in chain.iterdir()) == ["s0", "s1", "s2"]
 
 
 def test_the_reader_of_the_docs_reads_a_chain(chain: Path) -> None:

@@ -33,25 +33,29 @@ COUNTS = {0: 10, 5: 1, 17: 20, 63: 5}
 parts_of = st.sampled_from([1, 2, 3, 4, 7, 64, MAX_SHARDS])
 
 
-@examples(0.6)
-@given(width=st.integers(1, 6), parts=parts_of, max_rows=st.integers(1, 50))
-@example(width=6, parts=2, max_rows=1)
+@examples(0.3)
+@given(width=st.integers(1, 6), parts=parts_of, max_rows=st.integers(1, 50), counts=st.sampled_from([COUNTS, {}]))
+@example(width=6, parts=2, max_rows=1, counts=COUNTS)
+@example(width=2, parts=3, max_rows=9, counts={})
 def test_parts_are_read_as_one_snapshot_of_the_same_rows(
-    tmp_path_factory: pytest.TempPathFactory, width: int, parts: int, max_rows: int
+    tmp_path_factory: pytest.TempPathFactory, width: int, parts: int, max_rows: int, counts: dict[int, int]
 ) -> None:
     folder = tmp_path_factory.mktemp("parts")
-    buckets = make_buckets(width, COUNTS)
+    buckets = make_buckets(width, counts)
     write_snapshot(folder / "one", description(width), chunked(buckets))
     save_in_parts(folder / "parts", description(width), chunked(buckets), parts)
     one, other = Snapshot.open(folder / "one"), Snapshot.open(folder / "parts")
     assert (one.manifest.parts, other.manifest.parts) == (None, parts)
     assert other.manifest.rows == other.manifest.own_rows == one.manifest.rows
+    for name in other.manifest.files:
+        rows = np.load(other.folder / name)
+        assert set(_core.owners(rows["table"].copy(), rows["key"].copy(), parts).tolist()) == {shard_number(name)}
     other.verify()
     assert joined(other.chunks(max_rows)) == joined(one.chunks())
-    assert max(len(rows) for _, rows in other.chunks(max_rows)) <= max_rows
+    assert max((len(rows) for _, rows in other.chunks(max_rows)), default=0) <= max_rows
 
 
-@examples(0.4)
+@examples(0.3)
 @given(parts=parts_of, readers=st.integers(1, 5), max_rows=st.integers(1, 50))
 def test_each_row_is_of_one_reader_and_of_its_owner(
     tmp_path_factory: pytest.TempPathFactory, parts: int, readers: int, max_rows: int
@@ -75,18 +79,15 @@ def test_each_row_is_of_one_reader_and_of_its_owner(
 
 def test_a_reader_of_a_part_opens_the_files_of_parts_that_meet_it(tmp_path: Path) -> None:
     save_in_parts(tmp_path / "s", description(2), chunked(make_buckets(2, {9: 200})), 3)
-    for file in (tmp_path / "s").glob("*-0002.npy"):
-        file.unlink()
+    (tmp_path / "s" / "bucket-09-0002.npy").unlink()
     snapshot = Snapshot.open(tmp_path / "s")
-    for part in (HashShard(0, 3), HashShard(1, 3), HashShard(0, 2), HashShard(2, 4)):
-        if not part.meets(HashShard(2, 3)):
-            list(snapshot.restrict_to_shard(part).chunks())
-        else:
+    for part, meets in ((HashShard(0, 3), 0), (HashShard(1, 3), 0), (HashShard(0, 2), 0), (HashShard(2, 4), 1)):
+        assert part.meets(HashShard(2, 3)) == meets
+        if meets:
             with pytest.raises(SnapshotError, match=r"bucket-09-0002.npy"):
                 list(snapshot.restrict_to_shard(part).chunks())
-    assert [
-        part.meets(HashShard(2, 3)) for part in (HashShard(0, 3), HashShard(1, 3), HashShard(0, 2), HashShard(2, 4))
-    ] == [0, 0, 0, 1]
+        else:
+            list(snapshot.restrict_to_shard(part).chunks())
 
 
 @given(a=st.integers(1, MAX_SHARDS), b=st.integers(1, MAX_SHARDS), keys=st.lists(st.integers(0, 2**64 - 1)))
@@ -154,7 +155,7 @@ def save_chain(folder: Path, parts: list[int | None]) -> list[dict[int, RowArray
     return tables
 
 
-@examples(0.4)
+@examples(0.2)
 @given(parts=st.lists(st.sampled_from([None, 1, 2, 3, 5]), min_size=3, max_size=3), readers=st.integers(1, 4))
 @example(parts=[None, 3, 2], readers=4)
 @example(parts=[3, None, 2], readers=3)
@@ -199,24 +200,6 @@ def test_equal_rows_are_exported_as_equal_bytes(tmp_path: Path, format: str, mon
     assert made[0]
 
 
-def test_the_command_line_reads_parts(tmp_path: Path) -> None:
-    with make(options("host", tmp_path), "adagrad") as embedding:
-        train(embedding, range(12))
-        embedding.save_snapshot("one")
-    store = tmp_path / "rows"
-    in_parts(Snapshot.open(store / "snapshots" / "one"), store / "snapshots" / "three", 3)
-    assert "three" in str(command("list", store)[1])
-    assert is_sound(store / "snapshots", "three")
-    assert command("diff", store, "one", "three")[0] == 0
-    shown = [command("inspect", store, name, "--rows", 3)[1]["first_rows"] for name in ("one", "three")]
-    assert len(shown[0]) == 3
-    assert shown[0] == shown[1]
-    assert command("export", store, "three", tmp_path / "x.npz")[0] == 0
-    assert command("import", store, "back", tmp_path / "x.npz")[0] == 0
-    assert command("diff", store, "one", "back")[0] == 0
-    assert command("load", store, "three")[0] == 0
-
-
 @pytest.mark.parametrize("store", ["device", "cached_host", "ssd"])
 def test_parts_load_into_any_store_and_are_gone_over(tmp_path: Path, store: str) -> None:
     with make(options(store, tmp_path), "adagrad") as embedding:
@@ -234,8 +217,14 @@ def test_parts_load_into_any_store_and_are_gone_over(tmp_path: Path, store: str)
         rows = contents(embedding).tobytes()
     after = Snapshot.open(snapshots / "after")
     assert (after.manifest.parts, after.manifest.parent and after.manifest.parent.name) == (None, "three")
-    with make(options(store, tmp_path), "adagrad") as embedding:
-        embedding.load_snapshot("three")
+    folder = tmp_path / "rows"
+    if store == "device":
+        shown = [command("inspect", folder, name, "--rows", 3)[1]["first_rows"] for name in ("one", "three")]
+        assert shown[0] == shown[1]
+        assert command("diff", folder, "one", "three")[0] == 0
+        assert is_sound(snapshots, "three")
+    assert command("load", folder, "three")[0] == 0
+    with make(options(store, tmp_path, open="error"), "adagrad") as embedding:
         embedding.load_snapshot("after")
         assert contents(embedding).tobytes() == rows
 
@@ -249,13 +238,6 @@ def test_a_snapshot_in_parts_replaces_another(tmp_path: Path) -> None:
         save_in_parts(tmp_path / "t", description(), [], 2)
     assert Snapshot.open(tmp_path / "t").manifest.sequence > Snapshot.open(tmp_path / "s").manifest.sequence
     assert sorted(os.listdir(tmp_path)) == ["s", "t"]
-
-
-def test_a_table_without_rows_has_parts_without_files(tmp_path: Path) -> None:
-    save_in_parts(tmp_path / "s", description(), [], 4)
-    snapshot = Snapshot.open(tmp_path / "s")
-    snapshot.verify()
-    assert (snapshot.manifest.parts, snapshot.manifest.files, list(snapshot.chunks())) == (4, {}, [])
 
 
 ROWS = make_buckets(6, {3: 50, 5: 50})
@@ -281,11 +263,3 @@ def test_a_part_that_fails_leaves_nothing_and_spoils_nothing(tmp_path: Path, cas
         write()
     assert os.listdir(tmp_path) == ["before"]
     Snapshot.open(tmp_path / "before").verify()
-
-
-def test_files_have_the_names_of_their_parts(tmp_path: Path) -> None:
-    manifest = save_in_parts(tmp_path / "s", description(2), chunked(make_buckets(2, {9: 200})), 3)
-    assert [*manifest.files] == [f"bucket-09-000{part}.npy" for part in range(3)]
-    for name in manifest.files:
-        rows = np.load(tmp_path / "s" / name)
-        assert set(_core.owners(rows["table"].copy(), rows["key"].copy(), 3).tolist()) == {shard_number(name)}
