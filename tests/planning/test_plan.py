@@ -1,4 +1,4 @@
-"""Stack distances against their definition, and what `plan` says of arguments and prints."""
+"""What `plan` predicts: against definitions, a count of sets and hashes, and the caches of the engine."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from support import naive
+from support.caches import PLACE_BYTES
+from support.embeddings import DIM, attach, make, train
 from support.refusals import Refusal, check_refusal
-from tierbed import InputError, OptionError, plan
+from support.stores import options
+from tierbed import InputError, MultiTableEmbedding, OptionError, plan
 from tierbed.engine import _core
 from tierbed.engine.optim.row_state import RowState
 from tierbed.engine.options.initializers import make_constant_initializer
 from tierbed.engine.options.table_spec import table_spec
-from tierbed.planning.plan import Plan
+from tierbed.planning.plan import Plan, RankPlan
 from tierbed.planning.stack_distance import Sample, depths
 
 Row = tuple[int, int]  # table, key
@@ -207,3 +210,154 @@ def test_bytes_of_a_row_are_those_of_its_line(
     spec = table_spec("rows", dim, torch.int64, [make_constant_initializer(0.0)], None, 0, *types)
     layout = spec.layout(RowState("rule", tuple(map(str, range(len(widths)))), widths, (0.0,) * len(widths), narrow))
     assert made.line_bytes == layout.line_bytes
+
+
+TABLES, PADDING = 3, 5
+
+
+def ranks_of(trace: list[Any], size: int, tables: int = TABLES, warmup: int = 0) -> RankPlan:
+    made = plan(trace, dim=6, state=0, tables=tables, padding_idx=PADDING, warmup=warmup, world_size=size)
+    assert made.ranks is not None
+    return made.ranks
+
+
+def owner(row: Row, size: int) -> int:
+    return (naive.hash_row(*row) >> 34 & 0xFFFF) * size >> 16
+
+
+def parts_of(batch: NDArray[np.int64], size: int) -> list[set[Row]]:
+    """The distinct rows that each rank looks up, of ids [samples, TABLES]."""
+    given_parts = [part.numpy() for part in torch.from_numpy(batch).chunk(size)]
+    parts = [{(t, int(row[t])) for row in part for t in range(TABLES) if row[t] != PADDING} for part in given_parts]
+    return parts + [set()] * (size - len(parts))
+
+
+@given(st.integers(1, 5), st.lists(st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3)), max_size=4))
+def test_rows_and_bytes_of_each_pair_are_those_of_a_count_by_hand(size: int, drawn: list[list[list[int]]]) -> None:
+    trace = [np.array(batch, np.int64).reshape(-1, TABLES) for batch in [*drawn, [[1, 2, 3]]]]
+    ids, owned = np.zeros((size, size), np.int64), np.zeros(size, np.int64)
+    for batch in trace:
+        parts = parts_of(batch, size)
+        for rank, part in enumerate(parts):
+            for row in part:
+                ids[rank, owner(row, size)] += 1
+        for row in set().union(*parts):
+            owned[owner(row, size)] += 1
+    ranks = ranks_of(trace, size)
+    assert ranks.ids.tolist() == ids.tolist()
+    assert ranks.rows.tolist() == owned.tolist()
+    assert ranks.lookups.sum() == sum((batch != PADDING).sum() for batch in trace)
+    assert ranks.dedup == ranks.lookups.sum() / ids.sum()
+    assert ranks.skew == pytest.approx(ids.sum(0).max() / ids.sum(0).mean())
+    travel = ids * (16 + 2 * 6) + ids.T * (4 * 6)
+    np.fill_diagonal(travel, 0)
+    assert ranks.bytes(grads=torch.float16).tolist() == travel.tolist()
+
+
+def test_one_table_sends_no_table_ids_and_the_warmup_is_not_counted() -> None:
+    trace = [torch.arange(100), torch.arange(50), torch.arange(50)]
+    ranks = ranks_of(trace, 2, tables=1, warmup=1)
+    first, second = ({key for key in keys if key != PADDING} for keys in (range(25), range(25, 50)))
+    away = sum(owner((0, key), 2) == 1 for key in first), sum(owner((0, key), 2) == 0 for key in second)
+    assert ranks.batches == 2
+    assert ranks.bytes().tolist() == [
+        [0, 2 * (away[0] * (8 + 4 * 6) + away[1] * 4 * 6)],
+        [2 * (away[1] * (8 + 4 * 6) + away[0] * 4 * 6), 0],
+    ]
+
+
+def test_table_ids_go_with_their_part() -> None:
+    ids = np.arange(10).reshape(5, 2)
+    column = ranks_of([ids], 2, tables=2)
+    for tables in (np.arange(2), np.tile(np.arange(2), (5, 1))):
+        assert ranks_of([(ids, tables)], 2, tables=2).ids.tolist() == column.ids.tolist()
+    assert column.lookups.tolist() == [5, 4]  # of three samples, one with padding, and of two
+    assert ranks_of([(np.int64(7), 0)], 2).lookups.tolist() == [1, 0]
+
+
+def test_rows_fall_evenly_on_ranks_and_a_plan_prints_them() -> None:
+    made = plan([np.arange(64_000)], 8, 8, world_size=64)
+    assert made.ranks is not None
+    assert 1 < made.ranks.skew < 1.15
+    text = repr(made)
+    assert (
+        f"64 ranks request 64000 rows per step, 1.00 ids each; owners pin 64000, the most loaded {made.ranks.skew:.2f}"
+        in text
+    )
+    assert f"{made.ranks.bytes().sum() / 1e6:.3f} MB are sent per step in float32" in text
+    assert "ranks" not in repr(plan([np.arange(10)], 8, 8))
+
+
+def test_a_number_of_ranks_and_a_wire_that_cannot_be() -> None:
+    for size in (0, 1025):
+        named = f"world_size={size}", "from 1 to 1024"
+        check_refusal((lambda size=size: plan([np.arange(3)], 4, 0, world_size=size), OptionError, *named))
+    ranks = ranks_of([np.arange(6).reshape(2, 3)], 2)
+    check_refusal((lambda: ranks.bytes(grads=torch.int8), OptionError, "grads=torch.int8"))
+    check_refusal((lambda: ranks_of([np.full((4, 3), PADDING)], 2), InputError, "no rows"))
+
+
+ROWS, IDS, BATCHES, WARMUP = 50_000, 5000, 30, 15
+Trace = list[NDArray[np.int64]]
+
+
+def scan_mixed() -> Trace:
+    """Every fourth id is of a scan over all rows."""
+    trace = zipf(ROWS, IDS, BATCHES, seed=1)
+    for number, ids in enumerate(trace):
+        ids[::4] = np.arange(number * len(ids[::4]), (number + 1) * len(ids[::4])) % ROWS
+    return trace
+
+
+TRACES = {"zipf": lambda: zipf(ROWS, IDS, BATCHES), "scan-mixed": scan_mixed}
+
+
+def measured(embedding: MultiTableEmbedding, trace: Trace) -> float:
+    counts = []
+    for part in (trace[:WARMUP], trace[WARMUP:]):
+        for ids in part:
+            train(embedding, ids, ids % 3)
+        device = embedding.metrics()["device"]
+        counts.append((int(device["hits"]), int(device["misses"])))
+    hits, misses = (after - before for before, after in zip(*counts, strict=True))
+    return hits / (hits + misses)
+
+
+def planned_with_warmup(trace: Trace) -> Plan:
+    return plan([(ids, ids % 3) for ids in trace], DIM, DIM, tables=3, warmup=WARMUP)
+
+
+# shares of all rows: of the benchmark, and more. Below, the overflow area holds rows as well, which a plan leaves out
+@pytest.mark.parametrize("share", [0.1, 0.2, 0.4])
+@pytest.mark.parametrize("name", TRACES)
+@pytest.mark.rotated("name")
+def test_the_predicted_hit_rate_is_within_two_points_of_the_measured(name: str, share: float) -> None:
+    trace = TRACES[name]()
+    made = planned_with_warmup(trace)
+    budget = made.bytes(int(share * ROWS)) / 2**20
+    with make(options("cached_host", budget_mb=budget)) as embedding:
+        attach(embedding, "adagrad")
+        hit_rate = measured(embedding, trace)
+        assert embedding.metrics()["device"]["capacity"] == made.rows(budget)
+    assert abs(made.hit_rate(budget_mb=budget) - hit_rate) < 0.02
+
+
+# sizes in rows: of the smallest cache that is predicted, with batches of about as many rows, and larger ones
+@pytest.mark.parametrize("rows", [4096, 10_000, 20_000])
+@pytest.mark.parametrize("name", TRACES)
+@pytest.mark.rotated("name")
+def test_the_overflow_area_is_part_of_the_prediction_above_rocksdb(name: str, rows: int, tmp_path: Path) -> None:
+    trace = TRACES[name]()
+    made = planned_with_warmup(trace)
+    budget = made.bytes(rows) / 2**20
+    with make(options("ssd", tmp_path, budget_mb=budget, overflow_mb=None)) as embedding:
+        attach(embedding, "adagrad")
+        hit_rate = measured(embedding, trace)
+        metrics = embedding.metrics()
+    device = metrics["device"]
+    parts = sum(device[name] for name in ("bytes", "overflow_bytes", "window_bytes"))
+    assert metrics["table"]["total_bytes"] == parts + metrics["ssd"]["bytes"]
+    overflow = made.overflow_mb(budget)
+    assert abs(made.hit_rate(budget_mb=budget, overflow_mb=overflow) - hit_rate) < 0.1
+    assert 0 <= device["overflow_capacity"] - overflow * 2**20 // (made.line_bytes + PLACE_BYTES) < 1024
+    assert device["overflow_bytes"] < 1.1 * max(overflow, 1024 * made.line_bytes / 2**20) * 2**20

@@ -3,10 +3,8 @@ from __future__ import annotations
 import io
 import os
 import shutil
-import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +17,6 @@ from support.small_snapshots import (
     flip_bit,
     form_of,
     joined,
-    least_keys,
     make_buckets,
     make_rows,
     save,
@@ -88,28 +85,6 @@ def test_strided_chunks_and_scratch_reused_by_the_tier_are_written_right_and_emp
         assert sorted(file.name for file in (tmp_path / name).iterdir()) == files
 
 
-def test_writing_and_reading_hold_a_chunk_and_not_the_table(tmp_path: Path) -> None:
-    rows = make_rows(64, 200)
-    keys = least_keys(8, 40_000).reshape(200, 200)
-
-    def growing() -> Iterator[Chunk]:
-        rows["table"] = 0
-        for part in keys:
-            rows["key"] = part
-            yield 8, rows.copy()
-
-    tracemalloc.start()
-    try:
-        manifest = write_snapshot(tmp_path / "s", description(64), growing())
-        for _ in Snapshot.open(tmp_path / "s").chunks(500):
-            pass
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert manifest.total_bytes > 10e6
-    assert peak < 4e6
-
-
 def test_existing_name_is_never_overwritten(tmp_path: Path) -> None:
     before = save(tmp_path / "s", step=1)
     (tmp_path / "empty").mkdir()
@@ -149,29 +124,16 @@ def test_wrong_chunks_and_an_error_while_rows_are_read_leave_nothing(tmp_path: P
     save(tmp_path / "s")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"width": 0},
-        {"width": 2},
-        {"columns": ()},
-        {"dtype": "float16"},
-        {"dtype": "int8"},
-        {"seed": None},
-        {"step": -1},
-        {"state_widths": []},
-        {"state_widths": [2], "width": 5},
-        {"state_widths": ["3"]},
-        {"hyper": [1]},
-        {"tables": [np.float32(1)]},
-        {"tables": [{1: 2}]},
-        {"tables": [2**64]},
-    ],
-)
-def test_description_that_could_not_be_read_back_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
-    field = next(iter(change))
-    with pytest.raises(SnapshotError, match="cannot be stored|that JSON cannot" if field == "tables" else field):
-        write_snapshot(tmp_path / "s", description() | change, [])
+def test_description_that_could_not_be_read_back_is_refused(tmp_path: Path) -> None:
+    plain = "cannot be stored", "that JSON cannot"
+    for field, value, *said in (
+        ("width", 0, "width"),
+        ("state_widths", ["3"], "state_widths"),
+        ("hyper", [1], "hyper"),
+        *(("tables", [value], *plain) for value in (np.float32(1), {1: 2}, 2**64)),
+    ):
+        with pytest.raises(SnapshotError, match="|".join(said)):
+            write_snapshot(tmp_path / "s", description() | {field: value}, [])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -199,13 +161,16 @@ def test_order_is_that_of_saving_and_survives_deletion_and_clock(tmp_path: Path)
 def test_leftovers_of_killed_processes_are_not_listed_and_removed_by_who_holds_the_folder(tmp_path: Path) -> None:
     folder = tmp_path / "snapshots"
     save(folder / "a")
-    shutil.copytree(folder / "a", folder / ".tmp-b")
+    save(tmp_path / "elsewhere")
+    (folder / ".tmp-b").symlink_to(tmp_path / "elsewhere")
     shutil.copytree(folder / "a", folder / ".tmp-c")
     assert [s.name for s in list_snapshots(folder).snapshots] == ["a"]
     save(folder / "b")
+    assert not (folder / "b").is_symlink()
     assert sorted(entry.name for entry in folder.iterdir()) == [".tmp-c", "a", "b"], "it may be of another writer"
     with StoreFolder(tmp_path):
         assert sorted(entry.name for entry in folder.iterdir()) == ["a", "b"]
+    Snapshot.open(tmp_path / "elsewhere").verify()
 
 
 def test_damaged_latest_is_never_replaced_by_an_older_one(tmp_path: Path) -> None:

@@ -237,19 +237,22 @@ def behind_relative_links(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("into", ["ssd", None], ids=["store", "no store"])
-def test_a_graph_loads_a_checkpoint_whose_files_are_relative_links(tmp_path: Path, into: str | None) -> None:
-    graph = rating("device", None)
+def test_a_graph_loads_a_checkpoint_whose_files_are_relative_links_without_a_pipe(
+    tmp_path: Path, into: str | None
+) -> None:
+    graph, far = rating("device", None), tmp_path / "far" / "away"
     steps(graph, IDS[:2])
     graph.save(tmp_path / "checkpoint")
-    expected = state(graph)
     [rows] = list_snapshots(tmp_path / "checkpoint" / "rows" / "0").snapshots
     behind_relative_links(rows.folder)
-    other = rating("device", None) if into is None else rating(into, tmp_path / "far" / "away")
+    os.mkfifo(rows.folder / "more")
+    other = rating("device", None) if into is None else rating(into, far)
     other.load(tmp_path / "checkpoint")
-    assert state(other) == expected
+    assert state(other) == state(graph)
     if into is not None:
-        [present] = list_snapshots(tmp_path / "far" / "away" / "rows" / "snapshots").snapshots
+        [present] = list_snapshots(far / "rows" / "snapshots").snapshots
         assert not any(file.is_symlink() for file in files_of(present.folder))
+        assert not (present.folder / "more").exists()
         shutil.rmtree(tmp_path / "checkpoint")
         present.verify()
     for each in (graph, other):
@@ -338,16 +341,3 @@ def test_what_is_no_file_in_the_place_of_one_is_named_and_never_waited_for(sound
                 file.rmdir() if file.is_dir() and not file.is_symlink() else file.unlink()
                 place.rename(file)
         assert is_sound(snapshots, "checkpoint")
-
-
-def test_a_graph_does_not_take_a_pipe_along(tmp_path: Path) -> None:
-    graph, other = rating("device", None), rating("device", tmp_path / "store")
-    steps(graph, IDS[:2])
-    graph.save(tmp_path / "checkpoint")
-    [rows] = list_snapshots(tmp_path / "checkpoint" / "rows" / "0").snapshots
-    os.mkfifo(rows.folder / "more")
-    other.load(tmp_path / "checkpoint")
-    [present] = list_snapshots(tmp_path / "store" / "rows" / "snapshots").snapshots
-    assert not (present.folder / "more").exists()
-    for each in (graph, other):
-        each.rows.close()

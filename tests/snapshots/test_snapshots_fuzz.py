@@ -39,7 +39,6 @@ from support.forked import in_process
 from support.refusals import check_refusal
 from support.stores import options
 from tierbed import OptimizerError, SnapshotError, StoreError, TierbedError
-from tierbed.engine import _core
 from tierbed.engine.durable import MAX_SEALED, seal, unseal
 from tierbed.engine.row_format import LAST_STEP
 from tierbed.snapshots import Manifest, Snapshot, list_snapshots
@@ -142,10 +141,8 @@ def test_a_file_of_any_content_is_read_or_refused(
     path.write_bytes(after)
 
     def verify() -> None:
-        if after == before:
-            Snapshot.open(folder).verify()
-            return
-        with pytest.raises(SnapshotError, match=path.name):
+        refused = pytest.raises(SnapshotError, match=path.name)
+        with contextlib.nullcontext() if after == before else refused:
             Snapshot.open(folder).verify()
 
     allocating_less_than(4 * MB, verify)
@@ -157,21 +154,17 @@ CLAIMED = 1 << 40  # rows, 44 TB of them
 def claim_rows(folder: Path, kind: str) -> None:
     """It claims missing rows, in the manifest and in each header."""
     itemsize = Snapshot.open(folder).manifest.form.dtype.itemsize
+    buckets = [file.name for file in folder.glob("bucket-*")]
 
     def claim(content: dict[str, Any]) -> None:
-        content["rows"] = CLAIMED
-        for name, file in content["files"].items():
-            if name.startswith("bucket"):
-                file |= {"rows": CLAIMED, "bytes": 256 + CLAIMED * itemsize}
-        if kind == "full":
-            content["rows"] = CLAIMED * len(content["files"])
+        content["rows"] = CLAIMED * (len(buckets) if kind == "full" else 1)
+        for name in buckets:
+            content["files"][name] |= {"rows": CLAIMED, "bytes": 256 + CLAIMED * itemsize}
 
     change(folder, claim)
-    manifest = Snapshot.open(folder).manifest
-    for name in manifest.files:
-        if name.startswith("bucket"):
-            with (folder / name).open("r+b") as file:
-                file.write(npy_header(np.dtype(f"V{itemsize}"), CLAIMED))
+    for name in buckets:
+        with (folder / name).open("r+b") as file:
+            file.write(npy_header(np.dtype(f"V{itemsize}"), CLAIMED))
 
 
 def load_claims(path: Path, store: str, snapshots: Path) -> None:
@@ -199,49 +192,6 @@ def test_rows_that_are_claimed_and_not_there_are_not_allocated(sounds: Sounds, t
     in_process(load_claims, tmp_path, store, folder)
 
 
-EDITS: dict[str, dict[str, Any]] = {
-    "as it was": {},
-    "of the last step": {"step": 2**32 - 1},
-    "written without end": {"updates": 2**32 - 1},
-    "not a number": {"values": np.nan, "embedding": 0x7FC0},
-}
-
-
-@pytest.mark.parametrize("store", ["device", "cached_host", "ssd_host"])
-@pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("types", TYPES, ids="-".join)
-@pytest.mark.pairs
-def test_rows_that_hold_extremes_come_whole_or_not_at_all(
-    sounds: Sounds, tmp_path: Path, edit: str, store: str, types: Types
-) -> None:
-    with make(options(store, tmp_path), "adagrad", **of_rows(types)) as embedding:
-        train(embedding, range(10))
-        before = contents(embedding).tobytes()
-        folder = tmp_path / "rows" / "snapshots" / "full"
-        shutil.copytree(sounds[types] / "full", folder)
-        name = next(iter(Snapshot.open(folder).manifest.files))
-        rows = np.load(folder / name)
-        for field, value in EDITS[edit].items():
-            if field in (rows.dtype.names or ()):
-                rows[field][-1] = value
-        write_rows(folder, name, rows)
-        try:
-            embedding.load_snapshot("full")
-        except TierbedError:
-            assert edit == "of the last step"
-            assert contents(embedding).tobytes() == before
-        else:
-            loaded = contents(embedding)
-            assert len(np.unique(loaded[["table", "key"]])) == len(loaded) == embedding.size()
-        train(embedding, range(20))
-        embedding.delete(range(5))
-        after = contents(embedding).tobytes()
-        embedding.save_snapshot("after")
-    Snapshot.open(folder.with_name("after")).verify()
-    with make(options(store, tmp_path, open="error"), "adagrad", **of_rows(types)) as embedding:
-        assert contents(embedding).tobytes() == after
-
-
 def test_what_is_no_snapshot_is_listed_as_damaged_or_not_at_all(sounds: Sounds, tmp_path: Path) -> None:
     folder = shutil.copytree(sounds[TYPES[0]], tmp_path / "snapshots", symlinks=True)
     (folder / "file").write_bytes(b"x")
@@ -255,8 +205,6 @@ def test_what_is_no_snapshot_is_listed_as_damaged_or_not_at_all(sounds: Sounds, 
     assert [s.name for s in listing.snapshots] == KINDS
     assert set(listing.damaged) == {"empty", "huge", "\udc80\n"}
 
-
-pytestmark = pytest.mark.skipif(not _core.has_rocksdb, reason="no RocksDB")
 
 Place = tuple[str | int, ...]
 
@@ -290,15 +238,13 @@ values = st.sampled_from([ABSENT, *EXTREMES, *ODD, DEEP]) | st.integers(-(2**63)
 more = st.sampled_from(["extra", "live", "base", "place", "shards", "rows", "names", "\x00"])
 
 
-def check(
-    sound: Path, path: Path, kind: str, store: str, types: Types, forge: Callable[[dict[str, Any]], None]
-) -> None:
+def check(sound: Path, path: Path, kind: str, store: str, types: Types, forge: Callable[[Path], None]) -> None:
     """A snapshot is sound where it loads, after which everything else works; the commands end as they say."""
     with make(options(store, path), "adagrad", **of_rows(types)) as embedding:
         train(embedding, range(10))
         before = contents(embedding).tobytes()
         snapshots = copied(sound, path)
-        change(snapshots / kind, forge)
+        forge(snapshots / kind)
         loads = is_sound(snapshots, kind)
         assert command("list", snapshots.parent)[0] in (0, 1)
         for word, *more in (["inspect", "--rows", 2], ["export", path / "rows.npz"]):
@@ -347,7 +293,7 @@ def check(
 def test_a_manifest_of_any_value_anywhere_is_sound_where_it_loads(
     sounds: Sounds, kind: str, place: int, value: Any, name: str | None, store: str, types: Types
 ) -> None:
-    def forge(content: dict[str, Any]) -> None:
+    def edit(content: dict[str, Any]) -> None:
         every = list(places_in(content))
         if name is None:
             put(content, every[place % len(every)], value)
@@ -355,7 +301,29 @@ def test_a_manifest_of_any_value_anywhere_is_sound_where_it_loads(
             put(content, ("description", name), None if value is ABSENT else value)
 
     with tempfile.TemporaryDirectory(dir=sounds[types].parent) as folder:
-        check(sounds[types], Path(folder), kind, store, types, forge)
+        check(sounds[types], Path(folder), kind, store, types, lambda forged: change(forged, edit))
+
+
+@pytest.mark.parametrize(
+    ("store", "types", "extremes"),
+    [
+        ("device", TYPES[0], {"step": 2**32 - 1}),
+        ("ssd", TYPES[1], {"updates": 2**32 - 1}),
+        ("device", TYPES[2], {"embedding": np.nan}),
+        ("ssd", TYPES[0], {"values": np.nan}),
+    ],
+)
+def test_rows_that_hold_extremes_are_sound_where_they_load(
+    sounds: Sounds, tmp_path: Path, store: str, types: Types, extremes: dict[str, Any]
+) -> None:
+    def forge(folder: Path) -> None:
+        name = next(iter(Snapshot.open(folder).manifest.files))
+        rows = np.load(folder / name)
+        for field, value in extremes.items():
+            rows[field][-1] = value
+        write_rows(folder, name, rows)
+
+    check(sounds[types], tmp_path, "full", store, types, forge)
 
 
 @examples(3)
