@@ -37,9 +37,7 @@ def cli(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
     return Cli(path, capsys)
 
 
-def test_loaded_rows_become_the_live_rows_with_their_own_step_and_optimizer_of_a_store_that_was_not_closed(
-    cli: Cli,
-) -> None:
+def test_loaded_rows_become_the_live_rows_with_their_own_step_and_optimizer(cli: Cli) -> None:
     cli.json("save", "before")
     live = joined(Snapshot.open(cli.store / "live").chunks())
     assert joined(Snapshot.open(cli.store / "snapshots" / "before").chunks()) == live
@@ -89,9 +87,7 @@ def test_mistyped_store_is_not_created(tmp_path: Path, capsys: pytest.CaptureFix
     assert [entry.name for entry in tmp_path.rglob("*")] == ["other"]
 
 
-def test_an_import_takes_a_dtype_and_all_that_shows_rows_names_it(
-    cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_import_takes_a_dtype_which_is_shown(cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = np.linspace(-1, 1, 9, dtype=np.float32).reshape(3, 3)
     np.save(tmp_path / "rows.npy", values)
     new = Cli(tmp_path / "new", capsys)
@@ -316,9 +312,7 @@ def test_rows_of_another_optimizer_are_compared_by_their_embeddings(compared: Cl
     assert {"optimizer", "states", "width"} <= found["fields"].keys()
 
 
-def test_settings_of_the_optimizer_differ_by_their_names_and_of_one_that_is_not_known_here_as_numbers(
-    compared: Cli,
-) -> None:
+def test_settings_of_an_optimizer_differ_by_their_names_or_as_numbers(compared: Cli) -> None:
     write(compared.store, "after", rows(), hyper=[0.05, 0.0, 0.0, 1e-10, 0.0, 1.0])
     fields = different(compared, "before", "after")["fields"]
     assert fields == {"hyper": [{"lr": 0.1, "clip_grad_row_norm": 0.0}, {"lr": 0.05, "clip_grad_row_norm": 1.0}]}

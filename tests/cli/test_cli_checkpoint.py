@@ -77,9 +77,7 @@ def test_damage_is_told_and_nothing_is_pruned_then(saved: Path, capsys: pytest.C
     assert len([*(saved / "kept").iterdir()]) == 3
 
 
-def test_each_command_names_the_other_for_a_folder_of_the_other(
-    saved: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_command_names_the_other_for_its_folder(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path in (saved / "kept", saved / "kept" / "two"):
         for group, command in (("snapshot", "list"), ("snapshot", "verify"), ("store", "stat")):
             assert "use `tierbed checkpoint`" in Cli(path, capsys, group).fails(command)

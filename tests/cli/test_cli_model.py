@@ -36,14 +36,26 @@ from tierbed.snapshots.store.folder_state import FolderState
 from tierbed.snapshots.store.group_file import GroupFile
 
 STORES = ("host", "ssd")
+HOSTS = ("host", "host")
+CLOSED = "step 2; save two; step 1; close"
+Shell = Callable[..., Cli]
 
 
-def closed(path: Path) -> None:
-    model = Model(path, STORES)
-    model.steps(2)
-    model.save_snapshot("two")
-    model.steps(1)
-    model.close()
+@pytest.fixture
+def shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Shell:
+    """`tierbed snapshot` on the folder of a name, by default that of the model."""
+    return lambda name="": Cli(tmp_path / name, capsys)
+
+
+@pytest.fixture
+def store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Shell:
+    return lambda name: Cli(tmp_path / name, capsys, "store")
+
+
+def alone(path: Path, name: str, world: World | None = None) -> MultiTableEmbedding:
+    embedding = make(options("host", path), "adagrad", name=name, tables=1, seed=0, world=world)
+    keep_open(embedding)
+    return embedding
 
 
 def at(path: Path) -> list[int]:
@@ -58,11 +70,9 @@ def steps_of(path: Path) -> dict[str, list[tuple[str, int]]]:
     return {name: [(one.name, one.description["step"]) for one in of] for name, of in found.items()}
 
 
-def test_closed_stores_are_saved_listed_verified_pruned_and_loaded_together(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    killed(closed, tmp_path)
-    cli = Cli(tmp_path, capsys)
+def test_closed_stores_are_saved_listed_verified_pruned_and_loaded_together(tmp_path: Path, shell: Shell) -> None:
+    killed(played, tmp_path, STORES, CLOSED)
+    cli = shell()
     assert set(cli.json("save", "three")["stores"]) == {"a", "b"}
     assert steps_of(tmp_path) == {name: [("two", 2), ("three", 3)] for name in "ab"}
     listed = cli.json("list")["stores"]
@@ -79,9 +89,9 @@ def test_closed_stores_are_saved_listed_verified_pruned_and_loaded_together(
     assert "exists" in cli.fails("save", "three")
 
 
-def test_a_load_of_one_store_by_itself_is_where_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    killed(closed, tmp_path)
-    Cli(tmp_path / "a", capsys).json("load", "two")
+def test_a_load_of_one_store_by_itself_is_where_it_goes_on(tmp_path: Path, shell: Shell) -> None:
+    killed(played, tmp_path, STORES, CLOSED)
+    shell("a").json("load", "two")
     assert killed(at, tmp_path) == [2, 3]
     assert killed(at, tmp_path) == [2, 2]  # of step 3 b has no snapshot
 
@@ -92,7 +102,7 @@ def load_in_shell(path: Path, begin: Callable[[], None]) -> None:
 
 
 def test_a_load_that_is_killed_between_two_stores_is_finished(tmp_path: Path) -> None:
-    killed(closed, tmp_path / "made")
+    killed(played, tmp_path / "made", STORES, CLOSED)
     for number in range(1, 60):
         path = tmp_path / str(number)
         shutil.copytree(tmp_path / "made", path, ignore=shutil.ignore_patterns("SOCKET"))
@@ -115,7 +125,7 @@ def trains(path: Path, pipe: Connection) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_live_trainer_saves_prunes_and_reads_for_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_live_trainer_saves_prunes_and_reads_for_others(tmp_path: Path, shell: Shell, store: Shell) -> None:
     def after(steps: int) -> list[int]:
         pipe.send(steps)
         counts: list[int] = pipe.recv()
@@ -126,16 +136,16 @@ def test_a_live_trainer_saves_prunes_and_reads_for_others(tmp_path: Path, capsys
         assert pipe.recv() == [4, 4]
         for step_count, name in ((5, "a"), (6, "b")):
             assert after(1) == [step_count] * 2
-            Cli(tmp_path / name, capsys).json("save", f"alone-{name}")
+            shell(name).json("save", f"alone-{name}")
         for name in "ab":
-            assert Cli(tmp_path / name, capsys).json("prune", "--keep-last", "1")["kept_for_live_rows"] == ["four"]
-        row = Cli(tmp_path / "a", capsys, "store").json("get", "5")
+            assert shell(name).json("prune", "--keep-last", "1")["kept_for_live_rows"] == ["four"]
+        row = store("a").json("get", "5")
         assert (row["key"], len(row["embedding"]), row["updates"] > 0) == (5, 5, True)
-        Cli(tmp_path / "a", capsys, "store").fails("get", "12345678", code=4)
+        store("a").fails("get", "12345678", code=4)
         assert steps_of(tmp_path) == {"a": [("four", 4), ("alone-a", 5)], "b": [("four", 4), ("alone-b", 6)]}
         shutil.copytree(tmp_path, tmp_path / "killed", ignore=shutil.ignore_patterns("SOCKET", "LOCK"))
         assert after(1) == [7, 7]
-        assert set(Cli(tmp_path, capsys).json("save", "seven", "--kind", "incremental")["stores"]) == {"a", "b"}
+        assert set(shell().json("save", "seven", "--kind", "incremental")["stores"]) == {"a", "b"}
         assert after(2) == [9, 9]
         pipe.send(0)
         child.wait()
@@ -143,32 +153,28 @@ def test_a_live_trainer_saves_prunes_and_reads_for_others(tmp_path: Path, capsys
     assert killed(at, tmp_path) == [7, 7]
 
 
-def train_one(path: Path, name: str) -> Any:
-    return make(options("host", path), "adagrad", name=name, tables=1)
-
-
-def test_stores_that_train_apart_are_found_saved_and_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stores_that_train_apart_are_found_saved_and_loaded(tmp_path: Path, shell: Shell, store: Shell) -> None:
     for name in "ab":
-        with train_one(tmp_path, name) as embedding:
+        with alone(tmp_path, name) as embedding:
             step(embedding)
     for folder in ("pipeline/incoming/data", "pipeline/snapshots", "database"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "database" / "LOCK").touch()
-    cli = Cli(tmp_path, capsys)
+    cli = shell()
     assert set(cli.json("save", "one")["stores"]) == {"a", "b"}
     assert (tmp_path / "pipeline" / "incoming" / "data").exists()
     assert steps_of(tmp_path) == {name: [("one", 1)] for name in "ab"}
-    with train_one(tmp_path, "a") as embedding:
+    with alone(tmp_path, "a") as embedding:
         step(embedding)
     fresh = options("host", tmp_path, open="fresh")
     with make(fresh, "adagrad", name="b", tables=1, dtype=torch.bfloat16) as embedding:
         step(embedding)
     assert "is of rows of dtype float32" in cli.fails("load", "one")  # of b, before a has changed
-    assert Cli(tmp_path / "a", capsys, "store").json("stat")["step"] == 2
+    assert store("a").json("stat")["step"] == 2
 
 
-def pair(path: Path, names: str) -> list[Any]:
-    members = [train_one(path, name) for name in names]
+def pair(path: Path, names: str) -> list[MultiTableEmbedding]:
+    members = [alone(path, name) for name in names]
     train_together(members)
     return members
 
@@ -176,35 +182,29 @@ def pair(path: Path, names: str) -> list[Any]:
 def two_models(path: Path) -> None:
     for names, saves in (("ab", 1), ("cd", 4)):
         members = pair(path, names)
-        for number in range(saves):
+        for number in range(saves + 1):
             for member in members:
                 step(member)
-            save_together(World.of_one(), [member.table_handle().snapshots for member in members], f"s{number}")
+            if number < saves:
+                save_together(World.of_one(), [member.table_handle().snapshots for member in members], f"s{number}")
         for member in members:
-            step(member)
             member.close()
 
 
-def test_two_models_of_one_folder_are_loaded_each_with_its_own_instant(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_models_of_one_folder_are_loaded_each_with_its_own_instant(tmp_path: Path, shell: Shell) -> None:
     killed(two_models, tmp_path)
     files = {name: GroupFile(FolderState(tmp_path / name)).path for name in "abcd"}
     assert files["a"] == files["b"] != files["c"] == files["d"]
-    Cli(tmp_path, capsys).json("load", "s0")
+    shell().json("load", "s0")
     for name, file in files.items():
         after = GroupFile(FolderState(tmp_path / name))
         assert (after.path, after.last_snapshot) == (file, "s0")
-    for names in ("ab", "cd"):
-        members = pair(tmp_path, names)
-        assert [member.metrics()["table"]["step"] for member in members] == [1, 1]
+    assert [member.metrics()["table"]["step"] for names in ("ab", "cd") for member in pair(tmp_path, names)] == [1] * 4
 
 
-def test_a_store_that_another_process_has_keeps_all_as_they_were(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    killed(closed, tmp_path)
-    cli = Cli(tmp_path, capsys)
+def test_a_store_that_another_process_has_keeps_all_as_they_were(tmp_path: Path, shell: Shell) -> None:
+    killed(played, tmp_path, STORES, CLOSED)
+    cli = shell()
     cli.json("save", "three")
     before = {name: snapshot_id(tmp_path / name / "snapshots" / "two") for name in "ab"}
     with StoreFolder(tmp_path / "b"):  # as a command has it, which answers nobody
@@ -232,7 +232,7 @@ def trains_in_steps(path: Path, pipe: Connection) -> None:
             assert first.group is not None
             while not first.group.gate.is_wanted:
                 sleep(0.001)
-            opened = train_one(path, "c")
+            opened = alone(path, "c")
             step(opened)
         pinned.update([torch.ones_like(pinned.gather(0))])
     pipe.send("done")
@@ -240,11 +240,11 @@ def trains_in_steps(path: Path, pipe: Connection) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_closed_store_beside_a_live_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_closed_store_beside_a_live_trainer(tmp_path: Path, shell: Shell) -> None:
     child, pipe = with_pipe(trains_in_steps, tmp_path)
-    cli = Cli(tmp_path, capsys)
+    cli = shell()
     with child, pipe:
-        with train_one(tmp_path, "c") as here:
+        with alone(tmp_path, "c") as here:
             step(here)
             here.save_snapshot("all")
             pipe.send(["a step", "and one"])
@@ -265,24 +265,11 @@ def test_a_closed_store_beside_a_live_trainer(tmp_path: Path, capsys: pytest.Cap
         assert f"'new' was saved of a, b, but not of c: store folder '{tmp_path}/c' is in use by process" in said
         assert pipe.recv() == "done"
         assert set(cli.json("save", "newer")["stores"]) == set("abc")
-        pruned = cli.json("prune", "--keep-last", "1")["stores"]
-        assert {name: (of["removed"], of["kept_for_live_rows"]) for name, of in pruned.items()} == {
-            **{name: (["all", "new"], []) for name in "ab"},  # the record names "newer" since
-            "c": (["all"], []),
-        }
+        for name, pruned in cli.json("prune", "--keep-last", "1")["stores"].items():
+            assert pruned["removed"] == (["all"] if name == "c" else ["all", "new"])
+            assert pruned["kept_for_live_rows"] == []  # the record names "newer" since
         pipe.send("end")
         child.wait()
-
-
-HOSTS = ("host", "host")
-Store = Callable[[str], Cli]
-CLOSED = "step 2; save two; step 1; close"
-
-
-def alone(path: Path, name: str, world: World | None = None) -> MultiTableEmbedding:
-    embedding = make(options("host", path), "adagrad", name=name, tables=1, seed=0, world=world)
-    keep_open(embedding)
-    return embedding
 
 
 def alone_at(path: Path, name: str, more: int = 0) -> int:
@@ -299,20 +286,13 @@ def at_all(path: Path) -> list[int]:
     return Model(path, HOSTS).at()
 
 
-@pytest.fixture
-def store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Store:
-    return lambda name: Cli(tmp_path / name, capsys, "store")
-
-
 def together(cli: Cli) -> list[str]:
     found = cli.json("stat")["together"]
     assert isinstance(found, list)
     return found
 
 
-def test_a_closed_store_leaves_with_its_live_rows_is_recovered_alone_and_trains_together_again(
-    tmp_path: Path, store: Store
-) -> None:
+def test_a_closed_store_leaves_with_its_live_rows_and_may_come_back(tmp_path: Path, store: Shell) -> None:
     killed(played, tmp_path, HOSTS, CLOSED)
     assert store("a").says("detach") == "detached from b\n"
     assert (together(store("a")), together(store("b"))) == ([], [])
@@ -327,7 +307,7 @@ def test_a_closed_store_leaves_with_its_live_rows_is_recovered_alone_and_trains_
     assert killed(at_all, tmp_path) == [3, 3]
 
 
-def test_of_a_killed_run_each_keeps_the_last_common_step(tmp_path: Path, store: Store) -> None:
+def test_of_a_killed_run_each_keeps_the_last_common_step(tmp_path: Path, store: Shell) -> None:
     killed(played, tmp_path, HOSTS, "step 2; save two; step 1; b save three; step 1; b close")
     assert store("a").json("detach")["detached"]
     with pytest.raises(StoreError, match=r"was not closed by its last run|were not closed by their last run"):
@@ -335,7 +315,7 @@ def test_of_a_killed_run_each_keeps_the_last_common_step(tmp_path: Path, store: 
     assert (killed(alone_at, tmp_path, "a"), killed(alone_at, tmp_path, "b")) == (2, 2)
 
 
-def test_a_copy_becomes_a_store_of_its_own(tmp_path: Path, store: Store) -> None:
+def test_a_copy_becomes_a_store_of_its_own(tmp_path: Path, store: Shell) -> None:
     killed(played, tmp_path, HOSTS, CLOSED)
     copy = tmp_path / "elsewhere"
     shutil.copytree(tmp_path / "a", copy / "a")
@@ -360,9 +340,7 @@ def together_with_the_copy(path: Path, copy: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("damage", [lambda file: file.unlink(), lambda file: os.truncate(file, 20)])
-def test_stores_whose_record_is_lost_keep_live_rows_and_their_latest_snapshots(
-    tmp_path: Path, store: Store, damage: Callable[[Path], None]
-) -> None:
+def test_stores_whose_record_is_lost_keep_rows_and_snapshots(tmp_path: Path, store: Shell, damage: Any) -> None:
     killed(played, tmp_path, HOSTS, CLOSED)
     (record,) = (file for file in tmp_path.glob("GROUP-*") if file.suffix != ".LOCK")
     damage(record)
@@ -379,7 +357,7 @@ def test_stores_whose_record_is_lost_keep_live_rows_and_their_latest_snapshots(
     assert killed(at_all, tmp_path) == [2, 3]
 
 
-def test_a_store_leaves_another_that_is_lost(tmp_path: Path, store: Store) -> None:
+def test_a_store_leaves_another_that_is_lost(tmp_path: Path, store: Shell) -> None:
     killed(played, tmp_path, HOSTS, "step 2; save two; step 1")
     (tmp_path / "b").rename(tmp_path / "away")
     with pytest.raises(StoreError, match="is missing"):
@@ -397,7 +375,7 @@ def trains_b(path: Path, pipe: Connection) -> None:
     pipe.recv()
 
 
-def test_a_group_that_is_trained_is_left_as_it_is(tmp_path: Path, store: Store) -> None:
+def test_a_group_that_is_trained_is_left_as_it_is(tmp_path: Path, store: Shell) -> None:
     killed(played, tmp_path, HOSTS, CLOSED)
     child, pipe = with_pipe(trains_b, tmp_path)
     with child, pipe:
@@ -426,7 +404,7 @@ def ranks_at(world: World, path: Path, name: str) -> int:
     return found
 
 
-def test_rows_that_ranks_share_leave_as_those_of_one_process(tmp_path: Path, store: Store) -> None:
+def test_rows_that_ranks_share_leave_as_those_of_one_process(tmp_path: Path, store: Shell) -> None:
     run_ranks(2, ranks_close, tmp_path)
     a, b = store("a").json("stat")["group"]
     assert (a["live"], a["step"], b["common"], b["common_step"]) == (True, 3, "two", 2)
@@ -442,7 +420,7 @@ def detached(path: Path, begin: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("plan", [CLOSED, pytest.param("step 2; save two; step 1", marks=pytest.mark.slow)])
-def test_a_kill_at_any_write_leaves_it_in_the_group_or_out_of_it(tmp_path: Path, store: Store, plan: str) -> None:
+def test_a_kill_at_any_write_leaves_it_in_the_group_or_out_of_it(tmp_path: Path, store: Shell, plan: str) -> None:
     expected, seen = 3 if plan == CLOSED else 2, set()
     for number in range(1, 20):
         path = tmp_path / str(number)
@@ -457,7 +435,7 @@ def test_a_kill_at_any_write_leaves_it_in_the_group_or_out_of_it(tmp_path: Path,
     assert seen == {0, 1}
 
 
-def test_stat_prints_what_the_record_says_of_each(tmp_path: Path, store: Store) -> None:
+def test_stat_prints_what_the_record_says_of_each(tmp_path: Path, store: Shell) -> None:
     killed(played, tmp_path, HOSTS, "step 2; save two; step 1; b save three; a close")
     cli = store("a")
     a, b = cli.json("stat")["group"]

@@ -69,9 +69,7 @@ def test_options_are_shown_as_they_will_be_with_memory_and_disk(
 
 
 @pytest.mark.parametrize("capacity", [200, 4000])
-def test_the_memory_of_a_table_is_what_it_reports_when_it_is_full(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], capacity: int
-) -> None:
+def test_a_full_table_reports_this_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str], capacity: int) -> None:
     text = f'[rows]\nstore = "host_mem"\ncapacity = {capacity}\nstorage_dim = {DIM}\n'
     found, _ = checked(capsys, tmp_path, text)
     with make(load_store_options(tmp_path / "deploy.toml", "rows"), tables=1) as rows:
@@ -112,9 +110,7 @@ def test_what_is_unknown_or_cannot_be_is_named_beside_what_is_well(
     assert "has no table [typo]; it has good, bad" in found["wrong"]["typo"]
 
 
-def test_rows_are_summed_by_disk_and_those_beyond_what_is_free_are_wrong(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_are_summed_by_disk_and_may_not_exceed_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     free = shutil.disk_usage(tmp_path).free
 
     def plan(share: float) -> str:

@@ -18,19 +18,19 @@ from rich.console import Console
 
 from support import shell
 from support.places import DOCS
+from support.refusals import check_refusal
 from support.scripts import run_python
 from support.shell import Cli
 from support.small_snapshots import save
 from tierbed import MetricsCollector, OptionError, prometheus_text
-from tierbed.cli import COMMANDS as cli_commands
+from tierbed.cli import COMMANDS as GROUPS
 from tierbed.cli import output
 from tierbed.cli.watch import changes, poll
 from tierbed.snapshots.store.folder import StoreFolder
 
 COMMAND = str(Path(sys.executable).with_name("tierbed"))
-COMMANDS = [
-    *(f"{name} {command.__name__.rstrip('_')}" for name, commands in cli_commands.items() for command in commands),
-    "doctor",
+COMMANDS = [f"{group} {one.__name__.rstrip('_')}" for group, commands in GROUPS.items() for one in commands] + [
+    "doctor"
 ]
 
 
@@ -57,26 +57,23 @@ def test_the_page_of_the_command_line_lists_every_command() -> None:
     assert sorted(re.findall(r"^    tierbed ((?:(?:snapshot|checkpoint|store) )?\w+) ", page, re.M)) == sorted(COMMANDS)
 
 
-@pytest.mark.parametrize(
-    ("typed", "names"),
-    [
-        ("snapshot load {} a", ["a", "an-old-one"]),
-        ("snapshot verify {} b an", ["an-old-one"]),
-        ("snapshot diff {} a b", ["b"]),
-        ("store get {} 5 --snapshot a", ["a", "an-old-one"]),
-        ("snapshot load {}/nowhere a", []),
-        ("snapshot load " + "a" * 300 + " a", []),
-        ("snapshot p", ["prune"]),
-    ],
-)
 def test_shells_complete_the_names_of_snapshots(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], typed: str, names: list[str]
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = f"tierbed {typed}".format(cli.store)
     monkeypatch.setenv("_TIERBED_COMPLETE", "complete_bash")
-    monkeypatch.setenv("COMP_WORDS", words)
-    monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
-    assert (shell.command(), capsys.readouterr().out.split()) == (0, names)
+    for typed, names in {
+        "snapshot load {} a": ["a", "an-old-one"],
+        "snapshot verify {} b an": ["an-old-one"],
+        "snapshot diff {} a b": ["b"],
+        "store get {} 5 --snapshot a": ["a", "an-old-one"],
+        "snapshot load {}/nowhere a": [],
+        "snapshot load " + "a" * 300 + " a": [],
+        "snapshot p": ["prune"],
+    }.items():
+        words = f"tierbed {typed}".format(cli.store)
+        monkeypatch.setenv("COMP_WORDS", words)
+        monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+        assert (shell.command(), capsys.readouterr().out.split()) == (0, names)
 
 
 def test_help_and_completion_import_no_more_than_they_need_and_snapshots_no_command_line() -> None:
@@ -191,9 +188,7 @@ def test_a_full_disk_under_stdout_is_an_error_in_one_line(cli: Cli) -> None:
         assert re.fullmatch(said, done.stderr), done.stderr
 
 
-def test_an_error_is_one_line_of_json_for_those_who_read_lines(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_is_one_line_of_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("watch", "list"):
         code, out, _ = Cli(tmp_path / "typo", capsys).run(command, "--json")
         assert (code, out.count("\n")) == (1, 1)
@@ -284,29 +279,20 @@ def test_where_a_package_is_missing_doctor_names_it_and_all_else_says_so(tmp_pat
         (tmp_path / f"{package}.py").unlink()
 
 
-@pytest.mark.parametrize(
-    ("package", "extra", "arguments"),
-    [
-        ("matplotlib.figure", "plot", ["inspect", "a", "--plot", "a.png"]),
-        ("pyarrow", "parquet", ["export", "a", "new.parquet"]),
-        ("pyarrow", "parquet", ["import", "new", "a.parquet"]),
-    ],
-)
-def test_a_command_that_needs_an_extra_names_it(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, extra: str, arguments: list[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
+def test_a_command_that_needs_an_extra_names_it(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.parquet").touch()
-    assert f"pip install 'tierbed[{extra}]'" in cli.fails(*arguments)
+    for package, extra, line in (
+        ("matplotlib.figure", "plot", "inspect a --plot a.png"),
+        ("pyarrow", "parquet", "export a new.parquet"),
+        ("pyarrow", "parquet", "import new a.parquet"),
+    ):
+        monkeypatch.setitem(sys.modules, package, None)
+        assert f"pip install 'tierbed[{extra}]'" in cli.fails(*line.split())
 
 
 @pytest.mark.parametrize("gives", [prometheus_text, MetricsCollector])
 def test_what_gives_metrics_names_its_extra(gives: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in [name for name in sys.modules if name.partition(".")[0] == "prometheus_client"]:
+    for module in {"prometheus_client", *(name for name in sys.modules if name.startswith("prometheus_client."))}:
         monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(
-        OptionError, match=r"Prometheus metrics need prometheus_client.*pip install 'tierbed\[metrics\]'"
-    ):
-        gives()
+    check_refusal((gives, OptionError, "prometheus_client", "pip install 'tierbed[metrics]'"))

@@ -41,9 +41,7 @@ from tierbed.snapshots.files.writer import check_free
 from tierbed.snapshots.store.group import Group
 
 
-def open_embedding(
-    path: Path, store: str = "device", dtype: torch.dtype = torch.float32, **more: Any
-) -> MultiTableEmbedding:
+def open_embedding(path: Path, store: str = "device", dtype: Any = torch.float32, **more: Any) -> MultiTableEmbedding:
     return make(options(store, path, **more), "adagrad", tables=1, dtype=dtype)
 
 
@@ -117,9 +115,7 @@ def test_what_others_go_over_is_not_overwritten_and_told_before_training(
     assert (step_of(tmp_path, "final"), step_of(tmp_path, "over")) == (1, 2)
 
 
-def test_an_overwriting_save_that_fails_leaves_the_old_one_and_what_rows_go_back_to(
-    tmp_path: Path, embedding: MultiTableEmbedding
-) -> None:
+def test_an_overwriting_save_that_fails_leaves_the_old_one(tmp_path: Path, embedding: MultiTableEmbedding) -> None:
     def stop(rows: int) -> None:
         raise OSError(errno.ENOSPC, "no space left")
 
@@ -322,27 +318,25 @@ def convert(place: str, store: str, call: str, number: int, when: int, events: i
     killed_at(place, call, number, when, events, act)
 
 
-@pytest.mark.parametrize(
-    "store", ["ssd", *(pytest.param(name, marks=pytest.mark.slow) for name in ("host", "ssd_host"))]
-)
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("store", ["ssd", pytest.param("host", marks=SLOW), pytest.param("ssd_host", marks=SLOW)])
 def test_a_kill_amid_a_conversion_leaves_rows_of_one_dtype_and_every_snapshot(tmp_path: Path, store: str) -> None:
     begun, narrow_type = tmp_path / "begun", torch.bfloat16
     with open_embedding(begun, store) as embedding:
         train(embedding, range(12))
         embedding.save_snapshot("wide")
     with open_embedding(begun, store, narrow_type, open="fresh") as embedding:
+        embedding.load_snapshot("wide", convert=True)
+        converted = contents(embedding).tobytes()
         train(embedding, range(6, 15))
         embedding.save_snapshot("narrow")
         narrow = contents(embedding).tobytes()
-    snapshots = Path("rows") / "snapshots"
-    with open_embedding(tmp_path / "alone", "device", narrow_type, open="fresh") as embedding:
-        shutil.copytree(begun / snapshots / "wide", tmp_path / "alone" / snapshots / "wide")
-        embedding.load_snapshot("wide", convert=True)
-        converted = contents(embedding).tobytes()
     warm = Warm(convert, SHIMMED)
     for call, stride in {"rename": 3, "sync": 4, "write": 13}.items():
         for place, _, returned in kills(warm, tmp_path, call, stride, begun, store=store):
-            listing = list_snapshots(place / "store" / snapshots)
+            listing = list_snapshots(place / "store" / "rows" / "snapshots")
             assert not listing.damaged
             assert [snapshot.name for snapshot in listing.snapshots] == ["wide", "narrow"]
             with open_embedding(place / "store", store, narrow_type) as embedding:
@@ -380,12 +374,12 @@ def overwrite(
     ("store", "kind", "background"),
     [
         ("device", "full", False),
-        pytest.param("host", "full", True, marks=pytest.mark.slow),
-        pytest.param("device", "incremental", False, marks=pytest.mark.slow),
-        pytest.param("ssd", "checkpoint", False, marks=pytest.mark.slow),
+        pytest.param("host", "full", True, marks=SLOW),
+        pytest.param("device", "incremental", False, marks=SLOW),
+        pytest.param("ssd", "checkpoint", False, marks=SLOW),
     ],
 )
-def test_a_kill_or_a_loss_of_power_at_any_call_leaves_the_old_snapshot_or_the_new_one_and_its_base(
+def test_a_kill_or_power_loss_leaves_the_old_or_the_new(
     tmp_path: Path, store: str, kind: str, background: bool
 ) -> None:
     expected = {steps: rows_after(steps) for steps in (OLD, BASE, NEW)}
@@ -415,8 +409,7 @@ def check(path: Path, store: str, expected: dict[int, bytes], returned: bool) ->
     with open_embedding(path, store) as embedding:
         assert contents(embedding).tobytes() == expected[NEW if base == "final" else BASE]
         train(embedding, IDS, grad=GRAD)
-        embedding.save_snapshot(
-            "after" if base == "final" else "final", overwrite=final == OLD
-        )  # else it does not count
+        name = "after" if base == "final" else "final"
+        embedding.save_snapshot(name, overwrite=final == OLD)  # else it does not count
         assert not [place.name for place in snapshots.iterdir() if place.name.startswith(".")]
     return final

@@ -239,9 +239,7 @@ def test_a_bit_that_flips_in_a_live_file_damages_all_and_a_cut_is_not_linked(tie
     assert list((tmp_path / "snapshots").iterdir()) == []
 
 
-def test_rows_of_another_width_and_any_without_rocksdb_are_refused(
-    tier: RocksDB, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_width_and_no_rocksdb_are_named(tier: RocksDB, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path / "s", description(8), 400, tier)
     snapshot = Snapshot.open(tmp_path / "s")
     with pytest.raises(SnapshotError, match=r"is damaged.*a stored row has"):
@@ -335,9 +333,7 @@ def test_a_good_one_is_not_called_damaged_where_no_python_starts(tier: RocksDB, 
     for executable in (None, "", "/nowhere/python", "/etc/passwd", "/bin/true", "/bin/cat"):
         multiprocessing.set_executable(executable)
         for read in (snapshot.verify, lambda: list(snapshot.chunks()), lambda: verify_all(*chains, lambda rows: None)):
-            with pytest.raises(
-                ReadIOError, match=r"did not start: .* may be sound: .* multiprocessing\.set_executable"
-            ):
+            with pytest.raises(ReadIOError, match=r"did not start: .* may be sound: .* multiprocessing.set_exec"):
                 read()
     (tmp_path / "python").symlink_to(Path(os.fsdecode(python)).resolve())
     multiprocessing.set_executable(str(tmp_path / "python"))

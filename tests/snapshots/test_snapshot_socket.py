@@ -9,7 +9,6 @@ import socket
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -20,8 +19,10 @@ import pytest
 import torch
 
 from support.asked import STORE, Training, dies_as_it_saves, fills, forks, trains, waits
+from support.background_saves import until
 from support.cuda_tables import on_devices, tables_on
 from support.embeddings import contents, make, train
+from support.exchange import whole
 from support.forked import in_process
 from support.killed import embedding_at, holds, rows_after, step, steps
 from support.refusals import check_refusal
@@ -38,22 +39,13 @@ from tierbed.snapshots.control.client import request_save, request_status
 ask = ThreadPoolExecutor(4)
 
 
-def rows_of(snapshot: Snapshot) -> bytes:
-    return b"".join(rows.tobytes() for _, rows in snapshot.chunks())
-
-
 def saved(store: Path, name: str) -> Snapshot:
     """Asked for, and whole: the rows after its step."""
     assert request_save(store, name) is not None
     snapshot = Snapshot.open(store / "snapshots" / name)
     snapshot.verify()
-    assert rows_of(snapshot) == rows_after(snapshot.description["step"])
+    assert whole(snapshot).tobytes() == rows_after(snapshot.description["step"])
     return snapshot
-
-
-def until(condition: Callable[[], Any]) -> None:
-    while not condition():
-        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -131,7 +123,7 @@ def test_a_step_that_is_under_way_is_waited_for(tmp_path: Path, store: Path) -> 
     assert answer.result(60).rows == 40
     snapshot = Snapshot.open(store / "snapshots" / "s")
     assert snapshot.description["step"] == 13
-    assert rows_of(snapshot) == contents(embedding).tobytes()
+    assert whole(snapshot).tobytes() == contents(embedding).tobytes()
     embedding.close()
 
 
@@ -238,9 +230,7 @@ def test_a_save_whose_client_is_killed_is_finished(tmp_path: Path) -> None:
     training.end()
 
 
-def test_a_store_that_is_closed_undoes_what_was_asked(
-    tmp_path: Path, store: Path, embedding: MultiTableEmbedding
-) -> None:
+def test_a_store_that_closes_undoes_what_was_asked(tmp_path: Path, store: Path, embedding: MultiTableEmbedding) -> None:
     with a_step_under_way(embedding):
         answer = request_in_thread(store)
     embedding.close()
@@ -287,7 +277,7 @@ def test_a_snapshot_of_rows_on_a_gpu(device: Device, tmp_path: Path, store: str)
             step_of([0, 1])
         step_of([1, 2])
         assert request_save(tmp_path / STORE, "a").description["step"] == 2
-        assert rows_of(Snapshot.open(tmp_path / STORE / "snapshots" / "a")) == contents(embedding).tobytes()
+        assert whole(Snapshot.open(tmp_path / STORE / "snapshots" / "a")).tobytes() == contents(embedding).tobytes()
 
 
 def _connected(store: Path) -> socket.socket:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from support.embeddings import DIM, contents, make, rows_by_key, train
-from support.exchange import FILES, whole
+from support.exchange import whole
 from support.refusals import check_refusal
 from support.rows import any_key
 from support.small_snapshots import chunked, description, flip_bit, keys_of_few_files, least_keys, make_buckets
@@ -29,6 +29,7 @@ from tierbed.engine.options.initializers import make_constant_initializer
 from tierbed.engine.row_format import LAST_STEP, row_dtype
 from tierbed.snapshots import Snapshot, write_snapshot
 from tierbed.snapshots.exchange import sorting
+from tierbed.snapshots.exchange.columns import Columns
 from tierbed.snapshots.exchange.descriptions import description_for
 from tierbed.snapshots.exchange.export import FORMATS, export_snapshot
 from tierbed.snapshots.exchange.persistent_table import make_persistent_table_reader, make_persistent_table_writer
@@ -91,7 +92,6 @@ def test_every_store_loads_what_was_written(tmp_path: Path, store: str) -> None:
 
 @pytest.mark.parametrize("store", ["host", "ssd"])
 def test_rows_with_state_make_the_same_table_again(tmp_path: Path, store: str) -> None:
-    """Read with optimizer state and written into another store, training goes on the same way, bit for bit."""
     with make(options(store, tmp_path / "a"), "adam") as embedding:
         train(embedding, torch.arange(30), torch.arange(30) % 3)
         embedding.save_snapshot("s")
@@ -175,7 +175,7 @@ def test_an_error_inside_the_with_makes_no_snapshot_and_what_is_closed_refuses_u
     check_refusal((lambda: make_persistent_table_writer(tmp_path, "s", *KINDS, 2), SnapshotError, "s' exists"))
 
 
-def test_rows_wait_in_a_part_for_each_bucket_without_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_wait_in_files_without_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sorting, "chunk_rows", lambda width: 100)
     rows = np.zeros(64 * 150, row_dtype(2))
     rows["key"] = np.random.default_rng(0).permutation(len(rows))
@@ -183,14 +183,10 @@ def test_rows_wait_in_a_part_for_each_bucket_without_names(tmp_path: Path, monke
         for begin in range(0, len(rows), 1000):
             sorter.add(rows[begin : begin + 1000])
         assert os.listdir(tmp_path / "new") == []
-        assert len(sorter._files) == 64
-        last, total = -1, 0
-        for bucket, part in sorter.chunks():
-            assert len(sorter._files) == 63 - bucket  # each is read when its bucket comes
-            assert 0 < len(part) <= 100
-            assert bucket >= last
-            last, total = bucket, total + len(part)
-    assert total == len(rows)
+        buckets, sizes = zip(*((bucket, len(part)) for bucket, part in sorter.chunks()), strict=True)
+    assert list(buckets) == sorted(buckets)
+    assert 0 < min(sizes) <= max(sizes) <= 100
+    assert sum(sizes) == len(rows)
 
 
 KEYS, VALUES = np.zeros(2, np.int64), np.zeros((2, 2), np.float32)
@@ -278,24 +274,34 @@ def same(found: NDArray[Any], wanted: NDArray[Any]) -> None:
     assert found.tobytes() == wanted.tobytes()
 
 
-@pytest.mark.parametrize("format", FILES)
+@pytest.mark.parametrize("part", [False, True], ids=["whole", "part"])
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("key_type", ["int32", "int64", "uint64"])
 @pytest.mark.rotated("key_type")
-def test_libraries_read_the_same_bits(tmp_path: Path, format: str, key_type: str) -> None:
+def test_libraries_read_the_same_bits(tmp_path: Path, format: str, key_type: str, part: bool) -> None:
     snapshot = saved(tmp_path / "s", key_type=key_type)
-    path = tmp_path / "new" / f"x.{format}"
+    path, rows = tmp_path / "new" / f"x.{format}", whole(snapshot)
+    kept = rows[rows["table"] != 1] if part else rows
     seen: list[int] = []
-    assert export_snapshot(snapshot, path, format, seen.append) == sum(seen) == 30
+    given: dict[str, Any] = {"tables": [0, 2], "state": False} if part else {}
+    assert export_snapshot(snapshot, path, format, seen.append, **given) == len(kept) > 0
+    assert sum(seen) == len(rows) == 30
     assert os.listdir(path.parent) == [path.name]
-    columns, about = read(path)
-    assert about == snapshot.description
-    rows = whole(snapshot)
-    assert set(columns) == {"table", "key", "embedding", "sum", "updates", "step"}
-    same(columns["key"], rows["key"].astype(key_type))
-    same(columns["embedding"], rows["values"][:, :3].copy())
-    same(columns["sum"], rows["values"][:, 3:].copy())
-    for name in ("table", "updates", "step"):
-        same(columns[name], rows[name].copy())
+    if format == "snapshot":
+        found = Snapshot.open(path)
+        about, columns = found.description, Columns(found.description).split(whole(found))
+    else:
+        columns, about = read(path)
+    none: dict[str, Any] = {field: [] for field in ("states", "state_widths", "initial", "hyper")}
+    bare = {**none, "width": 3, "optimizer": None, "step": 0}
+    assert about == snapshot.description | (bare if part else {})
+    assert set(columns) == {"table", "key", "embedding", "updates", "step"} | ({"sum"} if not part else set())
+    same(columns["key"], kept["key"].astype(key_type))
+    same(columns["embedding"], kept["values"][:, :3].copy())
+    if not part:
+        same(columns["sum"], kept["values"][:, 3:].copy())
+    for name in ("table", "updates") + ("step",) * (not part):
+        same(columns[name], kept[name].copy())
 
 
 @pytest.mark.parametrize("kind", ["full", "incremental", "checkpoint"])
@@ -317,30 +323,6 @@ def test_every_kind_of_snapshot_of_a_trained_embedding_exports_as_a_full_one(tmp
     assert (about["optimizer"], columns["sum"].shape) == ("rowwise_adagrad", (len(rows), 1))
     names = zip(columns["table"].tolist(), columns["key"].tolist(), strict=True)
     assert dict(zip(names, columns["embedding"].tolist(), strict=True)) == rows
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_part_of_a_snapshot(tmp_path: Path, format: str) -> None:
-    snapshot = saved(tmp_path / "s")
-    rows = whole(snapshot)
-    path = tmp_path / f"x.{format}"
-    seen: list[int] = []
-    count = export_snapshot(snapshot, path, format, seen.append, tables=[0, 2], state=False)
-    kept = rows[rows["table"] != 1]
-    assert (count, sum(seen)) == (len(kept), len(rows))
-    assert 0 < len(kept) < len(rows)
-    if format == "snapshot":
-        found = Snapshot.open(path)
-        about, part = found.description, whole(found)
-        same(part["values"].copy(), kept["values"][:, :3].copy())
-        same(part["key"].copy(), kept["key"].copy())
-    else:
-        columns, about = read(path)
-        assert set(columns) == {"table", "key", "embedding", "updates", "step"}
-        same(columns["embedding"], kept["values"][:, :3].copy())
-        same(columns["table"], kept["table"].copy())
-    none: dict[str, Any] = {field: [] for field in ("states", "state_widths", "initial", "hyper")}
-    assert about == {**snapshot.description, **none, "width": 3, "optimizer": None, "step": 0}
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -370,18 +352,6 @@ def test_what_a_killed_export_left_is_replaced_and_what_others_have_beside_it_st
     export_snapshot(snapshot, tmp_path / "x.npz", "npz")
     export_snapshot(snapshot, tmp_path / "x", "snapshot")
     assert sorted(os.listdir(tmp_path)) == [".tmp-other", "s", "x", "x.npz"]
-
-
-def test_row_groups_are_bounded_and_larger_than_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import pyarrow.parquet
-
-    from tierbed.snapshots.exchange import parquet
-
-    monkeypatch.setattr(parquet, "_GROUP_ROWS", 25)
-    snapshot = saved(tmp_path / "s", counts=dict.fromkeys(range(20), 5))
-    export_snapshot(snapshot, tmp_path / "x.parquet", "parquet")
-    metadata = pyarrow.parquet.read_metadata(tmp_path / "x.parquet")
-    assert [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)] == [25] * 4
 
 
 @pytest.mark.parametrize("format", ["npz", "safetensors"])

@@ -237,9 +237,7 @@ def behind_relative_links(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("into", ["ssd", None], ids=["store", "no store"])
-def test_a_graph_loads_a_checkpoint_whose_files_are_relative_links_without_a_pipe(
-    tmp_path: Path, into: str | None
-) -> None:
+def test_a_graph_loads_a_checkpoint_of_relative_links_without_a_pipe(tmp_path: Path, into: str | None) -> None:
     graph, far = rating("device", None), tmp_path / "far" / "away"
     steps(graph, IDS[:2])
     graph.save(tmp_path / "checkpoint")
@@ -260,9 +258,7 @@ def test_a_graph_loads_a_checkpoint_whose_files_are_relative_links_without_a_pip
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_verify_load_saves_and_prunes_follow_links(
-    embedding: MultiTableEmbedding, sound: Sound, tmp_path: Path, kind: str
-) -> None:
+def test_whatever_reads_follows_links(embedding: MultiTableEmbedding, sound: Sound, tmp_path: Path, kind: str) -> None:
     snapshots = copied(sound[TYPES[0]]["whole"], tmp_path)
     expected = b"".join(rows.tobytes() for _, rows in Snapshot.open(snapshots / kind).chunks())
     behind_relative_links(snapshots / kind)
@@ -279,9 +275,7 @@ def test_verify_load_saves_and_prunes_follow_links(
     assert files_of(snapshots.parent / "elsewhere") == elsewhere
 
 
-def test_a_checkpoint_of_files_that_are_links_holds_what_they_lead_to(
-    embedding: MultiTableEmbedding, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_links_holds_what_they_lead_to(embedding: MultiTableEmbedding, tmp_path: Path) -> None:
     embedding.save_snapshot("first", "checkpoint")
     for file in (tmp_path / "rows" / "live").rglob("*.sst"):
         target = tmp_path / f"{file.parent.name}-{file.name}"

@@ -84,15 +84,11 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
 def test_a_golden_snapshot_with_names_is_of_tables_in_that_order_alone(tmp_path: Path, number: int) -> None:
     golden = GOLDEN / f"snapshots-{number}-named"
     expected = np.load(golden / "full.npy")
-    for place, names, fits in (
-        ("a", NAMES, True),
-        ("b", ("user", "x", NAMES[2], "y"), True),
-        ("c", NAMES[::-1], False),
-    ):
+    for place, names in {"a": NAMES, "b": ("user", "x", NAMES[2], "y"), "c": NAMES[::-1]}.items():
         with opened(tmp_path / place, *names) as embedding:
             embedding.size()
             shutil.copytree(golden, tmp_path / place / "rows" / "snapshots")
-            if fits:
+            if place != "c":
                 embedding.load_snapshot("full")
                 assert contents(embedding).tobytes() == expected.tobytes()
             else:

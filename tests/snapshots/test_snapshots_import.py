@@ -26,7 +26,7 @@ from support.embeddings import DIM, make, train
 from support.examples import examples
 from support.exchange import FILES, VALUES, columns_of, dense, imported, whole, write_columns
 from support.refusals import check_refusal
-from support.small_snapshots import description
+from support.small_snapshots import TYPES, description, make_rows
 from support.stores import STORES, options
 from tierbed import (
     EagerOptimizer,
@@ -38,7 +38,7 @@ from tierbed import (
 from tierbed.engine import _core
 from tierbed.engine.errors import InputError, OptionError, SnapshotError, StoreError, TierbedError
 from tierbed.engine.options.initializers import make_constant_initializer
-from tierbed.engine.row_format import LAST_STEP, row_dtype
+from tierbed.engine.row_format import LAST_STEP, RowForm
 from tierbed.optim import RowWiseAdagrad
 from tierbed.snapshots import Snapshot, write_snapshot
 from tierbed.snapshots.exchange.descriptions import description_for
@@ -46,45 +46,40 @@ from tierbed.snapshots.exchange.export import FORMATS, export_snapshot
 from tierbed.snapshots.exchange.importing import import_snapshot
 from tierbed.snapshots.exchange.sources import open_source
 
+CONSTANTS = [{"type": "constant", "value": 0.0}] * 3
+FOREIGN = {"optimizer": "foreign", "columns": [1, 1], "states": ["m", "row"], "state_widths": [2, 1]}
+FOREIGN |= {"initial": [0.5, 0.5], "hyper": [0.1, 1e300, 1e-300]}
+
 
 @pytest.mark.parametrize("format", FORMATS)
-@examples(0.5)
-@given(st.data(), st.sampled_from(["int32", "int64", "uint64"]), st.sampled_from([[], ["sum"], ["m", "row"]]))
+@examples(0.8)
+@given(
+    form=st.sampled_from([*((6, types, {}) for types in TYPES), (3, TYPES[0], {}), (5, TYPES[0], FOREIGN)]),
+    key_type=st.sampled_from(["int32", "int64", "uint64"]),
+    count=st.integers(0, 12),
+    seed=st.integers(0, 99),
+)
 def test_what_was_exported_comes_back_bit_for_bit(
-    tmp_path_factory: pytest.TempPathFactory, format: str, data: st.DataObject, key_type: str, states: list[str]
+    tmp_path_factory: pytest.TempPathFactory, format: str, form: Any, key_type: str, count: int, seed: int
 ) -> None:
     path = tmp_path_factory.mktemp("store")
-    widths = [2, 1][: len(states)]
-    about = description(
-        key_type=key_type,
-        columns=[1, 1],
-        width=2 + sum(widths),
-        optimizer="foreign" if states else None,
-        states=states,
-        state_widths=widths,
-        initial=[0.5] * len(states),
-        hyper=[0.1, 1e300, 1e-300],
-        tables=[{"type": "constant", "value": 0.0}] * 3,
-        seed=-(2**63),
-        step=LAST_STEP,
-    )
-    limits = np.iinfo(key_type)
-    some = st.sampled_from([limits.min, limits.max, 0, 1]) | st.integers(limits.min, limits.max)
-    ids = data.draw(st.lists(st.tuples(st.integers(0, 2), some), max_size=12, unique=True))
-    rows = np.zeros(len(ids), row_dtype(about["width"]))
-    rows["table"], rows["key"] = [table for table, _ in ids], [key % 2**64 for _, key in ids]
-    random = np.random.default_rng(len(ids))
-    rows["values"] = random.integers(0, 2**32, rows["values"].shape, np.uint32).view(np.float32)
-    rows["updates"], rows["step"] = random.integers(1, LAST_STEP, (2, len(rows)), np.uint32)
-    rows = rows[np.lexsort((rows["key"], rows["table"], _core.buckets(rows["table"].copy(), rows["key"].copy())))]
+    width, types, changes = form
+    about = description(width, types, key_type=key_type, tables=CONSTANTS, seed=-(2**63), step=LAST_STEP, **changes)
+    rows, row_form = make_rows(width, count, seed, types=types), RowForm.described(about)
+    if key_type == "int32":
+        rows["key"] = rows["key"].astype(np.int32).astype(np.int64).astype(np.uint64)
+    if row_form.is_narrow:
+        for name in row_form.counts:  # each NaN is the one that rows have
+            row_form.set_numbers(rows, name, row_form.numbers(rows, name))
     buckets = _core.buckets(rows["table"].copy(), rows["key"].copy())
-    write_snapshot(path / "s", about, ((int(b), rows[i : i + 1]) for i, b in enumerate(buckets)))
+    order = np.lexsort((rows["key"], rows["table"], buckets))
+    write_snapshot(path / "s", about, ((int(buckets[i]), rows[i : i + 1]) for i in order))
     export_snapshot(Snapshot.open(path / "s"), path / f"x.{format}", format)
     manifest = import_snapshot(path / "store", "back", path / f"x.{format}")
     found = Snapshot.open(path / "store" / "snapshots" / "back")
-    assert found.manifest == manifest
-    assert found.description == about
-    assert whole(found).tobytes() == rows.tobytes()
+    found.verify()
+    assert (found.manifest, found.description) == (manifest, about)
+    assert whole(found).tobytes() == rows[order].tobytes()
 
 
 @pytest.mark.parametrize("store", STORES)
@@ -103,16 +98,13 @@ def test_a_dense_embedding_becomes_rows_of_every_store(tmp_path: Path, store: st
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_dense_tables_of_16_bits(tmp_path: Path, dtype: torch.dtype) -> None:
     weight = torch.randn(30, DIM, generator=torch.Generator().manual_seed(1)).to(dtype)
-    torch.save({"emb.weight": weight}, tmp_path / "x.pt")
-    save_file({"emb.weight": weight}, tmp_path / "x.safetensors")
-    sources: list[Any] = [weight, nn.Embedding.from_pretrained(weight), tmp_path / "x.pt", tmp_path / "x.safetensors"]
+    torch.save({"w": weight}, tmp_path / "x.pt")
+    save_file({"w": weight}, tmp_path / "x.safetensors")
     if dtype == torch.float16:  # NumPy has no bfloat16
         np.save(tmp_path / "x.npy", weight.numpy())
-        sources.append(tmp_path / "x.npy")
-    for number, source in enumerate(sources):
-        given = {"tensor": "emb.weight"} if getattr(source, "suffix", "") in (".pt", ".safetensors") else {}
-        found = imported(tmp_path / str(number), source, **given)
-        assert found == dense(weight.float().numpy())
+    files = {path: {} if path.suffix == ".npy" else {"tensor": "w"} for path in tmp_path.iterdir()}
+    for number, (source, more) in enumerate({weight: {}, nn.Embedding.from_pretrained(weight): {}, **files}.items()):
+        assert imported(tmp_path / str(number), source, **more) == dense(weight.float().numpy())
 
 
 def test_numpy_arrays_and_their_files(tmp_path: Path) -> None:
@@ -271,15 +263,11 @@ def test_states_that_the_description_lacks_without_their_step_and_beyond_float32
     kinds = torch.optim.Adagrad, torch.optim.Adam
     adagrad, adam = (description_for("rows", DIM, optimizer=optimizer_of(kind)) for kind in kinds)
     states, two = {"exp_avg": state, "exp_avg_sq": state}, {"sum": ["a", "b"]}
+    file = tmp_path / "x.pt"
     for source, more, *named in (
         (weights, {"states": {"other": state}, "description": adagrad}, "states: 'other'"),
         (weights, {"states": {"sum": 1.0}, "description": adagrad}, "states['sum']=float"),
-        (
-            tmp_path / "x.pt",
-            {"tensor": "w", "states": two, "description": adagrad},
-            "states['sum']=['a', 'b']",
-            "['w']",
-        ),
+        (file, {"tensor": "w", "states": two, "description": adagrad}, "states['sum']=['a', 'b']", "['w']"),
         (weights, {"states": states, "description": adam}, "adam counts steps", "step=0"),
         *(
             (weights, {"states": {"sum": wrong}, "description": adagrad}, "states['sum']", "overflows float32")

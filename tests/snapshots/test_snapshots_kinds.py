@@ -33,10 +33,8 @@ Types = tuple[torch.dtype, torch.dtype]
 @pytest.mark.rotated("types")
 def test_every_kind_brings_the_rows_back_on_every_store(tmp_path: Path, store: str, other: str, types: Types) -> None:
     states = []
-    with (
-        open_at(tmp_path, store, types=types) as embedding,
-        open_at(tmp_path / "plain", "device", types=types) as plain,
-    ):
+    plain_path = tmp_path / "plain"
+    with open_at(tmp_path, store, types=types) as embedding, open_at(plain_path, "device", types=types) as plain:
         for number, kind in enumerate([*kinds_of(store), "incremental"]):
             for rows in (embedding, plain):
                 grow(rows, number)
@@ -69,7 +67,7 @@ def test_an_incremental_snapshot_goes_over_none_that_lacks_its_own_parent(tmp_pa
     Snapshot.open(snapshots / "c").verify()
 
 
-def test_a_save_over_as_many_as_can_be_read_is_full(
+def test_a_save_over_the_longest_chain_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: LogCapture
 ) -> None:
     for module in (saving, reader):

@@ -29,7 +29,7 @@ from tierbed.engine import _core
 from tierbed.engine.row_format import RowForm, narrowed, overflows, widened
 from tierbed.snapshots import Manifest, Snapshot, write_snapshot
 from tierbed.snapshots.exchange.descriptions import description_for
-from tierbed.snapshots.exchange.export import FORMATS, export_snapshot
+from tierbed.snapshots.exchange.export import export_snapshot
 from tierbed.snapshots.exchange.importing import import_snapshot
 from tierbed.snapshots.exchange.persistent_table import make_persistent_table_reader, make_persistent_table_writer
 from tierbed.snapshots.files.writer import check_parent, write_incremental
@@ -40,6 +40,7 @@ from tierbed.snapshots.store.closed_store import load_into_stores
 from tierbed.snapshots.store.folder import StoreFolder
 from tierbed.snapshots.store.selection import LoadReport, Selection, Types
 
+Dtypes = tuple[torch.dtype, torch.dtype]
 HALVES = ["float16", "bfloat16"]
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -64,22 +65,13 @@ def numbers(snapshot: Snapshot, rows: NDArray[np.void] | None = None) -> NDArray
 
 
 @pytest.mark.parametrize("types", NARROW, ids="-".join)
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.rotated("format")
-def test_an_export_comes_back_to_the_bit(tmp_path: Path, format: str, types: Types) -> None:
+def test_an_export_has_float32_and_one_without_state_the_same_embeddings(tmp_path: Path, types: Types) -> None:
     snapshot = saved(tmp_path / "s", types)
-    path = tmp_path / f"x.{format}"
-    assert export_snapshot(snapshot, path, format) == 30
-    if format == "npz":
-        with np.load(path) as file:
-            assert [file[name].dtype for name in ("embedding", "sum")] == [np.float32] * 2
-            found = np.concatenate([file["embedding"], file["sum"]], axis=1)
-        assert found.tobytes() == numbers(snapshot).tobytes()
-    import_snapshot(tmp_path / "t", "s", path)
-    back = Snapshot.open(tmp_path / "t" / "snapshots" / "s")
-    back.verify()
-    assert back.description == snapshot.description
-    assert whole(back).tobytes() == whole(snapshot).tobytes()
+    export_snapshot(snapshot, tmp_path / "x.npz", "npz")
+    with np.load(tmp_path / "x.npz") as file:
+        assert [file[name].dtype for name in ("embedding", "sum")] == [np.float32] * 2
+        found = np.concatenate([file["embedding"], file["sum"]], axis=1)
+    assert found.tobytes() == numbers(snapshot).tobytes()
     export_snapshot(snapshot, tmp_path / "bare", "snapshot", tables=[0, 2], state=False)
     bare, rows = Snapshot.open(tmp_path / "bare"), whole(snapshot)
     bare.verify()
@@ -337,16 +329,14 @@ def test_an_incremental_snapshot_goes_over_none_of_another_type(tmp_path: Path) 
 PAIRS = [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32), (torch.float32, torch.bfloat16)]
 
 
-def open_embedding(path: Path, store: str, types: tuple[torch.dtype, torch.dtype], **more: Any) -> MultiTableEmbedding:
+def open_embedding(path: Path, store: str, types: Dtypes, **more: Any) -> MultiTableEmbedding:
     return make(options(store, path, **more), "adagrad", dtype=types[0], state_dtype=types[1])
 
 
 @pytest.mark.parametrize("types", PAIRS, ids=str)
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.rotated("types")
-def test_an_embedding_of_another_dtype_loads_where_it_is_told_to(
-    tmp_path: Path, store: str, types: tuple[torch.dtype, torch.dtype]
-) -> None:
+def test_an_embedding_of_another_dtype_loads_where_it_is_told_to(tmp_path: Path, store: str, types: Dtypes) -> None:
     wide = torch.float32, torch.float32
     with open_embedding(tmp_path, store, wide) as embedding:
         train(embedding, torch.arange(100))
@@ -378,11 +368,11 @@ def test_an_embedding_of_another_dtype_loads_where_it_is_told_to(
             same_numbers(form.numbers(back, name).copy(), narrow_form.numbers(narrow, name))
 
 
-def names_of(types: tuple[torch.dtype, torch.dtype]) -> list[str]:
+def names_of(types: Dtypes) -> list[str]:
     return [str(dtype).removeprefix("torch.") for dtype in types]
 
 
-def form_like(types: tuple[torch.dtype, torch.dtype]) -> RowForm:
+def form_like(types: Dtypes) -> RowForm:
     dtype, *states = names_of(types)
     return RowForm(DIM, dtype, ["sum"], [DIM], states)
 

@@ -243,9 +243,7 @@ def trained(path: Path, store: str, kind: str, sizes: list[int]) -> None:
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("kind", ["full", "incremental", "checkpoint"])
 @pytest.mark.rotated("kind")
-def test_a_save_or_a_load_that_finds_no_room_leaves_what_there_was(
-    disk_path: Path, store: str, kind: str, sizes: list[int]
-) -> None:
+def test_a_save_or_load_without_room_changes_nothing(disk_path: Path, store: str, kind: str, sizes: list[int]) -> None:
     in_process(trained, disk_path, store, "full" if kind == "checkpoint" and "ssd" not in store else kind, sizes)
 
 
@@ -293,16 +291,12 @@ COMMANDS = [
     "line",
     [pytest.param(line, marks=[pytest.mark.slow] * (number not in (0, 3, 6))) for number, line in enumerate(COMMANDS)],
 )
-def test_a_command_that_finds_no_room_fails_and_leaves_what_there_was(
-    disk_path: Path, line: str, sizes: list[int]
-) -> None:
+def test_a_command_without_room_fails_and_changes_nothing(disk_path: Path, line: str, sizes: list[int]) -> None:
     in_process(closed, disk_path, line, sizes)
 
 
 @pytest.mark.parametrize("what", ["snapshot", "export"])
-def test_what_is_there_and_may_not_outlive_a_power_loss_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
+def test_what_may_not_outlive_a_power_loss_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     synced = os.fsync
 
     def failing(descriptor: int) -> None:

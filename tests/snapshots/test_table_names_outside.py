@@ -126,9 +126,8 @@ def test_merged_and_exported_snapshots_keep_the_names(cli: Cli, tmp_path: Path) 
     with opened(tmp_path, *NAMES) as embedding:
         before = contents(embedding).tobytes()
     renamed = ["member", "place", "item"]
-    import_snapshot(
-        tmp_path / "rows", "renamed", named.folder, description={**named.description, "table_names": renamed}
-    )
+    about = {**named.description, "table_names": renamed}
+    import_snapshot(tmp_path / "rows", "renamed", named.folder, description=about)
     cli.json("load", "renamed")
     with opened(tmp_path, *renamed) as embedding:
         assert contents(embedding).tobytes() == before
