@@ -79,11 +79,13 @@ def test_store_in_use_is_refused(cli: Cli) -> None:
         assert "in use" in cli.json("load", "a", code=3)["error"]
 
 
-def test_mistyped_store_is_not_created(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistyped_store_is_told_in_a_line_of_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "other").mkdir()
     for path in (tmp_path / "typo", tmp_path / "other"):
-        for arguments in (["save", "a"], ["load", "a"], ["list"], ["inspect", "a"], ["verify"]):
-            assert "is not a store folder" in Cli(path, capsys).fails(*arguments)
+        for words in (["save", "a"], ["load", "a"], ["list"], ["inspect", "a"], ["verify"], ["watch"]):
+            code, out, _ = Cli(path, capsys).run(*words, "--json")
+            assert (code, out.count("\n")) == (1, 1)
+            assert "is not a store folder" in json.loads(out)["error"]
     assert [entry.name for entry in tmp_path.rglob("*")] == ["other"]
 
 

@@ -91,12 +91,11 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(
-    ("stream", "after", "shown"), [(Terminal(), 0.0, True), (io.StringIO(), 0.0, False), (Terminal(), 60.0, False)]
-)
-def test_a_bar_with_rate_and_time_left_is_shown_on_a_terminal_of_what_takes_a_while(
-    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, after: float, shown: bool
+@pytest.mark.parametrize(("terminal", "after"), [(True, 0.0), (False, 0.0), (True, 60.0)])
+def test_a_bar_is_shown_on_a_terminal_of_what_takes_a_while(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool, after: float
 ) -> None:
+    stream, shown = Terminal() if terminal else io.StringIO(), terminal and after == 0
     for name, value in (("TERM", "xterm"), ("COLUMNS", "120")):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(output, "BAR_AFTER", after)
@@ -186,13 +185,6 @@ def test_a_full_disk_under_stdout_is_an_error_in_one_line(cli: Cli) -> None:
             done = subprocess.run(line, env=environment, stdout=full, stderr=subprocess.PIPE, text=True)
         assert done.returncode == 1
         assert re.fullmatch(said, done.stderr), done.stderr
-
-
-def test_an_error_is_one_line_of_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("watch", "list"):
-        code, out, _ = Cli(tmp_path / "typo", capsys).run(command, "--json")
-        assert (code, out.count("\n")) == (1, 1)
-        assert "is not a store folder" in json.loads(out)["error"]
 
 
 def test_watch_tells_what_changed_between_two_looks(cli: Cli) -> None:

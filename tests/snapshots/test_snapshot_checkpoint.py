@@ -249,21 +249,6 @@ def test_a_wrong_width_and_no_rocksdb_are_named(tier: RocksDB, tmp_path: Path, m
         snapshot.verify()
 
 
-def test_files_that_have_no_checksum_of_their_own_are_read_once(tmp_path: Path) -> None:
-    without = "file_checksum_gen_factory=nullptr"  # which users cannot set
-    with closing(RocksDB(tmp_path / "live", WIDTH, new_shards=2, options=without)) as tier:
-        put(tier)
-        tier.flush()
-    with closing(RocksDB(tmp_path / "live", WIDTH, 2)) as tier:
-        with tier.live_files() as linked_files:
-            assert {file.crc32c for file in linked_files} == {None}
-        snapshot = save(tier, tmp_path / "s")
-        assert all(os.path.samefile(snapshot.folder / "rocksdb" / n, tier.folder / n) for n in tables_of(snapshot))
-        snapshot.verify()
-        flip_bit(tier.folder / tables_of(snapshot)[0], 800)
-        refused(snapshot, tables_of(snapshot)[0])
-
-
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Iterator[Path]:
     """A folder on another filesystem than `tmp_path`."""

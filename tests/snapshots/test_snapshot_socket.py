@@ -308,22 +308,6 @@ def test_bad_clients_hurt_nobody(store: Path, embedding: MultiTableEmbedding, mo
         holds(embedding, 5)
 
 
-def test_a_save_of_several_stores_is_a_request_that_older_versions_refuse(tmp_path: Path) -> None:
-    """They know "save" alone, and leave out what else it says."""
-    stores = [tmp_path / "a", tmp_path / "b"]
-    folder = channel.open_folder(tmp_path)
-    with channel.listen(folder) as listener:
-        answer = ask.submit(request_save, tmp_path, "s", stores=stores)
-        with listener.accept()[0] as client:
-            request = channel.receive(client)
-            channel.send(client, {"error": "does not know this request", "type": "StoreError"})
-        with pytest.raises(StoreError, match="does not know this request"):
-            answer.result(60)
-    os.close(folder)
-    plain = {"name": "s", "kind": "full", "overwrite": False}
-    assert request == {"do": "save all", **plain, "stores": [*map(str, stores)]}
-
-
 def test_a_folder_without_a_socket_trains_on(tmp_path: Path, store: Path, caplog: pytest.LogCaptureFixture) -> None:
     (store / "SOCKET" / "in the way").mkdir(parents=True)
     with caplog.at_level("INFO", "tierbed"), embedding_at(tmp_path, "device") as embedding:

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from support.embeddings import DIM, contents, make, rows_by_key, train
@@ -34,8 +36,6 @@ from tierbed.snapshots.exchange.descriptions import description_for
 from tierbed.snapshots.exchange.export import FORMATS, export_snapshot
 from tierbed.snapshots.exchange.persistent_table import make_persistent_table_reader, make_persistent_table_writer
 from tierbed.snapshots.exchange.sorting import RowSorter
-from tierbed.snapshots.store.closed_store import load_into_stores
-from tierbed.snapshots.store.folder import StoreFolder
 
 KINDS = (torch.int64, torch.float32)
 
@@ -78,12 +78,8 @@ def test_every_store_loads_what_was_written(tmp_path: Path, store: str) -> None:
     values = np.random.default_rng(0).normal(size=(400, DIM)).astype(np.float32)
     with make_persistent_table_writer(tmp_path / "rows", "s", *KINDS, DIM) as writer:
         writer.write(keys[::-1].copy(), values[::-1].copy())
-    if store == "ssd":  # by the command line
-        with StoreFolder(tmp_path / "rows") as folder:
-            load_into_stores([folder], [Snapshot.open(folder.snapshots / "s")])
     with make(options(store, tmp_path), "adam", tables=1) as embedding:
-        if store != "ssd":
-            embedding.load_snapshot("s")
+        embedding.load_snapshot("s")
         assert embedding.size() == 400
         assert embedding.get(keys).numpy().tobytes() == values.tobytes()
         train(embedding, keys.tolist())  # with the state of an optimizer that begins
@@ -252,20 +248,13 @@ def read(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
             columns = {name: file[name] for name in file.files}
         return columns, json.loads(str(columns.pop("tierbed")))
     if path.suffix == ".safetensors":
-        from safetensors import safe_open
-
         with safe_open(path, "np") as opened:
             return load_file(path), json.loads(opened.metadata()["tierbed"])
-    import pyarrow.parquet
-
     table = pyarrow.parquet.read_table(path)
-    columns = {}
-    for name in table.column_names:
-        column = table[name].combine_chunks()
-        if pyarrow.types.is_fixed_size_list(column.type):
-            columns[name] = column.flatten().to_numpy().reshape(-1, column.type.list_size)
-        else:
-            columns[name] = column.to_numpy()
+    columns = {name: table[name].combine_chunks() for name in table.column_names}
+    for name, column in columns.items():
+        lists = pyarrow.types.is_fixed_size_list(column.type)
+        columns[name] = column.flatten().to_numpy().reshape(len(column), -1) if lists else column.to_numpy()
     return columns, json.loads(table.schema.metadata[b"tierbed"])
 
 

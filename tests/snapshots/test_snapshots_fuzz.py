@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgpack  # type: ignore[import-untyped]  # type: ignore[import-untyped]
+import msgpack  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 import torch
@@ -276,7 +276,7 @@ def check(sound: Path, path: Path, kind: str, store: str, types: Types, forge: C
     assert command("verify", killed / "rows")[1]["damaged"].keys() <= {*KINDS} - {kind}
 
 
-@examples(0.1)
+@examples(0.05)
 @given(
     kind=st.sampled_from(KINDS),
     place=st.integers(0, 1 << 20),
@@ -304,23 +304,15 @@ def test_a_manifest_of_any_value_anywhere_is_sound_where_it_loads(
         check(sounds[types], Path(folder), kind, store, types, lambda forged: change(forged, edit))
 
 
-@pytest.mark.parametrize(
-    ("store", "types", "extremes"),
-    [
-        ("device", TYPES[0], {"step": 2**32 - 1}),
-        ("ssd", TYPES[1], {"updates": 2**32 - 1}),
-        ("device", TYPES[2], {"embedding": np.nan}),
-        ("ssd", TYPES[0], {"values": np.nan}),
-    ],
-)
-def test_rows_that_hold_extremes_are_sound_where_they_load(
-    sounds: Sounds, tmp_path: Path, store: str, types: Types, extremes: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize(("store", "types"), [("device", TYPES[0]), ("ssd", TYPES[1])])
+def test_rows_of_extremes_are_sound_where_they_load(sounds: Sounds, tmp_path: Path, store: str, types: Types) -> None:
     def forge(folder: Path) -> None:
         name = next(iter(Snapshot.open(folder).manifest.files))
         rows = np.load(folder / name)
-        for field, value in extremes.items():
-            rows[field][-1] = value
+        if store == "device":
+            rows["step"][-1], rows["values"][-1] = 2**32 - 1, np.nan
+        else:
+            rows["updates"][-1], rows["embedding"][-1] = 2**32 - 1, 0x7FC0  # NaN
         write_rows(folder, name, rows)
 
     check(sounds[types], tmp_path, "full", store, types, forge)
@@ -364,9 +356,9 @@ def test_what_no_save_writes_is_refused_and_blocks_nothing(sounds: Sounds, tmp_p
     with make(options("device", tmp_path), "adagrad", tables=1) as embedding:
         train(embedding, range(10))
         snapshots = copied(sounds[TYPES[0]], tmp_path)
-        manifest = snapshots / kind / MANIFEST
+        manifest, forged = snapshots / kind / MANIFEST, FORGED[KINDS.index(kind) :: len(KINDS)]
         whole = manifest.read_bytes()
-        for number, (place, value) in enumerate(FORGED):
+        for number, (place, value) in enumerate(forged):
             change(snapshots / kind, lambda content: put(content, place, value))  # noqa: B023
             assert not is_sound(snapshots, kind), place
             assert command("inspect", snapshots.parent, kind)[0] == 1
@@ -374,7 +366,7 @@ def test_what_no_save_writes_is_refused_and_blocks_nothing(sounds: Sounds, tmp_p
                 embedding.load_snapshot(kind)
             embedding.save_snapshot(f"after {number}")
             manifest.write_bytes(whole)
-        assert all(is_sound(snapshots, f"after {number}") for number in range(len(FORGED)))
+        assert all(is_sound(snapshots, f"after {number}") for number in range(len(forged)))
 
 
 def test_the_last_sequence_blocks_a_save_with_a_remedy_that_works(sounds: Sounds, tmp_path: Path) -> None:

@@ -32,11 +32,9 @@ GOLDEN_SNAPSHOTS = [
 ]
 
 
-@pytest.mark.parametrize("store", ["host", "ssd"])
-@pytest.mark.parametrize("of", GOLDEN_SNAPSHOTS, ids=" ".join)
-@pytest.mark.rotated("store")
-def test_a_golden_snapshot_is_verified_loaded_and_trained_on(tmp_path: Path, of: tuple[str, str], store: str) -> None:
-    golden, kind = GOLDEN / of[0], of[1]
+@pytest.mark.parametrize(("name", "kind"), GOLDEN_SNAPSHOTS)
+def test_a_golden_snapshot_is_verified_loaded_and_trained_on(tmp_path: Path, name: str, kind: str) -> None:
+    golden, store = GOLDEN / name, "ssd" if kind == "checkpoint" else "host"
     dtype = golden.name.partition("-3-")[2]
     states = NARROW.get(dtype, "float32")
     expected = np.load(golden / f"{kind}.npy")
@@ -51,7 +49,7 @@ def test_a_golden_snapshot_is_verified_loaded_and_trained_on(tmp_path: Path, of:
         found, form = reader_of_the_docs()(golden / kind), snapshot.manifest.form
         assert len(found) == len(expected)
         for row in expected:
-            numbers = np.concatenate([form.numbers(row[None], name)[0] for name in form.counts])
+            numbers = np.concatenate([form.numbers(row[None], field)[0] for field in form.counts])
             assert found[int(row["table"]), int(row["key"])].tolist() == numbers.tolist()
     types = {"dtype": getattr(torch, dtype), "state_dtype": getattr(torch, states)} if dtype else {}
     with make(options(store, tmp_path), "adam" if dtype else "adagrad", **types) as embedding:

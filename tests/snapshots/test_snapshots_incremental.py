@@ -96,6 +96,7 @@ def save_chain(folder: Path, versions: list[Table], size: int = 3, parts: Sequen
     return Snapshot.open(place)
 
 
+@examples(0.5)
 @given(
     versions=st.lists(tables, min_size=1, max_size=4),
     parts=st.lists(st.sampled_from([None, 1, 2, 3, 5]), min_size=4, max_size=4),

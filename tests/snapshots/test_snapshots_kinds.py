@@ -81,10 +81,8 @@ def test_a_save_over_the_longest_chain_is_full(
         assert contents(embedding).tobytes() == state
     kinds = [Snapshot.open(tmp_path / "rows" / "snapshots" / name).kind for name in "abcdef"]
     assert kinds == ["full", "incremental", "incremental", "full", "incremental", "incremental"]
-    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
-        "snapshot 'd' is full, not incremental with parent 'c': it has a chain of 2 parents, and at most that many can "
-        "be read"
-    ]
+    [said] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said.startswith("snapshot 'd' is full, not incremental with parent 'c': it has a chain of 2 parents")
 
 
 def test_a_snapshot_that_a_state_names_is_no_parent(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from support.embeddings import contents, make, train
+from support.forged import KINDS
 from support.forked import Disk, disk_path, in_process
 from support.shell import command
 from support.small_snapshots import keys_of_few_files
@@ -23,6 +24,8 @@ from support.stores import STORES, options
 from tierbed import MultiTableEmbedding, SnapshotError, StoreError
 from tierbed.snapshots import Snapshot, list_snapshots
 from tierbed.snapshots.exchange.export import export_snapshot
+
+__all__ = ["disk_path"]
 
 NAMES = ["", ".", "..", "../../x", "/tmp/x", "a/../../x", "a/b", ".hidden", "x\n", "x\0", ".tmp-x", "\\x", 201 * "x"]
 CAPABILITIES = 0x20080522  # version 3 of the interface
@@ -57,20 +60,20 @@ def without_permission(path: Path) -> None:
     obey_permissions()
     store, folder = path / "rows", path / "rows" / "snapshots"
     with open_embedding(path) as embedding:
-        for number, kind in enumerate(["full", "incremental", "checkpoint"]):
+        for number, kind in enumerate(KINDS):
             train(embedding, range(number, 100))
             embedding.save_snapshot(kind, kind)
         before = contents(embedding).tobytes()
         with mode(folder, 0o500):
-            for kind in ["full", "incremental", "checkpoint"]:
+            for kind in KINDS:
                 with pytest.raises(SnapshotError, match=r"snapshots.*Permission denied"):
                     embedding.save_snapshot("more", kind)
             with pytest.raises(SnapshotError, match=r"Permission denied"):
                 embedding.prune_snapshots(keep_last=1)
-        assert [s.name for s in list_snapshots(folder).snapshots] == ["full", "incremental", "checkpoint"]
+        assert [s.name for s in list_snapshots(folder).snapshots] == KINDS
         bucket = next((folder / "full").glob("bucket-*"))
         with mode(bucket, 0):
-            for damaged in ["full", "incremental"]:
+            for damaged in KINDS[:2]:
                 with pytest.raises(SnapshotError, match=rf"{bucket.name}.*Permission denied"):
                     embedding.load_snapshot(damaged)
                 assert command("snapshot", "verify", store, damaged) == 1
@@ -90,7 +93,7 @@ def without_permission(path: Path) -> None:
         assert command("snapshot", "save", store, "closed") == 1
         assert command("snapshot", "load", store, "full") == 1
     assert command("snapshot", "save", store, "closed") == 0
-    assert [s.name for s in list_snapshots(folder).snapshots] == ["full", "incremental", "checkpoint", "more", "closed"]
+    assert [s.name for s in list_snapshots(folder).snapshots] == [*KINDS, "more", "closed"]
     Snapshot.open(folder / "more").verify()
 
 
@@ -122,7 +125,7 @@ def test_the_folder_of_a_store_and_that_of_its_snapshots_may_be_links(tmp_path: 
     (tmp_path / "rows").symlink_to(tmp_path / "disk")
     (tmp_path / "rows" / "snapshots").symlink_to(tmp_path / "other")
     with open_embedding(tmp_path) as embedding:
-        for kind in ["full", "incremental", "checkpoint"]:
+        for kind in KINDS:
             train(embedding, range(20))
             embedding.save_snapshot(kind, kind)
         before = contents(embedding).tobytes()
@@ -157,8 +160,6 @@ def test_a_linked_snapshot_is_read_and_a_prune_removes_the_link_alone(tmp_path: 
         assert sorted(file.name for file in folder.iterdir()) == ["last", "later"]
     Snapshot.open(elsewhere).verify()
 
-
-__all__ = ["disk_path"]
 
 MB, KB = 1 << 20, 1 << 10
 LEFT = [0, 8 * KB, 60 * KB, 160 * KB]  # of what a command that writes all rows needs
@@ -241,7 +242,7 @@ def trained(path: Path, store: str, kind: str, sizes: list[int]) -> None:
 
 @FEW_OR_ALL
 @pytest.mark.parametrize("store", STORES)
-@pytest.mark.parametrize("kind", ["full", "incremental", "checkpoint"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.rotated("kind")
 def test_a_save_or_load_without_room_changes_nothing(disk_path: Path, store: str, kind: str, sizes: list[int]) -> None:
     in_process(trained, disk_path, store, "full" if kind == "checkpoint" and "ssd" not in store else kind, sizes)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from time import sleep
 
@@ -47,27 +47,27 @@ def test_items_come_in_order_and_the_source_is_closed(count: int, wanted: int) -
     assert closed == [1] * 3
 
 
-def test_tasks_are_done_in_order_and_none_after_one_that_failed() -> None:
-    def run(failing: int, error: type[Exception] | None) -> None:
-        def task(number: int) -> None:
-            if number == failing:
-                raise OSError("as planned")
-            done.append(number)
+def fail() -> None:
+    raise OSError("as planned")
 
+
+def test_tasks_are_done_in_order_and_none_after_one_that_failed() -> None:
+    def run(*tasks: Callable[[], None], error: type[Exception] | None = None) -> None:
         with TaskThread("tierbed-behind") as behind:
-            for number in range(100):
-                behind.do(partial(task, number))
+            for task in tasks:
+                behind.do(task)
             if error is not None:
                 raise error
 
     done: list[int] = []
+    tasks = [partial(done.append, number) for number in range(100)]
     with pytest.raises(OSError, match="as planned"):
-        run(3, None)
+        run(*tasks[:3], fail, *tasks[3:])
     assert done == [0, 1, 2]
-    run(-1, None)
+    run(*tasks)
     assert done == [0, 1, 2, *range(100)]
     with pytest.raises(KeyError):
-        run(-1, KeyError)
+        run(*tasks, error=KeyError)
 
 
 @pytest.mark.parametrize("slow", [False, True])
@@ -81,9 +81,6 @@ def test_all_tasks_are_done_whether_they_are_slow_or_not(slow: bool) -> None:
     do_all([])
     do_all([partial(task, number) for number in range(20)])
     assert sorted(done) == [*range(20)]
-
-    def fail() -> None:
-        raise OSError("as planned")
 
     with pytest.raises(OSError, match="as planned"):
         do_all([partial(task, 1), fail, partial(task, 2)])
