@@ -168,6 +168,7 @@ def names(snapshots: list[Snapshot]) -> list[str]:
     return [snapshot.name for snapshot in snapshots]
 
 
+Folders = pytest.TempPathFactory
 PARENTS = [None, 0, 1, None, 3, None, 3, 6]
 
 
@@ -199,12 +200,7 @@ def test_what_is_kept(tmp_path: Path, keep_last: int, keep_every: int | None, ba
 )
 @example(parents=[None, 0, None], keep_last=1, keep_every=None, base=2, after=1)  # a chain of two
 def test_whatever_is_left_at_any_instant_can_be_read(
-    tmp_path_factory: pytest.TempPathFactory,
-    parents: list[int | None],
-    keep_last: int,
-    keep_every: int | None,
-    base: int,
-    after: int,
+    tmp_path_factory: Folders, parents: list[int | None], keep_last: int, keep_every: int | None, base: int, after: int
 ) -> None:
     with StoreFolder(tmp_path_factory.mktemp("store")) as store:
         earlier = [parent if parent is not None and parent < n else None for n, parent in enumerate(parents)]

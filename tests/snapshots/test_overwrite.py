@@ -334,7 +334,7 @@ def test_a_kill_amid_a_conversion_leaves_rows_of_one_dtype_and_every_snapshot(tm
         embedding.save_snapshot("narrow")
         narrow = contents(embedding).tobytes()
     warm = Warm(convert, SHIMMED)
-    for call, stride in {"rename": 4, "sync": 6, "write": 23}.items():
+    for call, stride in {"rename": 5, "sync": 9, "write": 40}.items():
         for place, _, returned in kills(warm, tmp_path, call, stride, begun, store=store):
             listing = list_snapshots(place / "store" / "rows" / "snapshots")
             assert not listing.damaged

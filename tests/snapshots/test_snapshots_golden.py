@@ -53,7 +53,10 @@ def test_a_golden_snapshot_is_verified_loaded_and_trained_on(tmp_path: Path, nam
             assert found[int(row["table"]), int(row["key"])].tolist() == numbers.tolist()
     types = {"dtype": getattr(torch, dtype), "state_dtype": getattr(torch, states)} if dtype else {}
     with make(options(store, tmp_path), "adam" if dtype else "adagrad", **types) as embedding:
-        shutil.copytree(golden, tmp_path / "rows" / "snapshots")
+        snapshots = tmp_path / "rows" / "snapshots"
+        snapshots.mkdir(parents=True)
+        for there in PLAIN[:2] if kind == "incremental" else [kind]:
+            (snapshots / there).symlink_to(golden / there)
         embedding.load_snapshot(kind)
         assert contents(embedding).tobytes() == expected.tobytes()
         train(embedding, [1, 2, 3])

@@ -28,13 +28,7 @@ from support.exchange import FILES, VALUES, columns_of, dense, imported, whole, 
 from support.refusals import check_refusal
 from support.small_snapshots import TYPES, description, make_rows
 from support.stores import STORES, options
-from tierbed import (
-    EagerOptimizer,
-    MultiTableEmbedding,
-    make_host_mem_store_options,
-    make_table_options,
-    row_optimizer,
-)
+from tierbed import EagerOptimizer, MultiTableEmbedding, make_host_mem_store_options, make_table_options, row_optimizer
 from tierbed.engine import _core
 from tierbed.engine.errors import InputError, OptionError, SnapshotError, StoreError, TierbedError
 from tierbed.engine.options.initializers import make_constant_initializer
@@ -52,7 +46,7 @@ FOREIGN |= {"initial": [0.5, 0.5], "hyper": [0.1, 1e300, 1e-300]}
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@examples(0.8)
+@examples(0.5)
 @given(
     form=st.sampled_from([*((6, types, {}) for types in TYPES), (3, TYPES[0], {}), (5, TYPES[0], FOREIGN)]),
     key_type=st.sampled_from(["int32", "int64", "uint64"]),
