@@ -13,7 +13,6 @@ import torch
 from support.embeddings import DIM, make
 from support.shell import command
 from tierbed import load_store_options
-from tierbed.engine import _core
 from tierbed.engine.store.full import full_table_bytes
 
 FILE = """
@@ -80,7 +79,6 @@ def test_a_full_table_reports_this_memory(tmp_path: Path, capsys: pytest.Capture
     assert found["embeddings"]["rows"]["memory_bytes"]["table"] == pytest.approx(taken, rel=0.1)
 
 
-@pytest.mark.skipif(not _core.has_rocksdb, reason="no RocksDB")
 def test_a_store_on_ssd_asks_for_its_caches_and_buffers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = f'[a]\nstore = "cached_ssd"\npersistent_path = "{tmp_path}"\ncache_budget_mb = 2\nhost_cache_budget_mb = 4'
     found, _ = checked(capsys, tmp_path, text)

@@ -161,16 +161,16 @@ CASES: dict[str, tuple[str, str, Callable[[Path], None], str]] = {
 def test_forged_rows_are_refused_by_load_and_verify(sound: Sound, tmp_path: Path, types: Types, store: str) -> None:
     with make(options(store, tmp_path), "adagrad", **of_rows(types)) as embedding:
         train(embedding, range(10))
-        for case, (of, kind, forge, problem) in list(CASES.items())[TYPES.index(types) :: len(TYPES)]:
+        for of, kind, forge, problem in list(CASES.values())[TYPES.index(types) :: len(TYPES)]:
+            shutil.rmtree(tmp_path / "rows" / "snapshots", ignore_errors=True)
             snapshots = copied(sound[types][of], tmp_path)
             forge(snapshots / kind)
             refused(embedding, snapshots, kind, problem)
             if kind == "full" and of == "whole":
                 refused(embedding, snapshots, "incremental", problem)
-            train(embedding, range(20))
-            embedding.save_snapshot("after")
-            assert is_sound(snapshots, "after"), case
-            shutil.rmtree(snapshots)
+        train(embedding, range(20))
+        embedding.save_snapshot("after")
+        assert is_sound(snapshots, "after")
 
 
 def test_keys_that_are_no_int32_are_refused(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_a_graph_loads_a_checkpoint_of_relative_links_without_a_pipe(tmp_path: P
         each.rows.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS[1:])
 def test_whatever_reads_follows_links(embedding: MultiTableEmbedding, sound: Sound, tmp_path: Path, kind: str) -> None:
     snapshots = copied(sound[TYPES[0]]["whole"], tmp_path)
     expected = b"".join(rows.tobytes() for _, rows in Snapshot.open(snapshots / kind).chunks())

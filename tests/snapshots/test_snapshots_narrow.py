@@ -148,7 +148,9 @@ def test_a_number_that_no_narrow_row_can_hold_is_named_with_its_key_and_nothing_
     assert rows["embedding"].min() == -65504
 
 
-@pytest.mark.parametrize(("store", "types"), [("host", NARROW[1]), ("ssd", NARROW[3])], ids=str)
+@pytest.mark.parametrize(
+    ("store", "types"), [("ssd", NARROW[3]), pytest.param("host", NARROW[1], marks=pytest.mark.slow)]
+)
 def test_commands_on_a_store_of_narrow_rows(tmp_path: Path, store: str, types: Types) -> None:
     """Save, merge, diff, show and load, of live rows in files of rows and in RocksDB."""
     path = tmp_path / "rows"
