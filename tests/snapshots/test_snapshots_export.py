@@ -293,7 +293,7 @@ def test_libraries_read_the_same_bits(tmp_path: Path, format: str, key_type: str
         same(columns[name], kept[name].copy())
 
 
-@pytest.mark.parametrize("kind", ["full", "incremental", "checkpoint"])
+@pytest.mark.parametrize("kind", ["incremental", "checkpoint"])
 def test_every_kind_of_snapshot_of_a_trained_embedding_exports_as_a_full_one(tmp_path: Path, kind: str) -> None:
     with make(options("ssd", tmp_path), "rowwise", tables=2) as embedding:
         for step in range(3):

@@ -237,7 +237,7 @@ def behind_relative_links(folder: Path) -> None:
         file.symlink_to(os.path.relpath(target, file.parent))
 
 
-@pytest.mark.parametrize("into", ["ssd", None], ids=["store", "no store"])
+@pytest.mark.parametrize("into", ["ssd", pytest.param(None, marks=pytest.mark.slow)], ids=["store", "no store"])
 def test_a_graph_loads_a_checkpoint_of_relative_links_without_a_pipe(tmp_path: Path, into: str | None) -> None:
     graph, far = rating("device", None), tmp_path / "far" / "away"
     steps(graph, IDS[:2])

@@ -260,6 +260,7 @@ def finite(rows: NDArray[np.void], form: RowForm) -> None:
 
 @pytest.mark.parametrize("after", TYPES, ids="-".join)
 @pytest.mark.parametrize("before", TYPES, ids="-".join)
+@pytest.mark.rotated("after")
 def test_rows_of_each_type_become_those_of_each(tmp_path: Path, before: Types, after: Types) -> None:
     old = form_of(6, before)
     rows = make_rows(6, 200, seed=3, bucket=9, types=before)
