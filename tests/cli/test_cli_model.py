@@ -286,10 +286,8 @@ def at_all(path: Path) -> list[int]:
     return Model(path, HOSTS).at()
 
 
-def together(cli: Cli) -> list[str]:
-    found = cli.json("stat")["together"]
-    assert isinstance(found, list)
-    return found
+def together(cli: Cli) -> Any:
+    return cli.json("stat")["together"]
 
 
 def test_a_closed_store_leaves_with_its_live_rows_and_may_come_back(tmp_path: Path, store: Shell) -> None:

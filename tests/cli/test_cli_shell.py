@@ -12,9 +12,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.main import get_command
 
 from support import shell
 from support.places import DOCS
@@ -24,7 +26,7 @@ from support.shell import Cli
 from support.small_snapshots import save
 from tierbed import MetricsCollector, OptionError, prometheus_text
 from tierbed.cli import COMMANDS as GROUPS
-from tierbed.cli import output
+from tierbed.cli import app, output
 from tierbed.cli.watch import changes, poll
 from tierbed.snapshots.store.folder import StoreFolder
 
@@ -43,13 +45,18 @@ def cli(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_has_an_example_and_json(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert shell.command(*command.split(), "--help") == 0
-    out = capsys.readouterr().out
-    assert f"Example: tierbed {command} " in out
-    assert "--json" in out
-    if command == "snapshot load":
-        assert "All live rows are replaced" in " ".join(re.sub("[│|]", " ", out).split())
+def test_help_has_an_example_and_json(command: str) -> None:
+    found: Any = get_command(app)
+    for word in command.split():
+        found = found.commands[word]
+    assert f"Example: tierbed {command} " in found.help
+    assert any("--json" in parameter.opts for parameter in found.params)
+
+
+def test_help_of_load_says_that_all_rows_are_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shell.command("snapshot", "load", "--help") == 0
+    out = " ".join(re.sub("[│|]", " ", capsys.readouterr().out).split())
+    assert "All live rows are replaced, so other tables' rows are lost" in out
 
 
 def test_the_page_of_the_command_line_lists_every_command() -> None:

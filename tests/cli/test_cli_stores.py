@@ -23,7 +23,6 @@ from tierbed.snapshots.store.folder import StoreFolder
 
 pytestmark = pytest.mark.skipif(not _core.has_rocksdb, reason="no RocksDB")
 Trained = Callable[..., bytes]
-LIVE = ["device", "ssd"]  # the ways that live rows are kept
 
 
 @pytest.fixture
@@ -114,13 +113,10 @@ def test_weights_alone_can_be_trained(cli: Cli, tmp_path: Path, trained: Trained
         train(embedding, [1, 2, 3])
 
 
-@pytest.mark.parametrize("store", LIVE)
-def test_a_row_is_that_of_the_engine_and_of_each_snapshot(cli: Cli, trained: Trained, store: str) -> None:
-    live = trained(store)
-    if store == "ssd":
-        cli.json("save", "files", "--kind", "checkpoint")
-    whole = {None: live}
-    for name in ["full", "more"] + ["files"] * (store == "ssd"):
+def test_a_row_is_that_of_the_engine_and_of_each_snapshot(cli: Cli, trained: Trained) -> None:
+    whole = {None: trained("ssd")}
+    cli.json("save", "files", "--kind", "checkpoint")
+    for name in ("full", "more", "files"):
         snapshot = Snapshot.open(cli.store / "snapshots" / name)
         whole[name] = b"".join(rows.tobytes() for _, rows in snapshot.chunks())
     for name, data in whole.items():
