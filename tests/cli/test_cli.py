@@ -1,18 +1,23 @@
+"""The command line on one store of small snapshots: what it lists, inspects, verifies, loads and compares."""
+
 from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from support.embeddings import make, train
-from support.scripts import run_python, run_script
 from support.shell import Cli, command
-from support.small_snapshots import chunked, description, joined, make_buckets, make_rows, save
+from support.small_snapshots import chunked, description, flip_bit, joined, make_buckets, make_rows, save
 from support.stores import options
+from tierbed import __version__
 from tierbed.snapshots import Snapshot, write_incremental, write_snapshot
 from tierbed.snapshots.files.format import FILES, LIVE, snapshot_id
 from tierbed.snapshots.inspection.summary import NORM_EDGES, summarise
@@ -32,20 +37,17 @@ def cli(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
     return Cli(path, capsys)
 
 
-def test_saved_rows_are_the_live_rows(cli: Cli) -> None:
-    entry = cli.json("save", "a")
-    assert {field: entry[field] for field in ("name", "rows", "step")} == {"name": "a", "rows": 30, "step": 12}
-    snapshot = Snapshot.open(cli.store / "snapshots" / "a")
-    assert joined(snapshot.chunks()) == joined(Snapshot.open(cli.store / "live").chunks())
-    assert snapshot.description == description()
+def test_loaded_rows_become_the_live_rows_with_their_own_step_and_optimizer(cli: Cli) -> None:
+    cli.json("save", "before")
+    live = joined(Snapshot.open(cli.store / "live").chunks())
+    assert joined(Snapshot.open(cli.store / "snapshots" / "before").chunks()) == live
+    save(cli.store / "snapshots" / "a", {7: 40}, step=99, optimizer="shampoo")
     with StoreFolder(cli.store) as store:
         assert store.clean_marker == description() | MARKED
-
-
-def test_loaded_rows_become_the_live_rows_with_their_own_step_and_optimizer(cli: Cli) -> None:
-    save(cli.store / "snapshots" / "a", {7: 40}, step=99, optimizer="shampoo")
-    code, out, _ = cli.run("load", "a")
-    assert (code, out.startswith("loaded a: 40 rows")) == (0, True)
+        store.clear_clean_marker()
+    assert "not clean" in cli.fails("save", "b")
+    assert not (cli.store / "snapshots" / "b").exists()
+    assert cli.says("load", "a").startswith("loaded a: 40 rows")
     rows = joined(Snapshot.open(cli.store / "snapshots" / "a").chunks())
     with StoreFolder(cli.store) as store:
         assert joined(Snapshot.open(store.live).chunks()) == rows
@@ -56,26 +58,13 @@ def test_loaded_rows_become_the_live_rows_with_their_own_step_and_optimizer(cli:
     assert cli.json("save", "b")["step"] == 99
 
 
-def test_load_repairs_a_store_that_was_not_closed_and_save_refuses_it(cli: Cli) -> None:
-    save(cli.store / "snapshots" / "a")
-    with StoreFolder(cli.store) as store:
-        store.clear_clean_marker()
-    assert "not clean" in cli.fails("save", "b")
-    assert not (cli.store / "snapshots" / "b").exists()
-    cli.json("load", "a")
-    cli.json("save", "b")
-
-
 def test_damaged_or_foreign_snapshot_leaves_the_live_rows(cli: Cli) -> None:
     live = joined(Snapshot.open(cli.store / "live").chunks())
     save(cli.store / "snapshots" / "wide", width=8)
     save(cli.store / "snapshots" / "bad")
-    with (cli.store / "snapshots" / "bad" / "bucket-63.npy").open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        file.write(b"\xee")
-    assert "of another table" in cli.fails("load", "wide")
-    assert "bucket-63.npy' is damaged: its checksum" in cli.fails("load", "bad")
-    assert "existing ones: 'bad', 'wide'" in cli.fails("load", "missing")
+    flip_bit(cli.store / "snapshots" / "bad" / "bucket-63.npy", 8 * 256)
+    for name, said in (("wide", "of another table"), ("bad", "bucket-63.npy' is damaged"), ("none", "'bad', 'wide'")):
+        assert said in cli.fails("load", name)
     assert joined(Snapshot.open(cli.store / "live").chunks()) == live
     with StoreFolder(cli.store) as store:
         assert store.clean_marker is not None
@@ -83,25 +72,24 @@ def test_damaged_or_foreign_snapshot_leaves_the_live_rows(cli: Cli) -> None:
 
 
 def test_store_in_use_is_refused(cli: Cli) -> None:
+    prune = ["prune", "--keep-last", "1"]
     with StoreFolder(cli.store):
-        for word, *more in (["save"], ["load"], ["merge", "b"], ["store get"]):
-            assert f"in use by process {os.getpid()}" in cli.fails(word, "1", *more, code=3)
-        assert "in use by process" in cli.fails("prune", "--keep-last", "1", code=3)
-        assert "in use by process" in cli.fails("store compact", code=3)
+        for words in (["save", "1"], ["load", "1"], ["merge", "1", "b"], ["store get", "1"], prune, ["store compact"]):
+            assert f"in use by process {os.getpid()}" in cli.fails(*words, code=3)
         assert "in use" in cli.json("load", "a", code=3)["error"]
 
 
-def test_mistyped_store_is_not_created(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistyped_store_is_told_in_a_line_of_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "other").mkdir()
     for path in (tmp_path / "typo", tmp_path / "other"):
-        for arguments in (["save", "a"], ["load", "a"], ["list"], ["inspect", "a"], ["verify"]):
-            assert "is not a store folder" in Cli(path, capsys).fails(*arguments)
+        for words in (["save", "a"], ["load", "a"], ["list"], ["inspect", "a"], ["verify"], ["watch"]):
+            code, out, _ = Cli(path, capsys).run(*words, "--json")
+            assert (code, out.count("\n")) == (1, 1)
+            assert "is not a store folder" in json.loads(out)["error"]
     assert [entry.name for entry in tmp_path.rglob("*")] == ["other"]
 
 
-def test_an_import_takes_a_dtype_and_all_that_shows_rows_names_it(
-    cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_import_takes_a_dtype_which_is_shown(cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = np.linspace(-1, 1, 9, dtype=np.float32).reshape(3, 3)
     np.save(tmp_path / "rows.npy", values)
     new = Cli(tmp_path / "new", capsys)
@@ -125,26 +113,28 @@ def test_an_import_takes_a_dtype_and_all_that_shows_rows_names_it(
     assert (imported["dtype"], imported["state_dtype"]) == ("bfloat16", "float32")
     assert "bfloat16, state float32" in other.says("list")
     assert other.json("import", "same", source)["dtype"] == "float32"
+    other.json("load", "narrow")
+    assert "--convert" in other.fails("load", "same")
+    assert other.json("load", "same", "--convert")["rows"] == 3
     overflow = other.fails("import", "less", source, "--dtype", "float16")
     assert "1e+06 for key 3, which overflows float16; give smaller numbers, or dtype=torch.float32" in overflow
 
 
-def test_list_shows_sound_and_damaged_snapshots(cli: Cli) -> None:
+def test_list_shows_sound_and_damaged_snapshots_and_no_description_drives_the_terminal(cli: Cli) -> None:
     assert cli.json("list") == {"snapshots": [], "damaged": {}}
     save(cli.store / "snapshots" / "[red]b", step=5)
-    save(cli.store / "snapshots" / "a", step=6)
+    save(cli.store / "snapshots" / "a", step=6, name="\x1b[2Jusers", tables=["\x1b]0;x\x07", "\x9b", None])
     entries = cli.json("list")["snapshots"]
     assert [(entry["name"], entry["rows"], entry["step"]) for entry in entries] == [("[red]b", 30, 5), ("a", 30, 6)]
-    code, out, _ = cli.run("list")
+    out = cli.says("list")
     lines = [line.split() for line in out.splitlines()]
-    assert code == 0
     assert lines[0] == ["name", "kind", "parent", "dtype", "rows", "size", "step", "age"]
     assert [line[:4] for line in lines[1:]] == [["[red]b", "full", "float32", "30"], ["a", "full", "float32", "30"]]
+    for shown in (out, cli.says("inspect", "a"), cli.says("inspect", "a", "--json")):
+        assert "\x1b" not in shown
     (cli.store / "snapshots" / "a" / "manifest.msgpack").unlink()
     code, out, err = cli.run("list")
-    assert code == 1
-    assert "[red]b" in out
-    assert "damaged: a:" in err
+    assert (code, "[red]b" in out, "damaged: a:" in err) == (1, True, True)
 
 
 def test_a_snapshot_whose_link_leads_nowhere_is_listed_as_damaged(cli: Cli, tmp_path: Path) -> None:
@@ -167,70 +157,39 @@ def test_inspect_counts_rows_and_updates(cli: Cli) -> None:
     rows = [row for bucket in make_buckets(6, COUNTS).values() for row in bucket]
     updates = sorted(int(row["updates"]) for row in rows)
     summary = cli.json("inspect", "a")
-    tables = [int(row["table"]) for row in rows]
-    assert summary["rows_by_table"] == {str(table): tables.count(table) for table in sorted(set(tables))}
-    assert summary["updates"] == {"min": updates[0], "median": updates[(len(updates) - 1) // 2], "max": updates[-1]}
+    assert summary["rows_by_table"] == dict(sorted(Counter(str(row["table"]) for row in rows).items()))
+    spread = {"min": updates[0], "median": updates[(len(updates) - 1) // 2], "max": updates[-1]}
+    assert summary["updates"] == spread
     clips = {"clip_grad_value": 0.0, "clip_grad_row_norm": 0.0}
     hyper = {"lr": 0.1, "weight_decay": 0.0, "maximize": 0.0, "eps": 1e-10, **clips}
     assert summary["description"] == description(hyper=hyper)
-    code, out, _ = cli.run("inspect", "a")
-    assert code == 0
-    lines = dict(line.split(maxsplit=1) for line in out.splitlines())
+    lines = dict(line.split(maxsplit=1) for line in cli.says("inspect", "a").splitlines())
     assert (lines["name"], lines["embedding"], lines["optimizer"], lines["step"]) == ("a", "users", "adagrad", "12")
-    assert lines["updates"] == f"min: {updates[0]}, median: {summary['updates']['median']}, max: {updates[-1]}"
+    assert lines["updates"] == ", ".join(f"{name}: {count}" for name, count in spread.items())
 
 
-def test_inspect_of_an_empty_snapshot(cli: Cli) -> None:
-    save(cli.store / "snapshots" / "none", {})
-    summary = cli.json("inspect", "none")
-    assert (summary["rows"], summary["rows_by_table"], summary["updates"]) == (0, {}, None)
-
-
-def test_description_of_a_foreign_file_cannot_drive_the_terminal(cli: Cli) -> None:
-    save(cli.store / "snapshots" / "a", name="\x1b[2Jusers", tables=["\x1b]0;x\x07", "\x9b", None])
-    for arguments in (["inspect", "a"], ["inspect", "a", "--json"], ["list"]):
-        code, out, _ = cli.run(*arguments)
-        assert code == 0
-        assert "\x1b" not in out
-
-
-def test_verify_names_every_damaged_snapshot(cli: Cli) -> None:
-    for name in ("a", "b", "c"):
-        save(cli.store / "snapshots" / name)
-    assert cli.json("verify") == {"sound": ["a", "b", "c"], "damaged": {}}
-    os.truncate(cli.store / "snapshots" / "a" / "bucket-05.npy", 10)
-    os.truncate(cli.store / "snapshots" / "b" / "manifest.msgpack", 10)
-    code, out, err = cli.run("verify")
-    assert (code, out) == (1, "sound: c\n")
-    assert "bucket-05.npy" in err
-    assert "manifest.msgpack" in err
-    code, out, _ = cli.run("verify", "--json")
-    assert (code, list(json.loads(out)["damaged"])) == (1, ["b", "a"])
-    assert cli.run("verify", "a")[0] == 1
-    assert cli.run("verify", "c")[0] == 0
-
-
-def test_verify_of_some_names_tells_what_they_go_over(cli: Cli) -> None:
+def test_verify_names_every_damaged_snapshot_and_what_it_goes_over(cli: Cli) -> None:
     snapshots = cli.store / "snapshots"
-    save(snapshots / "base")
-    save(snapshots / "other")
-    parent = Snapshot.open(snapshots / "base")
-    write_incremental(snapshots / "next", parent, description(), 30, iter([]))
+    for name in ("base", "b", "other"):
+        save(snapshots / name)
+    write_incremental(snapshots / "next", Snapshot.open(snapshots / "base"), description(), 30, iter([]))
+    assert cli.json("verify") == {"sound": ["base", "b", "other", "next"], "damaged": {}}
     assert cli.json("verify", "next", "other", "next") == {"sound": ["next", "other"], "damaged": {}}
     os.truncate(snapshots / "base" / "bucket-05.npy", 10)
-    code, out, err = cli.run("verify", "next", "other")
+    os.truncate(snapshots / "b" / "manifest.msgpack", 10)
+    code, out, err = cli.run("verify")
     assert (code, out) == (1, "sound: other\n")
-    assert "damaged: base: " in err
-    assert "damaged: next: its parent 'base' is damaged" in err
+    for said in ("bucket-05.npy", "manifest.msgpack", "damaged: base: ", "damaged: next: its parent 'base' is damaged"):
+        assert said in err
+    assert set(json.loads(cli.run("verify", "--json")[1])["damaged"]) == {"b", "base", "next"}
+    assert [cli.run("verify", name)[0] for name in ("base", "next", "other")] == [1, 1, 0]
     (snapshots / "base").rename(snapshots / "elsewhere")
     code, _, err = cli.run("verify", "next")
-    assert code == 1
-    assert "lacks its parent: there is no snapshot 'base'" in err
+    assert (code, "lacks its parent: there is no snapshot 'base'" in err) == (1, True)
     assert "no snapshot 'missing'" in cli.fails("verify", "missing")
 
 
 def test_inspect_shows_rows_and_draws_them(cli: Cli, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     cli.json("save", "a")
     first = cli.json("inspect", "a", "--rows", "3")["first_rows"]
     rows = make_buckets(6, COUNTS)[0][:3]
@@ -238,11 +197,14 @@ def test_inspect_shows_rows_and_draws_them(cli: Cli, tmp_path: Path) -> None:
     assert first[0].keys() == {"table", "key", "embedding", "states", "updates", "step"}
     assert (len(first[0]["embedding"]), len(first[0]["states"]["sum"])) == (3, 3)
     save(cli.store / "snapshots" / "none", {})
+    summary = cli.json("inspect", "none")
+    assert (summary["rows"], summary["rows_by_table"], summary["updates"]) == (0, {}, None)
+    pytest.importorskip("matplotlib")
     for name in ("a", "none"):
         cli.says("inspect", name, "--plot", str(tmp_path / f"{name}.png"))
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert "is not a picture" in cli.fails("inspect", "a", "--plot", str(tmp_path / "a.picture"))
-    assert "create it first" in cli.fails("inspect", "a", "--plot", str(tmp_path / "no" / "a.png"))
+    for place, said in (("a.picture", "is not a picture"), ("no/a.png", "create it first")):
+        assert said in cli.fails("inspect", "a", "--plot", str(tmp_path / place))
 
 
 def test_norms_are_of_the_embeddings_that_are_finite(cli: Cli) -> None:
@@ -262,54 +224,111 @@ def test_norms_are_of_the_embeddings_that_are_finite(cli: Cli) -> None:
         assert NORM_EDGES[place + 1] < 1.002 * NORM_EDGES[place]
 
 
-def test_wrong_usage_exits_with_2() -> None:
-    for arguments in (
-        ["snapshot", "save"],
-        ["snapshot", "nothing"],
-        ["nothing"],
-        ["snapshot", "list", "x", "--nothing"],
-    ):
-        assert command(*arguments) == 2
-
-
-def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
-    from tierbed import __version__
-
+def test_wrong_usage_exits_with_2_and_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    for line in ("snapshot save", "snapshot nothing", "nothing", "snapshot list x --nothing"):
+        assert command(*line.split()) == 2
+    capsys.readouterr()
     assert (command("--version"), capsys.readouterr().out) == (0, f"tierbed {__version__}\n")
 
 
-def test_importing_snapshots_does_not_import_the_command_line_tool() -> None:
-    script = "import sys, tierbed.snapshots; print('typer' in sys.modules, 'tierbed.cli' in sys.modules)"
-    assert run_python(script) == "False False\n"
+@pytest.fixture
+def compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """On a store with snapshot "before", of finite rows."""
+    write(tmp_path, "before", rows())
+    return Cli(tmp_path, capsys)
 
 
-def test_load_killed_at_any_instant_leaves_rows_that_are_marked_as_what_they_are(cli: Cli) -> None:
-    for step in (1, 2):
-        save(cli.store / "snapshots" / str(step), dict.fromkeys(range(0, 64, 5), 100 * step), step=step)
-    script = (
-        "import os, random, signal, sys, time; from pathlib import Path\n"
-        "from tierbed.snapshots.store.folder import StoreFolder\n"
-        "from tierbed.snapshots.store.closed_store import load_into_stores; from tierbed.snapshots import Snapshot\n"
-        "from tierbed.snapshots.files.format import snapshot_id\n"
-        "path = Path(sys.argv[1])\n"
-        "with StoreFolder(path) as store: load_into_stores([store], [Snapshot.open(store.snapshots / '2')])\n"
-        "for round in range(15):\n"
-        "    loader = os.fork()\n"
-        "    while loader == 0:\n"
-        "        for step in '12':\n"
-        "            with StoreFolder(path) as store:\n"
-        "                load_into_stores([store], [Snapshot.open(store.snapshots / step)])\n"
-        "    time.sleep(random.uniform(0.02, 0.1))\n"
-        "    os.kill(loader, signal.SIGKILL); os.waitpid(loader, 0)\n"
-        "    with StoreFolder(path) as store:\n"
-        "        mark = store.clean_marker\n"
-        "        if mark is not None:\n"
-        "            live = Snapshot.open(store.live); live.verify()\n"
-        "            assert mark.pop('live_files') == snapshot_id(store.live)\n"
-        "            assert mark.pop('version') in [f'{snapshot_id(one)}:0' for one in store.snapshots.iterdir()]\n"
-        "            assert mark == live.description | {'live': 'rows', 'rows': live.manifest.rows}\n"
-        "    print('marked' if mark else 'unmarked')\n"
-    )
-    assert run_script(script, cli.store).stdout.count("marked\n") == 15
-    cli.json("load", "1")
-    assert cli.json("save", "after")["step"] == 1
+def rows(seed: int = 0) -> dict[int, NDArray[np.void]]:
+    buckets = make_buckets(6, COUNTS)
+    for bucket in buckets.values():
+        bucket["values"] = np.random.default_rng(seed).normal(size=bucket["values"].shape)
+    return buckets
+
+
+def write(store: Path, name: str, buckets: dict[int, NDArray[np.void]], **changes: Any) -> None:
+    write_snapshot(store / "snapshots" / name, description(**changes), chunked(buckets, 4))
+
+
+def different(compared: Cli, *names: str) -> Any:
+    """The document of a diff that finds one."""
+    found = json.loads(compared.says("diff", *names, "--json", code=1))
+    assert found["differs"]
+    return found
+
+
+def test_the_same_rows_do_not_differ(compared: Cli) -> None:
+    write(compared.store, "after", rows())
+    found = compared.json("diff", "before", "after")
+    assert (found["differs"], found["same"], found["fields"], found["rows"]) == (False, 30, {}, [])
+    assert compared.says("diff", "before", "after") == "the same: 30 rows\n"
+
+
+def test_added_changed_and_gone_rows_are_counted_by_table_and_shown(compared: Cli) -> None:
+    buckets = rows()
+    gone, changed = buckets[0][3].copy(), buckets[0][7].copy()
+    buckets[0]["values"][7, 1] += 2.5
+    buckets[0]["values"][7, 4] -= 0.5  # of the state
+    buckets[0] = np.delete(buckets[0], 3)
+    buckets[9] = make_buckets(6, {9: 1})[9]
+    added = buckets[9][0]
+    buckets[63]["step"][2] += 1
+    write(compared.store, "after", dict(sorted(buckets.items())), step=13)
+    found = different(compared, "before", "after")
+    assert (found["added"], found["changed"], found["gone"], found["same"]) == (1, 2, 1, 27)
+    assert found["by_table"]["added"] == {str(added["table"]): 1}
+    assert found["by_table"]["gone"] == {str(gone["table"]): 1}
+    assert found["largest"]["embedding"] == pytest.approx(2.5)
+    assert found["largest"]["sum"] == pytest.approx(0.5)
+    assert found["fields"] == {"step": [12, 13]}
+    shown = {(row["sort"], row["table"], row["key"] % 2**64): row["largest"] for row in found["rows"]}
+    assert shown.keys() >= {("gone", gone["table"], gone["key"]), ("added", added["table"], added["key"])}
+    assert shown["changed", changed["table"], changed["key"]] == pytest.approx(2.5)
+    out = compared.says("diff", "before", "after", "--rows", "1", code=1)
+    assert all(part in out for part in ("27 rows are the same", "step  12 -> 13", "and 3 more"))
+
+
+def test_nan_is_the_same_as_itself_and_infinitely_far_from_numbers(compared: Cli) -> None:
+    buckets = rows()
+    buckets[63]["values"][1, 0] = np.nan
+    write(compared.store, "nan", buckets)
+    buckets[63]["values"][2, 4] += 1
+    write(compared.store, "later", buckets)
+    found = different(compared, "before", "nan")
+    assert (found["changed"], found["largest"]["embedding"], found["rows"][0]["largest"]) == (1, "inf", "inf")
+    found = different(compared, "nan", "later")
+    assert (found["changed"], found["largest"]["embedding"]) == (1, 0.0)
+    assert found["largest"]["sum"] == pytest.approx(1)
+
+
+def test_rows_of_another_optimizer_are_compared_by_their_embeddings(compared: Cli) -> None:
+    buckets = {}
+    for bucket, wide in rows().items():
+        buckets[bucket] = make_buckets(3, {bucket: len(wide)})[bucket]
+        for field in ("table", "key", "updates", "step"):
+            buckets[bucket][field] = wide[field]
+        buckets[bucket]["values"] = wide["values"][:, :3]
+    changes = {"optimizer": "sgd", "hyper": [0.1, 0.0, 0.0, 0.0, 0.0]}
+    write_snapshot(compared.store / "snapshots" / "bare", description(3, **changes), chunked(buckets))
+    found = different(compared, "before", "bare")
+    assert (found["changed"], found["same"], found["largest"]) == (30, 0, {"embedding": 0.0})
+    assert {"optimizer", "states", "width"} <= found["fields"].keys()
+
+
+def test_settings_of_an_optimizer_differ_by_their_names_or_as_numbers(compared: Cli) -> None:
+    write(compared.store, "after", rows(), hyper=[0.05, 0.0, 0.0, 1e-10, 0.0, 1.0])
+    fields = different(compared, "before", "after")["fields"]
+    assert fields == {"hyper": [{"lr": 0.1, "clip_grad_row_norm": 0.0}, {"lr": 0.05, "clip_grad_row_norm": 1.0}]}
+    assert '{"lr": 0.1, "clip_grad_row_norm": 0.0} -> {"lr": 0.05' in compared.says("diff", "before", "after", code=1)
+    for name, lr in (("other", 0.1), ("another", 0.2)):
+        write(compared.store, name, rows(), optimizer="shampoo", hyper=[lr, 3.0])
+    assert different(compared, "other", "another")["fields"] == {"hyper": [[0.1, 3.0], [0.2, 3.0]]}
+    assert compared.json("inspect", "other")["description"]["hyper"] == [0.1, 3.0]
+
+
+def test_what_cannot_be_compared_exits_with_2(compared: Cli) -> None:
+    save(compared.store / "snapshots" / "other", width=8)
+    write(compared.store, "damaged", rows())
+    (compared.store / "snapshots" / "damaged" / "bucket-05.npy").unlink()
+    assert "their columns is [3] and [4]" in compared.fails("diff", "before", "other", code=2)
+    assert "bucket-05.npy" in compared.fails("diff", "before", "damaged", code=2)
+    assert "there is no snapshot 'missing'" in compared.json("diff", "missing", "before", code=2)["error"]

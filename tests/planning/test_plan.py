@@ -1,10 +1,13 @@
-"""Stack distances against their definition, and what `plan` says of arguments and prints."""
+"""What `plan` predicts: against definitions, a count of sets and hashes, and the caches of the engine."""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,13 +17,17 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from support import naive
-from tierbed import InputError, OptionError, plan
+from support.caches import PLACE_BYTES
+from support.embeddings import DIM, attach, make, train
+from support.refusals import Refusal, check_refusal
+from support.stores import options
+from tierbed import InputError, MultiTableEmbedding, OptionError, plan
 from tierbed.engine import _core
 from tierbed.engine.optim.row_state import RowState
 from tierbed.engine.options.initializers import make_constant_initializer
 from tierbed.engine.options.table_spec import table_spec
-from tierbed.planning.plan import Plan
-from tierbed.planning.stack_distance import Sample, depths, hash_rows
+from tierbed.planning.plan import Plan, RankPlan
+from tierbed.planning.stack_distance import Sample, depths
 
 Row = tuple[int, int]  # table, key
 
@@ -55,26 +62,17 @@ def sample_of(batches: list[list[Row]], most: int = 1 << 20) -> Sample:
 def test_depths_are_those_of_the_definition(batches: list[list[Row]]) -> None:
     uses = sample_of(batches).uses()
     found = depths(uses)
-    rows = sorted({row for batch in batches for row in batch})
-    hashes = {naive.hash_row(table, key): (table, key) for table, key in rows}
-    assert len(hashes) == len(rows) == len(set(uses.row.tolist()))
+    hashes = {naive.hash_row(*row): row for batch in batches for row in batch}  # the engine's
     numbered = [row for _, row in sorted(hashes.items())]  # as rows are numbered
+    assert len(numbered) == len(set(uses.row.tolist()))
+    columns = uses.batch, uses.row, found.before, found.newer, found.tied
     mine = {
-        (int(batch), numbered[int(row)]): None if before < 0 else (int(newer), int(tied))
-        for batch, row, before, newer, tied in zip(
-            uses.batch, uses.row, found.before, found.newer, found.tied, strict=True
-        )
+        (batch, numbered[row]): None if before < 0 else (newer, tied)
+        for batch, row, before, newer, tied in zip(*(column.tolist() for column in columns), strict=True)
     }
     wanted = [(number, row) for number, batch in enumerate(batches) for row in sorted(set(batch))]
     assert [mine[use] for use in wanted] == naive_depths(batches)
     assert len(mine) == len(wanted)
-
-
-def test_hashes_are_the_engines() -> None:
-    tables, keys = np.array([0, 1, 7], np.uint32), np.array([0, 2**64 - 1, 12345], np.uint64)
-    assert hash_rows(tables, keys).tolist() == [
-        naive.hash_row(int(table), int(key)) for table, key in zip(tables, keys, strict=True)
-    ]
 
 
 def test_a_bounded_sample_keeps_all_uses_of_the_rows_that_it_keeps() -> None:
@@ -144,10 +142,9 @@ def test_sampling_a_share_of_the_rows_moves_the_curve_little() -> None:
 def test_a_plan_prints_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = plan(zipf(40_000, 6000, 20), dim=8, state=0)
     text = repr(made)
-    assert (
-        f"{int(made.seen.sum())} different ones in all\n81 bytes a cached row: 8 numbers and 0 of optimizer state"
-        in text
-    )
+    assert f"{int(made.seen.sum())} different ones in all\n81 bytes a cached row: 8 numbers and 0 of" in text
+    assert "cache_budget_mb" in text
+    assert "fewer than 4096 rows are not predicted" in repr(plan([np.arange(4095)], 4, 4))
     assert f"{made.hit_rate(rows=round(made.seen.sum() / 2)):.1%}" in text
     made.plot(tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
@@ -158,84 +155,194 @@ def test_a_plan_prints_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         made.plot(tmp_path / "none.png")
 
 
-def test_a_plan_of_few_rows_says_why_it_prints_no_sizes() -> None:
-    assert "fewer than 4096 rows are not predicted" in repr(plan([np.arange(4095)], 4, 4))
-    assert "cache_budget_mb" in repr(plan([np.arange(4096)], 4, 4))
+def test_a_row_has_the_bytes_of_its_line() -> None:
+    half, single, bfloat = torch.float16, torch.float32, torch.bfloat16
+    cases = (bfloat, single, 128, 1), (half, bfloat, 16, 16), (bfloat, bfloat, 7, 15), (single, bfloat, 5, 10)
+    for dtype, state_dtype, dim, state in cases:
+        made = plan([torch.arange(2000)], dim, state, dtype=dtype, state_dtype=state_dtype)
+        name = str(state_dtype).removeprefix("torch.")
+        widths = (dim,) * (state // dim) + (1,) * (state % dim)
+        narrow = (name,) * (state // dim) + ("float32",) * (state % dim) if name != "float32" else ()
+        spec = table_spec("rows", dim, torch.int64, [make_constant_initializer(0.0)], None, 0, dtype, state_dtype)
+        names = tuple(map(str, range(len(widths))))
+        layout = spec.layout(RowState("rule", names, widths, (0.0,) * len(widths), narrow))
+        assert made.line_bytes == layout.line_bytes
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"dim": 0}, "dim=0"),
-        ({"dim": 4, "state": -1}, "state=-1"),
-        ({"dim": 4, "tables": 2.0}, "tables=2.0"),
-        ({"dim": 4, "samples": 10}, "samples=10"),
-        ({"dim": 4, "padding_idx": "no"}, "padding_idx='no'"),
-        ({"dim": 4, "warmup": True}, "warmup=True"),
-    ],
-)
-def test_wrong_arguments(arguments: dict[str, object], message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        plan([np.arange(3)], **{"state": 0, **arguments})  # type: ignore[arg-type]
+TABLES, PADDING = 3, 5
 
 
-@pytest.mark.parametrize(
-    ("trace", "message"),
-    [
-        ([], "no rows in 0 batches"),
-        ([np.arange(4).reshape(2, 2), np.zeros((2, 2))], "batch 1 of trace: ids are float64"),
-        ([np.arange(3)], r"batch 0 of trace: ids of shape \(3,\) are not \(..., 2\)"),
-        ([(np.arange(3), np.arange(2))], "do not broadcast"),
-        ([(np.arange(3), np.array([0, 1, 2]))], "table ids from 0 to 2"),
-    ],
-)
-def test_wrong_batches(trace: list[object], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        plan(trace, dim=4, state=0, tables=2)
+def ranks_of(trace: list[Any], size: int, tables: int = TABLES, warmup: int = 0) -> RankPlan:
+    made = plan(trace, dim=6, state=0, tables=tables, padding_idx=PADDING, warmup=warmup, world_size=size)
+    assert made.ranks is not None
+    return made.ranks
 
 
-def test_wrong_questions() -> None:
-    made: Plan = plan([(np.arange(100), 0)], dim=4, state=0, tables=2)
-    with pytest.raises(OptionError, match="give exactly one"):
-        made.hit_rate()
-    with pytest.raises(OptionError, match="give exactly one"):
-        made.hit_rate(rows=4096, budget_mb=1)
-    with pytest.raises(OptionError, match=r"budget_mb=0\.01: give a number of MiB >= 0\.2"):
-        made.hit_rate(budget_mb=0.01)
-    with pytest.raises(OptionError, match="rows=1000"):
-        made.hit_rate(rows=1000)
-    with pytest.raises(OptionError, match="table=2: tables run from 0 to 1"):
-        made.curve(2)
-    with pytest.raises(OptionError, match="no ids for it"):
-        made.hit_rate(rows=4096, table=1)
-    with pytest.raises(OptionError, match="points=1"):
-        made.curve(points=1)
+def owner(row: Row, size: int) -> int:
+    return (naive.hash_row(*row) >> 34 & 0xFFFF) * size >> 16
 
 
-@pytest.mark.parametrize(
-    ("dtype", "state_dtype", "dim", "state"),
-    [
-        (torch.bfloat16, torch.float32, 128, 1),
-        (torch.float16, torch.bfloat16, 16, 16),
-        (torch.bfloat16, torch.bfloat16, 7, 15),
-        (torch.float32, torch.bfloat16, 5, 10),
-    ],
-)
-def test_bytes_of_a_row_are_those_of_its_line(
-    dtype: torch.dtype, state_dtype: torch.dtype, dim: int, state: int
-) -> None:
-    made = plan([torch.arange(2000)], dim, state, dtype=dtype, state_dtype=state_dtype)
-    types = (dtype, state_dtype)
-    names = tuple(str(one).removeprefix("torch.") for one in types)
-    widths = (dim,) * (state // dim) + (1,) * (state % dim)
-    narrow = (names[1],) * (state // dim) + ("float32",) * (state % dim) if names[1] != "float32" else ()
-    spec = table_spec("rows", dim, torch.int64, [make_constant_initializer(0.0)], None, 0, *types)
-    layout = spec.layout(RowState("rule", tuple(map(str, range(len(widths)))), widths, (0.0,) * len(widths), narrow))
-    assert made.line_bytes == layout.line_bytes
+def parts_of(batch: NDArray[np.int64], size: int) -> list[set[Row]]:
+    """The distinct rows that each rank looks up, of ids [samples, TABLES]."""
+    given_parts = [part.numpy() for part in torch.from_numpy(batch).chunk(size)]
+    parts = [{(t, int(row[t])) for row in part for t in range(TABLES) if row[t] != PADDING} for part in given_parts]
+    return parts + [set()] * (size - len(parts))
 
 
-def test_a_dtype_that_rows_cannot_have_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"dtype=torch\.int8: "):
-        plan([torch.arange(2000)], 8, 0, dtype=torch.int8)
-    with pytest.raises(OptionError, match=r"state_dtype=torch\.float16"):
-        plan([torch.arange(2000)], 8, 8, state_dtype=torch.float16)
+@given(st.integers(1, 5), st.lists(st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3)), max_size=4))
+def test_rows_and_bytes_of_each_pair_are_those_of_a_count_by_hand(size: int, drawn: list[list[list[int]]]) -> None:
+    trace = [np.array(batch, np.int64).reshape(-1, TABLES) for batch in [*drawn, [[1, 2, 3]]]]
+    ids, owned = np.zeros((size, size), np.int64), np.zeros(size, np.int64)
+    for batch in trace:
+        parts = parts_of(batch, size)
+        for rank, part in enumerate(parts):
+            for row in part:
+                ids[rank, owner(row, size)] += 1
+        for row in set().union(*parts):
+            owned[owner(row, size)] += 1
+    ranks = ranks_of(trace, size)
+    assert ranks.ids.tolist() == ids.tolist()
+    assert ranks.rows.tolist() == owned.tolist()
+    assert ranks.lookups.sum() == sum((batch != PADDING).sum() for batch in trace)
+    assert ranks.dedup == ranks.lookups.sum() / ids.sum()
+    assert ranks.skew == pytest.approx(ids.sum(0).max() / ids.sum(0).mean())
+    travel = ids * (16 + 2 * 6) + ids.T * (4 * 6)
+    np.fill_diagonal(travel, 0)
+    assert ranks.bytes(grads=torch.float16).tolist() == travel.tolist()
+
+
+def test_one_table_sends_no_table_ids_and_the_warmup_is_not_counted() -> None:
+    trace = [torch.arange(100), torch.arange(50), torch.arange(50)]
+    ranks = ranks_of(trace, 2, tables=1, warmup=1)
+    first, second = ({key for key in keys if key != PADDING} for keys in (range(25), range(25, 50)))
+    away = sum(owner((0, key), 2) == 1 for key in first), sum(owner((0, key), 2) == 0 for key in second)
+    assert ranks.batches == 2
+    assert ranks.bytes().tolist() == [
+        [0, 2 * (away[0] * (8 + 4 * 6) + away[1] * 4 * 6)],
+        [2 * (away[1] * (8 + 4 * 6) + away[0] * 4 * 6), 0],
+    ]
+
+
+def test_table_ids_go_with_their_part() -> None:
+    ids = np.arange(10).reshape(5, 2)
+    column = ranks_of([ids], 2, tables=2)
+    for tables in (np.arange(2), np.tile(np.arange(2), (5, 1))):
+        assert ranks_of([(ids, tables)], 2, tables=2).ids.tolist() == column.ids.tolist()
+    assert column.lookups.tolist() == [5, 4]  # of three samples, one with padding, and of two
+    assert ranks_of([(np.int64(7), 0)], 2).lookups.tolist() == [1, 0]
+
+
+def test_rows_fall_evenly_on_ranks_and_a_plan_prints_them() -> None:
+    made = plan([np.arange(64_000)], 8, 8, world_size=64)
+    assert made.ranks is not None
+    assert 1 < made.ranks.skew < 1.15
+    text = repr(made)
+    assert "64 ranks request 64000 rows per step, 1.00 ids each; owners pin 64000" in text
+    assert f"the most loaded {made.ranks.skew:.2f}" in text
+    assert f"{made.ranks.bytes().sum() / 1e6:.3f} MB are sent per step in float32" in text
+    assert "ranks" not in repr(plan([np.arange(10)], 8, 8))
+
+
+ROWS, IDS, BATCHES, WARMUP = 50_000, 5000, 30, 15
+Trace = list[NDArray[np.int64]]
+
+
+def scan_mixed() -> Trace:
+    """Every fourth id is of a scan over all rows."""
+    trace = zipf(ROWS, IDS, BATCHES, seed=1)
+    for number, ids in enumerate(trace):
+        ids[::4] = np.arange(number * len(ids[::4]), (number + 1) * len(ids[::4])) % ROWS
+    return trace
+
+
+TRACES = {"zipf": lambda: zipf(ROWS, IDS, BATCHES), "scan-mixed": scan_mixed}
+
+
+def measured(embedding: MultiTableEmbedding, trace: Trace) -> float:
+    counts = []
+    for part in (trace[:WARMUP], trace[WARMUP:]):
+        for ids in part:
+            train(embedding, ids, ids % 3)
+        device = embedding.metrics()["device"]
+        counts.append((int(device["hits"]), int(device["misses"])))
+    hits, misses = (after - before for before, after in zip(*counts, strict=True))
+    return hits / (hits + misses)
+
+
+def planned_with_warmup(trace: Trace) -> Plan:
+    return plan([(ids, ids % 3) for ids in trace], DIM, DIM, tables=3, warmup=WARMUP)
+
+
+# shares of all rows: of the benchmark, and more. Below, the overflow area holds rows as well, which a plan leaves out
+@pytest.mark.parametrize("share", [0.1, 0.2, 0.4])
+@pytest.mark.parametrize("name", TRACES)
+@pytest.mark.rotated("name")
+def test_the_predicted_hit_rate_is_within_two_points_of_the_measured(name: str, share: float) -> None:
+    trace = TRACES[name]()
+    made = planned_with_warmup(trace)
+    budget = made.bytes(int(share * ROWS)) / 2**20
+    with make(options("cached_host", budget_mb=budget)) as embedding:
+        attach(embedding, "adagrad")
+        hit_rate = measured(embedding, trace)
+        assert embedding.metrics()["device"]["capacity"] == made.rows(budget)
+    assert abs(made.hit_rate(budget_mb=budget) - hit_rate) < 0.02
+
+
+# sizes in rows: of the smallest cache that is predicted, with batches of about as many rows, and larger ones
+@pytest.mark.parametrize("rows", [4096, 20_000])
+@pytest.mark.parametrize("name", TRACES)
+@pytest.mark.rotated("name")
+def test_the_overflow_area_is_part_of_the_prediction_above_rocksdb(name: str, rows: int, tmp_path: Path) -> None:
+    trace = TRACES[name]()
+    made = planned_with_warmup(trace)
+    budget = made.bytes(rows) / 2**20
+    with make(options("ssd", tmp_path, budget_mb=budget, overflow_mb=None)) as embedding:
+        attach(embedding, "adagrad")
+        hit_rate = measured(embedding, trace)
+        metrics = embedding.metrics()
+    device = metrics["device"]
+    parts = sum(device[name] for name in ("bytes", "overflow_bytes", "window_bytes"))
+    assert metrics["table"]["total_bytes"] == parts + metrics["ssd"]["bytes"]
+    overflow = made.overflow_mb(budget)
+    assert abs(made.hit_rate(budget_mb=budget, overflow_mb=overflow) - hit_rate) < 0.1
+    assert 0 <= device["overflow_capacity"] - overflow * 2**20 // (made.line_bytes + PLACE_BYTES) < 1024
+    assert device["overflow_bytes"] < 1.1 * max(overflow, 1024 * made.line_bytes / 2**20) * 2**20
+
+
+def planned(trace: list[object] | None = None, **arguments: Any) -> Callable[[], Plan]:
+    return lambda: plan([np.arange(3)] if trace is None else trace, **{"dim": 4, "state": 0, **arguments})
+
+
+@cache
+def made() -> Plan:
+    return plan([(np.arange(100), 0)], dim=4, state=0, tables=2)
+
+
+REFUSED: list[Refusal] = [
+    (planned(dim=0), OptionError, "dim=0"),
+    (planned(state=-1), OptionError, "state=-1"),
+    (planned(samples=10), OptionError, "samples=10"),
+    (planned(dtype=torch.int8), OptionError, "dtype=torch.int8"),
+    (planned(state_dtype=torch.float16), OptionError, "state_dtype=torch.float16"),
+    (planned([]), InputError, "no rows in 0 batches"),
+    (planned([np.arange(4).reshape(2, 2), np.zeros((2, 2))], tables=2), InputError, "batch 1 of trace", "float64"),
+    (planned([np.arange(3)], tables=2), InputError, "batch 0 of trace", "(3,)", "(..., 2)"),
+    (planned([(np.arange(3), np.arange(2))], tables=2), InputError, "do not broadcast"),
+    (planned([(np.arange(3), np.array([0, 1, 2]))], tables=2), InputError, "table ids from 0 to 2"),
+    (lambda: made().hit_rate(), OptionError, "give exactly one"),
+    (lambda: made().hit_rate(rows=4096, budget_mb=1), OptionError, "give exactly one"),
+    (lambda: made().hit_rate(budget_mb=0.01), OptionError, "budget_mb=0.01", ">= 0.2"),
+    (lambda: made().hit_rate(rows=1000), OptionError, "rows=1000"),
+    (lambda: made().curve(2), OptionError, "table=2", "from 0 to 1"),
+    (lambda: made().hit_rate(rows=4096, table=1), OptionError, "no ids for it"),
+    (lambda: made().curve(points=1), OptionError, "points=1"),
+    (planned(world_size=0), OptionError, "world_size=0", "from 1 to 1024"),
+    (planned(world_size=1025), OptionError, "world_size=1025"),
+    (lambda: ranks_of([np.full((4, 3), 1)], 2).bytes(grads=torch.int8), OptionError, "grads=torch.int8"),
+    (lambda: ranks_of([np.full((4, 3), PADDING)], 2), InputError, "no rows"),
+]
+
+
+@pytest.mark.parametrize("refusal", REFUSED)
+def test_what_cannot_be_is_refused(refusal: Refusal) -> None:
+    check_refusal(refusal)

@@ -1,36 +1,45 @@
+"""A store's folder: its lock, its mark and its live rows; and what a prune leaves of its snapshots."""
+
 from __future__ import annotations
 
 import os
 import shutil
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
+from support.embeddings import make, train
 from support.forked import with_pipe
-from support.small_snapshots import description
+from support.records import note_snapshot
+from support.refusals import check_refusal
+from support.small_snapshots import description, flip_bit, make_rows
+from support.stores import options
 from tierbed.engine.durable import seal, unseal
-from tierbed.engine.errors import StoreError
+from tierbed.engine.errors import OptionError, SnapshotError, StoreError
+from tierbed.engine.row_format import KEY
+from tierbed.snapshots import Snapshot, list_snapshots, write_incremental, write_snapshot
 from tierbed.snapshots.store.folder import StoreFolder
 from tierbed.snapshots.store.folder_state import FolderState
+from tierbed.snapshots.store.retention import plan_prune, prune
 
 MARK = description() | {"live": "rows"}
 
 
-def test_folder_is_created_with_its_parents(tmp_path: Path) -> None:
-    with StoreFolder(tmp_path / "a" / "b" / "users") as store:
-        assert store.path.is_dir()
-        assert (store.live, store.snapshots) == (store.path / "live", store.path / "snapshots")
-        assert not store.live.exists()
-
-
-def test_second_holder_in_the_same_process_is_refused_and_told_by_whom(tmp_path: Path) -> None:
-    refusal = f"{tmp_path.name}.*in use by process {os.getpid()}, this one, where a StoreF"
-    with StoreFolder(tmp_path):
-        for _ in range(3):  # being refused does not disturb the first
-            with pytest.raises(StoreError, match=refusal):
-                StoreFolder(tmp_path)
-    StoreFolder(tmp_path).release()
+def test_a_new_folder_has_one_holder_who_may_release_it_twice(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "users"
+    first = StoreFolder(path)
+    assert not first.live.exists()
+    first.release()
+    with StoreFolder(path):
+        first.release()
+        for _ in range(2):  # being refused does not disturb the holder
+            with pytest.raises(StoreError, match=f"users.*in use by process {os.getpid()}, this one, where a StoreF"):
+                StoreFolder(path)
+    StoreFolder(path).release()
 
 
 def hold(path: Path, pipe: Connection) -> None:
@@ -53,43 +62,26 @@ def test_lock_of_a_killed_process_is_free_and_its_preparations_are_removed(tmp_p
         assert not store.incoming.exists()
 
 
-def test_release_twice_does_not_free_the_next_holder(tmp_path: Path) -> None:
-    first = StoreFolder(tmp_path)
-    first.release()
-    with StoreFolder(tmp_path):
-        first.release()
-        with pytest.raises(StoreError):
-            StoreFolder(tmp_path)
-
-
-def test_path_or_parent_that_is_a_file_is_refused_and_kept(tmp_path: Path) -> None:
+def test_what_cannot_be_a_store_folder_is_refused_and_not_locked(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
-    for path in (file, file / "users"):
-        with pytest.raises(StoreError, match=r"cannot open store folder.*persistent_path must be a folder"):
-            StoreFolder(path)
-    assert file.read_text() == "mine"
-
-
-def test_unwritable_path_is_a_store_error() -> None:
-    with pytest.raises(StoreError, match="can write"):
-        StoreFolder(Path("/proc/tierbed"))
-
-
-def test_failed_preparation_frees_the_lock(tmp_path: Path) -> None:
     (tmp_path / "incoming").write_text("not a folder")
-    with pytest.raises(StoreError, match="cannot prepare"):
-        StoreFolder(tmp_path)
+    for path in (file, file / "users", Path("/proc/tierbed"), tmp_path):
+        check_refusal((lambda path=path: StoreFolder(path), StoreError, str(path), "persistent_path must be a folder"))
+    assert file.read_text() == "mine"
     (tmp_path / "incoming").unlink()
     StoreFolder(tmp_path).release()
 
 
-def test_mark_is_read_back_until_it_is_cleared(tmp_path: Path) -> None:
+def test_mark_is_read_back_until_it_is_cleared_and_stays_where_another_cannot_be_stored(tmp_path: Path) -> None:
     with StoreFolder(tmp_path) as store:
         assert store.clean_marker is None
         store.clear_clean_marker()
         store.write_clean_marker(MARK)
         store.write_clean_marker(MARK | {"step": 13})
+        for value in (object(), 2**64, {1: 2}):
+            with pytest.raises(StoreError, match="cannot store the description"):
+                store.write_clean_marker(MARK | {"seed": value})
     with StoreFolder(tmp_path) as store:
         assert store.clean_marker == MARK | {"step": 13}
         store.clear_clean_marker()
@@ -109,43 +101,26 @@ def test_damaged_or_truncated_mark_is_no_mark(tmp_path: Path) -> None:
             assert FolderState(tmp_path).clean_marker is None
 
 
-def test_mark_that_cannot_be_stored_leaves_the_old_one(tmp_path: Path) -> None:
-    with StoreFolder(tmp_path) as store:
-        store.write_clean_marker(MARK)
-        for value in (object(), 2**64, {1: 2}):
-            with pytest.raises(StoreError, match="cannot store the description"):
-                store.write_clean_marker(MARK | {"seed": value})
-        assert store.clean_marker == MARK
-
-
 def test_live_rows_and_their_mark_are_replaced_together_and_discarded_together(tmp_path: Path) -> None:
     with StoreFolder(tmp_path) as store:
-        for step, content in enumerate(("old", "new", "newer")):
+        for step, (fields, expected) in enumerate((({"store": "one"}, "one"), ({}, "one"), ({"store": "two"}, "two"))):
             store.incoming.mkdir()
-            (store.incoming / content).touch()
-            store.replace_live(store.incoming, MARK | {"step": step})
-            assert [file.name for file in store.live.iterdir()] == [content]
+            (store.incoming / str(step)).touch()
+            store.replace_live(store.incoming, MARK | {"step": step}, **fields)
+            assert [file.name for file in store.live.iterdir()] == [str(step)]
             assert sorted(path.name for path in tmp_path.iterdir()) == ["LOCK", "MARK", store.live.name]
-            assert store.clean_marker == MARK | {"step": step}
+            assert (FolderState(tmp_path).mark.store, store.clean_marker) == (expected, MARK | {"step": step})
         store.discard_live()
         store.discard_live()
         assert not store.live.exists()
         assert store.clean_marker is None
 
 
-def test_live_rows_are_replaced_together_with_what_else_the_mark_says(tmp_path: Path) -> None:
-    with StoreFolder(tmp_path) as store:
-        for fields, expected in (({"store": "one"}, "one"), ({}, "one"), ({"store": "two"}, "two")):
-            store.incoming.mkdir()
-            store.replace_live(store.incoming, MARK, **fields)
-            assert (FolderState(tmp_path).mark.store, store.clean_marker) == (expected, MARK)
-
-
 def test_no_bit_of_a_sealed_record_can_flip_unnoticed() -> None:
-    for value in ({}, MARK, {"long": "x" * 300}, {"longer": "x" * 70000}):
+    for value in ({}, MARK, {"longer": "x" * 70000}):
         whole = bytearray(seal(value))
         assert unseal(bytes(whole)) == value
-        for position in range(0, 8 * len(whole), 1 if len(whole) < 1000 else 997):
+        for position in range(0, 8 * len(whole), 1 if len(whole) < 1000 else 9973):
             whole[position // 8] ^= 1 << position % 8
             with pytest.raises(ValueError, match=r"."):
                 unseal(bytes(whole))
@@ -156,7 +131,6 @@ def test_no_bit_of_a_sealed_record_can_flip_unnoticed() -> None:
 def test_a_folder_that_was_removed_under_its_holder_is_not_written(tmp_path: Path, replaced: bool) -> None:
     path = tmp_path / "users"
     with StoreFolder(path) as store:
-        store.live.mkdir()
         store.write_clean_marker(MARK)
         shutil.rmtree(path)
         other = StoreFolder(path) if replaced else None
@@ -170,9 +144,115 @@ def test_a_folder_that_was_removed_under_its_holder_is_not_written(tmp_path: Pat
         for act in acts:
             with pytest.raises(StoreError, match="users' was " + ("replaced by another" if replaced else "removed")):
                 act()
-    if other is None:
-        assert not path.exists()
-    else:
+    assert path.exists() == replaced
+    if other is not None:
         assert (path / "LOCK").read_text().split() == [str(os.getpid())]
         assert os.listdir(path) == ["LOCK"]
         other.release()
+
+
+def fill(folder: Path, parents: list[int | None]) -> list[Snapshot]:
+    """Snapshot s0, s1 .. of steps 0, 10 .., full or over an earlier one."""
+    rows = make_rows(6, 3, bucket=0)
+    for number, parent in enumerate(parents):
+        place, described = folder / f"s{number}", description(step=10 * number)
+        if parent is None:
+            write_snapshot(place, described, [(0, rows)])
+        else:
+            over = Snapshot.open(folder / f"s{parent}")
+            write_incremental(place, over, described, 3, [(0, rows[:1], rows[:0][["table", "key"]].astype(KEY))])
+    return list_snapshots(folder).snapshots
+
+
+def names(snapshots: list[Snapshot]) -> list[str]:
+    return [snapshot.name for snapshot in snapshots]
+
+
+Folders = pytest.TempPathFactory
+PARENTS = [None, 0, 1, None, 3, None, 3, 6]
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_every", "base", "kept"),
+    [
+        (1, None, None, "3 6 7"),
+        (3, None, None, "3 5 6 7"),
+        (1, None, "s2", "0 1 2 3 6 7"),
+        (1, 30, None, "0 3 6 7"),
+        (1, 25, None, "0 3 5 6 7"),
+        (100, None, None, "0 1 2 3 4 5 6 7"),
+        (1, None, "not there", "3 6 7"),
+    ],
+)
+def test_what_is_kept(tmp_path: Path, keep_last: int, keep_every: int | None, base: str | None, kept: str) -> None:
+    snapshots = fill(tmp_path, PARENTS)
+    plan = plan_prune(snapshots, keep_last, keep_every, [base])
+    assert names(plan.kept) == [f"s{number}" for number in kept.split()]
+    assert sorted(names(plan.kept) + names(plan.removed)) == names(snapshots)
+
+
+@given(
+    parents=st.lists(st.none() | st.integers(0, 5), min_size=1, max_size=6),
+    keep_last=st.integers(1, 7),
+    keep_every=st.none() | st.integers(1, 70),
+    base=st.integers(0, 5),
+    after=st.integers(0, 6),
+)
+@example(parents=[None, 0, None], keep_last=1, keep_every=None, base=2, after=1)  # a chain of two
+def test_whatever_is_left_at_any_instant_can_be_read(
+    tmp_path_factory: Folders, parents: list[int | None], keep_last: int, keep_every: int | None, base: int, after: int
+) -> None:
+    with StoreFolder(tmp_path_factory.mktemp("store")) as store:
+        earlier = [parent if parent is not None and parent < n else None for n, parent in enumerate(parents)]
+        snapshots = fill(store.snapshots, earlier)
+        note_snapshot(store, f"s{base % len(parents)}")
+        plan = plan_prune(snapshots, keep_last, keep_every, [f"s{base % len(parents)}"])
+        rename = os.rename
+        with pytest.MonkeyPatch.context() as patch:
+            left = [after]
+
+            def killed(self: Path, target: Path) -> Path:
+                if self.parent == store.snapshots:
+                    if left[0] == 0:
+                        raise KeyboardInterrupt
+                    left[0] -= 1
+                rename(self, target)
+                return target
+
+            patch.setattr(Path, "rename", killed)
+            if after < len(plan.removed):
+                with pytest.raises(KeyboardInterrupt):
+                    prune(store, keep_last, keep_every)
+            else:
+                prune(store, keep_last, keep_every)
+        there = list_snapshots(store.snapshots).snapshots
+        assert len(there) == len(snapshots) - min(after, len(plan.removed))
+        assert set(names(plan.kept)) <= set(names(there))
+        for snapshot in there:
+            snapshot.verify()
+        assert names(prune(store, keep_last, keep_every).kept) == names(plan.kept)
+        assert names(list_snapshots(store.snapshots).snapshots) == names(plan.kept)
+
+
+def test_nothing_is_removed_where_a_manifest_is_damaged_or_an_argument_is_wrong(tmp_path: Path) -> None:
+    with StoreFolder(tmp_path) as store:
+        fill(store.snapshots, PARENTS)
+        for arguments, named in (((0, None), "keep_last=0"), ((1, 0), "keep_every=0")):
+            check_refusal((partial(prune, store, *arguments), OptionError, named, "from 1"))
+        flip_bit(store.snapshots / "s5" / "manifest.msgpack", 80)
+        with pytest.raises(SnapshotError, match=r"nothing is pruned while a snapshot cannot be read: .*s5"):
+            prune(store, 1)
+        assert len(list(store.snapshots.iterdir())) == len(PARENTS)
+
+
+def test_a_running_table_prunes_its_snapshots(tmp_path: Path) -> None:
+    with make(options("ssd", tmp_path), "adam") as embedding:
+        for number in range(4):
+            train(embedding, [number])
+            embedding.save_snapshot(f"s{number}", "incremental" if number == 3 else "full")
+        assert embedding.prune_snapshots(keep_last=1) == ["s0", "s1"]
+        embedding.load_snapshot("s3")
+        assert embedding.size() == 4
+        assert embedding.prune_snapshots(1, keep_every=1) == []
+    with make(options("host"), "adam") as embedding, pytest.raises(SnapshotError, match="has no persistent_path"):
+        embedding.prune_snapshots(1)

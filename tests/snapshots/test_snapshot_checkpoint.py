@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import multiprocessing.spawn
 import os
 import shutil
 import tempfile
@@ -21,20 +23,20 @@ from support.forged import crc32c
 from support.forked import Disk, disk_path, in_process
 from support.killed import remarks
 from support.small_snapshots import description, files, flip_bit, joined, make_rows
-from support.stores import STORES
 from tierbed import SnapshotError, StoreError
 from tierbed.engine import _core
 from tierbed.engine.options.store_options import options_text
 from tierbed.engine.store.rocksdb import RocksDB
 from tierbed.engine.table.row_scan import line_addresses
 from tierbed.snapshots import Manifest, Snapshot, write_snapshot
+from tierbed.snapshots.files.read_errors import ReadIOError
 from tierbed.snapshots.files.rocksdb_files import checkpoint_chunks, write_rocksdb
+from tierbed.snapshots.files.verify import chains_of, verify_all
 from tierbed.snapshots.files.writer import finish, new_snapshot
 
 __all__ = ["disk_path"]
 
 WIDTH = 6
-ON_DISK = [store for store in STORES if store.startswith("ssd")]
 
 pytestmark = pytest.mark.skipif(not _core.has_rocksdb, reason="no RocksDB")
 
@@ -85,9 +87,8 @@ def tier(tmp_path: Path) -> Iterator[RocksDB]:
         yield tier
 
 
-@pytest.mark.parametrize("shards", [1, 3, 8])
-def test_it_has_the_rows_of_a_full_snapshot(tmp_path: Path, shards: int) -> None:
-    with closing(RocksDB(tmp_path / "live", WIDTH, new_shards=shards)) as tier:
+def test_it_has_the_rows_of_a_full_snapshot(tmp_path: Path) -> None:
+    with closing(RocksDB(tmp_path / "live", WIDTH, new_shards=3)) as tier:
         put(tier, 2000)
         tier.flush()
         put(tier, 500, seed=1)
@@ -98,18 +99,16 @@ def test_it_has_the_rows_of_a_full_snapshot(tmp_path: Path, shards: int) -> None
     assert linked.kind == "checkpoint"
     assert linked.manifest.rows == full.manifest.rows > 1000
     assert linked.manifest.total_bytes == sum(file.stat().st_size for file in (linked.folder / "rocksdb").glob("*/*"))
-    expected = joined(full.chunks())
+    expected, before, reported = joined(full.chunks()), files(linked.folder), list[int]()
     assert joined(linked.chunks()) == expected
     in_small = list(checkpoint_chunks(linked.folder, linked.manifest, max_rows=3))
     assert max(len(rows) for _, rows in in_small) == 3
     assert joined(in_small) == expected
-
-
-def test_an_empty_store_has_a_checkpoint_without_rows(tmp_path: Path) -> None:
-    with closing(RocksDB(tmp_path / "live", WIDTH)) as tier:
-        snapshot = save(tier, tmp_path / "s")
-    snapshot.verify()
-    assert list(snapshot.chunks()) == []
+    linked.verify(reported.append)
+    assert (files(linked.folder), sum(reported)) == (before, linked.manifest.rows)
+    with closing(RocksDB(tmp_path / "empty", WIDTH)) as tier:
+        save(tier, tmp_path / "none").verify()
+    assert list(Snapshot.open(tmp_path / "none").chunks()) == []
 
 
 def test_files_of_rows_are_linked_with_the_checksums_that_rocksdb_kept(tier: RocksDB, tmp_path: Path) -> None:
@@ -120,72 +119,48 @@ def test_files_of_rows_are_linked_with_the_checksums_that_rocksdb_kept(tier: Roc
         assert entry == {"bytes": file.stat().st_size, "crc32c": crc32c(file.read_bytes())}
         assert os.path.samefile(file, tier.folder / name) == name.endswith(".sst")
         assert file.stat().st_nlink == (2 if name.endswith(".sst") else 1)
-
-
-def test_reading_and_verifying_write_nothing_and_tell_progress_in_rows(tier: RocksDB, tmp_path: Path) -> None:
-    snapshot = save(tier, tmp_path / "s")
-    before = files(snapshot.folder)
-    reported: list[int] = []
-    snapshot.verify(reported.append)
-    joined(snapshot.chunks())
-    assert files(snapshot.folder) == before
-    assert sum(reported) == snapshot.manifest.rows == 400
-
-
-def test_a_store_of_an_open_checkpoint_takes_no_writes(tier: RocksDB, tmp_path: Path) -> None:
-    snapshot = save(tier, tmp_path / "s")
     with closing(RocksDB(snapshot.folder / "rocksdb", WIDTH, 2, read_only=True)) as stored:
         assert joined(stored.scan()) == joined(tier.scan())
         with pytest.raises(StoreError, match="read only"):
             put(stored)
 
 
-def test_it_outlasts_what_becomes_of_the_store(tmp_path: Path) -> None:
-    tier = RocksDB(tmp_path / "live", WIDTH, new_shards=2)
-    put(tier, 900)
+def test_it_outlasts_what_becomes_of_the_store(tier: RocksDB, tmp_path: Path) -> None:
     expected = joined(tier.scan())
     snapshot = save(tier, tmp_path / "s")
-    for seed in range(4):
-        put(tier, 900, seed)
-        erase(tier, 300)
-        tier.compact()
+    tables = [tier.folder / name for name in tables_of(snapshot)]
+    with tier.live_files():
+        for seed in range(1, 3):
+            put(tier, 400, seed)
+            erase(tier, 150)
+            tier.compact()
+        assert all(file.exists() for file in tables)  # while they are linked
     assert joined(tier.scan()) != expected
     tier.close()
     RocksDB(tier.folder, WIDTH, 2).close()
-    assert not any((tier.folder / name).exists() for name in tables_of(snapshot))
+    assert not any(file.exists() for file in tables)
     assert joined(snapshot.chunks()) == expected
     shutil.rmtree(tier.folder)
     snapshot.verify()
     assert joined(snapshot.chunks()) == expected
 
 
-def test_files_stay_while_they_are_linked_and_go_after(tier: RocksDB) -> None:
-    with tier.live_files() as linked_files:
-        tables = [tier.folder / file.name for file in linked_files if file.name.endswith(".sst")]
-        put(tier, seed=1)
-        tier.compact()
-        assert all(file.exists() for file in tables)
-    tier.close()
-    RocksDB(tier.folder, WIDTH, 2).close()
-    assert not any(file.exists() for file in tables)
-
-
 def test_checkpoints_while_another_thread_writes_and_merges_are_all_sound(tmp_path: Path) -> None:
     small = options_text({"write_buffer_size": 1 << 16, "min_write_buffer_number_to_merge": 1})
     ended = threading.Event()
     with closing(RocksDB(tmp_path / "live", WIDTH, options=small)) as tier:
-        put(tier, 3000)
+        put(tier, 1500)
 
         def work() -> None:
             while not ended.is_set():
-                put(tier, 3000)
+                put(tier, 1500)
                 tier.compact()
 
         worker = threading.Thread(target=work)
         worker.start()
         try:
-            for number in range(6):
-                write_checkpoint(tmp_path / f"s{number}", description(WIDTH), 3000, tier)
+            for number in range(2):
+                write_checkpoint(tmp_path / f"s{number}", description(WIDTH), 1500, tier)
                 Snapshot.open(tmp_path / f"s{number}").verify()
         finally:
             ended.set()
@@ -211,7 +186,7 @@ def test_a_flipped_bit_a_cut_end_and_an_absence_of_each_file_in_turn_are_found(t
             flip_bit(file, bit)
             refused(snapshot, name)
             flip_bit(file, bit)
-        for changed in (whole[:-1], whole[: len(whole) // 2], b"", whole + b"x"):
+        for changed in (whole[: len(whole) // 2], b"", whole + b"x"):
             file.write_bytes(changed)
             refused(snapshot, name)
         file.unlink()
@@ -224,11 +199,20 @@ def test_a_flipped_bit_a_cut_end_and_an_absence_of_each_file_in_turn_are_found(t
         file.unlink()
         file.write_bytes(whole)
     snapshot.verify()
+    for name in ("LOG", "shard-0/LOCK", "shard-1/999999.sst", "shard-7/CURRENT"):
+        file = snapshot.folder / "rocksdb" / name
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+        refused(snapshot, name)
+        file.unlink()
+    snapshot.verify()
+    (snapshot.folder / "rocksdb" / "shard-1").rename(tmp_path / "elsewhere")
+    refused(snapshot, "shard-1")
+    shutil.rmtree(snapshot.folder / "rocksdb")
+    refused(snapshot, "rocksdb")
 
 
-def test_damage_of_which_rocksdb_would_end_the_process_is_found_before_it_opens_a_file(
-    tier: RocksDB, tmp_path: Path
-) -> None:
+def test_damage_of_which_rocksdb_would_end_the_process_is_found_first(tier: RocksDB, tmp_path: Path) -> None:
     """One of these bits is the highest of the number of restarts of the block of properties."""
     snapshot = save(tier, tmp_path / "s")
     name = tables_of(snapshot)[0]
@@ -241,73 +225,37 @@ def test_damage_of_which_rocksdb_would_end_the_process_is_found_before_it_opens_
         flip_bit(file, 8 * byte + 7)
 
 
-def test_a_foreign_file_is_named(tier: RocksDB, tmp_path: Path) -> None:
-    snapshot = save(tier, tmp_path / "s")
-    for name in ("LOG", "shard-0/LOCK", "shard-1/999999.sst", "shard-7/CURRENT"):
-        file = snapshot.folder / "rocksdb" / name
-        file.parent.mkdir(exist_ok=True)
-        file.touch()
-        refused(snapshot, name)
-        file.unlink()
-    snapshot.verify()
-
-
-def test_a_missing_folder_is_named(tier: RocksDB, tmp_path: Path) -> None:
-    snapshot = save(tier, tmp_path / "s")
-    (snapshot.folder / "rocksdb" / "shard-1").rename(tmp_path / "elsewhere")
-    refused(snapshot, "shard-1")
-    shutil.rmtree(snapshot.folder / "rocksdb")
-    refused(snapshot, "rocksdb")
-
-
-def test_a_bit_that_flips_in_a_linked_file_damages_both_and_a_save_does_not_look(tier: RocksDB, tmp_path: Path) -> None:
+def test_a_bit_that_flips_in_a_live_file_damages_all_and_a_cut_is_not_linked(tier: RocksDB, tmp_path: Path) -> None:
     before = save(tier, tmp_path / "before")
-    name = tables_of(before)[0]
-    flip_bit(tier.folder / name, 4 * (tier.folder / name).stat().st_size)
+    file = tier.folder / tables_of(before)[0]
+    flip_bit(file, 4 * file.stat().st_size)
     write_checkpoint(tmp_path / "after", description(WIDTH), 400, tier)  # reads no file of rows
-    after = Snapshot.open(tmp_path / "after")
-    refused(before, name)
-    refused(after, name)
-
-
-def test_a_live_file_that_was_cut_makes_no_checkpoint(tier: RocksDB, tmp_path: Path) -> None:
-    tier.flush()
-    table = next(tier.folder.glob("*/*.sst"))
-    os.truncate(table, table.stat().st_size - 1)
-    with pytest.raises(SnapshotError, match=f"{table.name}.*load the last snapshot"):
+    for snapshot in (before, Snapshot.open(tmp_path / "after")):
+        refused(snapshot, file.name)
+    os.truncate(file, file.stat().st_size - 1)
+    with pytest.raises(SnapshotError, match=f"{file.name}.*load the last snapshot"):
         write_checkpoint(tmp_path / "snapshots" / "s", description(WIDTH), 400, tier)
     assert list((tmp_path / "snapshots").iterdir()) == []
 
 
-def test_rows_of_another_width_are_refused(tier: RocksDB, tmp_path: Path) -> None:
+def test_a_wrong_width_and_no_rocksdb_are_named(tier: RocksDB, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path / "s", description(8), 400, tier)
+    snapshot = Snapshot.open(tmp_path / "s")
     with pytest.raises(SnapshotError, match=r"is damaged.*a stored row has"):
-        list(Snapshot.open(tmp_path / "s").chunks())
-
-
-def test_files_that_have_no_checksum_of_their_own_are_read_once(tmp_path: Path) -> None:
-    without = "file_checksum_gen_factory=nullptr"  # which users cannot set
-    with closing(RocksDB(tmp_path / "live", WIDTH, new_shards=2, options=without)) as tier:
-        put(tier)
-        tier.flush()
-    with closing(RocksDB(tmp_path / "live", WIDTH, 2)) as tier:
-        with tier.live_files() as linked_files:
-            assert {file.crc32c for file in linked_files} == {None}
-        snapshot = save(tier, tmp_path / "s")
-        assert all(os.path.samefile(snapshot.folder / "rocksdb" / n, tier.folder / n) for n in tables_of(snapshot))
+        list(snapshot.chunks())
+    monkeypatch.setattr(_core, "has_rocksdb", False)
+    with pytest.raises(SnapshotError, match=r"'s' is a checkpoint.*no RocksDB; install it"):
         snapshot.verify()
-        flip_bit(tier.folder / tables_of(snapshot)[0], 800)
-        refused(snapshot, tables_of(snapshot)[0])
 
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Iterator[Path]:
     """A folder on another filesystem than `tmp_path`."""
     places = [place for place in ("/dev/shm", tempfile.gettempdir()) if os.access(place, os.W_OK)]
-    others = [place for place in places if os.stat(place).st_dev != tmp_path.stat().st_dev]
-    if not others:
+    place = next((place for place in places if os.stat(place).st_dev != tmp_path.stat().st_dev), None)
+    if place is None:
         pytest.skip(f"this system has no second filesystem at {' or '.join(places)}")
-    with tempfile.TemporaryDirectory(dir=others[0]) as folder:
+    with tempfile.TemporaryDirectory(dir=place) as folder:
         yield Path(folder)
 
 
@@ -333,7 +281,7 @@ def test_on_another_filesystem_files_are_copied_and_it_says_so(
     assert [entry.name for entry in elsewhere.iterdir()] == ["s"]
 
 
-def full_in_the_middle(path: Path) -> None:
+def full_and_read_only(path: Path) -> None:
     disk = Disk(path, 4 << 20)
     with closing(RocksDB(path / "live", WIDTH, new_shards=2)) as tier:
         put(tier)
@@ -344,32 +292,33 @@ def full_in_the_middle(path: Path) -> None:
                 write_checkpoint(path / "s", description(WIDTH), 400, tier)
             assert sorted(entry.name for entry in path.iterdir()) == ["filler", "live"]
         assert joined(tier.scan()) == expected
-        assert joined(save(tier, path / "s").chunks()) == expected
-
-
-def test_a_disk_that_is_full_in_the_middle_leaves_nothing(disk_path: Path) -> None:
-    in_process(full_in_the_middle, disk_path)
-
-
-def read_only(path: Path) -> None:
-    disk = Disk(path, 4 << 20)
-    with closing(RocksDB(path / "live", WIDTH, new_shards=2)) as tier:
-        put(tier)
-        expected = joined(tier.scan())
         snapshot = save(tier, path / "s")
     with disk.read_only():
         snapshot.verify()
         assert joined(snapshot.chunks()) == expected
 
 
-def test_it_is_read_on_a_disk_that_cannot_be_written(disk_path: Path) -> None:
-    in_process(read_only, disk_path)
+def test_a_full_disk_is_left_as_it_was_and_one_that_cannot_be_written_is_read(disk_path: Path) -> None:
+    in_process(full_and_read_only, disk_path)
 
 
-def test_without_rocksdb_it_says_what_to_install(
-    tier: RocksDB, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def python() -> Iterator[Any]:
+    """That reads a checkpoint in a process of its own."""
+    python = multiprocessing.spawn.get_executable()
+    yield python
+    multiprocessing.set_executable(python)
+
+
+def test_a_good_one_is_not_called_damaged_where_no_python_starts(tier: RocksDB, tmp_path: Path, python: Any) -> None:
     snapshot = save(tier, tmp_path / "s")
-    monkeypatch.setattr(_core, "has_rocksdb", False)
-    with pytest.raises(SnapshotError, match=r"'s' is a checkpoint.*no RocksDB; install it"):
-        snapshot.verify()
+    chains = chains_of([snapshot])
+    # a program that has no Python beside it, one that was removed under the process, and those that are another program
+    for executable in (None, "", "/nowhere/python", "/etc/passwd", "/bin/true", "/bin/cat"):
+        multiprocessing.set_executable(executable)
+        for read in (snapshot.verify, lambda: list(snapshot.chunks()), lambda: verify_all(*chains, lambda rows: None)):
+            with pytest.raises(ReadIOError, match=r"did not start: .* may be sound: .* multiprocessing.set_exec"):
+                read()
+    (tmp_path / "python").symlink_to(Path(os.fsdecode(python)).resolve())
+    multiprocessing.set_executable(str(tmp_path / "python"))
+    assert joined(snapshot.chunks()) == joined(tier.scan())

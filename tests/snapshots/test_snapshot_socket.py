@@ -9,9 +9,9 @@ import socket
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,13 @@ import pytest
 import torch
 
 from support.asked import STORE, Training, dies_as_it_saves, fills, forks, trains, waits
+from support.background_saves import until
 from support.cuda_tables import on_devices, tables_on
 from support.embeddings import contents, make, train
+from support.exchange import whole
 from support.forked import in_process
 from support.killed import embedding_at, holds, rows_after, step, steps
+from support.refusals import check_refusal
 from support.stores import STORES, options
 from support.warm import Child
 from tierbed import InputError, MultiTableEmbedding, SnapshotError, StoreError
@@ -36,22 +39,26 @@ from tierbed.snapshots.control.client import request_save, request_status
 ask = ThreadPoolExecutor(4)
 
 
-def rows_of(snapshot: Snapshot) -> bytes:
-    return b"".join(rows.tobytes() for _, rows in snapshot.chunks())
-
-
 def saved(store: Path, name: str) -> Snapshot:
     """Asked for, and whole: the rows after its step."""
     assert request_save(store, name) is not None
     snapshot = Snapshot.open(store / "snapshots" / name)
     snapshot.verify()
-    assert rows_of(snapshot) == rows_after(snapshot.description["step"])
+    assert whole(snapshot).tobytes() == rows_after(snapshot.description["step"])
     return snapshot
 
 
-def until(condition: Callable[[], Any]) -> None:
-    while not condition():
-        time.sleep(0.005)
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return tmp_path / STORE
+
+
+@pytest.fixture
+def embedding(tmp_path: Path) -> Iterator[MultiTableEmbedding]:
+    """After 3 steps."""
+    with embedding_at(tmp_path, "device") as embedding:
+        steps(embedding, 3)
+        yield embedding
 
 
 @contextlib.contextmanager
@@ -72,9 +79,7 @@ def request_in_thread(store: Path, name: str = "s", **more: Any) -> Future[Any]:
 @pytest.mark.parametrize("ahead", [0, 3])
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.rotated("ahead")
-def test_a_snapshot_holds_a_whole_number_of_steps_and_training_is_as_without(
-    tmp_path: Path, store: str, ahead: int
-) -> None:
+def test_a_snapshot_holds_whole_steps_and_training_is_as_without(tmp_path: Path, store: str, ahead: int) -> None:
     training = Training(trains, tmp_path, store, ahead)
     first, second, third = (saved(training.store, name).description["step"] for name in "abc")
     count = training.end()
@@ -84,28 +89,26 @@ def test_a_snapshot_holds_a_whole_number_of_steps_and_training_is_as_without(
         assert embedding.last_snapshot == "c"
 
 
-def test_a_kill_goes_back_to_the_snapshot_that_was_asked_for(tmp_path: Path) -> None:
-    training = Training(trains, tmp_path, "cached_host")
-    kept = saved(training.store, "a").description["step"]
+def test_an_idle_trainer_answers_and_a_kill_goes_back_to_the_snapshot_that_was_asked_for(tmp_path: Path) -> None:
+    training = Training(waits, tmp_path, "cached_host")
+    kept = saved(training.store, "a")
+    status = {"name": STORE, "step": 1, "rows": kept.manifest.rows, "pid": training.pid, "saving": None}
+    assert request_status(training.store) == status
     training.kill()
+    assert (training.store / "SOCKET").is_socket()
+    assert request_status(training.store) is None
+    assert request_save(training.store, "b") is None
     with embedding_at(tmp_path, "cached_host") as embedding:
-        holds(embedding, kept)
+        holds(embedding, kept.description["step"])
+        steps(embedding, 2)
+        saved(training.store, "b")
 
 
-def test_an_idle_trainer_answers(tmp_path: Path) -> None:
-    training = Training(waits, tmp_path)
-    manifest = saved(training.store, "a").manifest
-    status = request_status(training.store)
-    assert status == {"name": STORE, "step": 1, "rows": manifest.rows, "pid": training.pid, "saving": None}
-    training.end()
-
-
-def test_a_step_that_is_under_way_is_waited_for(tmp_path: Path) -> None:
+def test_a_step_that_is_under_way_is_waited_for(tmp_path: Path, store: Path) -> None:
     """It has evicted rows for its own before it writes them."""
     embedding = make(options("host", tmp_path, capacity=40, eviction="lru"), "adagrad", tables=1)
     for begin in range(0, 60, 5):
         train(embedding, range(begin, begin + 5))
-    store = tmp_path / STORE
     with a_step_under_way(embedding) as end:
         timeout, said = 0.2, ""
         while "did not finish its current step" not in said:  # or it did not answer yet
@@ -114,47 +117,42 @@ def test_a_step_that_is_under_way_is_waited_for(tmp_path: Path) -> None:
             timeout, said = 2 * timeout, str(error.value)
         until(lambda: request_status(store)["saving"] is None)  # whoever asked has gone
         answer = request_in_thread(store)
-        with pytest.raises(StoreError, match=rf"process {os.getpid()} is saving snapshot 's'; ask again"):
-            request_save(store, "t")
+        said = f"process {os.getpid()} is saving snapshot 's'"
+        check_refusal((lambda: request_save(store, "t"), StoreError, said))
         end()
     assert answer.result(60).rows == 40
     snapshot = Snapshot.open(store / "snapshots" / "s")
     assert snapshot.description["step"] == 13
-    assert rows_of(snapshot) == contents(embedding).tobytes()
+    assert whole(snapshot).tobytes() == contents(embedding).tobytes()
     embedding.close()
 
 
-def test_a_step_that_failed_does_not_hold_a_snapshot_up(tmp_path: Path) -> None:
-    with embedding_at(tmp_path, "device") as embedding:
-        steps(embedding, 4)
-        with a_step_under_way(embedding):
-            answer = request_in_thread(tmp_path / STORE)
-            until(lambda: embedding.table_handle().local_table.step_gate.is_wanted)  # later than it is heard
-        step(embedding)
-        assert answer.result(60).description["step"] == 4
-        holds(embedding, 5)
+def test_a_step_that_failed_does_not_hold_a_snapshot_up(store: Path, embedding: MultiTableEmbedding) -> None:
+    with a_step_under_way(embedding):
+        answer = request_in_thread(store)
+        until(lambda: embedding.table_handle().local_table.step_gate.is_wanted)  # later than it is heard
+    step(embedding)
+    assert answer.result(60).description["step"] == 3
+    holds(embedding, 4)
 
 
-def test_a_snapshot_has_its_turn_whatever_the_trainer_does(tmp_path: Path) -> None:
+def test_a_snapshot_has_its_turn_whatever_the_trainer_does(store: Path, embedding: MultiTableEmbedding) -> None:
     """Steps, reads, and rows that are replaced by those of a snapshot."""
-    with embedding_at(tmp_path, "host") as embedding:
-        steps(embedding, 2)
-        embedding.save_snapshot("before")
-        for number in range(4):
-            answer = ask.submit(saved, tmp_path / STORE, f"s{number}")
-            while not answer.done():
-                step(embedding)
-                embedding.get(torch.arange(3), 0)
-                embedding.load_snapshot("before")
-            answer.result()
-        holds(embedding, 2)
+    embedding.save_snapshot("before")
+    answer = ask.submit(saved, store, "s")
+    while not answer.done():
+        step(embedding)
+        embedding.get(torch.arange(3), 0)
+        embedding.load_snapshot("before")
+    answer.result()
+    holds(embedding, 3)
 
 
 def test_the_socket_is_there_while_the_store_is_open_and_for_its_user_alone(tmp_path: Path) -> None:
     deep = tmp_path.joinpath(*["a folder of a long name"] * 6)
     place = deep / STORE / "SOCKET"
     assert len(str(place)) > 108
-    before = os.umask(0)
+    threads, files, before = threading.active_count(), len(os.listdir("/proc/self/fd")), os.umask(0)
     try:
         with embedding_at(deep, "device") as embedding:
             assert request_status(place.parent) is None
@@ -165,6 +163,7 @@ def test_the_socket_is_there_while_the_store_is_open_and_for_its_user_alone(tmp_
         os.umask(before)
     assert not place.exists()
     assert request_status(place.parent) is None
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, files)
 
 
 def _as_nobody(store: Path) -> str:
@@ -175,27 +174,14 @@ def _as_nobody(store: Path) -> str:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_is_refused(tmp_path: Path) -> None:
-    with embedding_at(tmp_path, "device") as embedding:
-        steps(embedding, 1)
-        for folder in (tmp_path / STORE, tmp_path, *tmp_path.parents):
-            if folder == Path(tempfile.gettempdir()):
-                break
-            folder.chmod(0o755)
-        assert "process of another user has" in in_process(_as_nobody, tmp_path / STORE)
-        (tmp_path / STORE / "SOCKET").chmod(0o666)
-        assert f"serves only user {os.geteuid()}" in in_process(_as_nobody, tmp_path / STORE)
-
-
-def test_the_socket_of_a_killed_trainer_is_known_and_replaced(tmp_path: Path) -> None:
-    training = Training(waits, tmp_path)
-    training.kill()
-    assert (training.store / "SOCKET").is_socket()
-    assert request_status(training.store) is None
-    assert request_save(training.store, "a") is None
-    with embedding_at(tmp_path, "device") as embedding:
-        steps(embedding, 2)
-        saved(training.store, "a")
+def test_another_user_is_refused(store: Path, embedding: MultiTableEmbedding) -> None:
+    for folder in (store, *store.parents):
+        if folder == Path(tempfile.gettempdir()):
+            break
+        folder.chmod(0o755)
+    assert "process of another user has" in in_process(_as_nobody, store)
+    (store / "SOCKET").chmod(0o666)
+    assert f"serves only user {os.geteuid()}" in in_process(_as_nobody, store)
 
 
 def test_a_forked_child_does_not_stand_in_for_a_killed_trainer(tmp_path: Path) -> None:
@@ -211,8 +197,8 @@ def test_a_forked_child_does_not_stand_in_for_a_killed_trainer(tmp_path: Path) -
 def test_a_stopped_trainer_is_named_with_what_to_do(tmp_path: Path) -> None:
     training = Training(waits, tmp_path)
     os.kill(training.pid, signal.SIGSTOP)
-    with pytest.raises(StoreError, match=rf"process {training.pid} was asked to save.*did not answer for 0.2 seconds"):
-        request_save(training.store, "a", timeout=0.2)
+    said = f"process {training.pid} was asked to save", "did not answer for 0.2 seconds"
+    check_refusal((lambda: request_save(training.store, "a", timeout=0.2), StoreError, *said))
     os.kill(training.pid, signal.SIGCONT)
     saved(training.store, "b")
     training.end()
@@ -221,10 +207,8 @@ def test_a_stopped_trainer_is_named_with_what_to_do(tmp_path: Path) -> None:
 def test_a_trainer_that_is_killed_in_a_save_leaves_nothing_of_it(tmp_path: Path) -> None:
     training = Training(dies_as_it_saves, tmp_path)
     kept = request_save(training.store, "kept")
-    with pytest.raises(
-        StoreError, match=rf"process {training.pid} exited while it saved.*the snapshot was not written"
-    ):
-        request_save(training.store, "lost")
+    said = f"process {training.pid} exited while it saved", "the snapshot was not written"
+    check_refusal((lambda: request_save(training.store, "lost"), StoreError, *said))
     training.kill()  # it is dead; its pipe is closed
     with embedding_at(tmp_path, "device") as embedding:
         assert embedding.size() == kept.rows
@@ -245,38 +229,31 @@ def test_a_save_whose_client_is_killed_is_finished(tmp_path: Path) -> None:
     training.end()
 
 
-def test_a_store_that_is_closed_undoes_what_was_asked(tmp_path: Path) -> None:
-    embedding = embedding_at(tmp_path, "device")
-    steps(embedding, 3)
+def test_a_store_that_closes_undoes_what_was_asked(tmp_path: Path, store: Path, embedding: MultiTableEmbedding) -> None:
     with a_step_under_way(embedding):
-        answer = request_in_thread(tmp_path / STORE)
+        answer = request_in_thread(store)
     embedding.close()
-    with pytest.raises(
-        SnapshotError, match=r"closed the store before snapshot 's' was complete.*from the closed store"
-    ):
-        answer.result(60)
+    check_refusal((lambda: answer.result(60), SnapshotError, "closed the store before snapshot 's' was complete"))
     with embedding_at(tmp_path, "device") as embedding:
         holds(embedding, 3)
         assert embedding.last_snapshot is None
 
 
 def test_errors_come_to_the_client_and_progress_counts_every_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Path, embedding: MultiTableEmbedding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serving, "_PROGRESS_SECONDS", 0)
-    with embedding_at(tmp_path, "device") as embedding:
-        steps(embedding, 3)
-        messages: list[tuple[int, int | None]] = []
-        manifest = request_save(tmp_path / STORE, "a", progress=lambda rows, of: messages.append((rows, of)))
-        assert messages[0] == (0, manifest.rows)
-        assert messages[-1] == (manifest.rows, manifest.rows)
-        assert messages == sorted(messages)
-        with pytest.raises(SnapshotError, match=r"/a' exists: choose another name"):
-            request_save(tmp_path / STORE, "a")
-        with pytest.raises(SnapshotError, match=r"\.\./x"):
-            request_save(tmp_path / STORE, "../x")
-        with pytest.raises(ValueError, match="kind='half'"):
-            request_save(tmp_path / STORE, "b", kind="half")
+    messages: list[tuple[int, int | None]] = []
+    manifest = request_save(store, "a", progress=lambda rows, of: messages.append((rows, of)))
+    assert messages[0] == (0, manifest.rows)
+    assert messages[-1] == (manifest.rows, manifest.rows)
+    assert messages == sorted(messages)
+    for name, kind, error, said in (
+        ("a", "full", SnapshotError, "/a' exists"),
+        ("../x", "full", SnapshotError, "../x"),
+        ("b", "half", ValueError, "kind='half'"),
+    ):
+        check_refusal((partial(request_save, store, name, kind), error, said))
 
 
 @on_devices
@@ -299,7 +276,7 @@ def test_a_snapshot_of_rows_on_a_gpu(device: Device, tmp_path: Path, store: str)
             step_of([0, 1])
         step_of([1, 2])
         assert request_save(tmp_path / STORE, "a").description["step"] == 2
-        assert rows_of(Snapshot.open(tmp_path / STORE / "snapshots" / "a")) == contents(embedding).tobytes()
+        assert whole(Snapshot.open(tmp_path / STORE / "snapshots" / "a")).tobytes() == contents(embedding).tobytes()
 
 
 def _connected(store: Path) -> socket.socket:
@@ -308,11 +285,9 @@ def _connected(store: Path) -> socket.socket:
     return connection
 
 
-def test_bad_clients_hurt_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_clients_hurt_nobody(store: Path, embedding: MultiTableEmbedding, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "_CLIENT_SECONDS", 0.3)
-    store = tmp_path / STORE
-    with embedding_at(tmp_path, "device") as embedding, contextlib.ExitStack() as stack:
-        steps(embedding, 2)
+    with contextlib.ExitStack() as stack:
         for bad in (b"\xff\x00", b"[" * 60000, b"[]", b"{}", b'{"do": "save", "name": 3}', b"x" * 150_000):
             client = stack.enter_context(_connected(store))
             client.send(bad)
@@ -329,55 +304,23 @@ def test_bad_clients_hurt_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             stream.connect(str(store / "SOCKET"))
         steps(embedding, 2)
         saved(store, "a")
-        holds(embedding, 4)
+        holds(embedding, 5)
 
 
-def test_a_save_of_several_stores_is_a_request_that_older_versions_refuse(tmp_path: Path) -> None:
-    """They know "save" alone, and leave out what else it says."""
-    stores = [tmp_path / "a", tmp_path / "b"]
-    folder = channel.open_folder(tmp_path)
-    with channel.listen(folder) as listener:
-        answer = ask.submit(request_save, tmp_path, "s", stores=stores)
-        with listener.accept()[0] as client:
-            request_in_thread = channel.receive(client)
-            channel.send(client, {"error": "does not know this request", "type": "StoreError"})
-        with pytest.raises(StoreError, match="does not know this request"):
-            answer.result(60)
-    os.close(folder)
-    assert request_in_thread == {
-        "do": "save all",
-        "name": "s",
-        "kind": "full",
-        "overwrite": False,
-        "stores": [*map(str, stores)],
-    }
-
-
-def test_a_folder_without_a_socket_trains_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / STORE / "SOCKET" / "in the way").mkdir(parents=True)
+def test_a_folder_without_a_socket_trains_on(tmp_path: Path, store: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (store / "SOCKET" / "in the way").mkdir(parents=True)
     with caplog.at_level("INFO", "tierbed"), embedding_at(tmp_path, "device") as embedding:
         steps(embedding, 3)
-        said = caplog.records[-1].getMessage()
-        assert "no `tierbed snapshot save` while it is open" in said
+        assert "no `tierbed snapshot save` while it is open" in caplog.records[-1].getMessage()
     with embedding_at(tmp_path, "device") as embedding:
         holds(embedding, 3)
 
 
-def test_nothing_is_left_running(tmp_path: Path) -> None:
-    before, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
-    for _ in range(3):
-        with embedding_at(tmp_path, "device") as embedding:
-            steps(embedding, 1)
-            request_status(tmp_path / STORE)
-    assert threading.active_count() == before
-    assert len(os.listdir("/proc/self/fd")) == files
-
-
-def test_clients_that_come_and_go_at_once_are_all_served(tmp_path: Path) -> None:
+def test_clients_that_come_and_go_at_once_are_all_served(store: Path, embedding: MultiTableEmbedding) -> None:
     def served(_: int) -> bool:
         while True:
             try:
-                return request_status(tmp_path / "rows") is not None
+                return request_status(store) is not None
             except StoreError as error:
                 if "too many clients; ask again" not in str(error):  # there are on a busy machine
                     raise
@@ -385,8 +328,7 @@ def test_clients_that_come_and_go_at_once_are_all_served(tmp_path: Path) -> None
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        with make(options("device", tmp_path), "sgd") as embedding, ThreadPoolExecutor(12) as clients:
-            train(embedding, range(9))
-            assert all(clients.map(served, range(500)))
+        with ThreadPoolExecutor(12) as clients:
+            assert all(clients.map(served, range(200)))
     finally:
         sys.setswitchinterval(interval)

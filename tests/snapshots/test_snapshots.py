@@ -1,17 +1,20 @@
+"""Small snapshots: written, read, listed, and refused where a file is damaged or a manifest hostile."""
+
 from __future__ import annotations
 
 import io
 import os
 import shutil
-import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from support.scripts import run_script
+from support.examples import examples
 from support.small_snapshots import (
     TYPES,
     Chunk,
@@ -20,11 +23,12 @@ from support.small_snapshots import (
     flip_bit,
     form_of,
     joined,
-    least_keys,
     make_buckets,
     make_rows,
     save,
 )
+from support.snapshot_parts import save_in_parts
+from tierbed.engine.durable import seal
 from tierbed.engine.errors import SnapshotError
 from tierbed.engine.row_format import RowForm, row_dtype
 from tierbed.snapshots import Snapshot, latest_snapshot, list_snapshots, write_snapshot
@@ -37,7 +41,8 @@ MANIFEST = "manifest.msgpack"
 
 @pytest.mark.parametrize("types", TYPES, ids="-".join)
 @pytest.mark.parametrize("width", [1, 6, 257])
-def test_rows_come_back_bit_for_bit(tmp_path: Path, width: int, types: Types) -> None:
+@pytest.mark.rotated("width")
+def test_rows_come_back_bit_for_bit_and_numpy_alone_reads_them(tmp_path: Path, width: int, types: Types) -> None:
     buckets = make_buckets(width, {0: 1, 1: 50, 17: 7, 63: 8}, types)
     seen: list[int] = []
     about = description(width, types)
@@ -52,82 +57,38 @@ def test_rows_come_back_bit_for_bit(tmp_path: Path, width: int, types: Types) ->
     seen.clear()
     snapshot.verify(seen.append)
     assert sum(seen) == 66
-
-
-@pytest.mark.parametrize("types", TYPES, ids="-".join)
-def test_numpy_alone_reads_a_bucket(tmp_path: Path, types: Types) -> None:
-    save(tmp_path / "s", {3: 20}, types=types)
-    rows = np.load(tmp_path / "s" / "bucket-03.npy", mmap_mode="r", allow_pickle=False)
-    assert rows.dtype == form_of(6, types).dtype
-    assert rows.tobytes() == make_rows(6, 20, 3, 3, types).tobytes()
-    if types != TYPES[0]:
+    for bucket, rows in buckets.items():
+        found = np.load(tmp_path / "s" / f"bucket-{bucket:02}.npy", mmap_mode="r", allow_pickle=False)
+        assert (found.dtype, found.tobytes()) == (form_of(width, types).dtype, rows.tobytes())
+    if types != TYPES[0] and width == 6:
         names = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
-        assert [rows[name].dtype.str for name in ("embedding", "sum")] == [names[type] for type in types]
+        assert [found[name].dtype.str for name in ("embedding", "sum")] == [names[type] for type in types]
 
 
-@pytest.mark.parametrize("width", [1, 128, 1 << 20])
-@pytest.mark.parametrize("rows", [1, (1 << 62) - 1])
-def test_header_length_does_not_depend_on_the_count(width: int, rows: int) -> None:
-    header = npy_header(row_dtype(width), rows)
-    assert len(header) == 256
-    assert header.endswith(b"\n")
-
-
-def test_header_of_many_names_is_longer_whatever_the_count() -> None:
+def test_the_length_of_a_header_does_not_depend_on_the_count() -> None:
     form = RowForm(3, "bfloat16", [f"{'x' * 63}{n}" for n in range(9)], [3] * 9, ["bfloat16"] * 9)
-    headers = [npy_header(form.dtype, rows) for rows in (1, (1 << 62) - 1)]
-    assert {len(header) for header in headers} == {1792}
-    assert np.load(io.BytesIO(headers[0] + bytes(form.dtype.itemsize))).dtype == form.dtype
+    for dtype, length in ((row_dtype(1), 256), (row_dtype(1 << 20), 256), (form.dtype, 1792)):
+        headers = [npy_header(dtype, rows) for rows in (1, (1 << 62) - 1)]
+        assert {len(header) for header in headers} == {length}
+        assert np.load(io.BytesIO(headers[0] + bytes(dtype.itemsize))).dtype == dtype
 
 
-def test_empty_table_and_empty_chunks_make_no_bucket_file(tmp_path: Path) -> None:
-    for name, chunks in (("none", []), ("empty", [(2, np.zeros(0, row_dtype(6))), (9, np.zeros(0, row_dtype(6)))])):
-        assert write_snapshot(tmp_path / name, description(), chunks).rows == 0
-        snapshot = Snapshot.open(tmp_path / name)
-        snapshot.verify()
-        assert list(snapshot.chunks()) == []
-        assert [file.name for file in snapshot.folder.iterdir()] == [MANIFEST]
-
-
-def test_strided_chunks_and_scratch_reused_by_the_tier_are_written_right(tmp_path: Path) -> None:
+def test_strided_chunks_and_reused_scratch_are_written_right_and_empty_ones_not_at_all(tmp_path: Path) -> None:
     rows = make_rows(6, 30, bucket=4)
 
     def reused() -> Iterator[Chunk]:
         scratch = np.zeros(20, rows.dtype)
+        yield 2, scratch[:0]
         for begin in range(0, 30, 10):
             scratch[::2] = rows[begin : begin + 10]
             yield 4, scratch[::2]
 
     write_snapshot(tmp_path / "s", description(), reused())
     assert joined(Snapshot.open(tmp_path / "s").chunks()) == {4: rows.tobytes()}
-
-
-def test_writing_and_reading_hold_a_chunk_and_not_the_table(tmp_path: Path) -> None:
-    rows = make_rows(64, 200)
-    keys = least_keys(8, 60_000).reshape(300, 200)
-
-    def growing() -> Iterator[Chunk]:
-        rows["table"] = 0
-        for part in keys:
-            rows["key"] = part
-            yield 8, rows.copy()
-
-    tracemalloc.start()
-    try:
-        manifest = write_snapshot(tmp_path / "s", description(64), growing())
-        for _ in Snapshot.open(tmp_path / "s").chunks(500):
-            pass
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert manifest.total_bytes > 16e6
-    assert peak < 4e6
-
-
-@pytest.mark.parametrize("name", ["a", "epoch 3", "2024-01-01T00:00", "größe", "x" * 200, "-rf", "a..b"])
-def test_ordinary_names_work(tmp_path: Path, name: str) -> None:
-    save(tmp_path / name)
-    assert [s.name for s in list_snapshots(tmp_path).snapshots] == [name]
+    write_snapshot(tmp_path / "none", description(), [])
+    for name, files in (("s", ["bucket-04.npy", MANIFEST]), ("none", [MANIFEST])):
+        Snapshot.open(tmp_path / name).verify()
+        assert sorted(file.name for file in (tmp_path / name).iterdir()) == files
 
 
 def test_existing_name_is_never_overwritten(tmp_path: Path) -> None:
@@ -140,114 +101,82 @@ def test_existing_name_is_never_overwritten(tmp_path: Path) -> None:
     assert Snapshot.open(tmp_path / "s").manifest == before
 
 
-@pytest.mark.parametrize(
-    "chunks",
-    [
-        [(1, make_rows(6, 3, bucket=1)), (0, make_rows(6, 3, bucket=0))],
-        [(b, make_rows(6, 3, seed, b)) for seed, b in enumerate([1, 2, 1])],
-        [(64, make_rows(6, 3))],
-        [(-1, make_rows(6, 3))],
-        [(0, make_rows(5, 3, bucket=0))],
-        [(0, make_rows(6, 4, bucket=0).reshape(2, 2))],
-        [(0, make_rows(6, 3, bucket=0)[::-1])],
-        [(0, make_rows(6, 9, bucket=0)[[0, 1, 1]])],
-        [(0, make_rows(6, 3, bucket=0)), (0, make_rows(6, 3, bucket=0)[2:])],
-        [(0, make_rows(6, 3, bucket=1))],
-    ],
-)
-def test_chunks_out_of_order_or_of_another_type_leave_nothing(tmp_path: Path, chunks: list[Chunk]) -> None:
-    with pytest.raises(SnapshotError, match=r"bucket"):
-        write_snapshot(tmp_path / "s", description(), chunks)
-    assert list(tmp_path.iterdir()) == []
+WRONG: list[list[Chunk]] = [
+    [(1, make_rows(6, 3, bucket=1)), (0, make_rows(6, 3, bucket=0))],
+    [(b, make_rows(6, 3, seed, b)) for seed, b in enumerate([1, 2, 1])],
+    [(64, make_rows(6, 3))],
+    [(-1, make_rows(6, 3))],
+    [(0, make_rows(5, 3, bucket=0))],
+    [(0, make_rows(6, 4, bucket=0).reshape(2, 2))],
+    [(0, make_rows(6, 3, bucket=0)[::-1])],
+    [(0, make_rows(6, 9, bucket=0)[[0, 1, 1]])],
+    [(0, make_rows(6, 3, bucket=0)), (0, make_rows(6, 3, bucket=0)[2:])],
+    [(0, make_rows(6, 3, bucket=1))],
+]
 
 
-def test_error_while_rows_are_read_passes_through_and_leaves_nothing(tmp_path: Path) -> None:
+def test_wrong_chunks_and_an_error_while_rows_are_read_leave_nothing(tmp_path: Path) -> None:
     def failing() -> Iterator[Chunk]:
         yield 0, make_rows(6, 10, bucket=0)
-        yield 1, make_rows(6, 10, bucket=1)
         raise ValueError("the tier failed")
 
     save(tmp_path / "before")
+    for chunks in WRONG:
+        with pytest.raises(SnapshotError, match=r"bucket"):
+            write_snapshot(tmp_path / "s", description(), chunks)
     with pytest.raises(ValueError, match="the tier failed"):
         write_snapshot(tmp_path / "s", description(), failing())
     assert [entry.name for entry in tmp_path.iterdir()] == ["before"]
     save(tmp_path / "s")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"width": 0},
-        {"width": 2},
-        {"columns": ()},
-        {"dtype": "float16"},
-        {"dtype": "int8"},
-        {"seed": None},
-        {"step": -1},
-        {"state_widths": []},
-        {"state_widths": [2], "width": 5},
-        {"state_widths": ["3"]},
-        {"hyper": [1]},
-    ],
-)
-def test_description_that_could_not_be_read_back_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
-    with pytest.raises(SnapshotError, match=f"{next(iter(change))}"):
-        write_snapshot(tmp_path / "s", description() | change, [])
+def test_description_that_could_not_be_read_back_is_refused(tmp_path: Path) -> None:
+    plain = "cannot be stored", "that JSON cannot"
+    for field, value, *said in (
+        ("width", 0, "width"),
+        ("state_widths", ["3"], "state_widths"),
+        ("hyper", [1], "hyper"),
+        *(("tables", [value], *plain) for value in (np.float32(1), {1: 2}, 2**64)),
+    ):
+        with pytest.raises(SnapshotError, match="|".join(said)):
+            write_snapshot(tmp_path / "s", description() | {field: value}, [])
     assert list(tmp_path.iterdir()) == []
-
-
-def test_description_that_msgpack_cannot_hold_is_refused(tmp_path: Path) -> None:
-    for tables in ([np.float32(1)], [{1: 2}], [2**64]):
-        with pytest.raises(SnapshotError, match=r"cannot be stored|holds values that JSON cannot"):
-            write_snapshot(tmp_path / "s", description(tables=tables), [])
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_row_state_takes_one_float(tmp_path: Path) -> None:
-    manifest = write_snapshot(
-        tmp_path / "s",
-        description(4, columns=[3], optimizer="rowwise_adagrad", state_widths=[1]),
-        [(0, make_rows(4, 5, bucket=0))],
-    )
-    assert manifest.form.width == 4
-
-
-def test_missing_snapshot_names_those_that_exist(tmp_path: Path) -> None:
-    with pytest.raises(SnapshotError, match=r"no snapshot 'c'.*existing ones: none"):
-        Snapshot.open(tmp_path / "not there" / "c")
-    save(tmp_path / "a")
-    save(tmp_path / "b")
-    with pytest.raises(SnapshotError, match=r"no snapshot 'c'.*existing ones: 'a', 'b'"):
-        Snapshot.open(tmp_path / "c")
 
 
 def test_order_is_that_of_saving_and_survives_deletion_and_clock(tmp_path: Path) -> None:
     assert latest_snapshot(tmp_path) is None
     assert latest_snapshot(tmp_path / "not there") is None
-    for name in ("c", "a", "b"):
+    names = ["größe", "-rf", "2024-01-01T00:00 " + "x" * 180]
+    for name in names:
+        with pytest.raises(
+            SnapshotError, match=r"no snapshot .*existing ones: " + ("none" if name == names[0] else "'")
+        ):
+            Snapshot.open(tmp_path / name)
         save(tmp_path / name)
-    assert [s.name for s in list_snapshots(tmp_path).snapshots] == ["c", "a", "b"]
-    os.utime(tmp_path / "c")
-    shutil.rmtree(tmp_path / "a")
-    save(tmp_path / "a")
+    assert [s.name for s in list_snapshots(tmp_path).snapshots] == names
+    os.utime(tmp_path / names[0])
+    shutil.rmtree(tmp_path / names[1])
+    save(tmp_path / names[1])
     (tmp_path / "notes.txt").touch()
-    listing = list_snapshots(tmp_path)
-    assert ([s.name for s in listing.snapshots], listing.damaged) == (["c", "b", "a"], {})
-    latest = latest_snapshot(tmp_path)
+    listing, latest = list_snapshots(tmp_path), latest_snapshot(tmp_path)
+    assert ([s.name for s in listing.snapshots], listing.damaged) == ([names[0], names[2], names[1]], {})
     assert latest is not None
-    assert latest.name == "a"
+    assert latest.name == names[1]
 
 
 def test_leftovers_of_killed_processes_are_not_listed_and_removed_by_who_holds_the_folder(tmp_path: Path) -> None:
     folder = tmp_path / "snapshots"
     save(folder / "a")
-    shutil.copytree(folder / "a", folder / ".tmp-b")
+    save(tmp_path / "elsewhere")
+    (folder / ".tmp-b").symlink_to(tmp_path / "elsewhere")
     shutil.copytree(folder / "a", folder / ".tmp-c")
     assert [s.name for s in list_snapshots(folder).snapshots] == ["a"]
     save(folder / "b")
+    assert not (folder / "b").is_symlink()
     assert sorted(entry.name for entry in folder.iterdir()) == [".tmp-c", "a", "b"], "it may be of another writer"
     with StoreFolder(tmp_path):
         assert sorted(entry.name for entry in folder.iterdir()) == ["a", "b"]
+    Snapshot.open(tmp_path / "elsewhere").verify()
 
 
 def test_damaged_latest_is_never_replaced_by_an_older_one(tmp_path: Path) -> None:
@@ -267,33 +196,202 @@ def test_damaged_latest_is_never_replaced_by_an_older_one(tmp_path: Path) -> Non
     assert latest.name == "old"
 
 
-def test_kill_at_any_instant_leaves_whole_snapshots_alone(tmp_path: Path) -> None:
-    script = (
-        "import os, random, signal, sys, time; from pathlib import Path; from support.small_snapshots import save\n"
-        "folder, number = Path(sys.argv[1]), 0\n"
-        "for round in range(10):\n"
-        "    before = set(os.listdir(folder))\n"
-        "    saver = os.fork()\n"
-        "    while saver == 0:\n"
-        "        name = f'{round}-{number}'; number += 1\n"
-        "        save(folder / name, dict.fromkeys(range(0, 64, 9), 200), step=number)\n"
-        "        os.write(1, f'saved {name}\\n'.encode())\n"
-        "    while set(os.listdir(folder)) <= before: time.sleep(0.001)\n"
-        "    time.sleep(random.uniform(0, 0.15))\n"
-        "    os.kill(saver, signal.SIGKILL); os.waitpid(saver, 0)\n"
-        "    leftovers = sum(name.startswith('.tmp-') for name in os.listdir(folder))\n"
-        "    os.write(1, f'killed {leftovers}\\n'.encode())\n"
-    )
-    lines = [line.split() for line in run_script(script, tmp_path).stdout.splitlines()]
-    saved = [word for what, word in lines if what == "saved"]
-    leftovers = [int(word) for what, word in lines if what == "killed"]
-    assert len(leftovers) == 10
-    assert max(leftovers) > 0, "no saver was killed while saving"
-    snapshots, damaged = list_snapshots(tmp_path)
-    assert damaged == {}
-    assert set(saved) <= {s.name for s in snapshots}
-    for snapshot in snapshots:
-        assert snapshot.manifest.rows == 8 * 200
-        snapshot.verify()
-    in_order = [s.name for s in snapshots if s.name in set(saved)]
-    assert in_order == saved
+COUNTS = {0: 3, 5: 1, 63: 2}
+
+
+@pytest.fixture(scope="module")
+def sounds(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Types, bool], Path]:
+    """A snapshot of each type, whole and in parts."""
+    folders = {(types, parts): tmp_path_factory.mktemp("sound") / "s" for types in TYPES for parts in (False, True)}
+    for (types, parts), folder in folders.items():
+        if parts:
+            save_in_parts(folder, description(2, types), chunked(make_buckets(2, COUNTS, types)), 2)
+        else:
+            save(folder, COUNTS, width=2, types=types)
+    return folders
+
+
+FILES = ["bucket-00.npy", "bucket-05.npy", "bucket-63.npy", MANIFEST]
+
+
+WHOLE = TYPES[0], False
+
+
+@examples(1.5)
+@given(
+    of=st.tuples(st.sampled_from(TYPES), st.booleans()),
+    file=st.integers(0, 99),
+    where=st.integers(0, 1 << 20),
+    how=st.sampled_from(["flip", "truncate", "append", "remove"]),
+)
+@example(of=WHOLE, file=0, where=8 * 9, how="flip")
+@example(of=WHOLE, file=0, where=8 * 255, how="flip")
+@example(of=WHOLE, file=0, where=8 * 256, how="flip")
+@example(of=WHOLE, file=0, where=256, how="truncate")
+@example(of=WHOLE, file=3, where=0, how="truncate")
+@example(of=(TYPES[1], False), file=0, where=8 * (256 + 14), how="flip")  # a number of padding
+def test_any_flipped_bit_and_any_truncation_is_found(
+    sounds: dict[tuple[Types, bool], Path], of: tuple[Types, bool], file: int, where: int, how: str
+) -> None:
+    sound = sounds[of]
+    files = sorted(path.name for path in sound.iterdir())
+    assert len(files) > 4 if of[1] else files == FILES
+    name = files[file % len(files)]
+    folder = sound.with_name("damaged")
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(sound, folder)
+    Snapshot.open(folder).verify()
+    path = folder / name
+    size = path.stat().st_size
+    if how == "flip":
+        flip_bit(path, where % (8 * size))
+    elif how == "truncate":
+        os.truncate(path, where % size)
+    elif how == "append":
+        path.write_bytes(path.read_bytes() + b"\0")
+    else:
+        path.unlink()
+    for read in (lambda: Snapshot.open(folder).verify(), lambda: list(Snapshot.open(folder).chunks(1))):
+        with pytest.raises(SnapshotError, match=name):
+            read()
+
+
+def test_a_missing_file_is_found_before_the_first_row_is_given_out_and_named_once(tmp_path: Path) -> None:
+    save(tmp_path / "s", COUNTS)
+    (tmp_path / "s" / "bucket-63.npy").unlink()
+    for read in (Snapshot.open(tmp_path / "s").verify, lambda: next(Snapshot.open(tmp_path / "s").chunks())):
+        with pytest.raises(SnapshotError) as raised:
+            read()
+        assert str(raised.value).count("bucket-63.npy") == 1
+
+
+def _manifest(**changes: Any) -> dict[str, Any]:
+    plain = {"format": 2, "kind": "full", "id": "0" * 32, "parent": None, "description": description()}
+    return plain | {"rows": 1, "deleted": 0, "rocksdb": None, "created": 1, "sequence": 1} | _files() | changes
+
+
+def _files(name: Any = "bucket-00.npy", **changes: Any) -> dict[str, Any]:
+    return {"files": {name: {"rows": 1, "bytes": 256 + 44, "crc32": 0} | changes}}
+
+
+def _rocksdb(name: str = "shard-0/CURRENT", shards: int = 1, **changes: Any) -> dict[str, Any]:
+    files = {name: {"bytes": 16, "crc32c": 0} | changes}
+    return {"kind": "checkpoint", "files": {}, "rocksdb": {"shards": shards, "files": files}}
+
+
+def _parts(parts: Any, name: Any = "bucket-00-0000.npy", **changes: Any) -> dict[str, Any]:
+    return {"format": 3, "parts": parts} | _files(name, **changes)
+
+
+def _narrow(**changes: Any) -> dict[str, Any]:
+    """Of one row of `NARROW`, with changes in its description."""
+    return {"format": 3, "parts": None, "description": NARROW | changes} | _files(bytes=256 + 36)
+
+
+def _over(**changes: Any) -> dict[str, Any]:
+    return {"kind": "incremental", "parent": {"name": "s", "id": "0" * 32}} | changes
+
+
+NARROW = description(6, TYPES[2])  # 8 bytes of embedding, and of state
+UNTYPED = {name: value for name, value in NARROW.items() if name != "state_dtypes"}
+DIGITS = "\u0660\u0660"  # others than 0 to 9
+HOSTILE = {
+    **{f"a file {name!r}": _files(name) for name in ("../bucket-00.npy", "/etc/passwd", "bucket-64.npy")},
+    **{f"a file {name!r}": _files(name) for name in (f"bucket-{DIGITS}.npy", b"bucket-00.npy", "bucket-00-0000.npy")},
+    "no rows": {"rows": 0} | _files(rows=0, bytes=256),
+    "negative rows": {"rows": -1} | _files(rows=-1, bytes=256 - 44),
+    **{f"a file of {entry}": _files(**entry) for entry in ({"bytes": 257}, {"crc32": 0.0}, {"path": "x"})},
+    "sum": {"rows": 2},
+    "huge sequence": {"sequence": 2**63},
+    "huge clock": {"created": 2**64 - 1},
+    "nil": {"files": None},
+    "description": {"description": []},
+    "huge width": {"description": description(width=2**40)},
+    "hyper of another rule": {"description": description(hyper=[0.1])},
+    "state of another rule": {"description": description(states=["momentum_buffer"])},
+    "state as wide as another rule's": {"description": description(columns=[5], state_widths=[1])},
+    "foreign": {"extra": 1},
+    "kind": {"kind": "half"},
+    "short id": {"id": "0" * 31},
+    "full with a parent": _over(kind="full"),
+    "incremental without a parent": {"kind": "incremental"},
+    "parent elsewhere": _over(parent={"name": "../s", "id": "0" * 32}),
+    "parent without id": _over(parent={"name": "s"}),
+    "full that deletes": {"deleted": 1} | _files("deleted-00.npy", bytes=256 + 12),
+    "deleted sum": _over(deleted=1),
+    "rows in a file of keys": _over(deleted=1) | _files("deleted-00.npy"),
+    "full of RocksDB": _rocksdb() | {"kind": "full"} | _files(),
+    "checkpoint of nothing": {"kind": "checkpoint", "files": {}},
+    "checkpoint of rows": _rocksdb() | _files(),
+    **{f"RocksDB's {name}": _rocksdb(name) for name in ("../shard-0/CURRENT", "shard-0/LOG", "shard-1/CURRENT")},
+    **{f"{shards} shards": _rocksdb(shards=shards) for shards in (0, 1 << 40)},
+    "negative bytes": _rocksdb(bytes=-1),
+    **{f"format {number}": {"format": number} for number in (None, 1, 3)},
+    "parts of format 2": {"parts": 1},
+    **{f"{parts} parts": _parts(parts) for parts in (0, None, 1025)},
+    **{f"part {end}": _parts(2, f"bucket-00{end}.npy") for end in ("-0002", "", "-0", f"-{2 * DIGITS}", "-0000/../x")},
+    "sum over parts": _parts(2) | {"rows": 2},
+    "a checkpoint in parts": _rocksdb() | {"format": 3, "parts": 2},
+    "full in parts that deletes": _parts(2, "deleted-00-0000.npy", bytes=256 + 12) | {"deleted": 1},
+    "format 4": _parts(2) | {"format": 4},
+    "narrow in format 2": {"format": 2, "description": NARROW} | _files(bytes=256 + 36),
+    "narrow rows as wide as others": _narrow() | _files(),
+    "no types of states": _narrow() | {"description": UNTYPED},
+    **{f"narrow {change}": _narrow(**change) for change in (
+        {"width": 6}, {"state_dtypes": None}, {"state_dtypes": ["bfloat16"] * 2}, {"state_dtypes": ["float16"]},
+        {"dtype": "int8"}, {"dtype": ["bfloat16"]},
+    )},
+    "types of float32 alone": _narrow(dtype="float32", state_dtypes=["float32"], width=6) | _files(),
+    "nil types of float32": {"description": description(state_dtypes=None)},
+    "types of float32 in format 2": {"description": description(state_dtypes=["float32"])},
+    "one narrow number a row": _narrow(
+        optimizer="of another", columns=[3], state_widths=[1], width=3, state_dtypes=["bfloat16"], hyper=[]
+    ),
+    "a narrow state behind a wide one": _narrow(
+        optimizer="of another", states=["a", "b"], state_widths=[3, 3], initial=[0.0, 0.0], width=7, hyper=[],
+        state_dtypes=["float32", "bfloat16"],
+    ) | _files(bytes=256 + 48),
+    "states of one rule, of two types": _narrow(
+        optimizer="adam", states=["exp_avg", "exp_avg_sq"], state_widths=[3, 3], initial=[0.0, 0.0], width=7, hyper=[],
+        state_dtypes=["bfloat16", "float32"],
+    ) | _files(bytes=256 + 48),
+    **{
+        f"a state by the name {name[:20]!r}": _narrow(optimizer="of another", states=[name], hyper=[])
+        for name in ("", "key", "updates", "values", "embedding", "embedding_padding", "a b", "ä", "a" * 65)
+    },
+    "too many states": _narrow(
+        optimizer="of another", states=[f"s{n}" for n in range(17)], state_widths=[1] * 17, initial=[0.0] * 17,
+        width=19, hyper=[], state_dtypes=["float32"] * 17,
+    ) | _files(bytes=768 + 20 + 19 * 4),
+    "a narrow checkpoint of rows": _rocksdb() | _narrow(),
+}  # fmt: skip
+GOOD = [
+    {},
+    _over(),
+    _rocksdb("shard-0/000012.sst"),
+    _over(deleted=1) | _parts(1024, "deleted-00-1023.npy", bytes=256 + 12),
+    _parts(1),
+    _narrow(),
+    _parts(1, bytes=256 + 36) | {"description": NARROW},
+    _over() | _narrow(),
+    _narrow() | _rocksdb("shard-0/000012.sst"),
+]
+
+
+def test_manifests_of_each_kind_are_read_and_hostile_ones_with_a_right_checksum_refused(tmp_path: Path) -> None:
+    def read(content: dict[str, Any]) -> Snapshot:
+        (tmp_path / MANIFEST).write_bytes(seal(content))
+        return Snapshot.open(tmp_path)
+
+    for changes in GOOD:
+        assert read(_manifest(**changes)).kind == changes.get("kind", "full")
+    refused = []
+    for case, changes in HOSTILE.items():
+        try:
+            read(_manifest(**changes))
+        except SnapshotError as error:
+            refused += [case] * (MANIFEST in str(error))
+    assert refused == [*HOSTILE]
+    for number in (0, 7):
+        with pytest.raises(SnapshotError, match=f"format is {number}, but this tierbed reads 2 to 4: use the one that"):
+            read({"format": number, "of": "another time"})

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from time import sleep
 
@@ -38,38 +38,36 @@ def test_items_come_in_order_and_the_source_is_closed(count: int, wanted: int) -
     closed: list[int] = []
     with read_ahead(numbers(count, closed)) as items:
         assert [item for item, _ in zip(items, range(wanted), strict=False)] == list(range(min(count, wanted)))
-    assert closed == [1]
-
-
-def test_what_the_source_raises_comes_after_its_items() -> None:
-    with read_ahead(numbers(5, [], fail=True)) as items:
+    with read_ahead(numbers(5, closed, fail=True)) as items:
         assert [next(items) for _ in range(5)] == [0, 1, 2, 3, 4]
         with pytest.raises(OSError, match="as planned"):
             next(items)
+    with pytest.raises(KeyError), read_ahead(numbers(50, closed)) as items:
+        raise KeyError(next(items))
+    assert closed == [1] * 3
 
 
-def run_tasks(done: list[int], failing: int, fail_at_end: bool) -> None:
-    def task(number: int) -> None:
-        if number == failing:
-            raise OSError("as planned")
-        done.append(number)
-
-    with TaskThread("tierbed-behind") as behind:
-        for number in range(100):
-            behind.do(partial(task, number))
-        if fail_at_end:
-            raise KeyError
+def fail() -> None:
+    raise OSError("as planned")
 
 
 def test_tasks_are_done_in_order_and_none_after_one_that_failed() -> None:
+    def run(*tasks: Callable[[], None], error: type[Exception] | None = None) -> None:
+        with TaskThread("tierbed-behind") as behind:
+            for task in tasks:
+                behind.do(task)
+            if error is not None:
+                raise error
+
     done: list[int] = []
+    tasks = [partial(done.append, number) for number in range(100)]
     with pytest.raises(OSError, match="as planned"):
-        run_tasks(done, failing=3, fail_at_end=False)
+        run(*tasks[:3], fail, *tasks[3:])
     assert done == [0, 1, 2]
-    run_tasks(done, failing=-1, fail_at_end=False)
+    run(*tasks)
     assert done == [0, 1, 2, *range(100)]
     with pytest.raises(KeyError):
-        run_tasks(done, failing=-1, fail_at_end=True)
+        run(*tasks, error=KeyError)
 
 
 @pytest.mark.parametrize("slow", [False, True])
@@ -84,24 +82,8 @@ def test_all_tasks_are_done_whether_they_are_slow_or_not(slow: bool) -> None:
     do_all([partial(task, number) for number in range(20)])
     assert sorted(done) == [*range(20)]
 
-    def fail() -> None:
-        raise OSError("as planned")
-
     with pytest.raises(OSError, match="as planned"):
         do_all([partial(task, 1), fail, partial(task, 2)])
-
-
-def take_one(closed: list[int]) -> None:
-    with read_ahead(numbers(50, closed)) as items:
-        next(items)
-        raise KeyError
-
-
-def test_a_block_that_fails_ends_the_thread_and_closes_the_source() -> None:
-    closed: list[int] = []
-    with pytest.raises(KeyError):
-        take_one(closed)
-    assert closed == [1]
 
 
 def test_a_block_that_was_cut_off_leaves_no_thread() -> None:
