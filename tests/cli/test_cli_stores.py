@@ -283,7 +283,7 @@ def test_a_trainer_that_does_not_answer_in_time_is_named(cli: Cli, tmp_path: Pat
         said = cli.fails("store get", "1", "--timeout", "0.2")
         assert "was asked to read a row and did not answer for 0.2 seconds" in said
         embedding.table_handle().release()
-        with embedding.table_handle().local_table.lock:
+        with embedding.table_handle().open_table.lock:
             said = cli.fails("prune", "--keep-last", "1", "--timeout", "0.5")
         assert "did not answer for 0.5 seconds" in said
         assert "end it and use the closed store" in said

@@ -116,8 +116,8 @@ class History:
             rows["table"], rows["key"] = np.array([row for row, _ in written]).T
             rows["updates"], rows["step"] = np.array([record for _, record in written]).T
             numbers = np.array([self._numbers[step][row] for row, _ in written])
-            self._form.set_numbers(rows, EMBEDDING, numbers[:, :DIM])
-            self._form.set_numbers(rows, STATE, numbers[:, DIM:])
+            self._form.set_values(rows, EMBEDDING, numbers[:, :DIM])
+            self._form.set_values(rows, STATE, numbers[:, DIM:])
         return rows
 
     def _replay(self, step: int) -> None:

@@ -15,7 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Collection
 
-from tierbed.snapshots.store.recovery_rule import EMPTY, FOREVER, Record, Snapshots
+from tierbed.snapshots.store.recovery_rule import EMPTY, FOREVER, Record, SnapshotIds
 
 from .record_processes import Disk, Forward, Kill, Refused, Rows, Shards, Trainer
 
@@ -101,7 +101,7 @@ class Checker:
         self.durable.update(dict.fromkeys(stores, True))
         self.promise({x: f"{name}-{self.count}{x}" for x in stores})
 
-    def promise(self, snapshots: Snapshots) -> None:
+    def promise(self, snapshots: SnapshotIds) -> None:
         for x, snapshot in snapshots.items():
             self.saved[x].setdefault(snapshot, self.changed[x])
         group = frozenset(self.trainer.at)

@@ -18,7 +18,7 @@ from tierbed.snapshots.store.recovery_rule import (
     Files,
     Interval,
     Record,
-    Snapshots,
+    SnapshotIds,
     choose,
     needed,
     newest_moment,
@@ -184,7 +184,7 @@ class Trainer:
             if key not in self.at:
                 self.disk.write(lambda key=key: self.disk.files.pop(key))
 
-    def write_record(self, parents: Snapshots | None = None, trained: str = "", untrained: str = "") -> None:
+    def write_record(self, parents: SnapshotIds | None = None, trained: str = "", untrained: str = "") -> None:
         self.forget_removed()
         record, found = self.disk.record(self.group), newest_moment(self.spans, self.clock)
         moment, snapshots = found or (0, None)
@@ -292,7 +292,7 @@ class Trainer:
         self.count_snapshot(store, snapshot, self.background.pop(store)[3])
         self.write_record({store: snapshot})
 
-    def load(self, snapshots: Snapshots, fails_in: str = "") -> None:
+    def load(self, snapshots: SnapshotIds, fails_in: str = "") -> None:
         """The rows are verified. The record goes first, so a kill finishes the load; a failure takes it back.
 
         If it had replaced some rows, none of the stores may be written before it is loaded.

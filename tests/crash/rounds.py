@@ -201,7 +201,7 @@ def checked(
 
 def own_rows(embedding: Any) -> NDArray[np.void]:
     """The rows that this process has."""
-    table = embedding.table_handle().local_table
+    table = embedding.table_handle().open_table
     return np.concatenate([np.empty(0, table.form.dtype), *(rows.copy() for _, rows in table.scan())])
 
 
@@ -216,7 +216,7 @@ def way_of(inside: str, kill: Kill) -> tuple[str, str]:
 def rows_of(snapshot: Snapshot) -> Any:
     """All rows, checksums compared."""
     snapshot.verify()
-    empty = np.empty(0, RowForm.described(snapshot.description).dtype)
+    empty = np.empty(0, RowForm.from_description(snapshot.description).dtype)
     return np.concatenate([empty, *(rows.copy() for _, rows in snapshot.chunks(50))])
 
 

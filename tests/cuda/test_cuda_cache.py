@@ -134,7 +134,7 @@ class Both:
         lines = admission.lines
         ranks = (lines == 0).cumsum(0, dtype=torch.int32)
         memory = torch.empty(batch.size * self.on_device.layout.line_bytes, dtype=torch.uint8, device=lines.device)
-        own = batch.own(memory) + (ranks.long() - 1) * self.on_device.layout.line_bytes
+        own = batch.keep_alive(memory) + (ranks.long() - 1) * self.on_device.layout.line_bytes
         batch.lines = torch.where(lines == 0, own, lines)
         step.initialise_lines(batch, self.on_device.layout, admission.hit == 0)
         self.cache.mark_fetched(admission)

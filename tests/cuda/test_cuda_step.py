@@ -67,7 +67,7 @@ class Both:
         on_device = [a.to(self.on_device.device.torch_device) for a in arrays]
         scales = [None if w is None else self.tensor(w) for w in weights]
         written, faults = self.on_device.written, self.on_device.faults
-        cuda.write_numbers(*rule, hyper, step, 1.0, numbers)
+        cuda.write_hyper(*rule, hyper, step, 1.0, numbers)
         cuda.update(*rule, self.device, (on_device, means, scales), numbers, written, faults)
         assert int(self.on_device.written.sum()) - before == new
 
@@ -277,7 +277,7 @@ def test_nothing_is_written_after_a_fault(device: Device) -> None:
     ones = both.tensor(np.ones((3, DIM), np.float32))
     there.faults.fill_(2)
     rule = there.layout, "sgd"
-    cuda.write_numbers(*rule, [0.1, 0, 0, 0, 0], 1, 1.0, there.numbers)
+    cuda.write_hyper(*rule, [0.1, 0, 0, 0, 0], 1, 1.0, there.numbers)
     cuda.update(*rule, both.device, ([ones], [False], [None]), there.numbers, there.written, there.faults)
     cuda.assign(both.device, there.layout, ones, 1, there.written, there.faults)
     more = there.pinned([([8, 9], None, None)])
@@ -293,7 +293,7 @@ def test_a_step_with_a_capacity_is_captured_in_a_cuda_graph() -> None:
     host = Table([8], tables=1)
     table = DeviceTable(device, host, capacity=500)
     rule = table.layout, "sgd"
-    cuda.write_numbers(*rule, [0.5, 0.0, 0.0, 0.0, 0.0], 1, 1.0, table.numbers)
+    cuda.write_hyper(*rule, [0.5, 0.0, 0.0, 0.0, 0.0], 1, 1.0, table.numbers)
     ids = torch.zeros(100, dtype=torch.int64, device=device.torch_device)
     grads = torch.ones(100, 8, device=device.torch_device)
     out = torch.empty_like(grads)

@@ -69,7 +69,7 @@ class Trained:
         self.host.update(host, grads, "adagrad", HYPER, number)
         there = [tensor(self.on_device.device, grads, np.float32)]
         rule, numbers = (self.on_device.layout, "adagrad"), self.on_device.numbers
-        cuda.write_numbers(*rule, HYPER, number, 1.0, numbers)
+        cuda.write_hyper(*rule, HYPER, number, 1.0, numbers)
         cuda.update(*rule, batch, (there, [False], [None]), numbers, self.on_device.written, self.faults.word)
         self.store.unpin(batch, dirty=True)
         self.faults.check()

@@ -240,7 +240,7 @@ def test_rows_that_cannot_be_made_ready_are_an_error_of_their_step(world: World)
     graph = Bags(world)
     graph(IDS)
     if world.rank == 1:
-        graph.one.table_handle().local_table.failure = OSError("disk full")  # as a failed write leaves it
+        graph.one.table_handle().open_table.failure = OSError("disk full")  # as a failed write leaves it
     for _ in range(3):
         graph.one.prefetch(IDS, pooling="sum")  # the second begins what the third ends
     with pytest.raises(StoreError, match=r"^rank 1: .*disk full"):

@@ -40,7 +40,7 @@ def serves(world: World, folder: Path, way: str = "trains") -> int:
     if way == "idles":
         until(folder / "stop")
         train(embedding, KEYS)
-    step = embedding.table_handle().local_table.step
+    step = embedding.table_handle().open_table.step
     embedding.close()
     return step
 

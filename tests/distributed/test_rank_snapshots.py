@@ -39,7 +39,7 @@ Rows = NDArray[np.void]
 
 def own_rows(embedding: Any) -> Rows:
     """The rows that this rank has, as copies."""
-    table = embedding.table_handle().local_table
+    table = embedding.table_handle().open_table
     rows = [rows.copy() for _, rows in table.scan()]
     return np.concatenate([np.empty(0, row_dtype(table.layout.width)), *rows])
 

@@ -171,7 +171,7 @@ def cannot_note(world: World, path: Path) -> None:
     model.counts()
     a = model.members[0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group, "put", no_space)
+        patch.setattr(group, "write_record", no_space)
         for call in (
             lambda: step(a),
             lambda: model.load_snapshot("one"),

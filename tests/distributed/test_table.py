@@ -214,7 +214,7 @@ def batches(tables: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize(("tables", "wire"), [(1, torch.float32), (3, torch.bfloat16)], ids=str)
 @on_ranks(RANKS)
 def test_a_run_counts_what_the_plan_says(world: World, tables: int, wire: torch.dtype) -> None:
-    world.grads = wire
+    world.grad_dtype = wire
     start, store = [make_constant_initializer(0.0)] * tables, make_host_mem_store_options()
     embedding = MultiTableEmbedding("e", WIDE, torch.float32, torch.int64, start, store, world=world)
     attach(embedding, "sgd")

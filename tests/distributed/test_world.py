@@ -106,8 +106,8 @@ def odd_tensors(world: World) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_second_thread_a_closed_world_and_a_second_world_are_refused(ranks: int) -> None:
     run_ranks(ranks, in_a_thread_and_closed)
-    World.of_one().close()
-    assert World.of_one().sum(torch.tensor(2)) == 2  # the close of one ends no other
+    World.single().close()
+    assert World.single().sum(torch.tensor(2)) == 2  # the close of one ends no other
 
 
 def in_a_thread_and_closed(world: World) -> None:

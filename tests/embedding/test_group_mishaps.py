@@ -21,7 +21,7 @@ from support.shell import command
 from support.stores import options
 from support.together import Model, at, killed, killed_at, played, played_from
 from tierbed.distributed import World
-from tierbed.embedding.saving.snapshots import Snapshots
+from tierbed.embedding.saving.snapshots import SnapshotManager
 from tierbed.embedding.state_dict.model_snapshots import ModelSnapshots
 from tierbed.engine.errors import StoreError
 from tierbed.snapshots.files.reader import Snapshot
@@ -139,17 +139,17 @@ def test_a_load_waits_for_a_save_that_another_thread_begins_meanwhile(tmp_path, 
     model = Model(tmp_path, TWO)
     model.steps(2)
     model.save_snapshot("all")
-    finish = Snapshots.finish_saving
+    finish = SnapshotManager.finish_saving
     begun: list[Any] = []
 
-    def finish_and_begin(snapshots: Snapshots) -> None:
+    def finish_and_begin(snapshots: SnapshotManager) -> None:
         finish(snapshots)
         if not begun:
             thread = Thread(target=lambda: begun.append(model.save_snapshot("beside", background=True)))
             thread.start()
             thread.join()
 
-    monkeypatch.setattr(Snapshots, "finish_saving", finish_and_begin)
+    monkeypatch.setattr(SnapshotManager, "finish_saving", finish_and_begin)
     load = Thread(target=lambda: model.load_snapshot("all"), daemon=True)
     load.start()
     load.join(60)

@@ -59,7 +59,7 @@ def test_a_checkpoint_of_torch_goes_on_with_its_states(name, store, tmp_path) ->
     weights, step = dense.weight.detach().clone(), int(state.pop("step", STEPS))
     with made(("a",), options(store, tmp_path)) as rows:
         optimizer = EagerOptimizer(OPTIMIZERS[name](rows.parameters()), rows)
-        known = rows.table_handle().local_table.state.names
+        known = rows.table_handle().open_table.state.names
         rows.load_dense({"a": weights}, {"a": dict(zip(known, state.values(), strict=True))}, step)
         losses = train(dense, theirs, STEPS)
         torch.testing.assert_close(train(rows, optimizer, STEPS), losses, rtol=1e-5, atol=1e-6)
@@ -138,14 +138,14 @@ def test_an_optimizer_in_backward_is_known_before_the_first_lookup() -> None:
     with made(("a",)) as rows:
         _apply_optimizer_in_backward(torch.optim.Adam, rows.parameters(), {"lr": 0.1})
         rows.load_dense(A, {"a": state})
-        assert rows.table_handle().local_table.step == 4
+        assert rows.table_handle().open_table.step == 4
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, partial(torch.optim.Adagrad, lr_decay=0.1), optim.LAMB])
 def test_states_without_the_step_that_their_rule_counts_are_refused(kind, caplog) -> None:
     with made(("a",)) as rows:
         kept = EagerOptimizer(kind(rows.parameters()), rows)
-        table = rows.table_handle().local_table
+        table = rows.table_handle().open_table
         kinds = zip(table.state.names, table.state.widths, strict=True)
         state = {state: torch.rand(ROWS, width) for state, width in kinds}
         with pytest.raises(InputError, match=r"states of embedding 'rows' have no 'step' or 'iter', .* give step="):

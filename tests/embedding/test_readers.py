@@ -150,7 +150,7 @@ def paused(save: Callable[[Callable[[int], None]], Any]) -> Iterator[Future[Any]
 def paused_save(*embeddings: MultiTableEmbedding) -> Iterator[None]:
     """A block while a save "kept" of these embeddings is in the middle."""
     tables = [rows.table_handle().snapshots for rows in embeddings]
-    with paused(lambda progress: save_together(World.of_one(), tables, "kept", progress=progress)):
+    with paused(lambda progress: save_together(World.single(), tables, "kept", progress=progress)):
         yield
 
 
@@ -213,7 +213,7 @@ def test_a_scrape_during_a_load_has_the_numbers_before_it(tmp_path, store) -> No
     handle: Any = rows._handle
 
     def load(progress: Callable[[int], None]) -> None:
-        handle.own.load_part(handle.snapshots.snapshot("1"), ALL, True, verified=lambda: progress(0))
+        handle.local.load_part(handle.snapshots.snapshot("1"), ALL, True, verified=lambda: progress(0))
 
     with ThreadPoolExecutor(1) as pool:
         with paused(load):
@@ -247,7 +247,7 @@ def test_a_save_of_a_group_waits_for_the_step_of_another_thread(tmp_path, backgr
 
     def save() -> None:
         amid.wait()
-        if saving := save_together(World.of_one(), tables, "kept", background=background):
+        if saving := save_together(World.single(), tables, "kept", background=background):
             saving.wait()
 
     def train() -> None:
@@ -290,7 +290,7 @@ def test_a_save_for_another_process_waits_for_a_save_of_the_group(tmp_path, reve
             asked[0].join(FEW)
 
     tables = [handle.snapshots for handle in handles]
-    saving = Thread(target=save_together, args=(World.of_one(), tables, "kept"), kwargs={"progress": progress})
+    saving = Thread(target=save_together, args=(World.single(), tables, "kept"), kwargs={"progress": progress})
     saving.daemon = True  # a deadlock fails this test alone
     saving.start()
     saving.join(30)
@@ -313,7 +313,7 @@ def test_rows_that_wait_to_be_erased_are_erased_by_the_thread_that_has_the_lock(
                 other.start()
                 other.join(FEW)
                 assert table.pending_erase is not None
-                table.ready()
+                table.finish_erasures()
             other.join()
         assert sorted(key for _, key in rows_by_key(rows)) == FIRST[:-2].tolist()
 

@@ -266,7 +266,7 @@ def test_an_embedding_that_is_made_again_beside_a_live_one_has_rows_of_its_momen
     model.save_snapshot("two")
     model.steps(1, *trained)
     lost = model.members[1]
-    lost.table_handle().local_table.failure = OSError("disk full")  # as a failed write leaves it
+    lost.table_handle().open_table.failure = OSError("disk full")  # as a failed write leaves it
     lost.close()
     model.members[1] = make(options("host", tmp_path), "adagrad", name="b", tables=1, seed=0)
     if trained == "b":

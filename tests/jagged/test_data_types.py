@@ -135,7 +135,7 @@ def test_the_state_of_a_collections_optimizer_has_the_dtype_that_it_is_made_with
     optimizer = EagerOptimizer(torch.optim.Adagrad(made.parameters(), lr=0.1), made)
     sum(embedding(torch.tensor([1]), 0).square().sum() for embedding in made.each()).backward()
     optimizer.step()
-    assert [embedding.table_handle().local_table.state.types for embedding in made.each()] == [("bfloat16",)] * 2
+    assert [embedding.table_handle().open_table.state.types for embedding in made.each()] == [("bfloat16",)] * 2
     kind(tables, name="other", share=made, state_dtype=torch.bfloat16)
 
 
@@ -157,7 +157,7 @@ BF16 = torch.bfloat16
 def test_state_has_the_dtypes_of_fbgemms_argument(optimizer: OptimType, given: Any, types: Any, dim: int) -> None:
     tbe = TableBatchedEmbeddingBags([(10, dim, 3, 0)], optimizer=optimizer, optimizer_state_dtypes=given)
     tbe(torch.tensor([1, 2]), torch.tensor([0, 1, 2])).backward(torch.full((2, dim), 0.3))
-    assert tbe.embedding_of(0).table_handle().local_table.state.types == types
+    assert tbe.embedding_of(0).table_handle().open_table.state.types == types
     states = tbe.split_optimizer_states()[0] if types else []
     for state, type in zip(states, types, strict=True):
         assert state.any()

@@ -121,7 +121,7 @@ def test_an_overwriting_save_that_fails_leaves_the_old_one(tmp_path: Path, embed
 
     embedding.save_snapshot("monday")
     with pytest.raises(SnapshotError, match=r"'final' was not written.*no space"):
-        save_together(World.of_one(), [embedding.table_handle().snapshots], "final", overwrite=True, progress=stop)
+        save_together(World.single(), [embedding.table_handle().snapshots], "final", overwrite=True, progress=stop)
     assert embedding.last_snapshot == "monday"
     assert (step_of(tmp_path, "final"), names(tmp_path)) == (1, {"final", "monday"})
     assert embedding.prune_snapshots(2) == []
@@ -234,7 +234,7 @@ def test_a_running_trainer_and_commands_overwrite_where_they_are_asked_to(tmp_pa
     assert (merged.files, final.id == second.id) == (final.files, False)
 
 
-REPLACED = r"x' was replaced by another while it was read: read it again"
+REPLACED_PREFIX = r"x' was replaced by another while it was read: read it again"
 ROWS = dict.fromkeys(range(64), 9)
 
 
@@ -253,7 +253,7 @@ def test_a_snapshot_that_is_replaced_while_others_read_it_is_not_called_damaged(
         next(reading)
     chains, damaged = chains_of([old])
     write_snapshot(folder, description(), chunked(make_buckets(6, dict.fromkeys(ROWS, 11))), overwrite=True)
-    with pytest.raises(ReadIOError, match=REPLACED):
+    with pytest.raises(ReadIOError, match=REPLACED_PREFIX):
         list(reading) if how == "read" else verify_all(chains, damaged, lambda count: None)
     Snapshot.open(folder).verify()
     next(folder.glob("bucket-*")).unlink()

@@ -48,7 +48,7 @@ def test_a_golden_snapshot_is_verified_loaded_and_trained_on(tmp_path: Path, nam
         found, form = reader_of_the_docs()(golden / kind), snapshot.manifest.form
         assert len(found) == len(expected)
         for row in expected:
-            numbers = np.concatenate([form.numbers(row[None], field)[0] for field in form.counts])
+            numbers = np.concatenate([form.values(row[None], field)[0] for field in form.counts])
             assert found[int(row["table"]), int(row["key"])].tolist() == numbers.tolist()
     types = {"dtype": getattr(torch, dtype), "state_dtype": getattr(torch, states)} if dtype else {}
     with make(options(store, tmp_path), "adam" if dtype else "adagrad", **types) as embedding:

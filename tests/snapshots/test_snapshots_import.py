@@ -59,12 +59,12 @@ def test_what_was_exported_comes_back_bit_for_bit(
     path = tmp_path_factory.mktemp("store")
     width, types, changes = form
     about = description(width, types, key_type=key_type, tables=CONSTANTS, seed=-(2**63), step=LAST_STEP, **changes)
-    rows, row_form = make_rows(width, count, seed, types=types), RowForm.described(about)
+    rows, row_form = make_rows(width, count, seed, types=types), RowForm.from_description(about)
     if key_type == "int32":
         rows["key"] = rows["key"].astype(np.int32).astype(np.int64).astype(np.uint64)
     if row_form.is_narrow:
         for name in row_form.counts:  # each NaN is the one that rows have
-            row_form.set_numbers(rows, name, row_form.numbers(rows, name))
+            row_form.set_values(rows, name, row_form.numbers(rows, name))
     buckets = _core.buckets(rows["table"].copy(), rows["key"].copy())
     order = np.lexsort((rows["key"], rows["table"], buckets))
     write_snapshot(path / "s", about, ((int(buckets[i]), rows[i : i + 1]) for i in order))
@@ -236,12 +236,12 @@ def test_states_of_a_dense_table_come_with_its_rows(kind: str, name: str, kind_o
     with MultiTableEmbedding("rows", DIM, torch.float32, torch.int64, tables, place) as rows:
         kept = EagerOptimizer(kind_of(rows.parameters(), lr=0.1), rows)
         rows.load_snapshot("s")
-        table = rows.table_handle().local_table
+        table = rows.table_handle().open_table
         assert (rows.size(), table.step) == (20 * len(tables), 3)
         for _, chunk in table.scan():
             keys = chunk["key"].astype("i8")
             for field, wanted in (("sum", state), ("embedding", weights)):
-                found = torch.from_numpy(table.form.numbers(chunk, field).copy())
+                found = torch.from_numpy(table.form.values(chunk, field).copy())
                 assert torch.equal(found, wanted[keys].view(len(chunk), -1))
         del kept
 

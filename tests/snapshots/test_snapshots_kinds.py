@@ -258,7 +258,7 @@ def test_the_way_to_another_optimizer_that_the_error_names_is_one(tmp_path: Path
         embedding.load_snapshot("a", weights_only=True)
         assert torch.equal(embedding.get([1, 2, 3], 0), rows)
         train(embedding, [1])
-        assert embedding.table_handle().local_table.state.names == ("exp_avg", "exp_avg_sq")
+        assert embedding.table_handle().open_table.state.names == ("exp_avg", "exp_avg_sq")
 
 
 @pytest.mark.parametrize("types", TYPES[:2], ids=str)
@@ -287,7 +287,7 @@ def test_weights_alone_go_on_with_another_optimizer(tmp_path: Path, store: str, 
         rows, initial = contents(embedding), np.float32(0.1)
         if types[1] == torch.bfloat16:
             initial = widened(narrowed(np.array([initial]), "bfloat16"), "bfloat16")[0]
-        np.testing.assert_array_equal(embedding.table_handle().table.form.numbers(rows, "sum"), initial)
+        np.testing.assert_array_equal(embedding.table_handle().table.form.values(rows, "sum"), initial)
         assert (rows["step"] == 0).all()
         grow(embedding, 1)
 

@@ -52,7 +52,7 @@ def saved(folder: Path, types: Types) -> Snapshot:
     for rows in buckets.values():
         rows["step"] %= 13
         for name in form.counts:
-            form.set_numbers(rows, name, form.numbers(rows, name))
+            form.set_values(rows, name, form.values(rows, name))
     constant = {"type": "constant", "value": 0.0}
     write_snapshot(folder, description(6, types, tables=[constant] * 3), chunked(buckets))
     return Snapshot.open(folder)
@@ -61,7 +61,7 @@ def saved(folder: Path, types: Types) -> Snapshot:
 def numbers(snapshot: Snapshot, rows: NDArray[np.void] | None = None) -> NDArray[np.float32]:
     """The numbers of each row [n, 6]."""
     form, present = snapshot.manifest.form, whole(snapshot) if rows is None else rows
-    return np.concatenate([form.numbers(present, name) for name in form.counts], axis=1)
+    return np.concatenate([form.values(present, name) for name in form.counts], axis=1)
 
 
 @pytest.mark.parametrize("types", NARROW, ids="-".join)
@@ -186,7 +186,7 @@ def test_states_that_would_share_a_place_are_told_apart_by_name(tmp_path: Path) 
     """A chain of narrow rows whose states have other names is none: NumPy would read them as one."""
     about = description(6, NARROW[1])
     other = about | {"optimizer": "another", "states": ["other"], "hyper": []}
-    assert RowForm.described(about).width == RowForm.described(other).width
+    assert RowForm.from_description(about).width == RowForm.from_description(other).width
     write_snapshot(tmp_path / "s", about, [])
     with pytest.raises(SnapshotError, match="other optimizer state"):
         write_incremental(tmp_path / "t", Snapshot.open(tmp_path / "s"), other, 0, [])
@@ -245,7 +245,7 @@ def test_a_number_is_narrowed_as_torch_does(type: str, bits: list[int]) -> None:
 def converted(snapshot: Snapshot, types: Types, **more: Any) -> tuple[NDArray[np.void], RowForm]:
     """The rows of a snapshot in another type, and their form."""
     selection = Selection(convert=True, types=types, **more)
-    form = RowForm.described(selection.description(snapshot.description))
+    form = RowForm.from_description(selection.description(snapshot.description))
     chunks = [rows for _, rows in selection.rows_of(snapshot, LoadReport())]
     return np.concatenate([np.empty(0, form.dtype), *chunks]), form
 
@@ -253,9 +253,9 @@ def converted(snapshot: Snapshot, types: Types, **more: Any) -> tuple[NDArray[np
 def finite(rows: NDArray[np.void], form: RowForm) -> None:
     """Give each number that a narrower type cannot hold another value."""
     for name in form.counts:
-        values = form.numbers(rows, name).copy()
+        values = form.values(rows, name).copy()
         values[np.isfinite(values) & (np.abs(values) > 60000)] = 1.0009
-        form.set_numbers(rows, name, values)
+        form.set_values(rows, name, values)
 
 
 @pytest.mark.parametrize("after", TYPES, ids="-".join)
@@ -271,7 +271,7 @@ def test_rows_of_each_type_become_those_of_each(tmp_path: Path, before: Types, a
     assert new.dtype == form_of(6, after).dtype
     assert Selection(types=after).description(snapshot.description) == description(6, after)
     for name, type in zip(("embedding", "sum"), after, strict=True):
-        was = old.numbers(rows, name)
+        was = old.values(rows, name)
         same_numbers(new.numbers(found, name), was if type == "float32" else by_torch(was, type))
     for name in ("table", "key", "updates", "step"):
         assert found[name].tolist() == rows[name].tolist()
@@ -306,7 +306,7 @@ def test_a_number_beyond_the_largest_is_named_with_its_key_where_it_is_loaded(tm
     check_refusal((lambda: converted(snapshot, half), InputError, *named))
     for types in (("bfloat16", "bfloat16"), ("bfloat16", "float32")):
         rows, form = converted(snapshot, types)
-        assert np.isfinite(form.numbers(rows, "embedding")).all()
+        assert np.isfinite(form.values(rows, "embedding")).all()
     assert len(converted(snapshot, half, tables=[0, 1])[0]) == 2
     assert len(converted(snapshot, half, where=lambda tables, keys: keys > 0)[0]) == 2
     rows = make_rows(6, 1, bucket=0)
@@ -315,7 +315,7 @@ def test_a_number_beyond_the_largest_is_named_with_its_key_where_it_is_loaded(tm
     other, narrow = Snapshot.open(tmp_path / "t"), ("bfloat16", "bfloat16")
     bare, form = converted(other, narrow, state=False)
     assert list(form.counts) == ["embedding"]
-    assert form.numbers(bare, "embedding").tolist() == [[1.0, 2.0, 3.0]]
+    assert form.values(bare, "embedding").tolist() == [[1.0, 2.0, 3.0]]
     check_refusal((lambda: converted(other, narrow), InputError, "sum of key", "holds 3.4e+38", "overflows bfloat16"))
 
 
@@ -355,7 +355,7 @@ def test_an_embedding_of_another_dtype_loads_where_it_is_told_to(tmp_path: Path,
         assert embedding.last_snapshot is None
         narrow = contents(embedding)
         for name, type in zip(("embedding", "sum"), names_of(types), strict=True):
-            was = form.numbers(rows, name)
+            was = form.values(rows, name)
             same_numbers(narrow_form.numbers(narrow, name), was if type == "float32" else by_torch(was, type))
         embedding.save_snapshot("narrow")
         train(embedding, [1, 2])
@@ -368,7 +368,7 @@ def test_an_embedding_of_another_dtype_loads_where_it_is_told_to(tmp_path: Path,
         embedding.load_snapshot("narrow", convert=True)
         back = contents(embedding)
         for name in ("embedding", "sum"):
-            same_numbers(form.numbers(back, name).copy(), narrow_form.numbers(narrow, name))
+            same_numbers(form.values(back, name).copy(), narrow_form.numbers(narrow, name))
 
 
 def names_of(types: Dtypes) -> list[str]:

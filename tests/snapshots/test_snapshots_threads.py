@@ -13,7 +13,7 @@ from time import sleep
 
 import pytest
 
-from tierbed.snapshots.files.pipeline import TaskThread, do_all, read_ahead
+from tierbed.snapshots.files.pipeline import TaskThread, read_ahead, run_syncs
 
 
 @pytest.fixture(autouse=True)
@@ -78,12 +78,12 @@ def test_all_tasks_are_done_whether_they_are_slow_or_not(slow: bool) -> None:
         sleep(0.004 * slow)
         done.append(number)
 
-    do_all([])
-    do_all([partial(task, number) for number in range(20)])
+    run_syncs([])
+    run_syncs([partial(task, number) for number in range(20)])
     assert sorted(done) == [*range(20)]
 
     with pytest.raises(OSError, match="as planned"):
-        do_all([partial(task, 1), fail, partial(task, 2)])
+        run_syncs([partial(task, 1), fail, partial(task, 2)])
 
 
 def test_a_block_that_was_cut_off_leaves_no_thread() -> None:

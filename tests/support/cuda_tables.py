@@ -83,7 +83,7 @@ class DeviceTable:
         self.layout = Layout(device, initial)
         self.faults = tensor(device, [0], np.uint32)
         self.written = tensor(device, [0] * table.tables, np.int64)
-        self.numbers = step.new_numbers(device.torch_device)
+        self.numbers = step.new_hyper(device.torch_device)
         self.store = CudaFullTable(self.layout, capacity)
 
     def batch(self, segments: Sequence[HostSegment], padding: int | None = None) -> Batch:

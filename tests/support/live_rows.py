@@ -41,7 +41,7 @@ def _lookup(ids: Tensor, number: int) -> Any:
 
 
 def own_rows(embedding: Any) -> bytes:
-    return b"".join(rows.tobytes() for _, rows in embedding.table_handle().local_table.scan())
+    return b"".join(rows.tobytes() for _, rows in embedding.table_handle().open_table.scan())
 
 
 def remarks_of(name: str = "tierbed") -> list[str]:
@@ -62,7 +62,7 @@ def trained(world: World | None, folder: Path, store: str, steps: int, killed: i
     said = remarks_of()
     embedding = opened(world, folder, store, **more)
     before = own_rows(embedding)
-    begun = embedding.table_handle().local_table.step
+    begun = embedding.table_handle().open_table.step
     for number in range(begun, begun + steps):
         step(embedding, number)
     after = own_rows(embedding)
@@ -97,13 +97,13 @@ def _run(world: World, folder: Path, store: str, steps: int, more: dict[str, Any
 
 def left_open(embedding: Any) -> None:
     """As a kill leaves it: no clean marker comes back."""
-    embedding.table_handle().local_table.failure = RuntimeError("killed")  # closes without a clean marker
+    embedding.table_handle().open_table.failure = RuntimeError("killed")  # closes without a clean marker
 
 
 def alone(folder: Path, store: str, steps: int, save: str | None, **more: Any) -> bytes:
     """One process trains that many steps and saves. Returns its rows."""
     with opened(None, folder, store, **more) as embedding:
-        begun = embedding.table_handle().local_table.step
+        begun = embedding.table_handle().open_table.step
         for number in range(begun, begun + steps):
             step(embedding, number)
         if save is not None:

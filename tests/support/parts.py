@@ -101,7 +101,7 @@ def rows_of(graph: Parts) -> dict[tuple[str, int, int], bytes]:
     """Every row that this process has, bit by bit."""
     found = {}
     for embedding in (graph.items, graph.wide):
-        for _, rows in embedding.table_handle().local_table.scan():
+        for _, rows in embedding.table_handle().open_table.scan():
             names = zip(rows["table"].tolist(), rows["key"].tolist(), strict=True)
             found.update(((embedding.name, *name), row.tobytes()) for name, row in zip(names, rows, strict=True))
     return found

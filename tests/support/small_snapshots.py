@@ -56,7 +56,7 @@ def description(width: int = 6, types: Types = TYPES[0], **changes: Any) -> dict
 
 
 def form_of(width: int = 6, types: Types = TYPES[0]) -> RowForm:
-    return RowForm.described(description(width, types))
+    return RowForm.from_description(description(width, types))
 
 
 def keys_in(bucket: int, tables: NDArray[np.uint32], numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
