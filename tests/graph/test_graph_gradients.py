@@ -199,22 +199,6 @@ def test_parameters_in_a_list_made_before_build_are_refused_not_skipped(use: str
     assert torch.equal(net.weight.grad, torch.ones(1, DIM))
 
 
-def test_step_of_an_optimizer_in_build_is_refused_not_frozen() -> None:
-    rows, net, optimizer = rows_and_net()
-
-    def build(graph: Any, ids: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = graph.net(graph.rows(ids)).sum()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    with pytest.raises(tierbed.GraphError, match=r"calls step\(\) of SGD"):
-        graph_of(build, optimizer, rows=rows, net=net)(torch.tensor([1]))
-    optimizer.step()
-    assert optimizer.param_groups[0]["params"][1] is net.weight
-
-
 def test_a_dense_gradient_without_an_optimizer_is_refused_not_dropped() -> None:
     model = mlp()
     graph = Train(model, torch.optim.SGD(model[0].parameters(), lr=0.1))

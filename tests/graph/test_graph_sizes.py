@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from support.embeddings import contents, make
-from support.graphs import FEW, Train, assert_same_state, batches, compiled_steps, eager_step, mlp
+from support.graphs import FEW, Train, assert_same_state, batches, compiled_steps, eager_step, graph_of, mlp
 from support.stores import options
 from tierbed import Graph, MultiTableEmbedding
 from tierbed.graph.run.step_cache import MAX_DYNAMIC_TRIES, MAX_STATIC_SHAPES
@@ -44,8 +45,8 @@ def bags(bag_count: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_one_step_for_many_sizes_has_the_bits_of_one_for_each() -> None:
-    sizes, found = [(5, 12), (9, 30), (1, 0), (30, 80), (4, 7)], []
-    for own in (2, MAX_STATIC_SHAPES):
+    sizes, found = [(5, 12), (9, 30), (30, 80)], []
+    for own in (1, MAX_STATIC_SHAPES):
         with pytest.MonkeyPatch.context() as patched, make(options("cached_host"), None, tables=2) as rows:
             patched.setattr("tierbed.graph.run.step_cache.MAX_STATIC_SHAPES", own)
             graph = Bags(rows)
@@ -56,60 +57,58 @@ def test_one_step_for_many_sizes_has_the_bits_of_one_for_each() -> None:
     assert found[0][1:] == found[1][1:]
 
 
-def test_a_step_for_many_sizes_trains_as_eager_and_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_for_many_sizes_trains_as_eager_and_is_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tierbed.graph.run.step_cache.MAX_STATIC_SHAPES", FEW)
     model, other = mlp(), mlp()
     other.load_state_dict(model.state_dict())
     graph = Train(model, torch.optim.Adam(model.parameters(), lr=0.01))
     theirs = torch.optim.Adam(other.parameters(), lr=0.01)
-    for rows in range(2, MAX_STATIC_SHAPES + 30):
-        for x, y in batches(1, rows=rows):
-            torch.testing.assert_close(graph(x, y), eager_step(other, theirs, x, y), rtol=1e-5, atol=1e-6)
-    assert_same_state(model, other)
-    assert compiled_steps(graph) == MAX_STATIC_SHAPES + 1
-    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert len(warnings) == 1
-    assert f"Train was compiled for {MAX_STATIC_SHAPES} sizes of its arguments" in warnings[0].message
 
+    def train(sizes: Iterable[int]) -> None:
+        for rows in sizes:
+            for x, y in batches(1, rows=rows):
+                torch.testing.assert_close(graph(x, y), eager_step(other, theirs, x, y), rtol=1e-5, atol=1e-6)
+        assert_same_state(model, other)
 
-@pytest.mark.usefixtures("few_steps_of_their_own")
-def test_sizes_0_and_1_keep_steps_of_their_own() -> None:
-    model = mlp()
-    graph = Train(model, torch.optim.SGD(model.parameters(), lr=0.01))
-    for rows in range(2, FEW + 4):
-        graph(*batches(1, rows=rows)[0])
-    before = compiled_steps(graph)
-    graph(*batches(1, rows=1)[0])
-    assert compiled_steps(graph) == before + 1
+    train(range(2, FEW + 2))
+    with pytest.raises(RuntimeError):  # which does not end the sharing
+        graph(torch.zeros(5, 7), torch.zeros(5, 1))
+    train(range(10, 30))
+    assert compiled_steps(graph) == FEW + 1
+    train([1])
+    assert compiled_steps(graph) == FEW + 2  # sizes 0 and 1 have steps of their own
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert f"Train was compiled for {FEW} sizes of its arguments" in warning
+    x, y = torch.randn(6, 40).t(), torch.zeros(40, 1)  # another layout does not take a step for contiguous ones
+    torch.testing.assert_close(graph(x, y), eager_step(other, theirs, x, y), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.usefixtures("few_steps_of_their_own")
 def test_a_build_that_takes_a_size_for_a_number_keeps_a_step_for_each_and_says_so_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    class Counting(Graph):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 1)
-            self.add_optimizer(torch.optim.SGD(self.layer.parameters(), lr=0.1))
+    traced: list[int] = []
 
-        def build(self, x: Tensor) -> tuple[Tensor, int]:
-            loss = self.layer(x).sum() / int(x.shape[0])
-            loss.backward()
-            return loss, x.shape[0]
+    def build(graph: Any, x: Tensor) -> tuple[Tensor, int]:
+        traced.append(len(x))
+        loss = graph.layer(x).sum() / int(x.shape[0])
+        loss.backward()
+        return loss, x.shape[0]
 
-    graph, traced = Counting(), []
-    build = graph.build
-    graph.build = lambda x: traced.append(x.shape[0]) or build(x)  # type: ignore[method-assign, func-returns-value]
+    layer = nn.Linear(6, 1)
+    graph = graph_of(build, torch.optim.SGD(layer.parameters(), lr=0.1), layer=layer)
     for rows in range(2, FEW + 6):
         x = torch.randn(rows, 6)
-        expected = graph.layer(x).mean().detach()
+        expected = layer(x).mean().detach()
         loss, count = graph(x)
         torch.testing.assert_close(loss, expected)
         assert count == rows
     assert compiled_steps(graph) == FEW + 4
     assert len(traced) == FEW + 4 + MAX_DYNAMIC_TRIES  # of dynamic-shape steps
     (warning,) = (record.message for record in caplog.records if record.levelname == "WARNING")
-    assert f"Counting was compiled for more than {FEW} sizes of its arguments and is compiled again" in warning
+    assert f"Built was compiled for more than {FEW} sizes of its arguments and is compiled again" in warning
     assert "pad inputs to few sizes" in warning
 
 
@@ -118,43 +117,12 @@ def test_a_build_that_takes_a_size_for_a_number_keeps_a_step_for_each_and_says_s
 def test_lengths_of_sequences_that_torch_unrolls_keep_a_step_for_each_and_are_told_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    class Recurrent(Graph):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.RNN(2, 3, batch_first=True)
-            self.add_optimizer(torch.optim.SGD(self.layer.parameters(), lr=0.1))
+    def build(graph: Any, x: Tensor) -> None:
+        graph.layer(x)[0].mean().backward()
 
-        def build(self, x: Tensor) -> Tensor:
-            loss = self.layer(x)[0].mean()
-            loss.backward()
-            return loss
-
-    graph = Recurrent()
+    layer = nn.RNN(2, 3, batch_first=True)
+    graph = graph_of(build, torch.optim.SGD(layer.parameters(), lr=0.1), layer=layer)
     for length in range(2, FEW + 5):
         graph(torch.randn(4, length, 2))
     assert compiled_steps(graph) == FEW + 3
-    assert "Recurrent was compiled for more than" in caplog.text
-
-
-@pytest.mark.usefixtures("few_steps_of_their_own")
-def test_a_wrong_call_does_not_end_the_sharing() -> None:
-    model = mlp()
-    graph = Train(model, torch.optim.SGD(model.parameters(), lr=0.01))
-    for rows in range(2, FEW + 2):
-        graph(*batches(1, rows=rows)[0])
-    with pytest.raises(RuntimeError):
-        graph(torch.zeros(5, 7), torch.zeros(5, 1))
-    for rows in range(20, 30):
-        graph(*batches(1, rows=rows)[0])
-    assert compiled_steps(graph) == FEW + 1
-
-
-@pytest.mark.usefixtures("few_steps_of_their_own")
-def test_other_layouts_do_not_take_a_step_for_contiguous_ones() -> None:
-    model = mlp()
-    graph = Train(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    for rows in range(2, FEW + 4):
-        graph(*batches(1, rows=rows)[0])
-    x = torch.randn(6, 40).t()
-    expected: Any = F.mse_loss(model(x), torch.zeros(40, 1)).detach()
-    torch.testing.assert_close(graph(x, torch.zeros(40, 1)), expected)
+    assert "Built was compiled for more than" in caplog.text
