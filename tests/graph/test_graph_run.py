@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from support.embeddings import contents, make
 from support.forked import in_process
 from support.graph_runs import IDS, LABELS, STEPS, Rating, rating
-from support.graphs import embedding, graph_of, mlp
+from support.graphs import embedding, graph_of
+from support.refusals import check_refusal
 from support.stores import ONE_SET_MB, STORES, options
 from tierbed import CapacityError, InputError, MultiTableEmbedding
 from tierbed.graph.run.loop import CHECK_STEPS
@@ -46,64 +47,64 @@ def loader() -> DataLoader[Any]:
     return DataLoader(TensorDataset(IDS.flatten(0, 1), LABELS.flatten()), batch_size=50)  # a smaller last batch
 
 
+PAIRS = list(zip(IDS, LABELS, strict=True))
+
+
 @cache
-def plain_loop(accumulated: int | None) -> tuple[Tensor, bytes]:
+def plain_loop(accumulated: int = 1) -> tuple[Tensor, bytes]:
     """The losses and the rows of a loop of calls."""
+    return plainly(loader(), accumulated)
+
+
+def plainly(batches: Iterable[Any], accumulated: int = 1) -> tuple[Tensor, bytes]:
     graph = rating("device")
-    if accumulated is not None:
-        graph.accumulate_grads(accumulated)
+    graph.accumulate_grads(accumulated)
     torch.manual_seed(2)
-    return torch.stack([graph(*batch) for batch in loader()]), contents(graph.rows).tobytes()
+    return torch.stack([graph(*batch) for batch in batches]), contents(graph.rows).tobytes()
+
+
+def assert_is_plain(graph: Rating, losses: list[Tensor], expected: tuple[Tensor, bytes]) -> None:
+    assert torch.equal(torch.stack(losses), expected[0])
+    assert contents(graph.rows).tobytes() == expected[1]
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 8, 31])
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.rotated("ahead")
-def test_results_are_those_of_the_plain_loop(tmp_path: Path, store: str, ahead: int) -> None:
-    expected, rows = plain_loop(None)
-    piped = rating(store, tmp_path)
+def test_results_are_those_of_the_plain_loop(
+    tmp_path: Path, store: str, ahead: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph = rating(store, tmp_path)
     torch.manual_seed(2)
-    losses = list(piped.run(loader(), ahead=ahead))
-    assert torch.equal(torch.stack(losses), expected)
-    assert contents(piped.rows).tobytes() == rows
-    assert hits(piped.rows) == (len(expected) if ahead else 0)
+    assert_is_plain(graph, list(graph.run(loader(), ahead=ahead, progress="epoch 1")), plain_loop())
+    assert hits(graph.rows) == (len(loader()) if ahead else 0)
     assert threads() == 0
+    shown = capsys.readouterr().out
+    assert "epoch 1" in shown
+    assert f"{len(loader())}/{len(loader())}" in shown
+    assert "samples/s" in shown
 
 
 def test_lookups_of_accumulated_steps_are_brought_up_together(tmp_path: Path) -> None:
-    expected, rows = plain_loop(3)
-    piped = rating("ssd", tmp_path)
-    piped.accumulate_grads(3)
+    graph = rating("ssd", tmp_path)
+    graph.accumulate_grads(3)
     torch.manual_seed(2)
-    losses = list(piped.run(loader(), ahead=1))
-    assert torch.equal(torch.stack(losses), expected)
-    assert contents(piped.rows).tobytes() == rows
-    assert len(expected) == 8
-    assert hits(piped.rows) == 2
+    losses = list(graph.run(loader(), ahead=1))
+    assert_is_plain(graph, losses, plain_loop(3))
+    assert len(losses) == 8
+    assert hits(graph.rows) == 2
+    graph(*next(iter(loader())))  # amid accumulated steps, a run announces from the next update on
+    assert len(list(graph.run(loader(), ahead=8))) == 8
+    figures = graph.rows.metrics()["table"]
+    assert (figures["step"], figures["prefetch_hits"]) == (5, 4)
 
 
-@pytest.mark.parametrize("ahead", [0, 3])
-def test_a_loader_that_fills_a_batch_anew_is_told(ahead: int) -> None:
+def test_a_loader_that_fills_a_batch_anew_is_told() -> None:
     def filled() -> Iterator[tuple[Tensor, Tensor]]:
         ids, labels = torch.empty_like(IDS[0]), torch.empty_like(LABELS[0])
         for i in range(STEPS):
             yield ids.copy_(IDS[i]), labels.copy_(LABELS[i])
 
-    graph, plain = rating("device"), rating("device")
-    run = graph.run(filled(), ahead=ahead)
-    if ahead:
-        with pytest.raises(InputError, match=r"ahead=3: the loader reuses the tensors of a batch.*ahead=0"):
-            next(run)
-        assert list(run) == []
-        assert graph.rows.metrics()["table"]["step"] == 0
-        return
-    torch.manual_seed(2)
-    losses = list(run)
-    torch.manual_seed(2)
-    assert torch.equal(torch.stack(losses), torch.stack([plain(*batch) for batch in filled()]))
-
-
-def test_batches_that_are_parts_of_one_tensor_are_not_taken_for_one_another() -> None:
     def parts() -> Iterator[tuple[Tensor, Tensor]]:
         ids = torch.empty_like(IDS)
         for i in range(STEPS):
@@ -111,172 +112,64 @@ def test_batches_that_are_parts_of_one_tensor_are_not_taken_for_one_another() ->
             yield ids[i], LABELS[i]
 
     graph = rating("device")
-    assert len(list(graph.run(parts(), ahead=4))) == STEPS
+    run = graph.run(filled(), ahead=3)
+    with pytest.raises(InputError, match=r"ahead=3: the loader reuses the tensors of a batch.*ahead=0"):
+        next(run)
+    assert list(run) == []
+    assert graph.rows.metrics()["table"]["step"] == 0
+    torch.manual_seed(2)
+    assert_is_plain(graph, list(graph.run(filled(), ahead=0)), plainly(PAIRS))
+    assert len(list(graph.run(parts(), ahead=4))) == STEPS  # parts of one tensor are not taken for one another
 
 
-def test_a_run_that_begins_amid_accumulated_steps_announces_from_the_next_update_on() -> None:
-    graph = rating("device")
-    graph.accumulate_grads(3)
-    batches = list(loader())
-    graph(*batches[0])
-    assert len(list(graph.run(batches, ahead=8))) == 8
-    figures = graph.rows.metrics()["table"]
-    assert (figures["step"], figures["prefetch_hits"]) == (3, 2)
-
-
-def run_over_workers(path: Path, start: str) -> bool:
+def run_over_workers(path: Path, start: str) -> None:
     """Two epochs of a loader with worker processes, which are forked beside a store that is open and was trained."""
-    plain, piped = rating("device"), rating("ssd", path)
+    graph = rating("ssd", path)
     count = 2 if start == "fork" else 1  # each that is spawned imports torch again
     workers = DataLoader(loader().dataset, batch_size=50, num_workers=count, multiprocessing_context=start)
     torch.manual_seed(2)
-    expected = [plain(*batch) for _ in range(2) for batch in loader()]
-    torch.manual_seed(2)
-    losses = [loss for _ in range(2) for loss in piped.run(workers, ahead=8)]
-    same = torch.equal(torch.stack(losses), torch.stack(expected))
-    return same and contents(piped.rows).tobytes() == contents(plain.rows).tobytes()
+    losses = [loss for _ in range(2) for loss in graph.run(workers, ahead=8)]
+    assert_is_plain(graph, losses, plainly(batch for _ in range(2) for batch in loader()))
 
 
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_worker_processes_feed_a_run(tmp_path: Path, start: str) -> None:
-    assert in_process(run_over_workers, tmp_path, start)
+    in_process(run_over_workers, tmp_path, start)
 
 
 def test_ids_that_are_computed_are_announced_as_the_step_makes_them() -> None:
-    rows, table = embedding(tables=2), torch.arange(100).flip(0)
-
     def build(graph: Any, batch: dict[str, Tensor]) -> Tensor:
         users = graph.map[batch["user"].add(3).remainder_(100)]
-        loss = graph.mlp(torch.cat([rows(users, 0), rows(batch["items"], 1).sum(1)], 1)).square().mean()
+        loss = torch.cat([graph.rows(users, 0), graph.rows(batch["items"], 1).sum(1)], 1).square().mean()
         loss.backward()
         return loss
 
-    layers = mlp(8)
-    graph = graph_of(build, torch.optim.SGD([*rows.parameters(), *layers.parameters()], lr=0.1), rows=rows, mlp=layers)
-    graph.register_buffer("map", table)
+    rows = embedding(tables=2)
+    graph = graph_of(build, torch.optim.SGD(rows.parameters(), lr=0.1), rows=rows)
+    graph.register_buffer("map", torch.arange(100).flip(0))
     batches = [{"user": torch.arange(i, i + 8), "items": torch.arange(i, i + 16).view(8, 2)} for i in range(6)]
     list(graph.run(batches, ahead=8))
     assert hits(rows) == 6
 
 
-def test_ids_that_depend_on_rows_or_draws_are_not_announced() -> None:
-    first, second = embedding(), embedding()
-
-    def build(graph: Any, ids: Tensor) -> Tensor:
-        near = first(ids)
-        far = second((near.sum(-1) > 0).long() + torch.randint(0, 9, ids.shape))
-        loss = (near + far).square().mean()
+def test_ids_that_depend_on_rows_draws_or_changed_arguments_are_not_announced() -> None:
+    def build(graph: Any, ids: Tensor, others: Tensor) -> Tensor:
+        near = graph.first(ids)
+        far = graph.second((near.sum(-1) > 0).long() + torch.randint(0, 9, ids.shape))
+        loss = (near + far + graph.third(others.add_(1))).square().mean()
         loss.backward()
         return loss
 
-    graph = graph_of(
-        build, torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1), first=first, second=second
-    )
-    torch.manual_seed(3)
-    piped = list(graph.run(list(IDS[:6, :, 0]), ahead=8))
-    assert hits(first) == 6
-    assert hits(second) == 0
-    assert len(piped) == 6
+    rows = {name: embedding() for name in ("first", "second", "third")}
+    sgd = torch.optim.SGD([one.shadow for one in rows.values()], lr=0.1)
+    others = IDS[:6, :, 1].clone()
+    batches = list(zip(IDS[:6, :, 0], list(others), strict=True))
+    assert len(list(graph_of(build, sgd, **rows).run(batches, ahead=8))) == 6
+    assert [hits(one) for one in rows.values()] == [6, 0, 0]
+    assert torch.equal(others, IDS[:6, :, 1] + 1)  # once
 
 
-def test_arguments_that_the_step_changes_are_changed_once() -> None:
-    rows = embedding()
-
-    def build(graph: Any, ids: Tensor) -> Tensor:
-        loss = rows(ids.add_(1)).square().mean()
-        loss.backward()
-        return loss
-
-    graph = graph_of(build, torch.optim.SGD(rows.parameters(), lr=0.1), rows=rows)
-    batches = list(IDS[:4, :, 0].clone())
-    list(graph.run(batches, ahead=8))
-    assert torch.equal(torch.stack(batches), IDS[:4, :, 0] + 1)
-
-
-def test_an_exception_of_the_loader_comes_after_the_steps_of_its_batches() -> None:
-    def failing() -> Iterator[Any]:
-        yield from zip(IDS[:5], LABELS[:5], strict=True)
-        raise OSError("no more data")
-
-    graph, plain = rating("cached_host"), rating("cached_host")
-    torch.manual_seed(2)
-    expected = [plain(*batch) for batch in zip(IDS[:5], LABELS[:5], strict=True)]
-    torch.manual_seed(2)
-    run = graph.run(failing(), ahead=8)
-    losses = [next(run) for _ in range(5)]
-    with pytest.raises(OSError, match="no more data"):
-        next(run)
-    assert torch.equal(torch.stack(losses), torch.stack(expected))
-    assert contents(graph.rows).tobytes() == contents(plain.rows).tobytes()
-    assert list(run) == []
-    assert threads() == 0
-
-
-def test_a_step_that_raises_takes_its_batch_and_no_other() -> None:
-    batches = [(ids, labels) for ids, labels in zip(IDS[:6], LABELS[:6], strict=True)]
-    batches[2] = (IDS[2].float(), LABELS[2])  # ids of a wrong dtype
-    graph, plain = rating("cached_host"), rating("cached_host")
-    torch.manual_seed(2)
-    for i in (0, 1, 3, 4, 5):
-        plain(*batches[i])
-    torch.manual_seed(2)
-    run = graph.run(batches, ahead=8)
-    assert next(run) is not None
-    next(run)
-    with pytest.raises(InputError, match=r"torch\.int64"):
-        next(run)
-    assert run.failed is batches[2]
-    run.skip()  # it is used up already
-    assert len(list(run)) == 3
-    assert run.failed is None
-    assert contents(graph.rows).tobytes() == contents(plain.rows).tobytes()
-
-
-def test_a_store_that_is_full_raises_at_its_step() -> None:
-    rows = make(options("device", capacity=100), None, tables=2)
-    graph = Rating(rows)
-    small = (torch.arange(40).view(20, 2), torch.zeros(20))
-    run = graph.run([small, (IDS[0] + 1000, LABELS[0]), (IDS[1] + 2000, LABELS[1]), small], ahead=8)
-    next(run)
-    with pytest.raises(CapacityError, match="capacity=100"):
-        next(run)
-    with pytest.raises(CapacityError, match="capacity=100"):
-        next(run)
-    assert next(run).isfinite()
-    assert list(run) == []
-
-
-def test_leaving_a_loop_forgets_what_was_announced() -> None:
-    graph = rating("cached_host")
-    for _ in graph.run(zip(IDS, LABELS, strict=True), ahead=8):
-        break
-    graph(IDS[5], LABELS[5])
-    assert threads() == 0
-    assert graph.rows.metrics()["table"]["prefetch_misses"] == 0
-
-
-def test_a_run_that_is_collected_anywhere_disturbs_no_step() -> None:
-    graph, plain = rating("cached_host"), rating("cached_host")
-    pairs = list(zip(IDS, LABELS, strict=True))
-    torch.manual_seed(2)
-    expected = [plain(*batch) for _ in range(10) for batch in pairs[:4]]
-    torch.manual_seed(2)
-    losses, before = [], gc.get_threshold()
-    gc.set_threshold(20)  # collects runs in the middle of steps, in any thread
-    try:
-        for _ in range(10):
-            run: Any = graph.run(pairs, ahead=8)
-            run.itself = run
-            losses += [next(run) for _ in range(4)]
-            del run
-    finally:
-        gc.set_threshold(*before)
-    assert torch.equal(torch.stack(losses), torch.stack(expected))
-    assert contents(graph.rows).tobytes() == contents(plain.rows).tobytes()
-    graph.rows.close()
-
-
-def test_a_loader_that_raises_and_goes_on_is_gone_on_with() -> None:
+def test_an_exception_of_the_loader_comes_after_the_steps_of_its_batches_and_it_is_gone_on_with() -> None:
     class Loader:
         def __init__(self) -> None:
             self.number = -1
@@ -290,44 +183,97 @@ def test_a_loader_that_raises_and_goes_on_is_gone_on_with() -> None:
                 raise OSError("one bad sample")
             if self.number == 8:
                 raise StopIteration
-            return IDS[self.number], LABELS[self.number]
+            return PAIRS[self.number]
 
     graph = rating("cached_host")
+    torch.manual_seed(2)
     run = graph.run(Loader(), ahead=3)
-    assert len([next(run) for _ in range(5)]) == 5
+    losses = [next(run) for _ in range(5)]
     with pytest.raises(OSError, match="one bad sample"):
         next(run)
-    assert len(list(run)) == 2
+    assert_is_plain(graph, [*losses, *run], plainly([*PAIRS[:5], *PAIRS[6:8]]))
+    assert list(run) == []
+    assert threads() == 0
 
 
-def test_an_evaluation_announces_nothing() -> None:
+def test_a_step_that_raises_takes_its_batch_and_no_other() -> None:
+    batches = PAIRS[:6]
+    batches[2] = (IDS[2].float(), LABELS[2])  # ids of a wrong dtype
+    graph = rating("cached_host")
+    torch.manual_seed(2)
+    run = graph.run(batches, ahead=8)
+    losses = [next(run), next(run)]
+    with pytest.raises(InputError, match=r"torch\.int64"):
+        next(run)
+    assert run.failed is batches[2]
+    run.skip()  # it is used up already
+    assert_is_plain(graph, [*losses, *run], plainly([*PAIRS[:2], *PAIRS[3:6]]))
+    assert run.failed is None
+
+
+def test_a_store_that_is_full_raises_at_its_step() -> None:
+    graph = Rating(make(options("device", capacity=100), None, tables=2))
+    small = (torch.arange(40).view(20, 2), torch.zeros(20))
+    run = graph.run([small, (IDS[0] + 1000, LABELS[0]), (IDS[1] + 2000, LABELS[1]), small], ahead=8)
+    next(run)
+    for _ in range(2):
+        with pytest.raises(CapacityError, match="capacity=100"):
+            next(run)
+    assert next(run).isfinite()
+    assert list(run) == []
+
+
+def test_leaving_a_loop_forgets_what_was_announced_and_an_evaluation_announces_nothing() -> None:
     graph = rating("cached_host").eval()
     assert len(list(graph.run(loader(), ahead=8))) == len(loader())
     assert graph.rows.metrics()["table"]["rows"] == 0
     assert threads() == 0
+    graph.train()
+    for _ in graph.run(PAIRS, ahead=8):
+        break
+    graph(IDS[5], LABELS[5])
+    assert threads() == 0
+    assert graph.rows.metrics()["table"]["prefetch_misses"] == 0
+
+
+def test_a_run_that_is_collected_anywhere_disturbs_no_step() -> None:
+    graph = rating("cached_host")
+    torch.manual_seed(2)
+    losses, before = [], gc.get_threshold()
+    gc.set_threshold(20)  # collects runs in the middle of steps, in any thread
+    try:
+        for _ in range(10):
+            run: Any = graph.run(PAIRS, ahead=8)
+            run.itself = run
+            losses += [next(run) for _ in range(4)]
+            del run
+    finally:
+        gc.set_threshold(*before)
+    assert_is_plain(graph, losses, plainly(PAIRS[:4] * 10))
+    graph.rows.close()
 
 
 def test_rows_in_memory_are_announced_only_if_a_number_is_given(caplog: pytest.LogCaptureFixture) -> None:
-    for store in ("device", "cached_host"):
-        graph = rating(store)
-        assert len(list(graph.run(loader()))) == len(loader())
-        assert hits(graph.rows) == 0
     slower = "ahead=2 makes steps slower, because all rows are in memory; leave it out"
+    for store in ("cached_host", "device"):
+        graph = rating(store)
+        assert len(list(graph.run(PAIRS))) == STEPS
+        assert hits(graph.rows) == 0
     assert slower not in caplog.text
-    list(rating("device").run(loader(), ahead=2))
+    list(graph.run(PAIRS, ahead=2))
     assert slower in caplog.text
 
 
 def test_rows_on_ssd_are_announced_while_the_cache_misses_rows(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    batches, some = list(zip(IDS, LABELS, strict=True)), STEPS - CHECK_STEPS - 1  # after it checked the miss rate
+    some = STEPS - CHECK_STEPS - 1  # after it checked the miss rate
     missing, holding = (Rating(make(options("ssd", tmp_path / str(mb), mb), None, tables=2)) for mb in (ONE_SET_MB, 1))
     # all rows are new in the first run, and each run begins with the verdict of the one before
     announced = {}
     for graph in (missing, holding):
         torch.manual_seed(2)
-        found = [hits(graph.rows) for times in (1, 3, 1) if len(list(graph.run(batches * times))) == times * STEPS]
+        found = [hits(graph.rows) for times in (1, 3, 1) if len(list(graph.run(PAIRS * times))) == times * STEPS]
         announced[graph] = [now - before for before, now in pairwise([0, *found])]
     assert announced[missing] == [some, 3 * STEPS, STEPS]
     assert announced[holding][0::2] == [some, 0]
@@ -335,22 +281,12 @@ def test_rows_on_ssd_are_announced_while_the_cache_misses_rows(
     assert contents(missing.rows).tobytes() == contents(holding.rows).tobytes()
     slower = "ahead=2 makes steps slower, because caches have 100 % of the rows; leave it out"
     assert slower not in caplog.text
-    list(holding.run(batches, ahead=2))
+    list(holding.run(PAIRS, ahead=2))
     assert slower in caplog.text
 
 
 def test_wrong_arguments_are_refused() -> None:
     graph = rating("device")
     for ahead in (-1, 32, 1.5, True):
-        with pytest.raises(InputError, match=rf"ahead={ahead}.*from 0 to 31"):
-            graph.run(loader(), ahead=ahead)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="batches: got int; give a DataLoader"):
-        graph.run(3)  # type: ignore[arg-type]
-
-
-def test_a_bar_tells_steps_and_samples(capsys: pytest.CaptureFixture[str]) -> None:
-    list(rating("device").run(loader(), progress="epoch 1"))
-    shown = capsys.readouterr().out
-    assert "epoch 1" in shown
-    assert f"{len(loader())}/{len(loader())}" in shown
-    assert "samples/s" in shown
+        check_refusal((lambda n=ahead: graph.run(loader(), ahead=n), InputError, f"ahead={ahead}", "0 to 31"))
+    check_refusal((lambda: graph.run(3), InputError, "batches: got int"))  # type: ignore[arg-type]
