@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -45,36 +45,26 @@ def _one_rank(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def step(graph: Any, x: Tensor) -> Tensor:
-    loss: Tensor = graph.net(x).square().sum()
-    loss.backward()
-    return loss
-
-
 def trained(net: nn.Module) -> Graph:
-    return graph_of(step, torch.optim.SGD(net.parameters(), lr=0.1), net=net)
+    return graph_of(
+        lambda graph, x: graph.net(x).square().sum().backward(), torch.optim.SGD(net.parameters(), lr=0.1), net=net
+    )
 
 
 @pytest.mark.parametrize("kind", SHARED)
 def test_a_module_of_several_ranks_is_refused_by_name_not_trained_alone(kind: str) -> None:
     share, message = SHARED[kind]
-    graph = trained(share(nn.Linear(3, 1)))
     with pytest.raises(GraphError, match=f"{message}: .*give the graph the module without it"):
-        graph(torch.ones(2, 3))
+        trained(share(nn.Linear(3, 1)))(torch.ones(2, 3))
 
 
-def test_a_module_that_is_shared_after_the_first_step_is_refused() -> None:
+def test_a_module_or_graph_that_is_shared_after_the_first_step_is_refused() -> None:
     graph = trained(nn.Linear(3, 1))
     graph(torch.ones(2, 3))
     graph.net = DistributedDataParallel(graph.net)
     with pytest.raises(GraphError, match="net is a DistributedDataParallel"):
         graph(torch.ones(2, 3))
     graph.net = graph.net.module
-    graph(torch.ones(2, 3))
-
-
-def test_a_graph_in_a_distributed_data_parallel_is_refused() -> None:
-    graph = trained(nn.Linear(3, 1))
     around = DistributedDataParallel(graph)
     with pytest.raises(GraphError, match=r"Built is in a DistributedDataParallel: .*train in one process"):
         around(torch.ones(2, 3))

@@ -34,14 +34,12 @@ def test_a_scaler_at_the_address_of_a_dead_one_takes_no_step_of_its_scale() -> N
     graph, layer = scaled()
     addresses = set()
     for power in range(5):
-        scaler = GradScaler("cpu", init_scale=2.0**power)
-        addresses.add(id(scaler))
-        graph.scaler = scaler
-        graph.set_grad_scaler(scaler)
+        graph.scaler = GradScaler("cpu", init_scale=2.0**power)
+        addresses.add(id(graph.scaler))
+        graph.set_grad_scaler(graph.scaler)
         assert_steps_by_one(graph, layer)
         graph.scaler = None
         graph.set_grad_scaler(None)
-        del scaler
     assert len(addresses) < 5  # or this shows nothing
 
 

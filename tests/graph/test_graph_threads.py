@@ -107,29 +107,36 @@ def test_a_step_that_failed_lets_other_threads_train() -> None:
     assert graph.rows.metrics()["table"]["step"] == 2
 
 
-@pytest.mark.parametrize("grad", [False, True], ids=["reads", "trains"])
-def test_a_lookup_while_another_thread_traces_the_same_rows_has_their_values(grad: bool) -> None:
-    rows = embedding()
-    eager = EagerOptimizer(torch.optim.SGD(rows.parameters(), lr=1.0), rows)
-    expected = rows.get(IDS)
-    tracing, looked = threading.Event(), threading.Event()
+@contextmanager
+def traced(rows: MultiTableEmbedding, look_up_first: bool) -> Iterator[Future[Tensor]]:
+    """While another thread waits in a trace of a lookup, after it or before it."""
+    tracing, done = threading.Event(), threading.Event()
 
     def build(graph: Graph, ids: Tensor) -> Tensor:
-        found: Tensor = graph.rows(ids)  # type: ignore[operator]
+        found = graph.rows(ids) if look_up_first else None  # type: ignore[operator]
         tracing.set()
-        assert looked.wait()
-        return found
+        assert done.wait()
+        return graph.rows(ids) if found is None else found  # type: ignore[operator]
 
     with ThreadPoolExecutor(1) as pool:
         step = pool.submit(graph_of(build, rows=rows), IDS)
         try:
             assert tracing.wait()
-            with torch.set_grad_enabled(grad):
-                found = rows(IDS)
-            assert torch.equal(rows.get(IDS), expected)
+            yield step
         finally:
-            looked.set()
-        assert torch.equal(step.result(), expected)
+            done.set()
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["reads", "trains"])
+def test_a_lookup_while_another_thread_traces_the_same_rows_has_their_values(grad: bool) -> None:
+    rows = embedding()
+    eager = EagerOptimizer(torch.optim.SGD(rows.parameters(), lr=1.0), rows)
+    expected = rows.get(IDS)
+    with traced(rows, True) as step:
+        with torch.set_grad_enabled(grad):
+            found = rows(IDS)
+        assert torch.equal(rows.get(IDS), expected)
+    assert torch.equal(step.result(), expected)
     assert type(found) is Tensor
     assert torch.equal(found, expected)
     if grad:
@@ -141,24 +148,11 @@ def test_a_lookup_while_another_thread_traces_the_same_rows_has_their_values(gra
 def test_rows_that_another_thread_traces_are_not_trained_by_a_loop() -> None:
     rows = embedding()
     eager = EagerOptimizer(torch.optim.SGD(rows.parameters(), lr=1.0), rows)
-    tracing, tried = threading.Event(), threading.Event()
-
-    def build(graph: Graph, ids: Tensor) -> Tensor:
-        tracing.set()
-        assert tried.wait()
-        found: Tensor = graph.rows(ids)  # type: ignore[operator]
-        return found
-
-    with ThreadPoolExecutor(1) as pool:
-        step = pool.submit(graph_of(build, rows=rows), IDS)
-        try:
-            assert tracing.wait()
-            for call in (rows(IDS).sum().backward, eager.step, eager.zero_grad):
-                with pytest.raises(GraphError, match="cannot be trained while another thread traces a graph"):
-                    call()
-        finally:
-            tried.set()
-        step.result()
+    with traced(rows, False) as step:
+        for call in (rows(IDS).sum().backward, eager.step, eager.zero_grad):
+            with pytest.raises(GraphError, match="cannot be trained while another thread traces a graph"):
+                call()
+    step.result()
 
 
 def child_in_a_step() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,25 +14,16 @@ from tierbed import Graph
 X = torch.ones(2, 3)
 
 
-def forgets(graph: Any, x: Tensor) -> Tensor:
-    return graph.net(x).sum()
-
-
-def drops(graph: Any, x: Tensor) -> Tensor:
-    loss: Tensor = graph.net(x).sum()
-    loss.backward()
-    graph.net.zero_grad()
-    return loss
-
-
-def trains(graph: Any, x: Tensor, train: bool = True) -> Tensor:
+def build(graph: Any, x: Tensor, train: bool = True, clear: bool = False) -> Tensor:
     loss: Tensor = graph.net(x).sum()
     if train:
         loss.backward()
+    if clear:
+        graph.net.zero_grad()
     return loss
 
 
-def graph_with(build: Callable[..., Any]) -> Graph:
+def graph_with_optimizer() -> Graph:
     net = nn.Linear(3, 1)
     return graph_of(build, torch.optim.SGD(net.parameters(), lr=0.1), net=net)
 
@@ -42,13 +32,13 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.name == "tierbed" and "nothing is trained" in r.getMessage()]
 
 
-@pytest.mark.parametrize("build", [forgets, drops])
+@pytest.mark.parametrize("how", [(False, False), (True, True)], ids=["forgets", "clears"])
 def test_a_build_without_gradients_does_not_train_in_silence(
-    build: Callable[..., Any], caplog: pytest.LogCaptureFixture
+    how: tuple[bool, bool], caplog: pytest.LogCaptureFixture
 ) -> None:
-    graph = graph_with(build)
+    graph = graph_with_optimizer()
     for rows in (1, 2, 3):
-        graph(X[:1].expand(rows, 3))
+        graph(X[:1].expand(rows, 3), *how)
     (message,) = warnings(caplog)
     assert message.startswith("Built has optimizers and is in training mode")
     assert "loss.backward()" in message
@@ -62,14 +52,14 @@ def test_rows_that_nothing_trains_are_reported(caplog: pytest.LogCaptureFixture)
 
 
 def test_evaluation_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
-    graph = graph_with(forgets)
-    graph.eval()(X)
+    graph = graph_with_optimizer()
+    graph.eval()(X, False)
     with torch.no_grad():
-        graph.train()(X)
+        graph.train()(X, False)
     graph.net.requires_grad_(False)  # type: ignore[union-attr]
-    graph(X)
-    graph_of(forgets, net=nn.Linear(3, 1))(X)
-    both = graph_with(trains)
+    graph(X, False)
+    graph_of(build, net=nn.Linear(3, 1))(X, False)
+    both = graph_with_optimizer()
     both(X, True)
     both(X, False)
     assert warnings(caplog) == []
