@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from support.checkpoints import IDS, Rating, rating, steps
 from support.embeddings import make
+from support.refusals import check_refusal
 from support.stores import STORES, options
 from tierbed import Graph, InputError, MultiTableEmbedding, SnapshotError
 
@@ -77,19 +78,13 @@ def test_a_graph_without_the_optimizers_of_a_checkpoint_scores_as_the_one_that_s
 def test_another_graph_is_refused_and_nothing_replaced(best: tuple[Rating, Path]) -> None:
     _, path = best
     score = scoring("device", None)
-    with pytest.raises(SnapshotError, match="has 2 optimizers, and this graph has 0"):
-        score.load(path)
-    score.mlp.extra = nn.Parameter(torch.zeros(1))
-    with pytest.raises(SnapshotError, match=r"lacks \['mlp.extra'\]"):
-        score.load(path, optimizers=False)
-    assert score.rows.size() == 0
-    with pytest.raises(InputError, match="optimizers=0: give True or False"):
-        score.load(path, optimizers=0)  # type: ignore[arg-type]
-
-
-def test_random_numbers_go_on_where_a_graph_only_scores(best: tuple[Rating, Path]) -> None:
-    score = scoring("device", None)
     torch.manual_seed(7)
     expected = torch.get_rng_state()
-    score.load(best[1], optimizers=False)
-    assert torch.equal(torch.get_rng_state(), expected)
+    score.load(path, optimizers=False)
+    assert torch.equal(torch.get_rng_state(), expected)  # random numbers go on
+    score = scoring("device", None)
+    check_refusal((lambda: score.load(path), SnapshotError, "2 optimizers", "this graph has 0"))
+    score.mlp.extra = nn.Parameter(torch.zeros(1))
+    check_refusal((lambda: score.load(path, optimizers=False), SnapshotError, "lacks ['mlp.extra']"))
+    check_refusal((lambda: score.load(path, optimizers=0), InputError, "optimizers=0"))  # type: ignore[arg-type]
+    assert score.rows.size() == 0

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from support.graphs import FEW as OWN
 from support.graphs import compiled_steps, graph_of
 
-pytestmark = pytest.mark.usefixtures("few_steps_of_their_own")
+OWN = 1
 
-Build = Callable[[Any, Tensor], Tensor]
+
+@pytest.fixture(autouse=True)
+def one_step_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierbed.graph.run.step_cache.MAX_STATIC_SHAPES", OWN)
 
 
 def stacked(graph: Any, x: Tensor) -> Tensor:
@@ -70,17 +71,7 @@ def of_a_parameter(graph: Any, x: Tensor) -> Tensor:
     return graph.layer(x).pow(2).mean() + (w[0] * torch.arange(4)).sum() + (v[0] * torch.arange(4)).sum()
 
 
-BUILDS: list[Build] = [
-    stacked,
-    unsqueezed,
-    squeezed,
-    swapped,
-    strided,
-    resized,
-    set_to_stack,
-    of_a_detached,
-    of_a_parameter,
-]
+BUILDS = [stacked, unsqueezed, squeezed, swapped, strided, resized, set_to_stack, of_a_detached, of_a_parameter]
 
 
 def test_sizes_read_after_an_in_place_view_are_those_of_this_call() -> None:
@@ -95,7 +86,7 @@ def test_sizes_read_after_an_in_place_view_are_those_of_this_call() -> None:
     graph = graph_of(build, torch.optim.SGD(layer.parameters(), lr=0.001), layer=layer)
     eager = graph_of(build, layer=other)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.001)
-    for rows in range(2, OWN + 6):
+    for rows in (7, 9, 12, 5):
         x = torch.randn(rows, 3)
         optimizer.zero_grad()
         expected = [loss.detach() for loss in eager.build(x)]
