@@ -17,7 +17,7 @@ QUICK = 7  # it evaluates, thaws, and has an SSD
 SEEDS = range(HANDS)
 SLOW_SEEDS = [*(seed for seed in SEEDS if seed != QUICK), *range(100 * HANDS, 104 * HANDS)]
 SIZES = (5, 9, 4, 11, 7, 6)
-# by the seed of what else they do: one accumulates and scales, one clips and looks ahead, one catches up
+# by the seed of what else they do: one accumulates and scales, one clips, one catches up and looks ahead
 LEFT = [name for name in BLOCKS if name not in draw_program(QUICK).blocks]
 MANY_SIZES = [name for name in LEFT if not BLOCKS[name].one_size]
 ALL = {
