@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,36 +27,43 @@ def loop(kind: str, path: Path, at: Path, world: Any = None, optimizer_of: Any =
     """Train, save, train on; or resume from a save."""
     model = TwoTowers(stores(kind, path), world)
     optimizer = optimizer_of(model)
-    if not at.exists():
-        list(losses(model, optimizer, BEFORE))
-        module, of_optimizer = get_state_dict(model, optimizer)
-        state = {"model": module, "optimizer": of_optimizer}
-        if optimizer_of is plain_sgd:
-            saved = dcp.async_save(state, checkpoint_id=at)
-            list(losses(model, optimizer, AFTER[:2]))
-            saved.result()  # type: ignore[union-attr]
-            loaded(model, optimizer, at)
-        else:
-            dcp.save(state, checkpoint_id=at)
-        expected = list(losses(model, optimizer, AFTER))
-        loaded(model, optimizer, at)  # in the same process
-        assert list(losses(model, optimizer, AFTER)) == expected
-        return expected
-    loaded(model, optimizer, at)
-    return list(losses(model, optimizer, AFTER))
+    if at.exists():
+        loaded(model, optimizer, at)
+        return list(losses(model, optimizer, AFTER))
+    list(losses(model, optimizer, BEFORE))
+    if optimizer_of is plain_sgd:
+        saved = dcp.async_save(state_of(model, optimizer), checkpoint_id=at)
+        list(losses(model, optimizer, AFTER[:2]))
+        saved.result()  # type: ignore[union-attr]
+        loaded(model, optimizer, at)
+    else:
+        dcp.save(state_of(model, optimizer), checkpoint_id=at)
+    expected = list(losses(model, optimizer, AFTER))
+    loaded(model, optimizer, at)  # in the same process
+    assert list(losses(model, optimizer, AFTER)) == expected
+    return expected
+
+
+def state_of(model: TwoTowers, optimizer: Any) -> dict[str, Any]:
+    module, of_optimizer = get_state_dict(model, optimizer)
+    return {"model": module, "optimizer": of_optimizer}
 
 
 def loaded(model: TwoTowers, optimizer: Any, at: Path) -> None:
-    module, of_optimizer = get_state_dict(model, optimizer)
-    state = {"model": module, "optimizer": of_optimizer}
+    state = state_of(model, optimizer)
     dcp.load(state, checkpoint_id=at)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
+def resumes(task: Callable[..., list[float]], path: Path, kind: str, *more: Any) -> None:
+    """In a new process, to the bit."""
+    first, second = (in_process(task, kind, path / "store", path / "saved", *more) for _ in range(2))
+    assert first == second
+
+
 @kinds
 def test_a_plain_loop_resumes_to_the_bit_in_a_new_process(tmp_path: Path, kind: str) -> None:
-    first, second = (in_process(loop, kind, tmp_path / "store", tmp_path / "saved") for _ in range(2))
-    assert first == second
+    resumes(loop, tmp_path, kind)
 
 
 def plain_sgd(model: nn.Module) -> EagerOptimizer:
@@ -65,9 +73,7 @@ def plain_sgd(model: nn.Module) -> EagerOptimizer:
 
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_an_optimizer_without_state_resumes_from_an_async_save(tmp_path: Path, kind: str) -> None:
-    given = kind, tmp_path / "store", tmp_path / "saved", None, plain_sgd
-    first, second = (in_process(loop, *given) for _ in range(2))
-    assert first == second
+    resumes(loop, tmp_path, kind, None, plain_sgd)
 
 
 class TowersGraph(Graph):
@@ -88,17 +94,16 @@ def graph(kind: str, path: Path, at: Path, world: Any = None) -> list[float]:
         state = model.state_dict()
         dcp.load(state, checkpoint_id=at)
         model.load_state_dict(state)
-        return [float(model(ids)) for ids in AFTER]
-    for ids in BEFORE:
-        model(ids)
-    dcp.save(model.state_dict(), checkpoint_id=at)
+    else:
+        for ids in BEFORE:
+            model(ids)
+        dcp.save(model.state_dict(), checkpoint_id=at)
     return [float(model(ids)) for ids in AFTER]
 
 
 @kinds
 def test_a_graph_resumes_to_the_bit_in_a_new_process(tmp_path: Path, kind: str) -> None:
-    first, second = (in_process(graph, kind, tmp_path / "store", tmp_path / "saved") for _ in range(2))
-    assert first == second
+    resumes(graph, tmp_path, kind)
 
 
 def of_ranks(world: World, task: Any, kind: str, path: Path, at: Path) -> list[float]:

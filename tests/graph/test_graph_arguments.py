@@ -142,19 +142,6 @@ def test_a_class_that_was_registered_without_names_is_taken() -> None:
         graph(Pair(VALUES, {1}))
 
 
-def test_a_batch_norm_without_momentum_is_told_to_take_one() -> None:
-    norm = nn.BatchNorm1d(3, momentum=None)
-    graph = graph_of(
-        lambda graph, x: graph.norm(x).square().sum().backward(),
-        torch.optim.SGD(norm.parameters(), lr=0.1),
-        norm=norm,
-    )
-    with pytest.raises(GraphError, match=r"graph\.norm\(x\).*give the batch norm a momentum, such as 0\.1"):
-        graph(torch.randn(4, 3))
-    norm.momentum = 0.1
-    graph(torch.randn(4, 3))
-
-
 def test_an_argument_may_have_the_name_by_which_a_step_calls_an_op() -> None:
     class Named(Graph):
         def build(self, ids: Tensor, aten_mul_Tensor_op: Tensor, pin: Tensor) -> None:

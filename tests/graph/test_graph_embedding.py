@@ -100,17 +100,6 @@ def test_a_read_under_no_grad_takes_no_part_in_the_update() -> None:
     assert torch.equal(graph(torch.tensor([1]), torch.tensor([1, 2])), torch.stack([initial[0] - 1, initial[1]]))
 
 
-def test_ids_changed_in_place_between_lookups_are_refused() -> None:
-    def build(graph: Any, ids: Tensor) -> None:
-        first = graph.rows(ids + 1).sum()
-        ids.add_(1)
-        (first + graph.rows(ids * 2).sum()).backward()
-
-    rows = embedding()
-    with pytest.raises(tierbed.GraphError, match="changed in place"):
-        graph_of(build, torch.optim.SGD(rows.parameters(), lr=0.1), rows=rows)(torch.tensor([3]))
-
-
 def test_tables_and_padding_pass_through_the_graph() -> None:
     def build(graph: Any, ids: Tensor, table_ids: Tensor) -> Tensor:
         out = graph.rows(ids, table_ids)

@@ -32,14 +32,16 @@ def branches(graph: Any, x: Tensor) -> Tensor:
     return loss
 
 
-def seeds(graph: Any, x: Tensor) -> Tensor:
-    torch.manual_seed(0)
-    return x
+def changes_ids_between_lookups(graph: Any, x: Tensor) -> None:
+    first = graph.rows(graph.ids + 1).sum()
+    graph.ids.add_(1)
+    (first + graph.rows(graph.ids * 2).sum()).backward()
 
 
-def seeds_and_draws(graph: Any, x: Tensor) -> Tensor:
-    torch.manual_seed(0)
-    return torch.rand(2)
+def replaces_saved_ids(graph: Any, x: Tensor) -> None:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        loss = graph.rows(graph.ids).sum()
+    loss.backward()
 
 
 def draws_ids_after_dropout(graph: Any, x: Tensor) -> None:
@@ -64,8 +66,14 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "a lazy module": (lambda graph, x: graph.lazy(x), r"lazy\.\w+ has no shape yet"),
     "a gradient hook": (lambda graph, x: graph.hooked(x), r"hooked\.weight has a gradient hook"),
-    "a seed": (seeds, r"torch\.manual_seed"),
-    "a seed and a draw": (seeds_and_draws, r"torch\.manual_seed"),
+    "a seed": (lambda graph, x: (torch.manual_seed(0), x)[1], r"torch\.manual_seed"),
+    "a seed and a draw": (lambda graph, x: (torch.manual_seed(0), torch.rand(2))[1], r"torch\.manual_seed"),
+    "an assignment to data": (lambda graph, x: setattr(graph.net.weight, "data", x.detach()), r"\.data .*copy_"),
+    "an item of an attribute": (lambda graph, x: x * graph.ids[0].item(), "reads the value of the tensor"),
+    "a number of an attribute": (lambda graph, x: x * float(graph.ids[0]), "reads the value of the tensor"),
+    "ids that change between lookups": (changes_ids_between_lookups, "changed in place"),
+    "ids that a hook replaces for backward": (replaces_saved_ids, "saved_tensors_hooks"),
+    "a batch norm without momentum": (lambda graph, x: graph.norm(x), r"graph\.norm\(x\).*a momentum, such as 0\.1"),
     "ids that are drawn after dropout": (draws_ids_after_dropout, "draw the ids of all lookups first"),
     "a higher-order op": (lambda graph, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), r"cond.*torch\.where"),
 }
@@ -73,14 +81,16 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
 
 @pytest.mark.parametrize(("build", "match"), REFUSED.values(), ids=REFUSED)
 def test_what_a_static_graph_cannot_hold_is_refused(build: Callable[..., Any], match: str) -> None:
-    modules: dict[str, nn.Module] = {"net": nn.Linear(3, 1), "rows": embedding()}
+    norm = nn.BatchNorm1d(3, momentum=None)
+    modules: dict[str, nn.Module] = {"net": nn.Linear(3, 1), "rows": embedding(), "norm": norm}
     if "lazy" in match:
         modules["lazy"] = nn.LazyLinear(1)
-    if "hook" in match:
+    if "gradient hook" in match:
         modules["hooked"] = nn.Linear(3, 1)
         modules["hooked"].weight.register_hook(lambda grad: grad * 2)  # type: ignore[operator, union-attr]
     trained = [*modules["net"].parameters(), *modules["rows"].parameters()]
     graph: Any = graph_of(build, torch.optim.SGD(trained, lr=0.1), **modules)
+    graph.ids = torch.tensor([3])
     x = torch.ones(2, 3, requires_grad="requires grad" in match)
     with pytest.raises(GraphError, match=match):
         graph(x)

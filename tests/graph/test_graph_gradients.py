@@ -208,18 +208,6 @@ def test_a_dense_gradient_without_an_optimizer_is_refused_not_dropped() -> None:
     graph(*batches(1)[0])
 
 
-def test_ids_that_a_hook_replaces_for_backward_are_refused() -> None:
-    def build(graph: Any, ids: Tensor) -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
-            loss = graph.rows(ids).sum()
-        loss.backward()
-        return loss
-
-    rows, net, optimizer = rows_and_net()
-    with pytest.raises(tierbed.GraphError, match="saved_tensors_hooks"):
-        graph_of(build, optimizer, rows=rows, net=net)(torch.tensor([1]))
-
-
 def test_a_sparse_gradient_and_sparse_adam_equal_eager() -> None:
     def build(graph: Any, ids: Tensor) -> Tensor:
         loss = graph.table(ids).square().sum()

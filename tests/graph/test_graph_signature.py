@@ -164,24 +164,6 @@ class Reads(Graph):
 X = torch.ones(1, 2)
 
 
-def test_an_assignment_to_data_is_refused_not_lost() -> None:
-    def clamp(graph: Any, x: Tensor) -> Tensor:
-        graph.net.weight.data = graph.net.weight.data.clamp(-0.1, 0.1)
-        return graph.net(x)
-
-    with pytest.raises(GraphError, match=r"\.data .*copy_"):
-        Reads(clamp)(X)
-
-
-@pytest.mark.parametrize("value", [lambda t: t.item(), float, int])
-def test_the_value_of_an_attribute_is_refused_not_frozen(value: Callable[[Tensor], float]) -> None:
-    graph = Reads(lambda graph, x: x * value(graph.mask))
-    graph.mask = torch.tensor(2.0)
-    with pytest.raises(GraphError, match="reads the value of the tensor"):
-        graph(X)
-    assert Reads(lambda graph, x: x * torch.tensor(3.0).item())(X).sum() == 6
-
-
 def test_an_attribute_that_was_none_or_has_another_shape_is_traced_anew() -> None:
     graph = Reads(lambda graph, x: x if graph.mask is None else x * graph.mask.shape[0])
     assert graph(X).sum() == 2
