@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from support.graphs import embedding, graph_of
+from support.graphs import embedding, graph_of, training
 from support.refusals import check_refusal
 from tierbed import Graph, MultiTableEmbedding
 from tierbed.engine.errors import GraphError, InputError
@@ -28,13 +28,8 @@ def nested(layout: torch.layout, dtype: torch.dtype = torch.int64) -> Tensor:
     return torch.nested.nested_tensor([part.to(dtype) for part in VALUES.split([2, 3])], layout=layout)
 
 
-def trained(build: Any, rows: MultiTableEmbedding) -> Graph:
-    def step(graph: Any, *args: Any) -> Tensor:
-        loss: Tensor = build(graph.rows, *args).sum()
-        loss.backward()
-        return loss
-
-    return graph_of(step, torch.optim.SGD(rows.parameters(), lr=0.1), rows=rows)
+def trained(rows_of: Any, rows: MultiTableEmbedding) -> Graph:
+    return training(lambda graph, *args: rows_of(graph.rows, *args).sum(), rows=rows)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -88,18 +83,6 @@ class Batch:
     scale: int = 2
 
 
-@dataclass
-class Counted:
-    """Looks at its fields when it is made."""
-
-    ids: Tensor
-    scale: float
-
-    def __post_init__(self) -> None:
-        assert self.ids.numel() >= 0
-        assert self.scale.is_integer()
-
-
 class Pair:
     def __init__(self, first: Any, second: Any) -> None:
         self.parts = first, second
@@ -123,16 +106,6 @@ def test_an_object_of_a_class_is_refused_until_it_is_registered_as_the_error_say
     check_refusal((lambda: graph(wrong[1]), GraphError, "args.ids is a NumPy array", "torch.from_numpy(args.ids)"))
 
 
-def test_a_class_that_looks_at_its_fields_is_named_by_them_not_by_places() -> None:
-    torch.export.register_dataclass(Counted)
-    rows = embedding()
-    graph = trained(lambda rows, batch: rows(batch.ids) * batch.scale, rows)
-    graph(Counted(VALUES, 2.0))
-    assert "args_ids" in str(graph)
-    graph(Counted(VALUES, 3.0))
-    assert any("args.scale" in reason for reason in graph.why_recompiled())
-
-
 def test_a_class_that_was_registered_without_names_is_taken() -> None:
     pytree.register_pytree_node(Pair, lambda p: (list(p.parts), None), lambda parts, _: Pair(*parts))
     rows = embedding()
@@ -148,11 +121,11 @@ def test_an_argument_may_have_the_name_by_which_a_step_calls_an_op() -> None:
             (self.rows(ids) * aten_mul_Tensor_op * pin).sum().backward()
 
     graph, ids = Named(), torch.arange(3)
-    graph.rows = embedding()
-    graph.add_optimizer(torch.optim.SGD(graph.rows.parameters(), lr=1.0))
-    before = graph.rows.get(ids)
+    graph.rows = rows = embedding()
+    graph.add_optimizer(torch.optim.SGD(rows.parameters(), lr=1.0))
+    before = rows.get(ids)
     graph(ids, torch.tensor(2.0), torch.tensor(3.0))
-    torch.testing.assert_close(graph.rows.get(ids), before - 6)
+    torch.testing.assert_close(rows.get(ids), before - 6)
 
 
 def test_accumulated_gradients_are_taken_while_another_thread_traces_the_embedding() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch.nn import functional as F
 
 from support.embeddings import contents, make
 from support.graphs import FEW as OWN
-from support.graphs import compiled_steps, graph_of
+from support.graphs import compiled_steps, graph_of, training
 from support.jagged_arguments import Jagged, jagged
 from support.stores import options
 from tierbed import CapacityError, Graph, MultiTableEmbedding
@@ -151,25 +150,23 @@ class Failing(torch.optim.SGD):
 
 
 def test_a_failure_after_parameters_moved_is_not_tried_again() -> None:
-    def build(graph: Any, x: Tensor) -> Tensor:
-        loss: Tensor = (graph.layer(x) + graph.frozen(x)).pow(2).mean()
-        loss.backward()
-        return loss
-
     layer, frozen = nn.Linear(3, 1), nn.Linear(3, 1, bias=False).requires_grad_(False)
     optimizer = Failing(layer.parameters(), lr=0.1)
-    graph: Any = graph_of(build, optimizer, layer=layer, frozen=frozen)
+    graph: Any = graph_of(
+        lambda graph, x: (graph.layer(x) + graph.frozen(x)).pow(2).mean().backward(),
+        optimizer,
+        layer=layer,
+        frozen=frozen,
+    )
     for size in range(2, OWN + 4):
         graph(torch.randn(size, 3))
-    eager = SimpleNamespace(layer=copy.deepcopy(layer), frozen=frozen)
-    x = torch.randn(30, 3)
-    build(eager, x)
+    other, x = copy.deepcopy(layer), torch.randn(30, 3)
+    (other(x) + frozen(x)).pow(2).mean().backward()
     optimizer.fails = True
     with pytest.raises(RuntimeError, match="after the parameters moved"):
         graph(x)
-    bias = eager.layer.bias
-    torch.testing.assert_close(layer.bias.detach(), bias.detach() - 0.1 * bias.grad)
-    assert not torch.equal(layer.bias, bias)
+    torch.testing.assert_close(layer.bias.detach(), other.bias.detach() - 0.1 * other.bias.grad)
+    assert not torch.equal(layer.bias, other.bias)
     assert compiled_steps(graph) == OWN + 1
 
 
@@ -185,13 +182,11 @@ def test_errors_of_rows_are_not_tried_again() -> None:
 
 
 def test_a_step_of_open_sizes_that_fails_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
-    def build(graph: Any, features: Jagged) -> Tensor:
-        loss: Tensor = shaky(graph.rows(features.values, 0)).square().sum()
-        loss.backward()
-        return loss
+    def loss(graph: Any, features: Jagged) -> Tensor:
+        return shaky(graph.rows(features.values, 0)).square().sum()
 
     with make(options("cached_host"), None) as rows, make(options("cached_host"), None) as other:
-        graphs = [graph_of(build, torch.optim.SGD(r.parameters(), lr=0.1), rows=r) for r in (rows, other)]
+        graphs = [training(loss, rows=rows), training(loss, rows=other)]
         _failing.add(3)
         for total in (30, 40, 50, 50, 60):
             assert torch.equal(*(graph(jagged(total)) for graph in graphs[:: 1 if total < 50 else -1]))

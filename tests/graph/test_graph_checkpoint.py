@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import shutil
 from functools import cache
@@ -66,16 +65,6 @@ def test_a_store_folder_goes_back_to_the_checkpoint_that_it_loaded(tmp_path: Pat
     steps(other, IDS[5:])
     other.rows.load_snapshot(name)
     assert other.rows.metrics()["table"]["step"] == 5
-
-
-def test_a_state_dict_brings_back_the_rows_of_the_snapshot_that_it_names(tmp_path: Path) -> None:
-    graph = rating("host", tmp_path / "store")
-    steps(graph, IDS[:3])
-    graph.rows.save_snapshot("three")
-    state = copy.deepcopy(graph.state_dict())
-    losses = steps(graph, IDS[3:5])
-    graph.load_state_dict(state)
-    assert steps(graph, IDS[3:5]) == losses
 
 
 def test_a_flipped_bit_in_any_file_is_found_and_nothing_is_replaced(tmp_path: Path) -> None:

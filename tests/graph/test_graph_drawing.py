@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from support.graphs import DIM, Rating, embedding, graph_of, id_batches, mlp
+from support.graphs import DIM, Rating, embedding, graph_of, id_batches, mlp, training
 from support.stores import options
 from tierbed import Graph, GraphError, MultiTableEmbedding
 
@@ -132,14 +132,10 @@ def rows_of(name: str, store: str) -> MultiTableEmbedding:
 
 
 def test_a_flowchart_says_which_store_each_lookup_goes_to(tmp_path: Path) -> None:
-    def build(graph: Any, ids: Tensor) -> Tensor:
-        loss = (graph.users(ids) * graph.items(ids)).sum() + graph.users(ids + 1, pooling="mean").sum()
-        loss.backward()
-        return loss
+    def loss(graph: Any, ids: Tensor) -> Tensor:
+        return (graph.users(ids) * graph.items(ids)).sum() + graph.users(ids + 1, pooling="mean").sum()
 
-    users, items = rows_of("users", "host"), rows_of("items", "device")
-    optimizer = torch.optim.SGD([users.shadow, items.shadow], lr=0.1)
-    graph = graph_of(build, optimizer, users=users, items=items)
+    graph = training(loss, users=rows_of("users", "host"), items=rows_of("items", "device"))
     graph.clip_grad_norm(1.0)
     graph(id_batches(6)[0])
     chart = drawn(graph, tmp_path)
@@ -153,14 +149,11 @@ def test_a_flowchart_says_which_store_each_lookup_goes_to(tmp_path: Path) -> Non
 
 
 def test_a_flowchart_says_which_rows_are_fetched_ahead_of_the_step(tmp_path: Path) -> None:
-    def build(graph: Any, ids: Tensor) -> Tensor:
+    def loss(graph: Any, ids: Tensor) -> Tensor:
         drawn_ids = torch.randint(0, 9, ids.shape)  # known in the step alone
-        loss = (graph.users(ids) * graph.items(drawn_ids)).sum()
-        loss.backward()
-        return loss
+        return (graph.users(ids) * graph.items(drawn_ids)).sum()
 
-    users, items = rows_of("users", "device"), rows_of("items", "device")
-    graph = graph_of(build, torch.optim.SGD([users.shadow, items.shadow], lr=0.1), users=users, items=items)
+    graph = training(loss, users=rows_of("users", "device"), items=rows_of("items", "device"))
     graph(id_batches(6)[0])
     pinned = {rows: rest for _, rows, *rest in drawn(graph, tmp_path).texts("pin")}
     assert pinned == {"users in device_mem": ["ahead, on a separate thread"], "items in device_mem": []}

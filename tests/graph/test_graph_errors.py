@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from support.embeddings import make
-from support.graphs import DIM, embedding, graph_of
+from support.graphs import DIM, embedding, graph_of, training
 from support.refusals import check_refusal
 from support.stores import options
 from tierbed import Graph
@@ -114,11 +120,7 @@ def test_a_wrong_shape_raises_what_torch_raises_and_logs_nothing(caplog: pytest.
 
 def test_an_exception_in_a_compiled_step_leaves_the_graph_usable() -> None:
     net = nn.Linear(3, 1)
-    graph = graph_of(
-        lambda graph, x, rows: graph.net(x[rows]).sum().backward(),
-        torch.optim.SGD(net.parameters(), lr=0.1),
-        net=net,
-    )
+    graph = training(lambda graph, x, rows: graph.net(x[rows]).sum(), net=net)
     before = net.weight.clone()
     with pytest.raises(IndexError):
         graph(torch.ones(2, 3), torch.tensor([0, 7]))
@@ -145,8 +147,8 @@ VALUES = [
 def test_an_argument_without_a_value_is_named(value: object) -> None:
     graph = graph_of(lambda graph, x, values: x)
     for given in ([1, value], [value]):
-        with pytest.raises(GraphError, match=rf"argument .*\[{len(given) - 1}\] is a {type(value).__name__}"):
-            graph(torch.ones(1), given)
+        named = "argument", f"[{len(given) - 1}] is a {type(value).__name__}"
+        check_refusal((lambda given=given: graph(torch.ones(1), given), GraphError, *named))
 
 
 class Outside(Graph):
@@ -203,46 +205,37 @@ def test_a_graph_without_build_or_with_forward_says_so() -> None:
 
 
 def test_two_embeddings_of_one_store_folder_are_named(tmp_path: Path) -> None:
-    class Pair(Graph):
-        def __init__(self, *folders: Path) -> None:
-            super().__init__()
-            self.towers = nn.ModuleList(make(options("host", folder), name="rows", tables=1) for folder in folders)
+    def graph_in(*folders: Path) -> Graph:
+        towers = nn.ModuleList(make(options("host", folder), name="rows", tables=1) for folder in folders)
+        return graph_of(lambda graph, ids: sum(tower(ids).sum() for tower in graph.towers).backward(), towers=towers)
 
-        def build(self, ids: Tensor) -> Tensor:
-            loss = sum(tower(ids).sum() for tower in self.towers)
-            loss.backward()
-            return loss
-
-        def train_rows(self) -> None:
-            self.add_optimizer(torch.optim.SGD(self.parameters(), lr=1.0))
+    def train_rows(graph: Graph) -> None:
+        graph.add_optimizer(torch.optim.SGD(graph.parameters(), lr=1.0))
 
     (tmp_path / "link").symlink_to(tmp_path, target_is_directory=True)
-    graph, apart = Pair(tmp_path, tmp_path / "link"), Pair(tmp_path / "a", tmp_path / "b")
+    graph, apart = graph_in(tmp_path, tmp_path / "link"), graph_in(tmp_path / "a", tmp_path / "b")
     for use in (
-        graph.train_rows,
+        lambda: train_rows(graph),
         lambda: graph(torch.tensor([1])),
         lambda: graph.save(tmp_path / "checkpoint"),
-        apart.train_rows,
+        lambda: train_rows(apart),
     ):
         check_refusal((use, GraphError, "towers.0 and towers.1 are two embeddings named 'rows'"))
     assert not any(tower.is_open for tower in graph.towers)  # type: ignore[union-attr]
     graph.towers[1] = graph.towers[0]
-    graph.train_rows()
+    train_rows(graph)
     graph(torch.tensor([1]))
 
 
 def test_dropout_inside_a_checkpoint_is_refused_and_attention_without_is_not() -> None:
-    def build(graph: Any, x: Tensor, rate: float, reentrant: bool) -> Tensor:
+    def loss(graph: Any, x: Tensor, rate: float, reentrant: bool) -> Tensor:
         def run(w: Tensor) -> Tensor:
             q = (x * w).view(1, 1, 2, 3)
             return F.scaled_dot_product_attention(F.dropout(q, rate) if rate else q, q, q)
 
-        loss = checkpoint(run, graph.net.weight, use_reentrant=reentrant).sum()
-        loss.backward()
-        return loss
+        return checkpoint(run, graph.net.weight, use_reentrant=reentrant).sum()
 
-    net = nn.Linear(3, 1, bias=False)
-    graph = graph_of(build, torch.optim.SGD(net.parameters(), lr=0.1), net=net)
+    graph = training(loss, net=nn.Linear(3, 1, bias=False))
     state = torch.get_rng_state()
     for reentrant in (False, True):
         with pytest.raises(GraphError, match=r"dropout inside torch\.utils\.checkpoint"):
@@ -287,20 +280,18 @@ def test_parameters_with_an_optimizer_in_backward_are_refused() -> None:
     from torch.distributed.optim import _apply_optimizer_in_backward
 
     net = nn.Linear(2, 1)
-    graph = graph_of(lambda graph, x: graph.net(x).sum().backward(), torch.optim.SGD(net.parameters()), net=net)
+    graph = training(lambda graph, x: graph.net(x).sum(), net=net)
     _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
     with pytest.raises(GraphError, match=r"net\.weight was given to apply_optimizer_in_backward.*add_optimizer"):
         graph(torch.ones(3, 2))
 
 
 def test_a_graph_inside_a_graph_is_refused_by_name() -> None:
-    inner = type("Inner", (Graph,), {"build": lambda self, x: self.net(x)})()
-    inner.net = nn.Linear(3, 1)
-    inner.add_optimizer(torch.optim.SGD(inner.net.parameters(), lr=0.1))
-    inner(torch.ones(2, 3))
-    with pytest.raises(GraphError, match="calls the graph Inner"):
-        graph_of(lambda graph, x: graph.inner(x), inner=inner)(torch.ones(2, 3))
-    inner(torch.ones(2, 3))
+    inner = training(lambda graph, x: graph.net(x).sum(), net=nn.Linear(3, 1))
+    for _ in range(2):
+        inner(torch.ones(2, 3))
+        with pytest.raises(GraphError, match="calls the graph Built"):
+            graph_of(lambda graph, x: graph.inner(x), inner=inner)(torch.ones(2, 3))
 
 
 def test_two_threads_may_make_the_first_calls_of_graphs_that_share_rows() -> None:
@@ -310,3 +301,50 @@ def test_two_threads_may_make_the_first_calls_of_graphs_that_share_rows() -> Non
     with ThreadPoolExecutor(2) as pool:
         for results in pool.map(lambda graph: [graph(torch.arange(n)) for n in range(1, 15)], graphs):
             assert all(map(torch.equal, results, expected))
+
+
+SHARED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "DistributedDataParallel": (DistributedDataParallel, "net is a DistributedDataParallel"),
+    "inside": (lambda net: nn.Sequential(DistributedDataParallel(net)), r"net\.0 is a DistributedDataParallel"),
+    "FSDP": (lambda net: FullyShardedDataParallel(net, device_id=torch.device("cpu")), "net is a FullySharded.*"),
+    "fully_shard": (lambda net: fully_shard(net, mesh=init_device_mesh("cpu", (1,))), "net is a FSDPLinear"),
+    "replicate": (replicate, "net is a DDPLinear"),
+    "tensors": (
+        lambda net: parallelize_module(net, init_device_mesh("cpu", (1,)), ColwiseParallel()),
+        r"net\.(weight|bias) is a DTensor",
+    ),
+}
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def squares(graph: Any, x: Tensor) -> Tensor:
+    return graph.net(x).square().sum()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore:.*FSDP")
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("kind", SHARED)
+def test_a_module_of_several_ranks_is_refused_by_name_not_trained_alone(kind: str) -> None:
+    share, message = SHARED[kind]
+    with pytest.raises(GraphError, match=f"{message}: .*give the graph the module without it"):
+        training(squares, net=share(nn.Linear(3, 1)))(torch.ones(2, 3))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_module_or_graph_that_is_shared_after_the_first_step_is_refused() -> None:
+    graph = training(squares, net=nn.Linear(3, 1))
+    graph(torch.ones(2, 3))
+    graph.net = DistributedDataParallel(graph.net)
+    with pytest.raises(GraphError, match="net is a DistributedDataParallel"):
+        graph(torch.ones(2, 3))
+    graph.net = graph.net.module
+    around = DistributedDataParallel(graph)
+    with pytest.raises(GraphError, match=r"Built is in a DistributedDataParallel: .*train in one process"):
+        around(torch.ones(2, 3))
+    graph(torch.ones(2, 3))

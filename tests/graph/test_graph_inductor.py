@@ -9,21 +9,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from support.graphs import DIM, embedding, graph_of, id_batches
+from support.graphs import DIM, embedding, graph_of, id_batches, training
 from tierbed import Graph, GraphError, MultiTableEmbedding
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor's own, at its import
 
 
 def graph_over(rows: MultiTableEmbedding, layers: nn.Module) -> Graph:
-    def build(graph: Any, ids: Tensor) -> Tensor:
-        found = torch.cat([rows(ids[:, 0]), rows(ids[:, 1:]).sum(1)], 1)
-        loss = (layers(found).squeeze(1) - ids[:, 0] / 50).square().mean()
-        loss.backward()
-        return loss
+    def loss(graph: Any, ids: Tensor) -> Tensor:
+        found = torch.cat([graph.rows(ids[:, 0]), graph.rows(ids[:, 1:]).sum(1)], 1)
+        return (graph.layers(found).squeeze(1) - ids[:, 0] / 50).square().mean()
 
-    optimizer = torch.optim.Adagrad([*rows.parameters(), *layers.parameters()], lr=0.1)
-    return graph_of(build, optimizer, rows=rows, layers=layers)
+    return training(loss, rows=rows, layers=layers)
 
 
 @pytest.mark.slow
@@ -68,8 +65,8 @@ def test_a_step_for_many_sizes_that_is_not_compiled_says_so_once(
 
     graph = graph_of(build, torch.optim.SGD([*rows.parameters(), *layer.parameters()], lr=0.1), rows=rows, layer=layer)
     graph.compile_dense(**{"cpp.simdlen": 1})
-    for training in (True, False):
-        graph.train(training)
+    for mode in (True, False):
+        graph.train(mode)
         for size in (12, 20):
             graph(id_batches(size)[0])
     assert str(graph).count("# compiled step") == 4

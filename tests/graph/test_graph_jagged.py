@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from support.cuda_tables import on_one_device
 from support.embeddings import contents, make
-from support.graphs import FEW, compiled_steps, embedding, graph_of
+from support.graphs import FEW, compiled_steps, embedding, graph_of, training
 from support.jagged_arguments import Jagged, jagged
 from support.stores import options
 from tierbed import Graph, MultiTableEmbedding
@@ -152,18 +152,12 @@ def test_batches_of_many_sizes_share_a_step_as_well(caplog: pytest.LogCaptureFix
 
 @pytest.mark.usefixtures("few_steps_of_their_own")
 def test_a_build_that_takes_an_open_size_for_a_number_keeps_a_step_for_each(caplog: pytest.LogCaptureFixture) -> None:
-    def build(graph: Any, features: Jagged) -> Tensor:
-        loss: Tensor = graph.rows(features.values).sum() / (1 + int(features.values.shape[0]))
-        loss.backward()
-        return loss
-
     rows = embedding()
-    graph = graph_of(build, torch.optim.SGD(rows.parameters(), lr=0.1), rows=rows)
+    graph = training(lambda graph, features: graph.rows(features.values).sum() / (1 + len(features.values)), rows=rows)
     totals = [0, 9, 1, 9, 12, 13, 9]
     for total in totals:
-        batch = jagged(total)
-        expected = rows.get(batch.values).sum() / (1 + total)
-        torch.testing.assert_close(graph(batch), expected)
+        expected = rows.get(jagged(total).values).sum() / (1 + total)
+        torch.testing.assert_close(graph(jagged(total)), expected)
     assert compiled_steps(graph) == len(set(totals))
     assert "is compiled again for each further one" in caplog.text
 
@@ -187,13 +181,7 @@ def test_what_has_known_sizes_is_compiled_and_the_rest_runs_as_recorded(caplog: 
 
 
 def test_a_step_without_known_sizes_says_once_that_nothing_is_compiled(caplog: pytest.LogCaptureFixture) -> None:
-    def build(graph: Any, features: Jagged) -> Tensor:
-        loss: Tensor = graph.rows(features.values).tanh().square().sum()
-        loss.backward()
-        return loss
-
-    rows = embedding()
-    graph = graph_of(build, torch.optim.SGD(rows.parameters(), lr=0.1), rows=rows)
+    graph = training(lambda graph, features: graph.rows(features.values).tanh().square().sum(), rows=embedding())
     graph.compile_dense()
     for features in (3, 2, 3):
         graph(jagged(30, features=features))
@@ -245,13 +233,8 @@ def of_few_or_many(found: Tensor) -> Tensor:
 def test_a_total_that_decides_what_build_does_has_a_step_of_its_own(
     loss: Callable[[Tensor], Tensor], totals: tuple[int, ...]
 ) -> None:
-    def build(graph: Any, features: Jagged) -> Tensor:
-        result = loss(graph.rows(features.values))
-        result.backward()
-        return result
-
     rows = embedding()
-    graph = graph_of(build, torch.optim.SGD(rows.parameters(), lr=0.1), rows=rows)
+    graph = training(lambda graph, features: loss(graph.rows(features.values)), rows=rows)
     for total in totals:
         expected = loss(rows.get(jagged(total).values))
         torch.testing.assert_close(graph(jagged(total)), expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from support.embeddings import DIM as WIDE
 from support.embeddings import make
+from support.forked import in_process
 from support.graphs import DIM, Rating, embedding, graph_of, id_batches, mlp
 from support.refusals import check_refusal
 from support.stores import options
@@ -193,3 +195,30 @@ def test_a_profile_draws_so_many_batches_as_steps_and_an_evaluation_has_no_backw
     assert "0 steps" in str(profile)
     assert len(profile.by_op().splitlines()) == 1
     profile.chrome_trace(tmp_path / "trace.json")
+
+
+ADVICE = "start the process with OMP_WAIT_POLICY=PASSIVE"
+
+
+def profiled_on_one_core(threads: int, policy: str | None) -> str:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    os.environ.pop("OMP_WAIT_POLICY", None)
+    if policy is not None:
+        os.environ["OMP_WAIT_POLICY"] = policy
+    torch.set_num_threads(threads)
+
+    def build(graph: Any, x: Tensor) -> Tensor:
+        for _ in range(20):
+            x = torch.tanh(x)
+        return x.sum()
+
+    return str(graph_of(build).profile([torch.ones(1 << 20)] * 5))
+
+
+@pytest.mark.parametrize(("threads", "policy", "advised"), [(2, None, True), (2, "PASSIVE", False), (1, None, False)])
+def test_threads_that_wait_for_a_core_are_told_of_where_others_may_spin(
+    threads: int, policy: str | None, advised: bool
+) -> None:
+    said = in_process(profiled_on_one_core, threads, policy)
+    assert (ADVICE in said.splitlines()[-1]) == advised
+    assert (ADVICE in said) == advised

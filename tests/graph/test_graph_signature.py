@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
-from support.graphs import DIM, Rating, Train, batches, compiled_steps, embedding, graph_of, id_batches, mlp
+from support.graphs import DIM, Rating, Train, batches, compiled_steps, embedding, graph_of, id_batches, mlp, training
 from tierbed import Graph, GraphError
 
 
@@ -30,20 +30,6 @@ def test_loaded_and_replaced_parameters_are_read_live() -> None:
         torch.testing.assert_close(graph(x, y), F.mse_loss(other(x), y).detach())
     model[0] = nn.Linear(6, 8)
     torch.testing.assert_close(graph(x, y), F.mse_loss(model(x), y).detach())
-
-
-def test_closure_tensors_are_read_and_written_live() -> None:
-    scale, count = torch.tensor(2.0), torch.zeros(2)
-
-    def build(graph: Any, x: Tensor) -> Tensor:
-        count[1:].add_(1)
-        return x * scale + count.sum()
-
-    graph, x = graph_of(build), torch.ones(3)
-    assert graph(x).tolist() == [3, 3, 3]
-    scale.fill_(5.0)
-    assert graph(x).tolist() == [7, 7, 7]
-    assert count.tolist() == [0, 2]
 
 
 def test_numbers_keywords_and_nested_arguments_are_part_of_the_signature() -> None:
@@ -113,17 +99,6 @@ def test_what_trains_may_change_after_the_first_call() -> None:
     model[2].weight.register_hook(lambda grad: grad * 2)
     with pytest.raises(GraphError, match=r"model\.2\.weight has a gradient hook"):
         graph(x, y)
-
-
-def test_too_many_signatures_warn_where_the_call_is_and_keep_working(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierbed.graph.graph.MAX_CACHED_STEPS", 4)
-    graph, x = graph_of(lambda graph, x, number: x + number), torch.zeros(1)
-    for number in range(4):
-        graph(x, number)
-    with pytest.warns(UserWarning, match="4 signatures") as caught:
-        assert graph(x, 4) == 4
-    assert caught[0].filename == __file__
-    assert compiled_steps(graph) == 4
 
 
 def test_attributes_of_the_user_do_not_meet_those_of_the_graph() -> None:
@@ -206,9 +181,7 @@ def test_a_vocabulary_on_a_module_is_whole_after_a_trace() -> None:
 
 def test_an_evaluation_graph_compiles_while_another_thread_trains() -> None:
     rows = embedding()
-    train = graph_of(
-        lambda graph, ids: graph.rows(ids).sum().backward(), torch.optim.SGD(rows.parameters(), lr=1e-3), rows=rows
-    )
+    train = training(lambda graph, ids: graph.rows(ids).sum(), rows=rows)
     score = graph_of(lambda graph, ids: graph.rows(ids).sum(), rows=rows)
     train(torch.arange(8))
     stop = threading.Event()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from support.embeddings import contents, make
-from support.graphs import FEW, Train, assert_same_state, batches, compiled_steps, eager_step, graph_of, mlp
+from support.graphs import FEW, Train, assert_same_state, batches, compiled_steps, eager_step, graph_of, mlp, training
 from support.stores import options
 from tierbed import Graph, MultiTableEmbedding
 from tierbed.graph.run.step_cache import MAX_DYNAMIC_TRIES, MAX_STATIC_SHAPES
@@ -91,41 +91,21 @@ def test_a_build_that_takes_a_size_for_a_number_keeps_a_step_for_each_and_says_s
 ) -> None:
     traced: list[int] = []
 
-    def build(graph: Any, x: Tensor) -> tuple[Tensor, int]:
+    def loss(graph: Any, x: Tensor) -> Tensor:
         traced.append(len(x))
-        loss = graph.layer(x).sum() / int(x.shape[0])
-        loss.backward()
-        return loss, x.shape[0]
+        return graph.layer(x).sum() / int(x.shape[0])
 
     layer = nn.Linear(6, 1)
-    graph = graph_of(build, torch.optim.SGD(layer.parameters(), lr=0.1), layer=layer)
+    graph = training(loss, layer=layer)
     for rows in range(2, FEW + 6):
         x = torch.randn(rows, 6)
         expected = layer(x).mean().detach()
-        loss, count = graph(x)
-        torch.testing.assert_close(loss, expected)
-        assert count == rows
+        torch.testing.assert_close(graph(x), expected)
     assert compiled_steps(graph) == FEW + 4
     assert len(traced) == FEW + 4 + MAX_DYNAMIC_TRIES  # of dynamic-shape steps
     (warning,) = (record.message for record in caplog.records if record.levelname == "WARNING")
     assert f"Built was compiled for more than {FEW} sizes of its arguments and is compiled again" in warning
     assert "pad inputs to few sizes" in warning
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("few_steps_of_their_own")
-def test_lengths_of_sequences_that_torch_unrolls_keep_a_step_for_each_and_are_told_of(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def build(graph: Any, x: Tensor) -> None:
-        graph.layer(x)[0].mean().backward()
-
-    layer = nn.RNN(2, 3, batch_first=True)
-    graph = graph_of(build, torch.optim.SGD(layer.parameters(), lr=0.1), layer=layer)
-    for length in range(2, FEW + 5):
-        graph(torch.randn(4, length, 2))
-    assert compiled_steps(graph) == FEW + 3
-    assert "Built was compiled for more than" in caplog.text
 
 
 STATIC = "tierbed.graph.run.step_cache.MAX_STATIC_SHAPES"
@@ -213,15 +193,12 @@ def test_sizes_read_after_an_in_place_view_are_those_of_this_call(monkeypatch: p
 
 
 def test_arguments_and_buffers_that_build_reshapes_are_reshaped_as_in_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss(graph: Any, x: Tensor) -> Tensor:
+        return graph.layer(x.unsqueeze_(0)).sum() + x.shape[1] + graph.norm.running_mean.unsqueeze_(0).sum()
+
     monkeypatch.setattr(STATIC, 1)
-
-    def build(graph: Any, x: Tensor) -> Tensor:
-        loss: Tensor = graph.layer(x.unsqueeze_(0)).sum() + x.shape[1] + graph.norm.running_mean.unsqueeze_(0).sum()
-        loss.backward()
-        return loss
-
     layer, norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
-    graph = graph_of(build, torch.optim.SGD(layer.parameters(), lr=0.0), layer=layer, norm=norm)
+    graph = training(loss, lr=0.0, layer=layer, norm=norm)
     for rows in range(7, 10):
         x = torch.randn(rows, 3)
         expected = layer(x).sum() + rows

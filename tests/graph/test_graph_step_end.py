@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
 from support.embeddings import contents, make
-from support.graphs import dense_copy, embedding, graph_of, id_batches
+from support.graphs import dense_copy, embedding, graph_of, id_batches, training
 from support.refusals import check_refusal
 from support.stores import options
 from tierbed import Graph, GraphError, OptimizerError
@@ -230,20 +230,13 @@ def test_a_loss_that_is_not_scaled_is_refused() -> None:
 
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_a_scaled_step_of_no_ids_is_finite(accumulated: int) -> None:
-    rows = embedding()
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-
-    def build(graph: Any, ids: Tensor) -> Tensor:
-        loss = scaler.scale(rows(ids).sum())
-        loss.backward()
-        return loss
-
-    graph = graph_of(build, torch.optim.SGD(rows.parameters(), lr=1.0), rows=rows)
+    graph = training(lambda graph, ids: scaler.scale(graph.rows(ids).sum()), rows=embedding())
     graph.set_grad_scaler(scaler)
     graph.accumulate_grads(accumulated)
     for _ in range(accumulated):
         graph(torch.zeros(0, dtype=torch.int64))
-    assert rows.metrics()["table"]["step"] == 1
+    assert graph.rows.metrics()["table"]["step"] == 1
     assert scaler.get_scale() == 4.0
 
 

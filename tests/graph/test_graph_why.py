@@ -100,8 +100,9 @@ def test_a_step_that_was_dropped_is_told_and_reasons_and_differences_are_bounded
         graph(X, value)
     assert graph.why_recompiled()[0] == "step 1: argument options: 1.0, was 1"
     assert graph.why_recompiled()[1].endswith("; and 4 more")
-    with pytest.warns(UserWarning, match="3 signatures"):
+    with pytest.warns(UserWarning, match="3 signatures") as caught:
         graph(X, 5)
+    assert caught[0].filename == __file__  # where the call is
     with pytest.warns(UserWarning, match="3 signatures"):
         graph(X, 1)  # it was dropped
     reasons = graph.why_recompiled()
