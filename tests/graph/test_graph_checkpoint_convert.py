@@ -39,10 +39,7 @@ def test_a_checkpoint_of_another_dtype_is_converted_if_that_is_asked_for(tmp_pat
     wide.rows.close()
     narrow = rating(kind, tmp_path / "narrow", torch.bfloat16, torch.bfloat16)
     before = steps(narrow, IDS[:1])
-    for load in (
-        lambda: narrow.load(tmp_path / "saved"),
-        lambda: load_checkpoint(tmp_path / "of-a-loop", narrow.rows),
-    ):
+    for load in (lambda: narrow.load(tmp_path / "saved"), lambda: load_checkpoint(tmp_path / "of-a-loop", narrow.rows)):
         check_refusal((load, SnapshotError, "float32, not bfloat16", "convert=True"))
     load_checkpoint(tmp_path / "of-a-loop", narrow.rows, convert=True)
     assert torch.equal(narrow.rows.get(IDS[0], 0), numbers)

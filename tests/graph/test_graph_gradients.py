@@ -13,17 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import tierbed
-from support.graphs import (
-    DIM,
-    Train,
-    assert_same_state,
-    batches,
-    dense_copy,
-    embedding,
-    graph_of,
-    id_batches,
-    mlp,
-)
+from support.graphs import DIM, Train, assert_same_state, batches, dense_copy, embedding, graph_of, id_batches, mlp
 from tierbed import MultiTableEmbedding
 
 
