@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -121,15 +122,20 @@ def test_rows_and_net_move_as_with_a_dense_table_in_eager_torch(build: Callable[
 
 
 def test_a_gradient_of_rows_that_build_sets_to_none_trains_nothing() -> None:
-    def build(graph: Any, ids: Tensor) -> Tensor:
-        loss = graph.rows(ids).sum()
-        loss.backward()
+    def build(graph: Any, ids: Tensor) -> None:
+        graph.rows(ids).sum().backward()
         graph.rows.shadow.grad = None
-        return loss
 
     rows, net, optimizer = rows_and_net()
     graph_of(build, optimizer, rows=rows, net=net)(torch.tensor([1]))
     assert rows.size() == 0
+
+
+def then(use: Callable[[Any, Tensor], Any], graph: Any, ids: Tensor) -> Any:
+    """What `use` makes of a graph and its loss, after backward."""
+    loss = graph.net(graph.rows(ids)).sum()
+    loss.backward()
+    return use(graph, loss)
 
 
 USES: dict[str, Callable[[Any, Tensor], Any]] = {
@@ -145,18 +151,13 @@ USES: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("use", USES)
-@pytest.mark.rotated("training")
-def test_the_parameter_of_rows_and_its_gradient_are_refused_not_ignored(use: str, training: bool) -> None:
-    def build(graph: Any, ids: Tensor) -> Any:
-        loss = graph.net(graph.rows(ids)).sum()
-        loss.backward()
-        return USES[use](graph, loss)
-
+@pytest.mark.rotated("train")
+def test_the_parameter_of_rows_and_its_gradient_are_refused_not_ignored(use: str, train: bool) -> None:
     rows, net, optimizer = rows_and_net()
-    graph = graph_of(build, optimizer, rows=rows, net=net).train(training)
-    if not training and use in ("value", "scaled", "penalty"):
+    graph = graph_of(partial(then, USES[use]), optimizer, rows=rows, net=net).train(train)
+    if not train and use in ("value", "scaled", "penalty"):
         graph(torch.tensor([1]))  # dead code there: nothing trains
     else:
         with pytest.raises(tierbed.GraphError, match=r"embedding 'rows'.*clip_grad_norm_"):
@@ -174,19 +175,12 @@ FOREIGN: dict[str, Callable[[list[nn.Parameter]], Any]] = {
 @pytest.mark.parametrize("use", FOREIGN)
 def test_parameters_in_a_list_made_before_build_are_refused_not_skipped(use: str) -> None:
     rows, net, optimizer = rows_and_net()
-    kept = list(net.parameters())
-
-    def build(graph: Any, ids: Tensor) -> Tensor:
-        loss = graph.net(graph.rows(ids)).sum()
-        loss.backward()
-        FOREIGN[use](kept)
-        return loss
-
-    graph = graph_of(build, optimizer, rows=rows, net=net)
-    net.weight.grad = torch.ones(1, DIM)
+    kept, grad = list(net.parameters()), torch.ones(1, DIM)
+    graph = graph_of(partial(then, lambda graph, loss: FOREIGN[use](kept)), optimizer, rows=rows, net=net)
+    net.weight.grad = grad.clone()
     with pytest.raises(tierbed.GraphError, match=r"through self"):
         graph(torch.tensor([1]))
-    assert torch.equal(net.weight.grad, torch.ones(1, DIM))
+    assert torch.equal(net.weight.grad, grad)
 
 
 def test_a_dense_gradient_without_an_optimizer_is_refused_not_dropped() -> None:

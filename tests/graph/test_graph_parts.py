@@ -38,20 +38,13 @@ class Call(NamedTuple):
     of_bags: Tensor
 
 
-class Given(Graph):
-    """Trains rows with the gradients that are given."""
-
-    def __init__(self, rows: MultiTableEmbedding) -> None:
-        super().__init__()
-        self.rows = rows
-        self.add_optimizer(torch.optim.Adagrad(rows.parameters(), lr=0.1))
-
-    def build(self, *given: Tensor) -> Tensor:
-        call = Call(*given)
-        rows = self.rows(call.ids, 0)
-        bags = self.rows(call.bagged, 1, offsets=call.offsets, pooling="mean", weights=call.weights)
-        ((rows * call.of_ids).sum() + (bags * call.of_bags).sum()).backward()
-        return rows
+def train_given(graph: Any, *given: Tensor) -> Tensor:
+    """Rows with the gradients that are given."""
+    call = Call(*given)
+    rows = graph.rows(call.ids, 0)
+    bags = graph.rows(call.bagged, 1, offsets=call.offsets, pooling="mean", weights=call.weights)
+    ((rows * call.of_ids).sum() + (bags * call.of_bags).sum()).backward()
+    return rows
 
 
 def call_of(seed: int, ids: int, bags: int, dim: int, dtype: torch.dtype) -> Call:
@@ -114,17 +107,14 @@ def expected_rows(embedding: MultiTableEmbedding, calls: Sequence[Call], every: 
     return found
 
 
-def rows_of(embedding: MultiTableEmbedding) -> dict[tuple[int, int], tuple[bytes, int]]:
-    rows = contents(embedding)
-    names = zip(rows["table"].tolist(), rows["key"].tolist(), strict=True)
-    floats = np.ascontiguousarray(rows["values"])
-    return {name: (floats[i].tobytes(), int(rows["updates"][i])) for i, name in enumerate(names)}
-
-
 def check(embedding: MultiTableEmbedding, calls: Sequence[Call], every: int, mean: bool) -> None:
     with make(options("device"), padding_idx=PADDING, seed=embedding.spec.seed) as fresh:  # for initial rows
         expected = expected_rows(fresh, calls, every, mean)
-    assert rows_of(embedding) == {name: (row.tobytes(), count) for name, (row, count) in expected.items()}
+    rows = contents(embedding)
+    names = zip(rows["table"].tolist(), rows["key"].tolist(), strict=True)
+    floats, updates = np.ascontiguousarray(rows["values"]), rows["updates"].tolist()
+    found = {name: (floats[i].tobytes(), updates[i]) for i, name in enumerate(names)}
+    assert found == {name: (row.tobytes(), count) for name, (row, count) in expected.items()}
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -146,7 +136,7 @@ def test_rows_are_those_of_the_reference(
     native_threads(threads)
     with make(options(store, tmp_path), padding_idx=PADDING, output_dtype=dtype) as rows:
         calls = [call_of(seed, 120, 30, rows.dim, dtype) for seed in range(9)]
-        graph = Given(rows)
+        graph = graph_of(train_given, torch.optim.Adagrad(rows.parameters(), lr=0.1), rows=rows)
         graph.accumulate_grads(3, mean=mean)
         list(graph.run(calls, ahead=ahead))
         check(rows, calls, 3, mean)
@@ -160,7 +150,7 @@ sizes = st.tuples(st.integers(0, 2**32), st.sampled_from([0, 1, 40]), st.sampled
 def test_calls_of_any_sizes(tmp_path: Path, dtype: torch.dtype) -> None:
     with make(options("device", tmp_path), padding_idx=PADDING, output_dtype=dtype) as rows:
         rows.save_snapshot("empty")
-        graph = Given(rows)
+        graph = graph_of(train_given, torch.optim.Adagrad(rows.parameters(), lr=0.1), rows=rows)
 
         @examples(0.25)
         @given(st.lists(sizes, min_size=2, max_size=6), st.sampled_from([1, 2, 3]), st.booleans())

@@ -57,16 +57,14 @@ def batches(place: torch.device = CPU) -> list[Batch]:
     generator = torch.Generator().manual_seed(7)
     result: list[Batch] = []
     for _ in range(STEPS):
-        ids = torch.randint(0, 90, (16, 2), generator=generator)
-        ends = torch.randint(0, 33, (15,), generator=generator).sort().values
-        one = (
-            ids,
-            torch.randint(0, 3, (2,), generator=generator),
-            torch.cat([torch.tensor([0]), ends, torch.tensor([32])]),
+        ids, tables, ends = (
+            torch.randint(0, most, shape, generator=generator)
+            for most, shape in ((90, (16, 2)), (3, (2,)), (33, (15,)))
         )
-        placed = tuple(part.to(place) for part in one)
+        offsets = torch.cat([torch.tensor([0]), ends.sort().values, torch.tensor([32])])
+        one = tuple(part.to(place) for part in (ids, tables, offsets))
         features = torch.randn(32, 3, generator=generator).to(place)
-        result.append((placed, tuple(part.clone() for part in placed), features))
+        result.append((one, tuple(part.clone() for part in one), features))
     return result
 
 
@@ -76,10 +74,9 @@ def shares(graph: Graph) -> bool:
 
 def state(graph: WideAndDeep) -> list[bytes]:
     """All that training changes."""
-    dense = [
-        parameter.detach().cpu().numpy().tobytes() for parameter in [*graph.gate.parameters(), *graph.net.parameters()]
-    ]
-    return [*dense, contents(graph.wide).tobytes(), contents(graph.deep).tobytes()]
+    dense = [*graph.gate.parameters(), *graph.net.parameters()]
+    rows = [contents(graph.wide).tobytes(), contents(graph.deep).tobytes()]
+    return [*rows, *(parameter.detach().cpu().numpy().tobytes() for parameter in dense)]
 
 
 @pytest.fixture(scope="module")

@@ -177,6 +177,9 @@ def decorated_by_torch(x: Tensor) -> Tensor:
     return x * TEMP
 
 
+Kind = tuple[Callable[[Any, Tensor], Tensor], Callable[[Any], None]]
+
+
 class Box(Graph):
     """A graph with all kinds of values, whose build is a function of the graph and x."""
 
@@ -204,7 +207,7 @@ class Box(Graph):
         self.tables.me.append(self.tables)
         self.method: Any = Scaler().scaled
         self.optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.5)
-        self.layer, self.leaky, self.norm = Layer(), nn.LeakyReLU(0.01), nn.BatchNorm1d(3)
+        self.layer, self.leaky = Layer(), nn.LeakyReLU(0.01)
         self.layers = nn.Sequential(nn.LeakyReLU(0.1), nn.LayerNorm(3))
 
     def build(self, x: Tensor) -> Tensor:
@@ -216,17 +219,12 @@ class Box(Graph):
         return float(self.temp) * 2
 
 
-def with_cell() -> tuple[Callable[[Any, Tensor], Tensor], Callable[[Any], None]]:
-    value = 1.5
-
-    def build(_: Any, x: Tensor) -> Tensor:
-        return x * value
-
+def with_cell(value: float = 1.5) -> Kind:
     def change(_: Any) -> None:
         nonlocal value
         value = 3.0
 
-    return build, change
+    return lambda _, x: x * value, change
 
 
 def setter(path: str, value: Any) -> Callable[[Any], None]:
@@ -248,14 +246,6 @@ def local_import(_: Any, x: Tensor) -> Tensor:
     return x * mine.temp
 
 
-def local_alias(g: Any, x: Tensor) -> Tensor:
-    config = g.config
-    for one in g.options["configs"]:
-        x = x * one.temp
-    return x * config.inner.scale
-
-
-Kind = tuple[Callable[[Any, Tensor], Tensor], Callable[[Any], None]]
 KINDS: dict[str, Kind] = {
     "float": (lambda g, x: x * g.temp, setter("g.temp", 3.0)),
     "float to int": (lambda g, x: x.long() * g.temp, setter("g.temp", 2)),
@@ -288,7 +278,10 @@ KINDS: dict[str, Kind] = {
     "global that a module reads": (lambda g, x: g.layer(x), set_global("TEMP", 3.0)),
     "number of items": (lambda g, x: x * len(g.many), lambda g: g.many.append(1.0)),  # above 256: no object is kept
     "longer list": (lambda g, x: x * sum(g.options["deep"]["list"]), lambda g: g.options["deep"]["list"].append(3.0)),
-    "dataclass in a list": (local_alias, setter("g.options['configs'][0].temp", 3.0)),
+    "dataclass in a list": (
+        lambda g, x: next(x * one.temp for one in g.options["configs"]),
+        setter("g.options['configs'][0].temp", 3.0),
+    ),
     "argparse": (lambda g, x: x * g.args.temp, setter("g.args.temp", 3.0)),
     "getattr": (lambda g, x: x * getattr(g, "te" + "mp"), setter("g.temp", 3.0)),
     "behind __getattr__": (lambda g, x: x * g.behind.temp, setter("g.behind.temp", 3.0)),
@@ -337,29 +330,19 @@ KINDS: dict[str, Kind] = {
 }
 
 
+CHANGED: list[tuple[Any, str]] = [
+    *((sys.modules[__name__], name) for name in ("TEMP", "HIDDEN", "MASK", "activation", "DROPOUT", "CHAIN", "LOSS")),
+    *((sys.modules[__name__], "SETTINGS"), (sys.modules[__name__], "CONFIG"), (settings, "temp")),
+    *((Box, "level"), (Scaler, "power"), (Namespace, "temp"), (helper, "__defaults__"), (helper, "__kwdefaults__")),
+]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_changed_value_is_seen_once(
     kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("TEMP", "HIDDEN", "MASK", "activation"):
-        monkeypatch.setitem(globals(), name, globals()[name])
-    for name, value in (
-        ("DROPOUT", nn.Dropout(1.0)),
-        ("CHAIN", nn.Sequential(nn.LeakyReLU(0.1))),
-        ("LOSS", nn.SmoothL1Loss()),
-    ):
-        monkeypatch.setitem(globals(), name, value)
-    for owner, name, value in (
-        (Box, "level", 1.5),
-        (Scaler, "power", 2),
-        (Namespace, "temp", 1.5),
-        (helper, "__defaults__", (1.5,)),
-        (helper, "__kwdefaults__", {"plus": 0.5}),
-        (settings, "temp", 1.5),
-    ):
-        monkeypatch.setattr(owner, name, value)
-    monkeypatch.setitem(SETTINGS["deep"], "list", [1.0, 2.0])
-    monkeypatch.setattr(CONFIG, "inner", Inner())
+    for owner, name in CHANGED:
+        monkeypatch.setattr(owner, name, copy.deepcopy(getattr(owner, name)))
     build, change = KINDS[kind]
     graph = Box(build)
     assert graph(X).equal(graph.build(X))
@@ -549,6 +532,13 @@ def test_a_run_uses_the_values_of_each_step_though_it_draws_ahead_and_a_counter_
     assert "value temp: 2.0, was 1.0" in reason
 
 
+class Reading(Graph):
+    temp = 1.0
+
+    def build(self, x: Tensor) -> Tensor:
+        return x * self.temp
+
+
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # by torch, of its own class
 def test_a_copy_of_a_graph_has_values_of_its_own() -> None:
     graph = Reading()
@@ -558,13 +548,6 @@ def test_a_copy_of_a_graph_has_values_of_its_own() -> None:
         one.temp = temp
         assert graph(X).equal(X * graph.temp)
         assert other(X).equal(X * other.temp)
-
-
-class Reading(Graph):
-    temp = 1.0
-
-    def build(self, x: Tensor) -> Tensor:
-        return x * self.temp
 
 
 def test_values_that_another_thread_writes_are_those_of_the_step() -> None:
