@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from support.forked import in_process
+from support.graphs import graph_of
 from support.ranks import fails, run_ranks
 from support.stores import options
 from support.two_towers import IDS, KINDS, TwoTowers, kinds, losses, optimizer_of, stores
-from tierbed import EagerOptimizer, Graph, GroupError, SnapshotError
+from tierbed import EagerOptimizer, GroupError, SnapshotError
 from tierbed.distributed import World
 
 BEFORE, AFTER = IDS[:2], IDS[5:8]
@@ -76,20 +77,20 @@ def test_an_optimizer_without_state_resumes_from_an_async_save(tmp_path: Path, k
     resumes(loop, tmp_path, kind, None, plain_sgd)
 
 
-class TowersGraph(Graph):
-    def __init__(self, store_options: Any, world: Any = None) -> None:
-        super().__init__()
-        self.model = TwoTowers(store_options, world)
-        self.add_optimizer(torch.optim.Adam(self.model.parameters(), lr=0.02))
+def towers_graph(store_options: Any, world: Any = None) -> Any:
+    model = TwoTowers(store_options, world)
+    adam = torch.optim.Adam(model.parameters(), lr=0.02)
+    return graph_of(lambda graph, ids: train_step(graph.model, ids), adam, model=model)
 
-    def build(self, ids: Tensor) -> Tensor:
-        loss = self.model(ids)
-        loss.backward()
-        return loss
+
+def train_step(model: TwoTowers, ids: Tensor) -> Tensor:
+    loss: Tensor = model(ids)
+    loss.backward()
+    return loss
 
 
 def graph(kind: str, path: Path, at: Path, world: Any = None) -> list[float]:
-    model = TowersGraph(stores(kind, path), world)
+    model = towers_graph(stores(kind, path), world)
     if at.exists():
         state = model.state_dict()
         dcp.load(state, checkpoint_id=at)

@@ -14,6 +14,7 @@ from torch import Tensor
 from support.captured import CAPTURED, Model, Pair, batches, bits
 from support.cuda_tables import on_one_device
 from support.embeddings import DIM, contents, make
+from support.graphs import training
 from support.optimizers import OPTIMIZERS
 from support.stores import options
 from tierbed import CapacityError, Graph
@@ -132,23 +133,15 @@ def test_a_snapshot_that_another_thread_asks_for_is_of_whole_steps(place: torch.
         assert contents(recorded.rows).tobytes() == contents(plain.rows).tobytes()
 
 
-class Twins(Graph):
+def twins(_: str) -> Any:
     """Two embeddings that look up the same ids."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows, self.others = (make(options("device", capacity=500), name=name, tables=2) for name in ("a", "b"))
-        self.add_optimizer(torch.optim.Adagrad([*self.rows.parameters(), *self.others.parameters()], lr=0.1))
-
-    def build(self, ids: Tensor) -> Tensor:
-        loss = (self.rows(ids) * self.others(ids).cos()).sum()
-        loss.backward()
-        return loss
+    rows, others = (make(options("device", capacity=500), name=name, tables=2) for name in ("a", "b"))
+    return training(lambda graph, ids: (graph.rows(ids) * graph.others(ids).cos()).sum(), rows=rows, others=others)
 
 
 @on_one_device
 def test_a_run_over_a_loader_is_captured_and_shares_a_deduplication(place: torch.device) -> None:
-    pair = Pair(place, lambda _: Twins())
+    pair = Pair(place, twins)
     given = [(ids.to(place),) for ids, _, _ in batches(8)]
     assert torch.equal(*pair.each(lambda graph: torch.stack(list(graph.run(given, ahead=3)))))
     pair.check()

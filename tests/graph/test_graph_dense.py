@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,41 +52,32 @@ def test_batch_norm_whose_output_nobody_reads_still_counts() -> None:
 
 
 def test_two_losses_add_their_gradients_and_build_returns_what_it_likes() -> None:
-    class Two(Train):
-        def build(self, x: Tensor, y: Tensor) -> dict[str, Any]:
-            out = self.model(x)
-            first, second = F.mse_loss(out, y), out.abs().mean()
-            first.backward(retain_graph=True)
-            second.backward()
-            return {"losses": [first, second], "rows": x.shape[0], "name": "two"}
+    def build(graph: Any, x: Tensor, y: Tensor) -> dict[str, Any]:
+        out = graph.model(x)
+        first, second = F.mse_loss(out, y), out.abs().mean()
+        first.backward(retain_graph=True)
+        second.backward()
+        return {"losses": [first, second], "rows": x.shape[0], "name": "two"}
 
     model = mlp()
-    other = copy.deepcopy(model)
-    graph = Two(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    theirs = torch.optim.SGD(other.parameters(), lr=0.1)
+    eager = SimpleNamespace(model=copy.deepcopy(model))
+    graph = graph_of(build, torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    theirs = torch.optim.SGD(eager.model.parameters(), lr=0.1)
     for x, y in batches(3):
         F.mse_loss(model(x), y).backward()  # of before: it is in no update
         result = graph(x, y)
         theirs.zero_grad()
-        out = other(x)
-        (F.mse_loss(out, y) + out.abs().mean()).backward()
+        build(eager, x, y)
         theirs.step()
         assert (result["rows"], result["name"]) == (16, "two")
         assert not any(loss.requires_grad for loss in result["losses"])
         assert [(type(p), p.grad) for p in model.parameters()] == [(nn.Parameter, None)] * 4
-    assert_same_state(model, other)
+    assert_same_state(model, eager.model)
 
 
 def test_a_parameter_without_gradient_is_left_alone_by_weight_decay() -> None:
-    model = nn.ModuleDict({"used": nn.Linear(6, 1), "unused": nn.Linear(6, 1)})
-    before = model["unused"].weight.clone()
-
-    class Part(Train):
-        def build(self, x: Tensor, y: Tensor) -> Tensor:
-            loss = F.mse_loss(self.model["used"](x), y)
-            loss.backward()
-            return loss
-
-    graph = Part(model, torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5))
-    graph(*batches(1)[0])
-    assert torch.equal(model["unused"].weight, before)
+    used, unused = nn.Linear(6, 1), nn.Linear(6, 1)
+    before = unused.weight.clone()
+    sgd = torch.optim.SGD([*used.parameters(), *unused.parameters()], lr=0.1, weight_decay=0.5)
+    graph_of(lambda graph, x, _: graph.used(x).sum().backward(), sgd, used=used, unused=unused)(*batches(1)[0])
+    assert torch.equal(unused.weight, before)

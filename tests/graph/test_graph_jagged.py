@@ -44,20 +44,17 @@ class Positions(nn.Module):
 class Bags(Graph):
     """Weighted bags of features, the rows themselves, dropout, and a dense part."""
 
-    def __init__(self, rows: MultiTableEmbedding, positions: bool = True) -> None:
+    def __init__(self, rows: MultiTableEmbedding) -> None:
         super().__init__()
         torch.manual_seed(3)
-        dim = rows.spec.dim
-        self.rows, self.positions = rows, Positions() if positions else None
-        self.mlp = nn.Sequential(nn.Linear(FEATURES * dim, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
-        self.add_optimizer(torch.optim.Adagrad([*rows.parameters(), *self.own()], lr=0.1))
-
-    def own(self) -> list[nn.Parameter]:
-        return [*self.mlp.parameters(), *(self.positions.parameters() if self.positions else [])]
+        self.rows, self.positions = rows, Positions()
+        width = FEATURES * rows.spec.dim
+        self.mlp = nn.Sequential(nn.Linear(width, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
+        self.own = [*self.mlp.parameters(), *self.positions.parameters()]
+        self.add_optimizer(torch.optim.Adagrad([*rows.parameters(), *self.own], lr=0.1))
 
     def build(self, features: Jagged, labels: Tensor) -> tuple[Tensor, Jagged]:
-
-        weights = features.weights if self.positions is None else self.positions(features)
+        weights = self.positions(features)
         tables = torch.arange(FEATURES).repeat_interleave(features.stride)
         bags = self.rows(features.values, tables, features.offsets, pooling="sum", weights=weights)
         bags = bags.view(FEATURES, features.stride, -1).transpose(0, 1).flatten(1)
@@ -68,32 +65,28 @@ class Bags(Graph):
         return loss, Jagged(features.keys, features.values + 1, weights, features.offsets)
 
 
-def batches(totals: list[int], batch: int = 6, **how: Any) -> list[tuple[Jagged, Tensor]]:
-    return [(jagged(total, batch, seed=i, **how), torch.arange(batch) % 2 / 1.0) for i, total in enumerate(totals)]
+def batches(totals: list[int], batch: int = 6) -> list[tuple[Jagged, Tensor]]:
+    return [(jagged(total, batch, seed=i), torch.arange(batch) % 2 / 1.0) for i, total in enumerate(totals)]
 
 
 def steps_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Jagged, "open_leaves", frozenset())
 
 
-@pytest.mark.parametrize("positions", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_one_step_for_all_totals_has_the_bits_of_a_step_for_each(positions: bool) -> None:
+def test_one_step_for_all_totals_has_the_bits_of_a_step_for_each() -> None:
     totals, found = [37, 0, 1], []
     for own in (False, True):
         with pytest.MonkeyPatch.context() as patched, make(options("cached_host"), None, tables=FEATURES) as rows:
             if own:
                 steps_of_their_own(patched)
-                patched.setattr("tierbed.graph.run.step_cache.MAX_STATIC_SHAPES", 99)
-            graph = Bags(rows, positions)
+            graph = Bags(rows)
             torch.manual_seed(5)
-            results = list(graph.run(batches(totals, weighted=not positions), ahead=8))
-            found.append((results, contents(rows).tobytes(), torch.cat([p.detach().flatten() for p in graph.own()])))
+            results = pytree.tree_leaves(list(graph.run(batches(totals), ahead=8)))
+            found.append(([*results, *(p.detach() for p in graph.own)], contents(rows).tobytes()))
             assert rows.metrics()["table"]["prefetch_hits"] == len(totals)
             assert compiled_steps(graph) == (len(totals) if own else 1)
-    (one, rows_of_one, dense_of_one), (other, rows_of_other, dense_of_other) = found
-    assert all(map(torch.equal, pytree.tree_leaves(one), pytree.tree_leaves(other)))
-    assert rows_of_one == rows_of_other
-    assert torch.equal(dense_of_one, dense_of_other)
+    assert all(map(torch.equal, found[0][0], found[1][0]))
+    assert found[0][1] == found[1][1]
 
 
 def test_any_total_comes_first_and_build_is_traced_once_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
@@ -142,9 +135,9 @@ def test_arguments_of_a_container_are_named_by_its_fields_and_shown_open() -> No
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_steps_of_their_own")
 def test_batches_of_many_sizes_share_a_step_as_well(caplog: pytest.LogCaptureFixture) -> None:
-    graph = Bags(embedding(FEATURES), positions=False)
+    graph = Bags(embedding(FEATURES))
     for size in range(2, FEW + 5):
-        for batch in batches([0, 1, 50 + size], batch=size, weighted=True):
+        for batch in batches([0, 1, 50 + size], size):
             graph(*batch)
     assert compiled_steps(graph) == FEW + 1
     assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
@@ -172,7 +165,7 @@ def test_what_has_known_sizes_is_compiled_and_the_rest_runs_as_recorded(caplog: 
             graph.compile_dense()
         torch.manual_seed(1)
         results.append(torch.stack([loss for loss, _ in graph.run(batches([30, 40, 0, 1, 50]), ahead=8)]))
-        states.append([rows.get(torch.arange(300).view(100, FEATURES)), *graph.own()])
+        states.append([rows.get(torch.arange(300).view(100, FEATURES)), *graph.own])
         assert ("self.dense_0" in str(graph)) == compiled
         assert compiled_steps(graph) == 1
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
@@ -194,10 +187,9 @@ def test_a_step_without_known_sizes_says_once_that_nothing_is_compiled(caplog: p
 def test_on_a_gpu_one_step_has_the_bits_of_a_step_for_each(
     place: torch.device, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def build(graph: Any, features: Jagged, grad: Tensor) -> Tensor:
+    def loss(graph: Any, features: Jagged, grad: Tensor) -> Tensor:
         bags = graph.rows(features.values, 0, features.offsets, pooling="sum", weights=features.weights)
-        (bags.view(grad.shape) * grad).sum().backward()
-        return bags
+        return (bags.view(grad.shape) * grad).sum()
 
     totals, found = [30, 0, 7], []
     for name in ("shared", "own"):
@@ -205,7 +197,7 @@ def test_on_a_gpu_one_step_has_the_bits_of_a_step_for_each(
             steps_of_their_own(monkeypatch)
         path = tmp_path / name if store == "ssd" else None
         with make(options(store, path, **({"capacity": 500} if store == "device" else {})), tables=1) as rows:
-            graph: Any = graph_of(build, torch.optim.Adagrad(rows.parameters(), lr=0.1), rows=rows).to(place)
+            graph = training(loss, rows=rows).to(place)
             if store == "device" and name == "shared":
                 graph.cuda_graph()
             given = [jagged(total, weighted=True).to(place) for total in totals]

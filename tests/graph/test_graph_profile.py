@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -130,21 +129,16 @@ def test_the_chrome_trace_has_one_event_an_op_and_step_within_the_step(
 
 
 def elementwise(x: Tensor) -> Tensor:
+    """All ops of which TorchInductor fuses."""
     for _ in range(20):
         x = (x + 1).tanh()
     return x
 
 
-class Elementwise(Graph):
-    """Whose steps are nearly all ops that TorchInductor fuses, or else matrix products."""
-
-    def build(self, x: Tensor, fuses: bool) -> Tensor:
-        return elementwise(x) if fuses else x @ x @ x @ x @ x
-
-
 def test_a_step_of_many_small_ops_is_told_of_compile_dense() -> None:
     advice = "% went to dense ops that TorchInductor can fuse: try compile_dense()"
-    graph, x = Elementwise(), torch.rand(300, 300)
+    graph = graph_of(lambda graph, x, fuses: elementwise(x) if fuses else x @ x @ x @ x @ x)
+    x = torch.rand(300, 300)
     assert advice in str(graph.profile([(x, True)] * 3))
     assert advice not in str(graph.profile([(x, False)] * 3))
     graph.cuda_graph()  # which compile_dense does not go with
@@ -170,11 +164,7 @@ def test_what_the_loader_or_an_op_raises_comes_out_and_the_graph_goes_on() -> No
         yield torch.ones(1)
         raise KeyError("mine")
 
-    def build(graph: Any, x: Tensor) -> Tensor:
-        torch._assert_async((x < 5).all())
-        return x * 2
-
-    graph = graph_of(build)
+    graph = graph_of(lambda graph, x: (torch._assert_async((x < 5).all()), x * 2)[1])
     with pytest.raises(KeyError, match="mine"):
         graph.profile(loader())
     with pytest.raises(RuntimeError, match="nonzero"):
@@ -206,13 +196,7 @@ def profiled_on_one_core(threads: int, policy: str | None) -> str:
     if policy is not None:
         os.environ["OMP_WAIT_POLICY"] = policy
     torch.set_num_threads(threads)
-
-    def build(graph: Any, x: Tensor) -> Tensor:
-        for _ in range(20):
-            x = torch.tanh(x)
-        return x.sum()
-
-    return str(graph_of(build).profile([torch.ones(1 << 20)] * 5))
+    return str(graph_of(lambda graph, x: elementwise(x).sum()).profile([torch.ones(1 << 20)] * 5))
 
 
 @pytest.mark.parametrize(("threads", "policy", "advised"), [(2, None, True), (2, "PASSIVE", False), (1, None, False)])

@@ -125,45 +125,31 @@ def test_states_and_loads_of_rows_cost_no_step() -> None:
         assert graph.why_recompiled() == []
 
 
-class Reads(Graph):
-    """A graph whose build is the given function of the graph and x."""
-
-    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function, self.net, self.mask = function, nn.Linear(2, 2), None
-
-    def build(self, x: Tensor) -> Tensor:
-        return self.function(self, x)
-
-
-X = torch.ones(1, 2)
-
-
 def test_an_attribute_that_was_none_or_has_another_shape_is_traced_anew() -> None:
-    graph = Reads(lambda graph, x: x if graph.mask is None else x * graph.mask.shape[0])
-    assert graph(X).sum() == 2
+    graph, x = graph_of(lambda graph, x: x if graph.mask is None else x * graph.mask.shape[0]), torch.ones(2)
+    graph.mask = None
+    assert graph(x).sum() == 2
     for size in (5, 3, 4, 5, 1):
         del graph.mask  # its id may come again
         graph.mask = torch.ones(size)
-        assert graph(X).sum() == 2 * size
+        assert graph(x).sum() == 2 * size
 
 
 def test_a_hook_in_the_place_of_another_is_seen() -> None:
-    graph = Reads(lambda graph, x: graph.net(x))
-    plain = graph(X)
+    graph, x = graph_of(lambda graph, x: graph.net(x), net=nn.Linear(2, 2)), torch.ones(1, 2)
+    plain = graph(x)
     for factor in (2.0, 3.0):
         hook = graph.net.register_forward_hook(lambda module, args, output, factor=factor: output * factor)
-        torch.testing.assert_close(graph(X), plain * factor)
+        torch.testing.assert_close(graph(x), plain * factor)
         hook.remove()
-    torch.testing.assert_close(graph(X), plain)
+    torch.testing.assert_close(graph(x), plain)
 
 
 @pytest.mark.parametrize("name", ["code", "graph", "recompile", "_code", "forward", "sgd"])
 def test_an_embedding_may_have_any_name_in_the_graph(name: str) -> None:
     rows, holder, ids = embedding(), nn.Module(), torch.tensor([1])
-    graph = graph_of(
-        lambda graph, ids: rows(ids).sum().backward(), torch.optim.SGD(rows.parameters(), lr=1.0), holder=holder
-    )
+    graph = training(lambda graph, ids: rows(ids).sum(), lr=1.0, holder=holder, rows=rows)
+    del graph.rows
     setattr(holder if hasattr(graph, name) else graph, name, rows)
     before = rows.get(ids)
     graph(ids)
@@ -171,11 +157,11 @@ def test_an_embedding_may_have_any_name_in_the_graph(name: str) -> None:
 
 
 def test_a_vocabulary_on_a_module_is_whole_after_a_trace() -> None:
-    graph = Reads(lambda graph, x: graph.net(x))
+    graph = graph_of(lambda graph, x: graph.net(x), net=nn.Linear(2, 2))
     graph.vocabulary = dict.fromkeys(range(300_000))
     seen: list[int] = []
     graph.net.register_forward_hook(lambda *_: seen.append(len(graph.vocabulary)))
-    graph(X)
+    graph(torch.ones(1, 2))
     assert seen == [len(graph.vocabulary)] == [300_000]
 
 
