@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from tierbed import MultiTableMultiColumnEmbedding, make_device_mem_store_option
 sys.path.insert(0, str(EXAMPLES))
 import ctr
 from ctr_data import DENSE, FIELDS, read_clicks, synthetic_clicks
-from ctr_models import DLRM, Cross, DCNv2, DeepFM
+from ctr_models import DLRM, DCNv2, DeepFM
 from movielens_data import GENRES, PADDING, key
 
 DATA = Path(os.environ["TIERBED_DATA"]) / "ml-100k" if "TIERBED_DATA" in os.environ else None
@@ -32,47 +31,28 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-def dot(a: Tensor, b: Tensor) -> float:
-    return sum(x * y for x, y in zip(a.tolist(), b.tolist(), strict=True))
-
-
-def close(actual: Tensor, expected: list[float]) -> None:
-    torch.testing.assert_close(actual.detach().double(), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-5)
+def pairs_of(vectors: Tensor) -> list[Tensor]:
+    """The product of each vector [n, vectors, dim] with each one before it."""
+    return [(vectors[:, i] * vectors[:, j]).sum(1) for i in range(vectors.shape[1]) for j in range(i)]
 
 
 def test_dlrm_feeds_the_bottom_and_all_pairs_to_the_top() -> None:
     model, rows, dense = DLRM(3, DIM, 2), torch.randn(2, 3, DIM), torch.randn(2, 2)
-    expected = []
-    for row, features in zip(rows, dense, strict=True):
-        bottom = model.bottom(features)
-        vectors = [bottom, *row]
-        pairs = [dot(vectors[i], vectors[j]) for i in range(4) for j in range(i)]
-        expected.append(model.top(torch.tensor([*bottom.tolist(), *pairs])).item())
-    close(model(rows, dense), expected)
+    bottom = model.bottom(dense)
+    pairs = pairs_of(torch.cat([bottom.unsqueeze(1), rows], 1))
+    torch.testing.assert_close(model(rows, dense), model.top(torch.cat([bottom, torch.stack(pairs, 1)], 1)).squeeze(1))
 
 
 def test_deepfm_is_the_sum_of_both_orders_and_the_deep_part() -> None:
     model, rows, dense = DeepFM(3, DIM, 2), torch.randn(2, 3, DIM + 1), torch.randn(2, 2)
-    nn.init.normal_(model.weights)
-    nn.init.normal_(model.factors)
-    nn.init.normal_(model.bias)
-    expected = []
-    for row, features in zip(rows, dense, strict=True):
-        # x_i w_i and x_i v_i, where x_i of a categorical value is 1
-        first = [*row[:, DIM].tolist(), *(features * model.weights).tolist()]
-        factors = [*row[:, :DIM], *(value * factor for value, factor in zip(features, model.factors, strict=True))]
-        second = sum(dot(a, b) for a, b in combinations(factors, 2))
-        expected.append(model.bias.item() + sum(first) + second + model.deep(torch.cat(factors)).item())
-    close(model(rows, dense), expected)
-
-
-def naive_cross(layer: Cross, x0: list[float], x: list[float]) -> list[float]:
-    if isinstance(layer.linear, nn.Linear):
-        w, b = layer.linear.weight.tolist(), layer.linear.bias.tolist()
-    else:
-        v, u = layer.linear
-        w, b = (u.weight.double() @ v.weight.double()).tolist(), u.bias.tolist()
-    return [x0[i] * (sum(w[i][j] * x[j] for j in range(len(x))) + b[i]) + x[i] for i in range(len(x))]
+    for parameter in (model.weights, model.factors, model.bias):
+        nn.init.normal_(parameter)
+    # x_i w_i and x_i v_i, where x_i of a categorical value is 1
+    first = torch.cat([rows[:, :, DIM], dense * model.weights], 1).sum(1)
+    factors = torch.cat([rows[:, :, :DIM], dense.unsqueeze(2) * model.factors], 1)
+    deep = model.deep(factors.flatten(1)).squeeze(1)
+    expected = model.bias + first + torch.stack(pairs_of(factors)).sum(0) + deep
+    torch.testing.assert_close(model(rows, dense), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "parallel"])
@@ -80,15 +60,13 @@ def naive_cross(layer: Cross, x0: list[float], x: list[float]) -> list[float]:
 def test_dcnv2_crosses_its_input_with_every_layer(rank: int | None, stacked: bool) -> None:
     model = DCNv2(3, DIM, 2, layers=3, rank=rank, stacked=stacked)
     rows, dense = torch.randn(2, 3, DIM), torch.randn(2, 2)
-    expected = []
-    for row, features in zip(rows, dense, strict=True):
-        x = x0 = [*row.flatten().tolist(), *features.tolist()]
-        for layer in model.cross:
-            x = naive_cross(layer, x0, x)
-        crossed = torch.tensor(x)
-        last = model.deep(crossed) if stacked else torch.cat([crossed, model.deep(torch.tensor(x0))])
-        expected.append(model.last(last).item())
-    close(model(rows, dense), expected)
+    x = x0 = torch.cat([rows.flatten(1), dense], 1)
+    for layer in model.cross:
+        down, up = (None, layer.linear) if rank is None else layer.linear
+        weight = up.weight if down is None else up.weight @ down.weight
+        x = x0 * (x @ weight.T + up.bias) + x
+    last = model.deep(x) if stacked else torch.cat([x, model.deep(x0)], 1)
+    torch.testing.assert_close(model(rows, dense), model.last(last).squeeze(1), rtol=0, atol=1e-5)
 
 
 class Tables(nn.Module):
