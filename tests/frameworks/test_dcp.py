@@ -78,15 +78,13 @@ def test_an_optimizer_without_state_resumes_from_an_async_save(tmp_path: Path, k
 
 
 def towers_graph(store_options: Any, world: Any = None) -> Any:
+    def build(graph: Any, ids: Tensor) -> Tensor:
+        loss: Tensor = graph.model(ids)
+        loss.backward()
+        return loss
+
     model = TwoTowers(store_options, world)
-    adam = torch.optim.Adam(model.parameters(), lr=0.02)
-    return graph_of(lambda graph, ids: train_step(graph.model, ids), adam, model=model)
-
-
-def train_step(model: TwoTowers, ids: Tensor) -> Tensor:
-    loss: Tensor = model(ids)
-    loss.backward()
-    return loss
+    return graph_of(build, torch.optim.Adam(model.parameters(), lr=0.02), model=model)
 
 
 def graph(kind: str, path: Path, at: Path, world: Any = None) -> list[float]:
@@ -120,11 +118,16 @@ def test_ranks_resume_to_the_bit(tmp_path: Path, kind: str, task: Any) -> None:
     assert first == second
 
 
-def wrong(world: World, kind: str, path: Path) -> str:
-    """What is raised for a state that one rank has otherwise: of rows inside, rank 0 alone has those of all."""
+def trained(kind: str, path: Path, world: World) -> tuple[TwoTowers, EagerOptimizer]:
     model = TwoTowers(stores(kind, path), world)
     optimizer = optimizer_of(model)
-    list(losses(model, optimizer, IDS[:2]))
+    list(losses(model, optimizer, BEFORE))
+    return model, optimizer
+
+
+def wrong(world: World, kind: str, path: Path) -> str:
+    """What is raised for a state that one rank has otherwise: of rows inside, rank 0 alone has those of all."""
+    model, optimizer = trained(kind, path, world)
     kept = copy.deepcopy(model.state_dict())
     list(losses(model, optimizer, IDS[2:3]))
     if world.rank == 1 and kind == "host folder":
@@ -151,21 +154,20 @@ def written(world: World, path: Path) -> str:
         model = TwoTowers(store_options, world)
         return model, optimizer_of(model)
 
-    model, optimizer = made(stores("host folder", path))
-    list(losses(model, optimizer, IDS[:2]))
+    model, _ = trained("host folder", path, world)
     kept, rows = copy.deepcopy(model.state_dict()), model.users.get(range(40))
     for _ in range(2):
         model.users.put([1], torch.ones(1, 4))
         model.load_state_dict(kept)
         assert torch.equal(model.users.get(range(40)), rows)
     model.close()
-    model, optimizer = made(options("host", path))  # without the option
+    model, _ = made(options("host", path))  # without the option
     assert torch.equal(model.users.get(range(40)), rows)
     model.users.put([1], torch.ones(1, 4))
     kept = copy.deepcopy(model.state_dict())
     model.load_state_dict(kept)
     model.close()
-    model, optimizer = made(options("host", path))
+    model, _ = made(options("host", path))
     model.load_state_dict(kept)
     model.users.put([1], torch.zeros(1, 4))
     return fails(lambda: model.load_state_dict(kept), SnapshotError)
@@ -177,9 +179,7 @@ def test_ranks_compare_the_versions_of_rows(tmp_path: Path) -> None:
 
 
 def alone(world: World, kind: str, path: Path) -> str:
-    model = TwoTowers(stores(kind, path), world)
-    optimizer = optimizer_of(model)
-    list(losses(model, optimizer, IDS[:2]))
+    model, _optimizer = trained(kind, path, world)
     return fails(model.state_dict if world.rank else lambda: model.users.get([1]), GroupError)
 
 

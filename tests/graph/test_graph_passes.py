@@ -13,27 +13,24 @@ from support.graphs import embedding, graph_of, training
 from tierbed import Graph
 
 
-def two_losses(graph: Any, x: Tensor) -> Tensor:
-    out = graph.net(x)
-    loss: Tensor = out.sum()
-    loss.backward(retain_graph=True)
-    out.square().sum().backward()
-    return loss
-
-
 def compiled(graph: Graph) -> str:
     return str(graph).partition("# compiled step 0")[2]
 
 
 def test_an_evaluation_step_holds_no_backward_though_it_accumulates_in_place() -> None:
+    def build(graph: Any, x: Tensor) -> None:
+        out = graph.net(x)
+        out.sum().backward(retain_graph=True)
+        out.square().sum().backward()
+
     net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
-    graph = graph_of(two_losses, torch.optim.SGD(net.parameters(), lr=0.1), net=net)
+    graph = graph_of(build, torch.optim.SGD(net.parameters(), lr=0.1), net=net)
     words = ("threshold_backward", "add_.Tensor", "square", "dense_step")
     graph(torch.ones(2, 3))
     assert all(word in compiled(graph) for word in words[:2])
     graph.eval()(torch.ones(2, 3))
     code = str(graph).partition("# compiled step 1")[2]
-    assert "addmm" in code
+    assert "# outputs" in code
     assert not any(word in code for word in words)
 
 

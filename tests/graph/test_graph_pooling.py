@@ -139,10 +139,9 @@ def test_weights_changed_in_place_count_as_they_were() -> None:
         pooled_sum(graph, ids, weights)
         return weights.zero_()
 
-    rows = embedding()
+    rows, weights = embedding(), torch.tensor([[2.0, -1.0]])
     graph = graph_of(build, sgd(rows), rows=rows)
     before = rows.get([1, 2])
-    weights = torch.tensor([[2.0, -1.0]])
     assert not graph(torch.tensor([[1, 2]]), weights).any()
     torch.testing.assert_close(rows.get([1, 2]), before - 0.5 * 4 * torch.tensor([[2.0], [-1.0]]))
     assert "weights_grad" not in compiled(graph)  # which nobody asks for
