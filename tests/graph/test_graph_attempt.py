@@ -17,7 +17,7 @@ from support.graphs import FEW as OWN
 from support.graphs import compiled_steps, graph_of, training
 from support.jagged_arguments import Jagged, jagged
 from support.stores import options
-from tierbed import CapacityError, Graph, MultiTableEmbedding
+from tierbed import CapacityError, MultiTableEmbedding
 
 pytestmark = pytest.mark.usefixtures("few_steps_of_their_own")
 
@@ -53,7 +53,7 @@ def no_failures() -> Iterator[None]:
     _arguments.clear()
 
 
-def graph_over(rows: MultiTableEmbedding, **more: Any) -> Graph:
+def graph_over(rows: MultiTableEmbedding) -> Any:
     """One whose shaky op comes after batch norm, dropout and a write to a buffer and to its argument."""
 
     def build(graph: Any, ids: Tensor, seen: Tensor) -> Tensor:
@@ -67,9 +67,9 @@ def graph_over(rows: MultiTableEmbedding, **more: Any) -> Graph:
         return loss
 
     torch.manual_seed(2)
-    modules = {"norm": nn.BatchNorm1d(rows.spec.dim), "layer": nn.Linear(rows.spec.dim, 1)}
-    parameters = [*rows.parameters(), *modules["norm"].parameters(), *modules["layer"].parameters()]
-    graph: Any = graph_of(build, torch.optim.Adagrad(parameters, lr=0.1), rows=rows, **modules)
+    norm, layer = nn.BatchNorm1d(rows.spec.dim), nn.Linear(rows.spec.dim, 1)
+    optimizer = torch.optim.Adagrad([*rows.parameters(), *norm.parameters(), *layer.parameters()], lr=0.1)
+    graph: Any = graph_of(build, optimizer, rows=rows, norm=norm, layer=layer)
     graph.generator = torch.Generator().manual_seed(3)
     return graph
 

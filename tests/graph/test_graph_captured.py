@@ -14,7 +14,7 @@ from torch import Tensor
 from support.captured import CAPTURED, Model, Pair, batches, bits
 from support.cuda_tables import on_one_device
 from support.embeddings import DIM, contents, make
-from support.graphs import training
+from support.graphs import graph_of, training
 from support.optimizers import OPTIMIZERS
 from support.stores import options
 from tierbed import CapacityError, Graph
@@ -145,7 +145,7 @@ def test_a_run_over_a_loader_is_captured_and_shares_a_deduplication(place: torch
     given = [(ids.to(place),) for ids, _, _ in batches(8)]
     assert torch.equal(*pair.each(lambda graph: torch.stack(list(graph.run(given, ahead=3)))))
     pair.check()
-    assert "pin_1 = others.pin([Lookup(ids)], pin)" in repr(pair.graphs[1])
+    assert "pin_1 = others.pin([Lookup(args)], pin)" in repr(pair.graphs[1])
     assert pair.is_captured
     assert pair.each(lambda graph: graph.others.metrics()["table"]["prefetch_hits"]) == [8, 0]
 
@@ -172,22 +172,17 @@ def test_frozen_rows_with_trained_weights_and_rows_that_another_graph_trains(pla
             loss.backward()
             return loss, bags
 
-    class Bags(Graph):
-        def __init__(self, model: Frozen) -> None:
-            super().__init__()
-            self.bags = model.bags
-            self.add_optimizer(OPTIMIZERS["catch-up"][0](self.bags.parameters(), lr=0.3))  # type: ignore[call-arg]
-
-        def build(self, ids: Tensor) -> None:
-            (self.bags(ids, 0) ** 2).sum().backward()
-
     def frozen(_: str) -> Frozen:
         model = Frozen("catch-up")
         model.bags.requires_grad_(False)
         return model
 
+    def of_bags(graph: Any) -> Graph:
+        optimizer = OPTIMIZERS["catch-up"][0](graph.bags.parameters(), lr=0.3)  # type: ignore[call-arg]
+        return graph_of(lambda graph, ids: graph.bags(ids, 0).square().sum().backward(), optimizer, bags=graph.bags)
+
     pair = Pair(place, frozen)
-    others = [Bags(graph) for graph in pair.graphs]
+    others = pair.each(of_bags)
     for number in range(6):
         for graph, other in zip(pair.graphs, others, strict=True):
             graph.bags.requires_grad_(True)
