@@ -118,7 +118,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
 
 
 @pytest.mark.filterwarnings("ignore")  # of Lightning's packages
-@pytest.mark.parametrize("source", list(MODELS)[1:])
+@pytest.mark.parametrize(
+    "source", [pytest.param(name, marks=[pytest.mark.slow] * (name == "both")) for name in MODELS if name != "none"]
+)
 def test_a_checkpoint_loads_with_other_wrappers(source: str, saved: tuple[Path, list[float]]) -> None:
     folder, expected = saved
     assert trained(MODELS[source], folder / source) == expected

@@ -16,7 +16,7 @@ from support.stores import STORES, options
 from tierbed import Graph, MultiTableEmbedding, SnapshotError, load_checkpoint, save_checkpoint
 from tierbed.engine.errors import InputError, StoreError
 
-KINDS = ["device", "host folder", "ssd folder"]
+KINDS = ["device", pytest.param("host folder", marks=pytest.mark.slow), "ssd folder"]
 
 
 def rating(kind: str, path: Path, dtype: torch.dtype, state_dtype: torch.dtype = torch.float32) -> Rating:

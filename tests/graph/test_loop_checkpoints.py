@@ -49,7 +49,7 @@ class Loop:
         return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.slow), KINDS[2]])
 def test_a_resumed_loop_is_the_uninterrupted_one(tmp_path: Path, kind: str) -> None:
     torch.manual_seed(1)
     first = Loop(kind, tmp_path / "store")
