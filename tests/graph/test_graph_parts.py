@@ -135,12 +135,12 @@ def test_rows_are_those_of_the_reference(
 ) -> None:
     native_threads(threads)
     with make(options(store, tmp_path), padding_idx=PADDING, output_dtype=dtype) as rows:
-        calls = [call_of(seed, 120, 30, rows.dim, dtype) for seed in range(9)]
+        calls = [call_of(seed, 120, 30, rows.dim, dtype) for seed in range(6)]
         graph = graph_of(train_given, torch.optim.Adagrad(rows.parameters(), lr=0.1), rows=rows)
         graph.accumulate_grads(3, mean=mean)
         list(graph.run(calls, ahead=ahead))
         check(rows, calls, 3, mean)
-        assert rows.metrics()["table"]["prefetch_hits"] == (3 if ahead else 0)
+        assert rows.metrics()["table"]["prefetch_hits"] == (2 if ahead else 0)
 
 
 sizes = st.tuples(st.integers(0, 2**32), st.sampled_from([0, 1, 40]), st.sampled_from([0, 4]))
