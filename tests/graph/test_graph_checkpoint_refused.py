@@ -316,7 +316,7 @@ def loop_parts(path: Path) -> Parts:
     return lambda: load_checkpoint(path, *other), lambda: now(*other), lambda: step(*other)
 
 
-@pytest.mark.parametrize("every", [263, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [431, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("parts", [graph_parts, loop_parts])
 def test_a_field_of_any_value_is_refused_and_nothing_is_replaced(
     tmp_path: Path, parts: Callable[..., Parts], every: int
