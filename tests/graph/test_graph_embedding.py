@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import tierbed
 from support.graphs import (
     DIM,
     Rating,
@@ -57,17 +56,6 @@ def test_two_embeddings_in_one_graph_train_apart() -> None:
     graph(ids)
     torch.testing.assert_close(users.get(ids), of_users - 0.1 * of_items)
     torch.testing.assert_close(items.get(ids), of_items - 0.3 * of_users)
-
-
-def test_backward_without_an_optimizer_for_the_rows_is_refused() -> None:
-    rows, net = embedding(), mlp(3 * DIM)
-    graph = Rating(rows, net, torch.optim.SGD(net.parameters(), lr=0.1))
-    ids = id_batches(8, 3)[0]
-    with pytest.raises(tierbed.OptimizerError, match=rf"{rows.name}.*add_optimizer"):
-        graph(ids)
-    graph.add_optimizer(torch.optim.SGD(rows.parameters(), lr=0.1))
-    graph(ids)
-    assert rows.size() > 0
 
 
 @pytest.mark.parametrize("how", ["eval", "no backward"])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import tierbed
-from support.graphs import DIM, Train, assert_same_state, batches, dense_copy, embedding, graph_of, id_batches, mlp
+from support.graphs import DIM, Train, assert_same_state, batches, dense_copy, embedding, graph_of, id_batches
 from tierbed import MultiTableEmbedding
 
 
@@ -183,13 +183,18 @@ def test_parameters_in_a_list_made_before_build_are_refused_not_skipped(use: str
     assert torch.equal(net.weight.grad, grad)
 
 
-def test_a_dense_gradient_without_an_optimizer_is_refused_not_dropped() -> None:
-    model = mlp()
-    graph = Train(model, torch.optim.SGD(model[0].parameters(), lr=0.1))
-    with pytest.raises(tierbed.OptimizerError, match=r"parameter 'model\.2\.weight'.*requires_grad_\(False\)"):
-        graph(*batches(1)[0])
-    model[2].requires_grad_(False)
-    graph(*batches(1)[0])
+@pytest.mark.parametrize("missing", ["rows", "net"])
+def test_a_gradient_without_an_optimizer_is_refused_not_dropped(missing: str) -> None:
+    rows, net, _ = rows_and_net()
+    has, lacks = (net, rows) if missing == "rows" else (rows, net)
+    graph = graph_of(cleared, torch.optim.SGD(has.parameters(), lr=0.1), rows=rows, net=net)
+    named = rf"{rows.name}.*add_optimizer" if missing == "rows" else r"parameter 'net\.weight'.*requires_grad_\(False\)"
+    with pytest.raises(tierbed.OptimizerError, match=named):
+        graph(torch.tensor([1]))
+    assert rows.size() == 0
+    lacks.requires_grad_(False)
+    graph(torch.tensor([1]))
+    assert rows.size() == (missing == "net")
 
 
 def test_a_sparse_gradient_and_sparse_adam_equal_eager() -> None:

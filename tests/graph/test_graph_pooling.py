@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from support.graphs import DIM, compiled_steps, dense_copy, embedding, graph_of, mlp, training
-from tierbed import Graph, GraphError, InputError
+from support.graphs import DIM, dense_copy, embedding, graph_of, mlp, training
+from tierbed import Graph, GraphError
 
 OFFSETS = torch.tensor([0, 3, 3, 4, 8, 10])
 Lookup = Callable[..., Tensor]
@@ -165,19 +165,3 @@ def test_a_gradient_of_weights_before_the_first_trained_lookup_is_read_and_none_
     torch.testing.assert_close(rows.get([1, 2]), before - 0.5 * slope[0][:, None])
     with pytest.raises(GraphError, match="no second derivative"):
         graph(torch.tensor([[1, 2]]), torch.ones(1, 2), True)
-
-
-def test_jagged_batches_of_one_size_share_a_step_and_bad_offsets_are_named() -> None:
-    rows = embedding(padding_idx=0)
-    graph = training(
-        lambda graph, ids, offsets: graph.rows(ids, offsets=offsets, pooling="mean").square().sum(), rows=rows
-    )
-    ids = torch.tensor([1, 2, 3, 4, 0, 0])  # padded to a size by a bag of padding
-    graph(ids, torch.tensor([0, 1, 4, 6]))
-    before = rows.get([1, 2, 3, 4])
-    with pytest.raises(InputError, match="offsets"):
-        graph(ids, torch.tensor([0, 3, 2, 6]))
-    assert torch.equal(rows.get([1, 2, 3, 4]), before)
-    graph(ids, torch.tensor([0, 3, 3, 6]))
-    assert rows.size() == 4
-    assert compiled_steps(graph) == 1
