@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable
-from itertools import combinations
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from support.places import EXAMPLES
+from support.places import EXAMPLES, environment
 from support.scripts import run_script
 from tierbed import MultiTableMultiColumnEmbedding, make_device_mem_store_options
 
 sys.path.insert(0, str(EXAMPLES))
 import ctr
-from ctr_data import DENSE, FIELDS, Clicks, read_clicks, synthetic_clicks
-from ctr_models import DLRM, Cross, DCNv2, DeepFM, dot_interaction, fm_interaction
+from ctr_data import DENSE, FIELDS, read_clicks, synthetic_clicks
+from ctr_models import DLRM, DCNv2, DeepFM
 from movielens_data import GENRES, PADDING, key
 
 DATA = Path(os.environ["TIERBED_DATA"]) / "ml-100k" if "TIERBED_DATA" in os.environ else None
-STEPS, BATCH, DIM, LR = 50, 64, 4, 0.05
+STEPS, BATCH, DIM, LR = 20, 64, 4, 0.05
 
 
 @pytest.fixture(autouse=True)
@@ -31,63 +31,28 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(scope="module")
-def clicks() -> Clicks:
-    return synthetic_clicks(STEPS * BATCH)
-
-
-def dot(a: Tensor, b: Tensor) -> float:
-    return sum(x * y for x, y in zip(a.tolist(), b.tolist(), strict=True))
-
-
-def close(actual: Tensor, expected: list[float]) -> None:
-    torch.testing.assert_close(actual.detach().double(), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-5)
-
-
-def test_dot_interaction_is_each_pair_once() -> None:
-    vectors = torch.randn(3, 5, DIM)
-    expected = [dot(v[i], v[j]) for v in vectors for i in range(5) for j in range(i)]
-    close(dot_interaction(vectors).flatten(), expected)
+def pairs_of(vectors: Tensor) -> list[Tensor]:
+    """The product of each vector [n, vectors, dim] with each one before it."""
+    return [(vectors[:, i] * vectors[:, j]).sum(1) for i in range(vectors.shape[1]) for j in range(i)]
 
 
 def test_dlrm_feeds_the_bottom_and_all_pairs_to_the_top() -> None:
     model, rows, dense = DLRM(3, DIM, 2), torch.randn(2, 3, DIM), torch.randn(2, 2)
-    expected = []
-    for row, features in zip(rows, dense, strict=True):
-        bottom = model.bottom(features)
-        vectors = [bottom, *row]
-        pairs = [dot(vectors[i], vectors[j]) for i in range(4) for j in range(i)]
-        expected.append(model.top(torch.tensor([*bottom.tolist(), *pairs])).item())
-    close(model(rows, dense), expected)
-
-
-def test_fm_interaction_is_the_sum_over_pairs() -> None:
-    vectors = torch.randn(3, 6, DIM)
-    close(fm_interaction(vectors), [sum(dot(a, b) for a, b in combinations(v, 2)) for v in vectors])
+    bottom = model.bottom(dense)
+    pairs = pairs_of(torch.cat([bottom.unsqueeze(1), rows], 1))
+    torch.testing.assert_close(model(rows, dense), model.top(torch.cat([bottom, torch.stack(pairs, 1)], 1)).squeeze(1))
 
 
 def test_deepfm_is_the_sum_of_both_orders_and_the_deep_part() -> None:
     model, rows, dense = DeepFM(3, DIM, 2), torch.randn(2, 3, DIM + 1), torch.randn(2, 2)
-    nn.init.normal_(model.weights)
-    nn.init.normal_(model.factors)
-    nn.init.normal_(model.bias)
-    expected = []
-    for row, features in zip(rows, dense, strict=True):
-        # x_i w_i and x_i v_i, where x_i of a categorical value is 1
-        first = [*row[:, DIM].tolist(), *(features * model.weights).tolist()]
-        factors = [*row[:, :DIM], *(value * factor for value, factor in zip(features, model.factors, strict=True))]
-        second = sum(dot(a, b) for a, b in combinations(factors, 2))
-        expected.append(model.bias.item() + sum(first) + second + model.deep(torch.cat(factors)).item())
-    close(model(rows, dense), expected)
-
-
-def naive_cross(layer: Cross, x0: list[float], x: list[float]) -> list[float]:
-    if isinstance(layer.linear, nn.Linear):
-        w, b = layer.linear.weight.tolist(), layer.linear.bias.tolist()
-    else:
-        v, u = layer.linear
-        w, b = (u.weight.double() @ v.weight.double()).tolist(), u.bias.tolist()
-    return [x0[i] * (sum(w[i][j] * x[j] for j in range(len(x))) + b[i]) + x[i] for i in range(len(x))]
+    for parameter in (model.weights, model.factors, model.bias):
+        nn.init.normal_(parameter)
+    # x_i w_i and x_i v_i, where x_i of a categorical value is 1
+    first = torch.cat([rows[:, :, DIM], dense * model.weights], 1).sum(1)
+    factors = torch.cat([rows[:, :, :DIM], dense.unsqueeze(2) * model.factors], 1)
+    deep = model.deep(factors.flatten(1)).squeeze(1)
+    expected = model.bias + first + torch.stack(pairs_of(factors)).sum(0) + deep
+    torch.testing.assert_close(model(rows, dense), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "parallel"])
@@ -95,15 +60,13 @@ def naive_cross(layer: Cross, x0: list[float], x: list[float]) -> list[float]:
 def test_dcnv2_crosses_its_input_with_every_layer(rank: int | None, stacked: bool) -> None:
     model = DCNv2(3, DIM, 2, layers=3, rank=rank, stacked=stacked)
     rows, dense = torch.randn(2, 3, DIM), torch.randn(2, 2)
-    expected = []
-    for row, features in zip(rows, dense, strict=True):
-        x = x0 = [*row.flatten().tolist(), *features.tolist()]
-        for layer in model.cross:
-            x = naive_cross(layer, x0, x)
-        crossed = torch.tensor(x)
-        last = model.deep(crossed) if stacked else torch.cat([crossed, model.deep(torch.tensor(x0))])
-        expected.append(model.last(last).item())
-    close(model(rows, dense), expected)
+    x = x0 = torch.cat([rows.flatten(1), dense], 1)
+    for layer in model.cross:
+        down, up = (None, layer.linear) if rank is None else layer.linear
+        weight = up.weight if down is None else up.weight @ down.weight
+        x = x0 * (x @ weight.T + up.bias) + x
+    last = model.deep(x) if stacked else torch.cat([x, model.deep(x0)], 1)
+    torch.testing.assert_close(model(rows, dense), model.last(last).squeeze(1), rtol=0, atol=1e-5)
 
 
 class Tables(nn.Module):
@@ -132,11 +95,11 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_training_through_a_graph_equals_plain_pytorch(name: str, clicks: Clicks) -> None:
+def test_training_through_a_graph_equals_plain_pytorch(name: str) -> None:
+    clicks = synthetic_clicks(STEPS * BATCH)
     model, plain = MODELS[name](), MODELS[name]()
     plain.load_state_dict(model.state_dict())
-    options = make_device_mem_store_options()
-    with ctr.make_embedding(model.columns, FIELDS, options) as embedding:
+    with ctr.make_embedding(model.columns, FIELDS, make_device_mem_store_options()) as embedding:
         graph = ctr.TrainGraph(embedding, model, LR)
         tables = Tables(embedding, clicks.ids)
         optimizers = [
@@ -144,8 +107,8 @@ def test_training_through_a_graph_equals_plain_pytorch(name: str, clicks: Clicks
             torch.optim.Adam(plain.parameters(), lr=1e-3),
         ]
         batches = list(ctr.loader(clicks, torch.arange(STEPS * BATCH), BATCH))
-        assert len(batches) == STEPS
         losses = ctr.train_epoch(graph, batches, "").tolist()
+        assert len(losses) == STEPS
         for (ids, dense, labels), loss in zip(batches, losses, strict=True):
             expected = nn.functional.binary_cross_entropy_with_logits(plain(tables(ids), dense), labels)
             for optimizer in optimizers:
@@ -157,8 +120,7 @@ def test_training_through_a_graph_equals_plain_pytorch(name: str, clicks: Clicks
         for field, (table, values) in enumerate(zip(tables.tables, tables.values, strict=True)):
             rows, present = embedding.get(values, field), values != PADDING
             torch.testing.assert_close(rows[present], table.weight.detach()[present], rtol=0, atol=1e-4)
-        for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(parameter, expected, rtol=0, atol=1e-4)
+        torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=1e-4)
 
 
 def lines_of(output: str) -> list[str]:
@@ -182,13 +144,12 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     ("model", "store", "dtype"),
     [
         ("dcnv2", "ssd", "bfloat16"),
-        pytest.param("dlrm", "cached_host", "float32", marks=pytest.mark.slow),  # trained so by the test below
+        pytest.param("dlrm", "cached_host", "float32", marks=pytest.mark.slow),
         pytest.param("deepfm", "ssd", "float16", marks=pytest.mark.slow),
     ],
 )
 def test_every_store_prints_the_same(model: str, store: str, dtype: str, command: Callable[..., str]) -> None:
-    arguments = ["--model", model, "--rows", "3000", "--epochs", "2", "--batch-size", "120", "--cache-mb", "0.25"]
-    arguments += ["--dtype", dtype]
+    arguments = f"--model {model} --rows 1500 --epochs 2 --batch-size 120 --cache-mb 0.2 --dtype {dtype}".split()
     expected = lines_of(command(*arguments))
     first, second = (float(line.split()[3].rstrip(",")) for line in expected[:2])
     assert second < first
@@ -199,8 +160,8 @@ def test_every_store_prints_the_same(model: str, store: str, dtype: str, command
 
 
 def test_the_script_runs_from_the_shell() -> None:
-    arguments = ["--model", "dcnv2", "--rows", "2000", "--store", "ssd", "--epochs", "1"]
-    done = run_script(Path(ctr.__file__), *arguments)
+    arguments = "--model dcnv2 --rows 500 --store ssd --epochs 1"
+    done = run_script(Path(ctr.__file__), *arguments.split())
     assert done.returncode == 0, done.stderr
     *_, same, last = done.stdout.splitlines()
     assert same.endswith("scores the same")
@@ -244,3 +205,40 @@ def test_the_command_names_what_it_cannot_read(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(sys, "argv", ["ctr.py", "--data", str(tmp_path / "absent")])
     with pytest.raises(SystemExit, match="absent"):
         ctr.main()
+
+
+def printed(folder: Path, *arguments: str) -> list[str]:
+    """What 2 ranks print of losses and AUC."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    script = [str(EXAMPLES / "ctr.py"), "--out", str(folder), *arguments]
+    done = subprocess.run([*command, *script], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stdout.splitlines() if "AUC" in line]
+
+
+@pytest.mark.slow
+def test_two_ranks_repeat_to_the_bit_on_any_store(tmp_path: Path) -> None:
+    few = ["--rows", "6000", "--epochs", "1"]
+    first = printed(tmp_path / "device", *few)
+    assert first[-1].startswith("test AUC 0.")
+    assert printed(tmp_path / "device", *few) == first
+    assert printed(tmp_path / "ssd", *few, "--store", "ssd", "--cache-mb", "0.25") == first
+
+
+@pytest.mark.slow
+def test_a_wire_of_16_bits_moves_the_auc_by_less_than_a_thousandth(tmp_path: Path) -> None:
+    wide, narrow = (float(printed(tmp_path, "--wire", bits)[-1].split()[-1]) for bits in ("32", "16"))
+    assert wide > 0.8
+    assert 0 < abs(wide - narrow) < 0.001
+
+
+@pytest.mark.slow
+def test_losses_of_killed_processes_are_those_of_one_that_was_not(tmp_path: Path) -> None:
+    plot = tmp_path / "killed.svg"
+    run = run_script(EXAMPLES / "killed.py", "--steps", 150, "--plot", plot, whole=True)
+    assert run.returncode == 0, run.stderr
+    *processes, last = run.stdout.splitlines()
+    assert last.endswith(f"losses of {len(processes)} processes equal those of a run never killed")
+    assert [line.split()[0] for line in processes[:4]] == ["ssd", "host", "cached_host", "device"]
+    assert sum("killed" in line for line in processes) == len(processes) - 1
+    assert plot.read_text().startswith("<?xml")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,13 +19,12 @@ from tierbed.engine.ops.cuda.device import Device
 sys.path.insert(0, str(EXAMPLES))
 import multihot
 
-DIM, ROWS, BATCH, STEPS, LR = 4, 500, 16, 50, 0.005
+DIM, ROWS, BATCH, STEPS, LR = 4, 500, 16, 30, 0.005
 CACHE_MB = 0.1  # fewer rows than a batch and the coming ones need
 LOOPS = pytest.mark.parametrize("loop", [False, True], ids=["graph", "loop"])
 
 
-@dataclass
-class Outcome:
+class Outcome(NamedTuple):
     """losses: of each step. rows: all of the store, sorted."""
 
     losses: list[float]
@@ -37,16 +35,13 @@ class Outcome:
 def train(store: str, path: Path, loop: bool, place: torch.device | None = None) -> Outcome:
     torch.manual_seed(0)
     clicks = multihot.Clicks(ROWS, seed=0)
-    options = multihot.STORES[store](str(path), CACHE_MB)
-    with multihot.make_collection(clicks.rows, DIM, options) as ebc:
+    with multihot.make_collection(clicks.rows, DIM, multihot.STORES[store](str(path), CACHE_MB)) as ebc:
         model = multihot.DCNv2(ebc, DIM).to(place)
         batches = (multihot.Batch(*(part.to(place) for part in batch)) for batch in clicks.batches(STEPS, BATCH))
-        ahead = 8 if store == "ssd" else None  # by default it would follow the misses
-        run = (
-            multihot.train(model, LR, batches, loop)
-            if loop
-            else multihot.TrainGraph(model, LR).run(batches, ahead=ahead)
-        )
+        if loop:
+            run = multihot.train(model, LR, batches, loop)
+        else:  # by default ahead would follow the misses
+            run = multihot.TrainGraph(model, LR).run(batches, ahead=8 if store == "ssd" else None)
         losses = [loss.item() for loss in run]
         (embedding,) = ebc.embeddings.values()
         return Outcome(losses, contents(embedding).tobytes(), embedding.metrics())
@@ -75,14 +70,8 @@ def test_stores_and_loops_give_the_same_bits(store: str, loop: bool, on_device: 
 
 
 @on_one_device
-@pytest.mark.parametrize(
-    ("store", "loop"),
-    [
-        pytest.param(store, loop, marks=[pytest.mark.slow] * ((store, loop) != ("device", False)))
-        for store in ("device", "cached_host", "ssd")
-        for loop in (False, True)
-    ],
-)
+@LOOPS
+@pytest.mark.parametrize("store", ["device", "cached_host", "ssd"])
 @pytest.mark.slow
 def test_a_gpu_gives_the_same(store: str, loop: bool, device: Device, on_device: Outcome, tmp_path: Path) -> None:
     with tables_on(device) as place:
@@ -96,20 +85,8 @@ def test_a_gpu_gives_the_same(store: str, loop: bool, device: Device, on_device:
 
 @pytest.mark.slow
 def test_the_script_learns() -> None:
-    arguments = [
-        "--store",
-        "ssd",
-        "--loop",
-        "--cache-mb",
-        "0.5",
-        "--rows",
-        "500",
-        "--steps",
-        "100",
-        "--batch-size",
-        "128",
-    ]
-    done = run_script(Path(multihot.__file__), *arguments)
+    arguments = "--store ssd --loop --cache-mb 0.5 --rows 500 --steps 100 --batch-size 128"
+    done = run_script(Path(multihot.__file__), *arguments.split())
     assert done.returncode == 0, done.stderr
     first, last = (float(loss) for loss in re.findall(r"loss ([\d.]+),", done.stdout))
     assert last < first < 0.75

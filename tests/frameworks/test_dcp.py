@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from support.forked import in_process
+from support.graphs import graph_of
 from support.ranks import fails, run_ranks
 from support.stores import options
 from support.two_towers import IDS, KINDS, TwoTowers, kinds, losses, optimizer_of, stores
-from tierbed import EagerOptimizer, Graph, GroupError, SnapshotError
+from tierbed import EagerOptimizer, GroupError, SnapshotError
 from tierbed.distributed import World
 
 BEFORE, AFTER = IDS[:2], IDS[5:8]
@@ -26,36 +28,43 @@ def loop(kind: str, path: Path, at: Path, world: Any = None, optimizer_of: Any =
     """Train, save, train on; or resume from a save."""
     model = TwoTowers(stores(kind, path), world)
     optimizer = optimizer_of(model)
-    if not at.exists():
-        list(losses(model, optimizer, BEFORE))
-        module, of_optimizer = get_state_dict(model, optimizer)
-        state = {"model": module, "optimizer": of_optimizer}
-        if optimizer_of is plain_sgd:
-            saved = dcp.async_save(state, checkpoint_id=at)
-            list(losses(model, optimizer, AFTER[:2]))
-            saved.result()  # type: ignore[union-attr]
-            loaded(model, optimizer, at)
-        else:
-            dcp.save(state, checkpoint_id=at)
-        expected = list(losses(model, optimizer, AFTER))
-        loaded(model, optimizer, at)  # in the same process
-        assert list(losses(model, optimizer, AFTER)) == expected
-        return expected
-    loaded(model, optimizer, at)
-    return list(losses(model, optimizer, AFTER))
+    if at.exists():
+        loaded(model, optimizer, at)
+        return list(losses(model, optimizer, AFTER))
+    list(losses(model, optimizer, BEFORE))
+    if optimizer_of is plain_sgd:
+        saved = dcp.async_save(state_of(model, optimizer), checkpoint_id=at)
+        list(losses(model, optimizer, AFTER[:2]))
+        saved.result()  # type: ignore[union-attr]
+        loaded(model, optimizer, at)
+    else:
+        dcp.save(state_of(model, optimizer), checkpoint_id=at)
+    expected = list(losses(model, optimizer, AFTER))
+    loaded(model, optimizer, at)  # in the same process
+    assert list(losses(model, optimizer, AFTER)) == expected
+    return expected
+
+
+def state_of(model: TwoTowers, optimizer: Any) -> dict[str, Any]:
+    module, of_optimizer = get_state_dict(model, optimizer)
+    return {"model": module, "optimizer": of_optimizer}
 
 
 def loaded(model: TwoTowers, optimizer: Any, at: Path) -> None:
-    module, of_optimizer = get_state_dict(model, optimizer)
-    state = {"model": module, "optimizer": of_optimizer}
+    state = state_of(model, optimizer)
     dcp.load(state, checkpoint_id=at)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
+def resumes(task: Callable[..., list[float]], path: Path, kind: str, *more: Any) -> None:
+    """In a new process, to the bit."""
+    first, second = (in_process(task, kind, path / "store", path / "saved", *more) for _ in range(2))
+    assert first == second
+
+
 @kinds
 def test_a_plain_loop_resumes_to_the_bit_in_a_new_process(tmp_path: Path, kind: str) -> None:
-    first, second = (in_process(loop, kind, tmp_path / "store", tmp_path / "saved") for _ in range(2))
-    assert first == second
+    resumes(loop, tmp_path, kind)
 
 
 def plain_sgd(model: nn.Module) -> EagerOptimizer:
@@ -65,40 +74,35 @@ def plain_sgd(model: nn.Module) -> EagerOptimizer:
 
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_an_optimizer_without_state_resumes_from_an_async_save(tmp_path: Path, kind: str) -> None:
-    given = kind, tmp_path / "store", tmp_path / "saved", None, plain_sgd
-    first, second = (in_process(loop, *given) for _ in range(2))
-    assert first == second
+    resumes(loop, tmp_path, kind, None, plain_sgd)
 
 
-class TowersGraph(Graph):
-    def __init__(self, store_options: Any, world: Any = None) -> None:
-        super().__init__()
-        self.model = TwoTowers(store_options, world)
-        self.add_optimizer(torch.optim.Adam(self.model.parameters(), lr=0.02))
-
-    def build(self, ids: Tensor) -> Tensor:
-        loss = self.model(ids)
+def towers_graph(store_options: Any, world: Any = None) -> Any:
+    def build(graph: Any, ids: Tensor) -> Tensor:
+        loss: Tensor = graph.model(ids)
         loss.backward()
         return loss
 
+    model = TwoTowers(store_options, world)
+    return graph_of(build, torch.optim.Adam(model.parameters(), lr=0.02), model=model)
+
 
 def graph(kind: str, path: Path, at: Path, world: Any = None) -> list[float]:
-    model = TowersGraph(stores(kind, path), world)
+    model = towers_graph(stores(kind, path), world)
     if at.exists():
         state = model.state_dict()
         dcp.load(state, checkpoint_id=at)
         model.load_state_dict(state)
-        return [float(model(ids)) for ids in AFTER]
-    for ids in BEFORE:
-        model(ids)
-    dcp.save(model.state_dict(), checkpoint_id=at)
+    else:
+        for ids in BEFORE:
+            model(ids)
+        dcp.save(model.state_dict(), checkpoint_id=at)
     return [float(model(ids)) for ids in AFTER]
 
 
 @kinds
 def test_a_graph_resumes_to_the_bit_in_a_new_process(tmp_path: Path, kind: str) -> None:
-    first, second = (in_process(graph, kind, tmp_path / "store", tmp_path / "saved") for _ in range(2))
-    assert first == second
+    resumes(graph, tmp_path, kind)
 
 
 def of_ranks(world: World, task: Any, kind: str, path: Path, at: Path) -> list[float]:
@@ -114,11 +118,16 @@ def test_ranks_resume_to_the_bit(tmp_path: Path, kind: str, task: Any) -> None:
     assert first == second
 
 
-def wrong(world: World, kind: str, path: Path) -> str:
-    """What is raised for a state that one rank has otherwise: of rows inside, rank 0 alone has those of all."""
+def trained(kind: str, path: Path, world: World) -> tuple[TwoTowers, EagerOptimizer]:
     model = TwoTowers(stores(kind, path), world)
     optimizer = optimizer_of(model)
-    list(losses(model, optimizer, IDS[:2]))
+    list(losses(model, optimizer, BEFORE))
+    return model, optimizer
+
+
+def wrong(world: World, kind: str, path: Path) -> str:
+    """What is raised for a state that one rank has otherwise: of rows inside, rank 0 alone has those of all."""
+    model, optimizer = trained(kind, path, world)
     kept = copy.deepcopy(model.state_dict())
     list(losses(model, optimizer, IDS[2:3]))
     if world.rank == 1 and kind == "host folder":
@@ -145,21 +154,20 @@ def written(world: World, path: Path) -> str:
         model = TwoTowers(store_options, world)
         return model, optimizer_of(model)
 
-    model, optimizer = made(stores("host folder", path))
-    list(losses(model, optimizer, IDS[:2]))
+    model, _ = trained("host folder", path, world)
     kept, rows = copy.deepcopy(model.state_dict()), model.users.get(range(40))
     for _ in range(2):
         model.users.put([1], torch.ones(1, 4))
         model.load_state_dict(kept)
         assert torch.equal(model.users.get(range(40)), rows)
     model.close()
-    model, optimizer = made(options("host", path))  # without the option
+    model, _ = made(options("host", path))  # without the option
     assert torch.equal(model.users.get(range(40)), rows)
     model.users.put([1], torch.ones(1, 4))
     kept = copy.deepcopy(model.state_dict())
     model.load_state_dict(kept)
     model.close()
-    model, optimizer = made(options("host", path))
+    model, _ = made(options("host", path))
     model.load_state_dict(kept)
     model.users.put([1], torch.zeros(1, 4))
     return fails(lambda: model.load_state_dict(kept), SnapshotError)
@@ -171,9 +179,7 @@ def test_ranks_compare_the_versions_of_rows(tmp_path: Path) -> None:
 
 
 def alone(world: World, kind: str, path: Path) -> str:
-    model = TwoTowers(stores(kind, path), world)
-    optimizer = optimizer_of(model)
-    list(losses(model, optimizer, IDS[:2]))
+    model, _optimizer = trained(kind, path, world)
     return fails(model.state_dict if world.rank else lambda: model.users.get([1]), GroupError)
 
 

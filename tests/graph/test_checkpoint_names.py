@@ -41,17 +41,6 @@ class Net(nn.Module):
         return loss
 
 
-class Around(nn.Module):
-    """A module of the user that holds a wrapped one."""
-
-    def __init__(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
-        super().__init__()
-        self.net = wrap(Net())
-
-    def forward(self, ids: Tensor) -> Any:
-        return self.net(ids)
-
-
 def compiled(module: nn.Module) -> nn.Module:
     return torch.compile(module, backend="eager")  # type: ignore[return-value]
 
@@ -86,6 +75,14 @@ def optimizer_of(model: nn.Module) -> EagerOptimizer:
     return EagerOptimizer(torch.optim.Adam(inner(model).parameters(), lr=0.1), inner(model))
 
 
+class Around(nn.Module):
+    """A module of the user that holds a wrapped one."""
+
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.net = wrap(Net())
+
+
 def train(model: nn.Module, optimizer: EagerOptimizer, ids: Tensor) -> list[float]:
     losses = []
     for row in ids:
@@ -97,42 +94,47 @@ def train(model: nn.Module, optimizer: EagerOptimizer, ids: Tensor) -> list[floa
     return losses
 
 
+def trained(make: Callable[[], nn.Module], path: Path) -> list[float]:
+    """Train a model, save it, and go on: the losses that follow."""
+    model = make()
+    optimizer = optimizer_of(model)
+    train(model, optimizer, IDS[:2])
+    save_checkpoint(path, model, optimizer)
+    return train(model, optimizer, IDS[1:])
+
+
+def resumed(make: Callable[[], nn.Module], path: Path) -> list[float]:
+    model = make()
+    optimizer = optimizer_of(model)
+    load_checkpoint(path, model, optimizer)
+    return train(model, optimizer, IDS[1:])
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
-    """Checkpoints of the same training, by their model, and the losses that follow."""
-    folder, expected = tmp_path_factory.mktemp("saved"), []
-    for name, make in MODELS.items():
-        model = make()
-        optimizer = optimizer_of(model)
-        train(model, optimizer, IDS[:2])
-        save_checkpoint(folder / name, model, optimizer)
-        expected.append(train(model, optimizer, IDS[1:]))
-    assert all(losses == expected[0] for losses in expected)
-    return folder, expected[0]
+    """A folder for checkpoints, one of them of a model without wrappers, and the losses that follow."""
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, trained(Net, folder / "none")
 
 
 @pytest.mark.filterwarnings("ignore")  # of Lightning's packages
-@pytest.mark.parametrize("source", MODELS)
+@pytest.mark.parametrize(
+    "source", [pytest.param(name, marks=[pytest.mark.slow] * (name == "both")) for name in MODELS if name != "none"]
+)
 def test_a_checkpoint_loads_with_other_wrappers(source: str, saved: tuple[Path, list[float]]) -> None:
     folder, expected = saved
+    assert trained(MODELS[source], folder / source) == expected
     assert list(kept(folder / source).rows) == ["rows"]
-    for make in MODELS.values() if source == "none" else [MODELS["none"], MODELS[source]]:
-        model = make()
-        optimizer = optimizer_of(model)
-        load_checkpoint(folder / source, model, optimizer)
-        assert train(model, optimizer, IDS[1:]) == expected
+    for make, name in ((MODELS[source], source), (Net, source), (MODELS[source], "none")):
+        assert resumed(make, folder / name) == expected
 
 
 @pytest.mark.parametrize("name", ["parallel", "data parallel", "compiled"])
 def test_a_model_that_holds_a_wrapped_one_loads_as_one_that_holds_it_plain(name: str, tmp_path: Path) -> None:
-    first = Around(WRAPPERS[name])
-    optimizer = optimizer_of(first)
-    train(first, optimizer, IDS[:2])
-    save_checkpoint(tmp_path / "saved", first, optimizer)
+    expected = trained(lambda: Around(WRAPPERS[name]), tmp_path / "saved")
     for wrap in (WRAPPERS["none"], WRAPPERS[name]):
+        assert resumed(lambda wrap=wrap: Around(wrap), tmp_path / "saved") == expected
         again = Around(wrap)
-        load_checkpoint(tmp_path / "saved", again, optimizer_of(again))
-        assert torch.equal(inner(again).rows.get(torch.arange(24)), inner(first).rows.get(torch.arange(24)))
         again.load_state_dict(again.state_dict(), strict=True)
 
 
@@ -153,20 +155,13 @@ def older(path: Path, wrapper: str, of_state: bool) -> None:
     ("wrapper", "of_state"), [("_wrapped.", False), ("_wrapped.module.", False), ("_orig_mod.", True)]
 )
 def test_a_checkpoint_of_an_earlier_version_keeps_loading(wrapper: str, of_state: bool, tmp_path: Path) -> None:
-    model = Net()
-    optimizer = optimizer_of(model)
-    train(model, optimizer, IDS[:2])
-    save_checkpoint(tmp_path / "saved", model, optimizer)
-    expected = train(model, optimizer, IDS[1:])
+    expected = trained(Net, tmp_path / "saved")
     older(tmp_path / "saved", wrapper, of_state)
     for name in ("none", "parallel", "compiled"):
-        again = MODELS[name]()
-        optimizer = optimizer_of(again)
-        load_checkpoint(tmp_path / "saved", again, optimizer)
-        assert train(again, optimizer, IDS[1:]) == expected
+        assert resumed(MODELS[name], tmp_path / "saved") == expected
 
 
-def over_ranks(world: Any, folder: Path) -> tuple[list[float], Tensor]:
+def over_ranks(world: Any, folder: Path) -> tuple[float, Tensor]:
     """Loads what there is, trains, and saves for the next number of ranks."""
     parallel = DistributedModelParallel(Net(), env=world)
     net = inner(parallel)
@@ -179,24 +174,21 @@ def over_ranks(world: Any, folder: Path) -> tuple[list[float], Tensor]:
     parallel(IDS[0]).backward()
     optimizer.step()
     save_checkpoint(folder / f"{len(found)}", parallel, optimizer)
-    return [float(net.scale.detach())], rows if found else net.rows.get(torch.arange(24))
+    return float(net.scale.detach()), rows if found else net.rows.get(torch.arange(24))
 
 
 def test_a_checkpoint_over_ranks_loads_over_any_number_of_them(tmp_path: Path) -> None:
+    trained = None
     for number, ranks in enumerate((2, 3)):
-        results = run_ranks(ranks, over_ranks, tmp_path)
+        [scale, rows], *_ = run_ranks(ranks, over_ranks, tmp_path)
         plain = Net()
         optimizer = EagerOptimizer(torch.optim.SGD(plain.parameters(), lr=0.1), plain)
         load_checkpoint(tmp_path / f"{number}", plain, optimizer)
-        assert [float(plain.scale.detach())] == results[0][0]
-        rows = plain.rows.get(torch.arange(24))
+        assert float(plain.scale.detach()) == scale
+        assert torch.equal(plain.rows.get(torch.arange(24)) if trained is None else trained, rows)
         train(plain, optimizer, IDS[2:])
         save_checkpoint(tmp_path / f"{number}", plain, optimizer, overwrite=True)  # the next ranks load this one
-        if number == 0:
-            assert torch.equal(rows, results[0][1])
-            trained = plain.rows.get(torch.arange(24))
-        else:
-            assert torch.equal(trained, results[0][1])
+        trained = plain.rows.get(torch.arange(24))
 
 
 class Compiled(Graph):

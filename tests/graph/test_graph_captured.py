@@ -14,6 +14,7 @@ from torch import Tensor
 from support.captured import CAPTURED, Model, Pair, batches, bits
 from support.cuda_tables import on_one_device
 from support.embeddings import DIM, contents, make
+from support.graphs import graph_of, training
 from support.optimizers import OPTIMIZERS
 from support.stores import options
 from tierbed import CapacityError, Graph
@@ -22,44 +23,50 @@ SLOW = pytest.mark.slow
 ELSEWHERE = ("sgd", "adam", "rowwise", "catch-up")  # other tests of this file record them
 
 
+def moved(graph: Any) -> None:
+    graph.mlp[0].weight.data = graph.mlp[0].weight.detach() * 2
+    graph.mlp[1].running_mean = graph.mlp[1].running_mean + 1
+
+
 @on_one_device
 @pytest.mark.parametrize("optimizer", ["adagrad", *(pytest.param(name, marks=SLOW) for name in ELSEWHERE)])
-def test_every_optimizer_with_schedules_dropout_and_pooling(place: torch.device, optimizer: str) -> None:
+def test_a_pair_of_graphs_trains_alike_whatever_happens(place: torch.device, optimizer: str) -> None:
+    """Schedules, dropout, pooling, clipping; each size is captured; evaluations, profiles, moved parameters."""
     pair = Pair(place, lambda _: Model(optimizer))
+    pair.each(lambda graph: graph.clip_grad_value(0.01))
     pair.steps(batches(3))
     assert not pair.is_captured
-    pair.steps(batches(6, seed=1))
-    assert pair.is_captured
-
-
-@on_one_device
-def test_gradients_clipped_by_value(place: torch.device) -> None:
-    pair = Pair(place, lambda _: Model("adam"))
-    pair.each(lambda graph: graph.clip_grad_value(0.01))
-    pair.steps(batches(6))
-    assert pair.is_captured
+    pair.steps([batch for two in zip(batches(3, seed=1), batches(3, size=4), strict=True) for batch in two])
+    pair.steps([*batches(2, seed=2), *batches(2, size=4)])
+    assert repr(pair.graphs[1]).count(CAPTURED) == 2
     pair.each(lambda graph: graph.clip_grad_value(0.001))  # numbers are live, also those of clips
     pair.each(lambda graph: graph.rows.row_optimizer._optimizer.param_groups[0].update(clip_grad_row_norm=0.002))
-    pair.steps(batches(3, seed=1))
-
-
-@on_one_device
-def test_each_size_has_its_own_captured_graph(place: torch.device) -> None:
-    pair = Pair(place, lambda _: Model("rowwise"))
-    mixed = [batch for two in zip(batches(6), batches(6, size=4), strict=True) for batch in two]
-    pair.steps(mixed)
+    pair.steps(batches(2, seed=3))
+    assert pair.is_captured
+    pair.each(lambda graph: graph.eval())
+    pair.steps(batches(2, seed=4))
     assert repr(pair.graphs[1]).count(CAPTURED) == 2
+    pair.each(lambda graph: graph.train())
+    given = [tuple(tensor.to(place) for tensor in batch) for batch in batches(3, seed=5)]
+    pair.each(lambda graph: torch.manual_seed(1) and graph.profile(given))
+    pair.check()
+    pair.each(moved)
+    for count, captured in ((2, 1), (3, 2)):
+        pair.steps(batches(count, seed=6))
+        assert repr(pair.graphs[1]).count(CAPTURED) == captured
+    kept = [(rows, rows.clone()) for _, rows in (pair.graphs[1](*batch) for batch in given)]
+    assert all(torch.equal(now, then) for now, then in kept)  # what it returned stays as it was
 
 
 @on_one_device
 @pytest.mark.parametrize("optimizer", [pytest.param("adam", marks=SLOW), "catch-up"])
 def test_rows_that_are_put_deleted_and_loaded_in_between(place: torch.device, tmp_path: Path, optimizer: str) -> None:
     pair = Pair(place, lambda name: Model(optimizer, tmp_path / name))
-    pair.steps(batches(6))
+    pair.steps(batches(5))
     assert pair.is_captured
     keys = torch.arange(0, 20, 2)
-    got = pair.each(lambda g: g.rows.get(keys, 0))
-    assert bits(got[0]) == bits(got[1])
+    one, other = pair.each(lambda g: g.rows.get(keys, 0))
+    assert bits(one) == bits(other)
     for act in (
         lambda g: g.rows.put(keys, torch.ones(10, DIM), 1),
         lambda g: g.rows.delete(torch.arange(40), 0),
@@ -67,7 +74,7 @@ def test_rows_that_are_put_deleted_and_loaded_in_between(place: torch.device, tm
         lambda g: g.rows.save_snapshot("first"),
     ):
         pair.each(act)
-        pair.steps(batches(2, seed=1))
+        pair.steps(batches(1, seed=1))
         assert pair.is_captured  # none of it moved what the captured graph uses
     pair.each(lambda g: g.rows.load_snapshot("first"))
     pair.steps(batches(3, seed=2))
@@ -80,19 +87,17 @@ def test_rows_that_are_put_deleted_and_loaded_in_between(place: torch.device, tm
 def test_snapshots_of_what_captured_steps_changed(place: torch.device, tmp_path: Path) -> None:
     pair = Pair(place, lambda name: Model("adam", tmp_path / name))
     pair.each(lambda g: g.rows.save_snapshot("base"))
-    pair.steps(batches(6))
+    pair.steps(batches(5))
     pair.each(lambda g: g.rows.save_snapshot("one", kind="incremental"))  # from here on changes are noted
-    for name in ("two", "three"):
-        pair.steps(batches(5, seed=1))
-        assert pair.is_captured
-        pair.each(lambda g, name=name: g.rows.save_snapshot(name, kind="incremental"))
+    pair.steps(batches(5, seed=1))
+    assert pair.is_captured
+    pair.each(lambda g: g.rows.save_snapshot("two", kind="incremental"))
     expected = contents(pair.graphs[0].rows).tobytes()
-    background = pair.each(lambda g: g.rows.save_snapshot("four", background=True))
+    background = pair.each(lambda g: g.rows.save_snapshot("three", background=True))
     pair.steps(batches(2, seed=2))
     for save in background:
         save.wait()
-    pair.steps(batches(2, seed=3))
-    for name in ("three", "four"):
+    for name in ("two", "three"):
         for graph in pair.graphs:
             graph.rows.load_snapshot(name)
             assert contents(graph.rows).tobytes() == expected
@@ -100,11 +105,11 @@ def test_snapshots_of_what_captured_steps_changed(place: torch.device, tmp_path:
 
 @on_one_device
 def test_a_snapshot_that_another_thread_asks_for_is_of_whole_steps(place: torch.device, tmp_path: Path) -> None:
-    pair = Pair(place, lambda name: Model("adam", tmp_path / name))
+    pair = Pair(place, lambda name: Model("rowwise", tmp_path / name))
     plain, recorded = pair.graphs
     pair.steps(batches(5))
     recorded.rows.save_snapshot("base")
-    given = batches(30, seed=1)
+    given = [tuple(tensor.to(place) for tensor in batch) for batch in batches(12, seed=1)]
 
     def save() -> None:
         for name in ("one", "two"):  # the second is of what changed since the first
@@ -117,80 +122,45 @@ def test_a_snapshot_that_another_thread_asks_for_is_of_whole_steps(place: torch.
     for number, batch in enumerate(given):
         if number == 3:
             visitor.start()
-        recorded(*(tensor.to(place) for tensor in batch))
+        recorded(*batch)
     visitor.join()
+    torch.manual_seed(5)
     for name in ("one", "two"):
         recorded.rows.load_snapshot(name)
-        if name == "one":
-            torch.manual_seed(5)
         step, done = (graph.rows.metrics()["table"]["step"] for graph in (recorded, plain))
         for batch in given[done - 5 : step - 5]:
-            plain(*(tensor.to(place) for tensor in batch))
+            plain(*batch)
         assert contents(recorded.rows).tobytes() == contents(plain.rows).tobytes()
 
 
-class Twins(Graph):
+def twins(_: str) -> Any:
     """Two embeddings that look up the same ids."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows, self.others = (make(options("device", capacity=500), name=name, tables=2) for name in ("a", "b"))
-        self.add_optimizer(torch.optim.Adagrad([*self.rows.parameters(), *self.others.parameters()], lr=0.1))
-
-    def build(self, ids: Tensor) -> Tensor:
-        loss = (self.rows(ids) * self.others(ids).cos()).sum()
-        loss.backward()
-        return loss
+    rows, others = (make(options("device", capacity=500), name=name, tables=2) for name in ("a", "b"))
+    return training(lambda graph, ids: (graph.rows(ids) * graph.others(ids).cos()).sum(), rows=rows, others=others)
 
 
 @on_one_device
 def test_a_run_over_a_loader_is_captured_and_shares_a_deduplication(place: torch.device) -> None:
-    pair = Pair(place, lambda _: Twins())
-    given = [(ids.to(place),) for ids, _, _ in batches(12)]
-    losses = pair.each(lambda graph: torch.stack(list(graph.run(given, ahead=3))))
-    assert torch.equal(*losses)
+    pair = Pair(place, twins)
+    given = [(ids.to(place),) for ids, _, _ in batches(8)]
+    assert torch.equal(*pair.each(lambda graph: torch.stack(list(graph.run(given, ahead=3)))))
     pair.check()
-    assert "pin_1 = others.pin([Lookup(ids)], pin)" in repr(pair.graphs[1])
+    assert "pin_1 = others.pin([Lookup(args)], pin)" in repr(pair.graphs[1])
     assert pair.is_captured
-    hits = pair.each(lambda graph: graph.others.metrics()["table"]["prefetch_hits"])
-    assert hits == [12, 0]
+    assert pair.each(lambda graph: graph.others.metrics()["table"]["prefetch_hits"]) == [8, 0]
 
 
 @on_one_device
 def test_rows_beyond_the_capacity_are_reported_by_a_later_step(place: torch.device) -> None:
-    pair = Pair(place, lambda _: Model("catch-up", capacity=30))
-    few, many = batches(6, ids=8), batches(1, size=6, ids=10**6, seed=5)
+    pair = Pair(place, lambda _: Model("sgd", capacity=30))
+    few, many = batches(5, ids=8), batches(1, size=6, ids=10**6, seed=5)
     pair.steps(few)
     assert pair.is_captured
-    raised = pair.steps([*many * 1, *few, *batches(3, ids=10**6, seed=6), *few], errors=(CapacityError,))
+    raised = pair.steps([*many, *few[:3], *batches(2, ids=10**6, seed=6), *few[:3]], errors=(CapacityError,))
     assert raised
     assert "changed nothing" in raised[0]
     assert pair.is_captured
     assert pair.graphs[1].rows.size() <= 30
-
-
-@on_one_device
-def test_a_parameter_that_moved_is_found(place: torch.device) -> None:
-    pair = Pair(place, lambda _: Model("sgd"))
-    pair.steps(batches(5))
-
-    def move(graph: Any) -> None:
-        graph.mlp[0].weight.data = graph.mlp[0].weight.detach() * 2
-        graph.mlp[1].running_mean = graph.mlp[1].running_mean + 1
-
-    pair.each(move)
-    pair.steps(batches(2, seed=1))
-    assert not pair.is_captured
-    pair.steps(batches(3, seed=2))
-    assert pair.is_captured
-
-
-@on_one_device
-def test_what_it_returned_stays_as_it_was(place: torch.device) -> None:
-    graph = Pair(place, lambda _: Model("sgd")).graphs[1]
-    kept = [(rows, rows.clone()) for _, rows in (graph(*(t.to(place) for t in batch)) for batch in batches(7))]
-    for now, then in kept:
-        assert torch.equal(now, then)
 
 
 @on_one_device
@@ -202,40 +172,21 @@ def test_frozen_rows_with_trained_weights_and_rows_that_another_graph_trains(pla
             loss.backward()
             return loss, bags
 
-    class Bags(Graph):
-        def __init__(self, model: Frozen) -> None:
-            super().__init__()
-            self.bags = model.bags
-            self.add_optimizer(OPTIMIZERS["catch-up"][0](self.bags.parameters(), lr=0.3))  # type: ignore[call-arg]
-
-        def build(self, ids: Tensor) -> None:
-            (self.bags(ids, 0) ** 2).sum().backward()
-
     def frozen(_: str) -> Frozen:
         model = Frozen("catch-up")
         model.bags.requires_grad_(False)
         return model
 
+    def of_bags(graph: Any) -> Graph:
+        optimizer = OPTIMIZERS["catch-up"][0](graph.bags.parameters(), lr=0.3)  # type: ignore[call-arg]
+        return graph_of(lambda graph, ids: graph.bags(ids, 0).square().sum().backward(), optimizer, bags=graph.bags)
+
     pair = Pair(place, frozen)
-    others = [Bags(graph) for graph in pair.graphs]
-    for number in range(8):
+    others = pair.each(of_bags)
+    for number in range(6):
         for graph, other in zip(pair.graphs, others, strict=True):
             graph.bags.requires_grad_(True)
             other(batches(1, seed=number)[0][0].to(place))
             graph.bags.requires_grad_(False)
         pair.steps(batches(1, seed=20 + number))
     assert pair.is_captured
-
-
-@on_one_device
-def test_evaluation_and_profiles_run_plainly(place: torch.device) -> None:
-    pair = Pair(place, lambda _: Model("adam"))
-    pair.steps(batches(5))
-    pair.each(lambda graph: graph.eval())
-    pair.steps(batches(5, seed=1))
-    assert repr(pair.graphs[1]).count(CAPTURED) == 1
-    pair.each(lambda graph: graph.train())
-    given = [tuple(tensor.to(place) for tensor in batch) for batch in batches(3, seed=2)]
-    pair.each(lambda graph: torch.manual_seed(1) and graph.profile(given))
-    pair.check()
-    pair.steps(batches(2, seed=3))

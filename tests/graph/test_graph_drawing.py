@@ -13,42 +13,41 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import tierbed
-from support.graphs import DIM, Rating, embedding, graph_of, id_batches, mlp
+from support.graphs import DIM, Rating, embedding, graph_of, id_batches, mlp, training
+from support.stores import options
 from tierbed import Graph, GraphError, MultiTableEmbedding
 
 
-def rating(rows: MultiTableEmbedding, net: nn.Module) -> Graph:
-    return Rating(rows, net, torch.optim.Adam([*rows.parameters(), *net.parameters()], lr=0.1))
-
-
-def sections(graph: Graph) -> list[tuple[str, list[str]]]:
-    """The headings of the first compiled step, and the lines under each."""
-    code = str(graph).partition("# compiled step 0\n")[2].partition("# compiled step")[0]
+def sections(graph: Graph, step: int = 0) -> list[tuple[str, list[str]]]:
+    """The headings of a compiled step, and the lines under each."""
+    code = str(graph).partition(f"# compiled step {step}\n")[2].partition("# compiled step")[0]
     parts = re.split(r"^    # ([a-z ]+)\n", code, flags=re.M)
     return list(zip(parts[1::2], map(str.splitlines, parts[2::2]), strict=True))
 
 
-def test_the_listing_has_stages_shapes_and_stores() -> None:
-    graph = rating(embedding(), mlp(3 * DIM))
-    graph(id_batches(8, 3)[0])
-    found = sections(graph)
+@pytest.fixture(scope="module")
+def rating() -> Graph:
+    """After a step, and an evaluation."""
+    rows, net = embedding(), mlp(3 * DIM)
+    graph = Rating(rows, net, torch.optim.Adam([*rows.parameters(), *net.parameters()], lr=0.1))
+    graph.eval()(id_batches(8, 3)[0])
+    graph.train()(id_batches(8, 3)[0])
+    return graph
+
+
+def test_the_listing_has_stages_shapes_and_stores(rating: Graph) -> None:
+    evaluation, found = sections(rating, 0), sections(rating, 1)
     stages = ["pin", "gather", "forward", "backward", "update", "dense step", "outputs"]
     assert [stage for stage, _ in found] == stages
+    assert [stage for stage, _ in evaluation] == ["gather", "forward", "outputs"]
     lines = dict(found)
     assert lines["pin"] == ["    pin = rows.pin([Lookup(ids)])  # rows in device_mem"]
     assert lines["gather"] == ["    gather = pin.gather(0)  # float32 [8, 3, 4], rows in device_mem"]
     assert "    relu = aten.relu.default(addmm)  # float32 [8, 8]" in lines["forward"]
     assert lines["backward"][-1] == "    view_3 = aten.view.default(slice_1, [8, 3, 4])  # float32 [8, 3, 4]"
     assert "    update = pin.update([view_3])  # rows in device_mem" in lines["update"]
-    assert "    # ids: int64 [8, 3]\n" in str(graph)
-    assert "    # mlp_0_weight: float32 [8, 12]\n" in str(graph)
-
-
-def test_an_evaluation_lists_a_read_and_no_backward() -> None:
-    graph = rating(embedding(), mlp(3 * DIM)).eval()
-    graph(id_batches(8, 3)[0])
-    assert [stage for stage, _ in sections(graph)] == ["gather", "forward", "outputs"]
+    assert "    # ids: int64 [8, 3]\n" in str(rating)
+    assert "    # mlp_0_weight: float32 [8, 12]\n" in str(rating)
 
 
 def test_backward_begins_again_with_each_call_and_clipping_is_part_of_it() -> None:
@@ -69,11 +68,7 @@ def test_backward_begins_again_with_each_call_and_clipping_is_part_of_it() -> No
 
 
 def test_gradients_that_build_asks_for_are_backward() -> None:
-    def build(graph: Any, x: Tensor) -> Tensor:
-        (grad,) = torch.autograd.grad(x.tanh().sum(), x)
-        return grad
-
-    graph = graph_of(build)
+    graph = graph_of(lambda graph, x: torch.autograd.grad(x.tanh().sum(), x)[0])
     graph(torch.ones(2, requires_grad=True))
     assert "tanh_backward" in "\n".join(dict(sections(graph))["backward"])
 
@@ -112,10 +107,8 @@ def drawn(graph: Graph, path: Path) -> Chart:
     return chart
 
 
-def test_a_flowchart_has_each_op_once_in_the_order_of_stages(tmp_path: Path) -> None:
-    graph = rating(embedding(), mlp(3 * DIM))
-    graph(id_batches(8, 3)[0])
-    chart = drawn(graph, tmp_path)
+def test_a_flowchart_has_each_op_once_in_the_order_of_stages(tmp_path: Path, rating: Graph) -> None:
+    chart = drawn(rating, tmp_path)
     assert chart.title == "Rating"
     assert chart.stages == ["inputs", "pin", "gather", "forward", "backward", "update", "dense step", "outputs"]
     assert ["ids", "int64 [8, 3]"] in chart.texts("inputs")
@@ -125,7 +118,7 @@ def test_a_flowchart_has_each_op_once_in_the_order_of_stages(tmp_path: Path) -> 
     assert chart.texts("dense step") == [["dense_step", "adam", "mlp_0_weight", "mlp_0_bias", "and 2 more"]]
     chains = [lines[0].split(" \N{RIGHTWARDS ARROW} ") for _, lines in chart.boxes.values()]
     assert ["pow", "mul"] in chains
-    listed = Counter(re.findall(r"^    \w+ = (?:\w+\.)?(\w+)", str(graph), re.M))
+    listed = Counter(re.findall(r"^    \w+ = (?:\w+\.)?(\w+)", str(rating).partition("# compiled step 1")[2], re.M))
     views = Counter(t=2, adam=1)  # of parameters, and what the boxes of others name
     inputs = Counter(ids=1, output=1)
     assert Counter(op for chain in chains for op in chain) == listed - views + inputs
@@ -134,18 +127,15 @@ def test_a_flowchart_has_each_op_once_in_the_order_of_stages(tmp_path: Path) -> 
     assert pinned == {"pin"}
 
 
+def rows_of(name: str, store: str) -> MultiTableEmbedding:
+    return MultiTableEmbedding(name, DIM, torch.float32, torch.int64, None, options(store))
+
+
 def test_a_flowchart_says_which_store_each_lookup_goes_to(tmp_path: Path) -> None:
-    host = tierbed.make_host_mem_store_options()
-    users = MultiTableEmbedding("users", DIM, torch.float32, torch.int64, None, host)
+    def loss(graph: Any, ids: Tensor) -> Tensor:
+        return (graph.users(ids) * graph.items(ids)).sum() + graph.users(ids + 1, pooling="mean").sum()
 
-    def build(graph: Any, ids: Tensor) -> Tensor:
-        loss = (graph.users(ids) * graph.items(ids)).sum() + graph.users(ids + 1, pooling="mean").sum()
-        loss.backward()
-        return loss
-
-    items = embedding()
-    optimizer = torch.optim.SGD([*users.parameters(), *items.parameters()], lr=0.1)
-    graph = graph_of(build, optimizer, users=users, items=items)
+    graph = training(loss, users=rows_of("users", "host"), items=rows_of("items", "device"))
     graph.clip_grad_norm(1.0)
     graph(id_batches(6)[0])
     chart = drawn(graph, tmp_path)
@@ -159,17 +149,11 @@ def test_a_flowchart_says_which_store_each_lookup_goes_to(tmp_path: Path) -> Non
 
 
 def test_a_flowchart_says_which_rows_are_fetched_ahead_of_the_step(tmp_path: Path) -> None:
-    store = tierbed.make_device_mem_store_options()
-    users, items = (MultiTableEmbedding(n, DIM, torch.float32, torch.int64, None, store) for n in ("users", "items"))
-
-    def build(graph: Any, ids: Tensor) -> Tensor:
+    def loss(graph: Any, ids: Tensor) -> Tensor:
         drawn_ids = torch.randint(0, 9, ids.shape)  # known in the step alone
-        loss = (graph.users(ids) * graph.items(drawn_ids)).sum()
-        loss.backward()
-        return loss
+        return (graph.users(ids) * graph.items(drawn_ids)).sum()
 
-    optimizer = torch.optim.SGD([*users.parameters(), *items.parameters()], lr=0.1)
-    graph = graph_of(build, optimizer, users=users, items=items)
+    graph = training(loss, users=rows_of("users", "device"), items=rows_of("items", "device"))
     graph(id_batches(6)[0])
     pinned = {rows: rest for _, rows, *rest in drawn(graph, tmp_path).texts("pin")}
     assert pinned == {"users in device_mem": ["ahead, on a separate thread"], "items in device_mem": []}

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from support.cuda_tables import on_one_device
 from support.embeddings import contents, make
-from support.graphs import FEW, compiled_steps, embedding, graph_of
+from support.graphs import FEW, compiled_steps, embedding, graph_of, training
 from support.jagged_arguments import Jagged, jagged
 from support.stores import options
 from tierbed import Graph, MultiTableEmbedding
@@ -44,21 +44,17 @@ class Positions(nn.Module):
 class Bags(Graph):
     """Weighted bags of features, the rows themselves, dropout, and a dense part."""
 
-    def __init__(self, rows: MultiTableEmbedding, positions: bool = True) -> None:
+    def __init__(self, rows: MultiTableEmbedding) -> None:
         super().__init__()
         torch.manual_seed(3)
-        dim = rows.spec.dim
-        self.rows, self.positions = rows, Positions() if positions else None
-        self.mlp = nn.Sequential(nn.Linear(FEATURES * dim, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
-        self.add_optimizer(torch.optim.Adagrad([*rows.parameters(), *self.own()], lr=0.1))
-        self.traced = 0
-
-    def own(self) -> list[nn.Parameter]:
-        return [*self.mlp.parameters(), *(self.positions.parameters() if self.positions else [])]
+        self.rows, self.positions = rows, Positions()
+        width = FEATURES * rows.spec.dim
+        self.mlp = nn.Sequential(nn.Linear(width, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
+        self.own = [*self.mlp.parameters(), *self.positions.parameters()]
+        self.add_optimizer(torch.optim.Adagrad([*rows.parameters(), *self.own], lr=0.1))
 
     def build(self, features: Jagged, labels: Tensor) -> tuple[Tensor, Jagged]:
-        self.traced = self.traced + 1
-        weights = features.weights if self.positions is None else self.positions(features)
+        weights = self.positions(features)
         tables = torch.arange(FEATURES).repeat_interleave(features.stride)
         bags = self.rows(features.values, tables, features.offsets, pooling="sum", weights=weights)
         bags = bags.view(FEATURES, features.stride, -1).transpose(0, 1).flatten(1)
@@ -69,46 +65,49 @@ class Bags(Graph):
         return loss, Jagged(features.keys, features.values + 1, weights, features.offsets)
 
 
-def batches(totals: list[int], batch: int = 6, **how: Any) -> list[tuple[Jagged, Tensor]]:
-    return [(jagged(total, batch, seed=i, **how), torch.arange(batch) % 2 / 1.0) for i, total in enumerate(totals)]
+def batches(totals: list[int], batch: int = 6) -> list[tuple[Jagged, Tensor]]:
+    return [(jagged(total, batch, seed=i), torch.arange(batch) % 2 / 1.0) for i, total in enumerate(totals)]
 
 
 def steps_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Jagged, "open_leaves", frozenset())
 
 
-@pytest.mark.parametrize("positions", [False, True])
-def test_one_step_for_all_totals_has_the_bits_of_a_step_for_each(positions: bool) -> None:
-    totals, found = [37, 0, 1, 60], []
+def test_one_step_for_all_totals_has_the_bits_of_a_step_for_each() -> None:
+    totals, found = [37, 0, 1], []
     for own in (False, True):
         with pytest.MonkeyPatch.context() as patched, make(options("cached_host"), None, tables=FEATURES) as rows:
             if own:
                 steps_of_their_own(patched)
-                patched.setattr("tierbed.graph.run.step_cache.MAX_STATIC_SHAPES", 99)
-            graph = Bags(rows, positions)
+            graph = Bags(rows)
             torch.manual_seed(5)
-            results = list(graph.run(batches(totals, weighted=not positions), ahead=8))
-            found.append((results, contents(rows).tobytes(), torch.cat([p.detach().flatten() for p in graph.own()])))
+            results = pytree.tree_leaves(list(graph.run(batches(totals), ahead=8)))
+            found.append(([*results, *(p.detach() for p in graph.own)], contents(rows).tobytes()))
             assert rows.metrics()["table"]["prefetch_hits"] == len(totals)
-            assert compiled_steps(graph) == (len(set(totals)) if own else 1)
-    for one, other in zip(found[0][0], found[1][0], strict=True):
-        for a, b in zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True):
-            assert torch.equal(a, b)
+            assert compiled_steps(graph) == (len(totals) if own else 1)
+    assert all(map(torch.equal, found[0][0], found[1][0]))
     assert found[0][1] == found[1][1]
-    assert torch.equal(found[0][2], found[1][2])
 
 
 def test_any_total_comes_first_and_build_is_traced_once_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    graph = Bags(embedding(FEATURES))
-    for batch in batches([0, 5, 1, 2, 700]):
-        _, returned = graph(*batch)
+    traced: list[int] = []
+
+    def build(graph: Any, features: Jagged, scale: float) -> Jagged:
+        traced.append(1)
+        graph.rows(features.values).sum().backward()
+        return Jagged(features.keys, features.values + 1, None, features.offsets)
+
+    rows = embedding()
+    graph = graph_of(build, torch.optim.SGD(rows.parameters(), lr=0.1), rows=rows)
+    for total in (0, 5, 1, 2, 700):
+        returned = graph(jagged(total), 1.0)
         assert isinstance(returned, Jagged)
-        assert torch.equal(returned.values, batch[0].values + 1)
-    assert graph.traced == 1
+        assert torch.equal(returned.values, jagged(total).values + 1)
+    assert len(traced) == 1
     for total in (1, 9):
-        graph(jagged(total), labels=torch.zeros(6))  # as a keyword, another signature
-    assert graph.traced == compiled_steps(graph) == 2
+        graph(jagged(total), 2.0)  # another signature
+    assert len(traced) == compiled_steps(graph) == 2
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
     (reason,) = graph.why_recompiled()
     assert "shape" not in reason
@@ -116,16 +115,13 @@ def test_any_total_comes_first_and_build_is_traced_once_without_a_word(caplog: p
 
 def test_arguments_of_a_container_are_named_by_its_fields_and_shown_open() -> None:
     class Sum(Graph):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rows = embedding()
-
         def build(self, features: Jagged, labels: Tensor) -> Tensor:
             return self.rows(features.values, 0, features.offsets, pooling="sum").sum() + labels.sum()
 
     graph = Sum()
-    graph(*batches([30])[0])
-    graph(*batches([30], batch=4)[0])
+    graph.rows = embedding()
+    for batch in (6, 4):
+        graph(*batches([30], batch)[0])
     assert "features_values: int64 [s" in str(graph)
     (reason,) = graph.why_recompiled()
     assert "argument features.offsets: shape (13,), was (19,); argument labels: shape (4,), was (6,)" in reason
@@ -139,9 +135,9 @@ def test_arguments_of_a_container_are_named_by_its_fields_and_shown_open() -> No
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_steps_of_their_own")
 def test_batches_of_many_sizes_share_a_step_as_well(caplog: pytest.LogCaptureFixture) -> None:
-    graph = Bags(embedding(FEATURES), positions=False)
+    graph = Bags(embedding(FEATURES))
     for size in range(2, FEW + 5):
-        for batch in batches([0, 1, 50 + size], batch=size, weighted=True):
+        for batch in batches([0, 1, 50 + size], size):
             graph(*batch)
     assert compiled_steps(graph) == FEW + 1
     assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
@@ -149,36 +145,14 @@ def test_batches_of_many_sizes_share_a_step_as_well(caplog: pytest.LogCaptureFix
 
 @pytest.mark.usefixtures("few_steps_of_their_own")
 def test_a_build_that_takes_an_open_size_for_a_number_keeps_a_step_for_each(caplog: pytest.LogCaptureFixture) -> None:
-    def build(graph: Any, features: Jagged) -> Tensor:
-        loss: Tensor = graph.rows(features.values).sum() / (1 + int(features.values.shape[0]))
-        loss.backward()
-        return loss
-
     rows = embedding()
-    graph = graph_of(build, torch.optim.SGD(rows.parameters(), lr=0.1), rows=rows)
-    totals = [0, 9, 1, 9, 12, 13, 14, 9, 15]
+    graph = training(lambda graph, features: graph.rows(features.values).sum() / (1 + len(features.values)), rows=rows)
+    totals = [0, 9, 1, 9, 12, 13, 9]
     for total in totals:
-        batch = jagged(total)
-        expected = rows.get(batch.values).sum() / (1 + total)
-        torch.testing.assert_close(graph(batch), expected)
+        expected = rows.get(jagged(total).values).sum() / (1 + total)
+        torch.testing.assert_close(graph(jagged(total)), expected)
     assert compiled_steps(graph) == len(set(totals))
     assert "is compiled again for each further one" in caplog.text
-
-
-def test_a_total_that_decides_what_build_does_has_a_step_of_its_own() -> None:
-    def build(graph: Any, features: Jagged) -> Tensor:
-        found = graph.rows(features.values)
-        loss: Tensor = found.sum() if features.values.shape[0] > 20 else found.square().sum()
-        loss.backward()
-        return loss
-
-    rows = embedding()
-    graph = graph_of(build, torch.optim.SGD(rows.parameters(), lr=0.1), rows=rows)
-    for total in (30, 40, 10, 50, 10, 60):
-        batch = jagged(total)
-        found = rows.get(batch.values)
-        torch.testing.assert_close(graph(batch), found.sum() if total > 20 else found.square().sum())
-    assert compiled_steps(graph) == 2
 
 
 @pytest.mark.slow
@@ -191,7 +165,7 @@ def test_what_has_known_sizes_is_compiled_and_the_rest_runs_as_recorded(caplog: 
             graph.compile_dense()
         torch.manual_seed(1)
         results.append(torch.stack([loss for loss, _ in graph.run(batches([30, 40, 0, 1, 50]), ahead=8)]))
-        states.append([rows.get(torch.arange(300).view(100, FEATURES)), *graph.own()])
+        states.append([rows.get(torch.arange(300).view(100, FEATURES)), *graph.own])
         assert ("self.dense_0" in str(graph)) == compiled
         assert compiled_steps(graph) == 1
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
@@ -200,13 +174,7 @@ def test_what_has_known_sizes_is_compiled_and_the_rest_runs_as_recorded(caplog: 
 
 
 def test_a_step_without_known_sizes_says_once_that_nothing_is_compiled(caplog: pytest.LogCaptureFixture) -> None:
-    def build(graph: Any, features: Jagged) -> Tensor:
-        loss: Tensor = graph.rows(features.values).tanh().square().sum()
-        loss.backward()
-        return loss
-
-    rows = embedding()
-    graph = graph_of(build, torch.optim.SGD(rows.parameters(), lr=0.1), rows=rows)
+    graph = training(lambda graph, features: graph.rows(features.values).tanh().square().sum(), rows=embedding())
     graph.compile_dense()
     for features in (3, 2, 3):
         graph(jagged(30, features=features))
@@ -215,22 +183,21 @@ def test_a_step_without_known_sizes_says_once_that_nothing_is_compiled(caplog: p
 
 
 @on_one_device
-@pytest.mark.parametrize("store", ["device", "cached_host", "cached_ssd"])
+@pytest.mark.parametrize("store", ["device", "ssd"])
 def test_on_a_gpu_one_step_has_the_bits_of_a_step_for_each(
     place: torch.device, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def build(graph: Any, features: Jagged, grad: Tensor) -> Tensor:
+    def loss(graph: Any, features: Jagged, grad: Tensor) -> Tensor:
         bags = graph.rows(features.values, 0, features.offsets, pooling="sum", weights=features.weights)
-        (bags.view(grad.shape) * grad).sum().backward()
-        return bags
+        return (bags.view(grad.shape) * grad).sum()
 
-    totals, found = [30, 0, 7, 1, 12], []
+    totals, found = [30, 0, 7], []
     for name in ("shared", "own"):
         if name == "own":
             steps_of_their_own(monkeypatch)
-        path = tmp_path / name if store == "cached_ssd" else None
+        path = tmp_path / name if store == "ssd" else None
         with make(options(store, path, **({"capacity": 500} if store == "device" else {})), tables=1) as rows:
-            graph: Any = graph_of(build, torch.optim.Adagrad(rows.parameters(), lr=0.1), rows=rows).to(place)
+            graph = training(loss, rows=rows).to(place)
             if store == "device" and name == "shared":
                 graph.cuda_graph()
             given = [jagged(total, weighted=True).to(place) for total in totals]
@@ -243,17 +210,25 @@ def test_on_a_gpu_one_step_has_the_bits_of_a_step_for_each(
     assert found[0][1] == found[1][1]
 
 
-def test_a_total_that_changes_the_dimensions_of_what_build_makes_has_a_step_of_its_own() -> None:
-    def build(graph: Any, features: Jagged) -> Tensor:
-        found = graph.rows(features.values).squeeze()  # of one id, the only dimension left is the row's
-        loss: Tensor = found.square().sum(1 if found.dim() > 1 else 0).sum()
-        loss.backward()
-        return loss
+def of_any_dimensions(found: Tensor) -> Tensor:
+    found = found.squeeze()  # of one id, the only dimension left is the row's
+    return found.square().sum(1 if found.dim() > 1 else 0).sum()
 
+
+def of_few_or_many(found: Tensor) -> Tensor:
+    return found.sum() if found.shape[0] > 20 else found.square().sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "totals"), [(of_any_dimensions, (30, 1, 40, 1)), (of_few_or_many, (30, 40, 10, 50, 10, 60))]
+)
+def test_a_total_that_decides_what_build_does_has_a_step_of_its_own(
+    loss: Callable[[Tensor], Tensor], totals: tuple[int, ...]
+) -> None:
     rows = embedding()
-    graph = graph_of(build, torch.optim.SGD(rows.parameters(), lr=0.1), rows=rows)
-    for total in (30, 1, 40, 1):
-        expected = rows.get(jagged(total).values).square().sum()
+    graph = training(lambda graph, features: loss(graph.rows(features.values)), rows=rows)
+    for total in totals:
+        expected = loss(rows.get(jagged(total).values))
         torch.testing.assert_close(graph(jagged(total)), expected)
     assert compiled_steps(graph) == 2
 
@@ -264,17 +239,12 @@ def test_signatures_whose_sizes_cannot_stay_open_are_forgotten_with_their_steps(
 ) -> None:
     monkeypatch.setattr("tierbed.graph.graph.MAX_CACHED_STEPS", 2)
     monkeypatch.setattr("tierbed.graph.run.step_cache.MAX_FAMILIES", 2)
-
-    class Split(Graph):
-        def build(self, features: Jagged, scale: Callable[[Tensor], Tensor]) -> Tensor:
-            total: Tensor = sum(features.values.unbind(), torch.zeros(()))
-            return scale(total)
-
-    graph, signatures = Split(), WeakSet[Any]()
-    for number in range(5):
+    graph = graph_of(lambda graph, features, scale: scale(sum(features.values.unbind(), torch.zeros(()))))
+    signatures = WeakSet[Any]()
+    for number in range(4):
         scale = eval(f"lambda total: total * {number}")
         signatures.add(scale)
-        features = jagged(5)
+        features = jagged(2)
         assert graph(features, scale) == number * features.values.sum()
     del scale
     gc.collect()

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from support.graphs import graph_of
-from tierbed import GraphError
+from support.graphs import embedding, graph_of
+from tierbed import Graph, GraphError
 
 
 class Cache(nn.Module):
@@ -41,10 +41,14 @@ KEEPS: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
+def graph_with(keep: Callable[[Any, Tensor], Any]) -> tuple[Graph, Cache]:
+    cache = Cache(keep)
+    return graph_of(lambda graph, x: graph.cache(x), cache=cache), cache
+
+
 @pytest.mark.parametrize("place", KEEPS)
 def test_a_tensor_kept_on_a_module_is_refused_and_taken_away(place: str) -> None:
-    cache = Cache(KEEPS[place])
-    graph = graph_of(lambda graph, x: graph.cache(x), cache=cache)
+    graph, cache = graph_with(KEEPS[place])
     before = {name: list(value) if isinstance(value, list | dict) else value for name, value in vars(cache).items()}
     for _ in range(2):
         with pytest.raises(GraphError, match=rf"attribute Cache\.{place}, which only the first call"):
@@ -61,24 +65,24 @@ def test_a_tensor_kept_by_a_build_that_raises_is_taken_away() -> None:
         module.losses.append(x)
         raise KeyError("mine")
 
-    cache = Cache(keep)
+    graph, cache = graph_with(keep)
     with pytest.raises(KeyError, match="mine"):
-        graph_of(lambda graph, x: graph.cache(x), cache=cache)(torch.ones(2))
+        graph(torch.ones(2))
     assert cache.losses == []
 
 
 def test_a_submodule_made_in_build_is_refused() -> None:
-    cache = Cache(lambda m, x: setattr(m, "head", nn.Linear(2, 1)))
+    graph, cache = graph_with(lambda m, x: setattr(m, "head", nn.Linear(2, 1)))
     with pytest.raises(GraphError, match=r"attribute Linear\.(weight|bias)"):
-        graph_of(lambda graph, x: graph.cache(x), cache=cache)(torch.ones(2))
+        graph(torch.ones(2))
     assert not hasattr(cache, "head")
 
 
 @pytest.mark.parametrize("value", [lambda x: x + 1, lambda x: None])
 def test_a_buffer_that_build_replaces_is_refused_and_restored(value: Callable[[Tensor], Any]) -> None:
-    cache = Cache(lambda m, x: setattr(m, "count", value(m.count)))
+    graph, cache = graph_with(lambda m, x: setattr(m, "count", value(m.count)))
     with pytest.raises(GraphError, match=r"replaces cache\.count"):
-        graph_of(lambda graph, x: graph.cache(x), cache=cache)(torch.ones(2))
+        graph(torch.ones(2))
     assert type(cache.count) is Tensor
     assert cache.count == 0
 
@@ -90,10 +94,64 @@ def test_old_weight_norm_is_refused_with_the_new_one_as_remedy() -> None:
         graph_of(lambda graph, x: graph.layer(x), layer=layer)(torch.ones(2))
 
 
-@pytest.mark.parametrize("view", [lambda t: t, lambda t: t.detach(), lambda t: t[0], lambda t: t.view(-1)])
-def test_a_parameter_or_argument_that_build_returns_is_detached(view: Callable[[Tensor], Tensor]) -> None:
+def test_a_parameter_or_argument_that_build_returns_is_detached() -> None:
     layer = nn.Linear(2, 1)
-    graph = graph_of(lambda graph, x: (view(graph.layer.weight), view(x)), layer=layer)
+    views = (lambda t: t, lambda t: t.detach(), lambda t: t[0], lambda t: t.view(-1))
+    graph = graph_of(lambda graph, x: [view(t) for view in views for t in (graph.layer.weight, x)], layer=layer)
     for result in graph(torch.ones(2, 2, requires_grad=True)):
         assert type(result) is Tensor
         assert not result.requires_grad
+
+
+X = torch.ones(2, 3)
+
+
+def build(graph: Any, x: Tensor, train: bool = True, clear: bool = False) -> Tensor:
+    loss: Tensor = graph.net(x).sum()
+    if train:
+        loss.backward()
+    if clear:
+        graph.net.zero_grad()
+    return loss
+
+
+def graph_with_optimizer() -> Graph:
+    net = nn.Linear(3, 1)
+    return graph_of(build, torch.optim.SGD(net.parameters(), lr=0.1), net=net)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name == "tierbed" and "nothing is trained" in r.getMessage()]
+
+
+@pytest.mark.parametrize("how", [(False, False), (True, True)], ids=["forgets", "clears"])
+def test_a_build_without_gradients_does_not_train_in_silence(
+    how: tuple[bool, bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    graph = graph_with_optimizer()
+    for rows in (1, 2, 3):
+        graph(X[:1].expand(rows, 3), *how)
+    (message,) = warnings(caplog)
+    assert message.startswith("Built has optimizers and is in training mode")
+    assert "loss.backward()" in message
+
+
+def test_rows_that_nothing_trains_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    rows = embedding()
+    graph = graph_of(lambda graph, ids: graph.rows(ids), torch.optim.SGD(rows.parameters(), lr=0.1), rows=rows)
+    graph(torch.arange(3))
+    assert len(warnings(caplog)) == 1
+
+
+def test_evaluation_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    graph = graph_with_optimizer()
+    graph.eval()(X, False)
+    with torch.no_grad():
+        graph.train()(X, False)
+    graph.net.requires_grad_(False)  # type: ignore[union-attr]
+    graph(X, False)
+    graph_of(build, net=nn.Linear(3, 1))(X, False)
+    both = graph_with_optimizer()
+    both(X, True)
+    both(X, False)
+    assert warnings(caplog) == []

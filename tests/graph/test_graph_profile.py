@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import tierbed
+from support.embeddings import DIM as WIDE
+from support.embeddings import make
+from support.forked import in_process
 from support.graphs import DIM, Rating, embedding, graph_of, id_batches, mlp
+from support.refusals import check_refusal
+from support.stores import options
 from tierbed import Graph, InputError, MultiTableEmbedding
 from tierbed.graph.show.profile import Profile
 
 STAGES = ["loader", "pin", "gather", "forward", "backward", "update", "dense step", "Python around"]
 
 
-def rating(rows: nn.Module, net: nn.Module) -> Graph:
+def rating(rows: MultiTableEmbedding | None = None, net: nn.Module | None = None) -> Graph:
+    rows, net = embedding() if rows is None else rows, net or layers()
     return Rating(rows, net, torch.optim.Adagrad([*rows.parameters(), *net.parameters()], lr=0.1))
 
 
@@ -29,14 +34,8 @@ def trained(graph: Graph) -> list[Tensor]:
     return [graph.rows.get(torch.arange(50)), *graph.mlp.state_dict().values()]
 
 
-def layers() -> nn.Module:
-    return nn.Sequential(nn.BatchNorm1d(3 * DIM), nn.Dropout(0.3), mlp(3 * DIM))
-
-
-def cached(tmp_path: Path) -> MultiTableEmbedding:
-    options = tierbed.make_cached_host_mem_store_options(cache_budget_mb=0.02, persistent_path=tmp_path)
-    tables = [tierbed.make_table_options(tierbed.make_uniform_initializer(-0.1, 0.1))]
-    return MultiTableEmbedding("cached", DIM, torch.float32, torch.int64, tables, options, seed=0)
+def layers(dim: int = DIM) -> nn.Module:
+    return nn.Sequential(nn.BatchNorm1d(3 * dim), nn.Dropout(0.3), mlp(3 * dim))
 
 
 def batches() -> list[Tensor]:
@@ -46,36 +45,36 @@ def batches() -> list[Tensor]:
 @pytest.fixture(scope="module")
 def profiled() -> Iterator[tuple[Graph, Profile]]:
     """A graph, and the profile of its first steps."""
-    graph = rating(embedding(), layers())
+    graph = rating()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # else a busy machine adds a line
         yield graph, graph.profile(batches(), ahead=2)
 
 
-def test_what_is_no_number_of_ops_and_no_path_is_refused(profiled: tuple[Graph, Profile]) -> None:
-    _, profile = profiled
+def test_wrong_arguments_are_refused(profiled: tuple[Graph, Profile]) -> None:
+    graph, profile = profiled
     for most in (-1, 0, True, 2.0, None):
-        with pytest.raises(InputError, match="give a whole number of ops > 0"):
-            profile.by_op(most)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="path=3: give a string"):
-        profile.chrome_trace(3)  # type: ignore[arg-type]
+        check_refusal((lambda n=most: profile.by_op(n), InputError, f"={most}", "whole number"))
+    check_refusal((lambda: profile.chrome_trace(3), InputError, "path=3"))  # type: ignore[arg-type]
+    check_refusal((lambda: graph.profile(batches(), steps=0), InputError, "steps=0"))
+    check_refusal((lambda: graph.profile(5), InputError, "DataLoader"))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("ahead", "extra"), [(0, {}), (3, {"clip_grad_norm": 0.01, "accumulate_grads": 2})])
-def test_a_profile_trains_to_the_bits_of_the_plain_run(tmp_path: Path, ahead: int, extra: dict[str, Any]) -> None:
-    net = layers()
-    plain, profiled = rating(embedding(), copy.deepcopy(net)), rating(cached(tmp_path), net)
-    for graph in (plain, profiled):
-        for name, value in extra.items():
-            getattr(graph, name)(value)
-    torch.manual_seed(1)
-    for ids in batches():
-        plain(ids)
-    torch.manual_seed(1)
-    profile = profiled.profile(batches(), ahead=ahead)
-    assert profile.steps == 11
-    assert all(map(torch.equal, trained(plain), trained(profiled)))
-    profiled.rows.close()
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_a_profile_trains_to_the_bits_of_the_plain_run(tmp_path: Path, ahead: int) -> None:
+    net = layers(WIDE)
+    with make(options("cached_host", tmp_path), tables=1) as rows, make(options("device"), tables=1) as others:
+        plain, profiled = rating(others, copy.deepcopy(net)), rating(rows, net)
+        if ahead:
+            for graph in (plain, profiled):
+                graph.clip_grad_norm(0.01)
+                graph.accumulate_grads(2)
+        torch.manual_seed(1)
+        for ids in batches():
+            plain(ids)
+        torch.manual_seed(1)
+        assert profiled.profile(batches(), ahead=ahead).steps == 11
+        assert all(map(torch.equal, trained(plain), trained(profiled)))
 
 
 def test_the_table_has_every_stage_and_each_op_is_in_one(profiled: tuple[Graph, Profile]) -> None:
@@ -130,50 +129,26 @@ def test_the_chrome_trace_has_one_event_an_op_and_step_within_the_step(
 
 
 def elementwise(x: Tensor) -> Tensor:
+    """All ops of which TorchInductor fuses."""
     for _ in range(20):
         x = (x + 1).tanh()
     return x
 
 
-class Elementwise(Graph):
-    """Whose steps are nearly all ops that TorchInductor fuses, or else matrix products."""
-
-    def __init__(self, fuses: bool) -> None:
-        super().__init__()
-        self.work = elementwise if fuses else lambda x: x @ x @ x @ x @ x
-
-    def build(self, x: Tensor) -> Tensor:
-        return self.work(x)
-
-
 def test_a_step_of_many_small_ops_is_told_of_compile_dense() -> None:
-    batches = [torch.rand(400, 400)] * 3
     advice = "% went to dense ops that TorchInductor can fuse: try compile_dense()"
-    assert advice in str(Elementwise(True).profile(batches))
-    assert advice not in str(Elementwise(False).profile(batches))
-    graph = Elementwise(True)
+    graph = graph_of(lambda graph, x, fuses: elementwise(x) if fuses else x @ x @ x @ x @ x)
+    x = torch.rand(300, 300)
+    assert advice in str(graph.profile([(x, True)] * 3))
+    assert advice not in str(graph.profile([(x, False)] * 3))
     graph.cuda_graph()  # which compile_dense does not go with
-    assert advice not in str(graph.profile(batches))
-
-
-def test_no_more_batches_are_drawn_than_steps() -> None:
-    graph = rating(embedding(), layers())
-    loader = iter(batches())
-    assert graph.profile(loader, 4).steps == 4
-    assert torch.equal(next(loader), batches()[4])
-
-
-def test_an_evaluation_has_no_backward() -> None:
-    graph = rating(embedding(), layers()).eval()
-    profile = graph.profile(batches())
-    assert list(profile.stages) == ["loader", "gather", "forward", "Python around"]
-    assert graph.rows.size() == 0
+    assert advice not in str(graph.profile([(x, True)] * 3))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor's own, at its import
 @pytest.mark.slow
 def test_a_part_that_inductor_compiled_is_one_op() -> None:
-    graph = rating(embedding(), mlp(3 * DIM))
+    graph = rating(net=mlp(3 * DIM))
     graph.compile_dense()
     profile = graph.profile(batches()[:3])
     assert list(profile.stages) == [
@@ -184,33 +159,50 @@ def test_a_part_that_inductor_compiled_is_one_op() -> None:
     assert "dense_0" in profile.by_op()
 
 
-def test_an_empty_loader_gives_an_empty_profile(tmp_path: Path) -> None:
-    profile = rating(embedding(), layers()).profile([])
-    assert (profile.steps, profile.stages) == (0, {})
-    assert "0 steps" in str(profile)
-    assert len(profile.by_op().splitlines()) == 1
-    profile.chrome_trace(tmp_path / "trace.json")
-
-
 def test_what_the_loader_or_an_op_raises_comes_out_and_the_graph_goes_on() -> None:
     def loader() -> Iterator[Tensor]:
-        yield torch.tensor([[1, 2, 3]])
+        yield torch.ones(1)
         raise KeyError("mine")
 
-    def build(graph: Any, x: Tensor) -> Tensor:
-        torch._assert_async((x < 5).all())
-        return x * 2
-
+    graph = graph_of(lambda graph, x: (torch._assert_async((x < 5).all()), x * 2)[1])
     with pytest.raises(KeyError, match="mine"):
-        rating(embedding(), mlp(3 * DIM)).profile(loader())
-    graph = graph_of(build)
+        graph.profile(loader())
     with pytest.raises(RuntimeError, match="nonzero"):
         graph.profile([torch.ones(1), torch.full((1,), 9.0)])
     assert graph(torch.ones(1)) == 2
     assert graph.profile([torch.ones(1)]).steps == 1
 
 
-@pytest.mark.parametrize(("given", "match"), [({"steps": 0}, "steps=0"), ({"batches": 5}, "DataLoader")])
-def test_wrong_arguments_are_refused(given: dict[str, Any], match: str) -> None:
-    with pytest.raises(InputError, match=match):
-        rating(embedding(), layers()).profile(**{"batches": batches(), **given})
+def test_a_profile_draws_so_many_batches_as_steps_and_an_evaluation_has_no_backward(tmp_path: Path) -> None:
+    graph = rating().eval()
+    loader = iter(batches())
+    profile = graph.profile(loader, 4)
+    assert torch.equal(next(loader), batches()[4])
+    assert (profile.steps, list(profile.stages)) == (4, ["loader", "gather", "forward", "Python around"])
+    assert graph.rows.size() == 0
+    profile = graph.profile([])
+    assert (profile.steps, profile.stages) == (0, {})
+    assert "0 steps" in str(profile)
+    assert len(profile.by_op().splitlines()) == 1
+    profile.chrome_trace(tmp_path / "trace.json")
+
+
+ADVICE = "start the process with OMP_WAIT_POLICY=PASSIVE"
+
+
+def profiled_on_one_core(threads: int, policy: str | None) -> str:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    os.environ.pop("OMP_WAIT_POLICY", None)
+    if policy is not None:
+        os.environ["OMP_WAIT_POLICY"] = policy
+    torch.set_num_threads(threads)
+    return str(graph_of(lambda graph, x: elementwise(x).sum()).profile([torch.ones(1 << 20)] * 5))
+
+
+@pytest.mark.parametrize(("threads", "policy", "advised"), [(2, None, True), (2, "PASSIVE", False), (1, None, False)])
+def test_threads_that_wait_for_a_core_are_told_of_where_others_may_spin(
+    threads: int, policy: str | None, advised: bool
+) -> None:
+    said = in_process(profiled_on_one_core, threads, policy)
+    assert (ADVICE in said.splitlines()[-1]) == advised
+    assert (ADVICE in said) == advised

@@ -6,21 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from support.graphs import compiled_steps, graph_of
+from support.graphs import compiled_steps, training
 from tierbed import Graph
 
 
-def scaled() -> tuple[Graph, nn.Linear]:
-    def build(graph: Any, x: Tensor) -> Tensor:
-        loss = graph.layer(x).mean()
-        graph.scaler.scale(loss).backward()
-        return loss
-
+def scaled() -> tuple[Any, nn.Linear]:
     layer = nn.Linear(3, 1)
-    return graph_of(build, torch.optim.SGD(layer.parameters(), lr=1.0), layer=layer), layer
+    return training(lambda graph, x: graph.scaler.scale(graph.layer(x).mean()), lr=1.0, layer=layer), layer
 
 
 def assert_steps_by_one(graph: Graph, layer: nn.Linear) -> None:
@@ -34,14 +29,12 @@ def test_a_scaler_at_the_address_of_a_dead_one_takes_no_step_of_its_scale() -> N
     graph, layer = scaled()
     addresses = set()
     for power in range(5):
-        scaler = GradScaler("cpu", init_scale=2.0**power)
-        addresses.add(id(scaler))
-        graph.scaler = scaler
-        graph.set_grad_scaler(scaler)
+        graph.scaler = GradScaler("cpu", init_scale=2.0**power)
+        addresses.add(id(graph.scaler))
+        graph.set_grad_scaler(graph.scaler)
         assert_steps_by_one(graph, layer)
         graph.scaler = None
         graph.set_grad_scaler(None)
-        del scaler
     assert len(addresses) < 5  # or this shows nothing
 
 
@@ -49,12 +42,13 @@ def test_a_scale_that_is_replaced_or_loaded_is_used() -> None:
     graph, layer = scaled()
     graph.scaler = scaler = GradScaler("cpu", init_scale=4.0)
     graph.set_grad_scaler(scaler)
-    assert_steps_by_one(graph, layer)
-    scaler._scale = torch.full((), 64.0)
-    assert_steps_by_one(graph, layer)
-    scaler.load_state_dict(GradScaler("cpu", init_scale=16.0).state_dict())
-    assert_steps_by_one(graph, layer)
-    scaler.update(new_scale=32.0)
-    assert_steps_by_one(graph, layer)
+    for change in (
+        lambda: None,
+        lambda: setattr(scaler, "_scale", torch.full((), 64.0)),
+        lambda: scaler.load_state_dict(GradScaler("cpu", init_scale=16.0).state_dict()),
+        lambda: scaler.update(new_scale=32.0),
+    ):
+        change()
+        assert_steps_by_one(graph, layer)
     assert compiled_steps(graph) == 2
     assert "gradient scaler: another GradScaler" in graph.why_recompiled()[0]

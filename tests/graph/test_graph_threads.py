@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from support.forked import in_process
-from support.graphs import embedding, graph_of
+from support.graphs import embedding, graph_of, training
 from tierbed import EagerOptimizer, Graph, GraphError, MultiTableEmbedding
 from tierbed.engine.table.row_step import row_step
 
@@ -30,24 +30,12 @@ def wait_here(wait: Tensor) -> Tensor:
     return torch.ones(())
 
 
-@wait_here.register_fake
-def _(wait: Tensor) -> Tensor:
-    return torch.ones(())
-
-
+wait_here.register_fake(lambda wait: torch.ones(()))
 YES, NO = torch.tensor(True), torch.tensor(False)
 
 
-class Train(Graph):
-    def __init__(self, rows: MultiTableEmbedding) -> None:
-        super().__init__()
-        self.rows = rows
-        self.add_optimizer(torch.optim.SGD(rows.parameters(), lr=1.0))
-
-    def build(self, ids: Tensor, wait: Tensor) -> Tensor:
-        loss = self.rows(ids).sum() * wait_here(wait)
-        loss.backward()
-        return loss
+def trains(rows: MultiTableEmbedding) -> Graph:
+    return training(lambda graph, ids, wait: graph.rows(ids).sum() * wait_here(wait), lr=1.0, rows=rows)
 
 
 @contextmanager
@@ -66,7 +54,7 @@ def in_the_middle(graph: Graph) -> Iterator[Future[Tensor]]:
 
 def test_steps_of_two_threads_over_the_same_rows_are_refused_and_the_first_goes_on() -> None:
     rows = embedding()
-    graph, other = Train(rows), Train(rows)
+    graph, other = trains(rows), trains(rows)
     graph(IDS, NO)
     eager = EagerOptimizer(torch.optim.SGD(rows.parameters(), lr=1.0), rows)
     rows(IDS).sum().backward()
@@ -74,9 +62,9 @@ def test_steps_of_two_threads_over_the_same_rows_are_refused_and_the_first_goes_
     before = rows.get([1, 2])
     with in_the_middle(graph) as step:
         for second in (graph, other):
-            with pytest.raises(GraphError, match=r"Train in thread 'MainThread' .* of Train in thread 'first_0' does"):
+            with pytest.raises(GraphError, match=r"Built in thread 'MainThread' .* of Built in thread 'first_0' does"):
                 second(IDS, NO)
-        with pytest.raises(GraphError, match=r"an EagerOptimizer in thread 'MainThread' .* of Train in"):
+        with pytest.raises(GraphError, match=r"an EagerOptimizer in thread 'MainThread' .* of Built in"):
             eager.step()
         assert torch.equal(read(IDS), before[[0, 1, 1]])  # reading is free
     step.result()
@@ -88,7 +76,7 @@ def test_steps_of_two_threads_over_the_same_rows_are_refused_and_the_first_goes_
 
 
 def test_graphs_of_other_rows_train_at_the_same_time() -> None:
-    first, second = Train(embedding()), Train(embedding())
+    first, second = trains(embedding()), trains(embedding())
     before = [graph.rows.get([1, 2]) for graph in (first, second)]
     with in_the_middle(first) as step:
         second(IDS, NO)
@@ -98,7 +86,7 @@ def test_graphs_of_other_rows_train_at_the_same_time() -> None:
 
 
 def test_a_step_that_failed_lets_other_threads_train() -> None:
-    graph = Train(embedding(capacity=2))
+    graph = trains(embedding(capacity=2))
     with ThreadPoolExecutor(1) as pool:
         with pytest.raises(Exception, match="capacity"):
             pool.submit(graph, torch.arange(5), NO).result()
@@ -107,29 +95,36 @@ def test_a_step_that_failed_lets_other_threads_train() -> None:
     assert graph.rows.metrics()["table"]["step"] == 2
 
 
-@pytest.mark.parametrize("grad", [False, True], ids=["reads", "trains"])
-def test_a_lookup_while_another_thread_traces_the_same_rows_has_their_values(grad: bool) -> None:
-    rows = embedding()
-    eager = EagerOptimizer(torch.optim.SGD(rows.parameters(), lr=1.0), rows)
-    expected = rows.get(IDS)
-    tracing, looked = threading.Event(), threading.Event()
+@contextmanager
+def traced(rows: MultiTableEmbedding, look_up_first: bool) -> Iterator[Future[Tensor]]:
+    """While another thread waits in a trace of a lookup, after it or before it."""
+    tracing, done = threading.Event(), threading.Event()
 
     def build(graph: Graph, ids: Tensor) -> Tensor:
-        found: Tensor = graph.rows(ids)  # type: ignore[operator]
+        found = graph.rows(ids) if look_up_first else None  # type: ignore[operator]
         tracing.set()
-        assert looked.wait()
-        return found
+        assert done.wait()
+        return graph.rows(ids) if found is None else found  # type: ignore[operator]
 
     with ThreadPoolExecutor(1) as pool:
         step = pool.submit(graph_of(build, rows=rows), IDS)
         try:
             assert tracing.wait()
-            with torch.set_grad_enabled(grad):
-                found = rows(IDS)
-            assert torch.equal(rows.get(IDS), expected)
+            yield step
         finally:
-            looked.set()
-        assert torch.equal(step.result(), expected)
+            done.set()
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["reads", "trains"])
+def test_a_lookup_while_another_thread_traces_the_same_rows_has_their_values(grad: bool) -> None:
+    rows = embedding()
+    eager = EagerOptimizer(torch.optim.SGD(rows.parameters(), lr=1.0), rows)
+    expected = rows.get(IDS)
+    with traced(rows, True) as step:
+        with torch.set_grad_enabled(grad):
+            found = rows(IDS)
+        assert torch.equal(rows.get(IDS), expected)
+    assert torch.equal(step.result(), expected)
     assert type(found) is Tensor
     assert torch.equal(found, expected)
     if grad:
@@ -141,29 +136,16 @@ def test_a_lookup_while_another_thread_traces_the_same_rows_has_their_values(gra
 def test_rows_that_another_thread_traces_are_not_trained_by_a_loop() -> None:
     rows = embedding()
     eager = EagerOptimizer(torch.optim.SGD(rows.parameters(), lr=1.0), rows)
-    tracing, tried = threading.Event(), threading.Event()
-
-    def build(graph: Graph, ids: Tensor) -> Tensor:
-        tracing.set()
-        assert tried.wait()
-        found: Tensor = graph.rows(ids)  # type: ignore[operator]
-        return found
-
-    with ThreadPoolExecutor(1) as pool:
-        step = pool.submit(graph_of(build, rows=rows), IDS)
-        try:
-            assert tracing.wait()
-            for call in (rows(IDS).sum().backward, eager.step, eager.zero_grad):
-                with pytest.raises(GraphError, match="cannot be trained while another thread traces a graph"):
-                    call()
-        finally:
-            tried.set()
-        step.result()
+    with traced(rows, False) as step:
+        for call in (rows(IDS).sum().backward, eager.step, eager.zero_grad):
+            with pytest.raises(GraphError, match="cannot be trained while another thread traces a graph"):
+                call()
+    step.result()
 
 
 def child_in_a_step() -> int:
     """The exit code of a process that is forked in the middle of another thread's step, and trains."""
-    graph = Train(embedding())
+    graph = trains(embedding())
     with in_the_middle(graph):
         child = os.fork()
         if child == 0:

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import enum
 import functools
 import logging
 import math
 import random
 import sys
+import threading
 import types
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from support.graphs import dense_copy, embedding, training
 from tierbed import Graph, GraphError
+from tierbed.jagged import JaggedTensor
 
 X = torch.tensor([[1.0, -2.0, 3.0], [0.5, 0.25, -4.0]])
 
@@ -32,11 +37,6 @@ class Mode(enum.Enum):
 
 class Half(float):
     """A subclass of float."""
-
-
-class Betas(NamedTuple):
-    first: float = 0.9
-    last: float = 0.99
 
 
 @dataclass
@@ -141,7 +141,7 @@ class Layer(nn.Module):
         self.inner.bias = 0.25
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.gain + self.inner.bias
+        return x * self.gain + self.inner.bias + (TEMP - 1.5)
 
 
 TEMP = 1.5
@@ -151,7 +151,7 @@ CONFIG = Config()
 MASK = torch.ones(3)
 LOSS, DROPOUT, CHAIN = nn.SmoothL1Loss(), nn.Dropout(1.0), nn.Sequential(nn.LeakyReLU(0.1))
 settings = types.ModuleType("settings_of_user")
-settings.temp, settings.config = 1.5, Config()  # type: ignore[attr-defined]
+settings.temp = 1.5  # type: ignore[attr-defined]
 sys.modules["settings_of_user"] = settings
 
 
@@ -177,6 +177,9 @@ def decorated_by_torch(x: Tensor) -> Tensor:
     return x * TEMP
 
 
+Kind = tuple[Callable[[Any, Tensor], Tensor], Callable[[Any], None]]
+
+
 class Box(Graph):
     """A graph with all kinds of values, whose build is a function of the graph and x."""
 
@@ -186,24 +189,25 @@ class Box(Graph):
         super().__init__()
         self.function = function
         self.temp: Any = 1.5
-        self.text, self.mode, self.betas, self.pair = "plain", Mode.PLAIN, (0.9, 0.99), Betas()
+        self.text, self.mode, self.betas = "plain", Mode.PLAIN, (0.9, 0.99)
         self.config, self.frozen, self.slots, self.scaler = Config(), Frozen(), Slots(), Doubler()
         self.options: dict[str, Any] = {"temp": 1.5, "deep": {"list": [1.0, 2.0]}, "configs": [Config()]}
         self.ordered = OrderedDict(zero=0.0)
-        self.args, self.space = argparse.Namespace(temp=1.5), types.SimpleNamespace(temp=1.5)
+        self.args = argparse.Namespace(temp=1.5)
         self.dtype, self.number, self.plain = torch.float32, np.float32(1.5), [nn.Dropout(0.0)]
         self.activation: Any = torch.relu
         self.partial = functools.partial(helper, by=1.5)
         self.masks, self.allowed = [torch.ones(3)], {1}
         self.dots, self.behind, self.guarded, self.sealed = Dots(temp=1.5), Behind(), Guarded(), OfSealed()
-        self.by_mode: dict[Any, float] = {Mode.PLAIN: 1.5, (1, 2): 1.5}
+        self.by_mode = {Mode.PLAIN: 1.5}
+        self.many = [1.0] * 1000
         self.endless: list[Any] = [1.5]
         self.endless.append(self.endless)
         self.tables = types.SimpleNamespace(all=[[[1.5] * 60] * 60] * 60, me=[])
         self.tables.me.append(self.tables)
         self.method: Any = Scaler().scaled
         self.optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.5)
-        self.layer, self.leaky, self.norm = Layer(), nn.LeakyReLU(0.01), nn.BatchNorm1d(3)
+        self.layer, self.leaky = Layer(), nn.LeakyReLU(0.01)
         self.layers = nn.Sequential(nn.LeakyReLU(0.1), nn.LayerNorm(3))
 
     def build(self, x: Tensor) -> Tensor:
@@ -215,17 +219,12 @@ class Box(Graph):
         return float(self.temp) * 2
 
 
-def with_cell() -> tuple[Callable[[Any, Tensor], Tensor], Callable[[Any], None]]:
-    value = 1.5
-
-    def build(_: Any, x: Tensor) -> Tensor:
-        return x * value
-
+def with_cell(value: float = 1.5) -> Kind:
     def change(_: Any) -> None:
         nonlocal value
         value = 3.0
 
-    return build, change
+    return lambda _, x: x * value, change
 
 
 def setter(path: str, value: Any) -> Callable[[Any], None]:
@@ -247,14 +246,6 @@ def local_import(_: Any, x: Tensor) -> Tensor:
     return x * mine.temp
 
 
-def local_alias(g: Any, x: Tensor) -> Tensor:
-    config = g.config
-    for one in g.options["configs"]:
-        x = x * one.temp
-    return x * config.inner.scale
-
-
-Kind = tuple[Callable[[Any, Tensor], Tensor], Callable[[Any], None]]
 KINDS: dict[str, Kind] = {
     "float": (lambda g, x: x * g.temp, setter("g.temp", 3.0)),
     "float to int": (lambda g, x: x.long() * g.temp, setter("g.temp", 2)),
@@ -269,9 +260,7 @@ KINDS: dict[str, Kind] = {
     "enum": (lambda g, x: x if g.mode is Mode.PLAIN else x * x, setter("g.mode", Mode.SQUARED)),
     "dtype": (lambda g, x: x.to(g.dtype), setter("g.dtype", torch.float64)),
     "tuple": (lambda g, x: x * g.betas[0], setter("g.betas", (0.5, 0.99))),
-    "named tuple": (lambda g, x: x * g.pair.first, setter("g.pair", Betas(0.5))),
     "dataclass": (lambda g, x: x * g.config.temp, setter("g.config.temp", 3.0)),
-    "dataclass, replaced": (lambda g, x: x * g.config.temp, setter("g.config", Config(3.0))),
     "dataclass of a dataclass": (lambda g, x: x * g.config.inner.scale, setter("g.config.inner.scale", 3.0)),
     "frozen dataclass": (lambda g, x: x * g.frozen.temp, setter("g.frozen", replace(Frozen(), temp=3.0))),
     "slots": (lambda g, x: x * g.slots.temp, setter("g.slots.temp", 3.0)),
@@ -280,26 +269,25 @@ KINDS: dict[str, Kind] = {
     "class of a helper": (lambda g, x: g.scaler.scaled(x), setter("g.scaler", Scaler())),
     "class attribute of a helper": (lambda g, x: g.scaler(x), setter("Scaler.power", 3)),
     "global of a helper's call": (lambda g, x: g.scaler(x), set_global("HIDDEN", 2.0)),
-    "method by super": (lambda g, x: g.scaler.scaled(x), setter("g.scaler._factor", 4.0)),
     "class attribute": (lambda g, x: x * g.level, setter("Box.level", 3.0)),
     "class attribute, shadowed": (lambda g, x: x * g.level, setter("g.level", 3.0)),
     "class attribute by type": (lambda g, x: x * type(g).level, setter("Box.level", 3.0)),
     "dict": (lambda g, x: x * g.options["temp"], setter("g.options['temp']", 3.0)),
-    "dict, replaced": (lambda g, x: x * g.options["temp"], setter("g.options", {"temp": 3.0})),
     "dict, with a new key": (lambda g, x: x * g.ordered.get("b", 2.0), setter("g.ordered['b']", 3.0)),
     "list in a dict": (lambda g, x: x * g.options["deep"]["list"][1], setter("g.options['deep']['list'][1]", 3.0)),
+    "global that a module reads": (lambda g, x: g.layer(x), set_global("TEMP", 3.0)),
+    "number of items": (lambda g, x: x * len(g.many), lambda g: g.many.append(1.0)),  # above 256: no object is kept
     "longer list": (lambda g, x: x * sum(g.options["deep"]["list"]), lambda g: g.options["deep"]["list"].append(3.0)),
-    "dataclass in a list": (local_alias, setter("g.options['configs'][0].temp", 3.0)),
-    "alias": (local_alias, setter("g.config.inner.scale", 3.0)),
+    "dataclass in a list": (
+        lambda g, x: next(x * one.temp for one in g.options["configs"]),
+        setter("g.options['configs'][0].temp", 3.0),
+    ),
     "argparse": (lambda g, x: x * g.args.temp, setter("g.args.temp", 3.0)),
-    "namespace": (lambda g, x: x * g.space.temp, setter("g.space.temp", 3.0)),
     "getattr": (lambda g, x: x * getattr(g, "te" + "mp"), setter("g.temp", 3.0)),
-    "dict with attributes": (lambda g, x: x * g.dots.temp, setter("g.dots.temp", 3.0)),
     "behind __getattr__": (lambda g, x: x * g.behind.temp, setter("g.behind.temp", 3.0)),
     "own __getattribute__": (lambda g, x: x * g.guarded.temp, setter("g.guarded.temp", 3.0)),
     "class that takes no attributes": (lambda g, x: x * g.sealed.temp, setter("g.sealed.temp", 3.0)),
     "dict by enum": (lambda g, x: x * g.by_mode[Mode.PLAIN], setter("g.by_mode[Mode.PLAIN]", 3.0)),
-    "dict by tuple": (lambda g, x: x * g.by_mode[1, 2], setter("g.by_mode[1, 2]", 3.0)),
     "list that holds itself": (lambda g, x: x * g.endless[0] * len(g.endless), lambda g: g.endless.append(1)),
     "huge tables": (lambda g, x: x * g.tables.all[0][0][0] * g.temp, setter("g.temp", 3.0)),
     "vars": (lambda g, x: x * vars(g.config)["temp"], setter("g.config.temp", 3.0)),
@@ -308,7 +296,6 @@ KINDS: dict[str, Kind] = {
     "removed key": (lambda g, x: x * g.dots.get("temp", 2.0), lambda g: g.dots.pop("temp")),
     "set": (lambda g, x: x * 2 if 3 in g.allowed else x, lambda g: g.allowed.add(3)),
     "method of another object": (lambda g, x: g.method(x), setter("g.method.__self__._factor", 3.0)),
-    "method, replaced": (lambda g, x: g.method(x), setter("g.method", Doubler().scaled)),
     "learning rate": (
         lambda g, x: x * g.optimizer.param_groups[0]["lr"],
         setter("g.optimizer.param_groups[0]['lr']", 3.0),
@@ -316,7 +303,6 @@ KINDS: dict[str, Kind] = {
     "tensor in a list": (lambda g, x: x * g.masks[0], setter("g.masks[0]", torch.tensor([1.0, 0.0, 0.0]))),
     "global tensor": (lambda g, x: x * MASK, set_global("MASK", torch.tensor([1.0, 0.0, 0.0]))),
     "function": (lambda g, x: g.activation(x), setter("g.activation", torch.tanh)),
-    "own function": (lambda g, x: g.activation(x), setter("g.activation", activation)),
     "partial": (lambda g, x: g.partial(x), setter("g.partial", functools.partial(helper, by=3.0))),
     "keywords of a partial": (lambda g, x: g.partial(x), setter("g.partial.keywords['by']", 3.0)),
     "default argument": (lambda g, x: helper(x), setter("helper.__defaults__", (3.0,))),
@@ -326,50 +312,37 @@ KINDS: dict[str, Kind] = {
     "global of a function of fx": (lambda g, x: wrapped_by_fx(x), set_global("TEMP", 3.0)),
     "global of a decorated function": (lambda g, x: decorated_by_torch(x), set_global("TEMP", 3.0)),
     "global dict": (lambda g, x: x * SETTINGS["deep"]["list"][0], setter("SETTINGS['deep']['list'][0]", 3.0)),
-    "global dataclass": (lambda g, x: x * CONFIG.inner.scale, setter("CONFIG.inner.scale", 3.0)),
     "global function": (lambda g, x: activation(x), set_global("activation", torch.relu)),
     "class of settings": (lambda g, x: x * Namespace.temp, setter("Namespace.temp", 3.0)),
     "module of settings": (lambda g, x: x * settings.temp, setter("settings.temp", 3.0)),
-    "dataclass in a module": (lambda g, x: x * settings.config.temp, setter("settings.config.temp", 3.0)),
     "import in build": (local_import, setter("settings.temp", 3.0)),
     "closure": with_cell(),
     "module": (lambda g, x: g.layer(x), setter("g.layer.gain", 3.0)),
-    "module of a module": (lambda g, x: g.layer(x), setter("g.layer.inner.bias", 3.0)),
     "leaky relu": (lambda g, x: g.leaky(x), setter("g.leaky.negative_slope", 0.5)),
     "layer norm in a sequence": (lambda g, x: g.layers(x), setter("g.layers[1].eps", 1.0)),
     "global module": (lambda g, x: LOSS(x, x + 1), setter("LOSS.reduction", "sum")),
     "flag of a global module": (lambda g, x: DROPOUT(x), lambda g: DROPOUT.eval()),
     "child of a global module": (lambda g, x: CHAIN(x), setter("CHAIN[0].negative_slope", 0.5)),
-    "child of a global module, replaced": (lambda g, x: CHAIN(x), setter("CHAIN[0]", nn.LeakyReLU(0.7))),
     "hook of a global module": (lambda g, x: CHAIN(x), lambda g: CHAIN.register_forward_hook(lambda *a: a[2] * 3)),
-    "module in a list, replaced": (lambda g, x: g.plain[0](x), setter("g.plain[0]", nn.LeakyReLU(0.5))),
     "module in a list": (lambda g, x: g.plain[0](x) + g.plain[0].p, setter("g.plain[0].p", 1.0)),
     "hook": (lambda g, x: g.leaky(x), lambda g: g.leaky.register_forward_hook(lambda *a: a[2] * 3)),
     "module, replaced": (lambda g, x: g.leaky(x), setter("g.leaky", nn.LeakyReLU(0.5))),
 }
 
 
+CHANGED: list[tuple[Any, str]] = [
+    *((sys.modules[__name__], name) for name in ("TEMP", "HIDDEN", "MASK", "activation", "DROPOUT", "CHAIN", "LOSS")),
+    *((sys.modules[__name__], "SETTINGS"), (sys.modules[__name__], "CONFIG"), (settings, "temp")),
+    *((Box, "level"), (Scaler, "power"), (Namespace, "temp"), (helper, "__defaults__"), (helper, "__kwdefaults__")),
+]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_changed_value_is_seen_once(
     kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("TEMP", "HIDDEN", "MASK", "activation"):
-        monkeypatch.setitem(globals(), name, globals()[name])
-    for owner, name, value in (
-        (Box, "level", 1.5),
-        (Scaler, "power", 2),
-        (Namespace, "temp", 1.5),
-        (helper, "__defaults__", (1.5,)),
-        (helper, "__kwdefaults__", {"plus": 0.5}),
-        (settings, "temp", 1.5),
-        (settings, "config", Config()),
-    ):
-        monkeypatch.setattr(owner, name, value)
-    monkeypatch.setitem(globals(), "DROPOUT", nn.Dropout(1.0))
-    monkeypatch.setitem(globals(), "CHAIN", nn.Sequential(nn.LeakyReLU(0.1)))
-    monkeypatch.setitem(globals(), "LOSS", nn.SmoothL1Loss())
-    monkeypatch.setitem(SETTINGS["deep"], "list", [1.0, 2.0])
-    monkeypatch.setattr(CONFIG, "inner", Inner())
+    for owner, name in CHANGED:
+        monkeypatch.setattr(owner, name, copy.deepcopy(getattr(owner, name)))
     build, change = KINDS[kind]
     graph = Box(build)
     assert graph(X).equal(graph.build(X))
@@ -389,7 +362,7 @@ def test_a_changed_value_is_seen_once(
 
 def test_values_that_alternate_are_compiled_once_each() -> None:
     graph = Box(lambda g, x: x * g.temp)
-    for _ in range(20):
+    for _ in range(4):
         for temp in (1.0, 1, True, math.nan, float("nan"), 0.0, -0.0):
             graph.temp = temp
             torch.testing.assert_close(graph(X), graph.build(X), rtol=0, atol=0, equal_nan=True)
@@ -413,31 +386,30 @@ def test_a_value_with_more_than_eight_changes_is_refused_with_the_remedy(caplog:
     assert graph(X).equal(graph.build(X))
     del graph.layer.gain
     graph.layer.register_buffer("gain", torch.tensor(0.05))
-    for step in range(20):
+    for step in range(10):
         graph.layer.gain.fill_(1 / (step + 1))
         assert graph(X).equal(graph.build(X))
 
 
 UNUSED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "only the caller's": lambda g, x: x * 2,
-    "printed": lambda g, x: (print(f"step {g.calls:05d} of {g.calls} %s" % g.calls), x * 2)[1],
+    "printed": lambda g, x: (print(f"step {g.calls} of {g.calls} %s" % g.calls), x * 2)[1],
     "logged": lambda g, x: (logging.getLogger("mine").warning("step %s", g.calls), x * 2)[1],
     "of a name": lambda g, x: (setattr(g, "title", f"run {g.calls}"), x * 2)[1],
 }
 
 
-@pytest.mark.parametrize("use", UNUSED)
 @pytest.mark.parametrize("kind", [int, float, str])
+@pytest.mark.parametrize("use", UNUSED)
+@pytest.mark.rotated("kind")
 def test_a_value_that_reaches_no_operation_costs_no_steps(use: str, kind: Callable[[int], Any]) -> None:
     graph = Box(UNUSED[use])
     graph.title = ""
-    if kind is not int and use == "printed":
-        graph.function = UNUSED["logged"]
-    for step in range(100):
+    for step in range(30):
         graph.calls = kind(step)
         assert graph(X).equal(X * 2)
     assert graph.why_recompiled() == []
-    assert graph.calls == kind(99)
+    assert graph.calls == kind(29)
 
 
 def test_a_counter_that_build_writes_is_not_guarded() -> None:
@@ -479,22 +451,22 @@ def test_a_value_that_takes_a_branch_late_is_still_guarded(branch: str) -> None:
     assert len(graph.why_recompiled()) == 1
 
 
-@pytest.mark.parametrize(
-    "draw",
-    {
-        "random": lambda g: random.random(),
-        "choice": lambda g: random.choice([1, 2, 3]),
-        "numpy": lambda g: np.random.rand(),
-        "Random": lambda g: g.rng.gauss(0, 1),
-        "RandomState": lambda g: g.state.normal(),
-        "Generator": lambda g: g.generator.random(),
-        "imported": lambda g: drawn(),
-        "in a helper": lambda g: helper_that_draws(),
-    }.items(),
-    ids=lambda item: item[0],
-)
-def test_drawing_outside_of_torch_is_refused_not_frozen(draw: tuple[str, Callable[[Any], float]]) -> None:
-    graph = Box(lambda g, x: x * draw[1](g) if g.temp else x)
+drawn = random.random
+DRAWS: dict[str, Callable[[Any], float]] = {
+    "random": lambda g: random.random(),
+    "choice": lambda g: random.choice([1, 2, 3]),
+    "numpy": lambda g: np.random.rand(),
+    "Random": lambda g: g.rng.gauss(0, 1),
+    "RandomState": lambda g: g.state.normal(),
+    "Generator": lambda g: g.generator.random(),
+    "imported": lambda g: drawn(),
+    "in a helper": lambda g: helper_that_draws(),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_drawing_outside_of_torch_is_refused_not_frozen(draw: str) -> None:
+    graph = Box(lambda g, x: x * DRAWS[draw](g) if g.temp else x)
     graph.rng, graph.state, graph.generator = random.Random(1), np.random.RandomState(1), np.random.default_rng(1)
     with pytest.raises(GraphError, match=r"draws random numbers from .*as a tensor"):
         graph(X)
@@ -502,32 +474,8 @@ def test_drawing_outside_of_torch_is_refused_not_frozen(draw: tuple[str, Callabl
     assert graph(X).equal(X)
 
 
-drawn = random.random
-
-
 def helper_that_draws() -> float:
     return float(np.random.normal())
-
-
-class Reader(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * TEMP
-
-
-def test_a_global_that_a_submodules_forward_reads_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = Box(lambda g, x: g.reader(x))
-    graph.reader = Reader()
-    for temp in (1.0, 2.0, 1.0):
-        monkeypatch.setitem(globals(), "TEMP", temp)
-        assert graph(X).equal(X * temp)
-    assert graph.why_recompiled() == ["step 1: value TEMP: 2.0, was 1.0"]
-
-
-def test_the_number_of_items_is_compared_by_value() -> None:
-    graph = Box(lambda g, x: x * len(g.options["deep"]["list"]))
-    graph.options["deep"]["list"] = [1.0] * 1000  # Python keeps no objects of numbers above 256
-    graph(X)
-    assert graph._Graph__values.holds()  # type: ignore[attr-defined]
 
 
 def test_a_trace_leaves_no_class_changed() -> None:
@@ -535,8 +483,90 @@ def test_a_trace_leaves_no_class_changed() -> None:
         assert "__getattribute__" in vars(Box)
         raise ValueError(f"after {g.config.temp}, {g.layer(x)}")
 
-    graph = Box(fail)
     with pytest.raises(ValueError, match=r"after 1\.5"):
-        graph(X)
+        Box(fail)(X)
     for cls in (Box, Layer, nn.Module, nn.LeakyReLU, Config, Slots):
         assert "__getattribute__" not in vars(cls)
+
+
+def test_dropout_and_a_temperature_train_as_in_eager_torch() -> None:
+    def loss_of(graph: Any, ids: Tensor) -> Tensor:
+        return graph.net(graph.rows(ids)).square().mean() * graph.temp
+
+    rows, net, ids = embedding(), nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.9), nn.Linear(4, 1)), torch.arange(32)
+    graph = training(loss_of, rows=rows, net=net)
+    for p, momentum, temp in ((0.9, 0.1, 1.0), (0.0, 0.5, 2.0), (0.5, 0.1, 1.0), (0.9, 0.1, 1.0)):
+        net[1].p, net[0].momentum, graph.temp = p, momentum, temp
+        eager = SimpleNamespace(net=copy.deepcopy(net), temp=temp, rows=dense_copy(rows))
+        state = torch.get_rng_state()
+        loss = graph(ids)
+        torch.set_rng_state(state)
+        expected = loss_of(eager, ids)
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach())
+        weight = eager.rows.weight
+        torch.testing.assert_close(rows.get(ids), (weight.detach() - 0.1 * weight.grad)[ids])
+        torch.testing.assert_close(net[0].running_mean, eager.net[0].running_mean)
+    assert len(graph.why_recompiled()) == 2
+
+
+def counting(graph: Any, features: JaggedTensor) -> Tensor:
+    """A loss of rows of a container of ids, and a counter of the caller's that is printed."""
+    print(f"step {graph.calls}")
+    return graph.rows(features.values()).square().sum()
+
+
+def test_a_printed_counter_costs_no_step_where_rows_train_and_sizes_differ() -> None:
+    graph = training(counting, rows=embedding())
+    for step in range(8):
+        graph.calls, ids = step, torch.arange(step % 5 + 1)
+        expected = graph.rows.get(ids).square().sum()
+        torch.testing.assert_close(graph(JaggedTensor(ids, lengths=torch.tensor([len(ids)]))), expected)
+    assert graph.why_recompiled() == []
+
+
+def test_a_run_uses_the_values_of_each_step_though_it_draws_ahead() -> None:
+    graph = Reading()
+    run = graph.run([X] * 6, ahead=4)
+    for step in range(6):
+        graph.temp = float(step % 2 + 1)
+        assert next(run).equal(X * graph.temp)
+    assert graph.why_recompiled() == ["step 1: value temp: 2.0, was 1.0"]
+
+
+class Reading(Graph):
+    temp = 1.0
+
+    def build(self, x: Tensor) -> Tensor:
+        return x * self.temp
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # by torch, of its own class
+def test_a_copy_of_a_graph_has_values_of_its_own() -> None:
+    graph = Reading()
+    graph(X)
+    other = copy.deepcopy(graph)
+    for one, temp in ((other, 2.0), (graph, 3.0), (other, 4.0)):
+        one.temp = temp
+        assert graph(X).equal(X * graph.temp)
+        assert other(X).equal(X * other.temp)
+
+
+def test_values_that_another_thread_writes_are_those_of_the_step() -> None:
+    graph, stop = Reading(), threading.Event()
+
+    def write() -> None:
+        while not stop.is_set():
+            graph.temp = 3.0 - graph.temp
+
+    graph.temp = 1.0
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        assert {graph(X)[0, 0].item() for _ in range(100)} <= {1.0, 2.0}
+    finally:
+        stop.set()
+        thread.join()
+    for temp in (1.0, 2.0):
+        graph.temp = temp
+        assert graph(X).equal(X * temp)

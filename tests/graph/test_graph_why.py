@@ -16,7 +16,7 @@ from tierbed import Graph
 class Model(Graph):
     def __init__(self) -> None:
         super().__init__()
-        self.model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.ReLU(), nn.Dropout(0.5)), nn.Linear(4, 1))
+        self.model = nn.Sequential(nn.Linear(3, 1), nn.Sequential(nn.ReLU(), nn.Dropout(0.5)))
         self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
 
     def build(self, x: Tensor, options: Any = None) -> Tensor:
@@ -68,54 +68,43 @@ def test_each_change_has_its_reason_and_no_other(reason: str, caplog: pytest.Log
     assert caplog.messages == [f"Model compiled step 1: {reason}"]
 
 
-def test_several_differences_are_told_together() -> None:
-    graph = Model()
-    graph(X)
-    graph.extra = nn.Linear(1, 1)
-    graph.add_optimizer(torch.optim.Adam(graph.extra.parameters()))
-    graph(X)
-    graph.model[0].bias.requires_grad_(False)
-    graph.eval()
-    graph(X)
-    assert graph.why_recompiled() == [
-        "step 1: optimizer 1: Adam of 2 parameters, was missing; module extra: Linear, was missing",
-        "step 2: training flag of the graph: False, was True; parameter model.0.bias: requires_grad False, was True",
-    ]
-
-
-def test_the_nearest_step_is_the_one_that_is_told() -> None:
+def test_the_nearest_step_is_the_one_that_is_told_with_all_differences() -> None:
     graph = Model()
     for size in (2, 5, 7):
         graph(torch.ones(size, 3))
     graph.eval()
     graph(torch.ones(5, 3))
     graph(torch.ones(9, 3))
+    graph.extra = nn.Linear(1, 1)
+    graph.add_optimizer(torch.optim.Adam(graph.extra.parameters()))
+    graph(torch.ones(9, 3))
+    graph.model[0].bias.requires_grad_(False)
+    graph.train()
+    graph(torch.ones(9, 3))
     assert graph.why_recompiled() == [
         "step 1: argument x: shape (5, 3), was (2, 3)",
         "step 2: argument x: shape (7, 3), was (5, 3)",
         "step 3: training flag of the graph: False, was True",
         "step 4: argument x: shape (9, 3), was (5, 3)",
+        "step 5: optimizer 1: Adam of 2 parameters, was missing; module extra: Linear, was missing",
+        "step 6: training flag of the graph: True, was False; parameter model.0.bias: requires_grad False, was True",
     ]
 
 
-def test_numbers_that_change_at_each_call_are_told_and_many_differences_are_counted() -> None:
+def test_a_step_that_was_dropped_is_told_and_reasons_and_differences_are_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tierbed.graph.graph.MAX_CACHED_STEPS", 3)
     graph = Model()
-    graph(X, 1)
-    graph(X, 1.0)
-    graph(X, list(range(9)))
+    for value in (1, 1.0, list(range(9))):
+        graph(X, value)
     assert graph.why_recompiled()[0] == "step 1: argument options: 1.0, was 1"
     assert graph.why_recompiled()[1].endswith("; and 4 more")
-
-
-def test_a_step_that_was_dropped_is_told_and_reasons_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierbed.graph.graph.MAX_CACHED_STEPS", 5)
-    graph = Model()
-    for number in range(5):
-        graph(X, number)
-    with pytest.warns(UserWarning, match="5 signatures"):
+    with pytest.warns(UserWarning, match="3 signatures") as caught:
         graph(X, 5)
-    with pytest.warns(UserWarning, match="5 signatures"):
-        graph(X, 0)  # it was dropped
+    assert caught[0].filename == __file__  # where the call is
+    with pytest.warns(UserWarning, match="3 signatures"):
+        graph(X, 1)  # it was dropped
     reasons = graph.why_recompiled()
-    assert len(reasons) == 5
-    assert reasons[-1].startswith("step 6: argument options: 0, was ")
+    assert len(reasons) == 3
+    assert reasons[-1].startswith("step 4: argument options: 1, was ")

@@ -44,14 +44,12 @@ class Linear(Block):
         self.net = nn.Sequential(nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, WIDTH))
 
     def forward(self, h: Tensor, batch: Batch, rows: Rows) -> Tensor:
-        found: Tensor = self.net(h)
-        return found
+        return self.net(h)
 
 
 class Checkpointed(Linear):
     def forward(self, h: Tensor, batch: Batch, rows: Rows) -> Tensor:
-        found: Tensor = checkpoint(self.net, h, use_reentrant=False)
-        return found
+        return checkpoint(self.net, h, use_reentrant=False)
 
 
 class Shared(Linear):
@@ -67,12 +65,6 @@ class Shared(Linear):
         return F.linear(self.again(h).tanh() + self.third(h), self.again.weight.t())
 
 
-class Frozen(Linear):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[0].weight.requires_grad_(False)
-
-
 class Convolution(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -84,28 +76,23 @@ class Convolution(Block):
 
 
 class Recurrent(Block):
+    layer: nn.Module
+    make: Callable[[], nn.Module] = staticmethod(lambda: nn.RNN(3, 3, batch_first=True))
+
     def __init__(self) -> None:
         super().__init__()
-        self.layer: nn.Module = nn.RNN(3, 3, batch_first=True)
+        self.layer = self.make()
 
     def forward(self, h: Tensor, batch: Batch, rows: Rows) -> Tensor:
         return self.layer(h.view(-1, 2, 3))[0].flatten(1)
 
 
 class Gru(Recurrent):
-    one_size = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.GRU(3, 3, batch_first=True)
+    one_size, make = True, staticmethod(lambda: nn.GRU(3, 3, batch_first=True))
 
 
 class Lstm(Recurrent):
-    one_size = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.LSTM(3, 3, num_layers=2)
+    one_size, make = True, staticmethod(lambda: nn.LSTM(3, 3, num_layers=2))
 
 
 class Attention(Block):
@@ -141,8 +128,7 @@ class BatchNorm(Block):
         self.norm = nn.BatchNorm1d(WIDTH, eps=0.1)
 
     def forward(self, h: Tensor, batch: Batch, rows: Rows) -> Tensor:
-        found: Tensor = self.norm(h)
-        return found
+        return self.norm(h)
 
 
 class Dropout(Block):
@@ -192,27 +178,6 @@ class InPlace(Block):
         found[1:, 2].add_(1.0)
         found.masked_fill_(batch.x > 1, 0.3)
         return found.sub_(0.1).relu_()
-
-
-class Reshaped(Block):
-    """The shape of a tensor changes in place, and its size is used later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, h: Tensor, batch: Batch, rows: Rows) -> Tensor:
-        found = torch.stack([h, self.layer(h)]).transpose_(0, 1)
-        again = found.sum(1).unsqueeze_(0).squeeze_(0).t_()
-        scale = found.shape[0] / (again.shape[1] * found.size(1))
-        return again.t() * scale + found.mean(1) / found.shape[0]
-
-
-class ReshapedDetached(Block):
-    def forward(self, h: Tensor, batch: Batch, rows: Rows) -> Tensor:
-        found = h * 2
-        other = found.detach().unsqueeze_(1)
-        return found + other.sum(1) / other.shape[0] + other.mean()
 
 
 class Views(Block):
@@ -309,7 +274,6 @@ class Averages(Block):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("average", torch.zeros(WIDTH))
-        self.average: Tensor
 
     def forward(self, h: Tensor, batch: Batch, rows: Rows) -> Tensor:
         if self.training:
@@ -343,10 +307,8 @@ class Penalty(Block):
         self.layer = nn.Linear(WIDTH, 1)
 
     def forward(self, h: Tensor, batch: Batch, rows: Rows) -> Tensor:
+        x = batch.x.detach()
         if not torch.is_grad_enabled():
-            x = batch.x.detach()
-            weight = self.layer.weight
-            return h + (1 - self.layer(x).tanh() ** 2) * weight
-        x = batch.x.detach().requires_grad_()
-        (grad,) = torch.autograd.grad(self.layer(x).tanh().sum(), x, create_graph=True)
+            return h + (1 - self.layer(x).tanh() ** 2) * self.layer.weight
+        (grad,) = torch.autograd.grad(self.layer(x.requires_grad_()).tanh().sum(), x, create_graph=True)
         return h + grad

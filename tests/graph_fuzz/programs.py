@@ -61,8 +61,7 @@ class Program:
 
         made = []
         for size in self.sizes:
-            lengths = integers(4, size)
-            offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+            offsets = torch.cat([torch.zeros(1, dtype=torch.int64), integers(4, size).cumsum(0)])
             x, y = torch.randn(size, WIDTH, generator=generator), torch.randn(size, generator=generator)
             made.append(Batch(x, integers(IDS, size, 3), integers(IDS, int(offsets[-1])), offsets, y))
         return made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from tierbed import Graph, MultiTableEmbedding
 from tierbed.engine.optim import CatchUpAdam, RowWiseAdagrad
 
 from .blocks import BLOCKS, IDS, TABLES, WIDTH, Batch, Rows
-from .programs import FLOAT32, Event, Program
+from .programs import FLOAT32, Program
 
 _names = itertools.count()
 # where rounding moves a gradient near zero, a step moves by little
@@ -107,18 +107,20 @@ class Fuzzed(Graph):
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         return loss
 
-    def happens(self, event: Event) -> None:
-        for parameter in self.model.blocks[event.block].parameters():
-            parameter.requires_grad_(event.kind == "thaw")
+
+def _rows(name: str, store: Any, types: tuple[torch.dtype, torch.dtype] = FLOAT32) -> MultiTableEmbedding:
+    tables = [tierbed.make_table_options(tierbed.make_uniform_initializer(-0.5, 0.5))] * TABLES
+    return MultiTableEmbedding(name, WIDTH, types[0], torch.int64, tables, store, seed=0, state_dtype=types[1])
+
+
+def _all(rows: MultiTableEmbedding) -> Tensor:
+    return torch.stack([rows.get(torch.arange(IDS), table) for table in range(TABLES)])
 
 
 def run_graph(program: Program, store: str, path: Path, types: tuple[torch.dtype, torch.dtype] = FLOAT32) -> Result:
-    initializer = tierbed.make_uniform_initializer(-0.5, 0.5)
-    tables = [tierbed.make_table_options(initializer)] * TABLES
     kept = options(store, path / store if "ssd" in store else None)
-    name = f"fuzzed{next(_names)}"
     with (
-        MultiTableEmbedding(name, WIDTH, types[0], torch.int64, tables, kept, seed=0, state_dtype=types[1]) as rows,
+        _rows(f"fuzzed{next(_names)}", kept, types) as rows,
         patch("tierbed.graph.run.step_cache.MAX_STATIC_SHAPES", program.own),
         _loud() as logged,
     ):
@@ -130,27 +132,16 @@ def run_graph(program: Program, store: str, path: Path, types: tuple[torch.dtype
         graph.accumulate_grads(program.accumulated)
         graph.set_grad_scaler(graph.scaler)
         losses: list[Tensor] = []
-        batches = program.batches()
-        for begin, end in _stretches(program):
-            if event := program.events.get(begin):
-                if event.kind == "evaluate":
-                    graph.eval()
-                    losses.append(graph(*batches[begin]))
-                    graph.train()
-                else:
-                    graph.happens(event)
-            torch.manual_seed(program.seed + begin)
+        for batches in _stretches(program, graph, losses, graph):
             if program.ahead is None:
-                losses += [graph(*batch) for batch in batches[begin:end]]
+                losses += [graph(*batch) for batch in batches]
             else:
-                losses += graph.run([tuple(batch) for batch in batches[begin:end]], ahead=program.ahead)
+                losses += graph.run([tuple(batch) for batch in batches], ahead=program.ahead)
         graph.drop_grads()
         state = {key: value.clone() for key, value in graph.model.state_dict().items()}
-        found = torch.stack([rows.get(torch.arange(IDS), table) for table in range(TABLES)])
         assert not [line for line in logged if "failed" in line], logged
-        return Result(
-            losses, state, found, contents(rows).tobytes(), sum("share a dynamic-shape step" in line for line in logged)
-        )
+        shared = sum("share a dynamic-shape step" in line for line in logged)
+        return Result(losses, state, _all(rows), contents(rows).tobytes(), shared)
 
 
 def run_eager(program: Program, rows: Tensor) -> Result:
@@ -159,24 +150,15 @@ def run_eager(program: Program, rows: Tensor) -> Result:
     optimizers: list[Optimizer] = list(graph.optimizers.values())
     parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     losses: list[Tensor] = []
-    batches = program.batches()
-    for begin, end in _stretches(program):
-        if event := program.events.get(begin):
-            if event.kind == "evaluate":
-                graph.eval()
-                with torch.no_grad():
-                    losses.append(graph.build(*batches[begin]))
-                graph.train()
-            else:
-                graph.happens(event)
-        torch.manual_seed(program.seed + begin)
-        for number in range(begin, end):
-            losses.append(graph.build(*batches[number]).detach())
-            if (number + 1) % program.accumulated == 0:
+    calls = 0
+    for batches in _stretches(program, graph, losses, torch.no_grad()(graph.build)):
+        for batch in batches:
+            losses.append(graph.build(*batch).detach())
+            calls += 1
+            if calls % program.accumulated == 0:
                 _step(program, graph.scaler, optimizers, parameters)
                 for schedule in graph.schedules.values():
                     schedule.step()
-    assert isinstance(graph.rows, DenseRows)
     return Result(losses, graph.model.state_dict(), graph.rows.weight.detach().view(TABLES, IDS, WIDTH))
 
 
@@ -195,25 +177,41 @@ def _step(program: Program, scaler: GradScaler | None, optimizers: list[Optimize
         scaler.update()
 
 
-def _stretches(program: Program) -> Iterator[tuple[int, int]]:
-    """The calls from one event to the next."""
+def _stretches(
+    program: Program, graph: Fuzzed, losses: list[Tensor], evaluate: Callable[..., Tensor]
+) -> Iterator[list[Batch]]:
+    """The batches from one event to the next, which happens before them; the losses of evaluations."""
     ends = [*(call for call in program.events if call), len(program.sizes)]
-    return zip([0, *ends[:-1]], ends, strict=True)
+    batches = program.batches()
+    for begin, end in zip([0, *ends[:-1]], ends, strict=True):
+        event = program.events.get(begin)
+        if event and event.kind == "evaluate":
+            graph.eval()
+            losses.append(evaluate(*batches[begin]))
+            graph.train()
+        elif event:
+            for parameter in graph.model.blocks[event.block].parameters():
+                parameter.requires_grad_(event.kind == "thaw")
+        torch.manual_seed(program.seed + begin)
+        yield batches[begin:end]
+
+
+class _Keep(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
 @contextmanager
 def _loud() -> Iterator[list[str]]:
     """What the logger says meanwhile."""
-    logged: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            logged.append(record.getMessage())
-
-    handler, logger = Keep(), logging.getLogger("tierbed")
+    handler, logger = _Keep(), logging.getLogger("tierbed")
     logger.addHandler(handler)
     try:
-        yield logged
+        yield handler.lines
     finally:
         logger.removeHandler(handler)
 
@@ -224,8 +222,8 @@ def check(program: Program, path: Path) -> Result:
     Stores are compared with rows of the program's types, the device's of float32 with eager torch. It is one as well
     if no dynamic-shape step was made although one can be.
     """
-    initial = torch.stack([_initial_rows(table) for table in range(TABLES)])
-    expected = run_eager(program, initial)
+    with _rows("initial", options("device")) as rows:
+        expected = run_eager(program, _all(rows))
     found = run_graph(program, "device", path)
     assert found.shared or not program.shares, "no dynamic-shape step was made"
     for number, (ours, theirs) in enumerate(zip(found.losses, expected.losses, strict=True)):
@@ -241,10 +239,3 @@ def check(program: Program, path: Path) -> Result:
     assert found.bits == other.bits
     assert all(torch.equal(value, other.state[name]) for name, value in found.state.items())
     return found
-
-
-def _initial_rows(table: int) -> Tensor:
-    initializer = tierbed.make_uniform_initializer(-0.5, 0.5)
-    tables = [tierbed.make_table_options(initializer)] * TABLES
-    with MultiTableEmbedding("initial", WIDTH, torch.float32, torch.int64, tables, options("device"), seed=0) as rows:
-        return rows.get(torch.arange(IDS), table)

@@ -17,15 +17,11 @@ QUICK = 7  # it evaluates, thaws, and has an SSD
 SEEDS = range(HANDS)
 SLOW_SEEDS = [*(seed for seed in SEEDS if seed != QUICK), *range(100 * HANDS, 104 * HANDS)]
 SIZES = (5, 9, 4, 11, 7, 6)
-# by the seed of what else they do: one accumulates and scales, one clips and looks ahead, one catches up
+# by the seed of what else they do: one accumulates and scales, one clips, two look ahead
 LEFT = [name for name in BLOCKS if name not in draw_program(QUICK).blocks]
 MANY_SIZES = [name for name in LEFT if not BLOCKS[name].one_size]
-ALL = {
-    5: MANY_SIZES[::3],
-    4: MANY_SIZES[1::3],
-    8: MANY_SIZES[2::3],
-    0: [name for name in LEFT if BLOCKS[name].one_size],
-}
+ALL = {seed: MANY_SIZES[part::4] for part, seed in enumerate((5, 4, 8, 2))}
+ALL[0] = [name for name in LEFT if BLOCKS[name].one_size]
 
 
 @pytest.mark.parametrize("seed", [QUICK, *(pytest.param(seed, marks=pytest.mark.slow) for seed in SLOW_SEEDS)])

@@ -103,5 +103,17 @@ def graph_of(build: Callable[..., Any], *optimizers: torch.optim.Optimizer, **mo
     return Built()
 
 
+def training(loss_of: Callable[..., Tensor], lr: float = 0.1, **modules: nn.Module) -> Any:
+    """A graph that trains these modules by SGD on the loss that `loss_of(graph, ...)` gives."""
+
+    def build(graph: Any, *args: Any) -> Tensor:
+        loss = loss_of(graph, *args)
+        loss.backward()
+        return loss
+
+    parameters = [parameter for module in modules.values() for parameter in module.parameters()]
+    return graph_of(build, torch.optim.SGD(parameters, lr=lr), **modules)
+
+
 def compiled_steps(graph: Graph) -> int:
     return str(graph).count("# compiled step")
