@@ -17,7 +17,8 @@ from torch import Tensor
 from support import naive
 from support.arithmetic import row_sum
 from support.processors import (
-    ON_DEVICES,
+    ON_EMULATED,
+    ON_GPU,
     PROCESSORS,
     Make,
     cpu,
@@ -273,11 +274,9 @@ def test_no_lookups_no_ids_and_padding_alone(make: Make) -> None:
         check(make, lookups, SHAPES[0])
 
 
-@pytest.mark.parametrize(
-    ("make", "shape"),
-    [pytest.param(cpu, shape) for shape in SHAPES]
-    + [pytest.param(*one.values, shape, marks=one.marks) for one, shape in zip(ON_DEVICES, SHAPES * 2, strict=False)],
-)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("make", [PROCESSORS[0], *ON_EMULATED, *ON_GPU])
+@pytest.mark.rotated("shape")
 def test_rows_with_many_occurrences_are_summed_in_blocks(make: Make, shape: tuple[int, str, str]) -> None:
     check(make, large(), shape)
 

@@ -41,8 +41,8 @@ def _made(param: Any) -> Any:
 
 
 ON_GPU = [_made(param) for param in GPU]
-ON_DEVICES = [*map(_made, EMULATED), *ON_GPU]
-PROCESSORS = [pytest.param(cpu, id="cpu"), _made(EMULATED[1]), *ON_GPU]
+ON_EMULATED = [*map(_made, EMULATED)]
+PROCESSORS = [pytest.param(cpu, id="cpu"), *ON_EMULATED[1:2], *ON_GPU]
 processors = pytest.mark.parametrize("make", PROCESSORS)
 
 
@@ -63,16 +63,20 @@ def instruction_sets(make: Make) -> list[str | None]:
 
 
 def spec_of(
-    dim: int,
+    columns: int | list[int],
     types: tuple[str, str] = ("float32", "float32"),
     tables: int = len(INITIALIZERS),
     padding: int | None = None,
     last: list[int] | None = None,
 ) -> TableSpec:
     """The spec of a `rows.Table`. last: the last id of each table, if ids have numbers."""
+    groups = range(len(columns) if isinstance(columns, list) else 1)
     limits = [None] * tables if last is None else [one + 1 for one in last]
-    made = [make_table_options([INITIALIZERS[at % len(INITIALIZERS)]], ids=limit) for at, limit in enumerate(limits)]
-    return table_spec("t", dim, torch.int64, made, padding, 7, *(getattr(torch, one) for one in types))
+    made = [
+        make_table_options([INITIALIZERS[(at + group) % len(INITIALIZERS)] for group in groups], ids=limit)
+        for at, limit in enumerate(limits)
+    ]
+    return table_spec("t", columns, torch.int64, made, padding, 7, *(getattr(torch, one) for one in types))
 
 
 def moved(lookup: Lookup, device: torch.device) -> Lookup:
