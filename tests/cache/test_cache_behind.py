@@ -17,7 +17,7 @@ from support.limits import file_size_limit
 from tierbed.engine import _core
 from tierbed.engine.store.rocksdb import RocksDB
 
-ROWS = [(table, key) for table in range(2) for key in range(4000)]
+ROWS = [(table, key) for table in range(2) for key in range(2500)]
 MakeCache = Callable[..., _core.CachedTier]
 SMALL = "write_buffer_size=64k;min_write_buffer_number_to_merge=1;max_write_buffer_number=2"
 
@@ -43,7 +43,10 @@ def make_cache(database: RocksDB) -> Iterator[MakeCache]:
 
 
 def step(cache: _core.CachedTier, model: Model, rows: list[Row]) -> None:
-    batch = batch_of(rows)
+    step_of(cache, model, batch_of(rows))
+
+
+def step_of(cache: _core.CachedTier, model: Model, batch: _core.Batch) -> None:
     cache.pin(batch)
     model.check(batch)
     model.write(batch)
@@ -105,10 +108,7 @@ def test_a_prefetch_raises_what_the_thread_met(make_cache: MakeCache) -> None:
         batch = batch_of(some(random))
         cache.announce(batch)
         cache.prefetch(batch)
-        cache.pin(batch)
-        model.check(batch)
-        model.write(batch)
-        cache.unpin(batch)
+        step_of(cache, model, batch)
 
     def step_until_it_fails() -> None:
         for _ in range(1000):
@@ -125,8 +125,7 @@ def test_closing_beside_a_busy_thread_ends(make_cache: MakeCache) -> None:
     for seed in range(5):
         cache, random = make_cache(4), np.random.default_rng(seed)
         for _ in range(5):
-            batch = batch_of(some(random, 2000))
-            cache.pin(batch)
+            cache.pin(batch := batch_of(some(random, 2000)))
             Model().write(batch)
             cache.unpin(batch)
         cache.close()
@@ -179,10 +178,7 @@ def test_rows_that_announced_steps_need_give_way_to_the_rows_of_the_next_step(
         if batch is between:
             while not cache.prefetch(between):
                 time.sleep(0.01)
-        cache.pin(batch)
-        model.check(batch)
-        model.write(batch)
-        cache.unpin(batch)
+        step_of(cache, model, batch)
         if batch is not later:
             assert cache.metrics()["overflow_peak_rows"] <= 100 + 1
     check_all(cache, model)
@@ -230,10 +226,7 @@ def test_reading_prefetching_and_training_threads(make_cache: MakeCache, middle:
         thread.start()
     for batch in batches:
         announced.acquire()
-        cache.pin(batch)
-        model.check(batch)
-        model.write(batch)
-        cache.unpin(batch)
+        step_of(cache, model, batch)
         ended.release()
     done.set()
     for thread in threads:

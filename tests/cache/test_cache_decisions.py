@@ -32,7 +32,7 @@ def test_it_keeps_the_rows_that_the_plain_one_keeps(how: list[tuple[list[Row], b
 def test_long_runs_on_any_number_of_threads(sets: int, policy: str) -> None:
     both, random = Both(sets, policy), np.random.default_rng(sets)
     chances = np.arange(1, 240 * sets) ** -0.9
-    for step in range(30):
+    for step in range(16):
         keys = random.choice(len(chances), min(32 * sets, 800), p=chances / chances.sum())
         both.step([(int(key) % 2, int(key)) for key in keys], step % 3 > 0)
     both.check()

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from support.caches import (
@@ -40,8 +40,13 @@ actions = st.tuples(
 )
 
 
+COMING = [(0, key) for key in range(100, 130)]
+ERASED = [("step", COMING), ("announce", COMING), ("prefetch", []), ("erase", COMING[::2]), ("step", [])]
+
+
 @KINDS
 @examples(0.5)
+@example(how=ERASED, sets=1, policy="lru", overflow_rows=1000, threads=1)
 @given(
     how=st.lists(actions, max_size=25),
     sets=st.sampled_from([1, 2, 70]),
@@ -109,28 +114,29 @@ def run(how: list[tuple[str, list[Row]]], cache: _core.CachedTier, below: Any) -
 @KINDS
 def test_a_batch_larger_than_the_cache_stays_where_it_is_until_its_end(kind: str) -> None:
     with tier_below(kind) as below:
-        serve_a_large_batch(below)
+        cache, model = cache_over(below, 1, overflow_rows=1), Model()
+        for _ in range(3):
+            everything, looked_up = (batch_of([(0, key) for key in KEYS]) for _ in range(2))
+            cache.pin(everything)
+            assert len(set(everything.lines.tolist())) == len(KEYS)
+            model.check(everything)
+            model.write(everything)
+            cache.peek(looked_up)
+            model.check(looked_up)
+            cache.unpin(everything)
+        metrics = cache.metrics()
+        assert metrics["overflow_peak_rows"] >= len(KEYS) - WAYS
+        assert metrics["resident_rows"] <= metrics["capacity"] == WAYS
+        cache.flush()
+        model.check_tier(below)
+        cache.close()
 
 
-def serve_a_large_batch(below: Any) -> None:
-    cache, model = cache_over(below, 1, overflow_rows=1), Model()
-    everything = batch_of([(0, key) for key in KEYS])
-    for _ in range(3):
-        cache.pin(everything)
-        assert len(set(everything.lines.tolist())) == len(KEYS)
-        model.check(everything)
-        model.write(everything)
-        peek_counts = batch_of([(0, key) for key in KEYS])
-        cache.peek(peek_counts)
-        model.check(peek_counts)
-        cache.unpin(everything)
-        everything = batch_of([(0, key) for key in KEYS])
-    metrics = cache.metrics()
-    assert metrics["overflow_peak_rows"] >= len(KEYS) - WAYS
-    assert metrics["resident_rows"] <= metrics["capacity"] == WAYS
-    cache.flush()
-    model.check_tier(below)
-    cache.close()
+def step(cache: _core.CachedTier, model: Model, batch: _core.Batch) -> None:
+    cache.pin(batch)
+    model.check(batch)
+    model.write(batch)
+    cache.unpin(batch)
 
 
 def test_prefetched_rows_stay_until_their_step_though_others_come() -> None:
@@ -141,11 +147,8 @@ def test_prefetched_rows_stay_until_their_step_though_others_come() -> None:
         assert cache.prefetch(batch)
     lines = [batch.lines.copy() for batch in (first, second)]
     for batch, before in zip((first, second), lines, strict=True):
-        cache.pin(batch)
+        step(cache, model, batch)
         assert batch.lines.tolist() == before.tolist()
-        model.check(batch)
-        model.write(batch)
-        cache.unpin(batch)
 
 
 def test_a_row_beside_the_sets_stays_where_a_coming_batch_has_it() -> None:
@@ -161,39 +164,7 @@ def test_a_row_beside_the_sets_stays_where_a_coming_batch_has_it() -> None:
     cache.unpin(first)
     assert cache.prefetch(third)  # the set has room by now
     for batch in (second, third):
-        cache.pin(batch)
-        model.check(batch)
-        model.write(batch)
-        cache.unpin(batch)
-
-
-@KINDS
-def test_rows_erased_while_a_coming_batch_has_them_are_new_in_it(kind: str) -> None:
-    with tier_below(kind) as below:
-        erase_prefetched(below)
-
-
-def erase_prefetched(below: Any) -> None:
-    cache, model = cache_over(below, 1), Model()
-    rows = [(0, key) for key in range(100, 130)]
-    for _ in range(2):
-        batch = batch_of(rows)
-        cache.pin(batch)
-        model.write(batch)
-        cache.unpin(batch)
-    ahead = batch_of(rows)
-    cache.announce(ahead)
-    assert cache.prefetch(ahead)
-    gone = batch_of(rows[::2])
-    cache.erase(gone.tables, gone.keys)
-    for row in rows[::2]:
-        del model.updates[row]
-    cache.pin(ahead)
-    model.check(ahead)
-    cache.unpin(ahead)
-    cache.flush()
-    model.check_tier(below)
-    cache.close()
+        step(cache, model, batch)
 
 
 def test_prefetch_waits_at_the_cap_of_the_overflow_and_a_step_does_not() -> None:
@@ -205,9 +176,7 @@ def test_prefetch_waits_at_the_cap_of_the_overflow_and_a_step_does_not() -> None
     assert not cache.prefetch(large)
     assert cache.metrics()["overflow_rows"] == 0
     for batch in (small, large):
-        cache.pin(batch)
-        model.check(batch)
-        cache.unpin(batch)
+        step(cache, model, batch)
     assert cache.metrics()["prefetch_waits"] == 1
     assert cache.metrics()["overflow_peak_rows"] == 80 - WAYS
 
@@ -232,18 +201,15 @@ def test_batches_are_pinned_in_the_order_in_which_they_are_announced() -> None:
 def test_batches_are_cancelled_while_they_come_up(kind: str) -> None:
     with tier_below(kind) as below, ThreadPoolExecutor(1) as pool:
         cache, model, random = cache_over(below, 2, overflow_rows=3000), Model(), np.random.default_rng(0)
-        for _ in range(60):
-            rows = [(int(key) % 2, int(key)) for key in random.integers(0, 2500, 1500)]
-            ahead, batch = batch_of(rows[:1200]), batch_of(rows[600:])
+        for _ in range(30):
+            rows = [(int(key) % 2, int(key)) for key in random.integers(0, 2500, 1000)]
+            ahead, batch = batch_of(rows[:800]), batch_of(rows[400:])
             cache.announce(ahead)
             coming_up = pool.submit(cache.prefetch, ahead)
             time.sleep(random.random() * 2e-3)
             cache.cancel()
             coming_up.result()
-            cache.pin(batch)
-            model.check(batch)
-            model.write(batch)
-            cache.unpin(batch)
+            step(cache, model, batch)
         cache.close()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given
+from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
 
 from support.caches import KEYS, Row
@@ -25,8 +25,13 @@ some_rows = st.lists(st.tuples(st.integers(0, 1), st.sampled_from(KEYS)), max_si
 ACTIONS = ["step", "step", "read only", "announce", "announce", "prefetch", "peek", "erase", "flush", "cancel", "scan"]
 
 
+COMING = [(0, key) for key in range(100, 130)]
+ERASED = [("step", COMING), ("announce", COMING), ("prefetch", []), ("erase", COMING[::2]), ("step", [])]
+
+
 @on_devices
 @caches
+@example(how=ERASED, sets=1, policy="lru")
 @examples(0.3, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     how=st.lists(st.tuples(st.sampled_from(ACTIONS), some_rows), max_size=25),
