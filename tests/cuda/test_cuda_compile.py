@@ -38,9 +38,7 @@ OF_GRADIENTS = ["ops/cuda/lookups.cu", "ops/cuda/sums.cu", "ops/cuda/update.cu"]
 FILES = sorted(str(path.relative_to(ENGINE)) for path in ENGINE.rglob("*.cu"))
 
 
-def macros(
-    dim: int, states: int, types: tuple[str, str] = ("Float32", "Float32"), numbers: int = 0
-) -> tuple[tuple[str, str | int], ...]:
+def macros(dim: int, states: int, types: tuple[str, str] = WIDE, numbers: int = 0) -> tuple[tuple[str, str | int], ...]:
     """Of rows with states that elements have, and numbers that rows have. types: of embedding and states."""
     embedding, of_states = types
     width = words_of(embedding.lower(), dim) + states * words_of(of_states.lower(), dim) + numbers
@@ -108,20 +106,16 @@ def test_rules_compile(rule: str, target: tuple[str, Target]) -> None:
     kernel = RULES[rule]
     line = macros(dim, len(kernel.element_states), rows, len(kernel.row_states))
     rule_macros = (("TIERBED_RULE", struct_name(rule)), ("TIERBED_GRADIENTS", gradients))
-    more = {
-        kernel: registers
-        for (kernel, *target), registers in MORE_REGISTERS.items()
-        if target == [rule, dim, architecture]
-    }
+    this = [rule, dim, architecture]
+    more = {name: registers for (name, *where), registers in MORE_REGISTERS.items() if where == this}
     check(Program("ops/cuda/update.cu", line + rule_macros), architecture, more)
 
 
 @rotated("target")
-@pytest.mark.parametrize("target", TARGETS[:3], ids=joined)
-@pytest.mark.parametrize("gradients", GRADIENTS)
+@pytest.mark.parametrize("target", list(zip(GRADIENTS, TARGETS, strict=False)), ids=joined)
 @pytest.mark.parametrize("file", OF_GRADIENTS[:2])
-def test_lookups_and_sums_compile(file: str, gradients: str, target: Target) -> None:
-    dim, architecture, rows = target
+def test_lookups_and_sums_compile(file: str, target: tuple[str, Target]) -> None:
+    gradients, (dim, architecture, rows) = target
     check(Program(file, (*macros(dim, 2, rows), ("TIERBED_GRADIENTS", gradients))), architecture)
 
 

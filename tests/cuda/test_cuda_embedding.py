@@ -116,10 +116,9 @@ def snapshot(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 
 @on_devices
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("pooling", ["sum", "mean"])
-@pytest.mark.parametrize("store", ["device", "cached_host"])
-@pytest.mark.pairs
+@pytest.mark.parametrize(
+    ("store", "pooling", "dtype"), [("device", "sum", torch.float32), ("cached_host", "mean", torch.bfloat16)]
+)
 def test_bags_have_the_bits_of_the_cpu(device: Device, store: str, pooling: str, dtype: torch.dtype) -> None:
     here = started(store, "adagrad", None, torch.device("cpu"), pooling, output_dtype=dtype)
     here.steps(4)
@@ -131,10 +130,7 @@ def test_bags_have_the_bits_of_the_cpu(device: Device, store: str, pooling: str,
 
 
 @on_one_device
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("ahead", [0, 8])
-@pytest.mark.parametrize("store", ["device", "ssd"])
-@pytest.mark.pairs
+@pytest.mark.parametrize(("store", "ahead", "dtype"), [("device", 0, torch.float32), ("ssd", 8, torch.bfloat16)])
 def test_accumulated_calls_have_the_bits_of_the_cpu(
     tmp_path: Path, device: Device, store: str, ahead: int, dtype: torch.dtype
 ) -> None:

@@ -74,21 +74,19 @@ def expected() -> Callable[..., tuple[list[bytes], bytes]]:
     return in_memory
 
 
+FEW = [("cached_host", "adam"), ("ssd_host", "rowwise")]
+
+
+@pytest.mark.all_stores
 @pytest.mark.parametrize("types", TYPES, ids=str)
-@pytest.mark.parametrize("optimizer", ["adam", "rowwise"])
-@pytest.mark.parametrize("store", ["cached_host", "ssd_host"])
-@pytest.mark.pairs
+@pytest.mark.parametrize(
+    ("store", "optimizer"),
+    [
+        pytest.param(*pair, marks=() if pair in FEW else pytest.mark.slow)
+        for pair in itertools.product(STORES[1:], OPTIMIZERS)
+    ],
+)
 def test_losses_rows_and_state_do_not_depend_on_the_store(
-    tmp_path: Path, store: str, optimizer: str, types: Types, expected: Any
-) -> None:
-    assert run(options(store, tmp_path), optimizer, types=types) == expected(optimizer, types)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("types", TYPES, ids=str)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("store", STORES[1:])
-def test_losses_rows_and_state_of_every_optimizer_do_not_depend_on_the_store(
     tmp_path: Path, store: str, optimizer: str, types: Types, expected: Any
 ) -> None:
     assert run(options(store, tmp_path), optimizer, ahead=2, types=types) == expected(optimizer, types)
