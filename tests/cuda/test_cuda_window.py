@@ -9,78 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given
-from hypothesis import strategies as st
 
-from support.caches import KEYS, Row
 from support.cuda_tables import on_devices, on_one_device
 from support.device_caches import DeviceCache
-from support.examples import examples
 from tierbed import InputError, StoreError
 from tierbed.engine.cache.cuda.cache import Cache
 from tierbed.engine.ops.cuda.device import Device
 
 caches = pytest.mark.parametrize("below", ["table", "tier"])
-some_rows = st.lists(st.tuples(st.integers(0, 1), st.sampled_from(KEYS)), max_size=90)
-ACTIONS = ["step", "step", "read only", "announce", "announce", "prefetch", "peek", "erase", "flush", "cancel", "scan"]
-
-
-COMING = [(0, key) for key in range(100, 130)]
-ERASED = [("step", COMING), ("announce", COMING), ("prefetch", []), ("erase", COMING[::2]), ("step", [])]
-
-
-@on_devices
-@caches
-@example(how=ERASED, sets=1, policy="lru")
-@examples(0.3, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    how=st.lists(st.tuples(st.sampled_from(ACTIONS), some_rows), max_size=25),
-    sets=st.sampled_from([1, 2, 64]),
-    policy=st.sampled_from(["lru", "lfu"]),
-)
-def test_rows_are_those_of_a_dict(
-    device: Device, below: str, how: list[tuple[str, list[Row]]], sets: int, policy: str
-) -> None:
-    cache = DeviceCache(device, below, sets, policy)
-    model, coming = cache.model, []
-    for action, rows in how:
-        batch = cache.batch(rows)
-        if action in ("step", "read only"):
-            if coming:
-                batch = coming.pop(0)
-            cache.pin(batch)
-            model.check(batch)
-            if action == "step":
-                model.write(batch)
-            cache.unpin(batch, dirty=action == "step")
-            cache.faults.check()
-        elif action == "announce":
-            cache.announce(batch)
-            coming.append(batch)
-        elif action == "prefetch":
-            for ahead in coming:
-                if not cache.prefetch(ahead):
-                    break
-        elif action == "peek":
-            cache.peek(batch)
-            model.check(batch)
-        elif action == "erase":
-            cache.erase(list(dict.fromkeys(rows)))
-        elif action == "flush":
-            cache.flush()
-        elif action == "scan":
-            model.check_scan(cache.store.scan())
-        else:
-            cache.cancel()
-            coming.clear()
-    cache.cancel()
-    model.check_scan(cache.store.scan())
-    for table, key in {row for _, rows in how for row in rows}:
-        places, updates = cache.store.locate(table, key), model.updates.get((table, key), 0)
-        assert [place["updates"] for place in places] in ([], [updates], [updates, updates])
-        assert bool(places) >= bool(updates)
-        assert not any(place.get("dirty") or place.get("pinned") for place in places)  # the scan flushed
-    cache.close()
 
 
 @on_devices

@@ -118,6 +118,47 @@ class Model:
         assert set(names) == {row for row, updates in self.updates.items() if updates}
 
 
+class HostCache(HostRows):
+    """A cache of the core over a tier, and the model of its rows."""
+
+    def __init__(self, below: Any, sets: int, policy: str = "lru", overflow_rows: int = 10_000) -> None:
+        self.below, self.native = below, cache_over(below, sets, policy, overflow_rows)
+        native = self.native
+        self.announce, self.prefetch, self.cancel, self.pin = (
+            native.announce,
+            native.prefetch,
+            native.cancel,
+            native.pin,
+        )
+        self.peek, self.flush, self.metrics, self.close = native.peek, native.flush, native.metrics, native.close
+        self.model = Model(self)
+
+    def unpin(self, batch: _core.Batch, dirty: bool = True) -> None:
+        self.native.unpin(batch)
+
+    def step(self, batch: _core.Batch) -> None:
+        self.pin(batch)
+        self.model.check(batch)
+        self.model.write(batch)
+        self.unpin(batch)
+
+    def erase(self, rows: list[Row]) -> None:
+        batch = batch_of(rows)
+        self.native.erase(batch.tables, batch.keys)
+        for row in rows:
+            self.model.updates.pop(row, None)
+
+    def places(self, rows: Iterable[Row]) -> Any:
+        """Where rows are, unless they leave for the tier at any time."""
+        return None if isinstance(self.below, _core.RocksTier) else places(self.native, rows)
+
+    def check_stored(self) -> None:
+        """Rows are in the cache or below, and flushed below."""
+        self.model.check_tier(self.native)
+        self.native.flush()
+        self.model.check_tier(self.below)
+
+
 KINDS = pytest.mark.parametrize("kind", ["memory", "disk", "cache"])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ class DeviceCache:
     """below: "table", by kernels alone, or "tier", as over a disk. It is the `rows` of its model as well."""
 
     def __init__(self, device: Device, below: str, sets: int, policy: str = "lru", capacity: int | None = None) -> None:
+        device = device if isinstance(device, Device) else device()
         self.device = device
         self.side = DeviceTable(device, TABLE)
         self.faults = Faults(device, "t", TABLE.tables, None)
@@ -81,6 +82,19 @@ class DeviceCache:
         )
         for row in rows:
             self.model.updates.pop(row, None)
+
+    def places(self, rows: Iterable[Row]) -> Any:
+        return [self.store.locate(*row) for row in rows]
+
+    def check_stored(self) -> None:
+        """A scan, which flushes, has the rows; and tiers say the same of where they are."""
+        self.faults.check()
+        self.model.check_scan(self.store.scan())
+        for row in [*self.model.updates, (0, 10**6)][:20:3]:
+            places, updates = self.store.locate(*row), self.model.updates.get(row, 0)
+            assert [place["updates"] for place in places] in ([], [updates], [updates, updates])
+            assert bool(places) >= bool(updates)
+            assert not any(place.get("dirty") or place.get("pinned") for place in places)
 
     def metrics(self) -> dict[str, Any]:
         return self.store.metrics()["device"]
