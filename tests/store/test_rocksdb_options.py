@@ -220,15 +220,18 @@ def test_rows_made_with_other_options_move_to_a_wider_row(tmp_path: Path) -> Non
         assert embedding.size() == len(contents(embedding)) == 500
 
 
-def test_compaction_gives_the_space_of_replaced_rows_back(tmp_path: Path) -> None:
+def test_compaction_gives_the_space_of_replaced_and_deleted_rows_back(tmp_path: Path) -> None:
     with make(options("ssd", tmp_path, rocksdb_options={"disable_auto_compactions": True}), "sgd") as embedding:
         for _ in range(5):
             train(embedding, range(2000))
             embedding.table_handle().table.flush()
-        before, rows = embedding.metrics()["ssd"]["sst_bytes"], contents(embedding)
-        embedding.compact()
-        assert embedding.metrics()["ssd"]["sst_bytes"] < before / 3
-        assert contents(embedding).tobytes() == rows.tobytes()
+        for gone, share in (([], 3), (range(1800), 5)):
+            embedding.delete(gone, 0)
+            embedding.table_handle().table.flush()
+            before, rows = embedding.metrics()["ssd"]["sst_bytes"], contents(embedding)
+            embedding.compact()
+            assert embedding.metrics()["ssd"]["sst_bytes"] < before / share
+            assert contents(embedding).tobytes() == rows.tobytes()
 
 
 def test_what_rocksdb_can_do_and_takes_is_told(tmp_path: Path) -> None:
