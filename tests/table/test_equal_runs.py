@@ -92,18 +92,8 @@ def test_losses_rows_and_state_do_not_depend_on_the_store(
     assert run(options(store, tmp_path), optimizer, ahead=2, types=types) == expected(optimizer, types)
 
 
-def cached_run(
-    path: Path,
-    store: str,
-    sets: int,
-    policy: str,
-    threads: int,
-    ahead: int,
-    set_threads: Callable[[int], None],
-    types: Types = FLOAT32,
-) -> tuple[list[bytes], bytes]:
-    set_threads(threads)
-    return run(options(store, path, sets * ONE_SET_MB, cache_policy=policy), "adam", ahead, types)
+def cached(path: Path, store: str, sets: int, policy: str) -> Any:
+    return options(store, path, sets * ONE_SET_MB, cache_policy=policy)
 
 
 # every pair of values meets
@@ -135,8 +125,8 @@ def test_losses_rows_and_state_do_not_depend_on_the_cache_on_threads_and_on_hint
     expected: Any,
     native_threads: Callable[[int], None],
 ) -> None:
-    found = cached_run(tmp_path, store, sets, policy, threads, ahead, native_threads, types)
-    assert found == expected("adam", types)
+    native_threads(threads)
+    assert run(cached(tmp_path, store, sets, policy), "adam", ahead, types) == expected("adam", types)
 
 
 @pytest.mark.slow
@@ -144,6 +134,7 @@ def test_losses_rows_and_state_do_not_depend_on_the_cache_on_threads_and_on_hint
 def test_no_combination_of_cache_threads_and_hints_changes_a_run(
     tmp_path: Path, store: str, expected: Any, native_threads: Callable[[int], None]
 ) -> None:
-    for how in itertools.product([1, 3, 1000], ["lru", "lfu"], [1, 2, 16], [0, 1, 4]):
-        path = tmp_path / "-".join(map(str, how))
-        assert cached_run(path, store, *how, native_threads) == expected("adam"), how
+    for sets, policy, threads, ahead in itertools.product([1, 3, 1000], ["lru", "lfu"], [1, 2, 16], [0, 1, 4]):
+        native_threads(threads)
+        how = cached(tmp_path / f"{sets}{policy}{threads}{ahead}", store, sets, policy)
+        assert run(how, "adam", ahead) == expected("adam"), how
