@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from support.cuda_tables import on_one_device, on_processors
+from support.cuda_tables import on_one_device, on_processors, with_policies
 from support.embeddings import DIM, contents, make, train
 from support.examples import examples
 from support.images import check_image, in_memory, joined, small_chunks, table_of
@@ -30,31 +30,23 @@ from tierbed.snapshots import Snapshot
 __all__ = ["small_chunks"]
 pytestmark = pytest.mark.usefixtures("small_chunks")
 stores = pytest.mark.parametrize("store", STORES)
-one_example_each = examples(0.1, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @stores
-@on_processors
-@one_example_each
+@with_policies({name: POLICIES[name] for name in ("lru", "sweeps", "sights")})
+@examples(0.1, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(gaps=st.lists(st.integers(0, 25), min_size=1, max_size=12), before=st.integers(0, 4))
 @pytest.mark.rotated("store")
 def test_an_image_is_of_one_instant_whatever_happens_while_it_is_read(
-    tmp_path_factory: pytest.TempPathFactory, place: torch.device, store: str, gaps: list[int], before: int
+    tmp_path_factory: pytest.TempPathFactory,
+    place: torch.device,
+    store: str,
+    policy: dict[str, Any],
+    gaps: list[int],
+    before: int,
 ) -> None:
     path = tmp_path_factory.mktemp("store")
-    check_image(*(options(store, path / part) for part in ("one", "other")), gaps, before, place)
-
-
-@stores
-@pytest.mark.parametrize("policy", ["lru", "sweeps", "sights"])
-@examples(0.1)
-@given(gaps=st.lists(st.integers(0, 25), min_size=1, max_size=12), before=st.integers(0, 4))
-@pytest.mark.rotated("store")
-def test_an_image_of_rows_that_leave(
-    tmp_path_factory: pytest.TempPathFactory, store: str, policy: str, gaps: list[int], before: int
-) -> None:
-    path = tmp_path_factory.mktemp("store")
-    check_image(*(options(store, path / part, **POLICIES[policy]) for part in ("one", "other")), gaps, before)
+    check_image(*(options(store, path / part, **policy) for part in ("one", "other")), gaps, before, place)
 
 
 def test_a_row_that_changes_where_reading_pauses_is_read_as_it_was() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from shutil import which
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,15 +39,21 @@ EMULATED = (
 GPU = [] if NO_GPU else [pytest.param(lambda: cuda_device(0), id="gpu", marks=pytest.mark.gpu)]
 
 _each = pytest.mark.parametrize("device", [*EMULATED, *GPU], indirect=True)
-on_processors = pytest.mark.parametrize(
-    "device", [pytest.param(lambda: None, id="cpu"), *EMULATED[1:2], *GPU], indirect=True
-)
+_processors = [pytest.param(lambda: None, id="cpu"), *EMULATED[1:2], *GPU]
+on_processors = pytest.mark.parametrize("device", _processors, indirect=True)
 on_one_device = pytest.mark.parametrize("device", [*EMULATED[1:2], *GPU], indirect=True)  # for long runs
 
 
 def on_devices(test: Callable[..., None]) -> Callable[..., None]:
     """The test runs on the GPU and in emulation, there in one order of threads for each of its other parameters."""
     return rotated("device")(_each(test))
+
+
+def with_policies(policies: dict[str, dict[str, Any]]) -> pytest.MarkDecorator:
+    """The test runs on each processor with a `policy` of none, and on the CPU, which alone has them, with each."""
+    cells = [pytest.param(*one.values, {}, id=one.id, marks=one.marks) for one in _processors]
+    cells += [pytest.param(*_processors[0].values, policy, id=name) for name, policy in policies.items()]
+    return pytest.mark.parametrize(("device", "policy"), cells, indirect=["device"])
 
 
 HostSegment = tuple[Sequence[int], Sequence[int] | None, int | Sequence[int] | None]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from support.changed_rows import FIRST, SECOND, Calls, Row, by_name, calls, check_noted, in_order, in_small_chunks
-from support.cuda_tables import on_processors
+from support.cuda_tables import with_policies
 from support.embeddings import make, train
 from support.examples import examples
 from support.rows import Table, any_key
@@ -132,40 +132,24 @@ POLICIES: dict[str, dict[str, Any]] = {
     "evicts": {"eviction": "lru", "capacity": 60},
     "expires": {"ttl_steps": 2, "admission": 2},
 }
-few = examples(0.2, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @stores
-@on_processors
-@few
+@with_policies(POLICIES)
+@examples(0.2, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(before=calls, during=calls, after=calls, chunk=st.integers(1, 9))
 @pytest.mark.rotated("store")
 def test_noted_changes_make_the_rows_of_now_of_those_before(
     tmp_path_factory: pytest.TempPathFactory,
     place: torch.device,
     store: str,
+    policy: dict[str, Any],
     before: Calls,
     during: Calls,
     after: Calls,
     chunk: int,
 ) -> None:
-    check_noted(options(store, tmp_path_factory.mktemp("store")), before, during, after, chunk, place)
-
-
-@stores
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-@few
-@given(before=calls, during=calls, after=calls)
-@pytest.mark.rotated("store")
-def test_noted_changes_of_rows_that_leave(
-    tmp_path_factory: pytest.TempPathFactory,
-    store: str,
-    policy: dict[str, Any],
-    before: Calls,
-    during: Calls,
-    after: Calls,
-) -> None:
-    check_noted(options(store, tmp_path_factory.mktemp("store"), **policy), before, during, after, chunk=4)
+    check_noted(options(store, tmp_path_factory.mktemp("store"), **policy), before, during, after, chunk, place)
 
 
 @stores

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from support.embeddings import DIM, contents, make
 from support.graphs import graph_of
 from support.optimizers import OPTIMIZERS
-from support.stores import ONE_SET_MB, STORES, options
+from support.stores import ONE_SET_MB, options
 from tierbed import Graph
 
 Types = tuple[torch.dtype, torch.dtype]
@@ -74,18 +74,10 @@ def expected() -> Callable[..., tuple[list[bytes], bytes]]:
     return in_memory
 
 
-FEW = [("cached_host", "adam"), ("ssd_host", "rowwise")]
-
-
-@pytest.mark.all_stores
 @pytest.mark.parametrize("types", TYPES, ids=str)
-@pytest.mark.parametrize(
-    ("store", "optimizer"),
-    [
-        pytest.param(*pair, marks=() if pair in FEW else pytest.mark.slow)
-        for pair in itertools.product(STORES[1:], OPTIMIZERS)
-    ],
-)
+@pytest.mark.parametrize(("store", "optimizer"), [("cached_host", "adam"), ("ssd_host", "rowwise"), ("host", "adam")])
+@pytest.mark.all_stores
+@pytest.mark.pairs
 def test_losses_rows_and_state_do_not_depend_on_the_store(
     tmp_path: Path, store: str, optimizer: str, types: Types, expected: Any
 ) -> None:

@@ -148,30 +148,22 @@ def test_ids_that_are_no_rows_are_passed_over() -> None:
         embedding.delete([1], 0)
 
 
-def test_ctrl_c_while_rows_leave_loses_no_table() -> None:
-    with make(options("host"), "sgd") as embedding:
-        embedding.put(range(9), torch.ones(9, embedding.dim), 0)
-        table = embedding.table_handle().table
-        ask_to_leave(table, [3, 4])
-        table.before_write = lambda step: signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            embedding.get([5], 0)
-        assert (table.failure, table.pending_erase) == (None, None)
-        assert embedding.get([5], 0).tolist() == [[1.0] * embedding.dim]
-        assert embedding.size() == 7
-
-
-def test_a_memory_error_before_rows_leave_is_tried_again() -> None:
-    def full(step: int) -> None:
-        raise MemoryError
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_error_while_rows_leave_loses_no_table(error: type[BaseException]) -> None:
+    def fail(step: int) -> None:
+        if error is MemoryError:
+            raise MemoryError
+        signal.raise_signal(signal.SIGINT)  # comes when they left
 
     with make(options("host"), "sgd") as embedding:
         embedding.put(range(9), torch.ones(9, embedding.dim), 0)
         table = embedding.table_handle().table
         ask_to_leave(table, [3, 4])
-        before, table.before_write = table.before_write, full
-        with pytest.raises(MemoryError):
+        before, table.before_write = table.before_write, fail
+        with pytest.raises(error):
             embedding.get([5], 0)
+        assert table.failure is None
+        assert (table.pending_erase is None) == (error is KeyboardInterrupt)
         table.before_write = before
         assert embedding.get([5], 0).tolist() == [[1.0] * embedding.dim]
         assert embedding.size() == 7
