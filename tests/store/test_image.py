@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -154,24 +156,16 @@ def test_snapshots_on_a_device_cost_the_change_and_training_goes_on(
         assert contents(embedding).tobytes() == after
 
 
-class OutOfMemory:
-    """In the place of a module or a function: its first use fails."""
+def first_out_of_memory(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, but for its first call."""
+    failures = iter([torch.OutOfMemoryError()])
 
-    def __init__(self, patch: pytest.MonkeyPatch, module: object, name: str) -> None:
-        self._original, self._failed = getattr(module, name), False
-        patch.setattr(module, name, self)
+    def call(*arguments: Any) -> Any:
+        if error := next(failures, None):
+            raise error
+        return function(*arguments)
 
-    def __call__(self, *arguments: Any) -> Any:
-        return self._use()(*arguments)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._use(), name)
-
-    def _use(self) -> Any:
-        if not self._failed:
-            self._failed = True
-            raise torch.OutOfMemoryError
-        return self._original
+    return call
 
 
 @on_one_device
@@ -184,7 +178,7 @@ def test_changes_are_known_after_memory_of_a_device_ran_out(
         embedding.save_snapshot("first")
         embedding.save_snapshot("noted", "incremental")
         train(embedding, range(50))
-        OutOfMemory(monkeypatch, changed_lines, "keys_of")
+        monkeypatch.setattr(changed_lines, "keys_of", first_out_of_memory(changed_lines.keys_of))
         with pytest.raises(torch.OutOfMemoryError):
             embedding.save_snapshot("a", "full" if background else "incremental", background=background)
         embedding.save_snapshot("b", "incremental")
@@ -202,7 +196,7 @@ def test_what_a_device_could_not_keep_is_kept_the_next_time(
         train(embedding, range(100))
         expected = contents(embedding).tobytes()
         rows = table_of(embedding).observers.image()
-        OutOfMemory(monkeypatch, cuda_image, "itertools")
+        monkeypatch.setattr(cuda_image, "itertools", SimpleNamespace(pairwise=first_out_of_memory(itertools.pairwise)))
         with pytest.raises(torch.OutOfMemoryError):
             train(embedding, range(50))
         train(embedding, range(50))

@@ -145,10 +145,3 @@ class DeviceTable:
             row: (values.tobytes(), record.tobytes())
             for row, values, record in zip(self.identities(batch), floats, records, strict=True)
         }
-
-
-def contents_on_host(table: Table, batch: object) -> dict[tuple[int, int], tuple[bytes, bytes]]:
-    """The same of a batch of `_core`."""
-    rows = zip(batch.tables.tolist(), batch.keys.tolist(), strict=True)  # type: ignore[attr-defined]
-    values, records = table.values(batch.lines), table.records(batch.lines)  # type: ignore[attr-defined]
-    return {row: (v.tobytes(), r.tobytes()) for row, v, r in zip(rows, values, records, strict=True)}

@@ -75,9 +75,7 @@ def expected() -> Callable[..., tuple[list[bytes], bytes]]:
 
 
 @pytest.mark.parametrize("types", TYPES, ids=str)
-@pytest.mark.parametrize(("store", "optimizer"), [("cached_host", "adam"), ("ssd_host", "rowwise"), ("host", "adam")])
-@pytest.mark.all_stores
-@pytest.mark.pairs
+@pytest.mark.parametrize(("store", "optimizer"), [("cached_host", "adam"), ("ssd_host", "rowwise")])
 def test_losses_rows_and_state_do_not_depend_on_the_store(
     tmp_path: Path, store: str, optimizer: str, types: Types, expected: Any
 ) -> None:

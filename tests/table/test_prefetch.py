@@ -20,16 +20,13 @@ from torch import Tensor
 
 from support.cuda_emulation.ordering import OrderedDevice
 from support.cuda_tables import on_one_device, on_processors, tables_on
-from support.device_steps import started
 from support.embeddings import attach, contents, make, train
 from support.examples import examples
 from support.forked import in_process
 from support.stores import STORES, options
 from tierbed import CapacityError, EagerOptimizer, InputError, MultiTableEmbedding, OptimizerError, StoreError
-from tierbed.engine.ops.cuda.device import Device
 from tierbed.engine.options.lookup import Lookup
 from tierbed.engine.table.prefetch import QUEUE, Prefetcher
-from tierbed.snapshots.files.reader import Snapshot
 
 STEPS = 12
 BATCHES = [torch.randint(0, 300, (64,), generator=torch.Generator().manual_seed(step)) for step in range(STEPS)]
@@ -359,35 +356,6 @@ def test_hints_are_used_again_after_many_wrong_ones(ahead: int, wrong: int) -> N
         hint(embedding, BATCHES[0])
         train(embedding, BATCHES[0])
         assert hits(embedding) == before + 1
-
-
-def chunks(folder: Path) -> list[tuple[int, bytes]]:
-    return [(bucket, rows.tobytes()) for bucket, rows in Snapshot.open(folder / "rows/snapshots/fifth").chunks()]
-
-
-@on_one_device
-@pytest.mark.parametrize("store", STORES)
-def test_a_run_over_a_loader_on_a_device_is_the_plain_loop(tmp_path: Path, device: Device, store: str) -> None:
-    here = started(store, "adam", tmp_path / "here", torch.device("cpu"), "sum")
-    expected = []
-    for number, batch in enumerate(here.batches(0)):
-        expected.append(here.graph(*batch))
-        if number == 4:
-            here.graph.rows.save_snapshot("fifth")
-    with tables_on(device) as place:
-        there = started(store, "adam", tmp_path / "there", place, "sum")
-        seen = []
-        for number, out in enumerate(there.graph.run(there.batches(0), ahead=3)):
-            seen.append([part.cpu() for part in out])
-            if number == 4:
-                saved = there.graph.rows.save_snapshot("fifth", background=True)
-        for a, b in zip(seen, expected, strict=True):
-            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-        assert hits(there.graph.rows) == len(seen)
-        saved.wait()
-        assert contents(there.graph.rows).tobytes() == contents(here.graph.rows).tobytes()
-        there.graph.rows.close()
-    assert chunks(tmp_path / "there") == chunks(tmp_path / "here")
 
 
 @pytest.mark.rotated("store")
