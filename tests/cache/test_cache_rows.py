@@ -143,8 +143,7 @@ def test_prefetched_rows_stay_until_their_step_though_others_come() -> None:
 def test_a_row_beside_the_sets_stays_where_a_coming_batch_has_it() -> None:
     with opened("memory", 1) as cache:
         first, second, third = keys(range(64), range(64, 100), range(70, 150))
-        for batch in (first, second, third):
-            cache.announce(batch)
+        cache.announce(first, second, third)
         assert cache.prefetch(first)
         assert cache.prefetch(second)  # beside the set, which the first fills
         cache.step(first)
@@ -156,8 +155,7 @@ def test_a_row_beside_the_sets_stays_where_a_coming_batch_has_it() -> None:
 def test_prefetch_waits_at_the_cap_of_the_overflow_and_a_step_does_not() -> None:
     with opened("memory", 1, overflow_rows=20) as cache:
         small, large = keys(range(100, 110), range(110, 190))
-        cache.announce(small)
-        cache.announce(large)
+        cache.announce(small, large)
         assert cache.prefetch(small)
         assert not cache.prefetch(large)
         assert cache.metrics()["overflow_rows"] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -229,9 +230,8 @@ def test_ids_of_another_device_than_the_module_are_refused() -> None:
     check_refusal((lambda: embedding(ids), InputError, "are on cpu and the embedding on meta", "ids.to('meta')"))
     check_refusal((embedding.size, InputError, "meta", "CPU or a CUDA device"))
     embedding.to_empty(device="cpu")
-    weights = torch.ones(2, 3, device="meta")
-    call = lambda: embedding(ids, pooling="sum", weights=weights)  # noqa: E731
-    check_refusal((call, InputError, "weights of ", "on meta but the ids are on cpu", "weights.to(ids.device)"))
+    pooled = partial(embedding, ids, pooling="sum", weights=torch.ones(2, 3, device="meta"))
+    check_refusal((pooled, InputError, "weights of ", "on meta but the ids are on cpu", "weights.to(ids.device)"))
 
 
 class Waits(TorchFunctionMode):

@@ -42,8 +42,7 @@ def test_rows_come_up_once_and_ahead_of_their_step(device: Device, below: str) -
 def test_rows_that_steps_need_do_not_give_way_to_those_of_later_ones(device: Device, below: str) -> None:
     cache = DeviceCache(device, below, sets=1)
     first, second, third = (cache.keys(range(at, at + 30)) for at in (0, 30, 60))
-    for batch in (first, second, third):
-        cache.announce(batch)
+    cache.announce(first, second, third)
     assert cache.prefetch(first)
     assert cache.prefetch(second)
     assert not cache.prefetch(third)  # 90 rows for 64 ways
@@ -65,8 +64,7 @@ def test_rows_that_steps_need_do_not_give_way_to_those_of_later_ones(device: Dev
 def test_no_batch_comes_up_before_an_earlier_one(device: Device, below: str) -> None:
     cache = DeviceCache(device, below, sets=1)
     first, second, third = cache.keys(range(10)), cache.keys(range(10, 40)), cache.keys(range(40, 70))
-    for batch in (first, second, third):
-        cache.announce(batch)
+    cache.announce(first, second, third)
     assert not cache.prefetch(second)
     cache.pin(first)
     assert cache.prefetch(second)
@@ -115,8 +113,7 @@ def test_a_device_that_fails_in_a_turn_leaves_no_thread_waiting(
 def test_a_row_without_a_set_is_not_read_below_while_its_step_has_it(device: Device, below: str) -> None:
     cache = DeviceCache(device, below, sets=1)
     large, small = cache.keys(range(100)), cache.keys(range(64, 100))
-    for batch in (large, small):
-        cache.announce(batch)
+    cache.announce(large, small)
     assert not cache.prefetch(large)
     cache.pin(large)
     assert not cache.prefetch(small)
@@ -188,8 +185,7 @@ def test_what_was_looked_up_stays_while_its_place_is_taken(device: Device, below
 def test_batches_have_their_steps_in_the_order_in_which_they_were_announced(device: Device, below: str) -> None:
     cache = DeviceCache(device, below, sets=1)
     first, second = cache.keys(range(5)), cache.keys(range(5, 10))
-    for batch in (first, second):
-        cache.announce(batch)
+    cache.announce(first, second)
     with pytest.raises(StoreError, match="another batch was announced"):
         cache.pin(second)
     cache.cancel()

@@ -95,10 +95,3 @@ def test_quantile_equals_the_reference_where_its_branches_meet(p: float) -> None
         for _ in range(20):
             near.append(float(np.nextafter(near[-1], direction)))
     assert [_core.normal_quantile(x).hex() for x in near] == [normal_quantile(x).hex() for x in near]
-
-
-def test_layout_reports_a_line_that_holds_state_and_record() -> None:
-    table = Table([10, 1], states=[0.0, 0.0])
-    assert (table.layout.dim, table.layout.width) == (11, 33)
-    assert table.layout.line_bytes >= 33 * 4 + 8
-    assert table.layout.line_bytes % 16 == 0

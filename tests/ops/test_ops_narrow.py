@@ -92,16 +92,15 @@ def test_every_value_every_tie_and_their_neighbours_are_rounded_as_torch_does(ty
     assert (actual[nan] == NAN[type]).all()
 
 
-def trained_to(type: str, values: np.ndarray, keys: np.ndarray, steps: int = 1) -> np.ndarray:
-    """values [n, dim], written by steps to rows of 0 with those keys [n]."""
+def trained_to(type: str, values: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """values [n, dim], written by a step to rows of 0 with those keys [n]."""
     dim = values.shape[1]
     layout = _core.Layout(dim, [], [], 7, [dim], [0], np.zeros((1, 2), np.float32), np.zeros((1, 2)), type)
     batch = _core.Batch([(keys, None, None)], 1, None)
     store = _core.FullTable(layout)
     store.find(batch)
     store.insert_missing(batch, layout)
-    for step in range(1, steps + 1):
-        _core.update(batch, layout, [values], [False], [None], *SGD, step)
+    _core.update(batch, layout, [values], [False], [None], *SGD, 1)
     out = np.empty_like(values)
     _core.gather(batch, layout, 0, out)
     return out
@@ -190,22 +189,3 @@ def test_noise_is_even_and_neighbours_are_uncorrelated(pairs: Callable[[], tuple
         assert abs(a.mean() / a.max() - 0.5) < bound
     bits = np.unpackbits((left ^ right).view(np.uint8)).mean()
     assert abs(bits - 0.5) < bound
-
-
-@narrow
-def test_small_steps_are_taken_on_the_average_where_rounding_to_nearest_stands_still(type: str) -> None:
-    last_place = 2.0**-7 if type == "bfloat16" else 2.0**-10
-    step_of, steps, start = np.float32(last_place / 100), 3000, np.float32(1.0)
-    constant = [0], np.array([[start, 0.0]], np.float32), np.zeros((1, 2))
-    layout = _core.Layout(16, [], [], 7, [16], *constant, type)
-    batch = _core.Batch([(np.arange(64, dtype=np.uint64), None, None)], 1, None)
-    store = _core.FullTable(layout)
-    assert store.find(batch)
-    store.insert_missing(batch, layout)
-    grads = np.full((64, 16), step_of)
-    for step in range(1, steps + 1):
-        _core.update(batch, layout, [grads], [False], [None], *SGD, step)
-    out = np.empty_like(grads)
-    _core.gather(batch, layout, 0, out)
-    assert widened(narrowed(np.array([start + step_of]), type), type) == [start]
-    assert out.mean() - start == pytest.approx(float(step_of) * steps, rel=0.05)

@@ -15,11 +15,6 @@ from tierbed.engine.store.rocksdb import RocksDB
 ROWS = 2000
 
 
-def settings(folder: Path) -> str:
-    """What RocksDB itself wrote down of the first shard."""
-    return max((folder / "shard-0").glob("OPTIONS-*")).read_text()
-
-
 def checksum(path: Path, size: int) -> int:
     crc = _core.Crc32c()
     crc.update(np.fromfile(path, np.uint8, size))
@@ -48,7 +43,7 @@ def test_blocks_are_aligned_where_little_is_lost_and_files_have_the_checksums_th
     tmp_path: Path, width: int, given: dict[str, Any], aligned: bool
 ) -> None:
     database = RocksDB(tmp_path, width, **given)
-    assert f"block_align={str(aligned).lower()}" in (kept := settings(tmp_path))
+    assert f"block_align={str(aligned).lower()}" in (kept := max((tmp_path / "shard-0").glob("OPTIONS-*")).read_text())
     assert f"block_size={given.get('block_bytes', 4096)}" in kept or "options" in given or width > 500
     lines = np.zeros((ROWS, width + 4), np.float32)
     keys, tables = np.arange(ROWS, dtype=np.uint64), np.zeros(ROWS, np.uint32)

@@ -124,14 +124,13 @@ class HostCache(HostRows):
     def __init__(self, below: Any, sets: int, policy: str = "lru", overflow_rows: int = 10_000) -> None:
         self.below, self.native = below, cache_over(below, sets, policy, overflow_rows)
         native = self.native
-        self.announce, self.prefetch, self.cancel, self.pin = (
-            native.announce,
-            native.prefetch,
-            native.cancel,
-            native.pin,
-        )
-        self.peek, self.flush, self.metrics, self.close = native.peek, native.flush, native.metrics, native.close
+        self.prefetch, self.cancel, self.pin, self.peek = native.prefetch, native.cancel, native.pin, native.peek
+        self.flush, self.metrics, self.close = native.flush, native.metrics, native.close
         self.model = Model(self)
+
+    def announce(self, *batches: _core.Batch) -> None:
+        for batch in batches:
+            self.native.announce(batch)
 
     def unpin(self, batch: _core.Batch, dirty: bool = True) -> None:
         self.native.unpin(batch)

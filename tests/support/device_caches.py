@@ -38,7 +38,7 @@ class DeviceCache:
             self.store = CachedTable(layout, full, cache, self.faults)
         else:
             self.store = CudaCachedStore(layout, CpuFullStore(TABLE.layout, "host"), cache, self.faults)
-        self.announce, self.prefetch, self.cancel = self.store.announce, self.store.prefetch, self.store.cancel
+        self.prefetch, self.cancel = self.store.prefetch, self.store.cancel
         self.peek, self.flush, self.close = self.store.peek, self.store.flush, self.store.close
         self.model = Model(self)
 
@@ -63,6 +63,10 @@ class DeviceCache:
         values = self.read(batch)[0][:, : TABLE.dim] + np.float32(1)
         given = tensor(self.device, values, np.float32)[batch.inverse.to(torch.int64)]
         cuda.assign(batch, self.side.layout, given, 1, self.side.written, self.faults.word)
+
+    def announce(self, *batches: Batch) -> None:
+        for batch in batches:
+            self.store.announce(batch)
 
     def pin(self, batch: Batch) -> None:
         self.store.pin(batch, None)
