@@ -61,10 +61,10 @@ def test_it_keeps_the_rows_that_the_plain_one_keeps(
 def test_long_runs_on_any_number_of_threads(sets: int, overflow_rows: int, policy: str) -> None:
     both, random = Both(sets, policy, overflow_rows), np.random.default_rng(sets)
     chances = np.arange(1, 200 * sets) ** -0.7
-    steps = 200 if sets < 3 else 34
+    steps, most = (200, 25 * sets) if sets < 3 else (34, 18 * sets)
     for _ in range(steps):
         for _ in range(random.integers(0, 4) if len(both.announced) < AHEAD else 0):
-            keys = random.choice(len(chances), random.integers(1, 25 * sets), p=chances / chances.sum())
+            keys = random.choice(len(chances), random.integers(1, most), p=chances / chances.sum())
             both.announce([(int(key) % 2, int(key)) for key in keys])
         act(both, "prefetch" if random.random() < 0.2 else "nothing", [])
         act(both, "pin", [(0, 0)])

@@ -74,8 +74,7 @@ def test_rows_are_those_of_a_dict(
         for action, rows in how:
             batch = cache.batch(rows)
             if action in ("step", "read only"):
-                if coming:
-                    batch = coming.pop(0)
+                batch = coming.pop(0) if coming else batch
                 cache.pin(batch)
                 cache.model.check(batch)
                 if action == "step":
@@ -131,9 +130,8 @@ def keys(*ranges: range) -> list[_core.Batch]:
 def test_prefetched_rows_stay_until_their_step_though_others_come() -> None:
     with opened("memory", 1) as cache:
         batches = keys(range(100, 112), range(110, 150))
-        for batch in batches:
-            cache.announce(batch)
-            assert cache.prefetch(batch)
+        cache.announce(*batches)
+        assert all(cache.prefetch(batch) for batch in batches)
         lines = [batch.lines.tolist() for batch in batches]
         for batch, before in zip(batches, lines, strict=True):
             cache.step(batch)
@@ -148,8 +146,8 @@ def test_a_row_beside_the_sets_stays_where_a_coming_batch_has_it() -> None:
         assert cache.prefetch(second)  # beside the set, which the first fills
         cache.step(first)
         assert cache.prefetch(third)  # the set has room by now
-        for batch in (second, third):
-            cache.step(batch)
+        cache.step(second)
+        cache.step(third)
 
 
 def test_prefetch_waits_at_the_cap_of_the_overflow_and_a_step_does_not() -> None:
@@ -159,8 +157,8 @@ def test_prefetch_waits_at_the_cap_of_the_overflow_and_a_step_does_not() -> None
         assert cache.prefetch(small)
         assert not cache.prefetch(large)
         assert cache.metrics()["overflow_rows"] == 0
-        for batch in (small, large):
-            cache.step(batch)
+        cache.step(small)
+        cache.step(large)
         assert cache.metrics()["prefetch_waits"] == 1
         assert cache.metrics()["overflow_peak_rows"] == 80 - WAYS
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.cuda_tables import on_devices, on_one_device, tables_on
+from support.cuda_tables import on_one_device, tables_on
 from support.device_steps import VARIANTS, started
 from support.embeddings import DIM, contents
 from support.optimizers import OPTIMIZERS
@@ -113,7 +113,7 @@ def snapshot(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
     }
 
 
-@on_devices
+@on_one_device
 @pytest.mark.parametrize(
     ("store", "pooling", "dtype"), [("device", "sum", torch.float32), ("cached_host", "mean", torch.bfloat16)]
 )

@@ -24,8 +24,8 @@ caches = pytest.mark.parametrize("below", ["table", "tier"])
 def test_rows_come_up_once_and_ahead_of_their_step(device: Device, below: str) -> None:
     cache = DeviceCache(device, below, sets=4)
     first, second = cache.keys(range(40)), cache.keys(range(20, 60))
+    cache.announce(first, second)
     for batch, misses in ((first, 40), (second, 60)):
-        cache.announce(batch)
         assert cache.prefetch(batch)
         assert cache.misses == misses
     for batch in (first, second):

@@ -137,7 +137,7 @@ def test_owners_share_rows_evenly_and_do_not_follow_from_the_bucket(ranks: int) 
     assert (abs(np.bincount(both, minlength=256) - 250) < 6 * np.sqrt(250)).all()
 
 
-@pytest.mark.parametrize("ranks", [0, 1025])
-def test_owners_among_too_many_ranks_are_refused(ranks: int) -> None:
-    with pytest.raises(ValueError, match="ranks"):
-        _core.owners(np.zeros(1, np.uint32), np.zeros(1, np.uint64), ranks)
+def test_owners_among_too_many_ranks_are_refused() -> None:
+    for ranks in (0, 1025):
+        with pytest.raises(ValueError, match="ranks"):
+            _core.owners(np.zeros(1, np.uint32), np.zeros(1, np.uint64), ranks)

@@ -1,8 +1,4 @@
-"""Ids that were chosen by the fixed hash take no longer in memory than random ones, and no result shows the difference.
-
-What is counted here is counted as well where rows are: the decisions of caches (tests/cache, tests/cuda) are those of a
-plain model that takes its sets from `naive.slot_hash`.
-"""
+"""Ids that were chosen by the fixed hash take no longer in memory than random ones, and no result differs."""
 
 from __future__ import annotations
 

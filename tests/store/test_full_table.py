@@ -17,7 +17,7 @@ pytestmark = pytest.mark.op
 def test_read_and_write_move_whole_lines_by_address(threads: int) -> None:
     table = Table([5], [0.0, 1.0])
     store, rng = _core.FullTable(table.layout), np.random.default_rng(0)
-    keys = np.unique(np.concatenate([rng.integers(0, 2**64, 3000, np.uint64), np.array(SPECIAL_KEYS, np.uint64)]))
+    keys = np.unique(np.concatenate([rng.integers(0, 2**64, 800, np.uint64), np.array(SPECIAL_KEYS, np.uint64)]))
     tables = rng.integers(0, table.tables, len(keys), np.uint32)
     memory, lines = table.lines(len(keys))
     for number, line in enumerate(lines):

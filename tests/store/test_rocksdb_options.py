@@ -136,11 +136,11 @@ WRONG_TEXTS: list[tuple[Any, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("given", "named"), [*((one, ("{}='{}'", *named)) for one, named in WRONG), *WRONG_TEXTS])
-def test_options_that_are_not_allowed_are_named(tmp_path: Path, given: Any, named: tuple[str, ...]) -> None:
+def test_options_that_are_not_allowed_are_named(given: Any, named: tuple[str, ...]) -> None:
     parts = [part.format(*flat(given)) if "{" in part else part for part in named]
 
     def make_options() -> object:
-        return make_cached_ssd_store_options(1, tmp_path, rocksdb_options=given)
+        return make_cached_ssd_store_options(1, "folder", rocksdb_options=given)
 
     check_refusal((make_options, OptionError, "rocksdb_options", *parts))
 

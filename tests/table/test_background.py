@@ -66,9 +66,7 @@ def test_an_error_of_the_writer_ends_the_save_alone(
         assert save.done
         assert "snapshot 'one' was not saved: no room" in caplog.text
         assert table_of(embedding).observers.finish_saving() is None  # the error was raised before
-        again = Writer()
-        again.let_go()
-        expected = contents(embedding).tobytes()
+        expected, again = contents(embedding).tobytes(), Writer().let_go()
         assert table_of(embedding).observers.save_in_background("snapshot 'two'", again).wait()
         assert again.rows == expected
 

@@ -72,6 +72,7 @@ def expected() -> Callable[..., tuple[list[bytes], bytes]]:
     return in_memory
 
 
+@pytest.mark.rotated("types")
 @pytest.mark.parametrize("types", TYPES, ids=str)
 @pytest.mark.parametrize(("store", "optimizer"), [("cached_host", "adam"), ("ssd_host", "rowwise")])
 def test_losses_rows_and_state_do_not_depend_on_the_store(

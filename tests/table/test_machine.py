@@ -241,7 +241,7 @@ def drive(store: str, **how: Any) -> None:
 @pytest.mark.all_stores
 @pytest.mark.parametrize("store", STORES)
 def test_every_sequence_leaves_the_rows_that_the_formula_gives(store: str) -> None:
-    drive(store, max_examples=4, stateful_step_count=20)
+    drive(store, max_examples=3, stateful_step_count=20)
 
 
 @pytest.mark.slow

@@ -1,7 +1,4 @@
-"""Announced batches change when work is done, never a row: hits, skipped and wrong hints, errors, closing.
-
-A device fetches them on a separate stream.
-"""
+"""Announced batches change when work is done, never a row: hits, skipped and wrong hints, errors, closing, streams."""
 
 from __future__ import annotations
 
