@@ -155,6 +155,7 @@ def check(
     ends = np.cumsum([0] + [one.lookup.ids.numel() for one in given]).tolist()
     inverses = [inverse[begin:end] for begin, end in pairwise(ends)]
     written = rng.standard_normal((len(names), dim), np.float32)
+    written[rng.random(written.shape) < 0.1] = -0.0
     rows = widened(narrowed(written, stored), stored)
     grads = [torch.from_numpy(rng.standard_normal((*one.lookup.shape, dim), np.float32)).to(out) for one in given]
 
@@ -170,18 +171,19 @@ def check(
     after = naive.trained(after, stored, naive.noise(SEED, hashes, 9, dim))
 
     def check_results(processor: object, batch: object, lookups: list[Lookup], rows: NDArray[np.float32]) -> None:
-        for index, (one, lookup, of_part) in enumerate(zip(given, lookups, inverses, strict=True)):
-            mean, weights = one.lookup.pooling == "mean", one.weights
+        for index, (one, lookup, rows_of) in enumerate(zip(given, lookups, inverses, strict=True)):
+            mean, pooled, weights = lookup.pooling == "mean", lookup.pooling is not None, one.weights
             scales = None if weights is None else weights.numpy().reshape(-1)
-            wanted = torch.from_numpy(naive.pool(rows, of_part, one.offsets, mean, scales)).to(out).to(torch.float32)
+            bags = naive.pool(rows, rows_of, one.offsets, mean, scales) if pooled else naive.gather(rows, rows_of)
+            wanted = torch.from_numpy(bags).to(out).to(torch.float32)
             found = torch.full((*lookup.shape, dim), torch.nan, dtype=out, device=processor.device)
             given_weights = None if weights is None else weights.to(processor.device)
             assert processor.gather(batch, index, lookup, given_weights, out, found) is found
             same_bits(one.by_bag(found.cpu().to(torch.float32).numpy()), wanted.numpy())
-            if one.lookup.pooling is not None:
+            if pooled:
                 slopes = processor.weights_grad(batch, index, lookup, grads[index].to(processor.device))
                 of_bags = one.by_bag(grads[index].to(torch.float32).numpy())
-                same_bits(on_host(slopes).reshape(-1), naive.weights_grad(rows, of_part, one.offsets, of_bags, mean))
+                same_bits(on_host(slopes).reshape(-1), naive.weights_grad(rows, rows_of, one.offsets, of_bags, mean))
 
     def step(processor: object) -> None:
         store = processor.full_table("device")
