@@ -16,7 +16,7 @@ from tierbed.engine._core import WAYS
 
 AHEAD = 20  # batches
 
-some_rows = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 90)), max_size=50)
+some_rows = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 120)), max_size=90)
 actions = st.sampled_from(["announce", "announce", "prefetch", "pin", "unpin written", "unpin", "cancel"])
 
 
@@ -38,7 +38,7 @@ def act(both: Both, action: str, rows: list[Row]) -> None:
 
 @given(
     how=st.lists(st.tuples(actions, some_rows), max_size=60),
-    sets=st.sampled_from([1, 2]),
+    sets=st.sampled_from([1, 2, 3]),
     policy=st.sampled_from(["lru", "lfu"]),
     overflow_rows=st.sampled_from([1, 30, 1000]),
 )
@@ -61,10 +61,10 @@ def test_it_keeps_the_rows_that_the_plain_one_keeps(
 def test_long_runs_on_any_number_of_threads(sets: int, overflow_rows: int, policy: str) -> None:
     both, random = Both(sets, policy, overflow_rows), np.random.default_rng(sets)
     chances = np.arange(1, 200 * sets) ** -0.7
-    steps = 250 if sets < 3 else 40
+    steps, most = (200, 25 * sets) if sets < 3 else (34, 18 * sets)
     for _ in range(steps):
         for _ in range(random.integers(0, 4) if len(both.announced) < AHEAD else 0):
-            keys = random.choice(len(chances), random.integers(1, 25 * sets), p=chances / chances.sum())
+            keys = random.choice(len(chances), random.integers(1, most), p=chances / chances.sum())
             both.announce([(int(key) % 2, int(key)) for key in keys])
         act(both, "prefetch" if random.random() < 0.2 else "nothing", [])
         act(both, "pin", [(0, 0)])
@@ -92,3 +92,25 @@ def test_looking_ahead_keeps_what_is_needed_soonest() -> None:
         misses[ahead] = cache.metrics()["misses"]
     assert misses[0] > 20 * 2 * each
     assert misses[31] <= loop_rows + 20 * (each + 1)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+@pytest.mark.parametrize(("sets", "threads"), [(2, 1), (64, 2), (131, 16)], indirect=["threads"])
+@pytest.mark.rotated("policy")
+def test_long_runs_where_nothing_is_announced(sets: int, policy: str) -> None:
+    both, random = Both(sets, policy), np.random.default_rng(sets)
+    chances = np.arange(1, 240 * sets) ** -0.9
+    for step in range(16 if sets > 2 else 60):
+        keys = random.choice(len(chances), min(32 * sets, 800), p=chances / chances.sum())
+        both.step([(int(key) % 2, int(key)) for key in keys], step % 3 > 0)
+    both.check()
+    assert both.plain.counts["evictions_dirty"] > 0
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_a_home_whose_rows_are_all_pinned_asks_the_next_groups(policy: str) -> None:
+    both, random = Both(1, policy), np.random.default_rng(0)
+    for _ in range(40):
+        both.step([(0, int(key)) for key in random.choice(150, 50, replace=False)], True)
+    assert both.plain.reached["further groups"] > 0

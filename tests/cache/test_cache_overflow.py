@@ -18,8 +18,7 @@ def most_bytes(overflow_rows: int) -> float:
     return 1.02 * overflow_rows * (TABLE.layout.line_bytes + PLACE_BYTES)
 
 
-@pytest.mark.parametrize("columns", [3, 1000])
-@pytest.mark.parametrize("megabytes", [1.0, 3.3])
+@pytest.mark.parametrize(("columns", "megabytes"), [(3, 0.5), (1000, 3.3)])
 def test_prefetch_takes_the_cap_but_for_2_percent(columns: int, megabytes: float) -> None:
     table, cap, keys = Table([columns], [0.1]), int(megabytes * 2**20), count()
     below = _core.FullTable(table.layout)
@@ -45,12 +44,12 @@ def test_prefetch_takes_the_cap_but_for_2_percent(columns: int, megabytes: float
 
 @KINDS
 def test_rows_on_their_way_take_no_more(kind: str) -> None:
-    rows, random = 3000, np.random.default_rng(0)
+    rows, random = 2000, np.random.default_rng(0)
     with tier_below(kind) as below:
         cache, model, coming = cache_over(below, 4, overflow_rows=rows), Model(), deque[_core.Batch]()
-        for _ in range(25):
+        for _ in range(20):
             while len(coming) < 12:
-                coming.append(batch_of([(0, int(key)) for key in random.integers(0, 6000, rows // 8)]))
+                coming.append(batch_of([(0, int(key)) for key in random.integers(0, 4000, rows // 8)]))
                 cache.announce(coming[-1])
             for batch in coming:
                 if not cache.prefetch(batch):
@@ -97,15 +96,14 @@ def test_the_overflow_area_has_room_for_two_batches_where_its_size_is_not_given(
         io_threads=1, follows_batch=True,
     )  # fmt: skip
     capacities = []
-    for rows in (10, 3000, 200, 1500, 5000):
+    for rows in (10, 1500, 200, 700, 2500):
         batch = batch_of([(0, key) for key in range(rows)])
         cache.pin(batch)
         metrics = cache.metrics()
         assert metrics["overflow_rows"] >= rows - 64
         capacities.append(metrics["overflow_capacity"])
         cache.unpin(batch)
-    assert all(
-        0 <= capacity - least < 1024 for capacity, least in zip(capacities, (0, 6000, 6000, 6000, 10_000), strict=True)
-    )
+    beyond = np.array(capacities) - (0, 3000, 3000, 3000, 5000)
+    assert ((beyond >= 0) & (beyond < 1024)).all()
     row = TABLE.layout.line_bytes + PLACE_BYTES
     assert cache.metrics()["overflow_bytes"] <= 1.4 * row * (capacities[-1] + 1)  # a map doubles

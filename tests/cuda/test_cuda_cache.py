@@ -3,41 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from support.cache_model import Way, bucket_of, hash_of, set_of
+from support.caches import TABLE, Row
 from support.cuda_emulation import EmulatedDevice
 from support.cuda_tables import DeviceTable, array, on_devices
-from support.rows import Table
 from tierbed.engine._core import GROUP, WAY_BYTES, WAYS
 from tierbed.engine.cache.cuda.cache import COUNTS, POLICIES, Admission, Cache
 from tierbed.engine.ops.cuda import step
 from tierbed.engine.ops.cuda.batch import Batch
 from tierbed.engine.ops.cuda.device import Device
 
-BUCKETS, NOTHING, CLEAN, DIRTY = 64, 0, 1, 2
-Row = tuple[int, int]  # table, hash
-
-
-def set_of(hash: int, sets: int) -> int:
-    low, bucket = hash % 2**32, hash >> 58
-    return low * sets >> 32 if sets < BUCKETS else bucket * (sets // BUCKETS) + (low * (sets // BUCKETS) >> 32)
-
-
-@dataclass
-class Way:
-    row: Row
-    last: int
-    uses: int = 1
-    updates: int = 0
-    stored: int = 0
-
-    @property
-    def dirty(self) -> bool:
-        return self.updates != self.stored
+NOTHING, CLEAN, DIRTY = 0, 1, 2
+Ways = dict[Row, Way | None]
 
 
 class Plain:
@@ -48,34 +31,35 @@ class Plain:
         self.policy, self.now, self.done = policy, 0, 0
         self.counts: Counter[str] = Counter()
 
-    def find(self, row: Row) -> Way | None:
-        return next((way for way in self.sets[set_of(row[1], len(self.sets))] if way and way.row == row), None)
+    def ways(self, row: Row) -> list[Way | None]:
+        return self.sets[set_of(row, len(self.sets))]
 
-    def admit(self, rows: list[Row]) -> tuple[dict[Row, Way | None], dict[Row, Way | None]]:
+    def find(self, row: Row) -> Way | None:
+        return next((way for way in self.ways(row) if way and way.row == row), None)
+
+    def admit(self, rows: list[Row]) -> tuple[Ways, Ways]:
         """The rows that were resident or fetched, None for those without a slot; and the victim of each fetched row."""
         self.now += 1
-        up, gone = {}, {}
-        for row in rows:
-            if way := self.find(row):
-                way.last, way.uses = self.now, way.uses + 1
-                up[row] = way
+        up: Ways = {row: way for row in rows if (way := self.find(row))}
+        gone: Ways = {}
+        for way in up.values():
+            way.last, way.uses = self.now, way.uses + 1
         self.counts["hits"] += len(up)
-        for row in sorted((row for row in rows if row not in up), key=lambda row: row[1] >> 58):
-            ways = self.sets[set_of(row[1], len(self.sets))]
-            self.counts["misses"] += 1
-            at = self.victim(ways, row)
+        self.counts["misses"] += len(rows) - len(up)
+        for row in sorted((row for row in rows if row not in up), key=bucket_of):
+            at = self.victim(row)
             up[row] = None
             if at is None:
                 self.counts["overflows"] += 1
                 continue
-            gone[row], up[row] = ways[at], Way(row, self.now)
-            ways[at] = up[row]
+            gone[row], up[row] = self.ways(row)[at], Way(row, self.now, 0, 1, 0, 0)
+            self.ways(row)[at] = up[row]
             if before := gone[row]:
                 self.counts["evictions_dirty" if before.dirty else "evictions_clean"] += 1
         return up, gone
 
-    def victim(self, ways: list[Way | None], row: Row) -> int | None:
-        home = (row[1] >> 32) * GROUP % WAYS
+    def victim(self, row: Row) -> int | None:
+        ways, home = self.ways(row), (hash_of(row) >> 32) * GROUP % WAYS
         turns = [(home + turn) % WAYS for turn in range(WAYS)]
         if free := [at for at in turns if ways[at] is None]:
             return free[0]
@@ -94,17 +78,14 @@ class Both:
     """Rows are fetched with initial values; there is no tier below."""
 
     def __init__(self, device: Device, sets: int, policy: str = "lru") -> None:
-        self.on_device = DeviceTable(device, Table([3]))
-        self.cache = Cache(
-            self.on_device.layout, sets * WAYS * (self.on_device.layout.line_bytes + WAY_BYTES + 1), policy
-        )
+        self.side = DeviceTable(device, TABLE)
+        self.cache = Cache(self.side.layout, sets * WAYS * (self.side.layout.line_bytes + WAY_BYTES + 1), policy)
         self.plain = Plain(sets, policy)
         assert self.cache.capacity == sets * WAYS
 
     def batch(self, keys: list[int]) -> tuple[Batch, list[Row]]:
-        batch = self.on_device.batch([(keys, [key % 2 for key in keys], None)])
-        hashes, tables = (array(values[: batch.unique], np.uint64) for values in (batch.hashes, batch.tables.long()))
-        return batch, list(zip(tables.tolist(), hashes.tolist(), strict=True))
+        batch = self.side.batch([(keys, [key % 2 for key in keys], None)])
+        return batch, self.side.identities(batch)
 
     def step(self, keys: list[int], written: bool, end: str = "release") -> None:
         """A batch that is admitted, fetched, written to, and ends; or that is cancelled before it was fetched."""
@@ -116,15 +97,15 @@ class Both:
         if end == "release":
             self.fetch(admission, batch)
             if written:
-                values = torch.ones(batch.size, self.on_device.layout.dim, device=batch.lines.device)
-                step.assign(batch, self.on_device.layout, values, 1, self.on_device.written, self.on_device.faults)
+                values = torch.ones(batch.size, self.side.layout.dim, device=batch.lines.device)
+                step.assign(batch, self.side.layout, values, 1, self.side.written, self.side.faults)
             for way in up.values():
                 if way and written:
                     way.updates += 1
         else:
             self.cache.cancel(admission, end == "restore")
             for row in gone:
-                where = set_of(row[1], len(before))
+                where = set_of(row, len(before))
                 at = self.plain.sets[where].index(up[row])
                 self.plain.sets[where][at] = before[where][at] if end == "restore" else None
         self.plain.done = self.plain.now
@@ -133,15 +114,13 @@ class Both:
     def fetch(self, admission: Admission, batch: Batch) -> None:
         lines = admission.lines
         ranks = (lines == 0).cumsum(0, dtype=torch.int32)
-        memory = torch.empty(batch.size * self.on_device.layout.line_bytes, dtype=torch.uint8, device=lines.device)
-        own = batch.keep_alive(memory) + (ranks.long() - 1) * self.on_device.layout.line_bytes
+        memory = torch.empty(batch.size * self.side.layout.line_bytes, dtype=torch.uint8, device=lines.device)
+        own = batch.own(memory) + (ranks.long() - 1) * self.side.layout.line_bytes
         batch.lines = torch.where(lines == 0, own, lines)
-        step.initialise_lines(batch, self.on_device.layout, admission.hit == 0)
+        step.initialise_lines(batch, self.side.layout, admission.hit == 0)
         self.cache.mark_fetched(admission)
 
-    def check_admission(
-        self, admission: Admission, rows: list[Row], up: dict[Row, Way | None], gone: dict[Row, Way | None]
-    ) -> None:
+    def check_admission(self, admission: Admission, rows: list[Row], up: Ways, gone: Ways) -> None:
         hit, kinds, lines = (values.tolist() for values in (admission.hit, admission.evicted, admission.lines))
         befores = admission.previous.view(torch.int64)[:, 0].cpu().numpy().view(np.uint64).tolist()
         for row, is_hit, kind, line, before in zip(rows, hit, kinds, lines, befores, strict=False):
@@ -149,7 +128,7 @@ class Both:
             assert is_hit == (up[row] is not None and row not in gone)
             assert bool(line) == (up[row] is not None)
             assert kind == (NOTHING if way is None else DIRTY if way.dirty else CLEAN)
-            assert way is None or before == way.row[1]
+            assert way is None or before == hash_of(way.row)
         metrics = self.cache.metrics()
         for name in ("hits", "misses", *COUNTS):
             assert metrics[name] == self.plain.counts[name], name
@@ -161,7 +140,7 @@ class Both:
         assert slots.tolist() == [at for at, way in resident if way.dirty]
         hashes, tables, lines = self.cache.rows(slots)
         dirty = [way.row for _, way in resident if way.dirty]
-        assert array(hashes, np.uint64).tolist() == [hash for _, hash in dirty]
+        assert array(hashes, np.uint64).tolist() == [hash_of(row) for row in dirty]
         assert tables.tolist() == [table for table, _ in dirty]
         assert len(set(lines.tolist())) == len(dirty)
 
@@ -170,11 +149,11 @@ class Both:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("sets", [1, 3, 64])
 def test_random_batches(device: Device, sets: int, policy: str) -> None:
-    both = Both(device, sets, policy)
-    rng = np.random.default_rng(sets)
+    both, rng = Both(device, sets, policy), np.random.default_rng(sets)
+    weights = np.arange(1, 120 * sets + 1) ** -0.8
     for round in range(14):
         size = int(rng.integers(0, 32 * sets if round % 3 else 96 * sets))
-        keys = rng.choice(120 * sets, min(size, 1500), p=power_law(120 * sets)).tolist()
+        keys = rng.choice(120 * sets, min(size, 1000), p=weights / weights.sum()).tolist()
         both.step(keys, written=round % 2 == 0, end={3: "restore", 8: "drop"}.get(round, "release"))
     batch, rows = both.batch(list(range(120 * min(sets, 8))))
     missing = both.cache.find(batch)
@@ -192,21 +171,16 @@ def test_random_batches(device: Device, sets: int, policy: str) -> None:
     both.cache.erase(batch, kept)
     for row, stays in zip(rows, kept.tolist(), strict=True):
         if way := both.plain.find(row):
-            ways, way.stored = both.plain.sets[set_of(row[1], sets)], 0
+            ways, way.stored = both.plain.ways(row), 0
             ways[ways.index(way)] = way if stays else None
     both.check()
-
-
-def power_law(n: int) -> np.ndarray:
-    weights = np.arange(1, n + 1) ** -0.8
-    return weights / weights.sum()
 
 
 @on_devices
 def test_after_a_fault_no_row_comes_up(device: Device) -> None:
     both = Both(device, 3)
     both.step(list(range(120)), written=True)
-    both.on_device.faults.fill_(1)
+    both.side.faults.fill_(1)
     batch, rows = both.batch(list(range(80, 200)))
     admission = both.cache.admit(batch, both.plain.done)
     assert [line != 0 for line in admission.lines.tolist()] == [both.plain.find(row) is not None for row in rows]
@@ -216,4 +190,4 @@ def test_after_a_fault_no_row_comes_up(device: Device) -> None:
 
 def test_a_budget_below_one_set_is_refused() -> None:
     with pytest.raises(ValueError, match="one set takes"):
-        Cache(DeviceTable(EmulatedDevice(), Table([3])).layout, 100)
+        Cache(DeviceTable(EmulatedDevice(), TABLE).layout, 100)

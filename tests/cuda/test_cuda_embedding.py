@@ -10,13 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.cuda_tables import on_devices, on_one_device, tables_on
+from support.cuda_tables import on_one_device, tables_on
 from support.device_steps import VARIANTS, started
-from support.embeddings import DIM, contents, make
-from support.graphs import id_batches
+from support.embeddings import DIM, contents
 from support.optimizers import OPTIMIZERS
-from support.stores import options
-from tierbed import EagerOptimizer, MultiTableEmbedding
+from tierbed import MultiTableEmbedding
 from tierbed.engine.ops.cuda.device import Device
 from tierbed.snapshots.files.reader import Snapshot
 
@@ -115,11 +113,10 @@ def snapshot(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
     }
 
 
-@on_devices
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("pooling", ["sum", "mean"])
-@pytest.mark.parametrize("store", ["device", "cached_host"])
-@pytest.mark.pairs
+@on_one_device
+@pytest.mark.parametrize(
+    ("store", "pooling", "dtype"), [("device", "sum", torch.float32), ("cached_host", "mean", torch.bfloat16)]
+)
 def test_bags_have_the_bits_of_the_cpu(device: Device, store: str, pooling: str, dtype: torch.dtype) -> None:
     here = started(store, "adagrad", None, torch.device("cpu"), pooling, output_dtype=dtype)
     here.steps(4)
@@ -131,10 +128,7 @@ def test_bags_have_the_bits_of_the_cpu(device: Device, store: str, pooling: str,
 
 
 @on_one_device
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("ahead", [0, 8])
-@pytest.mark.parametrize("store", ["device", "ssd"])
-@pytest.mark.pairs
+@pytest.mark.parametrize(("store", "ahead", "dtype"), [("device", 0, torch.float32), ("ssd", 8, torch.bfloat16)])
 def test_accumulated_calls_have_the_bits_of_the_cpu(
     tmp_path: Path, device: Device, store: str, ahead: int, dtype: torch.dtype
 ) -> None:
@@ -153,22 +147,3 @@ def test_accumulated_calls_have_the_bits_of_the_cpu(
             same(here_is, [value.cpu() for value in there_is])
         assert contents(there).tobytes() == contents(rows).tobytes()
         assert rows.metrics()["table"]["step"] == there.metrics()["table"]["step"] == 2
-
-
-@on_one_device
-def test_a_plain_loop_that_clips_by_one_norm_has_the_bits_of_the_cpu(device: Device) -> None:
-    def clipped(place: torch.device) -> tuple[list[float], MultiTableEmbedding]:
-        rows = make(options("device"), tables=1).to(place)
-        optimizer, norms = EagerOptimizer(torch.optim.Adagrad(rows.parameters(), lr=0.1), rows), []
-        for ids in id_batches(3, 2, steps=4):
-            (rows(ids.to(place), pooling="sum") - 1).square().sum().backward()
-            norms.append(float(optimizer.clip_grad_norm_(rows.parameters(), 0.5)))
-            optimizer.step()
-            optimizer.zero_grad()
-        return norms, rows
-
-    norms, rows = clipped(torch.device("cpu"))
-    with tables_on(device) as place:
-        norms_there, there = clipped(place)
-        assert norms == norms_there
-        assert contents(there).tobytes() == contents(rows).tobytes()

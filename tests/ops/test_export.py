@@ -42,30 +42,25 @@ class Model(nn.Module):
         return self.dense(self.rows(ids))
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("alone", [False, True])
-def test_an_export_with_an_embedding_is_refused_by_name_not_bound_to_this_process(strict: bool, alone: bool) -> None:
-    rows = embedding()
-    with pytest.raises(GraphError, match=f"embedding '{rows.name}' cannot be part.*call the embedding before"):
-        torch.export.export(rows if alone else Model(rows), (IDS,), strict=strict)
-    Model(rows)(IDS)  # nothing of the export is left
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_an_export_with_gradients_alive_is_refused_in_the_same_words(strict: bool) -> None:
-    model = Model(embedding())
-    optimizer = EagerOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    model(IDS).sum().backward()
-    optimizer.step()
-    with pytest.raises(GraphError, match=f"embedding '{model.rows.name}' cannot be part.*call the embedding before"):
-        torch.export.export(model, (IDS,), strict=strict)
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
-def test_a_trace_by_torch_jit_is_refused_by_name() -> None:
-    rows = embedding()
-    with pytest.raises(GraphError, match=f"embedding '{rows.name}' cannot be part"):
-        torch.jit.trace(Model(rows), (IDS,))
+@pytest.mark.parametrize("gradients", [False, True])
+def test_an_export_with_an_embedding_is_refused_by_name_not_bound_to_this_process(gradients: bool) -> None:
+    model = Model(embedding())
+    if gradients:  # are alive
+        optimizer = EagerOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        model(IDS).sum().backward()
+        optimizer.step()
+    for export in (
+        lambda: torch.export.export(model, (IDS,), strict=False),
+        lambda: torch.export.export(model, (IDS,), strict=True),
+        lambda: torch.export.export(model.rows, (IDS,)),
+        lambda: torch.jit.trace(model, (IDS,)),
+    ):
+        with pytest.raises(
+            GraphError, match=f"embedding '{model.rows.name}' cannot be part.*call the embedding before"
+        ):
+            export()
+    model(IDS)  # nothing of the export is left
 
 
 def test_the_remedy_of_an_export_works(tmp_path: Path) -> None:
@@ -75,12 +70,8 @@ def test_the_remedy_of_an_export_works(tmp_path: Path) -> None:
     assert torch.equal(program(model.rows(IDS)), model(IDS))
 
 
-def recorded(rows: MultiTableEmbedding) -> Any:
-    return make_fx(rows)(IDS)
-
-
 def test_a_recorded_lookup_reads_no_other_embedding_of_another_process(tmp_path: Path) -> None:
-    torch.save(recorded(embedding()), tmp_path / "program.pt")
+    torch.save(make_fx(embedding())(IDS), tmp_path / "program.pt")
     done = run_script(ELSEWHERE, tmp_path / "program.pt")
     assert done.returncode == 0, done.stderr
     assert "ClosedError a lookup of handle" in done.stdout
@@ -89,7 +80,7 @@ def test_a_recorded_lookup_reads_no_other_embedding_of_another_process(tmp_path:
 
 def test_a_recorded_lookup_reads_no_embedding_that_came_after_its_own() -> None:
     rows = embedding()
-    program = recorded(rows)
+    program = make_fx(rows)(IDS)
     assert torch.equal(program(IDS), rows(IDS))
     del rows
     later = [embedding() for _ in range(20)]
@@ -102,7 +93,7 @@ def test_a_lookup_by_a_small_number_as_in_programs_of_old_reads_no_embedding() -
     rows = [embedding() for _ in range(20)]
     for number in range(100):
         with pytest.raises(ClosedError, match=f"handle {number}, which no embedding"):
-            torch.ops.tierbed.lookup(rows[0].shadow, IDS, None, None, None, None, None, number)
+            torch.ops.tierbed.lookup(rows[0].shadow, IDS, *[None] * 5, number)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -78,13 +78,12 @@ def test_quantiles_are_within_a_bucket_of_the_true_ones(measure: Measure, durati
     assert (np.diff(out[: len(SHARES) + 1]) >= 0).all()
 
 
-def test_nothing_measured_is_zero_and_the_longest_is_exact(measure: Measure) -> None:
+def test_nothing_measured_is_zero_the_longest_is_exact_and_a_timer_adds_its_scope(
+    measure: Measure, library: ctypes.CDLL
+) -> None:
     assert not measure([]).any()
     out = measure([1, 2**63])
     assert out[len(SHARES)] == pytest.approx(2**63 * 1e-9)
     assert out[-3] == out[-2]
-
-
-def test_a_timer_adds_the_time_of_its_scope(library: ctypes.CDLL) -> None:
     library.timed.restype = ctypes.c_double
     assert 0.02 <= library.timed() < 10

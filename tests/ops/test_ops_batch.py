@@ -1,114 +1,76 @@
+"""What a batch tells of its ids beside their rows: buckets, owners, wrong ids, and what it holds while it lives."""
+
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from support import naive
+from support.processors import Make, moved, processors, spec_of
 from support.rows import SPECIAL_KEYS, any_key
 from tierbed.engine import _core
+from tierbed.engine.optim.row_state import RowState
+from tierbed.engine.options.lookup import Lookup
+from tierbed.engine.processors.processor import by_owner
 
 pytestmark = pytest.mark.op
 
-Segment = tuple[list[int], list[int] | None]
+CHUNK = 4096  # positions of a native task
+TABLES = 3
 
 
-def check(segments: list[Segment], num_tables: int, padding: int | None = None) -> _core.Batch:
-    """The native batch equals the naive one, whose segments' positions follow one another."""
-    arrays = [
-        (np.array(keys, np.uint64), None if tables is None else np.array(tables, np.uint32), None)
-        for keys, tables in segments
-    ]
-    batch = _core.Batch(arrays, num_tables, padding)
-    keys = np.concatenate([keys for keys, _, _ in arrays] or [np.zeros(0, np.uint64)])
-    tables = [np.arange(len(keys), dtype=np.uint32) % num_tables if ids is None else ids for keys, ids, _ in arrays]
-    expected = naive.unique(keys, np.concatenate([*tables, np.zeros(0, np.uint32)]).astype(np.uint32), padding)
-    assert batch.size == len(keys)
-    assert batch.unique == len(expected.keys)
-    for name in ("keys", "tables", "inverse", "occurrences", "offsets"):
-        actual, wanted = getattr(batch, name), getattr(expected, name)
-        assert actual.dtype == wanted.dtype, name
-        np.testing.assert_array_equal(actual, wanted, err_msg=name)
-    assert batch.lines.shape == (batch.unique,)
-    assert not batch.lines.any()
-    return batch
+@pytest.mark.rotated("threads")
+@pytest.mark.parametrize("position", [0, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK])
+def test_a_wrong_table_id_is_named_by_the_first_position_of_its_bag(position: int, threads: int) -> None:
+    offsets = np.arange(0, 5 * CHUNK // 2 + 1, CHUNK // 2)
+    bag = position // (CHUNK // 2)
+    tables = np.zeros(5, np.uint32)
+    tables[bag] = TABLES
+    with pytest.raises(IndexError, match=r"table id 3 at position \d+") as caught:
+        _core.Batch([(np.ones(offsets[-1], np.uint64), tables, offsets)], TABLES, None)
+    assert offsets[bag] <= int(str(caught.value).split()[-1]) < offsets[bag + 1]
 
 
-def check_sibling(batch: _core.Batch) -> None:
-    """It has the same rows, and lines of its own."""
-    sibling = batch.sibling()
-    for name in ("keys", "tables", "inverse", "occurrences", "offsets", "lines"):
-        np.testing.assert_array_equal(getattr(sibling, name), getattr(batch, name), err_msg=name)
-    assert (sibling.size, sibling.sources, sibling.unique) == (batch.size, batch.sources, batch.unique)
-    sibling.lines.fill(7)
-    assert not batch.lines.any()
-
-
-@st.composite
-def segments(draw: st.DrawFn) -> tuple[list[Segment], int]:
-    num_tables = draw(st.sampled_from([1, 2, 3, 26, 300, 1000]))
-    ids = st.integers(0, num_tables - 1)
-    parts = []
-    for _ in range(draw(st.integers(0, 3))):
-        keys = draw(st.lists(any_key, max_size=40))
-        tables = draw(st.none() | st.lists(ids, min_size=len(keys), max_size=len(keys)))
-        parts.append((keys, tables))
-    return parts, num_tables
-
-
-@given(segments(), st.none() | st.sampled_from(SPECIAL_KEYS))
-def test_batch_equals_the_reference(case: tuple[list[Segment], int], padding: int | None) -> None:
-    check_sibling(check(*case, padding))
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9)), max_size=40), st.lists(st.booleans(), min_size=3))
+def test_ids_beyond_the_last_are_padding_and_counted_or_the_first_is_told(
+    given: list[tuple[int, int]], drops: list[bool]
+) -> None:
+    tables = np.array([table for table, _ in given], np.uint32)
+    keys = np.array([key for _, key in given], np.uint64)
+    last = np.array([4, 7, 2**64 - 1], np.uint64)
+    batch = _core.Batch([(keys, tables, None)], TABLES, None, last, drops[:3])
+    bad = keys > last[tables]
+    expected = naive.unique(keys[~bad], tables[~bad])
+    np.testing.assert_array_equal(batch.keys, expected.keys)
+    np.testing.assert_array_equal(batch.inverse >= 0, ~bad)
+    strict = [(table, key) for table, key in given if key > last[table] and not drops[table]]
+    assert batch.illegal == (strict[0] if strict else None)
+    dropped = [sum(table == t and key > last[t] for table, key in given) if drops[t] else 0 for t in range(3)]
+    assert batch.dropped == dropped
 
 
 @pytest.mark.parametrize(
-    ("keys", "unique"),
-    [([], 0), ([5], 1), ([5] * 1000, 1), (list(range(1000)), 1000), (SPECIAL_KEYS * 3, len(SPECIAL_KEYS))],
-    ids=["empty", "one", "all equal", "all new", "special"],
+    ("change", "message"),
+    [
+        ({3: np.array([0, 0], np.uint32)}, "each feature once"),
+        ({3: np.array([0, 5], np.uint32)}, "each feature once"),
+        ({1: np.zeros(3, np.uint32)}, "one table id for each bag, or for each feature"),
+        ({1: None}, "features need offsets and table ids"),
+        ({2: 4}, "features need offsets and table ids"),
+    ],
 )
-def test_extreme_batches(keys: list[int], unique: int) -> None:
-    assert check([(keys, [0] * len(keys))], 1).unique == unique
-
-
-def test_no_segments_and_only_empty_ones() -> None:
-    assert check([], 1).size == 0
-    assert check([([], None), ([], [])], 4).unique == 0
-
-
-@pytest.mark.parametrize("key", [0, 2, 2**32, 2**63 - 2, 2**64 - 2])
-def test_neighbouring_keys_are_two_rows(key: int) -> None:
-    assert check([([key, key + 1, key], [0, 0, 0])], 1).unique == 2
-
-
-def test_one_key_in_a_thousand_tables_is_a_thousand_rows() -> None:
-    assert check([([2**64 - 1] * 2000, None)], 1000).unique == 1000
-
-
-def test_padding_of_minus_one_is_the_largest_key_and_nothing_else() -> None:
-    minus_one = 2**64 - 1
-    batch = check([([minus_one, 0, minus_one, 1], [0, 0, 1, 1])], 2, minus_one)
-    assert batch.inverse.tolist().count(-1) == 2
-    assert len(batch.occurrences) == 2
-    assert check([([minus_one] * 5, None)], 3, minus_one).unique == 0
-
-
-def test_the_same_row_in_two_segments_is_one() -> None:
-    batch = check([([1, 2], None), ([2, 1, 9], [1, 0, 0])], 2)
-    assert batch.unique == 3
-
-
-def test_a_large_skewed_batch_is_the_same_for_any_threads(threads: int) -> None:
-    rng = np.random.default_rng(0)
-    keys = (rng.zipf(1.2, 30_000) % 2**40).astype(np.uint64).tolist()
-    tables = rng.integers(0, 26, 20_000).tolist()
-    check([(keys[:20_000], tables), (keys[20_000:], None)], 26, padding=1)
-
-
-def test_a_table_id_out_of_range_is_refused_with_its_position() -> None:
-    keys = np.arange(5, dtype=np.uint64)
-    with pytest.raises(IndexError, match="3"):
-        _core.Batch([(keys, np.array([0, 1, 1, 2, 0], np.uint32), None)], 2, None)
+def test_features_that_cannot_be_are_refused(change: dict[int, object], message: str) -> None:
+    columns = np.array([1, 0], np.uint32)
+    segment = [np.zeros(4, np.uint64), columns, np.array([0, 1, 3, 3, 4]), columns, 2]
+    for place, value in change.items():
+        segment[place] = value
+    with pytest.raises((TypeError, ValueError), match=message):
+        _core.Batch([tuple(segment)], TABLES, None)
 
 
 def test_buckets_are_the_top_bits_of_the_hash() -> None:
@@ -124,3 +86,58 @@ def test_a_sibling_outlives_what_it_was_made_of() -> None:
     sibling = _core.Batch([(keys, None, None)], 1, None).sibling()
     _core.Batch([(keys + np.uint64(7), None, None)], 1, None)  # takes the memory of what is gone
     assert sorted(sibling.keys.tolist()) == keys.tolist()
+
+
+def check_owners(make: Make, keys: list[int], ranks: int, last: int) -> None:
+    """Rows by the rank that owns them, `last` last, and within one in the order of the batch."""
+    processor = make(spec_of(4, tables=TABLES), RowState())
+    ids = torch.from_numpy(np.array(keys, np.uint64).view(np.int64))
+    lookup = moved(Lookup(ids, torch.arange(len(ids)) % TABLES), processor.device)
+    unique = processor.unique_rows(processor.batch([lookup]))
+    tables, names = unique.table_ids.tolist(), unique.ids.cpu().numpy().view(np.uint64).tolist()
+    rows: list[list[int]] = [[] for _ in range(ranks)]
+    for row, name in enumerate(zip(tables, names, strict=True)):
+        rows[naive.owner(*name, ranks)].append(row)
+    found = by_owner(unique, ranks, last)
+    assert found.counts == [len(of_owner) for of_owner in rows]
+    order = [row for of_owner in (*rows[:last], *rows[last + 1 :], rows[last]) for row in of_owner]
+    assert found.keys.tolist() == unique.ids.cpu()[order].tolist()
+    assert found.tables.tolist() == unique.table_ids.cpu()[order].tolist()
+    assert found.positions[order].tolist() == list(range(len(order)))
+
+
+@processors
+@given(keys=st.lists(any_key, max_size=60), ranks=st.integers(1, 1024), data=st.data())
+def test_rows_by_owner_equal_the_reference(make: Make, keys: list[int], ranks: int, data: st.DataObject) -> None:
+    check_owners(make, keys, ranks, data.draw(st.integers(0, ranks - 1)))
+
+
+@processors
+@pytest.mark.parametrize("threads", [1, 5])
+@pytest.mark.rotated("threads")
+def test_many_rows_by_owner_are_the_same_for_any_threads(
+    make: Make, native_threads: Callable[[int], None], threads: int
+) -> None:
+    native_threads(threads)
+    keys = np.random.default_rng(0).integers(0, 2**64, 10_000, np.uint64).tolist()
+    for ranks in (1, 3, 1024):
+        check_owners(make, keys, ranks, ranks // 2)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 64, 1000, 1024])
+def test_owners_share_rows_evenly_and_do_not_follow_from_the_bucket(ranks: int) -> None:
+    keys = np.arange(64_000, dtype=np.uint64)
+    tables = np.arange(len(keys), dtype=np.uint32) % 5
+    owners = _core.owners(tables, keys, ranks)
+    counts, mean = np.bincount(owners, minlength=ranks), len(keys) / ranks
+    assert len(counts) == ranks
+    # of ranks that own intervals of 16 bits, one has a 64th more at most
+    assert (abs(counts - mean) < 6 * np.sqrt(mean) + mean / 64).all()
+    both = _core.buckets(tables, keys).astype(np.int64) * 4 + _core.owners(tables, keys, 4)
+    assert (abs(np.bincount(both, minlength=256) - 250) < 6 * np.sqrt(250)).all()
+
+
+def test_owners_among_too_many_ranks_are_refused() -> None:
+    for ranks in (0, 1025):
+        with pytest.raises(ValueError, match="ranks"):
+            _core.owners(np.zeros(1, np.uint32), np.zeros(1, np.uint64), ranks)

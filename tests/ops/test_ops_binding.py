@@ -6,6 +6,7 @@ import ctypes
 
 import numpy as np
 import pytest
+import torch
 
 from support.rows import Table
 from tierbed.engine import _core
@@ -25,29 +26,21 @@ def batch(table: Table) -> _core.Batch:
     return batch
 
 
-@pytest.mark.parametrize(
-    "out",
-    [np.zeros((4, 8), np.float32)[:, ::2], np.zeros((4, 4), np.float32, order="F"), np.zeros((4, 4))],
-    ids=["strided", "fortran", "float64"],
-)
-def test_results_are_not_written_to_a_copy(table: Table, batch: _core.Batch, out: np.ndarray) -> None:
-    with pytest.raises((TypeError, ValueError)):
-        _core.gather(batch, table.layout, 0, out)
-
-
-@pytest.mark.parametrize(
-    "segment",
-    [
+def test_arrays_of_another_type_or_layout_are_neither_written_to_a_copy_nor_converted(
+    table: Table, batch: _core.Batch
+) -> None:
+    strided, fortran = np.zeros((4, 8), np.float32)[:, ::2], np.zeros((4, 4), np.float32, order="F")
+    for out in (strided, fortran, np.zeros((4, 4))):
+        with pytest.raises((TypeError, ValueError)):
+            _core.gather(batch, table.layout, 0, out)
+    for segment in (
         (np.array([1.7, -2.0]), None, None),
         (np.arange(4, dtype=np.uint64)[::2], None, None),
         (np.zeros(2, np.uint64), np.zeros(2, np.int64), None),
         (np.zeros(2, np.uint64), None, np.array([0.0, 1.9, 2.0])),
-    ],
-    ids=["keys of floats", "strided keys", "signed table ids", "offsets of floats"],
-)
-def test_ids_of_another_type_are_not_converted(segment: tuple) -> None:
-    with pytest.raises(TypeError):
-        _core.Batch([segment], 1, None)
+    ):
+        with pytest.raises(TypeError):
+            _core.Batch([segment], 1, None)
 
 
 def test_a_view_of_a_settled_batch_outlives_the_next_settle(table: Table, batch: _core.Batch) -> None:
@@ -67,8 +60,6 @@ def test_a_layout_of_another_table_is_refused(table: Table) -> None:
 
 
 def test_rows_do_not_depend_on_the_flushing_of_denormals_in_a_thread(threads: int) -> None:
-    import torch
-
     table = Table([16])
     keys = np.arange(3000, dtype=np.uint64)
     memory, lines = table.lines(len(keys))
@@ -80,7 +71,7 @@ def test_rows_do_not_depend_on_the_flushing_of_denormals_in_a_thread(threads: in
             memory[:] = 0
             batch = table.batch(keys, np.zeros(len(keys), np.uint32))
             batch.lines[:] = lines
-            _core.update(batch, table.layout, [grads], [False], [None], "sgd", [0.1, 0.0, 0.0, 0.0, 0.0], 1)
+            table.update(batch, grads, "sgd", [0.1, 0.0, 0.0, 0.0, 0.0], 1)
             rows.append(memory.copy())
         finally:
             torch.set_flush_denormal(False)

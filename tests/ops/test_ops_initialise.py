@@ -4,14 +4,18 @@ import ctypes
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from support import naive
 from support.arithmetic import normal_quantile
 from support.places import GOLDEN
+from support.processors import Make, moved, on_host, processors, spec_of
 from support.rows import INITIALIZERS, SPECIAL_KEYS, Table, any_key, same_bits
 from tierbed.engine import _core
+from tierbed.engine.optim.row_state import RowState
+from tierbed.engine.options.lookup import Lookup
 
 pytestmark = pytest.mark.op
 
@@ -24,11 +28,10 @@ def native(layout: _core.Layout, tables: np.ndarray, keys: np.ndarray) -> np.nda
     return np.array([kind.from_address(line) for line in batch.lines.tolist()], np.float32)[batch.inverse]
 
 
-@pytest.mark.parametrize(
-    "columns",
-    [[1], [3], [10], [17], [64], [128], [300], [10, 1], [1, 1, 1], [3, 5, 2, 7], [16, 16]],
-    ids=lambda columns: "+".join(map(str, columns)),
-)
+COLUMNS = [[1], [3], [10], [64], [300], [10, 1], [1, 1, 1], [3, 5, 2, 7], [17, 23]]
+
+
+@pytest.mark.parametrize("columns", COLUMNS, ids=str)
 def test_initial_rows_equal_the_reference_to_the_bit(columns: list[int]) -> None:
     table = Table(columns, states=[0.0, 0.1])
     keys = np.array(SPECIAL_KEYS, np.uint64)
@@ -36,16 +39,36 @@ def test_initial_rows_equal_the_reference_to_the_bit(columns: list[int]) -> None
     same_bits(native(table.layout, tables, keys), table.initial(tables, keys))
 
 
-@given(st.integers(0, 2**64 - 1), any_key, st.integers(0, 999))
+@processors
+@pytest.mark.parametrize("columns", COLUMNS[::4], ids=str)
+def test_unknown_rows_are_served_from_memory_of_the_batch(make: Make, columns: list[int]) -> None:
+    table, processor = Table(columns), make(spec_of(columns), RowState())
+    store, out = processor.full_table("device"), []
+    for keys in (SPECIAL_KEYS, [*SPECIAL_KEYS, 20]):
+        ids = torch.from_numpy(np.array(keys, np.uint64).view(np.int64))
+        lookup = moved(Lookup(ids, torch.arange(len(ids)) % table.tables), processor.device)
+        batch = processor.batch([lookup])
+        if out:
+            store.peek(batch)
+        else:
+            store.pin(batch, None)
+        out.append(on_host(processor.gather(batch, 0, lookup, None, torch.float32)))
+        store.unpin(batch, False)
+    same_bits(out[1], table.initial(lookup.table_ids.cpu().numpy().astype(np.uint32), np.array(keys, np.uint64)))
+    assert out[1][:-1].tobytes() == out[0].tobytes()
+    assert store.metrics()["device"]["resident_rows"] == len(SPECIAL_KEYS)
+
+
+@given(st.integers(0, 2**64 - 1), any_key, st.integers(0, 300))
 def test_any_seed_key_and_table(seed: int, key: int, table_id: int) -> None:
-    table = Table([4, 3], seed=seed, tables=1000)
+    table = Table([4, 3], seed=seed, tables=table_id + 1)
     keys, tables = np.array([key], np.uint64), np.array([table_id], np.uint32)
     same_bits(native(table.layout, tables, keys), table.initial(tables, keys))
 
 
 def test_many_rows_are_the_same_for_any_threads(threads: int) -> None:
     table = Table([2, 2])
-    keys = np.random.default_rng(0).integers(0, 2**64, 8000, np.uint64)
+    keys = np.random.default_rng(0).integers(0, 2**64, 5000, np.uint64)
     tables = np.arange(len(keys), dtype=np.uint32) % len(INITIALIZERS)
     same_bits(native(table.layout, tables, keys), table.initial(tables, keys))
 
@@ -72,10 +95,3 @@ def test_quantile_equals_the_reference_where_its_branches_meet(p: float) -> None
         for _ in range(20):
             near.append(float(np.nextafter(near[-1], direction)))
     assert [_core.normal_quantile(x).hex() for x in near] == [normal_quantile(x).hex() for x in near]
-
-
-def test_layout_reports_a_line_that_holds_state_and_record() -> None:
-    table = Table([10, 1], states=[0.0, 0.0])
-    assert (table.layout.dim, table.layout.width) == (11, 33)
-    assert table.layout.line_bytes >= 33 * 4 + 8
-    assert table.layout.line_bytes % 16 == 0

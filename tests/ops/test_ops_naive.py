@@ -45,16 +45,9 @@ def test_quantile_is_accurate_in_the_middle_and_both_tails(p: float) -> None:
 
 
 def test_draws_have_the_moments_of_their_distributions_and_columns_do_not_correlate() -> None:
-    keys = np.arange(2000, dtype=np.uint64)
-    rows = naive.initial_rows(
-        np.zeros(2000, np.uint32),
-        keys,
-        3,
-        [2, 2],
-        [UNIFORM, NORMAL],
-        np.array([[-1, 3], [5, 2]], np.float32),
-        np.array([[0.0, 1.0]] * 2),
-    )
+    keys, zeros = np.arange(2000, dtype=np.uint64), np.zeros(2000, np.uint32)
+    draws = [UNIFORM, NORMAL], np.array([[-1, 3], [5, 2]], np.float32), np.array([[0.0, 1.0]] * 2)
+    rows = naive.initial_rows(zeros, keys, 3, [2, 2], *draws)
     assert rows.mean(0) == pytest.approx([1, 1, 5, 5], abs=0.15)
     assert rows.std(0) == pytest.approx([4 / 12**0.5] * 2 + [2] * 2, rel=0.05)
     correlations = np.corrcoef(rows.T) - np.eye(4)
@@ -66,3 +59,11 @@ def test_a_sum_begins_with_its_first_gradient_so_that_negative_zero_stays() -> N
     grads = np.array([[-0.0], [1.0], [-0.0]], np.float32)
     sums = naive.reduce(grads, np.array([0, 2, 1], np.uint32), np.array([0, 2, 3], np.uint32))
     assert np.signbit(sums[:, 0]).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("count", [256, 257, 700])
+def test_many_gradients_are_summed_in_blocks_of_256(count: int) -> None:
+    grads = np.random.default_rng(count).standard_normal((count, 3), np.float32)
+    blocks = [np.add.accumulate(grads[begin : begin + 256])[-1] for begin in range(0, count, 256)]
+    sums = naive.reduce(grads, np.arange(count, dtype=np.uint32), np.array([0, count], np.uint32))
+    assert sums.tobytes() == np.add.accumulate(np.array(blocks))[-1].tobytes()

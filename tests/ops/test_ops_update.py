@@ -1,88 +1,211 @@
+"""Steps of every rule, and what lookups see of rows that missed steps, have the bits of the references."""
+
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from _pytest.mark import ParameterSet
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from support import naive
+from support.processors import (
+    ON_EMULATED,
+    ON_GPU,
+    Make,
+    cpu,
+    instruction_set,
+    instruction_sets,
+    moved,
+    on_host,
+    processors,
+    spec_of,
+)
 from support.row_rules import MAKERS, optimizer_of, pinned, random_ids, table_of
 from support.rows import Table, same_bits
 from tierbed.engine import _core
+from tierbed.engine.ops.batch import Gradients
+from tierbed.engine.optim.kernel import declared
+from tierbed.engine.options.lookup import Lookup
 
 pytestmark = pytest.mark.optimizer
 
 TYPES = [
     ("float32", "float32"),
     ("bfloat16", "float32"),
+    ("float16", "bfloat16"),
     ("bfloat16", "bfloat16"),
     ("float16", "float32"),
-    ("float16", "bfloat16"),
     ("float32", "bfloat16"),
 ]
+DIMS = [1, 3, 17, 64, 100]
+RULES = [kernel.name for kernel in declared()]
 SGD = "sgd", [1.0, 0.0, 0.0, 0.0, 0.0]  # with a learning rate of 1
+PADDING = 3
+Row = tuple[int, int]
 
 
-@pytest.mark.parametrize("types", TYPES)
-@pytest.mark.parametrize("dim", [1, 3, 17, 64, 100])
-@pytest.mark.parametrize("name", list(MAKERS))
-@pytest.mark.pairs
-@pytest.mark.rotated("dim")
-def test_five_steps_equal_the_reference_to_the_bit(name: str, dim: int, types: tuple[str, str]) -> None:
-    optimizer = optimizer_of(name)
+def on_devices(number: int, name: str, dim: int, types: tuple[str, str], marks: Any = ()) -> list[ParameterSet]:
+    """A cell on the GPU, and in emulation in one order of threads."""
+    return [
+        pytest.param(one.values[0], name, dim, types, id=f"{one.id}-{name}-{dim}-{types}", marks=[*one.marks, *marks])
+        for one in (*ON_EMULATED[number % 3 :][:1], *ON_GPU)
+    ]
+
+
+def types_of(name: str) -> tuple[str, str]:
+    """On a GPU, which has a program for each rule and types."""
+    return TYPES[RULES.index(optimizer_of(name).rule) % 3]
+
+
+def cells() -> list[ParameterSet]:
+    """Each maker with types in turn, the others slow."""
+    found = []
+    for number, name in enumerate(MAKERS):
+        for turn, types in enumerate(TYPES):
+            marks = () if (number - turn) % 6 == 0 else pytest.mark.slow
+            found.append(pytest.param(cpu, name, DIMS[(number + turn) % 5], types, marks=marks))
+        for types in TYPES[:3]:
+            found += on_devices(number, name, 17, types, [] if types == types_of(name) else [pytest.mark.slow])
+    wide = ["adam", "catch-up adam", "partial row-wise lamb", "rowwise adagrad", "sgd"]
+    shapes = [*((name, dim) for name in wide for dim in (64, 128)), ("adam", 1), ("adam", 5), ("adam", 130)]
+    return [*found, *(one for turn, shape in enumerate(shapes) for one in on_devices(turn, *shape, TYPES[turn % 3]))]
+
+
+def step_of(
+    processor: Any,
+    store: Any,
+    ids: NDArray[np.uint64],
+    tables: NDArray[np.uint32],
+    grads: NDArray[np.float32],
+    rule: str,
+) -> int:
+    """Returns how many rows were written for the first time."""
+    lookup = moved(
+        Lookup(torch.from_numpy(ids.view(np.int64)), torch.from_numpy(tables.astype(np.int64))), processor.device
+    )
+    batch, before = processor.batch([lookup]), processor.written.sum()
+    store.pin(batch, None)
+    given = Gradients([lookup], [torch.from_numpy(grads).to(processor.device)], [None], torch.float32)
+    processor.update(batch, given, rule)
+    store.unpin(batch, True)
+    return int(processor.written.sum() - before)
+
+
+def check_rows(table: Table, store: Any, expected: dict[Row, tuple[NDArray[np.float32], int, int]]) -> None:
+    """Values, updates and last step of all rows."""
+    rows = np.concatenate([part for _, part in store.scan()])
+    names = sorted(expected, key=lambda row: (naive.bucket(*row), row))
+    assert list(zip(rows["table"].tolist(), rows["key"].tolist(), strict=True)) == names
+    same_bits(table.decoded(rows["values"]), np.array([expected[name][0] for name in names]))
+    counts = list(zip(rows["updates"].tolist(), rows["step"].tolist(), strict=True))
+    assert counts == [expected[name][1:] for name in names]
+
+
+def check_steps(make: Make, name: str, dim: int, types: tuple[str, str], batches: list[tuple[int, Any, Any]]) -> None:
+    """batches: the number of a step, its keys and its tables. Steps between belong to other rows."""
+    optimizer, rng = optimizer_of(name), np.random.default_rng(dim)
     table = table_of(optimizer, dim, types)
-    store = _core.FullTable(table.layout)
-    expected: dict[tuple[int, int], tuple[np.ndarray, int, int]] = {}
-    rng = np.random.default_rng(dim)
-    padding = 3
-    for step in (1, 2, 5, 6, 40):  # the steps between belong to other rows
-        keys, tables = random_ids(rng, 24, table)
-        grads = rng.standard_normal((24, dim), np.float32) * np.float32(10.0) ** rng.integers(-6, 3, (24, 1)).astype(
-            np.float32
-        )
-        batch = pinned(table, store, keys, tables, padding)
-        wanted = naive.unique(keys, tables, padding)
-        rows = list(zip(wanted.tables.tolist(), wanted.keys.tolist(), strict=True))
-        fresh = table.initial(wanted.tables, wanted.keys)
+    expected: dict[Row, tuple[NDArray[np.float32], int, int]] = {}
+    steps = []
+    for step, keys, tables in batches:
+        grads = rng.standard_normal((len(keys), dim), np.float32)
+        grads *= np.float32(10.0) ** rng.integers(-42, 3, (len(keys), 1)).astype(np.float32)  # some are denormal
+        grads[:2] = [[0.0], [-0.0]]
+        unique = naive.unique(keys, tables, PADDING)
+        rows = list(zip(unique.tables.tolist(), unique.keys.tolist(), strict=True))
+        fresh = table.initial(unique.tables, unique.keys)
         before = [expected.get(row, (values, 0, 0)) for row, values in zip(rows, fresh, strict=True)]
         values = np.array([values for values, _, _ in before])
         updates, last = (np.array([row[column] for row in before], np.uint32) for column in (1, 2))
         new = int((updates == 0).sum())
-        reduced = naive.reduce(grads, wanted.occurrences, wanted.offsets)
-        naive.update(values, updates, reduced, optimizer.rule, optimizer.hyper(step), step, last)
-        values = table.by_chance(values, wanted.tables, wanted.keys, step)
-        expected |= {row: (v, u, step) for row, v, u in zip(rows, values, updates, strict=True)}
+        sums = naive.reduce(grads, unique.occurrences, unique.offsets)
+        naive.update(values, updates, sums, optimizer.rule, optimizer.hyper(step), step, last)
+        values = table.by_chance(values, unique.tables, unique.keys, step)
+        expected |= {row: (v, u, step) for row, v, u in zip(rows, values, updates.tolist(), strict=True)}
+        steps.append((step, keys, tables, grads, new))
 
-        assert _core.count_new(batch, table.layout) == new
-        assert table.update(batch, grads, optimizer.rule, optimizer.hyper(step), step) == new
-        assert _core.count_new(batch, table.layout) == 0
-        same_bits(table.values(batch.lines), values)
-        np.testing.assert_array_equal(table.records(batch.lines), [(u, step) for u in updates])
+    spec = spec_of(dim, types, padding=PADDING)
+    for instructions in instruction_sets(make):
+        with instruction_set(instructions):
+            processor = make(spec, spec.state_of(optimizer))
+            store = processor.full_table("device")
+            for step, keys, tables, grads, new in steps:
+                processor.set_hyper(optimizer.rule, optimizer.hyper(step), step)
+                assert step_of(processor, store, keys, tables, grads, optimizer.rule) == new
+            check_rows(table, store, expected)
 
 
-@pytest.mark.parametrize("types", TYPES)
-@pytest.mark.parametrize("name", ["momentum", "adam", "clipped rowwise", "catch-up adam"])
-@pytest.mark.pairs
+@pytest.mark.parametrize(("make", "name", "dim", "types"), cells())
+def test_steps_equal_the_reference(make: Make, name: str, dim: int, types: tuple[str, str]) -> None:
+    rng, batches = np.random.default_rng(dim), []
+    for step in (1, 2, 5, 6, 40):
+        keys, tables = random_ids(rng, 24, Table([1]))
+        if dim > 60:  # more of one row than a block of a sum has room for
+            keys, tables = np.append(keys, [np.uint64(7)] * 300), np.append(tables, [np.uint32(0)] * 300)
+        batches.append((step, keys, tables))
+    check_steps(make, name, dim, types, batches)
+
+
+@pytest.mark.parametrize(
+    ("name", "types"), list(zip(["momentum", "adam", "catch-up adam"], TYPES, strict=False)), ids=str
+)
+@pytest.mark.parametrize("threads", [1, 2, 16])
 @pytest.mark.rotated("threads")
 def test_many_rows_with_duplicates_are_the_same_for_any_threads(
-    name: str, types: tuple[str, str], threads: int
+    name: str, types: tuple[str, str], threads: int, native_threads: Callable[[int], None]
+) -> None:
+    native_threads(threads)
+    rng = np.random.default_rng(0)
+    keys = rng.zipf(1.3, 6000).astype(np.uint64) % np.uint64(3000)
+    check_steps(cpu, name, 6, types, [(step, keys, rng.integers(0, 5, len(keys), np.uint32)) for step in (1, 4)])
+
+
+BEHIND = [name for name in MAKERS if name.startswith("catch-up")]
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "dim", "types"),
+    [pytest.param(cpu, name, 9, types) for name, types in zip(BEHIND, TYPES, strict=False)]
+    + [one for turn, name in enumerate(BEHIND) for one in on_devices(turn, name, 17, types_of(name))],
+)
+def test_rows_that_are_behind_are_seen_caught_up_and_stay_as_they_are(
+    make: Make, name: str, dim: int, types: tuple[str, str]
 ) -> None:
     optimizer = optimizer_of(name)
-    table = table_of(optimizer, 6, types)
-    store = _core.FullTable(table.layout)
-    rng = np.random.default_rng(0)
-    keys = rng.zipf(1.3, 8000).astype(np.uint64) % np.uint64(3000)
-    tables = rng.integers(0, table.tables, 8000, np.uint32)
-    grads = rng.standard_normal((8000, 6), np.float32)
-    wanted = naive.unique(keys, tables)
-    values, updates = table.initial(wanted.tables, wanted.keys), np.zeros(len(wanted.keys), np.uint32)
-    reduced, last = naive.reduce(grads, wanted.occurrences, wanted.offsets), np.zeros_like(updates)
-    for step in (1, 4):
-        naive.update(values, updates, reduced, optimizer.rule, optimizer.hyper(step), step, last)
-        values = table.by_chance(values, wanted.tables, wanted.keys, step)
-        batch = pinned(table, store, keys, tables)
-        table.update(batch, grads, optimizer.rule, optimizer.hyper(step), step)
-    same_bits(table.values(batch.lines), values)
+    table, spec = table_of(optimizer, dim, types), spec_of(dim, types)
+    keys, zeros = np.arange(40, dtype=np.uint64), np.zeros(40, np.uint32)
+    processor = make(spec, spec.state_of(optimizer))
+    store = processor.full_table("device")
+    for step, count in ((1, 30), (2, 20), (9, 10)):
+        grads = np.random.default_rng(step).standard_normal((count, dim), np.float32)
+        processor.set_hyper(optimizer.rule, optimizer.hyper(step), step)
+        step_of(processor, store, keys[:count], zeros[:count], grads, optimizer.rule)
+    before = np.concatenate([part for _, part in store.scan()])
+    values, updates, last = table.initial(zeros, keys), zeros.copy(), zeros.copy()
+    order = before["key"].astype(int)
+    values[order], updates[order], last[order] = table.decoded(before["values"]), before["updates"], before["step"]
+    naive.catch_up(values, updates, last, dim, optimizer.rule, optimizer.hyper(200), 200)
+
+    lookup = moved(Lookup(torch.arange(40), torch.zeros(40, dtype=torch.int64)), processor.device)
+    batch = processor.batch([lookup])
+    store.pin(batch, None)
+    processor.set_hyper(optimizer.rule, optimizer.hyper(200), 200)
+    processor.preview_catch_up(batch, optimizer.rule)
+    seen = on_host(processor.gather(batch, 0, lookup, None, torch.float32))
+    same_bits(seen, table.nearest(values)[:, :dim].copy())
+    assert np.concatenate([part for _, part in store.scan()]).tobytes() == before.tobytes()
+    processor.catch_up(batch, optimizer.rule)
+    after = np.concatenate([part for _, part in store.scan()])
+    assert make is not cpu or (after["step"] == 199).all()  # of a GPU, the write that follows sets it
+    assert (after["updates"] == before["updates"]).all()
+    if types == ("float32", "float32"):  # others are rounded by chance
+        same_bits(after["values"].copy(), values[order])
 
 
 @given(
@@ -91,29 +214,13 @@ def test_many_rows_with_duplicates_are_the_same_for_any_threads(
 def test_duplicates_are_summed_in_the_order_of_their_positions(parts: list[float]) -> None:
     table = Table([1])
     store = _core.FullTable(table.layout)
-    keys = np.zeros(len(parts), np.uint64)
-    grads = np.array(parts, np.float32)[:, None]
-    batch = pinned(table, store, keys, np.zeros(len(parts), np.uint32))
-    values = table.initial(batch.tables, batch.keys)
+    batch = pinned(table, store, np.zeros(len(parts), np.uint64), np.zeros(len(parts), np.uint32))
+    values, grads = table.initial(batch.tables, batch.keys), np.array(parts, np.float32)[:, None]
     with np.errstate(all="ignore"):
         total = naive.reduce(grads, batch.occurrences, batch.offsets)
         naive.update(values, np.zeros(1, np.uint32), total, *SGD)
     table.update(batch, grads, *SGD, 1)
     np.testing.assert_array_equal(table.values(batch.lines), values)
-
-
-@pytest.mark.parametrize("count", [256, 257, 700])
-def test_many_occurrences_are_summed_in_blocks_of_256(count: int) -> None:
-    table = Table([3], seed=1)
-    store = _core.FullTable(table.layout)
-    grads = np.random.default_rng(count).standard_normal((count, 3), np.float32)
-    batch = pinned(table, store, np.zeros(count, np.uint64), np.zeros(count, np.uint32))
-    blocks = [np.add.accumulate(grads[begin : begin + 256])[-1] for begin in range(0, count, 256)]
-    total = np.add.accumulate(np.array(blocks))[-1]
-    same_bits(naive.reduce(grads, batch.occurrences, batch.offsets), total[None])
-    expected = table.initial(batch.tables, batch.keys) - total
-    table.update(batch, grads, *SGD, 1)
-    same_bits(table.values(batch.lines), expected)
 
 
 @pytest.mark.parametrize(("value", "norm"), [(0.5, 0.0), (0.0, 1.0), (0.5, 1.0)])
@@ -124,122 +231,50 @@ def test_the_summed_gradient_of_a_row_is_clipped_before_weight_decay(value: floa
     batch = pinned(table, store, np.array([1, 2, 3, 3], np.uint64), np.zeros(4, np.uint32))
     before = table.values(batch.lines)
     table.update(batch, grads, "sgd", [1.0, 0.5, 0.0, value, norm], 1)
-    moved = dict(zip(batch.keys.tolist(), (before * np.float32(0.5) - table.values(batch.lines)).tolist(), strict=True))
+    moved_by = (before * np.float32(0.5) - table.values(batch.lines))[batch.inverse]
     clamped = np.clip([3, -4, 0, 0], -value, value) if value else np.array([3, -4, 0, 0])
     wanted = clamped * min(1.0, norm / np.linalg.norm(clamped)) if norm else clamped
-    np.testing.assert_allclose(moved[1], wanted, atol=1e-6)
-    np.testing.assert_allclose(moved[2], [0.25, 0.1, 0, -0.25], atol=1e-6)
-    assert np.isnan(moved[3][3])
+    np.testing.assert_allclose(moved_by[:2], [wanted, grads[1]], atol=1e-6)
+    assert np.isnan(moved_by[2][3])
 
 
-def test_rows_that_are_behind_are_seen_caught_up_and_stay_as_they_are() -> None:
-    optimizer = optimizer_of("catch-up adam with a rest")
-    table = table_of(optimizer, 5)
-    store = _core.FullTable(table.layout)
-    keys, zeros = np.arange(40, dtype=np.uint64), np.zeros(40, np.uint32)
-    for step, some in ((1, keys[:30]), (2, keys[:20]), (9, keys[:10])):
-        grads = np.random.default_rng(step).standard_normal((len(some), 5), np.float32)
-        table.update(pinned(table, store, some, zeros[: len(some)]), grads, optimizer.rule, optimizer.hyper(step), step)
-    batch = pinned(table, store, keys, zeros)
-    values, records = table.values(batch.lines), table.records(batch.lines)
-    expected = values.copy()
-    naive.catch_up(expected, *records.T, 5, optimizer.rule, optimizer.hyper(200), 200)
-    _core.preview_catch_up(batch, table.layout, optimizer.rule, optimizer.hyper(200), 200)
-    same_bits(table.values(batch.views), expected)
-    same_bits(table.values(batch.lines), values)
-    out = np.empty((40, 5), np.float32)
-    _core.gather(batch, table.layout, 0, out)
-    same_bits(out, expected[batch.inverse, :5])
-
-    _core.catch_up(table.layout, batch.lines.copy(), optimizer.rule, optimizer.hyper(200), 200)
-    same_bits(table.values(batch.lines), expected)
-    written = records[:, 0] > 0
-    assert (table.records(batch.lines)[written, 1] == 199).all()
-    np.testing.assert_array_equal(table.records(batch.lines)[~written], records[~written])
-
-
-def test_gather_copies_rows_and_gives_zeros_for_padding(threads: int) -> None:
-    table = Table([5, 4], [0.5])
-    store = _core.FullTable(table.layout)
-    keys, tables = random_ids(np.random.default_rng(2), 1500, table)
-    batch = pinned(table, store, keys, tables, padding=7)
-    expected = naive.gather(table.initial(batch.tables, batch.keys)[:, :9], batch.inverse)
-    assert (batch.inverse < 0).any()
-    out = np.full((1500, 9), np.nan, np.float32)
-    _core.gather(batch, table.layout, 0, out)
-    same_bits(out, expected)
-
-
-def test_lines_may_stand_anywhere_and_are_set_from_python() -> None:
-    table = Table([3])
-    batch = table.batch([4, 5, 4], [0, 0, 0])
-    memory, lines = table.lines(2)
-    for line, value in zip(lines, (1.0, 2.0), strict=True):
-        table.view(line)[0][:] = value
-    batch.lines[:] = lines
-    out = np.empty((3, 3), np.float32)
-    _core.gather(batch, table.layout, 0, out)
-    same_bits(out, np.repeat(np.float32(1) + batch.inverse[:, None].astype(np.float32), 3, axis=1))
-    assert memory.any()
-
-
-def test_an_empty_batch_and_one_of_padding_alone_change_nothing() -> None:
-    table = Table([4])
-    store = _core.FullTable(table.layout)
-    for keys in ([], [9, 9]):
-        batch = pinned(table, store, np.array(keys, np.uint64), np.zeros(len(keys), np.uint32), padding=9)
-        out = np.full((len(keys), 4), np.nan, np.float32)
-        _core.gather(batch, table.layout, 0, out)
-        assert not out.any()
-        assert table.update(batch, np.ones_like(out), *SGD, 1) == 0
-        assert _core.assign(batch, table.layout, np.ones_like(out), 1) == 0
-    assert store.metrics()["resident_rows"] == 0
-
-
-def test_assign_keeps_the_last_occurrence_and_the_state() -> None:
-    table = Table([3], [0.25])
-    store = _core.FullTable(table.layout)
-    keys = np.array([5, 6, 5, 8, 6, 5], np.uint64)
-    batch = pinned(table, store, keys, np.zeros(6, np.uint32), padding=8)
-    values = np.arange(18, dtype=np.float32).reshape(6, 3)
-    assert _core.assign(batch, table.layout, values, 4) == 2
-    assert _core.assign(batch, table.layout, values, 9) == 0
-    by_key = dict(zip(batch.keys.tolist(), table.values(batch.lines).tolist(), strict=True))
-    assert by_key == {5: [15, 16, 17, 0.25, 0.25, 0.25], 6: [12, 13, 14, 0.25, 0.25, 0.25]}
-    assert table.records(batch.lines).tolist() == [[2, 9], [2, 9]]
-
-
-def test_initialise_missing_serves_unknown_rows_from_memory_of_the_batch() -> None:
-    table = Table([3, 2])
-    store = _core.FullTable(table.layout)
-    known = pinned(table, store, np.array([1, 2], np.uint64), np.zeros(2, np.uint32))
-    table.update(known, np.ones((2, 5), np.float32), *SGD, 1)
-    batch = table.batch([1, 2, 3, 4], [0, 0, 0, 0])
-    assert store.find(batch) == 2
-    assert _core.count_new(batch, table.layout) == 2
-    _core.initialise_missing(batch, table.layout)
-    expected = table.initial(batch.tables, batch.keys)
-    expected[batch.keys < 3] -= np.float32(1)
-    same_bits(table.values(batch.lines), expected)
-    assert store.metrics()["resident_rows"] == 2
+@processors
+def test_assign_keeps_the_last_occurrence_and_the_state(make: Make) -> None:
+    optimizer = optimizer_of("adagrad")
+    spec, table = spec_of(3, padding=8), table_of(optimizer, 3)
+    processor = make(spec, spec.state_of(optimizer))
+    store = processor.full_table("device")
+    lookup = moved(Lookup(torch.tensor([5, 6, 5, 8, 6, 5]), torch.zeros(6, dtype=torch.int64)), processor.device)
+    for step in (4, 9):
+        batch = processor.batch([lookup])
+        store.pin(batch, None)
+        processor.assign(batch, np.arange(18, dtype=np.float32).reshape(6, 3), step)
+        store.unpin(batch, True)
+        assert processor.written.sum() == 2
+    state = optimizer.initial * 3
+    check_rows(
+        table,
+        store,
+        {(0, 5): (np.float32([15, 16, 17, *state]), 2, 9), (0, 6): (np.float32([12, 13, 14, *state]), 2, 9)},
+    )
 
 
 def test_wrong_sizes_are_refused_before_anything_is_read() -> None:
     table = Table([4], [0.0])
     store = _core.FullTable(table.layout)
     batch = pinned(table, store, np.arange(3, dtype=np.uint64), np.zeros(3, np.uint32))
-    before = table.values(batch.lines)
-    for shape in ((2, 4), (3, 5), (4, 4)):
+    before, ones = table.values(batch.lines), np.ones((3, 4), np.float32)
+    adagrad = "adagrad", [1.0, 0.0, 0.0, 0.1, 0.0, 0.0], 1
+    calls = [
+        lambda: _core.gather(batch, table.layout, 0, np.empty((4, 4), np.float32)),
+        lambda: table.update(batch, ones, "no such rule", [1.0], 1),
+        lambda: table.update(batch, ones, "adagrad", [1.0], 1),
+        lambda: table.update(batch, ones, "adam", [1.0] * 10, 1),  # one state, where adam keeps two
+    ]
+    for wrong in (np.ones(shape, np.float32) for shape in ((2, 4), (3, 5), (4, 4))):
+        calls.append(lambda wrong=wrong: table.update(batch, wrong, *adagrad))
+        calls.append(lambda wrong=wrong: _core.assign(batch, table.layout, wrong, 1))
+    for call in calls:
         with pytest.raises((TypeError, ValueError)):
-            table.update(batch, np.ones(shape, np.float32), "adagrad", [1.0, 0.0, 0.0, 0.1, 0.0, 0.0], 1)
-        with pytest.raises((TypeError, ValueError)):
-            _core.assign(batch, table.layout, np.ones(shape, np.float32), 1)
-    with pytest.raises((TypeError, ValueError)):
-        _core.gather(batch, table.layout, 0, np.empty((4, 4), np.float32))
-    with pytest.raises((TypeError, ValueError)):
-        table.update(batch, np.ones((3, 4), np.float32), "no such rule", [1.0], 1)
-    with pytest.raises((TypeError, ValueError)):
-        table.update(batch, np.ones((3, 4), np.float32), "adagrad", [1.0], 1)
-    with pytest.raises((TypeError, ValueError)):  # one state, where adam keeps two
-        table.update(batch, np.ones((3, 4), np.float32), "adam", [1.0] * 10, 1)
+            call()
     same_bits(table.values(batch.lines), before)

@@ -1,8 +1,4 @@
-"""Ids that were chosen by the fixed hash take no longer in memory than random ones, and no result shows the difference.
-
-What is counted here is counted as well where rows are: the decisions of caches (tests/cache, tests/cuda) are those of a
-plain model that takes its sets from `naive.slot_hash`.
-"""
+"""Ids that were chosen by the fixed hash take no longer in memory than random ones, and no result differs."""
 
 from __future__ import annotations
 
@@ -20,6 +16,7 @@ import torch
 from support import naive
 from support.caches import TABLE, batch_of, cache_over
 from support.naive import MASK64
+from support.scripts import run_cold, run_script
 from tierbed.engine import _core
 
 N, SLOTS = 4096, 8192
@@ -86,9 +83,7 @@ def test_crafted_ids_share_no_cache_set(kind: str) -> None:
 
 def test_the_slot_hash_keeps_the_bucket_and_the_key() -> None:
     generator = np.random.default_rng(1)
-    rows = [
-        (int(t), int(k)) for t, k in zip(generator.integers(0, 3, 500), generator.integers(0, 2**63, 500), strict=True)
-    ]
+    rows = list(zip(generator.integers(0, 3, 500).tolist(), generator.integers(0, 2**63, 500).tolist(), strict=True))
     for seed in range(4):
         hashes = [naive.slot_hash(*row, numbers_of(seed)) for row in rows]
         assert [hash_ >> 58 for hash_ in hashes] == [naive.bucket(*row) for row in rows]
@@ -99,19 +94,17 @@ def test_the_slot_hash_keeps_the_bucket_and_the_key() -> None:
 
 
 SCRIPT = """
-import hashlib, sys, torch, tierbed as t
+import hashlib, os, sys
+os.environ.pop("TIERBED_HASH_SEED", None)
+import torch, tierbed as t
 from pathlib import Path
 from tierbed.engine import _core
-lines = []
+print(_core.slot_hash().tolist())
 folder = Path(sys.argv[1])
 for name, options in {
-    "host": t.make_host_mem_store_options(
-        persistent_path=folder / "host", capacity=900, eviction="lfu", admission=0.7
-    ),
-    "cached": t.make_cached_host_mem_store_options(
-        cache_budget_mb=0.1, persistent_path=folder / "cached", capacity=900, eviction="lru", admission=2
-    ),
-    "ssd": t.make_cached_ssd_store_options(cache_budget_mb=0.1, persistent_path=folder / "ssd"),
+    "host": t.make_host_mem_store_options(folder / "host", capacity=900, eviction="lfu", admission=0.7),
+    "cached": t.make_cached_host_mem_store_options(0.1, folder / "cached", capacity=900, eviction="lru", admission=2),
+    "ssd": t.make_cached_ssd_store_options(0.1, folder / "ssd"),
 }.items():
     tables = [t.make_table_options(t.make_uniform_initializer(-1, 1))] * 2
     e = t.MultiTableEmbedding(name, 8, torch.float16, torch.int64, tables, options)
@@ -124,21 +117,24 @@ for name, options in {
     e.close()
     for file in sorted((folder / name / name / "snapshots" / "s").rglob("*")):
         if "manifest" not in file.name and file.is_file():
-            lines.append(f"{name}/{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}")
-print(_core.slot_hash().tolist(), *lines, sep="\\n")
+            print(f"{name}/{file.name}", hashlib.sha256(file.read_bytes()).hexdigest())
 """
 
 
 def test_no_file_row_or_decision_depends_on_the_number_of_the_process(tmp_path: Path) -> None:
-    children = []
-    for turn, seed in enumerate(("1", "2", "1", None)):
-        names = {key: value for key, value in os.environ.items() if key != "TIERBED_HASH_SEED"}
-        names |= {"OMP_NUM_THREADS": "1"} | ({} if seed is None else {"TIERBED_HASH_SEED": seed})
-        (folder := tmp_path / str(turn)).mkdir()
-        command = [sys.executable, "-c", SCRIPT, str(folder)]
-        children.append(subprocess.Popen(command, env=names, stdout=subprocess.PIPE, text=True))
-    said = [child.communicate()[0].splitlines() for child in children]
-    assert all(len(lines) > 3 * 60 for lines in said)
-    assert said[0][0] == said[2][0]
-    assert len({lines[0] for lines in said}) == 3
-    assert said[0][1:] == said[1][1:] == said[3][1:]
+    done = run_script(SCRIPT, tmp_path / "ours"), run_cold(SCRIPT, tmp_path / "another")
+    ours, others = (one.stdout.splitlines() for one in done)
+    assert len(ours) > 3 * 60, done[0].stderr
+    assert ours[0] == str(_core.slot_hash().tolist()) != others[0]
+    assert ours[1:] == others[1:]
+
+
+def test_the_number_of_a_process_is_its_own_or_that_of_the_seed() -> None:
+    command = [sys.executable, "-c", "from tierbed.engine import _core; print(_core.slot_hash().tolist())"]
+    numbers = []
+    for seed in (os.environ["TIERBED_HASH_SEED"], "2", None, None):
+        given = {name: value for name, value in os.environ.items() if name != "TIERBED_HASH_SEED"}
+        given |= {} if seed is None else {"TIERBED_HASH_SEED": seed}
+        numbers.append(subprocess.run(command, env=given, capture_output=True, text=True, check=True).stdout.strip())
+    assert numbers[0] == str(_core.slot_hash().tolist())
+    assert len(set(numbers)) == 4

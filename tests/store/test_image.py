@@ -1,46 +1,54 @@
-"""The rows as of one step, read while they change."""
+"""The rows as of one step, read while they change: what snapshots in the background are made of."""
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from support.cuda_tables import on_one_device, on_processors, with_policies
 from support.embeddings import DIM, contents, make, train
 from support.examples import examples
-from support.images import change, check_image, in_memory, joined, small_chunks, table_of
+from support.images import check_image, in_memory, joined, small_chunks, table_of
 from support.lifecycle_model import POLICIES, batches
 from support.stores import STORES, options
 from tierbed import ClosedError, StoreError
 from tierbed.engine.options.lookup import Lookup
-from tierbed.engine.row_format import row_dtype
+from tierbed.engine.row_format import Chunks, row_dtype
+from tierbed.engine.store.cuda import changed_lines
+from tierbed.engine.store.cuda import full as cuda_image
 from tierbed.engine.store.image import MemoryImage
+from tierbed.snapshots import Snapshot
 
 __all__ = ["small_chunks"]
 pytestmark = pytest.mark.usefixtures("small_chunks")
 stores = pytest.mark.parametrize("store", STORES)
 
 
-policies = pytest.mark.parametrize(
-    "policy", [{}, POLICIES["lru"], POLICIES["sweeps"], POLICIES["sights"]], ids=["none", "lru", "sweeps", "sights"]
-)
-
-
 @stores
-@policies
-@examples(0.2)
+@with_policies({name: POLICIES[name] for name in ("lru", "sweeps", "sights")})
+@examples(0.1, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(gaps=st.lists(st.integers(0, 25), min_size=1, max_size=12), before=st.integers(0, 4))
-@pytest.mark.rotated("policy")
+@pytest.mark.rotated("store")
 def test_an_image_is_of_one_instant_whatever_happens_while_it_is_read(
-    tmp_path_factory: pytest.TempPathFactory, store: str, policy: dict[str, Any], gaps: list[int], before: int
+    tmp_path_factory: pytest.TempPathFactory,
+    place: torch.device,
+    store: str,
+    policy: dict[str, Any],
+    gaps: list[int],
+    before: int,
 ) -> None:
     path = tmp_path_factory.mktemp("store")
-    check_image(*(options(store, path / part, **policy) for part in ("one", "other")), gaps, before)
+    check_image(*(options(store, path / part, **policy) for part in ("one", "other")), gaps, before, place)
 
 
 def test_a_row_that_changes_where_reading_pauses_is_read_as_it_was() -> None:
@@ -54,14 +62,16 @@ def test_a_row_that_changes_where_reading_pauses_is_read_as_it_was() -> None:
 
 
 @stores
-def test_an_image_of_rows_that_a_step_holds(tmp_path: Path, store: str) -> None:
-    with make(options(store, tmp_path), "adagrad") as embedding:
-        change(embedding, 0)
-        ids, tables = torch.arange(100), torch.zeros(100, dtype=torch.int64)
-        pinned = embedding.pin([Lookup(ids, tables)])  # some are new
+@on_processors
+@pytest.mark.rotated("store")
+def test_an_image_of_rows_that_a_step_holds(tmp_path: Path, place: torch.device, store: str) -> None:
+    with make(options(store, tmp_path), "adagrad").to(place) as embedding:
+        train(embedding, range(0, 100, 3))
+        ids = torch.arange(100, device=place)
+        pinned = embedding.pin([Lookup(ids, torch.zeros_like(ids))])  # some are new
         expected = contents(embedding).tobytes()
-        image = embedding.table_handle().table.observers.image()
-        pinned.update([torch.ones(100, DIM)])
+        image = table_of(embedding).observers.image()
+        pinned.update([torch.ones(100, DIM, device=place)])
         assert contents(embedding).tobytes() != expected
         assert joined(image.chunks()) == expected
 
@@ -69,12 +79,12 @@ def test_an_image_of_rows_that_a_step_holds(tmp_path: Path, store: str) -> None:
 @pytest.mark.parametrize("store", ["cached_host", "ssd", "ssd_host"])
 def test_an_image_while_batches_are_prefetched(tmp_path: Path, store: str) -> None:
     with make(options(store, tmp_path), "adagrad") as embedding:
-        change(embedding, 0)
         lookups = [Lookup(ids, tables) for ids, tables in batches()]
+        train(embedding, *lookups[0][:2])
         for lookup in lookups:
             embedding.prefetch(lookup.ids, lookup.table_ids)
         expected = contents(embedding).tobytes()
-        chunks = embedding.table_handle().table.observers.image().chunks()
+        chunks = table_of(embedding).observers.image().chunks()
         read = []
         for lookup in lookups:
             train(embedding, lookup.ids, lookup.table_ids)
@@ -85,27 +95,27 @@ def test_an_image_while_batches_are_prefetched(tmp_path: Path, store: str) -> No
 
 
 @in_memory
-def test_what_is_kept_goes_with_its_bucket(tmp_path: Path, store: str) -> None:
-    with make(options(store, tmp_path), "adagrad") as embedding:
-        train(embedding, range(3000))
+@on_processors
+@pytest.mark.rotated("store")
+def test_what_is_kept_goes_with_its_bucket(tmp_path: Path, place: torch.device, store: str) -> None:
+    with make(options(store, tmp_path), "adagrad").to(place) as embedding:
+        train(embedding, range(900))
         image = table_of(embedding).observers.image()
         assert isinstance(image, MemoryImage)
-        chunks = image.chunks()
-        train(embedding, range(3000))
         assert image._table is not None
-        kept = [image._table.before_image_bytes]
+        train(embedding, range(900))
+        size = 900 * row_dtype(2 * DIM).itemsize
+        assert 0.9 * size < (kept := image._table.before_image_bytes) < 4 * size
+        train(embedding, range(900))  # kept already
+        assert image._table.before_image_bytes == kept
+        chunks = image.chunks()
         for bucket, _ in chunks:
             if bucket == 32:
                 break
-        kept.append(image._table.before_image_bytes)
-        train(embedding, range(3000))  # kept already, or read already
-        kept.append(image._table.before_image_bytes)
+        train(embedding, range(900))  # or read already
+        assert 0 < image._table.before_image_bytes < 0.7 * kept
         list(chunks)
-        kept.append(image._table.before_image_bytes)
-        size = 3000 * row_dtype(2 * DIM).itemsize
-        assert size < kept[0] < 4 * size
-        assert 0 < kept[1] == kept[2] < 0.7 * kept[0]
-        assert kept[3] == 0
+        assert image._table.before_image_bytes == 0
 
 
 def test_there_is_one_image_at_a_time() -> None:
@@ -119,3 +129,95 @@ def test_there_is_one_image_at_a_time() -> None:
         with pytest.raises(ClosedError):
             next(image.chunks())
         table.observers.image()
+
+
+@on_one_device
+@pytest.mark.parametrize("store", ["device", "cached_host", "ssd"])
+def test_snapshots_on_a_device_cost_the_change_and_training_goes_on(
+    tmp_path: Path, place: torch.device, store: str
+) -> None:
+    with make(options(store, tmp_path), "adam").to(place) as embedding:
+        train(embedding, range(300))
+        embedding.save_snapshot("first")
+        embedding.save_snapshot("noted", "incremental")
+        state = contents(embedding).tobytes()
+        save = embedding.save_snapshot("behind", background=True)
+        assert save is not None
+        train(embedding, [1, 2, 5000])
+        embedding.delete([7, 9], 0)
+        assert save.wait()
+        after = contents(embedding).tobytes()
+        embedding.save_snapshot("later", "incremental")
+        later = Snapshot.open(tmp_path / "rows" / "snapshots" / "later").manifest
+        assert (later.own_rows, later.deleted, later.rows) == (5, 2, 299)
+        embedding.load_snapshot("behind")
+        assert contents(embedding).tobytes() == state
+        embedding.load_snapshot("later")
+        assert contents(embedding).tobytes() == after
+
+
+def first_out_of_memory(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, but for its first call."""
+    failures = iter([torch.OutOfMemoryError()])
+
+    def call(*arguments: Any) -> Any:
+        if error := next(failures, None):
+            raise error
+        return function(*arguments)
+
+    return call
+
+
+@on_one_device
+@pytest.mark.parametrize("background", [False, True])
+def test_changes_are_known_after_memory_of_a_device_ran_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: torch.device, background: bool
+) -> None:
+    with make(options("device", tmp_path), "adam").to(place) as embedding:
+        train(embedding, range(100))
+        embedding.save_snapshot("first")
+        embedding.save_snapshot("noted", "incremental")
+        train(embedding, range(50))
+        monkeypatch.setattr(changed_lines, "keys_of", first_out_of_memory(changed_lines.keys_of))
+        with pytest.raises(torch.OutOfMemoryError):
+            embedding.save_snapshot("a", "full" if background else "incremental", background=background)
+        embedding.save_snapshot("b", "incremental")
+        assert Snapshot.open(tmp_path / "rows" / "snapshots" / "b").manifest.own_rows == 50
+        save = embedding.save_snapshot("c", background=True)
+        assert save is not None
+        assert save.wait()
+
+
+@on_one_device
+def test_what_a_device_could_not_keep_is_kept_the_next_time(
+    monkeypatch: pytest.MonkeyPatch, place: torch.device
+) -> None:
+    with make(options("device"), "adam").to(place) as embedding:
+        train(embedding, range(100))
+        expected = contents(embedding).tobytes()
+        rows = table_of(embedding).observers.image()
+        monkeypatch.setattr(cuda_image, "itertools", SimpleNamespace(pairwise=first_out_of_memory(itertools.pairwise)))
+        with pytest.raises(torch.OutOfMemoryError):
+            train(embedding, range(50))
+        train(embedding, range(50))
+        assert joined(rows.chunks()) == expected
+
+
+@on_one_device
+def test_a_save_that_failed_on_a_device_holds_no_rows(place: torch.device) -> None:
+    with make(options("device"), "adam").to(place) as embedding:
+        train(embedding, range(100))
+        alive: list[weakref.ref[Any]] = []
+
+        def write(chunks: Chunks) -> None:
+            next(chunks)
+            kept = table_of(embedding).observers._image
+            assert isinstance(kept, MemoryImage)
+            alive.append(weakref.ref(kept._table))
+            raise OSError("as planned")
+
+        save = table_of(embedding).observers.save_in_background("it", write)
+        with pytest.raises(OSError, match="as planned"):
+            save.wait()
+        gc.collect()
+        assert alive[0]() is None

@@ -70,13 +70,6 @@ def test_all_options_together_at_one_end_of_their_ranges(tmp_path: Path, expecte
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMED)
-def test_each_option_at_both_ends_of_its_range(tmp_path: Path, expected: bytes, name: str) -> None:
-    for value in ends(NAMED[name]):
-        assert in_process(rows_after, tmp_path / f"{value}", "ssd", {name: value}) == expected, value
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
 def test_any_options_together(tmp_path: Path, expected: bytes, seed: int) -> None:
     chance = random.Random(seed)

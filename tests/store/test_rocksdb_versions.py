@@ -37,17 +37,8 @@ def declared(header: str, kind: dict[str, str]) -> str:
     return changed
 
 
-@pytest.mark.parametrize(
-    ("version", "source"),
-    [
-        pytest.param("9.10", SOURCES[0], marks=pytest.mark.slow),  # the build is one of it, on Debian
-        pytest.param("10", SOURCES[0], marks=pytest.mark.slow),
-        ("11", SOURCES[0]),
-        pytest.param("11", SOURCES[1], marks=pytest.mark.slow),  # of a benchmark
-    ],
-    ids=lambda given: getattr(given, "name", given),
-)
 @pytest.mark.slow
+@pytest.mark.parametrize(("version", "source"), [*((version, SOURCES[0]) for version in KINDS), ("11", SOURCES[1])])
 def test_sources_compile_with_what_opens_a_database_in(version: str, source: Path, tmp_path: Path) -> None:
     (tmp_path / "rocksdb").mkdir()
     (tmp_path / "rocksdb" / "db.h").write_text(declared(installed(), KINDS[version]))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import ClassVar
+from contextlib import contextmanager
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 
-from support.images import joined, table_of
+from support.embeddings import contents, make
+from support.images import change, joined, table_of
 from tierbed import MultiTableEmbedding
 from tierbed.engine.row_format import Chunks
 from tierbed.engine.store.image import MemoryImage
@@ -52,6 +54,36 @@ class Writer:
         self._let_go = True
         self._allowed.release()
         return self
+
+
+class Saving(NamedTuple):
+    """An embedding of some rows, and what saves them."""
+
+    embedding: MultiTableEmbedding
+    writer: Writer
+    save: Any
+    expected: bytes
+
+    def check(self) -> None:
+        """It goes on, and writes the rows of when it began."""
+        self.writer.let_go()
+        assert self.save.wait()
+        assert self.save.done
+        assert self.writer.rows == self.expected
+
+
+@contextmanager
+def saving(how: Any, *max_bytes: int, changes: int = 1, allowed: int = 0) -> Iterator[Saving]:
+    """It waits after that many chunks."""
+    with make(how, "adagrad") as embedding:
+        for number in range(changes):
+            change(embedding, number)
+        expected, writer = contents(embedding).tobytes(), Writer(allowed)
+        save = table_of(embedding).observers.save_in_background("snapshot 'one'", writer, *max_bytes)
+        try:
+            yield Saving(embedding, writer, save, expected)
+        finally:
+            writer.let_go()
 
 
 def waits_of(embedding: MultiTableEmbedding) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from shutil import which
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,21 +25,35 @@ from tierbed.engine.store.cuda.full_table import CudaFullTable
 from tierbed.engine.table.stack import PROCESSORS
 
 NO_GPU = "no NVIDIA GPU" if not torch.cuda.is_available() else ""
-EMULATED = [
-    pytest.param(EmulatedDevice, id="emulated"),
-    pytest.param(lambda: EmulatedDevice(seed=1), id="shuffled1"),
-    pytest.param(lambda: EmulatedDevice(seed=2), id="shuffled2"),
-]
+# left out where no compiler makes its kernels, as under qemu (scripts/arm)
+EMULATED = (
+    []
+    if which("g++") is None
+    else [
+        pytest.param(EmulatedDevice, id="emulated"),
+        pytest.param(lambda: EmulatedDevice(seed=1), id="shuffled1"),
+        pytest.param(lambda: EmulatedDevice(seed=2), id="shuffled2"),
+    ]
+)
 # left out where there is none: one test that needs a GPU says so for all
 GPU = [] if NO_GPU else [pytest.param(lambda: cuda_device(0), id="gpu", marks=pytest.mark.gpu)]
 
 _each = pytest.mark.parametrize("device", [*EMULATED, *GPU], indirect=True)
+_processors = [pytest.param(lambda: None, id="cpu"), *EMULATED[1:2], *GPU]
+on_processors = pytest.mark.parametrize("device", _processors, indirect=True)
 on_one_device = pytest.mark.parametrize("device", [*EMULATED[1:2], *GPU], indirect=True)  # for long runs
 
 
 def on_devices(test: Callable[..., None]) -> Callable[..., None]:
     """The test runs on the GPU and in emulation, there in one order of threads for each of its other parameters."""
     return rotated("device")(_each(test))
+
+
+def with_policies(policies: dict[str, dict[str, Any]]) -> pytest.MarkDecorator:
+    """The test runs on each processor with a `policy` of none, and on the CPU, which alone has them, with each."""
+    cells = [pytest.param(*one.values, {}, id=one.id, marks=one.marks) for one in _processors]
+    cells += [pytest.param(*_processors[0].values, policy, id=name) for name, policy in policies.items()]
+    return pytest.mark.parametrize(("device", "policy"), cells, indirect=["device"])
 
 
 HostSegment = tuple[Sequence[int], Sequence[int] | None, int | Sequence[int] | None]
@@ -57,8 +73,11 @@ def array(values: torch.Tensor, dtype: type[np.generic]) -> NDArray[np.generic]:
 
 
 @contextmanager
-def tables_on(device: Device) -> Iterator[torch.device]:
-    """Embeddings on the device of torch that this yields open their tables on `device`."""
+def tables_on(device: Device | None) -> Iterator[torch.device]:
+    """Embeddings on the device of torch that this yields open their tables on `device`, None for the CPU."""
+    if device is None:
+        yield torch.device("cpu")
+        return
     with pytest.MonkeyPatch.context() as patch:
         kind = device.torch_device.type
         patch.setitem(PROCESSORS, kind, lambda _, options: on_device(device, options))
@@ -126,10 +145,3 @@ class DeviceTable:
             row: (values.tobytes(), record.tobytes())
             for row, values, record in zip(self.identities(batch), floats, records, strict=True)
         }
-
-
-def contents_on_host(table: Table, batch: object) -> dict[tuple[int, int], tuple[bytes, bytes]]:
-    """The same of a batch of `_core`."""
-    rows = zip(batch.tables.tolist(), batch.keys.tolist(), strict=True)  # type: ignore[attr-defined]
-    values, records = table.values(batch.lines), table.records(batch.lines)  # type: ignore[attr-defined]
-    return {row: (v.tobytes(), r.tobytes()) for row, v, r in zip(rows, values, records, strict=True)}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.background_saves import Writer, no_thread_is_left, until, waits_of
+from support.background_saves import Writer, no_thread_is_left, saving, until, waits_of
 from support.embeddings import DIM, contents, make, pin_and_update, train
 from support.forked import in_process
 from support.images import change, in_memory, small_chunks, table_of
@@ -39,10 +39,8 @@ CALLS: dict[str, Callable[[MultiTableEmbedding], object]] = {
 def test_a_call_waits_where_too_much_is_kept(
     tmp_path: Path, store: str, call: Callable[[MultiTableEmbedding], object]
 ) -> None:
-    with make(options(store, tmp_path), "adagrad") as embedding:
-        change(embedding, 0)
-        expected, writer = contents(embedding).tobytes(), Writer()
-        save = table_of(embedding).observers.save_in_background("'one'", writer, max_bytes=1)
+    with saving(options(store, tmp_path), 1) as now:
+        embedding = now.embedding
         train(embedding, range(50))  # nothing was kept yet
         rows = contents(embedding).tobytes()
         waiting = threading.Thread(target=call, args=(embedding,))
@@ -50,21 +48,19 @@ def test_a_call_waits_where_too_much_is_kept(
         until(lambda: waits_of(embedding) == 1)
         assert embedding.get([1], 0).shape == (1, DIM)  # who only reads does not wait
         assert contents(embedding).tobytes() == rows
-        writer.let_go()
+        now.writer.let_go()
         waiting.join()
-        assert save.wait()
-        assert writer.rows == expected
+        now.check()
         assert contents(embedding).tobytes() != rows
 
 
 @pytest.mark.parametrize("waits", ["wait", "finish"])
 def test_a_save_does_not_rest_while_somebody_waits(monkeypatch: pytest.MonkeyPatch, waits: str) -> None:
     monkeypatch.setattr(background_save, "PAUSE", 1e9)
-    with make(options("device"), "adagrad") as embedding:
-        change(embedding, 0)
-        save = table_of(embedding).observers.save_in_background("snapshot 'one'", writer := Writer().let_go())
-        getattr(save, waits)()
-        assert writer.rows == contents(embedding).tobytes()
+    with saving(options("device")) as now:
+        now.writer.let_go()
+        getattr(now.save, waits)()
+        now.check()
 
 
 def test_a_save_does_not_rest_at_the_end_of_the_process() -> None:
@@ -107,15 +103,11 @@ def test_a_wait_holding_the_lock_lets_the_save_go_on(tmp_path: Path, store: str,
 
 
 def test_a_wait_for_some_time_does_not_wait_for_the_lock() -> None:
-    with make(options("device"), "adagrad") as embedding:
-        change(embedding, 0)
-        table, writer = table_of(embedding), Writer()
-        save = table.observers.save_in_background("snapshot 'one'", writer)
-        waits = threading.Thread(target=save.wait, args=(0.01,))
-        with table.lock:  # as a long step holds it
+    with saving(options("device")) as now:
+        waits = threading.Thread(target=now.save.wait, args=(0.01,))
+        with table_of(now.embedding).lock:  # as a long step holds it
             waits.start()
             waits.join()
-        writer.let_go()
 
 
 @contextlib.contextmanager
@@ -136,53 +128,39 @@ def interrupted_when(condition: Callable[[], bool]) -> Iterator[None]:
 
 
 def test_ctrl_c_while_waiting_ends_the_wait_alone() -> None:
-    with make(options("device"), "adagrad") as embedding:
-        change(embedding, 0)
-        expected, writer = contents(embedding).tobytes(), Writer()
-        save = table_of(embedding).observers.save_in_background("snapshot 'one'", writer)
-        with interrupted_when(save._hurry.is_set):
-            save.wait()
-        assert not save.done
-        change(embedding, 1)
-        writer.let_go()
-        assert save.wait()
-        assert writer.rows == expected
+    with saving(options("device")) as now:
+        with interrupted_when(now.save._hurry.is_set):
+            now.save.wait()
+        assert not now.save.done
+        change(now.embedding, 1)
+        now.check()
 
 
 @in_memory
 def test_ctrl_c_while_a_step_waits_leaves_the_rows(tmp_path: Path, store: str) -> None:
-    with make(options(store, tmp_path), "adagrad") as embedding:
-        change(embedding, 0)
-        expected, writer = contents(embedding).tobytes(), Writer()
-        save = table_of(embedding).observers.save_in_background("snapshot 'one'", writer, max_bytes=1)
-        train(embedding, range(20))
-        rows = contents(embedding).tobytes()
-        with interrupted_when(lambda: waits_of(embedding) > 0):
-            pin_and_update(embedding, range(30))
-        assert contents(embedding).tobytes() == rows
-        writer.let_go()
-        assert save.wait()
-        assert writer.rows == expected
-        train(embedding, range(30))
-        assert table_of(embedding).step == 3
+    with saving(options(store, tmp_path), 1) as now:
+        train(now.embedding, range(20))
+        rows = contents(now.embedding).tobytes()
+        with interrupted_when(lambda: waits_of(now.embedding) > 0):
+            pin_and_update(now.embedding, range(30))
+        assert contents(now.embedding).tobytes() == rows
+        now.check()
+        train(now.embedding, range(30))
+        assert table_of(now.embedding).step == 3
 
 
 def _wait_in_a_child(path: Path) -> str:
-    with make(options("device", path), "adagrad") as embedding:
-        change(embedding, 0)
-        writer = Writer()
-        save = table_of(embedding).observers.save_in_background("snapshot 'one'", writer)
+    with saving(options("device", path)) as now:
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:
             try:
-                save.wait()
+                now.save.wait()
             except StoreError as error:
                 os.write(writing, str(error).encode())
             os._exit(0)
         os.waitpid(child, 0)
-        writer.let_go()
-        save.wait()
+        now.check()
         return os.read(reading, 1000).decode().replace(str(os.getpid()), "ours")
 
 

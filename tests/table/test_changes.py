@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from support.changed_rows import FIRST, SECOND, Calls, Row, by_name, calls, check_noted, in_order, in_small_chunks
+from support.cuda_tables import with_policies
 from support.embeddings import make, train
 from support.examples import examples
 from support.rows import Table, any_key
@@ -107,26 +109,6 @@ def rows_by_bucket(buckets: dict[int, dict[Row, int]]) -> dict[int, Rows]:
 
 
 @given(both, st.integers(1, 9), st.integers(1, 9))
-def test_the_difference_of_two_scans(
-    buckets: tuple[dict[int, dict[Row, int]], dict[int, dict[Row, int]]], size: int, other_size: int
-) -> None:
-    before, after = rows_by_bucket(buckets[0]), rows_by_bucket(buckets[1])
-    changed: set[tuple[int, Row]] = set()
-    gone: set[tuple[int, Row]] = set()
-    last = 0
-    for bucket, rows, keys in changes_between(chunked(before, size), chunked(after, other_size)):
-        assert last <= bucket
-        last = bucket
-        assert by_name(rows).items() <= by_name(after.get(bucket, ())).items()
-        changed |= {(bucket, name) for name in by_name(rows)}
-        gone |= {(bucket, name) for name in zip(keys["table"].tolist(), keys["key"].tolist(), strict=True)}
-    was = {(bucket, name): row for bucket in before for name, row in by_name(before[bucket]).items()}
-    now = {(bucket, name): row for bucket in after for name, row in by_name(after[bucket]).items()}
-    assert gone == was.keys() - now.keys()
-    assert changed == {name for name in now if now[name] != was.get(name)}
-
-
-@given(both, st.integers(1, 9), st.integers(1, 9))
 def test_changes_make_the_later_rows_of_the_earlier_ones(
     buckets: tuple[dict[int, dict[Row, int]], dict[int, dict[Row, int]]], size: int, other_size: int
 ) -> None:
@@ -134,6 +116,7 @@ def test_changes_make_the_later_rows_of_the_earlier_ones(
     found: dict[int, tuple[list[Row], list[Row]]] = {}
     for bucket, rows, keys in changes_between(chunked(before, size), chunked(after, other_size)):
         assert keys.dtype == KEY
+        assert by_name(rows).items() <= by_name(after.get(bucket, ())).items()
         changed, gone = found.setdefault(bucket, ([], []))
         changed += list(by_name(rows))
         gone += list(zip(keys["table"].tolist(), keys["key"].tolist(), strict=True))
@@ -146,20 +129,19 @@ def test_changes_make_the_later_rows_of_the_earlier_ones(
 
 
 POLICIES: dict[str, dict[str, Any]] = {
-    "none": {},
     "evicts": {"eviction": "lru", "capacity": 60},
     "expires": {"ttl_steps": 2, "admission": 2},
 }
 
 
 @stores
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-@examples(0.3)
+@with_policies(POLICIES)
+@examples(0.2, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(before=calls, during=calls, after=calls, chunk=st.integers(1, 9))
-@pytest.mark.all_stores
-@pytest.mark.rotated("policy")
+@pytest.mark.rotated("store")
 def test_noted_changes_make_the_rows_of_now_of_those_before(
     tmp_path_factory: pytest.TempPathFactory,
+    place: torch.device,
     store: str,
     policy: dict[str, Any],
     before: Calls,
@@ -167,7 +149,7 @@ def test_noted_changes_make_the_rows_of_now_of_those_before(
     after: Calls,
     chunk: int,
 ) -> None:
-    check_noted(options(store, tmp_path_factory.mktemp("store"), **policy), before, during, after, chunk)
+    check_noted(options(store, tmp_path_factory.mktemp("store"), **policy), before, during, after, chunk, place)
 
 
 @stores

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from support.cuda_tables import on_devices, on_one_device, tables_on
+from support.cuda_tables import on_devices, on_processors, tables_on
 from support.embeddings import DIM, TABLES, attach, contents
 from support.examples import examples
 from support.stores import STORES, options
@@ -121,38 +121,28 @@ def check(given: list[list[Part]], *pairs: Pair) -> None:
             pair.close()
 
 
+@on_processors
 @pytest.mark.parametrize("store", STORES)
-@examples(0.2)
-@given(given=steps)
-def test_steps_are_those_without_sharing(
-    tmp_path_factory: pytest.TempPathFactory, store: str, given: list[list[Part]]
-) -> None:
-    path = tmp_path_factory.mktemp("rows")
-    check(given, Pair(True, lambda name: options(store, path / name)), Pair(False))
-
-
-@on_one_device
-@pytest.mark.parametrize("store", ["device", "cached_host", "ssd"])
 @examples(0.1, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(given=steps)
-def test_steps_on_a_device_are_those_without_sharing(
-    tmp_path_factory: pytest.TempPathFactory, device: Device, store: str, given: list[list[Part]]
+@pytest.mark.rotated("store")
+def test_steps_are_those_without_sharing(
+    tmp_path_factory: pytest.TempPathFactory, place: torch.device, store: str, given: list[list[Part]]
 ) -> None:
     path = tmp_path_factory.mktemp("rows")
-    with tables_on(device) as place:
-        check(given, Pair(True, lambda name: options(store, path / name), place), Pair(False, place=place))
+    check(given, Pair(True, lambda name: options(store, path / name), place), Pair(False, place=place))
 
 
 def large(seed: int) -> list[Part]:
     """More positions than a native task has."""
     rng = np.random.default_rng(seed)
-    ids, tables = rng.integers(0, 3000, 12_000).tolist(), rng.integers(0, 3, 12_000).tolist()
+    ids, tables = rng.integers(0, 3000, 9000).tolist(), rng.integers(0, 3, 9000).tolist()
     return [Part(ids, tables, None, None), Part(ids[:9000], tables[:3000], 3, "mean")]
 
 
 def test_any_number_of_threads_gives_the_same(native_threads: Callable[[int], None]) -> None:
     pairs = [Pair(shared) for shared in (True, True, False)]
-    for seed in range(3):
+    for seed in range(2):
         seen = []
         for threads, pair in zip((1, 16, 2), pairs, strict=True):
             native_threads(threads)
@@ -222,7 +212,8 @@ def test_bad_ids_are_refused_by_both_tables(device: Device, store: str, part: Pa
         pair.step(good)
         before = pair.contents()
         pair.step([part])
-        settle(place)
+        if place.type == "cuda":
+            torch.cuda.synchronize(place)  # so that what it found has arrived
         for rows in pair.both:
             with pytest.raises(InputError, match=message.format(rows.name)):
                 pair.step(good)
@@ -243,9 +234,3 @@ def test_a_table_without_room_stops_no_other(device: Device) -> None:
         assert contents(wide).tobytes() == contents(expected.both[1]).tobytes()
         with pytest.raises(CapacityError, match="capacity of embedding 'adamTrue'"):
             narrow.get([1], 0)
-
-
-def settle(place: torch.device) -> None:
-    """So that what the device found has arrived."""
-    if place.type == "cuda":
-        torch.cuda.synchronize(place)
