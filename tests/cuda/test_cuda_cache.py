@@ -115,7 +115,7 @@ class Both:
         lines = admission.lines
         ranks = (lines == 0).cumsum(0, dtype=torch.int32)
         memory = torch.empty(batch.size * self.side.layout.line_bytes, dtype=torch.uint8, device=lines.device)
-        own = batch.own(memory) + (ranks.long() - 1) * self.side.layout.line_bytes
+        own = batch.keep_alive(memory) + (ranks.long() - 1) * self.side.layout.line_bytes
         batch.lines = torch.where(lines == 0, own, lines)
         step.initialise_lines(batch, self.side.layout, admission.hit == 0)
         self.cache.mark_fetched(admission)

@@ -52,7 +52,7 @@ def test_nothing_is_written_after_a_fault(device: Device) -> None:
     before, ones = table.contents(batch), tensor(device, np.ones((3, 17)), np.float32)
     table.faults.fill_(2)
     rule = table.layout, "sgd"
-    cuda.write_numbers(*rule, [0.1, 0, 0, 0, 0], 1, 1.0, table.numbers)
+    cuda.write_hyper(*rule, [0.1, 0, 0, 0, 0], 1, 1.0, table.numbers)
     cuda.update(*rule, batch, ([ones], [False], [None]), table.numbers, table.written, table.faults)
     cuda.assign(batch, table.layout, ones, 1, table.written, table.faults)
     more = table.pinned([([8, 9], None, None)])
@@ -67,7 +67,7 @@ def test_a_step_with_a_capacity_is_captured_in_a_cuda_graph() -> None:
     device, host = cuda_device(0), Table([8], tables=1)
     table = DeviceTable(device, host, capacity=500)
     rule = table.layout, "sgd"
-    cuda.write_numbers(*rule, [0.5, 0.0, 0.0, 0.0, 0.0], 1, 1.0, table.numbers)
+    cuda.write_hyper(*rule, [0.5, 0.0, 0.0, 0.0, 0.0], 1, 1.0, table.numbers)
     ids = torch.zeros(100, dtype=torch.int64, device=device.torch_device)
     grads = torch.ones(100, 8, device=device.torch_device)
     out = torch.empty_like(grads)
