@@ -196,7 +196,7 @@ def half_loaded(world: World, path: Path) -> None:
     model.steps(1)
     model.save_snapshot("one")
     model.steps(1)
-    own: Any = model.members[1].table_handle().own  # type: ignore[attr-defined]
+    own: Any = model.members[1].table_handle().local  # type: ignore[attr-defined]
     load = own.load_part
 
     def fail(*given: Any) -> Any:

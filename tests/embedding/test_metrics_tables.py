@@ -23,7 +23,7 @@ from support.stores import STORES, options
 from support.warm import Child
 from tierbed import MultiTableEmbedding
 from tierbed.engine.durable import read_record, seal, unseal
-from tierbed.engine.store.table_counts import FIELD
+from tierbed.engine.store.table_counts import TABLE_ROWS
 
 every_store = pytest.mark.parametrize("store", STORES)
 few_runs = examples(0.15, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -179,12 +179,12 @@ def test_a_mark_without_counts_of_its_rows_is_made_good_by_reading_them(
         patch.setattr(embedding.table_handle().table, "scan", None)  # the store knows them without
         assert counted(embedding)["rows"] == [23, 23, 23]
     content: dict[str, Any] = unseal(read_record(marker))
-    assert content.pop(FIELD) == [23, 23, 23]
-    marker.write_bytes(seal(content if wrong is None else {**content, FIELD: wrong}))
+    assert content.pop(TABLE_ROWS) == [23, 23, 23]
+    marker.write_bytes(seal(content if wrong is None else {**content, TABLE_ROWS: wrong}))
     with make(options(store, tmp_path, **policy), "adagrad") as embedding:
         train(embedding, [1, 2, 500, 501], [1, 2, 0, 0])
         embedding.delete([0, 3, 4, 999], [0, 0, 1, 1])
         assert counted(embedding)["rows"] == [23, 22, 23]
         train(embedding, [700], [2])
         assert counted(embedding)["rows"] == [23, 22, 24]
-    assert unseal(read_record(marker))[FIELD] == [23, 22, 24]
+    assert unseal(read_record(marker))[TABLE_ROWS] == [23, 22, 24]

@@ -64,7 +64,7 @@ def test_what_was_exported_comes_back_bit_for_bit(
         rows["key"] = rows["key"].astype(np.int32).astype(np.int64).astype(np.uint64)
     if row_form.is_narrow:
         for name in row_form.counts:  # each NaN is the one that rows have
-            row_form.set_values(rows, name, row_form.numbers(rows, name))
+            row_form.set_values(rows, name, row_form.values(rows, name))
     buckets = _core.buckets(rows["table"].copy(), rows["key"].copy())
     order = np.lexsort((rows["key"], rows["table"], buckets))
     write_snapshot(path / "s", about, ((int(buckets[i]), rows[i : i + 1]) for i in order))

@@ -281,7 +281,7 @@ def test_a_reader_of_a_part_opens_the_files_of_parts_that_meet_it(tmp_path: Path
     snapshot = Snapshot.open(tmp_path / "s")
     for (number, parts), meets in {(0, 3): False, (1, 3): False, (0, 2): False, (2, 4): True}.items():
         part = HashShard(number, parts)
-        assert part.meets(HashShard(2, 3)) == meets
+        assert part.overlaps(HashShard(2, 3)) == meets
         lacks = pytest.raises(SnapshotError, match=r"bucket-09-0002.npy")
         with lacks if meets else contextlib.nullcontext():
             list(snapshot.restrict_to_shard(part).chunks())
@@ -291,7 +291,7 @@ def test_a_reader_of_a_part_opens_the_files_of_parts_that_meet_it(tmp_path: Path
 def test_the_parts_of_a_row_meet(a: int, b: int, keys: list[int]) -> None:
     tables, ids = np.zeros(len(keys), np.uint32), np.array(keys, np.uint64)
     for x, y in zip(_core.owners(tables, ids, a).tolist(), _core.owners(tables, ids, b).tolist(), strict=True):
-        assert HashShard(x, a).meets(HashShard(y, b))
+        assert HashShard(x, a).overlaps(HashShard(y, b))
     assert [HashShard(0, a).slots.start, HashShard(a - 1, a).slots.stop] == [0, 1 << 16]
 
 

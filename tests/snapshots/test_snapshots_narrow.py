@@ -356,7 +356,7 @@ def test_an_embedding_of_another_dtype_loads_where_it_is_told_to(tmp_path: Path,
         narrow = contents(embedding)
         for name, type in zip(("embedding", "sum"), names_of(types), strict=True):
             was = form.values(rows, name)
-            same_numbers(narrow_form.numbers(narrow, name), was if type == "float32" else by_torch(was, type))
+            same_numbers(narrow_form.values(narrow, name), was if type == "float32" else by_torch(was, type))
         embedding.save_snapshot("narrow")
         train(embedding, [1, 2])
         assert embedding.load_snapshot("narrow", convert=True).rows == 100  # nothing to convert
@@ -368,7 +368,7 @@ def test_an_embedding_of_another_dtype_loads_where_it_is_told_to(tmp_path: Path,
         embedding.load_snapshot("narrow", convert=True)
         back = contents(embedding)
         for name in ("embedding", "sum"):
-            same_numbers(form.values(back, name).copy(), narrow_form.numbers(narrow, name))
+            same_numbers(form.values(back, name).copy(), narrow_form.values(narrow, name))
 
 
 def names_of(types: Dtypes) -> list[str]:
