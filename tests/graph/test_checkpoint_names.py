@@ -20,7 +20,7 @@ from tierbed import (
     save_checkpoint,
 )
 from tierbed.engine.durable import seal, unseal
-from tierbed.graph.state.kept import STATE, kept
+from tierbed.graph.state.kept import STATE, read_checkpoint
 from tierbed.jagged import DistributedModelParallel
 
 IDS = torch.arange(24).reshape(4, 6)
@@ -124,7 +124,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
 def test_a_checkpoint_loads_with_other_wrappers(source: str, saved: tuple[Path, list[float]]) -> None:
     folder, expected = saved
     assert trained(MODELS[source], folder / source) == expected
-    assert list(kept(folder / source).rows) == ["rows"]
+    assert list(read_checkpoint(folder / source).snapshots) == ["rows"]
     for make, name in ((MODELS[source], source), (Net, source), (MODELS[source], "none")):
         assert resumed(make, folder / name) == expected
 

@@ -272,7 +272,7 @@ def test_rows_of_each_type_become_those_of_each(tmp_path: Path, before: Types, a
     assert Selection(types=after).description(snapshot.description) == description(6, after)
     for name, type in zip(("embedding", "sum"), after, strict=True):
         was = old.values(rows, name)
-        same_numbers(new.numbers(found, name), was if type == "float32" else by_torch(was, type))
+        same_numbers(new.values(found, name), was if type == "float32" else by_torch(was, type))
     for name in ("table", "key", "updates", "step"):
         assert found[name].tolist() == rows[name].tolist()
     padding = [name for name in found.dtype.names or () if name.endswith("_padding")]
