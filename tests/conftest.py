@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.maxworkerrestart = "0"  # or a new worker may run the test again that ended the last
     if not hasattr(config, "workerinput"):  # the workers of a run share one
         servers = contextlib.ExitStack()
-        servers.enter_context(warm.servers())
+        servers.enter_context(warm.running_server())
         config.add_cleanup(servers.close)
     config.stash[STDERR] = os.dup(2)  # which tests redirect
     gc.set_threshold(10_000)  # a seventh of the time of collecting tests, a twentieth of that of running them

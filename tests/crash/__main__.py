@@ -44,7 +44,7 @@ def main() -> None:
         rounds, draw = (Rounds if ranks is None else RankRounds)(folder), draw_round
     results, failed = list[Result](), list[int]()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
-    with warm.servers(), contextlib.suppress(KeyboardInterrupt):  # the summary is of the rounds so far
+    with warm.running_server(), contextlib.suppress(KeyboardInterrupt):  # the summary is of the rounds so far
         for seed in track(range(arguments.seed, arguments.seed + arguments.n), "rounds", console=console):
             plan: Any = draw(seed) if arguments.model or ranks is None else draw_rank_round(seed, ranks)
             try:

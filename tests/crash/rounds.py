@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from support.forked import with_pipe
 from support.killed import Warm
 from support.ranks import run_ranks
-from support.warm import SHIMMED, Child
+from support.warm import Child
 from tierbed import MultiTableEmbedding, StoreError
 from tierbed.distributed import World
 from tierbed.engine.row_format import RowForm
@@ -60,7 +60,7 @@ class Rounds:
 
     def __init__(self, folder: Path, script: str = "") -> None:
         self.folder, self.script = folder, script
-        self.warm = Warm(self.runs, SHIMMED)
+        self.warm = Warm(self.runs)
 
     def run(self, plan: Any) -> Result:
         """Raises AssertionError if the folder is not as it must be."""
@@ -247,7 +247,7 @@ def train_ranks(place: Path, session: Any, orders: dict[str, Any]) -> None:
     with contextlib.ExitStack() as group:
         ranks = []
         for rank in range(session.ranks):
-            child, pipe = with_pipe(train, str(place), orders, rank, store.port, server=SHIMMED)
+            child, pipe = with_pipe(train, str(place), orders, rank, store.port)
             ranks.append((group.enter_context(child), group.enter_context(pipe)))
         victim, kill = ranks[session.victim][0], session.kill
         if kill.inside is None:

@@ -21,7 +21,6 @@ from support.live_rows import step as train
 from support.ranks import alike, fails, on_ranks, run_ranks, started
 from support.stores import options
 from support.together import Model
-from support.warm import SHIMMED
 from tierbed import GroupError, StoreError
 from tierbed.distributed import World
 from tierbed.embedding.tables.shared_folder import SharedFolder
@@ -51,7 +50,7 @@ def end(world: World) -> None:
 
 
 def killed(*task: Any, ranks: int = 2) -> None:
-    with started(ranks, *task, server=SHIMMED) as group:
+    with started(ranks, *task) as group:
         assert [child.wait() for child, _ in group] == [-signal.SIGKILL] * ranks
 
 

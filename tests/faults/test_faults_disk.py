@@ -22,7 +22,6 @@ from support.graphs import Rating
 from support.killed import embedding_at
 from support.shell import command
 from support.stores import STORES, options
-from support.warm import SHIMMED
 from tierbed import MultiTableEmbedding, StoreError, TierbedError
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.store.folder_state import holder
@@ -315,7 +314,7 @@ def all_faults(path: Path) -> None:
 
 
 def test_errors_of_the_disk_fail_calls_and_lose_no_row(tmp_path: Path) -> None:
-    in_process(all_faults, tmp_path, server=SHIMMED)
+    in_process(all_faults, tmp_path)
 
 
 def saved(path: Path, store: str) -> bytes:

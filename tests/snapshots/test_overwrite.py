@@ -29,7 +29,6 @@ from support.shell import command
 from support.small_snapshots import chunked, description, make_buckets
 from support.stores import STORES, options
 from support.together import Model
-from support.warm import SHIMMED
 from tierbed import MultiTableEmbedding, OptionError, SnapshotError, StoreError
 from tierbed.distributed.world import World
 from tierbed.embedding.saving.save_and_load import save_together
@@ -213,7 +212,7 @@ def refuse_exchanges(path: Path) -> None:
 
 
 def test_a_file_system_that_cannot_exchange_folders_keeps_the_old_one(tmp_path: Path) -> None:
-    in_process(refuse_exchanges, tmp_path, server=SHIMMED)
+    in_process(refuse_exchanges, tmp_path)
 
 
 def test_a_running_trainer_and_commands_overwrite_where_they_are_asked_to(tmp_path: Path) -> None:
@@ -333,7 +332,7 @@ def test_a_kill_amid_a_conversion_leaves_rows_of_one_dtype_and_every_snapshot(tm
         train(embedding, range(6, 15))
         embedding.save_snapshot("narrow")
         narrow = contents(embedding).tobytes()
-    warm = Warm(convert, SHIMMED)
+    warm = Warm(convert)
     more = {} if store == "ssd" else {"sync": 6, "write": 23}
     for call, stride in {"rename": 3, **more}.items():
         for place, _, returned in kills(warm, tmp_path, call, stride, begun, store=store):
@@ -385,7 +384,7 @@ def test_a_kill_or_power_loss_leaves_the_old_or_the_new(
 ) -> None:
     expected = {steps: rows_after(steps) for steps in (OLD, BASE, NEW)}
     seen: dict[str, set[int]] = {"killed": set(), "without power": set()}
-    warm, plan = Warm(overwrite, SHIMMED), {"store": store, "kind": kind, "background": background}
+    warm, plan = Warm(overwrite), {"store": store, "kind": kind, "background": background}
     more = {} if (store, kind) == ("device", "full") else {"unlink": 1, "mkdir": 1}
     for call, stride in {"rename": 1, "sync": 3, **more}.items():
         for place, number, returned in kills(warm, tmp_path, call, stride, **plan):

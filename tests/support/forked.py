@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from support.warm import SERVER, Child
+from support.warm import Child
 from support.warm_server import leave
 
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 MS_RDONLY, MS_REMOUNT, MS_REC, MS_PRIVATE = 1, 32, 1 << 14, 1 << 18
 
 
-def in_process(task: Callable[..., Any], *arguments: Any, server: str = SERVER) -> Any:
+def in_process(task: Callable[..., Any], *arguments: Any) -> Any:
     """What `task(*arguments)` returns in a new process. One that fails fails here."""
-    child, pipe = with_pipe(_answer, task, *arguments, server=server)
+    child, pipe = with_pipe(_answer, task, *arguments)
     with child, pipe:
         try:
             answer = pipe.recv()
@@ -52,16 +52,14 @@ def _call(ordered: Any, given: dict[str, Any]) -> None:
     ordered.__wrapped__(**given)
 
 
-def with_pipe(
-    task: Callable[..., Any], *arguments: Any, server: str = SERVER, whole: bool = False
-) -> tuple[Child, Connection]:
+def with_pipe(task: Callable[..., Any], *arguments: Any, whole: bool = False) -> tuple[Child, Connection]:
     """A process that calls `task(*arguments, pipe)`, and the other end of its pipe.
 
     whole: whether it frees at its end what it and torch hold, as a script does.
     """
     ours, theirs = Pipe()
     with theirs:
-        return Child(_with_pipe, whole, task, *arguments, files=[theirs.fileno()], server=server), ours
+        return Child(_with_pipe, whole, task, *arguments, files=[theirs.fileno()]), ours
 
 
 def _with_pipe(whole: bool, task: Callable[..., Any], *given: Any) -> None:

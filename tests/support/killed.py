@@ -20,7 +20,7 @@ import torch
 
 from support.embeddings import contents, make, train
 from support.stores import options
-from support.warm import SERVER, Child
+from support.warm import Child
 from tierbed import MultiTableEmbedding
 from tierbed.engine.store import rocksdb
 
@@ -132,15 +132,15 @@ def run(path: str, store: str, count: int, saves: list[int], end: str, ahead: in
 class Warm:
     """Runs plans: `run(**plan, events=file)` in a process of its own, forked from a warm one."""
 
-    def __init__(self, run: Callable[..., None], server: str = SERVER) -> None:
-        self._run, self._server = run, server
+    def __init__(self, run: Callable[..., None]) -> None:
+        self._run = run
 
     def order(self, plan: dict[str, Any], after: Any = None, number: int = signal.SIGKILL) -> dict[str, Any]:
         """`events`, `signal` and `code` of a child. `after`: events and waits in s until it is sent a signal."""
         ours, theirs = os.pipe()
         with os.fdopen(ours) as events, open(os.devnull, "w") as null:
             try:
-                child = Child(_run, self._run, plan, files=[theirs], stdout=null.fileno(), server=self._server)
+                child = Child(_run, self._run, plan, files=[theirs], stdout=null.fileno())
             finally:
                 os.close(theirs)
             with child:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from support.forked import with_pipe
-from support.warm import SERVER, Child
+from support.warm import Child
 
 
 def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60) -> list[Any]:
@@ -76,7 +76,6 @@ def started(
     *arguments: Any,
     timeout: float = 60,
     whole: bool = False,
-    server: str = SERVER,
 ) -> Iterator[list[tuple[Child, Connection]]]:
     """The processes of `run_ranks` in the order of ranks, each with a pipe to `answer`. They end with the block.
 
@@ -89,7 +88,7 @@ def started(
         members = []
         for rank in range(ranks):
             place = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}  # the store is this one
-            member = with_pipe(be_rank, rank, ranks, place, timeout, function, arguments, whole=whole, server=server)
+            member = with_pipe(be_rank, rank, ranks, place, timeout, function, arguments, whole=whole)
             for part in member:
                 group.enter_context(part)
             members.append(member)

@@ -1,4 +1,4 @@
-"""What `crash_io.cpp` does in a process of the server SHIMMED, which preloads it."""
+"""What `crash_io.cpp` does in a process of the warm server, which preloads it."""
 
 from __future__ import annotations
 

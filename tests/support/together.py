@@ -16,7 +16,6 @@ from support.embeddings import make
 from support.forked import with_pipe
 from support.killed import holds, step
 from support.stores import options
-from support.warm import SHIMMED
 from tierbed import MultiTableEmbedding
 from tierbed.embedding.state_dict.model_snapshots import ModelSnapshots
 from tierbed.embedding.tables.training_group import train_together
@@ -159,7 +158,7 @@ def killed_at(
 
     `task(*arguments, begin)` calls `begin` when calls are to be counted.
     """
-    child, pipe = with_pipe(_killed_at, path, call, number, after, task, *arguments, server=SHIMMED)
+    child, pipe = with_pipe(_killed_at, path, call, number, after, task, *arguments)
     with child, pipe:
         try:
             said = str(pipe.recv())

@@ -15,30 +15,29 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from support.places import TESTS, environment
 from support.warm_server import MAX_BYTES, command
 
-SERVER, SHIMMED = "TIERBED_TESTS_SERVER", "TIERBED_TESTS_SHIMMED"  # environment variables with addresses
+SERVER = "TIERBED_TESTS_SERVER"  # environment variable with its address
 SHIMS = [TESTS / "support" / "failing_io.cpp", TESTS / "crash" / "crash_io.cpp"]  # idle until a child calls them
 
 
 class Server:
-    """Forks children until it is closed or its maker ends. It preloads `shims`, sources of libraries.
+    """Forks children until it is closed or its maker ends. It preloads SHIMS.
 
     It starts cold, and imports when the first order comes.
     """
 
-    def __init__(self, *shims: Path) -> None:
+    def __init__(self) -> None:
         self.address = f"tierbed-tests-{secrets.token_hex(16)}"
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind("\0" + self.address)
             listener.listen(100)
             number = listener.fileno()
             self._process = subprocess.Popen(
-                command(f"{number}, {[*map(str, shims)]}"),
+                command(f"{number}, {[*map(str, SHIMS)]}"),
                 env=environment() | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},  # a process that asks CUDA may not fork
                 stdin=subprocess.PIPE,  # its end is that of this process, or what `close` does
                 stdout=subprocess.DEVNULL,
@@ -52,15 +51,14 @@ class Server:
 
 
 @contextlib.contextmanager
-def servers() -> Iterator[None]:
-    """The servers of this process and of those that it starts, while the block runs."""
-    kinds = {SERVER: Server(), SHIMMED: Server(*SHIMS)}
-    os.environ |= {name: server.address for name, server in kinds.items()}
+def running_server() -> Iterator[None]:
+    """The server of this process and of those that it starts, while the block runs."""
+    server = Server()
+    os.environ[SERVER] = server.address
     try:
         yield
     finally:
-        for server in kinds.values():
-            server.close()
+        server.close()
 
 
 class Child:
@@ -77,7 +75,6 @@ class Child:
         stdout: int = 1,
         stderr: int = 2,
         path: Sequence[str] | None = None,
-        server: str = SERVER,
     ) -> None:
         path = sys.path if path is None else path
         modules = {part.__module__ for part in (task, *arguments) if callable(part)}
@@ -86,7 +83,7 @@ class Child:
             pickle.dump((path, os.getcwd(), dict(os.environ)), order)
             pickle.dump((task, arguments), order)
             order.seek(0)
-            self._server.connect("\0" + os.environ[server])
+            self._server.connect("\0" + os.environ[SERVER])
             files = [order.fileno(), stdin.fileno(), stdout, stderr, *files]
             socket.send_fds(self._server, [pickle.dumps((path, modules))], files)
             self.pid = self._hear()

@@ -63,7 +63,8 @@ def _start_again(number: int, shims: Sequence[str]) -> None:
     for shim in shims:
         library = folder / f"{Path(shim).stem}.so"
         subprocess.run(["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-o", library, shim, "-ldl"], check=True)
-    preloaded = {"LD_PRELOAD": ":".join(map(str, folder.iterdir())), "OMP_NUM_THREADS": "1"}
+    libraries = [*filter(None, [os.environ.get("LD_PRELOAD")]), *map(str, folder.iterdir())]  # a sanitizer's is first
+    preloaded = {"LD_PRELOAD": ":".join(libraries), "OMP_NUM_THREADS": "1"}
     os.execve(sys.executable, command(f"{number}, built={str(folder)!r}"), os.environ | preloaded)
 
 
