@@ -22,10 +22,10 @@ from support.asked import STORE, Training, dies_as_it_saves, fills, forks, train
 from support.background_saves import until
 from support.cuda_tables import on_devices, tables_on
 from support.embeddings import contents, make, train
-from support.exchange import whole
 from support.forked import in_process
 from support.killed import embedding_at, holds, rows_after, step, steps
 from support.refusals import check_refusal
+from support.small_snapshots import whole
 from support.stores import STORES, options
 from support.warm import Child
 from tierbed import InputError, MultiTableEmbedding, SnapshotError, StoreError

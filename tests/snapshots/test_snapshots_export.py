@@ -21,10 +21,9 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from support.embeddings import DIM, contents, make, rows_by_key, train
-from support.exchange import whole
 from support.refusals import check_refusal
 from support.rows import any_key
-from support.small_snapshots import chunked, description, flip_bit, keys_of_few_files, least_keys, make_buckets
+from support.small_snapshots import chunked, description, flip_bit, keys_of_few_files, least_keys, make_buckets, whole
 from support.stores import STORES, options
 from tierbed.engine.errors import ClosedError, InputError, OptionError, SnapshotError, StoreError
 from tierbed.engine.options.initializers import make_constant_initializer

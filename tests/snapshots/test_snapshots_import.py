@@ -24,9 +24,9 @@ from torch import nn
 
 from support.embeddings import DIM, make, train
 from support.examples import examples
-from support.exchange import FILES, VALUES, columns_of, dense, imported, whole, write_columns
+from support.exchange import FILES, VALUES, columns_of, dense, imported, write_columns
 from support.refusals import check_refusal
-from support.small_snapshots import TYPES, description, make_rows
+from support.small_snapshots import TYPES, description, make_rows, whole
 from support.stores import STORES, options
 from tierbed import EagerOptimizer, MultiTableEmbedding, make_host_mem_store_options, make_table_options, row_optimizer
 from tierbed.engine import _core

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from support.docs import reader_of_the_docs
 from support.embeddings import DIM, contents, make, train
 from support.examples import examples
-from support.exchange import VALUES, whole
+from support.exchange import VALUES
 from support.forged import change, command
 from support.records import last_snapshot
 from support.refusals import check_refusal
-from support.small_snapshots import NARROW, TYPES, chunked, description, form_of, make_buckets, make_rows, save
+from support.small_snapshots import NARROW, TYPES, chunked, description, form_of, make_buckets, make_rows, save, whole
 from support.snapshot_parts import in_parts
 from support.stores import STORES, options
 from tierbed import InputError, MultiTableEmbedding, SnapshotError, StoreError, row_optimizer

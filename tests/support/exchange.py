@@ -20,11 +20,6 @@ FILES = ["parquet", "npz", "safetensors"]
 VALUES = np.random.default_rng(0).normal(size=(40, DIM)).astype(np.float32)
 
 
-def whole(snapshot: Snapshot) -> NDArray[np.void]:
-    empty = np.empty(0, snapshot.manifest.form.dtype)
-    return np.concatenate([empty, *(rows for _, rows in snapshot.chunks())])
-
-
 def imported(store: Path, *arguments: Any, **options: Any) -> dict[tuple[int, int], list[float]]:
     """The embeddings of what was imported as "s", by (table, key)."""
     import_snapshot(store, "s", *arguments, **options)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tierbed.engine import _core
 from tierbed.engine.row_format import LAST_STEP, RowForm
-from tierbed.snapshots import Manifest, write_snapshot
+from tierbed.snapshots import Manifest, Snapshot, write_snapshot
 from tierbed.snapshots.store.selection import Types, converted_description
 
 Chunk = tuple[int, NDArray[np.void]]
@@ -28,6 +28,11 @@ TYPES: list[Types] = [  # of rows, and of their state
 ]
 NARROW = TYPES[1:]
 UNIFORM = {"type": "uniform", "low": -0.1, "high": 0.1}
+
+
+def whole(snapshot: Snapshot) -> NDArray[np.void]:
+    empty = np.empty(0, snapshot.manifest.form.dtype)
+    return np.concatenate([empty, *(rows for _, rows in snapshot.chunks())])
 
 
 def description(width: int = 6, types: Types = TYPES[0], **changes: Any) -> dict[str, Any]:
