@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from support.embeddings import DIM
+from support.small_snapshots import whole
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.exchange.columns import Columns
 from tierbed.snapshots.exchange.importing import import_snapshot
