@@ -263,8 +263,8 @@ class RequestedSave:
         if not self._stopping.is_set():
             return SnapshotError(f"snapshot {self.name!r} was not started: the client that requested it has exited")
         return SnapshotError(
-            f"process {os.getpid()} closed the store before snapshot {self.name!r} was complete, and removed it; "
-            "save it again, from the closed store"
+            f"process {os.getpid()} closed the store before snapshot {self.name!r} was complete, and removed the "
+            "snapshot; save again, from the closed store"
         )
 
     def progress(self, count: int) -> None:
