@@ -53,7 +53,7 @@ def request_save(
     folder = store / "snapshots" / name
     before = snapshot_id(folder)
     request: Message = {"do": "save", "name": name, "kind": kind, "overwrite": overwrite}
-    if len(stores) > 1:  # an older trainer, which can save only one store, refuses this request
+    if len(stores) > 1:  # older trainers can save only one store, and refuse this request
         request |= {"do": "save all", "stores": [os.path.realpath(path) for path in stores]}
     pid, answers = _ask(store, request, f"save snapshot {name!r}", timeout)
     if pid is None:

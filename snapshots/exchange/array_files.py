@@ -38,13 +38,13 @@ _NAMES = {"float32": "F32", "int32": "I32", "int64": "I64", "uint32": "U32", "ui
 class Column(NamedTuple):
     """An array [n, ...] that is read row by row in ascending order, each row once."""
 
-    dtype_name: str  # NumPy's name for the dtype, if NumPy has the dtype
+    dtype_name: str  # NumPy's name for the dtype, or torch's if NumPy lacks it
     shape: tuple[int, ...]
     read: Callable[[int, int], NDArray[Any]]  # returns the rows from `begin` to `end`; bfloat16 becomes float32
 
 
 def column_of(array: NDArray[Any] | Tensor) -> Column:
-    """Wrap an array, which may be mapped from a file, or a tensor on any device."""
+    """Wrap an array (possibly mapped from a file) or a tensor on any device."""
     return Column(str(array.dtype).removeprefix("torch."), tuple(array.shape), partial(_read, array))
 
 
@@ -83,7 +83,7 @@ class NamedArrays:
 
 
 class SpilledColumn(NamedTuple):
-    """A column in a nameless temporary file, which the kernel removes when the process ends."""
+    """A column in a nameless temporary file. The kernel removes such files when the process ends."""
 
     file: IO[bytes]
     dtype: np.dtype[Any]

@@ -40,7 +40,7 @@ def description_for(
         name, embedding_dim, key_type, tables, padding_idx, seed, dtype, state_dtype: as for an embedding.
         optimizer: from `tierbed.row_optimizer`, if the rows include this optimizer's state. None means that rows have
             no state; then any optimizer may train them.
-        step: the number of steps for which the rows were trained.
+        step: how many steps the rows were trained.
 
     Returns:
         The description.
@@ -62,7 +62,7 @@ def description_for(
 def stored_description(store: StoreFolder) -> dict[str, Any] | None:
     """Returns the description of a store's rows, or None if the store is empty.
 
-    Describes the live rows if the store was closed cleanly, otherwise the recovery snapshot. If the rows have no state,
+    Describes the live rows if the store was closed cleanly, otherwise the recovery snapshot. For rows without state,
     the description names no optimizer. Raises StoreError, SnapshotError, and InputError if another tierbed version
     wrote a description that is invalid here.
     """

@@ -55,7 +55,7 @@ def import_snapshot(
             table: float32, float16 or bfloat16 [n, dim] as an array, a tensor, an `nn.Embedding` or a .npy file; or a
             tensor called `tensor` in a .npz, .safetensors or torch file (.pt, .pth, .bin, .ckpt).
         keys: a dense table's keys [n] of the key type, or the path of a .npy file. If None, row numbers are keys, and
-            the row at padding_idx, which must be zeros, is skipped. If a table repeats a key, its last row is used.
+            the row at padding_idx is skipped; this row must be zeros. If a table repeats a key, its last row is used.
         table_ids: a dense table's table ids [n], or the path of a .npy file; or one table for all rows, by number or
             name.
         tensor: the dense table's name in the file. Write "outer.inner" for a tensor in an inner dict. For several

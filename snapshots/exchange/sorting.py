@@ -25,8 +25,9 @@ class RowSorter:
     """Accepts rows [n] of `dtype` in any order, and yields them in the order that `write_snapshot` needs.
 
     If several rows share (table, key), only the last added row is yielded. Rows wait in one temporary file per bucket.
-    The files are in `folder`, which is created if missing and needs space for all rows. The files are nameless, so the
-    kernel removes them when the process ends. Sorting needs a few times the memory of a bucket, 1/64 of all rows.
+    The files are in `folder`. If `folder` is missing, it is created; it needs space for all rows. The files are
+    nameless, so the kernel removes them when the process ends. Sorting needs a few times the memory of one bucket,
+    about 1/64 of all rows.
     """
 
     def __init__(self, folder: Path, dtype: np.dtype[np.void]) -> None:

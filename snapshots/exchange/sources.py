@@ -89,7 +89,7 @@ class Source:
         self.key_type = shapes[self._parts[0].columns[KEY]][0] if KEY in self.names else None
         if self.key_type not in (None, *KEY_DTYPES):
             raise InputError(f"{what}: {KEY} is {self.key_type}; save keys as one of {', '.join(KEY_DTYPES)}")
-        self.description = None if metadata is None else _parse_description(metadata, what)  # only exports have one
+        self.description = None if metadata is None else _parse_description(metadata, what)  # only in exports
 
     def _add(self, part: SourceTable, shapes: Mapping[str, Shape]) -> None:
         name = part.columns[EMBEDDING]
@@ -239,7 +239,7 @@ def _choose_dense(
 
 
 def _torchrec_table(tensor: str) -> str | None:
-    """The table to which a tensor in TorchRec's state_dict() belongs; None for any other tensor."""
+    """The name of the table that a tensor in TorchRec's state_dict() contains; None for any other tensor."""
     match = re.search(r"(?:^|\.)(?:embedding_bags|embeddings)\.([^.]+)\.weight$", tensor)
     return match[1] if match is not None and is_table_name(match[1]) else None
 

@@ -31,7 +31,7 @@ _NAME = re.compile(r"(bucket|deleted)-([0-9]{2})(?:-([0-9]{4}))?\.npy")
 _MAX_COUNT = 1 << 62
 _HASH_SLOTS = 1 << 16  # 16 bits of the hash choose the shard
 FORMAT = 3  # for snapshots with shards, or with numbers that are not float32; other snapshots have format 2
-GROUP_FORMAT = 4  # the format in which an earlier version saved stores that train together
+GROUP_FORMAT = 4  # used by an earlier version for stores that train together
 MANIFEST = "manifest.msgpack"
 ROCKSDB = "rocksdb"  # a checkpoint's subfolder with RocksDB's files
 Kind = Literal["full", "incremental", "checkpoint"]
@@ -139,7 +139,7 @@ def dtype_of(name: str, form: RowForm) -> np.dtype[np.void]:
 
 @cache  # a save calls it for thousands of files
 def header_bytes(dtype: np.dtype[np.void]) -> int:
-    """The size of a row file's header, which does not depend on the row count. 256 if all numbers are float32."""
+    """The size of a row file's header. The row count does not change it. 256 bytes if all numbers are float32."""
     return -(-(len(_header_text(dtype, _MAX_COUNT)) + 11) // _HEADER_STEP) * _HEADER_STEP
 
 
@@ -148,7 +148,7 @@ def file_bytes(dtype: np.dtype[np.void], rows: int) -> int:
 
 
 def npy_header(dtype: np.dtype[np.void], rows: int) -> bytes:
-    """A row file's header, which does not depend on the NumPy version."""
+    """A row file's header. All NumPy versions get the same bytes."""
     size = header_bytes(dtype)
     magic = b"\x93NUMPY\x01\x00" + (size - 10).to_bytes(2, "little")
     return magic + _header_text(dtype, rows).ljust(size - len(magic) - 1) + b"\n"
@@ -242,7 +242,7 @@ class Manifest:
 
     @staticmethod
     def decode(data: bytes) -> Manifest:
-        """Decode a manifest file, which may be forged. Raises ValueError that names the problem."""
+        """Decode a manifest file, even a forged one. Raises ValueError that names the problem."""
         decode = Manifest._decode if len(data) < 1 << 16 else Manifest._decode.__wrapped__
         manifest: Manifest = decode(data)
         return dataclasses.replace(manifest, description=deepcopy(manifest.description), files={**manifest.files})
@@ -460,7 +460,7 @@ def check_name(name: str) -> None:
 
 
 def snapshot_id(folder: Path) -> str:
-    """Returns the id of the snapshot in a folder, or "" if the folder has no readable snapshot.
+    """Returns the id of the snapshot in a folder, or "" if the folder contains no readable snapshot.
 
     Raises StoreError if this process is out of file descriptors or memory, because the id is then unknown.
     """

@@ -45,7 +45,7 @@ def read_ahead(source: Generator[T, None, None]) -> Iterator[Iterator[T]]:
         yield take_items()
     finally:
         thread.cancel()
-        thread.add(source.close)  # called in the thread, which may be using `source`
+        thread.add(source.close)  # in the thread, because it may be using `source`
         thread.end()
 
 
@@ -62,7 +62,7 @@ def run_syncs(tasks: Sequence[Task]) -> None:
 
 
 class TaskThread:
-    """Does tasks in a thread, in the order in which they were added. After a failed task, no further task runs.
+    """Does tasks in a thread, in the order of `add` calls. After a failed task, no further task runs.
 
     Like an executor with one thread, but a wait never hangs if the thread dies because memory runs out.
     """
@@ -132,7 +132,7 @@ class TaskThread:
 
 
 def _run(queue: SimpleQueue[tuple[Task, Future[Any]] | None], errors: list[BaseException]) -> None:
-    """The thread's loop. Holds no reference to the `TaskThread`, which can therefore be collected meanwhile."""
+    """The thread's loop. Holds no reference to the `TaskThread`, so that object can be collected meanwhile."""
     while (item := queue.get()) is not None:
         _do(*item, errors)
         del item

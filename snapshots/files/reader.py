@@ -151,7 +151,7 @@ class Snapshot:
     def chain(self) -> list[Snapshot]:
         """The snapshots with this one's rows: the full one first, this one last. Raises SnapshotError."""
         chain = [self]
-        while (parent := chain[-1].parent) is not None:  # the loop ends, because a parent has a smaller sequence
+        while (parent := chain[-1].parent) is not None:  # the loop ends: a parent's sequence is smaller
             chain.append(parent)
         if len(chain) > MAX_CHAIN:
             raise SnapshotError(
@@ -297,7 +297,7 @@ class Snapshot:
             limit = max(1, min(max_rows, max_bytes // dtype.itemsize))
             for begin in range(0, entry.rows, limit):
                 rows = np.empty(min(limit, entry.rows - begin), dtype)
-                # open for one piece only: a snapshot may have a file for each bucket and rank, too many to keep open
+                # open for one piece only: a file per bucket and rank would be too many to keep open
                 with self._open(name, entry) as file, self._read_errors(name):
                     file.seek(header_bytes(dtype) + begin * dtype.itemsize)
                     count = file.readinto(rows.view(np.uint8).data)  # type: ignore[attr-defined]
@@ -350,7 +350,7 @@ class Snapshot:
             raise self._damage_error("", f"it has {rows} rows instead of {self.manifest.rows}")
 
     def _conflicting_key_error(self, bucket: int) -> SnapshotError:
-        """The error for a bucket in which a key is both written and deleted."""
+        """The error for a bucket with a key that is both written and deleted."""
         rows, keys = bucket_file(bucket), deleted_file(bucket)
         if self.manifest.parts is None:
             return self._damage_error(keys, f"it has keys of rows that {rows} has")

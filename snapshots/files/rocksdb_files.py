@@ -111,7 +111,7 @@ def _start_child(
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                process_group=0,  # so Ctrl-C reaches only the parent process, which then kills the child
+                process_group=0,  # so Ctrl-C reaches only the parent process, and the parent kills the child
             )
         except OSError as error:
             if error.filename is None:  # raised by fork
@@ -191,7 +191,7 @@ def _check_files(folder: Path, files: dict[str, dict[str, int]]) -> None:
 
 
 def _files_in(folder: Path) -> Iterator[Path]:
-    """Yields the files in a folder and in its direct subfolders, which may be links."""
+    """Yields the files in a folder and in its direct subfolders. Subfolders may be links."""
     for entry in os.scandir(folder):
         if entry.is_dir():
             yield from (folder / entry.name / inner for inner in os.listdir(entry))
@@ -204,9 +204,9 @@ def write_rocksdb(
 ) -> RocksDBFiles:
     """Write the files of checkpoint `name`, with the `rows` rows of `tier`, into the folder `temporary`.
 
-    Row files are hard-linked, so their size does not matter. RocksDB has stored their checksums, except for files from
-    an older tierbed, which are read once. If the file system cannot link, files are copied, with a warning. Raises
-    OSError, SnapshotError, StoreError.
+    Row files are hard-linked, so their size does not matter. RocksDB has stored their checksums; only files from an
+    older tierbed are read once for a checksum. If the file system cannot link, files are copied, with a warning.
+    Raises OSError, SnapshotError, StoreError.
     """
     top, entries, refusal = temporary / ROCKSDB, dict[str, dict[str, int]](), None
     with tier.live_files() as files:

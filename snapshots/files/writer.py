@@ -128,7 +128,7 @@ class _File:
     def __init__(self, path: str, dtype: np.dtype[np.void]) -> None:
         self._dtype = dtype
         self._file = open(path, "xb")  # noqa: SIM115
-        self._file.write(bytes(header_bytes(dtype)))  # space for the header, which needs the row count
+        self._file.write(bytes(header_bytes(dtype)))  # space for the header, written once the row count is known
         self._count = self._checksum = 0
 
     def write(self, rows: RowArray) -> None:
@@ -220,7 +220,7 @@ class NewSnapshots(AbstractContextManager["NewSnapshots"]):
         return self._new[-1].temporary
 
     def then(self, call: Callable[[], object]) -> None:
-        """Register a call for when all snapshots have their final names. If the call raises, `publish` is undone."""
+        """Register a call to make after all snapshots were renamed. If the call raises, `publish` is undone."""
         self._then.append(call)
 
     def publish(self) -> None:
@@ -354,7 +354,7 @@ def new_snapshot(folder: Path, description: dict[str, Any], overwrite: bool = Fa
 def check_free(folder: Path, overwrite: bool | None = False) -> None:
     """Raises SnapshotError if a snapshot's name is invalid, or belongs to a snapshot that must not be replaced.
 
-    overwrite: True allows replacing a snapshot that has no children, if the file system can exchange two folders.
+    overwrite: True allows replacing a snapshot without children, if the file system can exchange two folders.
     None is for callers that never replace a snapshot; the error then does not recommend overwriting.
     """
     check_name(folder.name)

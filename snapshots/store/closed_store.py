@@ -120,7 +120,7 @@ def load_into_stores(
     progress: ProgressCallback | None = None,
     selection: Selection = ALL,
 ) -> list[tuple[Manifest, LoadReport]]:
-    """Verify snapshots, and make their rows the live rows with which the next training run starts.
+    """Verify snapshots, and make their rows the live rows that the next training run starts with.
 
     After a kill, recovery goes back to these snapshots, except if the load selected rows or converted numbers. If this
     call is killed, either all stores keep the old live rows or all get the new rows. Returns the manifests of the new

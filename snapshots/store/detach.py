@@ -19,7 +19,7 @@ class Detached(NamedTuple):
 
 
 def detach(store: StoreFolder) -> Detached:
-    """Take a store out of its group. The store gets its own record, which names the rows that it would open with.
+    """Take a store out of its group. The store gets its own record, with the rows that it would have opened with.
 
     The group's record may be missing or damaged, or may not list this folder because it is a copy. The store then keeps
     its clean live rows, or recovers its latest snapshot if it was killed. If this call is killed, the store is either

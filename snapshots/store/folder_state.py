@@ -24,7 +24,7 @@ _LINKED_FROM = ".live-rows-"  # prefix of files next to `snapshots`, each with t
 
 
 class FolderState:
-    """A store's folder, which another process may have locked. `StoreFolder` is a folder locked by this process."""
+    """A store's folder. Another process may have locked the folder; if this process has, it uses `StoreFolder`."""
 
     remedy = "give <persistent_path>/<embedding name>, and run as a user that can"
 
@@ -53,7 +53,7 @@ class FolderState:
 
     @cached_property
     def snapshot_store(self) -> FolderState:
-        """The store folder with the snapshots: this folder, or the store folder to which the link `snapshots` leads."""
+        """The store folder with the snapshots: this folder, or another one if `snapshots` is a link into it."""
         target = Path(os.path.realpath(self.snapshots)).parent
         is_linked = self.snapshots.is_symlink() and (target / LOCK).is_file()
         return FolderState(target) if is_linked else self
@@ -66,7 +66,7 @@ class FolderState:
 
     @property
     def ranks(self) -> int:
-        """How many ranks share the live rows as shards; 0 if one process has all rows."""
+        """How many ranks share the live rows as shards; 0 if a single process has all rows."""
         record = self.snapshot_store.mark.ranks
         return 0 if record is None or self.mark.clean_marker is not None else record.ranks
 
@@ -174,7 +174,7 @@ def snapshot_folder(snapshot_path: str | os.PathLike[str] | None, name: str) -> 
 
 
 def link_to(link: Path, folder: Path) -> None:
-    """Make `link`, a store folder's `snapshots`, a durable link to `folder`, which is created if missing.
+    """Make `link`, a store folder's `snapshots`, a durable link to `folder`. Creates `folder` if it is missing.
 
     Raises StoreError if the store folder already has other snapshots, OSError.
     """

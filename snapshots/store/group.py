@@ -5,9 +5,9 @@ unlocked. The first write, save or load locks the group. From then on only this 
 object keeps track of all members, closed stores included. Closing the last open store unlocks the group. When stores of
 two groups begin to train together, the groups are joined under a new record.
 
-`clock` counts this process's moments: it advances when a save begins and when a load ends. `MemberRows` remembers at
-which moments a store had a snapshot's rows. `Group.write` finds the newest moment at which every store has a snapshot,
-and records these snapshots as the commit.
+`clock` counts this process's moments: it advances when a save begins and when a load ends. `MemberRows` remembers when
+a store had which snapshot's rows. `Group.write` finds the newest moment that snapshots of all stores share, and records
+these snapshots as the commit.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Member(MemberRows):
         self.partners: Callable[[], Iterable[Member]] = tuple  # returns the stores trained together with this store
         self.expect_change: Callable[[], None] = lambda: None  # called when the next change must be recorded
         self._writes = 0  # how many writes there were since the store was opened
-        # the rows' version, which the next run keeps if it opens with these rows
+        # the rows' version; the next run keeps the version if it opens with these rows
         self.version = entry.live or version_of_snapshot(entry.snapshot)
         self._run = secrets.token_hex(8)  # makes versions unique across processes, and each time a store is opened
 
@@ -197,7 +197,7 @@ class Member(MemberRows):
 
 @dataclass(eq=False, kw_only=True)
 class Capture(Interval):
-    """A running save of a store's rows, and the moments at which the store has these rows."""
+    """A running save of a store's rows, and the interval of moments with these rows."""
 
     member: Member
 
@@ -299,7 +299,7 @@ class Group:
             return file.newest()[file.store] if mode == "mixed" else file.target()[file.store]
 
     def _entry_beside(self, file: GroupFile) -> Entry:
-        """Choose the rows that a store opens with while this process has its group locked. Raises StoreError."""
+        """Choose the rows that a store opens with while this process locks its group. Raises StoreError."""
         rows, commit = self.rows.get(file.store, MemberRows()), self.record.commit
         if rows.now != NOTHING:
             return rows.now
@@ -399,13 +399,13 @@ class Group:
         if alone and member.now.snapshot is None and NOTHING not in now.values():
             log.warning(
                 "embedding %r is trained from now on, and no snapshot has the rows with which it was closed. So a kill "
-                "undoes saves and loads of %s alone: save a snapshot of all of them",
+                "undoes what was saved or loaded of %s alone: save a snapshot of all of them",
                 member.store.path.name,
                 ", ".join(sorted(repr(self.record.places[id].name) for id in alone)),
             )
 
     def _newest_moment(self) -> tuple[int, Mapping[str, str]] | None:
-        """Find the newest moment at which every store has a snapshot. Forgets snapshots that were removed."""
+        """Find the newest moment that snapshots of all stores share. Forgets snapshots that were removed."""
         while newest := newest_moment({id: rows.spans for id, rows in self.rows.items()}, clock.now):
             snapshots = newest[1]
             if snapshots == self.record.commit:
@@ -420,7 +420,7 @@ class Group:
 
 
 def _join(groups: Sequence[Group]) -> None:
-    """Give several groups one record, to which the old records forward. A kill leaves each group old or joined."""
+    """Give several groups one record. The old records then forward to it. A kill leaves each group old or joined."""
     members = [member for group in groups for member in group.members.values()]
     members.sort(key=lambda member: member.store.path.name)
     path = members[0].store.snapshot_store.path.parent / f"{PREFIX}{secrets.token_hex(8)}"

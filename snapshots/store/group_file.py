@@ -1,7 +1,7 @@
 """Finds, reads and writes the record of a training group.
 
 A store that trains alone keeps its record in its own MARK. Stores that train together share a record file, GROUP-<id>,
-in the model's folder, next to the stores. Each store's MARK has the path of this file, and the file lists the stores.
+in the model's folder, next to the stores. Each store's MARK names this file's path, and the file lists the stores.
 A store is a member of the group only if its MARK and the file agree, so a copied or restored folder is noticed.
 Folders may move: the record and MARK contain relative and absolute paths, and both are tried.
 """
@@ -81,7 +81,7 @@ class GroupFile:
         return result
 
     def read_again(self) -> Self:
-        """Read the record again, which may have changed before this process locked it. Raises StoreError."""
+        """Read the record again, since it may have changed before this process locked it. Raises StoreError."""
         return self if self.path is None else type(self)(self.folder, self.shards, self.beside)
 
     @property

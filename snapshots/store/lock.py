@@ -1,4 +1,4 @@
-"""A lock file, which one process at a time can lock. The file contains that process's id."""
+"""A lock file. One process at a time can lock the file, which contains that process's id."""
 
 from __future__ import annotations
 

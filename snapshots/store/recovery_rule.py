@@ -8,7 +8,7 @@ A *moment* is a point between two steps. The *record* is a small file with an *e
 durable rows, such as a snapshot, that equaled the store's current rows when the record was written. Saves, loads and
 closes write the record. Of all steps, only the first writes the record: it removes the live rows from the entry,
 because the step is about to change these rows. The record also names two sets of snapshots. The *commit* has each
-store's snapshot of the newest moment that all stores have saved. `before` has the snapshots of the moment before that.
+store's snapshot of the newest moment that all stores have saved. `before` names the snapshots of one moment earlier.
 
 On the next start, `choose` uses the entries if each one names rows that still exist. Otherwise some store lacks rows of
 the entries' moment, so all stores go back to the commit, or to `before` if a snapshot of the commit is gone.
@@ -33,7 +33,7 @@ class Entry(NamedTuple):
     """The durable rows that equal a store's current rows: a snapshot or EMPTY, live rows, both, or neither."""
 
     snapshot: str | None = None  # a snapshot's id, or EMPTY
-    live: str | None = None  # the version in the live rows' clean marker, which is the same for all shards
+    live: str | None = None  # the version in the live rows' clean marker, the same for all shards
 
 
 NOTHING = Entry()
@@ -121,7 +121,7 @@ class Files(NamedTuple):
 
 @dataclass(eq=False)
 class Interval:
-    """The moments `first` to `last` at which a store had a snapshot's rows. Kept in memory by the lock holder."""
+    """From moment `first` to moment `last`, a store had a snapshot's rows. Only the lock holder's memory has this."""
 
     snapshot: str  # the snapshot's id; "" until the save has ended
     first: int
@@ -149,7 +149,7 @@ def choose(record: Record, files: Mapping[str, Files]) -> dict[str, Entry] | Non
 
 
 def newest_moment(spans: Mapping[str, Sequence[Interval]], clock: int) -> tuple[int, SnapshotIds] | None:
-    """Find the newest moment at which every store has a snapshot of its rows. Returns the moment and the snapshots."""
+    """Find the newest moment that snapshots of all stores share. Returns the moment and these snapshots."""
     for moment in sorted({min(span.last, clock) for store in spans.values() for span in store}, reverse=True):
         snapshots = {
             x: next((s.snapshot for s in reversed(store) if s.snapshot and s.first <= moment <= s.last), "")

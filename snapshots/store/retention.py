@@ -39,8 +39,8 @@ def plan_prune(
     """Decide which of `snapshots`, from oldest to latest, a prune keeps. All parents of kept snapshots are kept too.
 
     keep_last: how many of the latest snapshots to keep. keep_every: also keep the first snapshot at or after each
-    multiple of this many steps. recovery_snapshots: names that recovery may load; kept. of_states: names to which
-    state_dicts refer; kept, and not counted in keep_last. Raises OptionError, or SnapshotError if a parent is missing.
+    multiple of this many steps. recovery_snapshots: names that recovery may load; kept. of_states: names that
+    state_dicts need; kept, and not counted in keep_last. Raises OptionError, or SnapshotError if a parent is missing.
     """
     keep_last = int_option("keep_last", keep_last, "a whole number from 1", 1)
     if keep_every is not None:

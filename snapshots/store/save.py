@@ -72,8 +72,7 @@ def begin_save(
 ) -> tuple[Path, Snapshot | None]:
     """Begin a snapshot that `check_save` has checked. Raises SnapshotError, StoreError.
 
-    Returns the snapshot's final folder, which gets its files only when the save ends, and `parent_for` the snapshot if
-    it is incremental.
+    Returns the snapshot's final folder (filled when the save ends), and `parent_for` an incremental snapshot.
     """
     folder = store.snapshots / name
     parent = parent_for(store, name, source) if kind == "incremental" else None

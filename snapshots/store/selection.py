@@ -36,7 +36,7 @@ def converted_description(description: dict[str, Any], types: Types) -> dict[str
 
 
 def types_of(description: Mapping[str, Any]) -> tuple[str, str | None]:
-    """The types in a valid description. The second type is None if the rows have no states."""
+    """The types in a valid description. The second type is None without states."""
     states = description.get(STATE_TYPES, ["float32"] * len(description["state_widths"]))
     return description["dtype"], states[0] if states else None
 

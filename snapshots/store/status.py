@@ -24,7 +24,7 @@ CHECKPOINT = "graph.msgpack"  # a file that distinguishes a checkpoint from a st
 
 @dataclass(frozen=True)
 class Restart:
-    """The rows with which the next run starts."""
+    """The rows that the next run starts with."""
 
     # nowhere: the run cannot start; elsewhere: the shards are on other hosts, so one process cannot start
     source: Literal["live", "snapshot", "empty", "nowhere", "elsewhere"]
