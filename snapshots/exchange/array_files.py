@@ -95,7 +95,7 @@ Spilled = Mapping[str, SpilledColumn]
 
 @contextmanager
 def spilled_columns(folder: Path, columns: Columns, chunks: Iterable[NDArray[np.void]]) -> Iterator[Spilled]:
-    """Write the rows' columns to temporary files, and yield these by name, ready to read. `folder` needs the space."""
+    """Write the rows' columns to temporary files in `folder`, and yield the columns by name, ready to read."""
     with ExitStack() as stack:
         files = {name: stack.enter_context(tempfile.TemporaryFile(dir=folder)) for name in columns.shapes()}
         count = 0

@@ -50,7 +50,7 @@ def export_snapshot(
         tables: ids or names of the tables to write; None means all.
         state: write optimizer state. If False, rows are as a lookup returns them, and the exported table counts as
             never trained.
-        overwrite: atomically replace an existing file once the new one is durable. Not for snapshots.
+        overwrite: atomically replace an existing file once the new file is durable. Not allowed for snapshots.
 
     Returns:
         The number of rows written.

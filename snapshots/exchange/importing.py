@@ -47,7 +47,7 @@ def import_snapshot(
     Runs no code from files. Sorting needs a few times the memory of 1/64 of the rows (see `RowSorter`).
 
     Args:
-        store: the store folder, `<persistent_path>/<embedding name>`. Created if missing, and locked meanwhile.
+        store: the store folder, `<persistent_path>/<embedding name>`. Created if missing, and locked during the import.
         name: the new snapshot's name.
         source: *rows by key* or *a dense table*. Rows by key: an exported file (.parquet, .npz, .safetensors) or a
             snapshot's folder, imported bit for bit; or another program's file in these formats, with `key` and
@@ -98,7 +98,7 @@ def import_snapshot(
 
 
 def _description_of(store: StoreFolder, source: Source) -> dict[str, Any]:
-    """Returns the store's description, or an embedding's with defaults, for a source without a description."""
+    """Returns a description for a source without one: the store's, otherwise an embedding's with defaults."""
     if (stored := stored_description(store)) is not None:
         return stored
     if source.tables is None:

@@ -32,7 +32,7 @@ def write_parquet(path: Path, columns: Columns, chunks: Iterable[NDArray[np.void
     types = {name: _type(pa, dtype, shape) for name, (dtype, shape) in columns.shapes().items()}
     fields = [pa.field(name, kind, nullable=False) for name, kind in types.items()]
     names = pa.array([*columns.table_names, None], pa.string())
-    named = [pa.field(TABLE_NAME, pa.string())] if any(columns.table_names) else []  # for other programs
+    named = [pa.field(TABLE_NAME, pa.string())] if any(columns.table_names) else []  # used by other programs
     schema = pa.schema([*fields, *named], {METADATA: metadata})
     # floats need no dictionary, since they rarely repeat
     with pa.parquet.ParquetWriter(path, schema, use_dictionary=[TABLE_NAME], write_page_checksum=True) as writer:

@@ -25,9 +25,9 @@ class RowSorter:
     """Accepts rows [n] of `dtype` in any order, and yields them in the order that `write_snapshot` needs.
 
     If several rows share (table, key), only the last added row is yielded. Rows wait in one temporary file per bucket.
-    The files are in `folder`. If `folder` is missing, it is created; it needs space for all rows. The files are
-    nameless, so the kernel removes them when the process ends. Sorting needs a few times the memory of one bucket,
-    about 1/64 of all rows.
+    The files are in `folder`. This folder is created if missing, and needs disk space for all rows. The files are
+    nameless, so the kernel removes them when the process ends. Each bucket, about 1/64 of all rows, is sorted in
+    memory, with a few times the bucket's size.
     """
 
     def __init__(self, folder: Path, dtype: np.dtype[np.void]) -> None:
@@ -37,7 +37,7 @@ class RowSorter:
         self._files: dict[int, IO[bytes]] = {}
 
     def add(self, rows: NDArray[np.void]) -> None:
-        """Add rows. Raises SnapshotError if they cannot be written."""
+        """Add rows. Raises SnapshotError if the temporary files cannot be written."""
         buckets = _core.buckets(rows["table"].copy(), rows["key"].copy())
         order = np.argsort(buckets, kind="stable")
         ordered = rows[order]

@@ -55,7 +55,7 @@ FileOpener = Callable[[], AbstractContextManager[OpenFile]]
 
 
 class SourceTable(NamedTuple):
-    """A table in a source. columns: maps names in `Columns` to the source's names. table: id or name, if no column."""
+    """A table in a source. columns: maps names in `Columns` to the source's. table: id or name, if no column has it."""
 
     columns: dict[str, str]
     table: int | str | None = None
@@ -89,7 +89,7 @@ class Source:
         self.key_type = shapes[self._parts[0].columns[KEY]][0] if KEY in self.names else None
         if self.key_type not in (None, *KEY_DTYPES):
             raise InputError(f"{what}: {KEY} is {self.key_type}; save keys as one of {', '.join(KEY_DTYPES)}")
-        self.description = None if metadata is None else _parse_description(metadata, what)  # only in exports
+        self.description = None if metadata is None else _parse_description(metadata, what)  # None except for exports
 
     def _add(self, part: SourceTable, shapes: Mapping[str, Shape]) -> None:
         name = part.columns[EMBEDDING]
@@ -254,7 +254,7 @@ def _open_with(opener: FileOpener, extra: Mapping[str, Column]) -> Iterator[Name
 
 
 def path_of(value: Any, argument: str) -> Path:
-    """Returns the path. Raises InputError if `value` is not one."""
+    """Returns `value` as a path. Raises InputError if `value` is not a path."""
     if not isinstance(value, (str, os.PathLike)):
         raise InputError(f"{argument}={value!r}: give a path, as str or pathlib.Path")
     return Path(value)

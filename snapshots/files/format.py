@@ -59,7 +59,7 @@ _ID = re.compile(r"[0-9a-f]{32}")
 
 
 class HashShard(NamedTuple):
-    """The rows whose hash is in interval `number`, from 0, of `of` equal intervals of hash values."""
+    """One of `of` equal intervals of hash values. The shard's rows are the rows whose hash is in interval `number`."""
 
     number: int
     of: int
@@ -137,7 +137,7 @@ def dtype_of(name: str, form: RowForm) -> np.dtype[np.void]:
     return KEY if is_deleted(name) else form.dtype
 
 
-@cache  # a save calls it for thousands of files
+@cache  # a save calls this function for thousands of files
 def header_bytes(dtype: np.dtype[np.void]) -> int:
     """The size of a row file's header. The row count does not change it. 256 bytes if all numbers are float32."""
     return -(-(len(_header_text(dtype, _MAX_COUNT)) + 11) // _HEADER_STEP) * _HEADER_STEP
@@ -187,8 +187,8 @@ class Manifest:
         deleted: the number of deleted rows' keys in the snapshot's own files.
         files: the row files, ordered by name.
         rocksdb: a checkpoint's files.
-        created: nanoseconds since 1970, UTC.
-        sequence: larger than in all earlier snapshots of the folder.
+        created: time of the save, in nanoseconds since 1970 (UTC).
+        sequence: a number that is larger than in all earlier snapshots of the folder.
         parts: the number of shards, each with its own files; None if there was one writer.
         moment: the same value in snapshots that an earlier version saved together.
     """

@@ -1,4 +1,4 @@
-"""Works on sorted streams of rows: compares two, applies changes to one, and merges several."""
+"""Compares two sorted streams of rows, applies changes to a sorted stream, and merges several sorted streams."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RowCursor:
         return self._following[0] == self._bucket
 
     def take(self, count: int | None = None) -> RowArray:
-        """Remove and return the first `count` of `rows`, by default all."""
+        """Remove and return the first `count` rows of `rows`, by default all rows."""
         count = len(self.rows) if count is None else count
         rows, self.rows = self.rows[:count], self.rows[count:]
         return rows

@@ -50,7 +50,7 @@ def read_ahead(source: Generator[T, None, None]) -> Iterator[Iterator[T]]:
 
 
 def run_syncs(tasks: Sequence[Task]) -> None:
-    """Do tasks that sync files. If they are slow, threads do the rest at once, since a disk merges parallel syncs."""
+    """Do tasks that sync files. If syncs are slow, several threads do the rest, since a disk merges parallel syncs."""
     start, count = perf_counter(), 0
     while count < len(tasks) and perf_counter() - start < _SLOW_SECONDS:
         tasks[count]()

@@ -49,7 +49,7 @@ MAX_CHAIN = 100  # snapshots; each one needs its own open files and threads
 
 
 def count_progress(chunks: Chunks, progress: ProgressCallback | None, keys_only: bool = False) -> Chunks:
-    """Yields the chunks and calls `progress` with each chunk's row count. If `keys_only` too, yields keys."""
+    """Yields the chunks and calls `progress`, if given, with each chunk's row count; then `keys_only` yields keys."""
     for bucket, rows in chunks:
         if progress is None:
             yield bucket, rows
@@ -128,7 +128,7 @@ class Snapshot:
 
     @property
     def parent(self) -> Snapshot | None:
-        """An incremental snapshot's parent; None for other kinds. Raises SnapshotError if it is missing."""
+        """An incremental snapshot's parent; None for other kinds. Raises SnapshotError if the parent is missing."""
         link = self.manifest.parent
         if link is None:
             return None
@@ -149,7 +149,7 @@ class Snapshot:
 
     @property
     def chain(self) -> list[Snapshot]:
-        """The snapshots with this one's rows: the full one first, this one last. Raises SnapshotError."""
+        """The snapshots that contain this snapshot's rows, from the full snapshot to this one. Raises SnapshotError."""
         chain = [self]
         while (parent := chain[-1].parent) is not None:  # the loop ends: a parent's sequence is smaller
             chain.append(parent)
@@ -181,7 +181,7 @@ class Snapshot:
             An iterator of (bucket, rows), where rows is an array [n] with the dtype of `RowForm`.
 
         Raises:
-            SnapshotError: a file is damaged or missing; the message names it.
+            SnapshotError: a file is damaged or missing. The message names the file.
         """
         return self._table(max_rows)
 

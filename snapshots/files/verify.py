@@ -14,7 +14,7 @@ Damaged = dict[str, SnapshotError]
 
 
 def chains_of(snapshots: Iterable[Snapshot]) -> tuple[dict[str, Chain], Damaged]:
-    """Returns the snapshots' chains by name, and the errors of those with a broken chain. Raises ReadIOError."""
+    """Returns the snapshots' chains, and the errors of snapshots with a broken chain, by name. Raises ReadIOError."""
     chains, damaged = {}, {}
     for snapshot in snapshots:
         try:

@@ -172,7 +172,7 @@ def _check_chunks(
 
 
 def children_of(folder: Path) -> list[str]:
-    """Names of the snapshots whose parent is `folder`. Raises SnapshotError if one of its siblings is unreadable."""
+    """Names of the snapshots whose parent is `folder`. Raises SnapshotError if a snapshot next to it is unreadable."""
     own_id, listing = snapshot_id(folder), list_snapshots(folder.parent)
     for name, error in listing.damaged.items():
         if name != folder.name and os.path.lexists(folder.parent / name / MANIFEST):
@@ -182,7 +182,7 @@ def children_of(folder: Path) -> list[str]:
 
 
 class NewSnapshots(AbstractContextManager["NewSnapshots"]):
-    """The snapshots of one save. All are durable under temporary names before the first gets its final name.
+    """The snapshots of one save. All become durable under temporary names before any of them gets its final name.
 
     So a failed save leaves no snapshot, unless its error says so. After a kill between two renames, some snapshots
     exist, but recovery ignores them because no record names them. Use this class in a `with` statement. The block's
@@ -209,7 +209,7 @@ class NewSnapshots(AbstractContextManager["NewSnapshots"]):
         return self._begin_of_ids + secrets.token_hex(8)
 
     def begin(self, folder: Path, description: dict[str, Any], overwrite: bool = False) -> Path:
-        """Begin the snapshot `folder`. Returns its temporary folder. Raises what `write_snapshot` raises."""
+        """Begin the snapshot `folder`. Returns a temporary folder. Raises the errors of `write_snapshot`."""
         check_free(folder, overwrite)
         try:
             check_description(description)

@@ -23,7 +23,7 @@ _MUST_AGREE = ("key_type", "columns")
 
 
 class RowDiff(NamedTuple):
-    """A row that differs. key: in the key type. largest: the embedding's largest difference; None for a lone row."""
+    """A row that differs. largest: the embedding's largest difference; None if only one snapshot has the row."""
 
     sort: Sort
     table: int

@@ -32,7 +32,7 @@ _AS_IS = "disable_auto_compactions=true"
 
 
 def merged_clean_marker(state: FolderState) -> dict[str, Any] | None:
-    """Merge the clean markers of ranks' shards into the marker of a table with all rows. Raises StoreError.
+    """Merge the clean markers of all shards of a store into one marker. Raises StoreError.
 
     Returns None if some shard is not clean. The merged marker lacks `rows` if some shards are on other hosts.
     """
@@ -47,7 +47,7 @@ def merged_clean_marker(state: FolderState) -> dict[str, Any] | None:
 
 
 def _lock_shards(store: StoreFolder, locks: ExitStack) -> tuple[dict[str, Any], Chunks]:
-    """Lock the shards. Returns their merged clean marker and their rows. Raises StoreError."""
+    """Lock a store's shards. Returns the shards' merged clean marker and their rows. Raises StoreError."""
     ranks = store.ranks
     shards = [locks.enter_context(StoreFolder(shard.path)) for shard in shards_in(store.path, ranks).values()]
     marker = merged_clean_marker(store)
@@ -163,7 +163,7 @@ def load_into_stores(
 
 
 def check_load(store: StoreFolder, snapshot: Snapshot, selection: Selection) -> Selection:
-    """Adds the types to convert to. Raises those errors of `load_into_stores` that can be found without rows."""
+    """Returns `selection` with the types to convert to. Raises the errors of `load_into_stores` that need no rows."""
     marker = store.clean_marker
     linked_stores = [] if store.live.exists() else stores_recorded_for(store.snapshots)
     if linked_stores:
@@ -268,12 +268,12 @@ def check_live(store: FolderState, marker: Mapping[str, Any], tier: RocksDB | No
 
 
 def description_of_marker(marker: dict[str, Any]) -> dict[str, Any]:
-    """The part of a clean marker that a snapshot has as its description."""
+    """Returns the fields of a clean marker that a snapshot's description also has."""
     return {field: value for field, value in marker.items() if field not in MARKER_FIELDS}
 
 
 def require_clean_marker(store: StoreFolder) -> dict[str, Any]:
-    """Returns a store's clean marker. Raises StoreError if there is none."""
+    """Returns a store's clean marker. Raises StoreError if the live rows are not clean, or are ranks' shards."""
     marker = store.clean_marker
     if store.ranks:
         raise StoreError(

@@ -52,7 +52,7 @@ class StoreFolder(FolderState):
                     with self._errors("link to other snapshots from"), uninterrupted():
                         link_to(self.snapshots, snapshots)
             self.clear_incoming()
-            with contextlib.suppress(SnapshotError):  # the next save clears them again, and then raises the error
+            with contextlib.suppress(SnapshotError):  # the next save tries again, and then raises the error
                 self.clear_snapshots()
         except StoreError:
             self.release()
@@ -177,7 +177,7 @@ class StoreFolder(FolderState):
             fsync_dir(self.path)
 
     def replace_live(self, new: Path, description: dict[str, Any], **fields: Any) -> None:
-        """Make the durable folder `new`, on the same file system, the live rows, with a clean marker.
+        """Replace the live rows by the durable folder `new`, on the same file system, and write a clean marker.
 
         A kill leaves either the old rows with the old marker, or the new rows with the new marker. fields: other fields
         of MARK to change. Raises StoreError.

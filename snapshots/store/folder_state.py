@@ -24,7 +24,7 @@ _LINKED_FROM = ".live-rows-"  # prefix of files next to `snapshots`, each with t
 
 
 class FolderState:
-    """A store's folder. Another process may have locked the folder; if this process has, it uses `StoreFolder`."""
+    """A store's folder, read without locking. The subclass `StoreFolder` is a folder that this process has locked."""
 
     remedy = "give <persistent_path>/<embedding name>, and run as a user that can"
 
@@ -53,7 +53,7 @@ class FolderState:
 
     @cached_property
     def snapshot_store(self) -> FolderState:
-        """The store folder with the snapshots: this folder, or another one if `snapshots` is a link into it."""
+        """The store folder with the snapshots: this folder, or, if `snapshots` is a link, the target's parent."""
         target = Path(os.path.realpath(self.snapshots)).parent
         is_linked = self.snapshots.is_symlink() and (target / LOCK).is_file()
         return FolderState(target) if is_linked else self
@@ -91,7 +91,7 @@ class FolderState:
 
     @property
     def has_begun(self) -> bool:
-        """True if a run ever wrote rows here. If False, a folder without a clean marker is new, not unclean."""
+        """True if a run ever wrote rows in this folder. If False, a store without a clean marker is new."""
         with self._errors("list the snapshots of"):
             return self._mark_file.exists() or self.live.exists() or has_snapshots(self.snapshots)
 
@@ -134,13 +134,13 @@ def shard_folder(store: Path, rank: int, ranks: int) -> Path:
 
 
 def shards_in(store: Path, ranks: int, of: Iterable[int] | None = None) -> dict[int, FolderState]:
-    """This host's shard folders, by rank. of: the ranks to look for, by default all."""
+    """This host's shard folders, by rank. of: the ranks whose folders to look for. Default: all ranks."""
     folders = ((rank, shard_folder(store, rank, ranks)) for rank in (range(ranks) if of is None else of))
     return {rank: FolderState(folder) for rank, folder in folders if folder.is_dir()}
 
 
 def clean_markers(store: Path, ranks: int, of: Iterable[int] | None = None) -> dict[int, dict[str, Any] | None]:
-    """The clean markers of this host's shards, by rank. None for an unclean or misplaced shard. Raises StoreError."""
+    """The clean markers of this host's shards, by rank; None if a shard is unclean or misplaced. Raises StoreError."""
     markers: dict[int, dict[str, Any] | None] = {}
     for rank, shard in shards_in(store, ranks, of).items():
         share = (shard.clean_marker or {}).get(SHARD)
@@ -182,7 +182,7 @@ def link_to(link: Path, folder: Path) -> None:
     path = os.fsencode(os.path.realpath(link.parent))
     note = folder.parent / f"{_LINKED_FROM}{hashlib.sha256(path).hexdigest()[:16]}"
     if not note.exists():
-        with contextlib.suppress(OSError):  # so that rows can be read although the disk is full
+        with contextlib.suppress(OSError):  # a full disk must not prevent reading rows
             write_atomically(note, path)
     if os.path.exists(link) and os.path.samefile(link, folder):
         return

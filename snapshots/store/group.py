@@ -69,7 +69,7 @@ class MemberRows:
 
     now: Entry = NOTHING  # the durable rows that equal the current rows
     first: int = 0  # the first moment with the current rows
-    spans: list[Interval] = field(default_factory=list)  # when the store had each snapshot's rows; also running saves
+    spans: list[Interval] = field(default_factory=list)  # intervals with a snapshot's rows, running saves included
 
     def change(self, now: Entry = NOTHING) -> None:
         """Called when the rows change. Ends the intervals of all snapshots, running saves included."""
@@ -89,7 +89,7 @@ class Member(MemberRows):
         self.store, self.id, self.group = store, id, group
         self.mark_folder = folder  # the folder whose MARK leads to the record; for ranks, the snapshots' folder
         self.entry = entry  # the durable rows that the store opens with
-        self.broken = broken  # why rows may not be written or saved before a load; "" if they may be
+        self.broken = broken  # why rows must be loaded before they are written or saved; "" if they need not be
         self.partners: Callable[[], Iterable[Member]] = tuple  # returns the stores trained together with this store
         self.expect_change: Callable[[], None] = lambda: None  # called when the next change must be recorded
         self._writes = 0  # how many writes there were since the store was opened
@@ -117,7 +117,7 @@ class Member(MemberRows):
             return self.group
 
     def begin_change(self, replaces: bool = False) -> None:
-        """Record durably that rows will change. replaces: all rows. Called with the table locked. Raises StoreError."""
+        """Record durably that rows, or all rows (`replaces`), will change. Table must be locked. Raises StoreError."""
         if self.broken and not replaces:
             raise StoreError(self.broken)
         with _changing:
@@ -134,7 +134,7 @@ class Member(MemberRows):
         self.first = clock.now + 1
 
     def capture(self) -> Capture:
-        """Begin a save of the current rows. Called with the table locked. Raises StoreError."""
+        """Begin a save of the current rows. The table must be locked. Raises StoreError."""
         if self.broken:
             raise StoreError(self.broken)
         with _changing:
@@ -157,7 +157,7 @@ class Member(MemberRows):
                 self.expect_change()
 
     def end_failed_load(self, now: Entry, broken: str) -> None:
-        """Called after a load failed, with `now` and `broken` from before the load. Replaced rows are of no moment."""
+        """Called after a load failed, with `now` and `broken` as before it. Rows replaced so far fit no moment."""
         if broken or self.broken != LOADING:
             self.change()
         else:
@@ -346,7 +346,7 @@ class Group:
         self.rows = {id: self.members.get(id) or MemberRows() for id in target}
         for id, rows in self.rows.items():
             rows.now = NOTHING if id in self.members and self.members[id].broken else target[id]
-            rows.spans = [Interval(rows.now.snapshot, 0)] if rows.now.snapshot else []  # 0: also fits stores that join
+            rows.spans = [Interval(rows.now.snapshot, 0)] if rows.now.snapshot else []  # since moment 0
         self.is_locked = True
         known = {id: entry for id, entry in target.items() if entry != NOTHING}
         if self.record.trained or any(not _is_same(self.record.now[id], entry) for id, entry in known.items()):
@@ -367,7 +367,7 @@ class Group:
         return {id: rows.now for id, rows in self.rows.items()}
 
     def write(self, now: Mapping[str, Entry] | None = None, **fields: Any) -> None:
-        """Write the record with these entries and other fields replaced, if anything changes. Raises StoreError."""
+        """Write the record, with some entries (`now`) and fields replaced, if anything changes. Raises StoreError."""
         now, path = now or {}, self.file.path
         moment, snapshots = self._newest_moment() or (0, None)
         record = replace(next_record(self.record, {**self.entries, **now}, snapshots), **fields)
@@ -381,7 +381,7 @@ class Group:
                 write_record(path, record.plain())
         file = self.file.copy_with(record=record)
         for member in self.members.values():
-            # the snapshots' folder is for recovery if the store folder is lost
+            # the snapshots' folder also gets the record's path, in case the store folder is lost
             mark_folders = {member.mark_folder, member.store.snapshot_store}
             for mark_folder in mark_folders if path is not None else {member.mark_folder}:
                 file.write_mark(mark_folder, member.id)
@@ -420,7 +420,7 @@ class Group:
 
 
 def _join(groups: Sequence[Group]) -> None:
-    """Give several groups one record. The old records then forward to it. A kill leaves each group old or joined."""
+    """Join groups under a new record, to be reached from the old records. A kill leaves them all separate or joined."""
     members = [member for group in groups for member in group.members.values()]
     members.sort(key=lambda member: member.store.path.name)
     path = members[0].store.snapshot_store.path.parent / f"{PREFIX}{secrets.token_hex(8)}"

@@ -33,7 +33,7 @@ Shards = Mapping[str, Mapping[int, str | None]]  # maps a store's path to its sh
 
 
 class RecordError(StoreError):
-    """The store cannot use its group's record. problem: the error text without the remedy."""
+    """Raised if a store cannot use its group's record. problem: the error text without the remedy."""
 
     def __init__(self, problem: str, remedy: str = "") -> None:
         super().__init__(f"{problem}: {remedy}" if remedy else problem)
@@ -51,8 +51,8 @@ class GroupFile:
         self, folder: FolderState, shards: Shards | None = None, beside: Sequence[Path] = (), is_alone: bool = False
     ) -> None:
         self.folder, self.shards, self.beside = folder, shards or {}, beside
-        self._folders = {os.path.realpath(folder.path): folder}  # by real path; each MARK is read once
-        self.mark_folder = folder.recovery_folder  # its MARK contains the record, or leads to it
+        self._folders = {os.path.realpath(folder.path): folder}  # by real path, so that each MARK is read only once
+        self.mark_folder = folder.recovery_folder  # the folder whose MARK contains the record, or its file's path
         mark, group = self.mark_folder.mark, OldGroup.of(self.mark_folder.mark)
         self.path: Path | None = None  # the record file; None if the record is in the store's MARK
         self.store = mark.store or (group.id if group is not None else secrets.token_hex(8))
@@ -208,12 +208,12 @@ class GroupFile:
         return Files(live, {snapshot.manifest.id for snapshot in list_snapshots(folder.snapshots).snapshots})
 
     def shards_of(self, folder: FolderState) -> Mapping[int, str | None]:
-        """The versions of a store's shards by rank: from `shards`, otherwise of the shards on this host."""
+        """The versions of a store's shards by rank, from `self.shards`, or else read from the shards on this host."""
         versions = self.shards.get(str(folder.path))
         return shard_versions(folder.path, folder.ranks) if versions is None else versions
 
     def check_closed(self) -> None:
-        """Raises StoreError if the last run did not close a store. Called for the store option open="error"."""
+        """Raises StoreError if the last run did not close a member. Called for the store option open="error"."""
         unclean = []
         for store, folder in self.members(lenient=True).items():
             live = self.record.now[store].live if folder.ranks else None

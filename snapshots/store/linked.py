@@ -44,7 +44,7 @@ def link_snapshot(snapshot: Snapshot, folder: Path) -> None:
 
 @contextlib.contextmanager
 def linked(source: Path, store: FolderState) -> Iterator[Snapshot]:
-    """Yield the store's own snapshot named like `source`. If the store lacks that snapshot, link it there first.
+    """Yield the store's snapshot with the name of `source`. If the store lacks this name, first link `source` there.
 
     If the block fails, a newly linked snapshot is removed, unless recovery has come to need it.
     """
@@ -86,7 +86,7 @@ def _link(file: str, to: str) -> None:
 
 
 def remove_snapshot(folder: Path) -> None:
-    """Remove a snapshot if it exists. A kill leaves it complete or absent. Raises SnapshotError."""
+    """Remove a snapshot, if it exists. A kill leaves the snapshot complete or absent. Raises SnapshotError."""
     temporary = folder.parent / f"{TEMPORARY}.{folder.name}"  # a save in progress uses another name
     try:
         remove_folder(temporary)

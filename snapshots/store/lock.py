@@ -21,7 +21,7 @@ os.register_at_fork(after_in_child=_close_after_fork)
 
 
 class InUseError(Exception):
-    """The file is locked. holder: process id; "unknown" after a full disk. user: what in this process locked it."""
+    """A file is already locked. holder: process id, or "unknown" after a full disk. user: what locked it, if here."""
 
     def __init__(self, holder: str, user: str = "") -> None:
         super().__init__(holder)

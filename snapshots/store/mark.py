@@ -16,7 +16,7 @@ LIVE_FOLDERS = ("live", "live-2")
 
 
 class RanksRecord(NamedTuple):
-    """How many ranks share the live rows as shards. Only an earlier version stored the other fields."""
+    """How many ranks share the live rows as shards. The fields `run` and `saved` come from an earlier version."""
 
     ranks: int
     run: str = ""  # the id of the run that wrote the first rows

@@ -74,7 +74,7 @@ def record_of_group(
 ) -> tuple[Path, Record | None]:
     """The path and record of stores that trained together. The record's commit is the stores' newest common save.
 
-    The record is None if its file exists because another of the stores was opened before. files: reads a store.
+    The record is None if its file exists already, because another store was opened before. files: reads a store.
     """
     folders, pending = dict[str, FolderState](), [(group, folder)]
     places = dict[str, Location]()  # locations by store id, including missing stores

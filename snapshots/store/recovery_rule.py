@@ -1,8 +1,8 @@
 """The rule that decides which rows stores open with after a kill, and the record that the rule reads.
 
 Embeddings that one process trains together must also be recovered together. For example, a step that updated users and
-items may not survive for users only. After a kill, only snapshots and cleanly closed live rows can be trusted, because
-every step changes the other live rows.
+items must not survive for users only. After a kill, only snapshots and cleanly closed live rows can be trusted, because
+a step may have changed only some of the other live rows.
 
 A *moment* is a point between two steps. The *record* is a small file with an *entry* for each store. The entry names
 durable rows, such as a snapshot, that equaled the store's current rows when the record was written. Saves, loads and
@@ -40,7 +40,7 @@ NOTHING = Entry()
 
 
 def version_of_snapshot(id: str | None) -> str:
-    """The version of live rows that equal a snapshot's rows, or are EMPTY, and were not written since."""
+    """The version of live rows that equal snapshot `id`, or are empty, and were not written since."""
     return f"{id}:0"
 
 
@@ -70,11 +70,11 @@ class Record:
 
     now: Mapping[str, Entry]  # the entries, as of the record's last write
     commit: SnapshotIds  # the stores' snapshots of the newest moment that all stores have saved
-    before: SnapshotIds  # the same for the previous such moment
+    before: SnapshotIds  # the stores' snapshots of the moment before that
     places: Mapping[str, Location] = field(default_factory=dict)  # empty if the record is in its only store's MARK
     trained: frozenset[str] = frozenset()  # the stores written since a process locked the group
     parents: Mapping[str, str] = field(default_factory=dict)  # the snapshots that the user last saved or loaded
-    undone: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # sequences (low, high] that recovery skipped
+    undone: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # range (low, high] of skipped sequences
     joining: bool = False  # stores join or leave: a listed store whose MARK leads elsewhere is no member
 
     @property
@@ -87,7 +87,7 @@ class Record:
 
     @classmethod
     def parse(cls, value: Any) -> Record:
-        """Read what `plain` wrote. Raises ValueError, TypeError, KeyError or AttributeError if it is invalid."""
+        """Parse the result of `plain`. Raises ValueError, TypeError, KeyError or AttributeError for invalid input."""
         now = {str(store): Entry(*entry) for store, entry in value["now"].items()}
         record = cls(
             now,
@@ -121,7 +121,7 @@ class Files(NamedTuple):
 
 @dataclass(eq=False)
 class Interval:
-    """From moment `first` to moment `last`, a store had a snapshot's rows. Only the lock holder's memory has this."""
+    """From moment `first` to moment `last`, a store had a snapshot's rows. Only the process that locks the group knows."""
 
     snapshot: str  # the snapshot's id; "" until the save has ended
     first: int
@@ -178,6 +178,6 @@ def next_record(record: Record, at: Mapping[str, Entry], moment: SnapshotIds | N
 
 
 def needed(record: Record, store: str) -> set[str]:
-    """A store's snapshots that must not be removed. One in `before` may be, but recovery then cannot use it."""
+    """A store's snapshots that must not be removed. Snapshots in `before` may be removed, but then cannot be used."""
     ids = {record.now.get(store, NOTHING).snapshot, record.commit.get(store), record.parents.get(store)}
     return {id for id in ids if id not in (None, EMPTY)}

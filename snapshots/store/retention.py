@@ -74,7 +74,7 @@ def plan_for(store: FolderState, keep_last: int, keep_every: int | None = None) 
 
 
 def needed_names(store: FolderState) -> set[str]:
-    """Names of snapshots that this or a sharing store needs for recovery or as a parent. SnapshotError, StoreError."""
+    """Names of all `needed` snapshots, for this store and stores that share its snapshots. SnapshotError, StoreError."""
     ids = {id for file in map(file_of, store.sharing) for id in needed(file.record, file.store)}
     snapshots = list_snapshots(store.snapshots).snapshots
     return {snapshot_by_id(store.snapshots, id).name for id in ids & {snapshot.manifest.id for snapshot in snapshots}}
@@ -94,7 +94,7 @@ def undone_names(snapshots: Path, record: Record, store: str) -> set[str]:
 def state_snapshot(store: StoreFolder, id: str | None, keep: int | None) -> Path | None:
     """Link snapshot `id` for a `state_dict()`. Returns the link, or None if `id` is None. Raises SnapshotError.
 
-    Before a new link is made, removes all such links except the latest `keep`.
+    Before it makes a new link, removes all earlier `state_dict()` links except the latest `keep`.
     """
     snapshot = None if id is None else snapshot_by_id(store.snapshots, id)
     link = None if snapshot is None else store.snapshots / (STATE_PREFIX + snapshot.manifest.id)
@@ -132,7 +132,7 @@ def keep_replaced(folder: Path) -> None:
     """Link a snapshot under a second name before it is overwritten, because recovery may need it. SnapshotError."""
     snapshot = Snapshot.open(folder)
     link = folder.with_name(f"{REPLACED_PREFIX}{snapshot.manifest.id}")
-    if not link.is_dir():  # a failed save may have left it
+    if not link.is_dir():  # a failed save may have left this link
         link_snapshot(snapshot, link)
 
 
@@ -168,7 +168,7 @@ def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> 
 
 
 def remove_if_unreferenced(store: StoreFolder, saved: Snapshot) -> None:
-    """Remove a snapshot if neither recovery nor a child needs it, and no other replaced it. Raises SnapshotError."""
+    """Remove a snapshot that neither recovery nor a child needs, and that was not replaced. Raises SnapshotError."""
     folder = store.snapshots / saved.name
     if snapshot_id(folder) == saved.manifest.id and saved.name not in needed_names(store) and not children_of(folder):
         remove_snapshot(folder)

@@ -46,19 +46,19 @@ class SaveSource(NamedTuple):
     record: Record  # the record of the store's group
     store: str  # the store's id in the record
     rocksdb: RocksDB | None = None  # the database that contains all rows after `flush`
-    changes: Callable[[str], Iterator[Change] | None] = lambda since: None  # takes a snapshot's id
+    changes: Callable[[str], Iterator[Change] | None] = lambda since: None  # returns changes since snapshot id
     id: str | None = None  # the new snapshot's id
 
     @property
     def parent(self) -> str:
-        """The id of an incremental snapshot's parent; EMPTY if there is none."""
+        """The id of an incremental snapshot's parent; EMPTY if the rows have no snapshot."""
         return self.record.parents.get(self.store, EMPTY)
 
 
 def check_save(store: StoreFolder, name: str, kind: str, source: SaveSource, overwrite: bool) -> None:
     """Raises OptionError or SnapshotError if the source cannot be saved as snapshot `name`. Begins no save."""
     check_kind(kind)
-    drop_replaced(store)  # a replaced snapshot that nobody needs may be a child of the snapshot to overwrite
+    drop_replaced(store)  # an unneeded replaced snapshot may be a child of the snapshot to overwrite
     folder = store.snapshots / name
     reusable = undone_names(store.snapshots, source.record, source.store)
     if name not in reusable or not reusable.issuperset(children_of(folder)):

@@ -42,7 +42,7 @@ def types_of(description: Mapping[str, Any]) -> tuple[str, str | None]:
 
 
 def converted(rows: RowArray, old: RowForm, new: RowForm, signed: bool) -> RowArray:
-    """Convert rows [n] to the form `new`, whose fields are the first of `old`'s. Raises InputError on overflow."""
+    """Convert rows [n] to the form `new`, which has the first fields of `old`. Raises InputError on overflow."""
     out = np.zeros(len(rows), new.dtype)
     for name in ("table", "key", "updates", "step"):
         out[name] = rows[name]
@@ -76,7 +76,7 @@ class Selection:
     tables: Collection[int | str] | None = None  # indexes, or names until `fitting` resolves them
     where: Where | None = None  # called with (tables [n], keys [n]); returns bool [n], True for rows to load
     state: bool = True  # load optimizer state
-    padding: int | None = None  # padding_idx as 64 bits; a key that is never loaded
+    padding: int | None = None  # padding_idx as 64 bits; rows with this key are skipped
     convert: bool = False  # convert numbers to `types` if their type differs
     types: Types | None = None  # set by `fitting`
 
@@ -96,7 +96,7 @@ class Selection:
         return self.tables is None and self.where is None and self.padding is None
 
     def description(self, description: dict[str, Any]) -> dict[str, Any]:
-        """Returns the selected rows' description. Without state, the description is of a table never trained."""
+        """Returns the selected rows' description. If `state` is False, it describes a table that was never trained."""
         if self.types is not None:
             description = converted_description(description, self.types)
         if self.state:

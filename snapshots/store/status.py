@@ -88,7 +88,7 @@ class StoreStatus:
 
 
 def store_status(path: Path) -> StoreStatus:
-    """Read a store's status. Raises StoreError if that fails, SnapshotError if its snapshots cannot be read."""
+    """Read a store's status. Raises StoreError, or SnapshotError if the store's snapshots cannot be read."""
     path = existing_store(Path(path))
     folder = FolderState(path)
     ranks, top, marker, recorded_step = folder.ranks, folder.live, folder.clean_marker, folder.recorded_step
