@@ -1,7 +1,7 @@
 """Train a model's dense part on several ranks: sum gradients so that every rank gets bit-identical sums.
 
 Gradients are added in rank order. Parameters and buffers start with the values of rank 0, so all ranks train one model
-even if each rank initialized its own. After this first broadcast, each rank keeps its own buffers, in every graph.
+even if each rank initialized its own. After this first broadcast, buffers are not synchronized, in any graph.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def all_reduce_in_order(
 
 
 def _sums(world: World, op: str, tensors: Sequence[Tensor], givers: Sequence[int]) -> list[Tensor]:
-    """Sum tensors of one dtype: each rank adds up one slice and sends it to all."""
+    """Sum tensors of one dtype. Each rank adds up one slice of all ranks' numbers, and sends the sums to all ranks."""
     rank, dtype, sizes = world.rank, tensors[0].dtype, [tensor.numel() for tensor in tensors]
     bounds = [sum(sizes) * other // world.size for other in range(world.size + 1)]
     slices = [(end - begin) * dtype.itemsize for begin, end in pairwise(bounds)]  # in bytes: Gloo lacks some dtypes

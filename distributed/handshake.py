@@ -57,7 +57,7 @@ class Handshake:
         rank_group.check_thread()
         if rank_group.pending is not None:
             rank_group.pending.wait()  # if ranks were in different calls, all ranks must raise first
-        headers = np.empty((rank_group.size, FIELDS), np.int64)  # NumPy: faster than torch for small calls
+        headers = np.empty((rank_group.size, FIELDS), np.int64)  # NumPy is faster than torch for small arrays
         headers[:] = (error is not None, _checksum(op), _checksum(self._same), 0, note, wants_more)
         if counts is not None:
             headers[:, 3] = counts

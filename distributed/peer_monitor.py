@@ -48,7 +48,7 @@ class Connected(NamedTuple):
 
 
 def connect(rank: int, size: int, exchange: Callable[[bytes], list[bytes]], timeout: float) -> Connected:
-    """Connect this rank to all others within `timeout` seconds. Raises GroupError if one cannot be reached.
+    """Connect this rank to all others within `timeout` seconds. Raises GroupError if a rank cannot be reached.
 
     exchange: sends bytes to all ranks, and returns the bytes that each rank sent.
     """
@@ -102,7 +102,7 @@ def _connect_to(other: int, address: tuple[str, int, str], rank: int, deadline: 
 def _accept_ranks(
     listener: socket.socket, token: str, ranks: Sequence[int], deadline: float, opened: ExitStack
 ) -> dict[int, socket.socket]:
-    """Accept these ranks' connections; `opened` closes these. Other connections are closed and logged.
+    """Accept the connections of `ranks`, which `opened` closes. Other connections are closed and logged.
 
     The kernel reports a connection as readable only when its greeting is complete, so silent connections delay no rank.
     """
@@ -277,7 +277,7 @@ class PeerMonitor:
                     self._connections[rank].sendall(line)
 
     def _listen(self) -> None:
-        parts = dict.fromkeys(self._connections, b"")  # by rank: the begin of the rank's next message
+        parts = dict.fromkeys(self._connections, b"")  # by rank: the beginning of the rank's next message
         while parts:
             ready = wait([self._connections[rank] for rank in parts])
             for rank in [rank for rank in parts if self._connections[rank] in ready]:

@@ -57,7 +57,7 @@ NO_COLLECTIVES = CollectiveSequence()  # used outside a graph's steps
 
 
 class LossReport:
-    """Writes a group's first error to the log (stderr by default) and to torchrun's report."""
+    """Writes a group's first error to the log (by default, to stderr) and to torchrun's error file."""
 
     def __init__(self, rank: int) -> None:
         self._rank, self._writing, self._is_written = rank, Lock(), False
@@ -122,7 +122,7 @@ class RankGroup:
         self.mismatches = 0  # how often all ranks raised because their calls or values differed
         self.failure: GroupError | None = None
         self._caller: tuple[int, int] | None = None  # process id and thread id that make all calls
-        self.calls = self.started_by_all = 0  # collectives begun here, and those known to have begun on all ranks
+        self.calls = self.started_by_all = 0  # numbers of collectives begun here, and certainly begun on all ranks
         self._in_flight: list[PendingAllToAll] = []  # failed steps leave transfers here that nobody waits for
         self._group: dist.ProcessGroup | None = None
         self._peers: PeerMonitor | None = None
@@ -218,7 +218,7 @@ class RankGroup:
         return pending
 
     def exchange_bytes(self, op: str, data: bytes, readers: int | None = None) -> list[bytes]:
-        """Collective that sends bytes to the first `readers` ranks, by default all. Other ranks get b"" from each."""
+        """Send bytes to ranks below `readers`, by default to all. Returns each rank's bytes; other ranks get b""."""
         if self.size == 1:
             return [data]
         readers = self.size if readers is None else readers
@@ -335,7 +335,7 @@ class PendingAllToAll:
         self._has_arrived, self._failure = False, ""
 
     def wait(self) -> Tensor:
-        """Wait until everything is sent and received, and return `out`. On failure, abort the group, raise GroupError.
+        """Wait until everything is sent and received, and return `out`. If that fails, aborts and raises GroupError.
 
         Signal handlers run only after the outermost `uninterrupted` block. Ctrl-C and SIGTERM abort the group if the
         wait has not ended a second later.

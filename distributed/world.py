@@ -43,7 +43,7 @@ def try_call(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
 
 
 def make_default_group(timeout: float) -> None:
-    """Create torch's default process group (Gloo) from torchrun's processes. Raises GroupError if one is missing."""
+    """Create torch's default process group (Gloo) from torchrun's processes. Raises GroupError if a rank is missing."""
     from torch.distributed.rendezvous import rendezvous
 
     limit = timedelta(seconds=max(timeout, MIN_START_SECONDS))
@@ -92,8 +92,8 @@ class World(RankGroup):
     does not answer within `timeout` seconds, the world is aborted. Every later call then raises GroupError.
 
     Args:
-        group: the process group whose ranks share rows. Default: torch's default group, or this process alone if
-            there is none.
+        group: the process group whose ranks share rows. Default: torch's default group. If that does not exist, this
+            process alone.
         timeout: seconds to wait for other ranks. Default: 600.
         rows: dtype for sending rows: float32, bfloat16 or float16. Default: float32.
         grads: dtype for sending gradients: float32, bfloat16 or float16. Default: float32.
