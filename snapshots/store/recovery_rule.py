@@ -121,7 +121,7 @@ class Files(NamedTuple):
 
 @dataclass(eq=False)
 class Interval:
-    """From moment `first` to moment `last`, a store had a snapshot's rows. Only the process that locks the group knows."""
+    """From moment `first` to `last`, a store had a snapshot's rows. Known only to the process that locks the group."""
 
     snapshot: str  # the snapshot's id; "" until the save has ended
     first: int

@@ -74,7 +74,7 @@ def plan_for(store: FolderState, keep_last: int, keep_every: int | None = None) 
 
 
 def needed_names(store: FolderState) -> set[str]:
-    """Names of all `needed` snapshots, for this store and stores that share its snapshots. SnapshotError, StoreError."""
+    """Names of all `needed` snapshots, for this store and stores that share snapshots. SnapshotError, StoreError."""
     ids = {id for file in map(file_of, store.sharing) for id in needed(file.record, file.store)}
     snapshots = list_snapshots(store.snapshots).snapshots
     return {snapshot_by_id(store.snapshots, id).name for id in ids & {snapshot.manifest.id for snapshot in snapshots}}
