@@ -29,8 +29,8 @@ RowsWritten = Callable[[int, int | None], None]
 def request_status(store: Path, timeout: float = TIMEOUT) -> dict[str, Any] | None:
     """Returns the lock holder's `name`, `step`, `rows`, `pid` and `saving`.
 
-    saving: the save that the lock holder runs for another process, or None. Has the snapshot's `name`, the `rows`
-    written so far, and `of`, the total if known.
+    saving: the save that the lock holder runs for another process, or None. A dict with the snapshot's `name`, the
+    number of `rows` written so far, and the total `of`, if known.
     """
     return _answer(store, {"do": "status"}, "report its status", timeout, "status")
 

@@ -62,7 +62,7 @@ def connect(path: Path, timeout: float) -> socket.socket | None:
             os.close(folder)
     except BaseException as error:
         connection.close()
-        if isinstance(error, (FileNotFoundError, ConnectionRefusedError)):  # refused if the process was killed
+        if isinstance(error, (FileNotFoundError, ConnectionRefusedError)):  # refused if its process was killed
             return None
         raise
     return connection

@@ -82,7 +82,7 @@ class Source:
             self._parts = parts(shapes)
         self.names = frozenset(self._parts[0].columns)
         self.tables = None if TABLE in self.names else len(self._parts)  # None if a column names each row's table
-        self.table_names = [_torchrec_table(part.columns[EMBEDDING]) for part in self._parts]  # None outside TorchRec
+        self.table_names = [_torchrec_table(part.columns[EMBEDDING]) for part in self._parts]  # None if unnamed
         self.dim, self.rows = 0, 0
         for part in self._parts:
             self._add(part, shapes)
