@@ -343,7 +343,7 @@ def check_description(value: Any) -> None:
     for field, check in valid.items():
         _require(field in value and check(value[field]), f"description has no valid {field!r}")
     named = TABLE_NAMES not in value or are_names(value[TABLE_NAMES], len(value["tables"]))
-    _require(named, f"description has {TABLE_NAMES!r} without one unique name, or None, for each table")
+    _require(named, f"description has {TABLE_NAMES!r} that are not a unique name or None for each of its tables")
     _require(_is_plain(value, _MAX_DEPTH), "description holds values that JSON cannot store")
     dim, widths = sum(value["columns"]), value["state_widths"]
     for field in ("state_widths", "initial"):
@@ -358,7 +358,7 @@ def check_description(value: Any) -> None:
 def _check_types(value: dict[str, Any], dim: int) -> None:
     """Raises ValueError if the states' types are invalid, or are listed although all numbers are float32."""
     if STATE_TYPES not in value:
-        _require(value["dtype"] == "float32", f"description has no {STATE_TYPES!r}, but its 'dtype' requires them")
+        _require(value["dtype"] == "float32", f"description has no {STATE_TYPES!r}, which its 'dtype' needs")
         return
     types, widths = value[STATE_TYPES], value["state_widths"]
     valid = type(types) is list and len(types) == len(widths) and all(t in ("float32", "bfloat16") for t in types)
@@ -405,7 +405,7 @@ def _check_rule(value: dict[str, Any], dim: int) -> None:
         return
     states = list(zip(kernel.states, kernel.state_widths(dim), strict=True))
     stored = list(zip(value["states"], value["state_widths"], strict=True))
-    _require(stored == states, f"description has 'states' and 'state_widths' {stored}, but rule {name!r} has {states}")
+    _require(stored == states, f"description has 'states' and 'state_widths' {stored}, and rule {name!r} has {states}")
     types = value.get(STATE_TYPES, [])[: len(kernel.element_states)]
     _require(len({*types}) <= 1, f"description has {STATE_TYPES!r} {types}, but rule {name!r} needs equal ones")
     row_types = value.get(STATE_TYPES, [])[len(kernel.element_states) :]
@@ -417,7 +417,7 @@ def _check_rule(value: dict[str, Any], dim: int) -> None:
         kernel.catch_up is not None and count > most and is_past_rates(value["hyper"][most:], value["step"])
     )
     is_valid = count in (0, most - 1, most) or has_past_rates
-    _require(is_valid, f"description has {count} numbers in 'hyper', but rule {name!r} takes {most - 1}")
+    _require(is_valid, f"description has 'hyper' of {count} numbers, and rule {name!r} takes {most - 1}")
 
 
 def with_named_hyper(description: dict[str, Any]) -> dict[str, Any]:

@@ -254,7 +254,7 @@ class NewSnapshots(AbstractContextManager["NewSnapshots"]):
         if placed and self._new:
             saved = ", ".join(repr(str(new.path.parent)) for new in placed)
             missing = ", ".join(repr(str(new.path.parent)) for new in self._new)
-            text += f". The snapshot is saved in {saved}, but not in {missing}: save all again with overwrite=True"
+            text += f". The snapshot is saved in {saved}, and not in {missing}: save all again with overwrite=True"
         return SnapshotError(text)
 
 
