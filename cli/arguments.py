@@ -90,7 +90,7 @@ def check_tables(tables: list[str] | None, snapshot: Snapshot) -> list[int] | No
 
 
 def nearest_existing(path: Path) -> Path:
-    """Return the path, or its nearest existing parent."""
+    """Return the path if it exists, otherwise its nearest existing parent."""
     absolute = path.absolute()
     return next(folder for folder in (absolute, *absolute.parents) if os.path.lexists(folder))
 

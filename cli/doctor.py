@@ -25,8 +25,8 @@ from .arguments import Json, nearest_existing
 from .output import PROBLEM, aligned, print_json, size
 
 MIN_OPEN_FILES = 4096  # with a lower limit, RocksDB keeps opening and closing its files
-_NEEDED = "numpy", "torch", "lazy-loader", "msgpack", "safetensors"  # besides the command line's own packages
-_EXTRAS = {  # {extra: (its modules, what it is for)}
+_NEEDED = "numpy", "torch", "lazy-loader", "msgpack", "safetensors"  # the command line imports its own packages
+_EXTRAS = {  # {extra: (its modules, its purpose)}
     "parquet": (("pyarrow",), "export and import of Parquet"),
     "plot": (("matplotlib",), "`snapshot inspect --plot`"),
     "metrics": (("prometheus_client", "tensorboard"), "`prometheus_text` and `write_tensorboard`"),
@@ -39,10 +39,10 @@ class Check(NamedTuple):
 
     name: str
     ok: bool
-    value: str  # the result, or the error
+    value: str  # the result, or the error text
     remedy: str | None = None
-    fatal: bool = False  # nothing works without it
-    optional: bool = False  # needed only by the feature that `value` names
+    fatal: bool = False  # True if nothing works while the check fails
+    optional: bool = False  # True if only the feature that `value` names needs the check to pass
 
     @property
     def state(self) -> str:
@@ -89,7 +89,7 @@ def _checks() -> Iterator[Check]:
     reinstall = "install it again: pip install --force-reinstall"
     packages = [_try(name, partial(_package, name), f"{reinstall} {name}", fatal=True) for name in _NEEDED]
     yield from packages
-    if all(package.ok for package in packages):  # a missing package would make the core fail, too
+    if all(package.ok for package in packages):  # otherwise the core's check would fail for the same reason
         core = _try("core", _core, "install tierbed again, for this Python and this machine", fatal=True)
         yield core
         if core.ok:

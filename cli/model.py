@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 def stores_at(path: Path) -> dict[Path, str]:
-    """Return {store folder: its name} for a model's folder, or {path: ""} for a store folder. Raises StoreError."""
+    """Return {store folder: embedding name} for a model's folder, {path: ""} for a store folder. Raises StoreError."""
     from ..snapshots.store.status import existing_store, stores_in
 
     return {store: store.name for store in stores_in(path)} or {existing_store(path): ""}
 
 
 def serving_processes(stores: Iterable[Path], timeout: float, as_json: bool) -> dict[Path, int]:
-    """Return {store: process id} for the stores that a process has open and answers requests for.
+    """Return {store: process id} for each store that a process has open, if the process answers requests.
 
     Exits with `IN_USE` if a process has a store open but answers no requests, for example another command. Raises
     StoreError if the process is stopped.
@@ -32,7 +32,7 @@ def serving_processes(stores: Iterable[Path], timeout: float, as_json: bool) -> 
 
     serving = {store: process for store in stores if (process := holder(store)) is not None}
     for store in [store for store in serving if request_status(store, timeout) is None]:
-        with locked([store], as_json):  # exits with the process's id, unless the process has closed the store by now
+        with locked([store], as_json):  # exits and names the process, unless it has closed the store by now
             del serving[store]
     return serving
 
@@ -40,7 +40,7 @@ def serving_processes(stores: Iterable[Path], timeout: float, as_json: bool) -> 
 def save_together(
     stores: list[Path], name: str, kind: str, overwrite: bool, timeout: float, advance: ProgressCallback, as_json: bool
 ) -> list[Manifest]:
-    """Save a snapshot of each store. The process that has stores open saves these together; this one saves the rest.
+    """Save a snapshot of each store. A process that has stores open saves these together; this process saves the rest.
 
     Exits with `IN_USE` if several processes have stores open. Raises StoreError, SnapshotError, OptionError.
     """
@@ -64,7 +64,7 @@ def save_together(
     if first is not None and request_save(first, name, kind, advance_to, timeout, overwrite, [*serving]) is None:
         raise StoreError(f"process {serving[first]} has closed {str(first)!r}: save again")
     closed = [store for store in stores if store not in serving]
-    try:  # the closed stores come last: until the others are saved, the trainer's step may still open one of them
+    try:  # save closed stores last, because the trainer's running step may still open one of them
         with locked(closed, as_json, exits=not serving) as folders:
             save_closed_stores(folders, name, advance, kind, overwrite)
     except TierbedError as error:

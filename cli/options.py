@@ -81,7 +81,7 @@ def options(
 
 
 def _memory(options: StoreOptions) -> dict[str, int | str | None]:
-    """Return {part: its bytes}. "auto" is a share of free memory; None means that the size depends on the rows.
+    """Return {part of the store: bytes}. "auto" is a share of free memory; None is unknown, since rows vary in number.
 
     Without a GPU the device cache is in host memory, with an overflow area.
     """
@@ -136,9 +136,9 @@ def _disk(options: StoreOptions, name: str) -> dict[str, Any] | None:
 
 
 def _disks(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return for each file system the bytes of all rows, as far as known, and the space for these rows.
+    """Return for each file system the bytes of all rows, as far as known, and the space available for these rows.
 
-    Space that a store's files occupy now, except snapshots, counts as free for its rows.
+    The space that a store's files, except snapshots, occupy now is available for its rows.
     """
     disks: dict[int, dict[str, Any]] = {}
     for name, disk in ((name, result["disk"]) for name, result in results.items()):
@@ -158,7 +158,7 @@ def _disks(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _writable(option: str, path: Path) -> Path:
-    """Return the nearest existing parent. Raises OptionError if no folder can be created in it."""
+    """Return the nearest existing parent. Raises OptionError if no folder can be created in that parent."""
     folder = nearest_existing(path)
     if not folder.is_dir():
         raise OptionError(f"{option}={str(path)!r}: {str(folder)!r} is not a folder; give another path")

@@ -35,7 +35,7 @@ def print_json(value: Any, indent: int | None = 2) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to one that JSON can represent, because MARK may contain anything."""
+    """Convert a value to something that JSON can represent, because MARK may contain any value."""
     if isinstance(value, dict):
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -77,7 +77,7 @@ def checked_stdout() -> Iterator[None]:
     Prints a message, except for a closed pipe. Characters that stdout's encoding lacks are printed as escapes.
     """
     stdout = sys.stdout
-    if not isinstance(stdout, TextIOWrapper):  # there is no stdout, or a program that calls `main` replaced it
+    if not isinstance(stdout, TextIOWrapper):  # stdout does not exist, or the program that calls `main` replaced it
         yield
         return
     stdout.reconfigure(errors="backslashreplace")
@@ -108,7 +108,7 @@ def print_interrupted(as_json: bool) -> None:
 
 
 def text(value: Any) -> str:
-    """Return printable text. Other text is escaped as JSON, because names may come from foreign files."""
+    """Return the text if it is printable, otherwise as JSON, because names may come from foreign files."""
     return value if isinstance(value, str) and value.isprintable() else json.dumps(value, default=str)
 
 
@@ -117,7 +117,7 @@ def words(value: Any) -> str:
     if value is None:
         return "none"
     if isinstance(value, float):
-        return f"{value:.9g}"  # the digits of float32
+        return f"{value:.9g}"  # as many digits as float32 needs
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     if any(isinstance(item, (dict, list, tuple)) for item in inner):
         return text(value)
@@ -159,7 +159,7 @@ def when(created: int) -> str:
 
 @contextmanager
 def progress(title: str, rows: int | None = None) -> Iterator[ProgressCallback]:
-    """Yield a function to call with the number of rows just done. rows: the total, if known.
+    """Show progress. Yields a function to call with the number of rows just done. rows: the total, if known.
 
     If stderr is a terminal, work longer than a second shows a bar there, with rate and remaining time.
     """

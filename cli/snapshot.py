@@ -47,7 +47,7 @@ def merge(store: Store, name: Name, new: NewName, overwrite: Overwrite = False, 
             reason = "it is the recovery snapshot of live rows; choose another name"
             raise SnapshotError(f"snapshot {new!r} cannot be overwritten by the rows of {name!r}: {reason}")
         with output.progress("merging", snapshot.manifest.rows) as advance:
-            id = snapshot.manifest.id  # recovery finds rows by this id, and the new snapshot's rows are the same
+            id = snapshot.manifest.id  # keep the id: recovery finds rows by id, and the rows are the same
             contents = snapshot.description, snapshot.chunks()
             manifest = write_snapshot(folder.snapshots / new, *contents, advance, overwrite, id)
     output.report("merged", new, {"": manifest}, begin, as_json)
@@ -96,7 +96,7 @@ def prune(
 
 
 def _prune(plans: dict[Path, PrunePlan], keep_last: int, keep_every: int | None, timeout: float, as_json: bool) -> None:
-    """Prune each store, in the process that has it open, else in this process. Replaces `plans` by the results."""
+    """Prune each store: in the process that has the store open, otherwise here. Puts the results into `plans`."""
     from ..snapshots.control.client import request_prune
     from ..snapshots.store import retention
     from ..snapshots.store.folder import StoreFolder

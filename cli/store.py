@@ -229,10 +229,10 @@ def _describe_source(restart: Restart) -> str:
 
 
 def _run_in_thread(work: Callable[[], Any], advance: Callable[[int], None]) -> Any:
-    """Return the result of `work`, run in a thread so that the bar is updated and Ctrl-C works."""
+    """Run `work` in a thread, so that the bar is updated and Ctrl-C works. Returns the result."""
     from concurrent.futures import ThreadPoolExecutor, wait
 
-    pool = ThreadPoolExecutor(1)  # not in a `with`: that would wait for the thread after Ctrl-C
+    pool = ThreadPoolExecutor(1)  # not in `with`: leaving the block would wait for the thread after Ctrl-C
     result = pool.submit(work)
     while not result.done():
         wait([result], 0.2)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..snapshots.files.reader import Listing, Snapshot
     from ..snapshots.store.status import StoreStatus
 
-_STATE = ("state", "holder", "step")  # fields of a store's status whose change is an event
+_STATE = ("state", "holder", "step")  # fields of a store's status; a change of one is reported as an event
 
 
 class View(NamedTuple):

@@ -1,4 +1,4 @@
-"""Embeddings over many processes: the ranks that share rows."""
+"""Distributes an embedding's rows over several processes, the ranks."""
 
 import lazy_loader
 

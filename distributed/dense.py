@@ -1,7 +1,7 @@
-"""The dense part over ranks: sum gradients so that every rank gets the same bits.
+"""Train a model's dense part on several ranks: sum gradients so that every rank gets bit-identical sums.
 
-Gradients are added in rank order. Parameters and buffers start with the values of rank 0, so ranks that initialize
-their own train one model. After that first broadcast, a buffer belongs to its rank, whichever graph uses it next.
+Gradients are added in rank order. Parameters and buffers start with the values of rank 0, so all ranks train one model
+even if each rank initialized its own. After this first broadcast, buffers are not synchronized, in any graph.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .sendable import bytes_of, check_sendable
 from .world import World, try_call
 
 _PRESENT, _FINITE = 1, 2  # bits of each rank's note
-_PIECE = 16 << 20  # bytes that rank 0 sends to each rank per transfer
+_PIECE = 16 << 20  # bytes that rank 0 sends to each rank in one transfer
 
 
 class Vote(NamedTuple):
-    """What the ranks decided after a step. present: how many contributed. finite: True if all gradients are finite."""
+    """The ranks' sums in a step. present: how many ranks contributed. finite: True if all gradients are finite."""
 
     sums: list[Tensor]
     present: int
@@ -39,10 +39,10 @@ def all_reduce_in_order(
     finite: bool = True,
     same: Mapping[str, Any] | None = None,
 ) -> Vote:
-    """Sum tensors over ranks; shapes and dtypes are the same on each rank. Collective.
+    """Sum tensors over ranks. Shapes and dtypes must be equal on all ranks. This is a collective.
 
-    Tensors are added in rank order, and each sum is rounded to the dtype. present: True if this rank's tensors count;
-    at least one rank's must. same: values by name that must be equal on all ranks. error: raised on all ranks.
+    Tensors are added in rank order, and each sum is rounded to the dtype. present: True if this rank contributes; at
+    least one rank must. same: values by name that must be equal on all ranks. error: this rank's, raised on all ranks.
     """
     with world.collective_block(op):
         try:
@@ -63,10 +63,10 @@ def all_reduce_in_order(
 
 
 def _sums(world: World, op: str, tensors: Sequence[Tensor], givers: Sequence[int]) -> list[Tensor]:
-    """Sum tensors of one dtype: each rank adds up one slice and sends it to all."""
+    """Sum tensors of one dtype. Each rank adds up one slice of all ranks' numbers, and sends the sums to all ranks."""
     rank, dtype, sizes = world.rank, tensors[0].dtype, [tensor.numel() for tensor in tensors]
     bounds = [sum(sizes) * other // world.size for other in range(world.size + 1)]
-    slices = [(end - begin) * dtype.itemsize for begin, end in pairwise(bounds)]  # bytes: Gloo lacks some dtypes
+    slices = [(end - begin) * dtype.itemsize for begin, end in pairwise(bounds)]  # in bytes: Gloo lacks some dtypes
     own = [tensor.detach().reshape(-1).cpu() for tensor in tensors]
     data = torch.cat(own) if rank in givers else own[0][:0]
     sends = [size * (rank in givers) for size in slices]
@@ -81,10 +81,10 @@ def _sums(world: World, op: str, tensors: Sequence[Tensor], givers: Sequence[int
 
 
 def broadcast_parameters(world: World, op: str, tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Copy parameters, and buffers that were not broadcast before, from rank 0 to all ranks. Collective.
+    """Copy parameters, and buffers that were not broadcast before, from rank 0 to all ranks. This is a collective.
 
-    tensors: (name, tensor) pairs, in the same order on all ranks. If they differ, raises GraphError on all ranks
-    before anything is written. InputError for a tensor whose bytes are not its values, such as a quantized buffer.
+    tensors: (name, tensor) pairs, in the same order on all ranks. If names, dtypes or shapes differ, raises GraphError
+    on all ranks before writing anything. Raises InputError if a tensor cannot be sent, such as a quantized buffer.
     """
     synced = world.synced_tensors
     tensors = [(name, tensor) for name, tensor in tensors if isinstance(tensor, nn.Parameter) or tensor not in synced]

@@ -1,7 +1,7 @@
-"""The handshake before an operation of ranks.
+"""The handshake before every collective operation.
 
-It checks that all ranks are in the same call, can make it, and agree on its arguments. It is one all-to-all of
-headers with a fixed size, so it works even if ranks are in different calls. Other transfers would crash then.
+A handshake checks that all ranks are in the same call, can make the call, and agree on its arguments. It is a single
+all-to-all of headers with a fixed size, so it works even if ranks are in different calls. Other transfers would crash.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..engine import errors
 from ..engine.errors import GroupError, TierbedError
 from .rank_group import CollectiveSequence, PendingAllToAll, RankGroup
 
-# header fields: has an error, checksums of op and shared values, count for the receiver, note, wants more
+# header fields: 1 if this rank has an error, checksum of `op`, checksum of `same`, count, note, wants_more
 FIELDS = 6
 MAX_NAMES = 3  # an error names at most this many differing values
 
@@ -26,16 +26,16 @@ MAX_NAMES = 3  # an error names at most this many differing values
 class HandshakeResult(NamedTuple):
     """The headers of all ranks, by rank."""
 
-    counts: list[int]  # how much each rank sends to this one
-    notes: list[int]
-    wants_more: bool  # True if a rank asks for another operation
+    counts: list[int]  # how much each rank sends to this rank
+    notes: list[int]  # each rank's `note`
+    wants_more: bool  # True if any rank asks for another operation
 
 
 class Handshake:
     """One all-to-all of headers, in flight until `wait`.
 
-    op: the operation that every rank must be about to make. same: values by name that must be equal on all ranks.
-    counts: how much this rank sends, by rank. note: a number for all. wants_more: ask all ranks for another operation.
+    op: the operation that every rank must be about to begin. same: values by name that must be equal on all ranks.
+    counts: how much this rank sends to each rank. note: a number for all ranks. wants_more: ask for another operation.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class Handshake:
             return
         rank_group.check_thread()
         if rank_group.pending is not None:
-            rank_group.pending.wait()  # if a rank sent other headers instead, all ranks must learn of that first
-        headers = np.empty((rank_group.size, FIELDS), np.int64)  # NumPy: faster than torch for small calls
+            rank_group.pending.wait()  # if ranks were in different calls, all ranks must raise first
+        headers = np.empty((rank_group.size, FIELDS), np.int64)  # NumPy is faster than torch for small arrays
         headers[:] = (error is not None, _checksum(op), _checksum(self._same), 0, note, wants_more)
         if counts is not None:
             headers[:, 3] = counts
@@ -66,9 +66,9 @@ class Handshake:
         rank_group.pending = self
 
     def wait(self) -> HandshakeResult:
-        """Wait for all headers. If a rank has an error or ranks differ, every rank raises before any data has moved.
+        """Wait for all headers. If a rank has an error or ranks differ, every rank raises, and no data is moved.
 
-        All ranks raise the error of the lowest failing rank, as a GroupError unless it is a TierbedError.
+        All ranks raise the lowest failing rank's error. If that is not a TierbedError, they raise a GroupError instead.
         """
         if self.error is not None:
             raise self.error
@@ -94,7 +94,7 @@ class Handshake:
         reports = [msgpack.unpackb(data) for data in rank_group.exchange_bytes(self._op, payload)]
         failed = {rank: report["error"] for rank, report in enumerate(reports) if report["error"] is not None}
         if error is not None and not isinstance(error, Exception):
-            rank_group.raise_shared(error)  # Ctrl-C stays Ctrl-C on the rank where it was pressed
+            rank_group.raise_shared(error)  # the rank that received Ctrl-C raises KeyboardInterrupt
         if not failed:
             rank_group.mismatches += 1
             rank_group.raise_shared(GroupError(_difference(reports)))
@@ -120,7 +120,7 @@ def _text(value: object) -> str:
 
 
 def _texts(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return values as text, by name. Maps and CollectiveSequences are split into their parts."""
+    """Return values as text, by name. A map or CollectiveSequence becomes one entry for each of its parts."""
     texts: dict[str, str] = {}
     for name, value in values.items():
         parts = value.parts if isinstance(value, CollectiveSequence) else value
@@ -130,7 +130,7 @@ def _texts(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _difference(reports: Sequence[Mapping[str, Any]]) -> str:
-    """Describe which ranks are in which call, or which values differ."""
+    """Describe how ranks differ: each rank's call, or the values that are not equal."""
     if any(report["op"] != reports[0]["op"] for report in reports):
         calls = "; ".join(f"rank {rank}: {report['op']}" for rank, report in enumerate(reports))
         return (

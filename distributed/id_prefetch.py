@@ -1,7 +1,7 @@
-"""Exchange the ids of announced steps ahead of the steps, so that each rank can prefetch the rows requested from it.
+"""Exchange the ids of announced steps before the steps begin. Each rank can then prefetch the rows it must send.
 
-Every exchange is a collective, so all ranks start and finish these exchanges at the same points of the program. What
-has already arrived must not change that order: no rank may act on it early.
+Every exchange is a collective, so all ranks must start and finish exchanges at the same points of the program. No rank
+may act earlier because data has already arrived, since that would change the order of its collectives.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .world import World
 
 
 class AnnouncedStep:
-    """An announced step. First its headers are in flight, then its ids; then `requested` is known."""
+    """An announced step. Its headers are exchanged first, then its ids. After that, `requested` is known."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class AnnouncedStep:
     ) -> None:
         self.number = number  # the announcement's number, the same on all ranks
         self.local, self._world, self._op, self._traffic = local, world, op, traffic
-        self.requested: list[Lookup] | None = None  # empty if a rank did not know its lookups
+        self.requested: list[Lookup] | None = None  # each rank's request; empty if a rank did not know its lookups
         # None if no step of this rank will use the announcement
         self.lookups = None if lookups is None else [copied(lookup) for lookup in lookups]
         counts = [0] * world.size if local is None else local.counts
@@ -43,12 +43,12 @@ class AnnouncedStep:
 
     @property
     def is_refused(self) -> bool:
-        """True if the handshake failed because a rank was in another call. All ranks raised then."""
+        """True if the handshake failed because a rank was in another call. All ranks then raised an error."""
         return self._headers.error is not None
 
     @property
     def is_complete(self) -> bool:
-        """True if none of its transfers is in flight."""
+        """True if no transfer of this announcement is in flight."""
         return self.requested is not None or self.is_refused
 
     @property
@@ -57,12 +57,12 @@ class AnnouncedStep:
         return self.lookups is not None and self.requested != [] and not self.is_refused
 
     def matches(self, lookups: Sequence[Lookup], processor: Processor[Any]) -> bool:
-        # a reopened table has another processor
+        # a table that was closed and opened again has another processor
         is_current = self.is_needed and self.local is not None and self.local.processor is processor
         return is_current and same_lookups(self.lookups or (), lookups)
 
     def advance(self) -> None:
-        """Wait for the exchange in flight, and start the next. Call it until `is_complete`."""
+        """Wait for the exchange in flight, and start the next exchange. Call this until `is_complete`."""
         if self._ids is not None:
             self.requested = self._ids.wait()
         elif any((answer := self._headers.wait()).notes) or self.local is None:
@@ -72,7 +72,7 @@ class AnnouncedStep:
 
 
 class IdPrefetcher:
-    """The announced steps of one embedding, in order. `on_ids` gets what ranks will request from this one."""
+    """The announced steps of one embedding, in order. on_ids: called with what ranks will request from this rank."""
 
     def __init__(self, world: World, name: str, traffic: Traffic, on_ids: Callable[[list[Lookup]], None]) -> None:
         self._world, self._name, self._traffic, self._on_ids = world, name, traffic, on_ids
@@ -80,9 +80,9 @@ class IdPrefetcher:
         self._count = 0
 
     def announce(self, lookups: Sequence[Lookup] | None, make_batch: Callable[[], LocalBatch]) -> None:
-        """Announce a step on all ranks. lookups: None if this rank does not know them; then no rank prefetches.
+        """Announce a step on all ranks. lookups: None if they are unknown on this rank; then no rank prefetches.
 
-        make_batch: deduplicates the lookups. Its errors are left for the step to raise.
+        make_batch: deduplicates the lookups. If it raises an error, the announcement ignores it; the step raises it.
         """
         self.advance()
         local = None
@@ -94,23 +94,23 @@ class IdPrefetcher:
         number = self._count + 1
         op = f"announced step {number} of embedding {self._name!r}"
         self._announced.append(AnnouncedStep(self._world, op, number, lookups, local, self._traffic))
-        self._count = number  # only now: if ranks refuse the earlier headers, none announces this step
+        self._count = number  # not earlier: if ranks refuse the headers in flight, none announces this step
         if len(self._announced) > QUEUE and self._announced[0].is_complete:
             self._announced.popleft()
 
     def advance(self) -> None:
-        """Advance every announced step. All ranks call this at the same points."""
+        """Advance every announced step. All ranks call this method at the same points."""
         self._drop_finished()
         for step in self._announced:
             self._advance(step)
         self._drop_finished()
 
     def find(self, lookups: Sequence[Lookup], processor: Processor[Any]) -> AnnouncedStep | None:
-        """Return the announced step that has these lookups and runs on `processor`, or None."""
+        """Return the announced step with these lookups and this processor, or None."""
         return next((step for step in self._announced if step.matches(lookups, processor)), None)
 
     def take(self, step: AnnouncedStep) -> list[Lookup]:
-        """Return what ranks request from this one in an announced step, and drop earlier steps."""
+        """Return what each rank requests from this rank in an announced step. Drops that step and earlier steps."""
         while not step.is_complete:
             self._advance(step)
         self.skip(step.number)
@@ -129,7 +129,7 @@ class IdPrefetcher:
         self.skip(self._count)
 
     def _drop_finished(self) -> None:
-        """Release announcements that are complete and that no step will use."""
+        """Release announcements that are complete and no longer needed."""
         if self._announced and self._announced[-1].is_refused:
             self._count -= 1  # the other ranks did not announce the step either
         self._announced = deque(step for step in self._announced if step.is_needed or not step.is_complete)
@@ -138,5 +138,5 @@ class IdPrefetcher:
         if not step.is_complete:
             step.advance()
             if step.requested:
-                with suppress(Exception):  # only a hint: the step itself raises errors, on all ranks
+                with suppress(Exception):  # prefetching is optional; the step itself raises errors, on all ranks
                     self._on_ids(step.requested)

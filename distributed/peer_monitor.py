@@ -1,8 +1,8 @@
-"""Detect failed ranks: a thread of each rank answers the others, whatever its other threads do.
+"""Detect failed ranks. A thread in each rank answers the other ranks, whatever the other threads do.
 
 A collective that hangs does not say which rank is missing. So all ranks are also connected by sockets. When a
-collective takes too long, a rank asks the others on these sockets which call they have reached: a rank whose process
-ended has closed its sockets, a rank that hangs answers with an earlier call, and a dead host does not answer.
+collective takes too long, a rank asks the others on these sockets which call they have reached. If a rank's process
+ended, its sockets are closed. If a rank hangs, it answers with an earlier call. If a host is dead, no answer comes.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from ..engine.errors import GroupError
 from ..engine.threads import Thread
 
 SIOCGIFADDR = 0x8915  # netdevice(7)
-BACKLOG = 65535  # connections in the accept queue, unknown ones included; Linux lowers this to its own limit
-MAX_SILENT = 16  # connections that may wait without a greeting, beyond one per missing rank
+BACKLOG = 65535  # length of the accept queue, unknown connections included; Linux lowers this number to its own limit
+MAX_SILENT = 16  # connections that may wait without a greeting, in addition to one per missing rank
 MAX_NAMES = 3  # a message names at most this many unknown hosts
-HELLO = struct.Struct("32si")  # the listener's token and the rank that connects
+HELLO = struct.Struct("32si")  # the greeting: the listener's token, and the number of the rank that connects
 CANNOT_ACCEPT = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM  # out of file descriptors or memory
 ANSWER_SECONDS = 3.0  # how long to wait for other ranks' answers
 ENDED = "its process ended"
@@ -41,16 +41,16 @@ IS_BEHIND = "it runs, but has not reached this call"
 
 
 class Connected(NamedTuple):
-    """A socket to each other rank, and the number of ranks on this rank's host, including itself."""
+    """Sockets to all other ranks, by rank. on_host: the number of ranks on this host, this rank included."""
 
     sockets: dict[int, socket.socket]
     on_host: int
 
 
 def connect(rank: int, size: int, exchange: Callable[[bytes], list[bytes]], timeout: float) -> Connected:
-    """Connect this rank to all others within `timeout` seconds. Raises GroupError if it fails for one.
+    """Connect this rank to all others within `timeout` seconds. Raises GroupError if a rank cannot be reached.
 
-    exchange: sends bytes to all ranks and returns those that each rank sent.
+    exchange: sends bytes to all ranks, and returns the bytes that each rank sent.
     """
     deadline = monotonic() + timeout
     host = _own_address()
@@ -59,7 +59,7 @@ def connect(rank: int, size: int, exchange: Callable[[bytes], list[bytes]], time
         token = secrets.token_hex(16)
         own = json.dumps([*listener.getsockname()[:2], token]).encode()
         addresses = [json.loads(data) for data in exchange(own)]
-        sockets = _connect_to_all(rank, addresses, exchange, deadline, opened)  # these queue until they are accepted
+        sockets = _connect_to_all(rank, addresses, exchange, deadline, opened)  # wait to be accepted
         sockets |= _accept_ranks(listener, token, range(rank + 1, size), deadline, opened)
         opened.pop_all()
     return Connected(sockets, sum(host == addresses[rank][0] for host, *_ in addresses))
@@ -68,7 +68,7 @@ def connect(rank: int, size: int, exchange: Callable[[bytes], list[bytes]], time
 def _connect_to_all(
     rank: int, addresses: Sequence[Any], exchange: Callable[[bytes], list[bytes]], deadline: float, opened: ExitStack
 ) -> dict[int, socket.socket]:
-    """Connect to all lower ranks, and wait until every rank has done so. `opened` closes the sockets."""
+    """Connect to all lower ranks, and wait until every rank has done the same. `opened` closes the sockets."""
     sockets: dict[int, socket.socket] = {}
     failed: GroupError | None = None
     try:
@@ -76,7 +76,7 @@ def _connect_to_all(
             sockets[other] = opened.enter_context(_connect_to(other, addresses[other], rank, deadline))
     except GroupError as error:
         failed = error
-    # This notices immediately a rank that was killed or cannot connect. Waiting for its greeting would not.
+    # This exchange fails immediately if a rank was killed or cannot connect. Waiting for its greeting would not.
     failures = exchange(b"" if failed is None else str(failed).encode())
     if failed is not None:
         raise failed
@@ -102,12 +102,12 @@ def _connect_to(other: int, address: tuple[str, int, str], rank: int, deadline: 
 def _accept_ranks(
     listener: socket.socket, token: str, ranks: Sequence[int], deadline: float, opened: ExitStack
 ) -> dict[int, socket.socket]:
-    """Accept the connections of these ranks; `opened` closes them. Other connections are closed and logged.
+    """Accept the connections of `ranks`, which `opened` closes. Other connections are closed and logged.
 
-    The kernel reports a connection as readable once its greeting is complete, so a silent connection delays no rank.
+    The kernel reports a connection as readable only when its greeting is complete, so silent connections delay no rank.
     """
     sockets: dict[int, socket.socket] = {}
-    ungreeted: dict[socket.socket, str] = {}  # connections without a greeting, and their hosts
+    ungreeted: dict[socket.socket, str] = {}  # the hosts of connections that sent no greeting yet
     unknown_hosts: Counter[str] = Counter()
 
     def reject(connection: socket.socket) -> None:
@@ -116,7 +116,7 @@ def _accept_ranks(
 
     listener.setblocking(False)
     while len(sockets) < len(ranks) and (remaining := deadline - monotonic()) > 0:
-        ready = wait([listener, *ungreeted], remaining)  # uses poll, which needs no descriptor
+        ready = wait([listener, *ungreeted], remaining)  # uses poll(2), so it needs no file descriptor
         for connection in [connection for connection in ungreeted if connection in ready]:
             rank = _rank_of(connection, token)
             if rank is None or rank not in ranks or rank in sockets:
@@ -130,12 +130,12 @@ def _accept_ranks(
         try:
             connection, (host, *_) = listener.accept()
         except OSError as error:
-            if error.errno not in CANNOT_ACCEPT:  # the connecting process is gone
+            if error.errno not in CANNOT_ACCEPT:  # the connecting process has ended
                 continue
             if not ungreeted:
                 remedy = remedy_for(error, "let this host have more memory")
                 raise GroupError(f"cannot accept connections of other ranks ({error}); {remedy}") from error
-            reject(next(iter(ungreeted)))  # the oldest, most likely not a rank
+            reject(next(iter(ungreeted)))  # the oldest connection: probably not a rank
             continue
         opened.enter_context(connection).setblocking(False)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, HELLO.size)
@@ -155,7 +155,7 @@ def _accept_ranks(
 
 
 def _rank_of(connection: socket.socket, token: str) -> int | None:
-    """Return the rank in a connection's greeting. None if it is incomplete or has the wrong token."""
+    """Return the rank in a connection's greeting; None if the greeting is incomplete or has the wrong token."""
     try:
         sent_token, rank = HELLO.unpack(connection.recv(HELLO.size))
     except (OSError, struct.error):
@@ -175,7 +175,7 @@ def _unknown_hosts_text(unknown_hosts: Counter[str], listener: socket.socket) ->
 
 
 def _own_address() -> str:
-    """Return the address of Gloo's interface, or of the interface that reaches the host of torch's store."""
+    """Return the address of Gloo's network interface, or of the interface that leads to torch's store."""
     for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
@@ -195,7 +195,7 @@ def _own_address() -> str:
 
 
 class GroupAborted(Exception):
-    """Another rank aborted the group. `why` has what is known of each unresponsive rank."""
+    """Another rank aborted the group. why: what is known about each unresponsive rank."""
 
     def __init__(self, rank: int, why: Mapping[int, str]) -> None:
         super().__init__(rank, why)
@@ -203,34 +203,34 @@ class GroupAborted(Exception):
 
 
 class PeerMonitor:
-    """This rank's connections to the others, and the thread that answers on them.
+    """This rank's connections to the others, and the thread that answers on these connections.
 
-    When a process ends, its connections close and the others notice immediately. Before that, a rank reports why it
-    leaves: ranks did not answer, it closed its world, or its script ended. A rank that reports nothing was killed.
-    The thread then calls `on_loss` with that rank and what is known.
+    When a process ends, its connections close, and the other ranks notice immediately. Before that, a rank reports why
+    it leaves: ranks did not answer, it closed its world, or its script ended. A rank that reports nothing was killed.
+    Then the thread calls `on_loss` with the killed rank and what is known about it.
     """
 
     def __init__(self, connections: Mapping[int, socket.socket], on_loss: Callable[[int, str], None]) -> None:
         self.aborted: GroupAborted | None = None  # set when another rank aborted the group
-        self.last_call = 0  # number of the last call that this rank began
+        self.last_call = 0  # number of the call that this rank began last
         self._connections = dict(connections)
         self._changed = Condition()
-        self._answers: dict[int, int] = {}  # rank -> call it had reached when it answered
-        self._ended: dict[int, str] = {}  # rank -> how its connection ended
-        self._closed: dict[int, int] = {}  # rank -> its last call before it closed its world
+        self._answers: dict[int, int] = {}  # by rank: the number of the call that the rank had reached
+        self._ended: dict[int, str] = {}  # by rank: why the rank's connection ended
+        self._closed: dict[int, int] = {}  # by rank: the rank's last call before it closed its world
         self._on_loss, self._is_closed = on_loss, False
         for connection in connections.values():
             connection.settimeout(ANSWER_SECONDS)
         Thread(target=self._listen, name="tierbed-peer-monitor", daemon=True).start()
         self._pid = os.getpid()
-        # not atexit: children forked by multiprocessing do not run it
+        # not `atexit`, which children forked by multiprocessing do not run
         self._at_end = Finalize(None, self._end_of_process, exitpriority=0)
 
     def unresponsive(self, call: int) -> dict[int, str]:
-        """Return the ranks that keep this one from finishing its call, and what is known of each. Raises `aborted`.
+        """Return the ranks that delay this call, and what is known about each one. Raises `aborted`.
 
-        These are the ranks that exited or are silent. If there are none, they are the ranks that have not reached the
-        call, and otherwise the ranks that closed their world after it.
+        Returns the ranks that exited or are silent. If there are no such ranks, returns the ranks that have not reached
+        the call. If there are none of these either, returns the ranks that closed their world after the call.
         """
         self._send({"call": call})
         others = self._connections.keys()
@@ -251,7 +251,7 @@ class PeerMonitor:
     def broadcast_abort(self, rank: int, why: Mapping[int, str]) -> None:
         """Tell all ranks that `rank` aborted the group, and why.
 
-        A rank that receives this forwards it before it closes; a third rank might otherwise see the close first.
+        A receiver forwards this message before it closes. Otherwise a third rank might see the close first.
         """
         self._send({"left": rank, "why": [*why.items()]})
 
@@ -263,7 +263,7 @@ class PeerMonitor:
         with self._changed:
             for connection in self._connections.values():
                 with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)  # wakes the thread
+                    connection.shutdown(socket.SHUT_RDWR)  # wakes the monitor thread
 
     def _end_of_process(self) -> None:
         if os.getpid() == self._pid:  # a forked child shares its parent's connections
@@ -273,11 +273,11 @@ class PeerMonitor:
         line = json.dumps(message).encode() + b"\n"
         with self._changed:
             for rank in self._connections if ranks is None else ranks:
-                with contextlib.suppress(OSError):  # wakes the thread
+                with contextlib.suppress(OSError):  # the monitor thread notices the error too
                     self._connections[rank].sendall(line)
 
     def _listen(self) -> None:
-        parts = dict.fromkeys(self._connections, b"")  # rank -> start of its next message
+        parts = dict.fromkeys(self._connections, b"")  # by rank: the beginning of the rank's next message
         while parts:
             ready = wait([self._connections[rank] for rank in parts])
             for rank in [rank for rank in parts if self._connections[rank] in ready]:

@@ -1,8 +1,8 @@
 """`RankGroup`: a process group that moves bytes between the ranks that share rows.
 
-All transfers are all-to-alls over Gloo, issued in the same order on every rank by one thread. Each transfer is
-started and waited for separately, so that work can overlap with it. While a rank waits, it polls for signals and for
-other ranks that aborted the group, so a lost rank or Ctrl-C never leaves it hanging. After a failure the group is
+All transfers are all-to-alls over Gloo. One thread starts them, in the same order on every rank. Starting a transfer
+and waiting for it are separate calls, so that work can overlap with it. While a rank waits, it checks for signals and
+for ranks that aborted the group. So neither a lost rank nor Ctrl-C leaves a rank hanging. After a failure the group is
 aborted and cannot be used again.
 """
 
@@ -33,15 +33,15 @@ from ..engine.signals import deferred_signals, uninterrupted
 from .peer_monitor import GroupAborted, PeerMonitor, connect
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun reads a rank's error from this file
-POLL = timedelta(seconds=0.1)  # interval at which a wait checks for signals and aborts
-PATIENCE = 1.0  # seconds that a wait continues after a signal, to finish a step whose ranks all answer
+POLL = timedelta(seconds=0.1)  # how often a wait checks for signals and aborts
+PATIENCE = 1.0  # seconds that a wait continues after a signal, so that a step can finish if all ranks answer
 ENDING = (signal.SIGINT, signal.SIGTERM)
 CONNECT_SECONDS = 60.0  # limit for all ranks to connect
-_closed_groups: set[tuple[int, ...]] = set()  # ranks of groups that this process has left
+_closed_groups: set[tuple[int, ...]] = set()  # the groups that this process has left, each as its ranks
 
 
 class CollectiveSequence:
-    """A step's collectives in order, and the dense parameters whose gradients it sums, as text."""
+    """A step's collectives in order, and the dense parameters whose gradients the step sums, as text."""
 
     def __init__(self, exchanges: Sequence[str] = (), parameters: Sequence[str] = ()) -> None:
         self.parts = {f"exchange {number}": text for number, text in enumerate(exchanges)}
@@ -53,22 +53,22 @@ class CollectiveSequence:
         return self._checksum
 
 
-NO_COLLECTIVES = CollectiveSequence()  # outside a graph's steps
+NO_COLLECTIVES = CollectiveSequence()  # used outside a graph's steps
 
 
 class LossReport:
-    """Writes a group's first error to the log (stderr by default) and to torchrun's report."""
+    """Writes a group's first error to the log (by default, to stderr) and to torchrun's error file."""
 
     def __init__(self, rank: int) -> None:
         self._rank, self._writing, self._is_written = rank, Lock(), False
-        if ERROR_FILE in os.environ:  # import now: there is no time after a rank is lost
+        if ERROR_FILE in os.environ:  # import now, since after a rank is lost there is no time
             import torch.distributed.elastic.multiprocessing.errors  # noqa: F401
 
     def write(self, error: GroupError, noticed: bool = False) -> None:
         """Write an error. Any thread may call this.
 
-        noticed: the error was not raised in a call of this rank. It is then dropped unless it is the first: torchrun
-        ends the remaining ranks once one is lost.
+        noticed: True if the error was not raised in a call of this rank. Such an error is written only if it is the
+        first, because torchrun ends the remaining ranks once one is lost.
         """
         with self._writing:
             if self._is_written and noticed:
@@ -95,10 +95,10 @@ def _record(error: GroupError) -> None:
 
 
 class RankGroup:
-    """A separate process group for the given ranks, and its collectives. One thread makes all of them.
+    """A separate process group for the given ranks, and its collectives. One thread must make all collectives.
 
-    If a rank does not answer, or this one is interrupted while it waits, the group is aborted: `failure` holds the
-    error, and every later call raises it. A process never waits for other ranks when it ends.
+    If a rank does not answer, or if a signal interrupts a wait, the group is aborted. `failure` is then the error, and
+    every later call raises it. A process that ends never waits for other ranks.
     """
 
     def __init__(
@@ -114,16 +114,16 @@ class RankGroup:
         self.timeout, self.row_dtype, self.grad_dtype = timeout, rows, grads
         self.on_host = 1  # number of ranks on this host
         self.step_collectives = 0  # collectives of steps begun so far
-        self.collectives = NO_COLLECTIVES  # of the running step; must be equal on all ranks
+        self.collectives = NO_COLLECTIVES  # the running step's collectives; must be equal on all ranks
         self.pending: Any = None  # the Handshake whose headers are in flight
         self.synced_tensors = WeakTensorKeyDictionary()  # tensors that were broadcast from rank 0
         self.pinned_batches: list[Any] | None = None  # batches pinned in a graph's running step, in order
         self.shared_error: BaseException | None = None  # the last error raised on all ranks
-        self.mismatches = 0  # how often all ranks raised because they differed
+        self.mismatches = 0  # how often all ranks raised because their calls or values differed
         self.failure: GroupError | None = None
         self._caller: tuple[int, int] | None = None  # process id and thread id that make all calls
-        self.calls = self.started_by_all = 0  # collectives begun here, and those known to have begun on all ranks
-        self._in_flight: list[PendingAllToAll] = []  # failed steps leave some that nobody waits for
+        self.calls = self.started_by_all = 0  # numbers of collectives begun here, and certainly begun on all ranks
+        self._in_flight: list[PendingAllToAll] = []  # failed steps leave transfers here that nobody waits for
         self._group: dist.ProcessGroup | None = None
         self._peers: PeerMonitor | None = None
         self._op = "start of the world"  # the last call begun here
@@ -132,21 +132,21 @@ class RankGroup:
             self._connect(ranks)
 
     def close(self) -> None:
-        """Leave the group without waiting for other ranks; wait up to PATIENCE for collectives that all have begun."""
+        """Leave the group. Waits up to PATIENCE seconds for collectives that all ranks have begun, not for others."""
         with uninterrupted():
             if self.failure is None:
                 deadline = monotonic() + PATIENCE
-                for pending in self._in_flight:  # failed steps left them; wait for those that all ranks have begun
+                for pending in self._in_flight:  # left by failed steps
                     while pending.call <= self.started_by_all and monotonic() < deadline and pending.poll():
                         pass
             self.failure = self.failure or GroupError("this world is closed")
-            if self._peers is not None:  # first, so that no rank waits for a closed group
+            if self._peers is not None:  # closed before the process group, so that no rank waits for a closed group
                 self._peers.close("it closed its world")
                 self._peers = None
             self._leave_group()
 
     def check_thread(self) -> None:
-        """Raise GroupError if a thread other than the first caller calls. One thread must make all collectives."""
+        """Raise GroupError if the calling thread is not the first caller. One thread must make all collectives."""
         if self.size == 1:
             return
         caller = os.getpid(), threading.get_ident()
@@ -159,7 +159,7 @@ class RankGroup:
             )
 
     def begin_step(self, collectives: CollectiveSequence, nested: bool) -> None:
-        """Begin a graph's step with these collectives. nested: within another step."""
+        """Begin a graph's step with these collectives. nested: True inside another step."""
         self.collectives, self.shared_error = collectives, None
         if not nested:
             self.pinned_batches = []
@@ -171,7 +171,7 @@ class RankGroup:
             self.shared_error = self.pinned_batches = None  # an error's frames keep the step's tensors alive
 
     def must_report(self, error: BaseException) -> bool:
-        """True if other ranks must still learn of an error: they did not raise it too, and the group is alive."""
+        """True if other ranks do not know of an error yet: they did not raise it too, and the group is alive."""
         return self.size > 1 and self.failure is None and error is not self.shared_error
 
     def raise_shared(self, error: BaseException, cause: BaseException | None = None) -> NoReturn:
@@ -194,11 +194,10 @@ class RankGroup:
         receive_counts: Sequence[int] | None = None,
         out: Tensor | None = None,
     ) -> PendingAllToAll:
-        """Start to send blocks of `data` to the ranks and to receive theirs, into `out` or new memory.
+        """Start to send blocks of `data` to all ranks, and to receive their blocks into `out` or new memory.
 
-        Both are contiguous CPU tensors. send_counts, receive_counts: block lengths along dimension 0, by rank; equal
-        blocks by default. Sender and receiver must agree on each length: a mismatch aborts the process. op: its name in
-        errors.
+        data, out: contiguous CPU tensors. send_counts, receive_counts: block lengths along dimension 0, by rank; equal
+        by default. If sender and receiver differ in a length, the process is aborted. op: the call's name in errors.
         """
         send_counts = send_counts or [len(data) // self.size] * self.size
         receive_counts = receive_counts or send_counts
@@ -208,7 +207,7 @@ class RankGroup:
         self.check_alive()
         self.check_others(op, self.calls + 1)  # other ranks may be waiting for a transfer of other sizes
         assert self._group is not None
-        # all_to_all_single calls this, and spends half its time in Python
+        # torch's all_to_all_single calls this function too, but spends half its time in Python code
         work = self._group.alltoall_base(out, data, [*receive_counts], [*send_counts], dist.AllToAllOptions())
         self.calls += 1
         self._op = op
@@ -219,7 +218,7 @@ class RankGroup:
         return pending
 
     def exchange_bytes(self, op: str, data: bytes, readers: int | None = None) -> list[bytes]:
-        """Return each rank's bytes; empty bytes on ranks from number `readers` on. All ranks make this call."""
+        """Send bytes to ranks below `readers`, by default to all. Returns each rank's bytes; other ranks get b""."""
         if self.size == 1:
             return [data]
         readers = self.size if readers is None else readers
@@ -231,9 +230,9 @@ class RankGroup:
 
     @contextmanager
     def collective_block(self, op: str) -> Iterator[None]:
-        """Context manager for collectives that all ranks make. Signal handlers wait until it ends.
+        """Wrap a block of collectives that all ranks make. Signal handlers run after the block.
 
-        If the block fails halfway with an error that other ranks do not know of, the group is aborted.
+        If the block fails after its first collective, with an error unknown to other ranks, the group is aborted.
         """
         if self.size == 1:
             yield
@@ -249,7 +248,7 @@ class RankGroup:
                 raise
 
     def check_others(self, op: str, call: int) -> None:
-        """Raise GroupError if another rank has announced that it aborted the group, or left it before this call."""
+        """Raise GroupError if another rank has aborted the group, or has left the group before this call."""
         if self._peers is None:
             return
         if self._peers.aborted is not None:
@@ -258,7 +257,7 @@ class RankGroup:
             raise self.abort_unresponsive(op, call, "a rank closed its world")
 
     def abort_unresponsive(self, op: str, call: int, how: str) -> GroupError:
-        """Abort the group after collective number `call` failed. Returns the error, with what the ranks report."""
+        """Abort the group because collective number `call` failed. Returns the error, with the ranks' reports."""
         missing: Mapping[int, str] = {}
         if self._peers is not None:
             try:
@@ -297,7 +296,7 @@ class RankGroup:
             _closed_groups.add(tuple(dist.get_process_group_ranks(group)))
             transfers, self._in_flight = self._in_flight, []
             completed = [transfer.release() for transfer in transfers]
-            if not all(completed):  # otherwise the process group's destructor would wait for them
+            if not all(completed):  # leak the process group, since its destructor would wait for these transfers
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
             dist.destroy_process_group(group)
 
@@ -308,7 +307,7 @@ class RankGroup:
                 "a world of these ranks was already closed in this process, and torch would reuse its old addresses; "
                 "create one World, and close it at the end"
             )
-        timeout, self.timeout = self.timeout, max(self.timeout, CONNECT_SECONDS)  # some ranks may still be starting
+        timeout, self.timeout = self.timeout, max(self.timeout, CONNECT_SECONDS)  # ranks may still be starting
         order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}  # torch 2.11 always sorts
         try:
             self._group = dist.new_group(
@@ -336,10 +335,10 @@ class PendingAllToAll:
         self._has_arrived, self._failure = False, ""
 
     def wait(self) -> Tensor:
-        """Wait until everything is sent and received. Returns `out`. Raises GroupError after aborting the group.
+        """Wait until everything is sent and received, and return `out`. If that fails, aborts and raises GroupError.
 
-        Signal handlers wait too, until a surrounding `uninterrupted` block ends. Ctrl-C and SIGTERM abort the group
-        after they have waited for a second.
+        Signal handlers run only after the outermost `uninterrupted` block. Ctrl-C and SIGTERM abort the group if the
+        wait has not ended a second later.
         """
         if self._has_arrived:
             return self._out
@@ -372,7 +371,7 @@ class PendingAllToAll:
         return self._work is not None
 
     def poll(self) -> bool:
-        """Wait up to POLL. Returns True if it is still in flight."""
+        """Wait up to POLL. Returns True if the transfer is still in flight."""
         if self._work is not None:
             with suppress(RuntimeError):
                 self._work.wait(POLL)

@@ -1,7 +1,7 @@
 """Buffers and exchanges for the rows and ids that ranks send to each other.
 
-A rank sends the unique ids it looks up to their owners and receives rows back. All ranks' blocks lie in one piece of
-memory, ordered by rank. Only this rank's own block comes last, because it is not sent.
+A rank sends the unique ids that it looks up to the ids' owners, and receives the rows. A buffer contains one block per
+rank, in rank order. The exception is this rank's own block: it is last, because it is not sent.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Traffic:
 
 
 class RankBuffers:
-    """All ranks' rows in one piece of memory. `blocks` has one block per rank, [its count, dim]."""
+    """All ranks' rows in one piece of memory. blocks: each rank's rows, [the rank's count, dim]."""
 
     def __init__(self, world: World, counts: list[int], dim: int, dtype: torch.dtype) -> None:
         self.rows, self.remote_counts = empty((sum(counts), dim), dtype), zeroed(counts, world.rank)
@@ -42,7 +42,7 @@ class RankBuffers:
 
     @property
     def remote_bytes(self) -> Tensor:
-        """All blocks except this rank's own, as bytes [rows, row bytes]. Gloo does not support every dtype."""
+        """All blocks except this rank's own, as bytes [rows, row bytes], since Gloo does not support every dtype."""
         return self.rows[: sum(self.remote_counts)].view(torch.uint8)
 
 
@@ -67,14 +67,14 @@ class LocalBatch:
         world: World,
         dedup_from: LocalBatch | None = None,
     ) -> None:
-        """dedup_from: reuse another embedding's deduplication of the same lookups. Raises InputError."""
+        """dedup_from: another embedding's batch of the same lookups, for its deduplication. Raises InputError."""
         self.processor, self.spec, self.lookups = processor, spec, lookups
         self.batch: Any = processor.batch(lookups, None if dedup_from is None else dedup_from.batch)
         if dedup_from is None:
             self.by_owner = by_owner(processor.unique_rows(self.batch), world.size, world.rank)
         else:
             self.by_owner = dedup_from.by_owner
-        self.rows: Tensor | None = None  # kept alive while the batch's lines point into it
+        self.rows: Tensor | None = None  # kept alive, because the batch's lines point into this memory
         if processor.defers_errors and (deferred := processor.deferred_error(True)) is not None:
             raise deferred.error
 
@@ -84,10 +84,10 @@ class LocalBatch:
 
 
 class IdExchange:
-    """Exchanges ids after the headers. `wait` returns the rows that each rank requests from this one."""
+    """Exchanges ids after the headers. `wait` returns the ids of the rows that each rank requests from this rank."""
 
     def __init__(self, world: World, op: str, local: LocalBatch, counts: list[int], traffic: Traffic) -> None:
-        """counts: how many ids come from each rank, including this one."""
+        """counts: how many ids come from each rank, this rank included."""
         ids = local.by_owner.keys[:, None]
         if local.spec.num_tables > 1:
             ids = torch.stack((local.by_owner.keys, local.by_owner.tables), 1)
@@ -101,14 +101,14 @@ class IdExchange:
         self._exchange: PendingAllToAll = world.start(op, ids[: sum(send_counts)], send_counts, self._receive_counts)
 
     def wait(self) -> list[Lookup]:
-        """Return one lookup per rank, for rows that this rank owns."""
+        """Return one lookup per rank: the rows that the rank requests from this rank."""
         parts = [*self._exchange.wait().split(self._receive_counts)]
         parts[self._rank] = self._own
         return [Lookup(*(column.contiguous().to(self._device) for column in part.unbind(1))) for part in parts]
 
 
 def zeroed(counts: list[int], rank: int) -> list[int]:
-    """Return the counts with 0 for one rank."""
+    """Return the counts, with one rank's count replaced by 0."""
     return [*counts[:rank], 0, *counts[rank + 1 :]]
 
 

@@ -1,4 +1,4 @@
-"""Check the tensors that ranks send to each other as bytes."""
+"""Check the tensors that ranks send to each other, and convert the tensors to bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SENDABLE = (
 
 
 def check_sendable(name: str, x: Any, summed: bool = False) -> Tensor:
-    """Return a tensor whose bytes are its values. summed: ranks add theirs up. Raises InputError for other values."""
+    """Return `x` if it is a tensor that can be sent as bytes. summed: it must also be summable. Raises InputError."""
     if not isinstance(x, Tensor):
         raise InputError(f"{name}: got {type(x).__name__}; give a dense torch.Tensor")
     if x.is_quantized:

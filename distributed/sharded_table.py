@@ -1,9 +1,9 @@
-"""The rows of an embedding over all ranks: the interface of `OpenTable`, made of collectives.
+"""An embedding whose rows are distributed over all ranks. Has the interface of `OpenTable`, made of collectives.
 
-Each row belongs to one rank, its owner. A training step goes like this: every rank deduplicates its lookups and sends
-the unique ids to their owners (`_request`). Each owner pins the requested rows in its local table and sends them back
+Each row belongs to one rank, its owner. In a training step, every rank deduplicates its lookups and sends the unique
+ids to their owners (`_request`). Each owner pins the requested rows in its local table, and sends the rows back
 (`ShardedBatch`). Ranks gather and pool these rows locally, sum the gradients per unique row, and send the sums to the
-owners (`send`). Each owner adds up what it received in rank order and applies the optimizer (`update`).
+owners (`send`). Each owner adds up the received sums in rank order, and applies the optimizer (`update`).
 
 The public operations are collectives that begin with a handshake, so one rank's error is raised on all ranks.
 """
@@ -39,9 +39,9 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class ShardedBatch:
-    """A pinned batch over all ranks: what this rank looked up, and what other ranks request from it.
+    """A pinned batch over all ranks. Has the rows that this rank looked up, and the rows that it sends to others.
 
-    Its rows are still in flight when it is created; the first use waits for them. `send` starts to send gradients.
+    A new batch's rows are still in flight, and its first use waits for them. `send` starts to send gradients.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class ShardedBatch:
         self._dim = local.spec.dim
         # unpooled rows are rounded to the output dtype before they are sent; the result is the same
         wire = dtype if not pools and self._world.row_dtype == torch.float32 else self._world.row_dtype
-        self._keeps_own = wire == torch.float32  # otherwise this rank's rows are rounded too
+        self._keeps_own = wire == torch.float32  # otherwise rows that this rank keeps are rounded like sent rows
         received = zeroed(local.counts, self._world.rank) if self._keeps_own else local.counts
         self._received = RankBuffers(self._world, received, self._dim, wire)
-        self._rows: Tensor | None = None  # [m, dim] float32, once received
+        self._rows: Tensor | None = None  # the received rows, [m, dim] float32
         self._sent: PendingAllToAll | None = None
-        self._sums: RankBuffers | None = None  # gradients of this rank's rows, by sending rank
-        self._own_sums = torch.empty(0)  # gradients from this rank's own lookups of its rows
+        self._sums: RankBuffers | None = None  # gradients of the rows that this rank owns, by sending rank
+        self._own_sums = torch.empty(0)  # gradients of rows that this rank both owns and looked up
         rows, new = (0, 0) if owned is None else table.rows_and_new(owned)
         outgoing, op = self._blocks(wire), f"rows of {op}"
         self._headers = Handshake(self._world, op, error, counts=[new] * self._world.size, note=rows)
@@ -78,7 +78,7 @@ class ShardedBatch:
         table.traffic.rows_received += sum(zeroed(local.counts, self._world.rank))
 
     def _blocks(self, wire: torch.dtype) -> RankBuffers:
-        """Return this rank's rows, one block per requesting rank."""
+        """Return the requested rows that this rank owns, one block per requesting rank."""
         own_rank = self._world.rank
         blocks = RankBuffers(self._world, zeroed(self._requested_counts, own_rank), self._dim, wire)
         if self.owned is not None:
@@ -94,7 +94,7 @@ class ShardedBatch:
         return blocks
 
     def arrive(self) -> None:
-        """Wait for the rows. Raises on every rank if one could not send its rows, or `capacity` is exceeded."""
+        """Wait for the rows. Raises on every rank if any rank could not send rows, or if `capacity` is exceeded."""
         if self._rows is not None:
             return
         self._unpin_on_error(self._in_flight.wait)
@@ -116,10 +116,10 @@ class ShardedBatch:
             return self.local.processor.weights_grad(self.core, index, self.lookups[index], grad)
 
     def send(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
-        """Start to send the gradients to the owners, summed per unique row of this rank.
+        """Sum the gradients per unique row, and start to send the sums to the owners.
 
-        Errors are raised on this rank alone. A handshake follows before the update: a rank that failed here calls
-        `send_nothing` and reports its error there.
+        Errors are raised on this rank alone. A rank that failed here calls `send_nothing`, and reports its error in the
+        handshake that precedes the update.
         """
         all_weights = weights or [None] * len(self.lookups)
         with self._while_pinned():
@@ -127,7 +127,7 @@ class ShardedBatch:
         self._start_sending(sums)
 
     def send_nothing(self) -> None:
-        """Join the gradient exchange without gradients, if `send` failed or was not called."""
+        """Take part in the gradient exchange without valid gradients, if `send` failed or was not called."""
         if self._sent is not None:
             return
         world = self._world
@@ -136,7 +136,7 @@ class ShardedBatch:
         except BaseException as error:
             if not world.must_report(error):
                 raise
-            # the other ranks would wait for gradients
+            # otherwise the other ranks would wait for gradients
             raise world.abort(f"gradients of {self._op}", f"failed with {error!r}") from error
 
     def _sum_gradients(self, gradients: Gradients) -> RankBuffers:
@@ -162,7 +162,7 @@ class ShardedBatch:
         self._sent.wait()
 
     def _receive(self) -> list[Tensor]:
-        """Return the received gradients, per rank [rows that it requested, dim] in float32."""
+        """Return the gradients received from each rank: float32 [rows that the rank requested, dim]."""
         self.receive()
         assert self._sums is not None
         sums = [*self._sums.blocks]
@@ -188,11 +188,11 @@ class ShardedBatch:
         scale: float | None = None,
         clip_value: float | None = None,
     ) -> None:
-        """Apply the optimizer to this rank's rows, with the gradients of all ranks, and unpin.
+        """Apply the optimizer to the rows that this rank owns, with the gradients of all ranks, and unpin.
 
-        scale: multiplies a row's summed gradient. The default is 1 / number of ranks, which trains the mean of their
-        losses. Sends the gradients first unless `send` was called; errors in them are raised on every rank. A later
-        error is raised on this rank alone, and then no rank can use the rows.
+        scale: factor for a row's summed gradient. The default, 1 / number of ranks, trains the mean of the ranks'
+        losses. If `send` was not called, sends the gradients first; an error in this part is raised on every rank. Any
+        later error is raised on this rank alone, and then no rank can use the rows.
         """
         owned = self._prepare(grads, weights)
         sums = self._receive()
@@ -205,7 +205,7 @@ class ShardedBatch:
         self._table.pinned = None
 
     def mark_diverged(self, error: BaseException) -> None:
-        """Mark this rank's rows as diverged if its update did not finish, since other ranks updated theirs."""
+        """If this rank's update did not finish, mark the rows as diverged, since other ranks updated their rows."""
         if self._table.pinned is self:
             self._table.mark_diverged(self._op, error)
 
@@ -214,7 +214,7 @@ class ShardedBatch:
         self._table.release()
 
     def _prepare(self, grads: list[Tensor], weights: list[Tensor | None] | None) -> PinnedBatch:
-        """Make sure that the gradients were sent, and return the owned rows."""
+        """Send the gradients if `send` was not called, and return the pinned rows that this rank owns."""
         if self._sent is None:
             self._check()
             self.arrive()
@@ -225,7 +225,7 @@ class ShardedBatch:
         return self.owned
 
     def _unpin_on_error(self, call: Callable[[], T]) -> T:
-        """Return a call's result; unpin if it raises."""
+        """Return a call's result. If the call raises, unpin."""
         try:
             return call()
         except BaseException:
@@ -234,7 +234,7 @@ class ShardedBatch:
 
     @contextmanager
     def _while_pinned(self) -> Iterator[None]:
-        """Context manager that keeps the rows pinned, also in this rank's own tiers."""
+        """Wrap a block that needs pinned rows. Locks the local table, so the rows stay pinned there too."""
         self._check()
         self.arrive()
         assert self.owned is not None
@@ -251,9 +251,9 @@ class ShardedBatch:
 
 
 def _collective(operation: str) -> Callable[[Method], Method]:
-    """Decorate a method that makes several collectives: run it in a `World.collective_block`.
+    """Decorator that runs a method with several collectives in a `World.collective_block`.
 
-    An error before the first collective is raised on all ranks. operation: its name in errors.
+    An error before the first collective is raised on all ranks. operation: the method's name in error messages.
     """
 
     def with_name(method: Method) -> Method:
@@ -274,15 +274,15 @@ class ShardedTable:
     def __init__(
         self, world: World, local: Any, capacity: int | None, before_step: Callable[[], None], requests: Any
     ) -> None:
-        """local: this rank's `LocalTable`. capacity: the most rows over all ranks; None if each rank limits its own.
+        """local: this rank's `LocalTable`. capacity: the most rows over all ranks; None if each rank has its own limit.
 
-        before_step: what all ranks do before a step. requests: the `RankRequests` that they serve together.
+        before_step: called on all ranks before a step. requests: the `RankRequests` that all ranks serve together.
         """
         self.world, self.capacity, self._before_step, self._requests = world, capacity, before_step, requests
         self.local = local
         self.traffic = Traffic()
         self.pinned: ShardedBatch | None = None
-        self._diverged = ""  # the update that this rank's rows lack, and why; empty if none
+        self._diverged = ""  # which update this rank's rows lack, and why; "" if they lack none
         self.id_prefetcher = IdPrefetcher(
             world, self.name, self.traffic, lambda requested: self.open_table.announce(requested)
         )
@@ -304,7 +304,7 @@ class ShardedTable:
 
     @_collective("step")
     def pin(self, lookups: list[Lookup], dtype: torch.dtype = torch.float32, dedup_from: Any = None) -> ShardedBatch:
-        """Begin a training step on all ranks, as `OpenTable.pin` does. Its rows are still in flight on return."""
+        """Begin a training step on all ranks, as `OpenTable.pin` does. The batch's rows are in flight on return."""
         op = f"embedding {self.name!r}, step {self.open_table.step + 1}"
         self.release()
         self._before_step()
@@ -317,14 +317,14 @@ class ShardedTable:
         return self.pinned
 
     def _clear_clean_marker(self) -> None:
-        """Clear the clean marker of this rank's rows, ahead of a write of all ranks. StoreError."""
+        """Clear the clean marker of this rank's rows before all ranks write rows. Raises StoreError."""
         with self.open_table.lock:
             self.open_table.before_write(self.open_table.step)
 
     def _pin_requested(self, requested: list[Lookup], dedup_from: PinnedBatch | None) -> PinnedBatch:
         self._clear_clean_marker()
         pinned = self.open_table.pin(requested, torch.float32, dedup_from)
-        self.open_table.check()  # deferred errors of a device; all ranks raise them in this step
+        self.open_table.check()  # raises a device's deferred errors; all ranks then raise them in this step
         return pinned
 
     def _request(
@@ -332,7 +332,7 @@ class ShardedTable:
     ) -> tuple[LocalBatch, list[Lookup], bool]:
         """Exchange ids. Returns this rank's unique rows, the rows each rank requests, and True if a rank pools rows.
 
-        dtype: the dtype that a step gathers; None if this is not a step.
+        dtype: the dtype of the rows that a step gathers; None if this is not a step.
         """
         world, table, is_step = self.world, self.open_table, dtype is not None
         announced = self.id_prefetcher.find(lookups, table.processor) if is_step else None
@@ -361,7 +361,7 @@ class ShardedTable:
             world.step_collectives += 1
         assert local is not None
         if is_step:
-            self.id_prefetcher.advance()  # only here: a rank that failed makes only the step's own handshake
+            self.id_prefetcher.advance()  # only here: a failed rank takes part in no other handshake
         if answer.wants_more:
             self._requests.serve()
         pools = any(note & 1 for note in answer.notes)
@@ -390,7 +390,7 @@ class ShardedTable:
 
     @_collective("lookup")
     def _look_up(self, lookup: Lookup, trains: bool) -> LocalBatch:
-        """Return this rank's unique rows of a lookup, with their lines set."""
+        """Return this rank's unique rows of a lookup, with their lines set to the received rows."""
         op = f"embedding {self.name!r}, lookup at step {self.open_table.step}"
         local, requested, _ = self._request(op, [lookup])
         counts = [len(part.ids) for part in requested]
@@ -413,7 +413,7 @@ class ShardedTable:
 
     @_collective("put")
     def put(self, lookup: Lookup, values: NDArray[np.float32]) -> None:
-        """Write rows, as `OpenTable.put` does. If several ranks write a key, the last rank wins."""
+        """Write rows, as `OpenTable.put` does. If several ranks write one key, the last rank's row is kept."""
         op = f"put of embedding {self.name!r} at step {self.open_table.step}"
         requested, rows = self._scatter(op, lookup, values)
         if self.capacity is not None:
@@ -426,7 +426,7 @@ class ShardedTable:
         self.world.handshake(f"{op}: done", error)
 
     def check_capacity(self, rows: list[int], new: list[int]) -> None:
-        """Raise CapacityError on every rank if new rows exceed `capacity`. rows, new: counts by rank."""
+        """Raise CapacityError on every rank if new rows exceed `capacity`. rows, new: each rank's counts."""
         if self.capacity is not None and any(new) and sum(rows) + sum(new) > self.capacity:
             self.world.raise_shared(
                 CapacityError(
@@ -437,7 +437,7 @@ class ShardedTable:
 
     @_collective("delete")
     def delete(self, lookup: Lookup) -> int:
-        """Delete rows, as `OpenTable.delete` does. Returns how many of all ranks' ids had been written."""
+        """Delete rows, as `OpenTable.delete` does. Returns how many ids had rows, summed over ranks."""
         op = f"delete of embedding {self.name!r} at step {self.open_table.step}"
         requested, _ = self._scatter(op, lookup, None)
         self.local.count_write()
@@ -447,10 +447,10 @@ class ShardedTable:
     def _scatter(
         self, op: str, lookup: Lookup, values: NDArray[np.float32] | None
     ) -> tuple[Lookup, NDArray[np.float32]]:
-        """Send ids and values [n, dim] to their owners. Returns those this rank owns, in order of the sending ranks."""
+        """Send ids and values [n, dim] to the owners. Returns what this rank receives, ordered by sending rank."""
         world, spec = self.world, self.open_table.spec
         on_host = Lookup(lookup.ids.cpu(), None if lookup.table_ids is None else lookup.table_ids.cpu())
-        batch = batch_of(spec, [on_host])  # errors of this and the next two lines are raised on all ranks
+        batch = batch_of(spec, [on_host])  # an error here or in the next two lines is raised on all ranks
         self._check_diverged()
         self._clear_clean_marker()
         owners = _core.owners(batch.tables, batch.keys, world.size)
@@ -476,9 +476,9 @@ class ShardedTable:
 
     @_collective("announcement")
     def announce(self, lookups: list[Lookup] | None, together: bool = False) -> None:
-        """Announce a later step, as `OpenTable.announce` does. All ranks call it; lookups is None if they are unknown.
+        """Announce a later step, as `OpenTable.announce` does. All ranks call this. lookups: None if unknown.
 
-        together: True if all ranks are known to be in this call. The step then raises an error of one rank.
+        together: True if all ranks are known to be in this call. If one rank then has an error, the step raises it.
         """
         if not together:
             _, error = try_call(self._check_diverged)
@@ -488,24 +488,24 @@ class ShardedTable:
         )
 
     def rows_and_new(self, owned: PinnedBatch) -> tuple[int, int]:
-        """Return this rank's row count, and how many rows a pinned batch adds. (0, 0) without a `capacity`."""
+        """Return this rank's row count, and the number of rows that a pinned batch adds. (0, 0) without `capacity`."""
         if self.capacity is None:
             return 0, 0
         written = int(owned.table.processor.count_written(owned.core).sum())
         return self.open_table.counts.rows, owned.core.unique - written
 
     def mark_diverged(self, op: str, error: BaseException) -> None:
-        """Note that this rank failed in an update that other ranks made. No rank can use the rows until a load."""
-        try_call(self.release)  # after a failure the pin cannot end normally
+        """Called after this rank failed in an update that other ranks made. No rank can use the rows until a load."""
+        try_call(self.release)  # this may raise: after a failure the pin cannot end normally
         self._diverged = f"{op} raised {error!r} on this rank during its updates, and other ranks made theirs"
         self.local.mark_failed(error)
 
     def _check_diverged(self) -> None:
-        if self._diverged and self.open_table.failure is not None:  # otherwise a load has replaced the table
+        if self._diverged and self.open_table.failure is not None:  # no failure: a load has replaced the table
             raise StoreError(f"{self._diverged}; load a snapshot of every embedding of that step on all ranks")
 
     def release(self) -> None:
-        """Drop the pin that a failed step left behind."""
+        """Unpin the batch that a failed step may have left pinned."""
         self.pinned = None
         if (table := self.local.table_if_open) is not None:
             table.release()

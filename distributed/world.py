@@ -1,6 +1,6 @@
-"""`World`: the processes that share embedding rows, and the calls that they make together.
+"""`World`: the processes that share embedding rows, and the collective calls that these processes make.
 
-Every operation over ranks begins with a handshake. In a world of one process, each of these calls is a plain call.
+Every operation over ranks begins with a handshake. In a world of one process, collective calls are plain calls.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 MIN_START_SECONDS = 60.0  # processes import torch at different speeds
 MAX_TIMEOUT = 10**7  # seconds
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # for sending rows and gradients
-POLL_SECONDS = 0.02  # between polls of torch's store
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # dtypes for sending rows and gradients
+POLL_SECONDS = 0.02  # interval between polls of torch's store
 _START = "tierbed/start"
 
 
 def try_call(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """Return (result, None) of a call, or (None, exception) so that it can be raised on all ranks."""
+    """Return (result, None), or (None, exception) if the call raised. The exception can then be raised on all ranks."""
     try:
         return call(), None
     except BaseException as error:
@@ -43,7 +43,7 @@ def try_call(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
 
 
 def make_default_group(timeout: float) -> None:
-    """Create torch's default process group (Gloo) from torchrun's processes. Raises GroupError if one is missing."""
+    """Create torch's default process group (Gloo) from torchrun's processes. Raises GroupError if a rank is missing."""
     from torch.distributed.rendezvous import rendezvous
 
     limit = timedelta(seconds=max(timeout, MIN_START_SECONDS))
@@ -61,8 +61,8 @@ def store_of_this_start(store: Store, rank: int, size: int, timeout: timedelta) 
     """Return a view of torch's store that only the ranks of the job's current start use.
 
     torchrun keeps its store when it restarts a job's processes. A rank that starts early could then read addresses of
-    ranks that have already exited (https://github.com/pytorch/pytorch/issues/135712). So rank 0 draws a name for this
-    start. The other ranks use the name only after rank 0 has confirmed, under it, a number that they drew.
+    ranks that have already exited (https://github.com/pytorch/pytorch/issues/135712). So rank 0 draws a random name for
+    this start. Each other rank draws a token, and uses the name only after rank 0 has confirmed the token.
     """
     from torch.distributed.distributed_c10d import PrefixStore
 
@@ -87,13 +87,13 @@ def store_of_this_start(store: Store, rank: int, size: int, timeout: timedelta) 
 class World(RankGroup):
     """The ranks that share embedding rows. Each rank keeps one shard of every embedding.
 
-    Every rank creates the world, and calls `gather` and `sum` in the same order as the others, from a single thread.
+    Every rank creates the world, and calls `gather` and `sum` from a single thread, in the same order as other ranks.
     The world creates its own process group, so its traffic never mixes with a program's other collectives. If a rank
-    does not answer within `timeout` seconds, the world is aborted: every later call raises GroupError.
+    does not answer within `timeout` seconds, the world is aborted. Every later call then raises GroupError.
 
     Args:
-        group: the process group whose ranks share rows. Default: torch's default group, or this process alone if
-            there is none.
+        group: the process group whose ranks share rows. Default: torch's default group. If that does not exist, this
+            process alone.
         timeout: seconds to wait for other ranks. Default: 600.
         rows: dtype for sending rows: float32, bfloat16 or float16. Default: float32.
         grads: dtype for sending gradients: float32, bfloat16 or float16. Default: float32.
@@ -138,8 +138,8 @@ class World(RankGroup):
     def from_env(cls, group: dist.ProcessGroup | None = None, *, timeout: float = 600, **dtypes: torch.dtype) -> World:
         """Create a world from torchrun's environment variables.
 
-        Creates torch's default process group first, if the variables are set and no group exists. A process that
-        torchrun did not start becomes a world of one.
+        If the variables are set and no default process group exists, creates this group first. A process that
+        torchrun did not start becomes a world of one process.
 
         Args:
             group: as for `World`.
@@ -161,14 +161,14 @@ class World(RankGroup):
         """Concatenate the tensors of all ranks along dimension 0, in rank order.
 
         Args:
-            x: a dense tensor of numbers. Its length may differ between ranks; dtype and other dimensions must not. A
-                tensor without dimensions counts as one of length 1.
+            x: a dense tensor of numbers. Dimension 0 may differ between ranks; dtype and other dimensions must not. A
+                tensor without dimensions is treated as a tensor of length 1.
 
         Returns:
             A tensor on the device of `x`, with the same values on all ranks.
 
         Raises:
-            InputError: on all ranks, if a rank passes something else than a dense tensor of numbers.
+            InputError: on all ranks, if any rank passes something other than a dense tensor of numbers.
             GroupError: on all ranks, if dtypes or shapes differ, or if the world is aborted.
         """
         return torch.cat(self._all_tensors("gather", x, 1))
@@ -193,12 +193,12 @@ class World(RankGroup):
     def handshake(
         self, op: str, error: BaseException | None = None, same: Mapping[str, Any] | None = None, **fields: Any
     ) -> HandshakeResult:
-        """Exchange headers with all ranks, as `Handshake` does, and wait for them. This is a barrier."""
+        """Exchange headers with all ranks (see `Handshake`), and wait for all headers. This call is a barrier."""
         with self.collective_block(op):
             return Handshake(self, op, error, same, **fields).wait()
 
     def call_on_all_ranks(self, op: str, call: Callable[[], Any], same: Mapping[str, Any] | None = None) -> Any:
-        """Return the result of a call that every rank makes for itself. An error on one rank is raised on all.
+        """Return this rank's result of a call that every rank makes. An error on one rank is raised on all ranks.
 
         same: values by name that must be equal on all ranks.
         """
@@ -209,11 +209,11 @@ class World(RankGroup):
         return result
 
     def call_on_rank_0(self, op: str, call: Callable[[], Any]) -> Any:
-        """Return the result of a call on rank 0, sent as msgpack. Its error is raised on all ranks."""
+        """Return rank 0's result of a call, sent as msgpack. Rank 0's error is raised on all ranks."""
         return self.all_gather_object(op, call if self.rank == 0 else lambda: None)[0]
 
     def all_gather_object(self, op: str, call: Callable[[], Any]) -> list[Any]:
-        """Return the result of `call` on each rank, sent as msgpack. An error on one rank is raised on all."""
+        """Return each rank's result of `call`, sent as msgpack. An error on one rank is raised on all ranks."""
         if self.size == 1:
             return [call()]
         value, error = try_call(call)
@@ -224,7 +224,7 @@ class World(RankGroup):
 
     @contextmanager
     def raise_on_all_ranks(self, op: str) -> Iterator[None]:
-        """Context manager for collectives. An error before the first one is raised on all ranks."""
+        """Wrap a block of collectives. An error before the first collective is raised on all ranks."""
         before = self.calls
         try:
             yield
@@ -234,7 +234,7 @@ class World(RankGroup):
             raise
 
     def _all_tensors(self, op: str, x: Any, open_dims: int) -> list[Tensor]:
-        """Return copies of all ranks' tensors. open_dims: 1 if first dimensions may differ, 0 if all are equal."""
+        """Return copies of all ranks' tensors. open_dims: 1 if dimension 0 may differ between ranks, otherwise 0."""
         self.check_thread()
         self.check_alive()
         data, error = try_call(lambda: bytes_of(check_sendable("x", x, open_dims == 0)))

@@ -1,7 +1,7 @@
-"""Sends requests to a store's lock holder, the process that has it open, over the socket in the store folder.
+"""Sends requests to a store's lock holder, the process that has the store open, over the socket in the store folder.
 
-Each function returns None if there is no lock holder, or if it does not serve the folder. It raises StoreError if the
-process exits or sends nothing for `timeout` seconds. Errors in that process are raised here too.
+Each function returns None if no process has the store open, or if that process has no socket there. Each function
+raises StoreError if that process exits or sends nothing for `timeout` seconds, and raises that process's errors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..files.format import Manifest, check_name, snapshot_id
 from ..files.reader import Snapshot
 from .protocol import MAX_PACKETS, SOCKET, Message, connect, peer_of, receive, send
 
-TIMEOUT = 60.0  # seconds without a message
+TIMEOUT = 60.0  # seconds to wait for a message
 
 _RAISED: dict[str, type[TierbedError]] = {kind.__name__: kind for kind in (SnapshotError, OptionError)}
 
@@ -29,7 +29,8 @@ RowsWritten = Callable[[int, int | None], None]
 def request_status(store: Path, timeout: float = TIMEOUT) -> dict[str, Any] | None:
     """Returns the lock holder's `name`, `step`, `rows`, `pid` and `saving`.
 
-    saving: None, or the save that it runs for another process: `name`, `rows` so far, and `of`, the total if known.
+    saving: the save that the lock holder runs for another process, or None. A dict with the snapshot's `name`, the
+    number of `rows` written so far, and the total `of`, if known.
     """
     return _answer(store, {"do": "status"}, "report its status", timeout, "status")
 
@@ -45,14 +46,14 @@ def request_save(
 ) -> Manifest | None:
     """Ask the lock holder to save a snapshot after its current step, and wait until it is durable.
 
-    progress: called with the number of rows written and the total, None if unknown. stores: that process's stores to
-    save together, all or none.
+    progress: called with the number of rows written, and the total or None. stores: the lock holder's stores to save
+    together, all or none.
     """
     check_name(name)
     folder = store / "snapshots" / name
     before = snapshot_id(folder)
     request: Message = {"do": "save", "name": name, "kind": kind, "overwrite": overwrite}
-    if len(stores) > 1:  # an older trainer refuses this request; it could save only one store
+    if len(stores) > 1:  # older trainers can save only one store, and refuse this request
         request |= {"do": "save all", "stores": [os.path.realpath(path) for path in stores]}
     pid, answers = _ask(store, request, f"save snapshot {name!r}", timeout)
     if pid is None:
@@ -70,13 +71,13 @@ def request_save(
 def request_prune(
     store: Path, keep_last: int, keep_every: int | None, timeout: float = TIMEOUT
 ) -> tuple[list[str], list[str]] | None:
-    """Ask the lock holder to prune. Returns the names of removed and of kept snapshots."""
+    """Ask the lock holder to prune. Returns the removed and the kept snapshots' names."""
     done = _answer(store, {"do": "prune", "keep_last": keep_last, "keep_every": keep_every}, "prune", timeout)
     return None if done is None else (done["removed"], done["kept"])
 
 
 def request_row(store: Path, table: int | str, key: int, timeout: float = TIMEOUT) -> dict[str, Any] | None:
-    """Read a row, like `plain_row`, from the lock holder; {} if it was never written."""
+    """Ask the lock holder for a row. Returns a dict like `plain_row`; {} if the row was never written."""
     return _answer(store, {"do": "get", "table": table, "key": key}, "read a row", timeout)
 
 
@@ -93,7 +94,7 @@ def _answer(store: Path, request: Message, action: str, timeout: float, field: s
 
 
 def _ask(store: Path, request: Message, action: str, timeout: float) -> tuple[int | None, Iterator[Message]]:
-    """Send a request. Returns the process id at the socket, None if there is none, and the answers."""
+    """Send a request. Returns the server's process id, or None if there is no server, and the answers."""
     try:
         connection = connect(store, timeout)
     except PermissionError as error:
@@ -108,7 +109,7 @@ def _ask(store: Path, request: Message, action: str, timeout: float) -> tuple[in
 
 def _answers(connection: socket.socket, pid: int, request: Message, action: str, timeout: float) -> Iterator[Message]:
     """Yields the server's messages until the connection ends. Each progress message restarts the timeout."""
-    # Only `get` passes an input that may be wrong. Any other InputError comes from a step in that process.
+    # Only a `get` request has input that may be wrong. For other requests, an InputError comes from the server's step.
     error_types = {**_RAISED, InputError.__name__: InputError} if request["do"] == "get" else _RAISED
     problem, deadline = "did not answer", monotonic() + timeout
     with connection:
@@ -119,13 +120,13 @@ def _answers(connection: socket.socket, pid: int, request: Message, action: str,
                 connection.settimeout(max(deadline - monotonic(), 1e-3))
                 try:
                     answer = receive(connection, MAX_PACKETS)
-                except ConnectionResetError:  # comes first if the server closed before it read everything
+                except ConnectionResetError:  # raised before the answer if the server did not read the whole request
                     answer = receive(connection, MAX_PACKETS)
             except TimeoutError:
                 raise StoreError(
-                    f"process {pid} was asked to {action} and {problem} for {timeout:g} seconds. If it is "
-                    "running, check whether it did so later, or ask again with a longer timeout; if it is stopped, "
-                    "let it continue, or end it and use the closed store"
+                    f"process {pid} was asked to {action} and {problem} for {timeout:g} seconds. If the process is "
+                    "running, check whether it did so later, or ask again with a longer timeout. If the process is "
+                    "stopped, let it continue, or end it and use the closed store"
                 ) from None
             except ValueError as error:
                 raise StoreError(f"process {pid} sent an invalid reply: {error}") from error

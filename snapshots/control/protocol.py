@@ -1,7 +1,7 @@
-"""The socket in an open store's folder, where other processes of the same user send requests to the lock holder.
+"""The socket in an open store's folder. Other processes of the same user send requests to the lock holder there.
 
-A message is one JSON document. It is one packet of a Unix socket (SOCK_SEQPACKET), so its size is bounded, and it
-arrives whole or not at all. A longer answer is split into several packets; all but the last begin with a zero byte.
+A message is one JSON document in one packet of a Unix socket (SOCK_SEQPACKET). So a message has a maximum size, and
+arrives whole or not at all. A longer answer is split into several packets; all except the last begin with a zero byte.
 The client sends the first message, the request. docs/cli.md lists requests and answers.
 """
 
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 SOCKET = "SOCKET"
-LIMIT = 1 << 16  # bytes of a packet
-MAX_PACKETS = 1024  # in an answer
+LIMIT = 1 << 16  # bytes per packet
+MAX_PACKETS = 1024  # packets per answer
 
 _MORE = b"\0"  # the first byte of a packet that is continued in the next
-_WAITING = 64  # clients that may wait to be accepted
+_WAITING = 64  # how many clients may wait to be accepted
 
 Message = dict[str, Any]
 
@@ -31,7 +31,7 @@ def open_folder(path: Path) -> int:
 
 
 def listen(folder: int) -> socket.socket:
-    """Listen on a socket in the folder, replacing a dead one. The caller is the lock holder. Raises OSError."""
+    """Listen on a new socket in the folder. Removes a killed process's socket first. Raises OSError."""
     remove(folder)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -51,7 +51,7 @@ def remove(folder: int) -> None:
 
 
 def connect(path: Path, timeout: float) -> socket.socket | None:
-    """Connect to the folder's socket. None if no process listens. timeout: seconds for each call. Raises OSError."""
+    """Connect to the folder's socket. Returns None if no process listens. timeout: seconds per call. Raises OSError."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.settimeout(timeout)
@@ -62,7 +62,7 @@ def connect(path: Path, timeout: float) -> socket.socket | None:
             os.close(folder)
     except BaseException as error:
         connection.close()
-        if isinstance(error, (FileNotFoundError, ConnectionRefusedError)):  # refused: the process was killed
+        if isinstance(error, (FileNotFoundError, ConnectionRefusedError)):  # refused if its process was killed
             return None
         raise
     return connection
@@ -84,7 +84,7 @@ def send(connection: socket.socket, message: Message) -> None:
 
 
 def receive(connection: socket.socket, packets: int = 1) -> Message | None:
-    """Receive a message of at most `packets` packets; None at the end. Raises OSError, ValueError if it is invalid."""
+    """Receive a message; None at the end. Raises OSError, or ValueError if the message is invalid or too long."""
     data = b""
     for _ in range(packets):
         packet, _, flags, _ = connection.recvmsg(LIMIT)
@@ -105,5 +105,5 @@ def receive(connection: socket.socket, packets: int = 1) -> Message | None:
 
 
 def _address(folder: int) -> str:
-    # an address has 108 bytes, and the folder's path may be longer
+    # an address has at most 108 bytes, and the folder's path may be longer
     return f"/proc/self/fd/{folder}/{SOCKET}"

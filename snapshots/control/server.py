@@ -1,4 +1,4 @@
-"""Serves other processes' requests for an open store: saves, prunes, rows and status."""
+"""Serves other processes' requests to an open store: save, prune, read a row, report the status."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from .protocol import Message, listen, open_folder, peer_of, receive, remove, se
 
 log = logging.getLogger("tierbed")
 
-_MAX_CLIENTS = 8  # at the same time
+_MAX_CLIENTS = 8  # clients served at the same time
 _CLIENT_SECONDS = 5.0  # timeout to receive a request and to send an answer
-_PROGRESS_SECONDS = 0.1  # between two progress messages
-_MAX_ERROR = 8000  # characters
+_PROGRESS_SECONDS = 0.1  # interval between two progress messages
+_MAX_ERROR = 8000  # characters of an error text
 
 _services: weakref.WeakSet[Service] = weakref.WeakSet()
 
@@ -40,30 +40,30 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class SaveTarget(Protocol):
-    """What the server needs from an open table."""
+    """The methods of an open table that the server calls."""
 
     def save_between_steps(self, save: RequestedSave) -> Manifest | None:
-        """Save a snapshot between two steps. Called in a thread of the server. Raises TierbedError.
+        """Save a snapshot between two steps. A server's thread calls this method. Raises TierbedError.
 
-        Returns None without saving if `save.is_given_up` returns True before the save starts. Calls `save.progress`
-        with 0 when the save starts, then with the rows in each chunk of each store. If it raises, the save is undone.
+        Returns None without saving if `save.is_given_up()` is True before the save starts. Calls `save.progress` with 0
+        when the save starts, then with each chunk's row count. If `save.progress` raises, the save is undone.
         """
 
     def prune_between_steps(self, keep_last: int, keep_every: int | None) -> tuple[list[str], list[str]]:
-        """Prune the snapshots. Returns the names of removed and of kept ones. Raises TierbedError."""
+        """Prune the snapshots. Returns the removed and the kept snapshots' names. Raises TierbedError."""
 
     def row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
-        """Read a row between two steps, as plain values; {} if there is none, None if `give_up` returns True."""
+        """Read a row between two steps, as plain values. Returns {} for a missing row, None if `give_up()` is True."""
 
     def status(self) -> dict[str, Any]:
         """Returns `name`, `step`, and the number of `rows`. Raises TierbedError."""
 
 
 class Service:
-    """Serves a store from `start` to `stop`, over a socket in its folder. Both defer signal handlers.
+    """Serves a store from `start` to `stop`, over a socket in its folder. Both methods defer signal handlers.
 
-    One thread blocks in `accept`, and each client gets its own thread. A forked child has no server. `socketserver`
-    is not used: it polls for its shutdown, and neither joins its daemon threads nor limits their number.
+    One thread blocks in `accept`, and each client gets its own thread. A forked child has no server. The module
+    `socketserver` would poll for its shutdown, not join its daemon threads, and not limit their number.
     """
 
     def __init__(self) -> None:
@@ -73,11 +73,11 @@ class Service:
         self._clients: dict[Thread, socket.socket] = {}
 
     def start(self, folder: Path, target: SaveTarget) -> None:
-        """Serve the store in `folder`, which this process has locked. If it cannot, log the reason."""
+        """Serve the store in `folder`, which this process has locked. If that fails, log the reason."""
         with uninterrupted():
             try:
                 self._start(folder, target)
-            except (OSError, RuntimeError) as error:  # the folder allows no socket, or no descriptor or thread is left
+            except (OSError, RuntimeError) as error:  # sockets are not allowed, or no descriptor or thread is left
                 log.info("store folder %s: no `tierbed snapshot save` while it is open: %s", folder, error)
 
     def _start(self, folder: Path, target: SaveTarget) -> None:
@@ -98,7 +98,7 @@ class Service:
         self._is_running = True
 
     def stop(self) -> None:
-        """Remove the socket, undo a running save, and end all threads. A client's thread may call it too."""
+        """Remove the socket, undo a running save, and end all threads. A client's thread may call this method too."""
         if not self._is_running:
             return
         with uninterrupted():
@@ -145,7 +145,7 @@ class Service:
     def _start_client(self, client: socket.socket) -> None:
         client.settimeout(_CLIENT_SECONDS)
         for thread, connection in list(self._clients.items()):  # a copy: threads remove themselves at any time
-            if not thread.is_alive():  # it died without removing itself
+            if not thread.is_alive():  # the thread died before it could remove itself
                 self._clients.pop(thread, None)
                 connection.close()
         thread = Thread(target=self._serve, args=(client,), name="tierbed-client", daemon=True)
@@ -154,7 +154,7 @@ class Service:
             try:
                 thread.start()
                 return
-            except RuntimeError:  # no thread is left
+            except RuntimeError:  # the system allows no further thread
                 del self._clients[thread]
             except BaseException:
                 self._clients.pop(thread).close()
@@ -208,7 +208,7 @@ class Service:
         save = RequestedSave(client, self._stopping, self._target, name, kind, overwrite, stores)
         if (given_up := save.is_given_up()) or not self._saving.acquire(blocking=False):
             client.settimeout(_CLIENT_SECONDS)
-            if given_up:  # the client left while this process was stopped; another save may be running
+            if given_up:  # the client exited while this process was stopped; another save may be running
                 raise save.undone()
             other = "another snapshot" if self._save is None else f"snapshot {self._save.name!r}"
             raise StoreError(f"process {os.getpid()} is saving {other}; ask again when it is done")
@@ -232,7 +232,7 @@ class Service:
 
 @dataclass(eq=False)
 class RequestedSave:
-    """A save that a client requested. The client receives progress messages for as long as it listens."""
+    """A save that a client requested. The client receives progress messages while it listens."""
 
     _client: socket.socket
     _stopping: Event
@@ -240,16 +240,16 @@ class RequestedSave:
     name: str
     kind: str
     overwrite: bool
-    stores: Sequence[str]  # the real paths of stores to save, all or none; empty for the target's own
+    stores: Sequence[str]  # real paths of stores to save, all or none; empty for the target's own store
     rows: int = 0
-    of: int | None = None  # the total; known once a full save of one store has started
+    of: int | None = None  # the total number of rows; known once a full save of one store has started
     _due: float = 0.0
 
     def __post_init__(self) -> None:
         self._client.setblocking(False)
 
     def is_given_up(self) -> bool:
-        """True if the save has not started and no client waits for it any more."""
+        """Called before the save starts. True if no client waits for the save any more, or the server stops."""
         if self._stopping.is_set():
             return True
         try:
@@ -263,8 +263,8 @@ class RequestedSave:
         if not self._stopping.is_set():
             return SnapshotError(f"snapshot {self.name!r} was not started: the client that requested it has exited")
         return SnapshotError(
-            f"process {os.getpid()} closed the store before snapshot {self.name!r} was complete, and removed it; "
-            "save it again, from the closed store"
+            f"process {os.getpid()} closed the store before snapshot {self.name!r} was complete, and removed the "
+            "snapshot; save again, from the closed store"
         )
 
     def progress(self, count: int) -> None:

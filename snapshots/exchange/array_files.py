@@ -1,6 +1,6 @@
-"""Named arrays in memory, in NumPy's `.npz` or in safetensors, read together and in order.
+"""Reads named arrays together, row by row, from memory, NumPy's `.npz` or safetensors files. Also writes such files.
 
-Writing takes bounded memory, unlike the safetensors library, and no pickle. The layout of safetensors:
+Writing uses bounded memory (the safetensors library does not) and no pickle. For the layout of safetensors files, see
 https://github.com/huggingface/safetensors#format
 """
 
@@ -29,7 +29,7 @@ from ...engine.durable import MAX_SEALED
 from ...engine.errors import InputError
 from .columns import Columns
 
-METADATA = "tierbed"  # the name in a file under which the description is stored, as JSON
+METADATA = "tierbed"  # a file stores the description, as JSON, under this name
 _SUFFIX = ".npy"
 _COPY_BYTES = 1 << 20
 _NAMES = {"float32": "F32", "int32": "I32", "int64": "I64", "uint32": "U32", "uint64": "U64"}
@@ -38,13 +38,13 @@ _NAMES = {"float32": "F32", "int32": "I32", "int64": "I64", "uint32": "U32", "ui
 class Column(NamedTuple):
     """An array [n, ...] that is read row by row in ascending order, each row once."""
 
-    dtype_name: str  # NumPy's name if there is one
+    dtype_name: str  # NumPy's name for the dtype, or torch's if NumPy lacks it
     shape: tuple[int, ...]
-    read: Callable[[int, int], NDArray[Any]]  # rows from `begin` to `end`; bfloat16, which NumPy lacks, as float32
+    read: Callable[[int, int], NDArray[Any]]  # returns the rows from `begin` to `end`; bfloat16 becomes float32
 
 
 def column_of(array: NDArray[Any] | Tensor) -> Column:
-    """Wrap an array, maybe mapped from a file, or a tensor on any device."""
+    """Wrap an array (possibly mapped from a file) or a tensor on any device."""
     return Column(str(array.dtype).removeprefix("torch."), tuple(array.shape), partial(_read, array))
 
 
@@ -57,17 +57,17 @@ def _read(array: Any, begin: int, end: int) -> NDArray[Any]:
 
 
 def mapped_npy(path: Path) -> NDArray[Any]:
-    """Map the array in a `.npy` from disk. Raises OSError, and ValueError for any other content, such as an `.npz`."""
+    """Map a `.npy` file's array from disk. Raises OSError, or ValueError if the file is no `.npy` file."""
     try:
         return npy.open_memmap(path, "r")
     except (OSError, ValueError):
         raise
-    except Exception as error:  # NumPy evaluates the header, so anything may be raised
+    except Exception as error:  # NumPy evaluates the header as Python, so any error is possible
         raise ValueError(f"its header is damaged: {error}") from error
 
 
 class NamedArrays:
-    """The arrays in an open file. metadata: the text stored under METADATA."""
+    """An open file's arrays by name. metadata: the text stored under METADATA."""
 
     def __init__(self, columns: Mapping[str, Column], metadata: str | None = None) -> None:
         self.columns = columns
@@ -75,7 +75,7 @@ class NamedArrays:
         self.shapes = {name: (column.dtype_name, column.shape) for name, column in columns.items()}
 
     def batches(self, names: Iterable[str], max_rows: int) -> Iterator[dict[str, NDArray[Any]]]:
-        """Yields the arrays called `names`, all equally long, `max_rows` rows at a time."""
+        """Yields the arrays called `names`, `max_rows` rows at a time. The arrays must be equally long."""
         columns = {name: self.columns[name] for name in names}
         count = next(iter(columns.values())).shape[0]
         for begin in range(0, count, max_rows):
@@ -83,7 +83,7 @@ class NamedArrays:
 
 
 class SpilledColumn(NamedTuple):
-    """A column in a temporary file without a name, which the kernel removes when the process ends."""
+    """A column in a nameless temporary file. The kernel removes such files when the process ends."""
 
     file: IO[bytes]
     dtype: np.dtype[Any]
@@ -95,7 +95,7 @@ Spilled = Mapping[str, SpilledColumn]
 
 @contextmanager
 def spilled_columns(folder: Path, columns: Columns, chunks: Iterable[NDArray[np.void]]) -> Iterator[Spilled]:
-    """Yield the columns of rows by name, each file at its start. folder: must have space for all rows."""
+    """Write the rows' columns to temporary files in `folder`, and yield the columns by name, ready to read."""
     with ExitStack() as stack:
         files = {name: stack.enter_context(tempfile.TemporaryFile(dir=folder)) for name in columns.shapes()}
         count = 0
@@ -116,7 +116,7 @@ def write_npz(path: Path, columns: Spilled, metadata: str) -> None:
     with ZipFile(path, "x", ZIP_STORED) as archive:
         for name, column in arrays.items():
             header = {"descr": npy.dtype_to_descr(column.dtype), "fortran_order": False, "shape": column.shape}
-            member = ZipInfo(name + _SUFFIX)  # with a fixed date, so equal rows make equal bytes
+            member = ZipInfo(name + _SUFFIX)  # its date is fixed, so equal rows make equal files
             with archive.open(member, "w", force_zip64=True) as file:
                 npy.write_array_header_1_0(file, header)
                 shutil.copyfileobj(column.file, file, _COPY_BYTES)
@@ -124,7 +124,7 @@ def write_npz(path: Path, columns: Spilled, metadata: str) -> None:
 
 @contextmanager
 def open_npz(path: Path) -> Iterator[NamedArrays]:
-    """Yield the arrays in an `.npz`, compressed or not. Each can be read once, from start to end."""
+    """Yield the arrays in an `.npz`, compressed or not. Each array can be read once, from start to end."""
     with ZipFile(path) as archive:
         columns: dict[str, Column] = {}
         metadata = None
@@ -162,7 +162,7 @@ class _NpyColumn:
         if self._by_columns:
             raise InputError(f"array {self._name!r} is in Fortran order: save np.ascontiguousarray of it")
         if begin != self._position:
-            raise InputError(f"array {self._name!r} is requested twice, but a .npz is read once: name another")
+            raise InputError(f"array {self._name!r} is named twice, but an .npz is read only once: name another")
         self._position = end
         return self.read_items((end - begin) * math.prod(self.shape[1:])).reshape(end - begin, *self.shape[1:])
 
@@ -182,10 +182,10 @@ _DTYPES |= {"F16": "float16", "BF16": "bfloat16"}
 
 
 def write_safetensors(path: Path, columns: Spilled, metadata: str) -> None:
-    """Write columns as tensors, and `metadata` in the file's metadata."""
+    """Write columns as tensors, and put `metadata` into the file's metadata."""
     header: dict[str, Any] = {"__metadata__": {METADATA: metadata}}
     end = 0
-    for name, column in columns.items():  # keys come first, so all tensors are aligned
+    for name, column in columns.items():  # the keys are first, so all tensors are aligned
         begin, end = end, end + column.dtype.itemsize * int(np.prod(column.shape, dtype=np.int64))
         header[name] = {"dtype": _NAMES[str(column.dtype)], "shape": column.shape, "data_offsets": (begin, end)}
     text = json.dumps(header).encode()
@@ -198,7 +198,7 @@ def write_safetensors(path: Path, columns: Spilled, metadata: str) -> None:
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[NamedArrays]:
-    """Yield the tensors in a file. They are read when they are sliced."""
+    """Yield the tensors in a file. A tensor's rows are read only when the tensor is sliced."""
     with safe_open(path, "np") as file, safe_open(path, "pt") as of_torch:
         columns: dict[str, Column] = {}
         for name in file.keys():  # noqa: SIM118

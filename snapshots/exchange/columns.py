@@ -1,4 +1,4 @@
-"""Rows as named arrays, as in exports and imports."""
+"""Converts rows to named arrays and back, for exports and imports."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from ...engine.row_format import EMBEDDING as EMBEDDING
 from ...engine.row_format import RowForm, overflows
 
 TABLE, KEY, UPDATES, STEP = "table", "key", "updates", "step"
-TABLE_NAME = "table_name"  # an additional column, in formats with text
-VALUES = "values"  # one array with all numbers of a row, instead of the embedding and the states
+TABLE_NAME = "table_name"  # an additional column in formats that can store text
+VALUES = "values"  # one array with all of a row's numbers, instead of separate arrays for embedding and states
 KEY_DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name) for name in ("int32", "int64", "uint64")}
 
 _OTHERS = {TABLE, TABLE_NAME, KEY, EMBEDDING, UPDATES, STEP, VALUES}
 _CHUNK_ROWS = 65536
 _CHUNK_BYTES = 1 << 25
 
-Arrays = Mapping[str, Any]  # NumPy arrays of n rows each; `table` may be one number or name for all rows
+Arrays = Mapping[str, Any]  # NumPy arrays with n rows each; "table" may also be one number or name for all rows
 
 
 def chunk_rows(row_bytes: int) -> int:
-    """The number of rows of this size to process together: at most 65,536, and about 32 MiB."""
+    """How many rows of this size to process together: at most 65,536 rows and about 32 MiB."""
     return max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // row_bytes))
 
 
 class Columns:
-    """The columns of rows with a valid description; see `shapes`. The embedding and optimizer states are float32."""
+    """The columns of a table's rows, listed by `shapes`. The embedding and the optimizer states are float32."""
 
     def __init__(self, description: Mapping[str, Any]) -> None:
-        """Raises SnapshotError for an unknown key type, or a state with the name of another column."""
+        """Needs a valid description. Raises SnapshotError for an unknown key type or a duplicate column name."""
         if description["key_type"] not in KEY_DTYPES:
             raise SnapshotError(
                 f"key_type {description['key_type']!r} is unknown: use the version of tierbed that wrote it"
@@ -52,7 +52,7 @@ class Columns:
         self.storage_dim = sum(self.form.counts.values())  # numbers in a row
 
     def shapes(self) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
-        """For each column, in order, the dtype and the shape of one row."""
+        """Returns each column's dtype, and the shape of one row's value in this column."""
         integer, single = np.dtype(np.uint32), np.dtype(np.float32)
         return {
             KEY: (self.key_dtype, ()),
@@ -63,7 +63,7 @@ class Columns:
         }
 
     def split(self, rows: NDArray[np.void]) -> dict[str, NDArray[Any]]:
-        """The columns of rows [n] with dtype `form.dtype`, each contiguous."""
+        """Split rows [n] of dtype `form.dtype` into contiguous columns."""
         columns = {
             KEY: self.user_keys(rows["key"]),
             TABLE: rows["table"],
@@ -74,14 +74,14 @@ class Columns:
         return {name: np.ascontiguousarray(column) for name, column in columns.items()}
 
     def user_keys(self, stored: NDArray[np.uint64]) -> NDArray[Any]:
-        """Convert stored keys [n] to the key type, as users have them."""
+        """Convert stored keys [n] to the key type that users see."""
         return stored.astype(np.int64).astype(self.key_dtype) if self.key_dtype.kind == "i" else stored.copy()
 
     def rows(self, arrays: Arrays, where: str) -> Iterator[NDArray[np.void]]:
-        """Convert arrays by name to chunks of rows of `form.dtype`. All arrays are checked before this returns.
+        """Convert named arrays to chunks of rows with dtype `form.dtype`. Checks all arrays first. Raises InputError.
 
-        Without `table`, rows belong to the only table. Without `updates` and `step`, rows count as written once, at
-        the description's step. where: names the source in messages. Raises InputError.
+        If "table" is missing, rows belong to the only table. If "updates" and "step" are missing, rows count as written
+        once, at the description's step. where: names the source in error messages.
         """
         keys = arrays[KEY]
         _check(keys, self.key_dtype, (None,), f"{where}: {KEY}")
@@ -161,7 +161,7 @@ class Columns:
 
 
 def _check(array: Any, dtype: np.dtype[Any], shape: tuple[int | None, ...], what: str) -> None:
-    """Raises InputError unless `array` is an array of this dtype and shape. In the shape, None is any length."""
+    """Raises InputError unless `array` is an array of this dtype and shape. None in the shape allows any length."""
     is_valid = isinstance(array, np.ndarray) and array.dtype == dtype and array.ndim == len(shape)
     if not is_valid or any(expected not in (None, actual) for expected, actual in zip(shape, array.shape, strict=True)):
         expected = ", ".join("n" if length is None else str(length) for length in shape)

@@ -1,4 +1,4 @@
-"""The description of imported rows' table: given, from its store, or by an embedding's defaults."""
+"""Describes the table of imported rows: from arguments, from the store, or with an embedding's defaults."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def description_for(
     dtype: torch.dtype = torch.float32,
     state_dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
-    """Describe a table, as in a snapshot of an embedding with the same arguments.
+    """Describe a table, as a snapshot of an embedding with the same arguments would.
 
     Args:
         name, embedding_dim, key_type, tables, padding_idx, seed, dtype, state_dtype: as for an embedding.
-        optimizer: from `tierbed.row_optimizer`, for rows with its state; None for rows without state, which any
-            optimizer may train.
-        step: the number of steps that the rows were trained.
+        optimizer: from `tierbed.row_optimizer`, if the rows include this optimizer's state. None means that rows have
+            no state; then any optimizer may train them.
+        step: how many steps the rows were trained.
 
     Returns:
         The description.
@@ -62,9 +62,9 @@ def description_for(
 def stored_description(store: StoreFolder) -> dict[str, Any] | None:
     """Returns the description of a store's rows, or None if the store is empty.
 
-    Describes the live rows if the store was closed cleanly, otherwise the recovery snapshot. Rows without state are
-    described without an optimizer. Raises StoreError, SnapshotError, and InputError if another tierbed version wrote
-    MARK.
+    Describes the live rows if the store was closed cleanly, otherwise the recovery snapshot. For rows without state,
+    the description names no optimizer. Raises StoreError, SnapshotError, and InputError if another tierbed version
+    wrote a description that is invalid here.
     """
     marker, file = store.clean_marker, GroupFile(store)
     if marker is not None:
@@ -80,7 +80,7 @@ def stored_description(store: StoreFolder) -> dict[str, Any] | None:
 
 
 def without_state(description: Mapping[str, Any]) -> dict[str, Any]:
-    """The same description without optimizer state, at step 0: an optimizer starts with new state."""
+    """Returns the description without optimizer state, at step 0. An optimizer then starts with new state."""
     return Selection(state=False).description(dict(description))
 
 

@@ -1,4 +1,4 @@
-"""Exports snapshots to other programs' formats, streamed. A file is complete or absent."""
+"""Exports snapshots to other programs' formats, in bounded memory. An exported file is complete or absent."""
 
 from __future__ import annotations
 
@@ -35,23 +35,22 @@ def export_snapshot(
     state: bool = True,
     overwrite: bool = False,
 ) -> int:
-    """Write a snapshot's rows to a file or to a full snapshot, in bounded memory. The snapshot may be of any kind.
+    """Write the rows of a snapshot of any kind to a file or to a full snapshot, in bounded memory.
 
-    A file is written under a temporary name and renamed once it is durable. If this raises, it leaves no file, or the
+    A file is written under a temporary name and renamed once it is durable. A failed export leaves no file, unless its
     error says so.
 
     Args:
         snapshot: from `Snapshot.open`.
         path: the file or snapshot folder to write.
-        format: "parquet", "npz" or "safetensors", for a file with the columns of `columns.Columns` and the
-            description, so an import gives bit-identical rows; or "snapshot", for a full snapshot. "npz" and
-            "safetensors" store column after column, so temporary files next to `path` hold the columns too until the
-            file is written.
+        format: "parquet", "npz" or "safetensors" writes a file with the columns of `columns.Columns` and the
+            description, so an import restores bit-identical rows. "snapshot" writes a full snapshot. "npz" and
+            "safetensors" files store column after column, so temporary files next to `path` first collect the columns.
         progress: called with the number of rows in each chunk read.
         tables: ids or names of the tables to write; None means all.
-        state: write optimizer state. Without it, rows are as a lookup returns them, from a table that was never
-            trained.
-        overwrite: replace an existing file, atomically once the new one is durable. Not for snapshots.
+        state: write optimizer state. If False, rows are as a lookup returns them, and the exported table counts as
+            never trained.
+        overwrite: atomically replace an existing file once the new file is durable. Not allowed for snapshots.
 
     Returns:
         The number of rows written.
@@ -66,7 +65,7 @@ def export_snapshot(
     if format not in FORMATS:
         raise InputError(f"format={format!r}: give one of {', '.join(map(repr, FORMATS))}")
     if overwrite and format == "snapshot":
-        raise InputError("overwrite=True, format='snapshot': only a file is overwritten; give another path")
+        raise InputError("overwrite=True, format='snapshot': a snapshot is never overwritten; give another path")
     path = path_of(path, "path").absolute()
     if tables is not None:
         tables = _numbers_of(tables, names_in(snapshot.description))
@@ -84,7 +83,7 @@ def export_snapshot(
     temporary = temporary_path(path)
     try:
         make_folder(path.parent)
-        temporary.unlink(missing_ok=True)  # a killed export may have left it
+        temporary.unlink(missing_ok=True)  # a killed export may have left this file
         columns, metadata, rows = Columns(description), json.dumps(description), (rows for _, rows in chunks)
         if format == "parquet":
             write_parquet(temporary, columns, rows, metadata)
@@ -102,7 +101,7 @@ def export_snapshot(
         ) from error
     finally:
         with suppress(OSError):
-            temporary.unlink()  # gone if it was renamed
+            temporary.unlink()  # fails if the file was renamed
     return report.rows
 
 

@@ -1,4 +1,4 @@
-"""Imports rows as snapshots: from arrays, dense embeddings, snapshots, and files of exports or other programs."""
+"""Imports rows as snapshots. Sources are arrays, dense embeddings, snapshots, exports and other programs' files."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def import_snapshot(
     dtype: torch.dtype | None = None,
     progress: ProgressCallback | None = None,
 ) -> Manifest:
-    """Write rows as a snapshot in a store folder, for `load_snapshot` or `tierbed snapshot load`.
+    """Write rows as a snapshot in a store folder. `load_snapshot` or `tierbed snapshot load` then loads the snapshot.
 
-    Runs no code in files. Sorting needs a few times the memory of 1/64 of the rows, see `RowSorter`.
+    Runs no code from files. Sorting needs a few times the memory of 1/64 of the rows (see `RowSorter`).
 
     Args:
-        store: the store folder, `<persistent_path>/<embedding name>`. It is created if missing, and locked meanwhile.
+        store: the store folder, `<persistent_path>/<embedding name>`. Created if missing, and locked during the import.
         name: the new snapshot's name.
         source: *rows by key* or *a dense table*. Rows by key: an exported file (.parquet, .npz, .safetensors) or a
             snapshot's folder, imported bit for bit; or another program's file in these formats, with `key` and
@@ -55,18 +55,18 @@ def import_snapshot(
             table: float32, float16 or bfloat16 [n, dim] as an array, a tensor, an `nn.Embedding` or a .npy file; or a
             tensor called `tensor` in a .npz, .safetensors or torch file (.pt, .pth, .bin, .ckpt).
         keys: a dense table's keys [n] of the key type, or the path of a .npy file. If None, row numbers are keys, and
-            the row of padding_idx is skipped; it must be zeros. If keys repeat within a table, the last row is used.
+            the row at padding_idx is skipped; this row must be zeros. If a table repeats a key, its last row is used.
         table_ids: a dense table's table ids [n], or the path of a .npy file; or one table for all rows, by number or
             name.
-        tensor: the dense table's name in the file, with inner dicts as "outer.inner"; or a list with one name per
-            table, in order.
-        states: a dense table's optimizer states by name, [n, dim], or [n] for one number per row; given like `keys`,
-            or like `tensor` if that is given. Requires a description with an optimizer and the rows' step.
-        description: from `description_for`. None means the source's; if it has none, the store's; if that is empty,
-            an embedding's with defaults. If the source lacks the optimizer's states, rows are imported without state.
-        dtype: the embedding's dtype in the snapshot, torch.float32, float16 or bfloat16; None means the
-            description's. Optimizer state keeps the description's dtype.
-        progress: called with the number of rows read, and again with the number written.
+        tensor: the dense table's name in the file. Write "outer.inner" for a tensor in an inner dict. For several
+            tables, give a list with one name per table, in order.
+        states: a dense table's optimizer states by name, [n, dim], or [n] for one number per row. Give arrays or paths
+            as for `keys`; with `tensor`, give tensor names. Requires a description with an optimizer and a step.
+        description: from `description_for`. None uses the source's description, otherwise the store's, otherwise an
+            embedding's defaults. If the source lacks the optimizer's states, rows are imported without state.
+        dtype: the embedding's dtype in the snapshot: torch.float32, float16 or bfloat16. None keeps the description's
+            dtype. Optimizer state always keeps the description's dtype.
+        progress: called with the number of rows read, and later with the number of rows written.
 
     Returns:
         The new snapshot's manifest.
@@ -98,7 +98,7 @@ def import_snapshot(
 
 
 def _description_of(store: StoreFolder, source: Source) -> dict[str, Any]:
-    """The description for a source without one: the store's, or an embedding's with defaults."""
+    """Returns a description for a source without one: the store's, otherwise an embedding's with defaults."""
     if (stored := stored_description(store)) is not None:
         return stored
     if source.tables is None:
@@ -111,7 +111,7 @@ def _description_of(store: StoreFolder, source: Source) -> dict[str, Any]:
 
 
 def _check_order(names: Names, source: Source) -> None:
-    """Raises InputError if TorchRec's tensors are not in the order of the tables with their names."""
+    """Raises InputError if TorchRec's tensors are not in the same order as the tables of the same names."""
     for number, name in enumerate(source.table_names):
         is_other = name is not None and name in names and names.index(name) != number
         if is_other and source.tables is not None and source.tables > 1:
@@ -122,10 +122,10 @@ def _check_order(names: Names, source: Source) -> None:
 
 
 def _fit_description(description: Mapping[str, Any], source: Source) -> Mapping[str, Any]:
-    """The description, without optimizer state if the source has none. Raises InputError if they disagree."""
+    """Returns the description, without state if the source has none. Raises InputError if the rows do not fit it."""
     dim = sum(description["columns"])
     if source.dim != dim:
-        raise InputError(f"{source.what} has rows of {source.dim} floats, but the table has {dim}: it is another table")
+        raise InputError(f"{source.what} has rows of {source.dim} floats, but the table has {dim}: use another store")
     if source.key_type not in (None, description["key_type"]):
         raise InputError(
             f"{source.what} has keys of {source.key_type}, and the table of {description['key_type']}: convert them, "
@@ -156,7 +156,7 @@ def _rows(source: Source, description: Mapping[str, Any]) -> Iterator[NDArray[np
 
 
 def _number_rows(batch: dict[str, Any], columns: Columns, source: Source) -> dict[str, Any]:
-    """A batch of a dense table with row numbers as keys, and without the row of padding_idx."""
+    """Returns a dense table's batch with row numbers as keys, and without the row at padding_idx."""
     numbers, padding = batch[KEY], columns.description["padding_idx"]
     if source.padding_idx is not None and source.padding_idx != padding:
         raise InputError(

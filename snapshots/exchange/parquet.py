@@ -1,4 +1,4 @@
-"""Parquet files of rows. pyarrow is imported only when it is needed."""
+"""Reads and writes Parquet files of rows. pyarrow is imported only when a file is opened."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def _pyarrow() -> Any:
 
 
 def write_parquet(path: Path, columns: Columns, chunks: Iterable[NDArray[np.void]], metadata: str) -> None:
-    """Write row groups of about 32 MiB, floats as fixed-size lists, and `metadata` into the file's metadata."""
+    """Write rows in row groups of about 32 MiB, with floats as fixed-size lists, and `metadata` as file metadata."""
     pa = _pyarrow()
     types = {name: _type(pa, dtype, shape) for name, (dtype, shape) in columns.shapes().items()}
     fields = [pa.field(name, kind, nullable=False) for name, kind in types.items()]
     names = pa.array([*columns.table_names, None], pa.string())
-    named = [pa.field(TABLE_NAME, pa.string())] if any(columns.table_names) else []  # for other programs
+    named = [pa.field(TABLE_NAME, pa.string())] if any(columns.table_names) else []  # used by other programs
     schema = pa.schema([*fields, *named], {METADATA: metadata})
     # floats need no dictionary, since they rarely repeat
     with pa.parquet.ParquetWriter(path, schema, use_dictionary=[TABLE_NAME], write_page_checksum=True) as writer:
@@ -54,7 +54,7 @@ def _array(pa: Any, array: NDArray[Any], kind: Any) -> Any:
 
 
 def _regroup(chunks: Iterable[NDArray[np.void]]) -> Iterator[NDArray[np.void]]:
-    """Yields the rows in groups whose size does not depend on the chunks, so equal rows make equal files."""
+    """Yields the rows in chunks of fixed size, whatever the input's chunks, so equal rows make equal files."""
     pending: list[NDArray[np.void]] = []
     count = 0
     for rows in chunks:
@@ -72,7 +72,7 @@ def _regroup(chunks: Iterable[NDArray[np.void]]) -> Iterator[NDArray[np.void]]:
 
 
 class ParquetRows:
-    """The rows in an open file. shapes: for each column the name of its dtype, and its shape."""
+    """The rows in an open file. shapes: each column's dtype name and shape."""
 
     def __init__(self, file: Any, pa: Any) -> None:
         self._file = file
@@ -95,7 +95,7 @@ class ParquetRows:
         return {"float": "float32", "double": "float64"}.get(str(kind), str(kind))
 
     def batches(self, names: Iterable[str], max_rows: int) -> Iterator[dict[str, NDArray[Any]]]:
-        """Yields the columns called `names`, `max_rows` rows at a time. Raises InputError for missing values."""
+        """Yields the columns called `names`, `max_rows` rows at a time. Raises InputError if a value is missing."""
         names = list(names)
         for batch in self._file.iter_batches(max_rows, columns=names):
             yield {name: self._values(name, batch.column(name)) for name in names}
@@ -118,7 +118,7 @@ class ParquetRows:
 
 @contextmanager
 def open_parquet(path: Path) -> Iterator[ParquetRows]:
-    """Yield the rows in a file. Raises OptionError without pyarrow, ValueError or OSError if it cannot be read."""
+    """Yield the rows in a file. Raises OptionError without pyarrow, ValueError or OSError for an unreadable file."""
     pa = _pyarrow()
     with pa.parquet.ParquetFile(path, page_checksum_verification=True) as file:
         yield ParquetRows(file, pa)

@@ -1,4 +1,4 @@
-"""Reads and writes a snapshot's rows as NumPy arrays of keys and values, without an embedding."""
+"""Reads and writes a snapshot's rows as NumPy arrays of keys and values. Needs no embedding."""
 
 from __future__ import annotations
 
@@ -70,13 +70,12 @@ class PersistentTableWriter(AbstractContextManager["PersistentTableWriter"]):
         self._closed = False
 
     def write(self, keys: NDArray[Any], values: NDArray[np.float32], table_ids: Any = None) -> None:
-        """Add rows in any order. If several rows share (table, key), the last one is used.
+        """Add rows in any order. If several rows share (table, key), the last row is used.
 
         Args:
             keys: [n] of the key type.
             values: float32 [n, storage_dim].
-            table_ids: whole numbers [n], or one table for all rows, by number or name. Optional if there is one
-                table.
+            table_ids: whole numbers [n], or one number or name for all rows. Optional if there is only one table.
 
         Raises:
             InputError: an argument is invalid; no row is added.
@@ -98,7 +97,7 @@ class PersistentTableWriter(AbstractContextManager["PersistentTableWriter"]):
                 self.discard()
 
     def discard(self) -> None:
-        """Drop the rows and make no snapshot. May be called again."""
+        """Drop the rows without making a snapshot. May be called again."""
         self._closed = True
         self._sorter.close()
         self._folder.release()
@@ -123,17 +122,17 @@ def make_persistent_table_reader(
 ) -> PersistentTableReader:
     """Iterate over the rows of a snapshot of any kind, as NumPy arrays.
 
-    Without optimizer state, values are as a lookup returns them. With it, they are as the row's latest write left
-    them; only `export_snapshot` also exports the step of that write. A checksum is compared while its bucket is read,
-    so a damaged bucket raises SnapshotError at its end.
+    If you read only embeddings, values are as a lookup returns them. If you also read optimizer state, values are as
+    the row's latest write left them; only `export_snapshot` also exports that write's step. A bucket's checksum is
+    compared while the bucket is read, so a damaged bucket raises SnapshotError at its end.
 
     Args:
         path: the store folder, `<persistent_path>/<embedding name>`. A running trainer may have it open.
         snapshot_name: the snapshot's name.
         key_type: the keys' dtype, as in the snapshot.
         value_type: torch.float32.
-        storage_dim: how many floats to read per row: the embedding's, or the embedding's and all optimizer states'.
-        physical_block_size: ignored; for compatibility with OneFlow.
+        storage_dim: how many floats to read per row: the embedding alone, or the embedding and all optimizer states.
+        physical_block_size: ignored; exists for compatibility with OneFlow.
         table_ids: yield table ids too. Required if there are several tables.
 
     Returns:
@@ -169,15 +168,14 @@ def make_persistent_table_writer(
 ) -> PersistentTableWriter:
     """Create a writer that makes a snapshot from NumPy arrays, for `load_snapshot` or `tierbed snapshot load`.
 
-    Rows count as written once, at the description's step. They are kept in 64 temporary files and sorted one file at
-    a time, in a few times the memory of 1/64 of all rows. If an exception leaves the `with` block, no snapshot is
-    made.
+    Rows count as written once, at the description's step. The writer keeps rows in 64 temporary files and sorts one
+    file at a time, in a few times the memory of 1/64 of all rows. If the `with` block raises, no snapshot is made.
 
     Args:
-        path: the store folder. It is created if missing, and locked until the writer is closed.
+        path: the store folder. Created if missing, and locked until the writer is closed.
         snapshot_name, key_type, value_type, storage_dim, physical_block_size: see `make_persistent_table_reader`.
-        description: from `description_for`. None means the store's, or for an empty store an embedding's with one
-            table and defaults.
+        description: from `description_for`. None uses the store's description. If the store is empty, None describes
+            an embedding with one table and defaults.
 
     Returns:
         The writer, for a `with` block.
@@ -215,7 +213,7 @@ def _check_value_type(value_type: Any) -> None:
 
 def _check_kind(description: Mapping[str, Any], key_type: torch.dtype, storage_dim: int, what: str) -> None:
     if KEY_TYPES[check_key_type(key_type)] != description["key_type"]:
-        raise InputError(f"key_type={key_type}: {what} has keys of {description['key_type']}; give that")
+        raise InputError(f"key_type={key_type}: {what} has keys of {description['key_type']}; give that type")
     dim = sum(description["columns"])
     full_dim = dim + sum(description["state_widths"])
     if type(storage_dim) is not int or storage_dim not in (dim, full_dim):

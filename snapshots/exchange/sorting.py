@@ -1,4 +1,4 @@
-"""Sorts rows into the order of a snapshot, in bounded memory."""
+"""Sorts rows into the order that snapshots use, in bounded memory."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ _BUFFER_BYTES = 1 << 16
 
 
 class RowSorter:
-    """Accepts rows [n] of `dtype` in any order, and yields them in the order for `write_snapshot`.
+    """Accepts rows [n] of `dtype` in any order, and yields them in the order that `write_snapshot` needs.
 
-    If several rows share (table, key), the last one added is used. Rows are kept in one temporary file per bucket, in
-    `folder`, which is created if missing and needs space for all rows. The files are nameless, so the kernel removes
-    them when the process ends. Sorting needs a few times the memory of one bucket, about 1/64 of all rows.
+    If several rows share (table, key), only the last added row is yielded. Rows wait in one temporary file per bucket.
+    The files are in `folder`. This folder is created if missing, and needs disk space for all rows. The files are
+    nameless, so the kernel removes them when the process ends. Each bucket, about 1/64 of all rows, is sorted in
+    memory, with a few times the bucket's size.
     """
 
     def __init__(self, folder: Path, dtype: np.dtype[np.void]) -> None:
@@ -36,7 +37,7 @@ class RowSorter:
         self._files: dict[int, IO[bytes]] = {}
 
     def add(self, rows: NDArray[np.void]) -> None:
-        """Add rows. Raises SnapshotError if they cannot be written."""
+        """Add rows. Raises SnapshotError if the temporary files cannot be written."""
         buckets = _core.buckets(rows["table"].copy(), rows["key"].copy())
         order = np.argsort(buckets, kind="stable")
         ordered = rows[order]
@@ -56,7 +57,7 @@ class RowSorter:
                 rows = np.empty(os.fstat(file.fileno()).st_size // self._dtype.itemsize, self._dtype)
                 file.seek(0)
                 file.readinto(rows.view(np.uint8).data)  # type: ignore[attr-defined]
-            order = np.lexsort((rows["key"], rows["table"]))  # stable: rows with the same key stay in order
+            order = np.lexsort((rows["key"], rows["table"]))  # a stable sort: rows with the same key stay in order
             tables, keys = rows["table"][order], rows["key"][order]
             is_last = np.ones(len(order), np.bool_)
             is_last[:-1] = (tables[1:] != tables[:-1]) | (keys[1:] != keys[:-1])
@@ -77,6 +78,6 @@ class RowSorter:
             yield
         except OSError as error:
             raise SnapshotError(
-                f"rows cannot be sorted in {str(self._folder)!r}: {error}. Free space for all rows twice, for "
-                "sorting and for the snapshot"
+                f"rows cannot be sorted in {str(self._folder)!r}: {error}. Free space for two copies of all "
+                "rows: one for sorting, and one for the snapshot"
             ) from error

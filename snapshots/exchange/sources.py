@@ -1,4 +1,4 @@
-"""Sources of imports: arrays, dense embeddings, snapshots and files, read in bounded memory."""
+"""Reads the sources of imports in bounded memory: arrays, dense embeddings, snapshots and files."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from .columns import EMBEDDING, KEY, KEY_DTYPES, TABLE, Columns, chunk_rows
 from .descriptions import checked_description
 from .parquet import ParquetRows, open_parquet
 
-# what libraries raise for a damaged file
+# the exceptions that libraries raise for a damaged file
 _DAMAGED = OSError, ValueError, EOFError, RuntimeError, pickle.UnpicklingError, BadZipFile, zlib.error, SafetensorError
 
-Shape = tuple[str, tuple[int, ...]]  # the name of the dtype, and the shape
+Shape = tuple[str, tuple[int, ...]]  # dtype name and shape
 
 
 class _SnapshotRows:
@@ -50,12 +50,12 @@ class _SnapshotRows:
             yield {name: columns[name] for name in names}
 
 
-OpenFile = NamedArrays | ParquetRows | _SnapshotRows  # `metadata`: the description in an export, as JSON
+OpenFile = NamedArrays | ParquetRows | _SnapshotRows  # `metadata`: an export's description, as JSON
 FileOpener = Callable[[], AbstractContextManager[OpenFile]]
 
 
 class SourceTable(NamedTuple):
-    """A table in a source. columns: from names in `Columns` to the source's. table: given if no column has it."""
+    """A table in a source. columns: maps names in `Columns` to the source's. table: id or name, if no column has it."""
 
     columns: dict[str, str]
     table: int | str | None = None
@@ -73,23 +73,23 @@ class Source:
         padding_idx: int | None = None,
     ) -> None:
         """parts: chooses the tables among the file's arrays. Raises InputError, SnapshotError, OptionError."""
-        self.what = what  # names the source in messages
-        self.states = frozenset(states)  # names of the states that were given for dense tables
-        self.padding_idx = padding_idx  # an `nn.Embedding`'s
+        self.what = what  # names the source in error messages
+        self.states = frozenset(states)  # names of the optimizer states passed for dense tables
+        self.padding_idx = padding_idx  # the padding_idx of an `nn.Embedding`
         self._opener = opener
         with _convert_errors(what), opener() as file:
             shapes, metadata = file.shapes, file.metadata
             self._parts = parts(shapes)
         self.names = frozenset(self._parts[0].columns)
-        self.tables = None if TABLE in self.names else len(self._parts)  # None if a column says each row's table
-        self.table_names = [_torchrec_table(part.columns[EMBEDDING]) for part in self._parts]  # None if not TorchRec's
+        self.tables = None if TABLE in self.names else len(self._parts)  # None if a column names each row's table
+        self.table_names = [_torchrec_table(part.columns[EMBEDDING]) for part in self._parts]  # None if unnamed
         self.dim, self.rows = 0, 0
         for part in self._parts:
             self._add(part, shapes)
         self.key_type = shapes[self._parts[0].columns[KEY]][0] if KEY in self.names else None
         if self.key_type not in (None, *KEY_DTYPES):
             raise InputError(f"{what}: {KEY} is {self.key_type}; save keys as one of {', '.join(KEY_DTYPES)}")
-        self.description = None if metadata is None else _parse_description(metadata, what)  # an export's
+        self.description = None if metadata is None else _parse_description(metadata, what)  # None except for exports
 
     def _add(self, part: SourceTable, shapes: Mapping[str, Shape]) -> None:
         name = part.columns[EMBEDDING]
@@ -107,9 +107,9 @@ class Source:
         self.rows += shape[0]
 
     def batches(self, names: Iterable[str]) -> Iterator[dict[str, Any]]:
-        """Yields the columns with these `names`, in bounded chunks. Without keys, KEY is the row number, int64.
+        """Yields the columns with these `names`, in bounded chunks. If there are no keys, KEY is the int64 row number.
 
-        Raises SnapshotError if columns cannot be read, InputError for values that cannot be a row.
+        Raises SnapshotError if columns cannot be read, InputError if a value is invalid.
         """
         present = [name for name in names if name in self.names]
         with _convert_errors(self.what), self._opener() as file:
@@ -128,7 +128,7 @@ class Source:
 
 
 def _to_float32(numbers: NDArray[Any], where: str) -> NDArray[np.float32]:
-    """Convert numbers to float32. Raises InputError for integers, and for numbers that overflow it."""
+    """Convert numbers to float32. Raises InputError for integers, and for numbers that overflow float32."""
     with np.errstate(over="ignore"):
         single: NDArray[np.float32] = numbers.astype(np.float32, copy=False)
     if numbers.dtype.kind in "iub" or (np.isfinite(numbers) & ~np.isfinite(single)).any():
@@ -214,7 +214,7 @@ def _choose_by_name(shapes: Mapping[str, Shape]) -> list[SourceTable]:
 def _choose_dense(
     tensor: Any, extra: Mapping[str, Column], table: Any, states: Mapping[str, Any] | None = None
 ) -> Callable[[Mapping[str, Shape]], list[SourceTable]]:
-    """Choose one array as the table, or a list of arrays as tables. states: the names of their states in the file."""
+    """Choose one array as the table, or several as tables. states: the names of the states' arrays in the file."""
 
     def parts(shapes: Mapping[str, Shape]) -> list[SourceTable]:
         lists = {
@@ -239,7 +239,7 @@ def _choose_dense(
 
 
 def _torchrec_table(tensor: str) -> str | None:
-    """The table of a tensor in TorchRec's state_dict(); None for any other tensor."""
+    """The name of the table that a tensor in TorchRec's state_dict() contains; None for any other tensor."""
     match = re.search(r"(?:^|\.)(?:embedding_bags|embeddings)\.([^.]+)\.weight$", tensor)
     return match[1] if match is not None and is_table_name(match[1]) else None
 
@@ -254,7 +254,7 @@ def _open_with(opener: FileOpener, extra: Mapping[str, Column]) -> Iterator[Name
 
 
 def path_of(value: Any, argument: str) -> Path:
-    """Returns the path. Raises InputError if `value` is not one."""
+    """Returns `value` as a path. Raises InputError if `value` is not a path."""
     if not isinstance(value, (str, os.PathLike)):
         raise InputError(f"{argument}={value!r}: give a path, as str or pathlib.Path")
     return Path(value)
@@ -275,10 +275,10 @@ def _npy(path: Path, argument: str) -> NDArray[Any]:
 
 @contextmanager
 def _open_state_dict(path: Path) -> Iterator[NamedArrays]:
-    """Yield the tensors of a `torch.save`, mapped from disk. Runs no code: anything except plain data is refused."""
+    """Yield the tensors in a `torch.save` file, mapped from disk. Runs no code, and refuses all except plain data."""
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError:  # torch's message recommends to run the file's code
+    except pickle.UnpicklingError:  # torch's own message recommends running the file's code
         raise InputError(
             f"{str(path)!r} holds more than tensors, or is damaged: save the state_dict() of a module, not the module"
         ) from None
@@ -303,7 +303,7 @@ def _parse_description(metadata: str, what: str) -> dict[str, Any]:
 
 @contextmanager
 def _convert_errors(what: str, remedy: str = "write the file again, or give another") -> Iterator[None]:
-    """Convert library errors for a damaged or foreign file to SnapshotError."""
+    """Convert errors that libraries raise for a damaged or foreign file to SnapshotError."""
     try:
         yield
     except TierbedError as error:

@@ -1,1 +1,1 @@
-"""A snapshot by itself: its format, writing, reading and checking it."""
+"""The format of snapshots, and the code that writes, reads and checks one snapshot."""

@@ -1,4 +1,4 @@
-"""The manifest of a snapshot of format 2, 3 or 4, and the layout of row files. docs/snapshots.md describes both."""
+"""A snapshot's manifest (formats 2, 3 and 4), and the layout of row files. docs/snapshots.md describes both."""
 
 from __future__ import annotations
 
@@ -30,36 +30,36 @@ MAX_SHARDS = 1024
 _NAME = re.compile(r"(bucket|deleted)-([0-9]{2})(?:-([0-9]{4}))?\.npy")
 _MAX_COUNT = 1 << 62
 _HASH_SLOTS = 1 << 16  # 16 bits of the hash choose the shard
-FORMAT = 3  # for shards, or rows that are not all float32; other snapshots have format 2
-GROUP_FORMAT = 4  # an earlier version wrote it for stores that train together
+FORMAT = 3  # for snapshots with shards, or with numbers that are not float32; other snapshots have format 2
+GROUP_FORMAT = 4  # used by an earlier version for stores that train together
 MANIFEST = "manifest.msgpack"
 ROCKSDB = "rocksdb"  # a checkpoint's subfolder with RocksDB's files
 Kind = Literal["full", "incremental", "checkpoint"]
 KINDS: tuple[Kind, ...] = ("full", "incremental", "checkpoint")
 _MAX_WIDTH = 1 << 20
-_MAX_DIM = 1 << 16  # of an embedding
+_MAX_DIM = 1 << 16  # embedding dimension
 LAST_SEQUENCE = (1 << 48) - 1
-_MAX_DEPTH = 32  # of nested lists and maps in a description
+_MAX_DEPTH = 32  # nesting of lists and maps in a description
 _MAX_FIELDS = 1000
 _MAX_DESCRIPTION = 12 << 20  # bytes; leaves space for the other fields of a manifest or MARK
-LIVE = "version"  # clean marker: the version of the live rows
-OLD_CANDIDATES = "base"  # MARK of an earlier version: names of the recovery snapshot
-OLD_GROUP = "group"  # MARK of an earlier version: the stores that are trained together
-# MARK: fields besides the clean marker
+LIVE = "version"  # field of the clean marker: the live rows' version
+OLD_CANDIDATES = "base"  # field of an earlier version's MARK: names of the recovery snapshot
+OLD_GROUP = "group"  # field of an earlier version's MARK: the stores that are trained together
+# the fields of MARK that do not belong to the clean marker
 FOLDER_FIELDS = ("place", "ranks", "store", "record", "link", OLD_CANDIDATES, OLD_GROUP, "at")
-SHARD = "share"  # MARK of a shard: its rank
-FILES = "live_files"  # MARK: identifies the files of the live rows
-# clean marker: fields that a snapshot's description lacks
+SHARD = "share"  # field of a shard's MARK: the shard's rank
+FILES = "live_files"  # field of MARK: identifies the live rows' files
+# the clean marker's fields that a snapshot's description lacks
 MARKER_FIELDS = ("live", "rows", "shards", TABLE_ROWS, SHARD, LIVE, FILES)
 _ROCKSDB_FILE = re.compile(r"shard-([0-9]{1,2})/(CURRENT|MANIFEST-[0-9]{1,20}|OPTIONS-[0-9]{1,20}|[0-9]{1,20}\.sst)")
 _STATE = re.compile(r"[a-z][a-z0-9_]{0,63}(?<!_padding)")
-_MAX_NAMED = 16  # states that are NumPy fields, whose names are in the header
+_MAX_NAMED = 16  # optimizer states stored as NumPy fields; their names are in the file's header
 _OWN_FIELDS = ("table", "table_name", "key", "embedding", "values", "updates", "step")
 _ID = re.compile(r"[0-9a-f]{32}")
 
 
 class HashShard(NamedTuple):
-    """One of `of` equal intervals of hash values. Holds the rows whose hash is in interval `number`, from 0."""
+    """One of `of` equal intervals of hash values. The shard's rows are the rows whose hash is in interval `number`."""
 
     number: int
     of: int
@@ -80,7 +80,7 @@ class HashShard(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RowFile:
-    """A file of rows or deleted rows' keys: row count, size with header, and the crc32 of all after the header."""
+    """A file of rows or deleted keys. bytes: the size, header included. crc32: of the content after the header."""
 
     rows: int
     bytes: int
@@ -88,12 +88,12 @@ class RowFile:
 
 
 def bucket_file(bucket: int, shard: int | None = None) -> str:
-    """The name of the file for a bucket's rows, or for one shard of them."""
+    """File name for a bucket's rows, or for one shard of these rows."""
     return f"bucket-{bucket:02d}.npy" if shard is None else f"bucket-{bucket:02d}-{shard:04d}.npy"
 
 
 def deleted_file(bucket: int, shard: int | None = None) -> str:
-    """The name of the file for the keys of a bucket's deleted rows, or for one shard of them."""
+    """File name for the keys of a bucket's deleted rows, or for one shard of these keys."""
     return bucket_file(bucket, shard).replace("bucket", "deleted")
 
 
@@ -107,7 +107,7 @@ def bucket_of(name: str) -> int:
 
 
 def shard_number(name: str) -> int | None:
-    """The shard number of a manifest's file; None if the snapshot is not sharded."""
+    """Shard number in a file name; None if the snapshot is not sharded."""
     words = name.removesuffix(".npy").split("-")
     return int(words[2]) if len(words) > 2 else None
 
@@ -122,12 +122,12 @@ def decode_file(name: str, entry: Any, form: RowForm, parts: int | None) -> RowF
     _require(all(map(_is_count, entry.values())), f"the entry of {name} has values that are not counts")
     file = RowFile(**entry)
     fits_rows = file.rows > 0 and file.bytes == file_bytes(dtype_of(name, form), file.rows)
-    _require(fits_rows, f"rows and bytes of {name} disagree")
+    _require(fits_rows, f"the row count and size of {name} disagree")
     return file
 
 
 def row_check(description: dict[str, Any], bucket: int, shard: HashShard | None = None) -> _core.RowCheck:
-    """Returns a check for rows, or deleted rows' keys, that cannot be in this bucket and shard of the table."""
+    """Returns a check that finds rows, or deleted rows' keys, that do not belong to this bucket and shard."""
     number, of = shard or (0, 1)
     return _core.RowCheck(bucket, len(description["tables"]), description["key_type"] == "int32", number, of)
 
@@ -137,9 +137,9 @@ def dtype_of(name: str, form: RowForm) -> np.dtype[np.void]:
     return KEY if is_deleted(name) else form.dtype
 
 
-@cache  # a save calls it for thousands of files
+@cache  # a save calls this function for thousands of files
 def header_bytes(dtype: np.dtype[np.void]) -> int:
-    """The size of a row file's header. It is the same for any row count: 256 if all numbers are float32."""
+    """The size of a row file's header. The row count does not change it. 256 bytes if all numbers are float32."""
     return -(-(len(_header_text(dtype, _MAX_COUNT)) + 11) // _HEADER_STEP) * _HEADER_STEP
 
 
@@ -148,7 +148,7 @@ def file_bytes(dtype: np.dtype[np.void], rows: int) -> int:
 
 
 def npy_header(dtype: np.dtype[np.void], rows: int) -> bytes:
-    """A row file's header. It does not depend on the NumPy version."""
+    """A row file's header. All NumPy versions get the same bytes."""
     size = header_bytes(dtype)
     magic = b"\x93NUMPY\x01\x00" + (size - 10).to_bytes(2, "little")
     return magic + _header_text(dtype, rows).ljust(size - len(magic) - 1) + b"\n"
@@ -168,7 +168,7 @@ class Parent:
 
 @dataclasses.dataclass(frozen=True)
 class RocksDBFiles:
-    """A checkpoint's files, from `shard-N/<file>` to `bytes` and `crc32c`. shards: how many databases it has."""
+    """A checkpoint's files. shards: the number of databases. files: maps `shard-N/<file>` to `bytes` and `crc32c`."""
 
     shards: int
     files: dict[str, dict[str, int]]
@@ -176,21 +176,21 @@ class RocksDBFiles:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a snapshot holds.
+    """The contents of a snapshot.
 
     Attributes:
         kind: "full", "incremental" or "checkpoint".
         id: 32 hex digits, unique to the snapshot.
         parent: an incremental snapshot's parent.
-        description: the table that the rows belong to.
+        description: describes the rows' table.
         rows: the number of rows in the table after a load.
         deleted: the number of deleted rows' keys in the snapshot's own files.
         files: the row files, ordered by name.
         rocksdb: a checkpoint's files.
-        created: nanoseconds since 1970, UTC.
-        sequence: larger than in all earlier snapshots of the folder.
+        created: time of the save, in nanoseconds since 1970 (UTC).
+        sequence: a number that is larger than in all earlier snapshots of the folder.
         parts: the number of shards, each with its own files; None if there was one writer.
-        moment: equal in snapshots that an earlier version saved together.
+        moment: the same value in snapshots that an earlier version saved together.
     """
 
     kind: Kind
@@ -214,7 +214,7 @@ class Manifest:
 
     @cached_property
     def form(self) -> RowForm:
-        """The form of a row, optimizer state included."""
+        """The layout of a row, optimizer state included."""
         return RowForm.from_description(self.description)
 
     @property
@@ -229,7 +229,7 @@ class Manifest:
         return sum(file.bytes for file in self.files.values()) + sum(rocksdb)
 
     def encode(self) -> bytes:
-        """Returns the manifest file's content. Raises ValueError if `decode` would refuse it."""
+        """Returns the manifest file's content. Raises ValueError if `decode` would refuse that content."""
         format = FORMAT - 1 if self.parts is None and not self.form.is_narrow else FORMAT
         omitted = ("moment",) if format == FORMAT else ("moment", "parts")
         names = (field.name for field in dataclasses.fields(self) if field.name not in omitted)
@@ -242,7 +242,7 @@ class Manifest:
 
     @staticmethod
     def decode(data: bytes) -> Manifest:
-        """Decode a manifest file that may be forged. Raises ValueError that names the problem."""
+        """Decode a manifest file, even a forged one. Raises ValueError that names the problem."""
         decode = Manifest._decode if len(data) < 1 << 16 else Manifest._decode.__wrapped__
         manifest: Manifest = decode(data)
         return dataclasses.replace(manifest, description=deepcopy(manifest.description), files={**manifest.files})
@@ -266,32 +266,32 @@ class Manifest:
         needs_parts = format == FORMAT and not form.is_narrow
         _require(
             (parts is None and not needs_parts) or (_is_count(parts) and 0 < parts <= MAX_SHARDS),
-            f"its parts are {parts!r}, and a snapshot has 1 to {MAX_SHARDS}",
+            f"'parts' is {parts!r}, but a snapshot has 1 to {MAX_SHARDS} parts",
         )
-        _require(format >= FORMAT or not form.is_narrow, f"rows that are not float32 are of format {FORMAT}")
+        _require(format >= FORMAT or not form.is_narrow, f"rows that are not float32 need format {FORMAT}")
         versions = value["instant"].get("versions") if group_fields and type(value["instant"]) is dict else None
-        _require(not group_fields or type(versions) is dict, "instant has no versions")
+        _require(not group_fields or type(versions) is dict, "'instant' has no versions")
         moment = None if versions is None else repr(sorted(versions.items()))
         kind = value["kind"]
-        _require(kind in KINDS, f"its kind is {kind!r}, and there are {', '.join(KINDS)}")
-        _require(_is_id(value["id"]), "id is not 32 hex digits")
+        _require(kind in KINDS, f"its kind is {kind!r} instead of one of {', '.join(KINDS)}")
+        _require(_is_id(value["id"]), "'id' is not 32 hex digits")
         _check_size(value["description"])
         for field in ("rows", "deleted", "created", "sequence"):
-            _require(_is_count(value[field]), f"{field} is not a count")
+            _require(_is_count(value[field]), f"{field!r} is not a count")
         _require(value["sequence"] <= LAST_SEQUENCE, f"its sequence is beyond {LAST_SEQUENCE}, which no save reaches")
         parent, rocksdb = _decode_parent(value["parent"]), _decode_rocksdb(value["rocksdb"])
         _require(
-            (parent is not None) == (kind == "incremental"), "incremental snapshots, and only these, have a parent"
+            (parent is not None) == (kind == "incremental"), "only an incremental snapshot has, and needs, a parent"
         )
-        _require((rocksdb is not None) == (kind == "checkpoint"), "checkpoints, and only these, have RocksDB's files")
+        _require((rocksdb is not None) == (kind == "checkpoint"), "only a checkpoint has, and needs, RocksDB's files")
         files = value["files"]
-        _require(type(files) is dict and all(type(name) is str for name in files), "files is not a map of names")
+        _require(type(files) is dict and all(type(name) is str for name in files), "'files' is not a map by file name")
         files = {name: decode_file(name, entry, form, parts) for name, entry in sorted(files.items())}
         rows, deleted = (sum(file.rows for name, file in files.items() if is_deleted(name) == of) for of in (0, 1))
-        _require(deleted == value["deleted"], "deleted is not the sum over the files")
+        _require(deleted == value["deleted"], "'deleted' is not the sum over the files")
         _require(kind == "incremental" or deleted == 0, "only an incremental snapshot deletes rows")
         if kind == "full":
-            _require(rows == value["rows"], "rows is not the sum over the files")
+            _require(rows == value["rows"], "'rows' is not the sum over the files")
         else:
             _require(kind == "incremental" or not (files or parts), "a checkpoint has neither row files nor parts")
         decoded = {"parent": parent, "files": files, "rocksdb": rocksdb, "moment": moment}
@@ -301,18 +301,18 @@ class Manifest:
 def _decode_parent(value: Any) -> Parent | None:
     if value is None:
         return None
-    _require(type(value) is dict and value.keys() == {"name", "id"}, "parent is not a name and an id")
-    _require(is_folder_name(value["name"]) and _is_id(value["id"]), "parent has no valid name and id")
+    _require(type(value) is dict and value.keys() == {"name", "id"}, "'parent' is not a map of name and id")
+    _require(is_folder_name(value["name"]) and _is_id(value["id"]), "'parent' has an invalid name or id")
     return Parent(**value)
 
 
 def _decode_rocksdb(value: Any) -> RocksDBFiles | None:
     if value is None:
         return None
-    _require(type(value) is dict and value.keys() == {"shards", "files"}, "rocksdb is not shards and files")
+    _require(type(value) is dict and value.keys() == {"shards", "files"}, "'rocksdb' is not a map of shards and files")
     shards, files = value["shards"], value["files"]
-    _require(_is_count(shards) and 0 < shards <= BUCKETS, f"rocksdb has no valid shards: {shards!r}")
-    _require(type(files) is dict and all(type(name) is str for name in files), "rocksdb has no map of files")
+    _require(_is_count(shards) and 0 < shards <= BUCKETS, f"'rocksdb' has invalid shards: {shards!r}")
+    _require(type(files) is dict and all(type(name) is str for name in files), "'rocksdb' has no map of files")
     for name, entry in files.items():
         match = _ROCKSDB_FILE.fullmatch(name)
         _require(match is not None and int(match[1]) < shards, f"it names a foreign file {name!r}")
@@ -322,7 +322,7 @@ def _decode_rocksdb(value: Any) -> RocksDBFiles | None:
 
 
 def check_description(value: Any) -> None:
-    """Raises ValueError that names a field if a description lacks it or it is invalid. More fields are allowed."""
+    """Raises ValueError that names a missing or invalid field of a description. More fields are allowed."""
     _require(type(value) is dict, "description is not a map")
     valid = {
         "name": lambda x: type(x) is str,
@@ -347,47 +347,48 @@ def check_description(value: Any) -> None:
     _require(_is_plain(value, _MAX_DEPTH), "description holds values that JSON cannot store")
     dim, widths = sum(value["columns"]), value["state_widths"]
     for field in ("state_widths", "initial"):
-        _require(len(value[field]) == len(value["states"]), f"description has no {field!r} for each of its states")
-    _require(all(w in (1, dim) for w in widths), "description has 'state_widths' that are neither 1 nor the columns'")
+        _require(len(value[field]) == len(value["states"]), f"description needs one value in {field!r} for each state")
+    _require(all(w in (1, dim) for w in widths), "description has 'state_widths' that are neither 1 nor the dimension")
     _check_types(value, dim)
     width = RowForm.from_description(value).width
-    _require(width == value["width"], "description has a 'width' that does not follow from its columns and states")
+    _require(width == value["width"], "description has a 'width' that does not fit its columns and states")
     _check_rule(value, dim)
 
 
 def _check_types(value: dict[str, Any], dim: int) -> None:
-    """Raises ValueError if the states' types are invalid, or are given although all numbers are float32."""
+    """Raises ValueError if the states' types are invalid, or are listed although all numbers are float32."""
     if STATE_TYPES not in value:
         _require(value["dtype"] == "float32", f"description has no {STATE_TYPES!r}, which its 'dtype' needs")
         return
     types, widths = value[STATE_TYPES], value["state_widths"]
     valid = type(types) is list and len(types) == len(widths) and all(t in ("float32", "bfloat16") for t in types)
     _require(valid, f"description has no valid {STATE_TYPES!r}")
-    _require({value["dtype"], *types} != {"float32"}, f"description has {STATE_TYPES!r} though all numbers are float32")
+    _require({value["dtype"], *types} != {"float32"}, f"description has {STATE_TYPES!r}, but all numbers are float32")
     narrow = [width for width, type in zip(widths, types, strict=True) if type != "float32"]
     are_first = types == ["bfloat16"] * len(narrow) + ["float32"] * (len(types) - len(narrow))
     _require(
-        are_first and all(w == dim for w in narrow), f"description has {STATE_TYPES!r} of other than the first states"
+        are_first and all(w == dim for w in narrow),
+        f"description has {STATE_TYPES!r} of 2 bytes after float32, or for a state without one number per column",
     )
     names = value["states"]
-    _require(len(names) <= _MAX_NAMED, f"description has more than {_MAX_NAMED} 'states' next to numbers of 2 bytes")
+    _require(len(names) <= _MAX_NAMED, f"description has 2-byte numbers and more than {_MAX_NAMED} 'states'")
     _require(
         len({*names}) == len(names) and all(_STATE.fullmatch(name) and name not in _OWN_FIELDS for name in names),
-        "description has 'states' that cannot name fields of a row",
+        "description has 'states' whose names cannot be field names of a row",
     )
 
 
 def _check_size(description: dict[str, Any]) -> None:
-    """Raises ValueError if a description is too large for MARK or a manifest, or uses one of their field names."""
+    """Raises ValueError if a description is too large for MARK or a manifest, or has a field name that MARK uses."""
     reserved = description.keys() & {*MARKER_FIELDS, *FOLDER_FIELDS}
-    _require(not reserved, f"description has fields of MARK: {', '.join(sorted(reserved))}")
+    _require(not reserved, f"description has field names that MARK uses: {', '.join(sorted(reserved))}")
     _require(len(description) <= _MAX_FIELDS, f"description has more than {_MAX_FIELDS} fields")
     size = len(seal(description))
     _require(size <= _MAX_DESCRIPTION, f"description has {size} bytes, more than {_MAX_DESCRIPTION}")
 
 
 def _is_plain(value: Any, depth: int) -> bool:
-    """True if JSON can store `value` unchanged: it contains no bytes and no NaN."""
+    """True if JSON can store `value` unchanged. So it may not contain bytes, NaN or infinities."""
     if isinstance(value, dict):
         return depth > 0 and all(isinstance(name, str) and _is_plain(item, depth - 1) for name, item in value.items())
     if isinstance(value, (list, tuple)):
@@ -396,7 +397,7 @@ def _is_plain(value: Any, depth: int) -> bool:
 
 
 def _check_rule(value: dict[str, Any], dim: int) -> None:
-    """Raises ValueError if states or `hyper` do not fit a known rule. `hyper` is empty before the first update."""
+    """Raises ValueError if states or `hyper` do not fit the optimizer's rule. `hyper` is empty before any update."""
     name = value["optimizer"]
     try:
         kernel = kernels()[name]
@@ -406,12 +407,12 @@ def _check_rule(value: dict[str, Any], dim: int) -> None:
     stored = list(zip(value["states"], value["state_widths"], strict=True))
     _require(stored == states, f"description has 'states' and 'state_widths' {stored}, and rule {name!r} has {states}")
     types = value.get(STATE_TYPES, [])[: len(kernel.element_states)]
-    _require(len({*types}) <= 1, f"description has {STATE_TYPES!r} {types}, and rule {name!r} has one for all of them")
+    _require(len({*types}) <= 1, f"description has {STATE_TYPES!r} {types}, but rule {name!r} needs equal ones")
     row_types = value.get(STATE_TYPES, [])[len(kernel.element_states) :]
     _require(
-        {*row_types} <= {"float32"}, f"description has {STATE_TYPES!r} {row_types} of states with one number a row"
+        {*row_types} <= {"float32"}, f"description has {STATE_TYPES!r} {row_types} for states with one number per row"
     )
-    count, most = len(value["hyper"]), len(kernel.all_hypers) + len(LIMITS)  # the last is omitted if None
+    count, most = len(value["hyper"]), len(kernel.all_hypers) + len(LIMITS)  # the last number is omitted if it is None
     has_past_rates = (
         kernel.catch_up is not None and count > most and is_past_rates(value["hyper"][most:], value["step"])
     )
@@ -420,12 +421,12 @@ def _check_rule(value: dict[str, Any], dim: int) -> None:
 
 
 def with_named_hyper(description: dict[str, Any]) -> dict[str, Any]:
-    """The description with `hyper` as a dict by name, or unchanged if the rule is unknown."""
+    """Returns the description with `hyper` as a dict by name. If the rule is unknown, the description is unchanged."""
     try:
         names = (*kernels()[description["optimizer"]].all_hypers, *LIMITS)
     except KeyError:
         return description
-    hyper = dict(zip(names, description["hyper"], strict=False))  # the list is empty before the first update
+    hyper = dict(zip(names, description["hyper"], strict=False))  # `hyper` is empty before the first update
     return {**description, "hyper": hyper}
 
 
@@ -450,7 +451,7 @@ def fits(older: dict[str, Any], newer: dict[str, Any]) -> bool:
 
 
 def check_name(name: str) -> None:
-    """Raises SnapshotError unless a name is 1 to 200 printable UTF-8 bytes, with no separator or leading dot."""
+    """Raises SnapshotError unless a name is 1 to 200 printable UTF-8 bytes, with no path separator or leading dot."""
     if not is_folder_name(name):
         raise SnapshotError(
             f"snapshot name {name!r} cannot be used: give 1 to 200 printable bytes, "
@@ -459,9 +460,9 @@ def check_name(name: str) -> None:
 
 
 def snapshot_id(folder: Path) -> str:
-    """Returns the id of the snapshot in a folder; "" if none can be read there.
+    """Returns the id of the snapshot in a folder, or "" if the folder contains no readable snapshot.
 
-    Raises StoreError if this process is out of descriptors or memory, since the id is unknown then.
+    Raises StoreError if this process is out of file descriptors or memory, because the id is then unknown.
     """
     try:
         return str(unseal(read_record(folder / MANIFEST))["id"])

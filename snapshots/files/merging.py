@@ -1,4 +1,4 @@
-"""Works on sorted streams of rows: compares two, applies changes to one, and merges several."""
+"""Compares two sorted streams of rows, applies changes to a sorted stream, and merges several sorted streams."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from ...engine import _core
 from ...engine.row_format import BUCKETS, KEY, Change, Chunks, RowArray, keys_of
 
-NEW = 2  # the state of a row that only the later table has
+NEW = 2  # state of a row that only the later table has
 _NONE: RowArray = np.empty(0, KEY)
 
 
 class RowCursor:
-    """Reads a stream of sorted chunks. `rows` are next, in `bucket`. Holds one chunk, or two after `has_more`."""
+    """Reads a stream of sorted chunks. `rows` are next, all in `bucket`. Holds one chunk, or two after `has_more`."""
 
     def __init__(self, chunks: Chunks) -> None:
         self._chunks = chunks
@@ -26,7 +26,7 @@ class RowCursor:
 
     @property
     def bucket(self) -> int:
-        """The bucket of the next row; `BUCKETS` at the end. After reading it, `rows` is empty only at the end."""
+        """The bucket of the next row; `BUCKETS` at the end. Refills `rows`, so they are empty only at the end."""
         if not len(self.rows) and self._bucket < BUCKETS:
             self._bucket, self.rows = self._following or self._read()
             self._following = None
@@ -39,7 +39,7 @@ class RowCursor:
         return self._following[0] == self._bucket
 
     def take(self, count: int | None = None) -> RowArray:
-        """Remove and return the first `count` of `rows`, by default all."""
+        """Remove and return the first `count` rows of `rows`, by default all rows."""
         count = len(self.rows) if count is None else count
         rows, self.rows = self.rows[:count], self.rows[count:]
         return rows
@@ -57,8 +57,7 @@ def join_tables(
     """Read two tables in parallel, in pieces that cover the same key range.
 
     Yields (bucket, rows before, rows after, gone, state); `join_rows` defines gone and state. Both inputs are streams
-    like `Tier.scan`. Rows of two types are compared by their counters only. Holds one chunk of each table in memory.
-    Raises what the chunks raise.
+    like `Tier.scan`. If their row types differ, only `updates` and `step` are compared. Holds one chunk of each table.
     """
     old, now = RowCursor(before), RowCursor(after)
     while (bucket := min(old.bucket, now.bucket)) < BUCKETS:
@@ -78,8 +77,7 @@ def join_tables(
 def apply_changes(older: Chunks, newer: Chunks, deleted: Chunks, conflict_error: Callable[[int], Exception]) -> Chunks:
     """Apply changes to `older`: drop the `deleted` keys, and replace or add the rows in `newer`.
 
-    Raises `conflict_error(bucket)` if a key is in both `newer` and `deleted`. All three may also be streams of keys
-    only.
+    Raises `conflict_error(bucket)` if `newer` and `deleted` share a key. All three streams may also contain only keys.
     """
     cursors = [RowCursor(chunks) for chunks in (older, newer, deleted)]
     while (bucket := min(cursor.bucket for cursor in cursors)) < BUCKETS:
@@ -100,7 +98,7 @@ def apply_changes(older: Chunks, newer: Chunks, deleted: Chunks, conflict_error:
 
 
 def changes_between(before: Chunks, after: Chunks) -> Iterator[Change]:
-    """Yields the changes from table `before` to `after`, in the order of `join_tables`. Both have one row type."""
+    """Yields the changes from table `before` to `after`, in the order of `join_tables`. Their row types are equal."""
     for bucket, old, new, gone, state in join_tables(before, after):
         if gone.any() or state.any():
             yield bucket, new[state > 0], keys_of(old[gone > 0])
@@ -111,9 +109,9 @@ def _bytes(rows: RowArray) -> NDArray[np.uint8]:
 
 
 def merge_sorted(parts: Sequence[Chunks]) -> Chunks:
-    """Merge sorted parts into one stream, by bucket and in order of (table, key). No row may be in two parts.
+    """Merge sorted streams into one, ordered by bucket, table and key. No row may be in two of them.
 
-    Holds two chunks of each part in memory. A merged chunk is at most as large as these together.
+    Holds two chunks of each stream in memory. A merged chunk is at most as large as all these chunks together.
     """
     cursors = [RowCursor(part) for part in parts]
     while (bucket := min((cursor.bucket for cursor in cursors), default=BUCKETS)) < BUCKETS:

@@ -1,7 +1,7 @@
-"""Threads that read rows ahead of their use, and write files behind the code that fills them.
+"""Threads that read rows before they are needed, and that write files in the background.
 
-Reading, checksums and writing release the GIL, so disk, checksums and the table work in parallel. While the
-interpreter exits and no thread can start, the caller does all the work.
+Reading, writing and checksums release the GIL, so they run in parallel with the table. No thread can start while the
+interpreter exits; the caller then does all the work.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SLOW_SECONDS, _SYNC_THREADS = 3e-3, 4
 
 @contextmanager
 def read_ahead(source: Generator[T, None, None]) -> Iterator[Iterator[T]]:
-    """Yield an iterator over `source` that a thread fills ahead, errors included. The thread ends with the block."""
+    """Yield an iterator over `source` that a thread reads ahead. Passes errors on. The thread ends with the block."""
     thread, take = TaskThread("tierbed-ahead"), partial(next, source, _END)
 
     def take_items() -> Iterator[T]:
@@ -45,12 +45,12 @@ def read_ahead(source: Generator[T, None, None]) -> Iterator[Iterator[T]]:
         yield take_items()
     finally:
         thread.cancel()
-        thread.add(source.close)  # in the thread, since it may be using it
+        thread.add(source.close)  # in the thread, because it may be using `source`
         thread.end()
 
 
 def run_syncs(tasks: Sequence[Task]) -> None:
-    """Do tasks that sync files. If they are slow, several threads do the rest, as a disk merges overlapping syncs."""
+    """Do tasks that sync files. If syncs are slow, several threads do the rest, since a disk merges parallel syncs."""
     start, count = perf_counter(), 0
     while count < len(tasks) and perf_counter() - start < _SLOW_SECONDS:
         tasks[count]()
@@ -62,9 +62,9 @@ def run_syncs(tasks: Sequence[Task]) -> None:
 
 
 class TaskThread:
-    """Does tasks in a thread, in the order they were added. After one fails, it does no more.
+    """Does tasks in a thread, in the order of `add` calls. After a failed task, no further task runs.
 
-    Like an executor with one thread, except that waiting never hangs if the thread dies because memory runs out.
+    Like an executor with one thread, but a wait never hangs if the thread dies because memory runs out.
     """
 
     def __init__(self, name: str) -> None:
@@ -75,13 +75,14 @@ class TaskThread:
         finalize(self, self._queue.put, None).atexit = False
         self._thread = Thread(target=_run, args=(self._queue, self._errors), name=name, daemon=True)
         self._has_thread = False
-        if not sys.is_finalizing():  # Ctrl-C may delay a close until here; Python 3.11 would wait forever for a thread
+        # Ctrl-C may delay a close until the interpreter exits, when Python 3.11 would wait forever for a new thread
+        if not sys.is_finalizing():
             with suppress(RuntimeError):
                 self._thread.start()
                 self._has_thread = True
 
     def add(self, task: Task) -> None:
-        """Add a task. `next_result` returns the tasks' results in order."""
+        """Add a task. Each call of `next_result` returns the next task's result."""
         future: Future[Any] = Future()
         self._pending.append(future)
         if self._has_thread:
@@ -90,17 +91,17 @@ class TaskThread:
             _do(task, future, self._errors)
 
     def next_result(self) -> Any:
-        """Wait for the next task's result and return it. Raises the error of this task or of an earlier one."""
+        """Wait for the next task's result and return it. Raises the error of this task or an earlier task."""
         future = self._pending.popleft()
         while not future.done() and self._thread.is_alive():
-            with suppress(TimeoutError):  # raised by the wait; an error of the task is returned
+            with suppress(TimeoutError):  # the wait timed out; `exception` returns the task's own error
                 future.exception(POLL_SECONDS)
         if not future.done():
             raise MemoryError(f"thread {self._thread.name} died without raising an error")
         return future.result()
 
     def do(self, task: Task) -> None:
-        """Add a task without a result. Raises the error of an earlier one."""
+        """Add a task without a result. Raises an earlier task's error."""
         if len(self._pending) > _WAITING:
             self.next_result()
         self.add(task)
@@ -112,7 +113,7 @@ class TaskThread:
                 self._pending.popleft().cancel()
 
     def end(self) -> None:
-        """Wait until all tasks are done and the thread has ended. Raises no error of a task."""
+        """Wait until all tasks are done and the thread has ended. Does not raise errors of tasks."""
         if self._has_thread:
             self._queue.put(None)
             self._thread.join()
@@ -131,7 +132,7 @@ class TaskThread:
 
 
 def _run(queue: SimpleQueue[tuple[Task, Future[Any]] | None], errors: list[BaseException]) -> None:
-    """The thread's loop. It holds no reference to its `TaskThread`, so that can be collected while it runs."""
+    """The thread's loop. Holds no reference to the `TaskThread`, so that object can be collected meanwhile."""
     while (item := queue.get()) is not None:
         _do(*item, errors)
         del item

@@ -1,4 +1,4 @@
-"""Classifies failed reads of a snapshot: a damaged file, or an error that says nothing about the snapshot."""
+"""Classifies failed reads of a snapshot. Either a file is damaged, or the snapshot itself may be intact."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FILE_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 
 
 class ReadIOError(SnapshotError):
-    """The snapshot may be intact: this process lacks a resource, or another snapshot replaced it."""
+    """A failed read of a snapshot that may be intact. The process lacked a resource, or the snapshot was replaced."""
 
 
 def read_error(path: Path, error: OSError, folder: Path) -> SnapshotError:
@@ -53,7 +53,7 @@ def remedy_of(folder: Path) -> str:
 
 
 def os_error_in(error: Exception | str) -> OSError | None:
-    """The system error behind another library's error, whose text may be the only sign of it."""
+    """Find the system error that caused a library's error. Often only the error's text names it."""
     return next(
         (OSError(code, os.strerror(code)) for code in _SYSTEM_REMEDIES if os.strerror(code) in str(error)), None
     )

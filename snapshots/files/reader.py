@@ -1,4 +1,4 @@
-"""Reads snapshots: opens and verifies them, yields a chain's rows in chunks, and finds a folder's latest."""
+"""Opens and verifies snapshots, yields a chain's rows in chunks, and finds a folder's latest snapshot."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ _CHUNK_BYTES = 1 << 25
 
 Piece = tuple[str, RowArray]  # file name, rows
 ProgressCallback = Callable[[int], None]
-MAX_CHAIN = 100  # snapshots; each needs its own open files and threads
+MAX_CHAIN = 100  # snapshots; each one needs its own open files and threads
 
 
 def count_progress(chunks: Chunks, progress: ProgressCallback | None, keys_only: bool = False) -> Chunks:
-    """Yields the chunks and calls `progress` with each one's rows. Then, if `keys_only`, the chunks are keys."""
+    """Yields the chunks and calls `progress`, if given, with each chunk's row count; then `keys_only` yields keys."""
     for bucket, rows in chunks:
         if progress is None:
             yield bucket, rows
@@ -65,8 +65,8 @@ def read_all(chunks: Chunks) -> None:
 class Snapshot:
     """A finished snapshot. `open` reads its manifest; `chunks` and `verify` read and check the rows.
 
-    shard: the shard of the rows to read, None for every row. shard_rows: the shard's row count in each snapshot of
-    the chain, by name; known once `chunks` has yielded its last chunk, since manifests lack it.
+    shard: read only this shard's rows; None reads every row. shard_rows: the shard's row count by snapshot of the
+    chain. Manifests lack these counts, so they are known only after the last chunk of `chunks`.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Snapshot:
             folder: the snapshot's folder, `<persistent_path>/<embedding name>/snapshots/<name>`.
 
         Raises:
-            SnapshotError: it is missing, foreign, damaged or of an unknown format.
+            SnapshotError: the snapshot is missing, foreign, damaged or of an unknown format.
         """
         folder = Path(folder)
         if not os.path.isdir(folder):
@@ -123,12 +123,12 @@ class Snapshot:
         return self.manifest.description
 
     def restrict_to_shard(self, shard: HashShard) -> Snapshot:
-        """Returns the same snapshot, restricted to one shard."""
+        """Returns the same snapshot, restricted to one shard's rows."""
         return Snapshot(self.folder, self.manifest, shard)
 
     @property
     def parent(self) -> Snapshot | None:
-        """An incremental snapshot's parent; None for other kinds. Raises SnapshotError if it is missing."""
+        """An incremental snapshot's parent; None for other kinds. Raises SnapshotError if the parent is missing."""
         link = self.manifest.parent
         if link is None:
             return None
@@ -149,30 +149,30 @@ class Snapshot:
 
     @property
     def chain(self) -> list[Snapshot]:
-        """The snapshots that hold the rows: the full one first, this one last. Raises SnapshotError."""
+        """The snapshots that contain this snapshot's rows, from the full snapshot to this one. Raises SnapshotError."""
         chain = [self]
-        while (parent := chain[-1].parent) is not None:  # ends, because sequences descend
+        while (parent := chain[-1].parent) is not None:  # the loop ends: a parent's sequence is smaller
             chain.append(parent)
         if len(chain) > MAX_CHAIN:
             raise SnapshotError(
                 f"snapshot {self.name!r} has a chain of {len(chain) - 1} parents, and at most {MAX_CHAIN - 1} can be "
-                "read: merge an earlier snapshot into a full one with `tierbed snapshot merge`, and use that"
+                "read: merge an earlier snapshot into a full one with `tierbed snapshot merge`, and use that one"
             )
         return chain[::-1]
 
     def verify(self, progress: Callable[[int], None] | None = None) -> None:
         """Read all files of the chain and check them as a load does. Raises SnapshotError that names a damaged file.
 
-        progress: called with the number of rows in each chunk. The numbers add up to `own_rows` over the chain.
+        progress: called with each chunk's row count. The counts add up to the sum of `own_rows` over the chain.
         """
         read_all(self._table(65536, progress or (lambda count: None)))
 
     def chunks(self, max_rows: int = 65536) -> Chunks:
         """Yields every row of the table, in the order of `Tier.scan`.
 
-        Before the first chunk, every file's existence, size and header are checked; before a file's last chunk, its
-        checksum; after the last chunk, the row count. A caller that must not keep damaged rows calls `verify` first,
-        or waits for the end before it uses what it built.
+        All files' sizes and headers are checked before the first chunk. Each file's checksum is checked before its
+        last chunk, and the row count at the very end. So a caller that must not use damaged rows either calls
+        `verify` first, or uses no row before the end.
 
         Args:
             max_rows: the most rows in a chunk. A chunk also holds at most about 32 MiB per snapshot in the chain.
@@ -181,12 +181,12 @@ class Snapshot:
             An iterator of (bucket, rows), where rows is an array [n] with the dtype of `RowForm`.
 
         Raises:
-            SnapshotError: a file is damaged or missing; the message names it.
+            SnapshotError: a file is damaged or missing. The message names the file.
         """
         return self._table(max_rows)
 
     def _table(self, max_rows: int, progress: ProgressCallback | None = None) -> Chunks:
-        """Like `chunks`, but calls `progress` with each chunk's rows. Then a chain of several yields only row keys."""
+        """Like `chunks`, but calls `progress` if given. A chain of several snapshots then yields only row keys."""
         table: Chunks = iter(())
         for snapshot in (chain := self.chain):
             table = snapshot.apply_to(table, max_rows, progress, len(chain) > 1)
@@ -199,10 +199,10 @@ class Snapshot:
         progress: ProgressCallback | None = None,
         keys_only: bool = False,
     ) -> Chunks:
-        """Yields the rows of the table after this snapshot, and checks their number at the end.
+        """Yields the table's rows as of this snapshot, and checks their number at the end.
 
-        table: the rows before it; empty for a full snapshot. None reads and checks only the snapshot's own files.
-        progress, keys_only: see `count_progress`.
+        table: the table's rows as of the parent; empty for a full snapshot. None reads and checks only this snapshot's
+        own files. progress, keys_only: see `count_progress`.
         """
         rows, deleted = (count_progress(part, progress, keys_only) for part in self.parts(max_rows))
         if self.manifest.parent is not None:
@@ -220,7 +220,7 @@ class Snapshot:
             self.check_count(count)
 
     def parts(self, max_rows: int = 65536) -> tuple[Chunks, Chunks]:
-        """The rows in its own files, and deleted rows' keys. A file's checksum is compared only at its end."""
+        """The rows and the deleted keys in the snapshot's own files. A file's checksum is compared only at its end."""
         if self.manifest.rocksdb is not None:
             from .rocksdb_files import checkpoint_chunks  # needs RocksDB
 
@@ -234,7 +234,7 @@ class Snapshot:
         return self.read_files(files[0], max_rows), self.read_files(files[1], max_rows)
 
     def read_files(self, files: dict[str, RowFile], max_rows: int = 65536) -> Chunks:
-        """Yields the rows in some of the manifest's files, like `chunks`. Raises SnapshotError that names the file."""
+        """Yields the rows in these files of the manifest, like `chunks`. A SnapshotError names the damaged file."""
         return self._detect_replacement(self._file_rows(files, max_rows))
 
     def _file_rows(self, files: dict[str, RowFile], max_rows: int) -> Chunks:
@@ -259,7 +259,7 @@ class Snapshot:
                 yield bucket, rows[begin : begin + max_rows]
 
     def _select_shard(self, chunks: Chunks) -> Chunks:
-        """Yields only the rows that are in `shard`."""
+        """Yields only rows of `shard`."""
         shard = self.shard
         for bucket, rows in chunks:
             yield bucket, rows if shard is None or shard.of == self.manifest.parts else shard.rows(rows)
@@ -291,13 +291,13 @@ class Snapshot:
     def _read(
         self, files: dict[str, RowFile], max_rows: int, max_bytes: int = _CHUNK_BYTES
     ) -> Generator[Piece, None, None]:
-        # read, not mapped: if the disk fails, a read raises, but a mapping kills the process
+        # files are read, not mapped: if the disk fails, a read raises an error, but a mapping kills the process
         for name, entry in files.items():
             dtype = dtype_of(name, self.manifest.form)
             limit = max(1, min(max_rows, max_bytes // dtype.itemsize))
             for begin in range(0, entry.rows, limit):
                 rows = np.empty(min(limit, entry.rows - begin), dtype)
-                # opened for each piece, since there may be a file for each bucket and rank
+                # open for one piece only: a file per bucket and rank would be too many to keep open
                 with self._open(name, entry) as file, self._read_errors(name):
                     file.seek(header_bytes(dtype) + begin * dtype.itemsize)
                     count = file.readinto(rows.view(np.uint8).data)  # type: ignore[attr-defined]
@@ -332,7 +332,7 @@ class Snapshot:
         return None if number is None or of is None else HashShard(number, of)
 
     def _detect_replacement(self, chunks: Chunks) -> Chunks:
-        """Yields the chunks. An error becomes a ReadIOError if another snapshot has replaced this one meanwhile."""
+        """Yields the chunks. If another snapshot has replaced this one, an error becomes a ReadIOError."""
         try:
             yield from chunks
         except ReadIOError:
@@ -345,24 +345,24 @@ class Snapshot:
             ) from error
 
     def check_count(self, rows: int) -> None:
-        """Raises SnapshotError if the manifest has another number of rows."""
+        """Raises SnapshotError if the manifest's row count is not `rows`."""
         if rows != self.manifest.rows:
             raise self._damage_error("", f"it has {rows} rows instead of {self.manifest.rows}")
 
     def _conflicting_key_error(self, bucket: int) -> SnapshotError:
-        """The error for a bucket in which a key is both written and deleted."""
+        """The error for a bucket with a key that is both written and deleted."""
         rows, keys = bucket_file(bucket), deleted_file(bucket)
         if self.manifest.parts is None:
             return self._damage_error(keys, f"it has keys of rows that {rows} has")
         return self._damage_error("", f"parts of {keys} have keys of rows that parts of {rows} have")
 
     def _damage_error(self, name: str, problem: str) -> SnapshotError:
-        """The error for damage to a file of the snapshot, or, if `name` is "", to all of it."""
+        """The error for a damaged file of the snapshot. The name "" stands for the whole snapshot."""
         return damaged(self.folder / name, problem, self.folder)
 
 
 class Listing(NamedTuple):
-    """A folder's snapshots: the readable ones from oldest to latest, and an error for each unreadable name."""
+    """A folder's readable snapshots, from oldest to latest, and the errors of unreadable ones by name."""
 
     snapshots: list[Snapshot]
     damaged: dict[str, SnapshotError]
@@ -376,7 +376,7 @@ def list_snapshots(folder: str | Path) -> Listing:
         folder: a folder of snapshots. If it does not exist, the result is empty.
 
     Raises:
-        SnapshotError: the folder cannot be listed, or this process is out of descriptors or memory.
+        SnapshotError: the folder cannot be listed, or this process is out of file descriptors or memory.
     """
     listing = Listing([], {})
     for name in _snapshot_names(Path(folder)):
@@ -392,12 +392,10 @@ def list_snapshots(folder: str | Path) -> Listing:
 
 @checked_arguments("folder")
 def latest_snapshot(folder: str | Path) -> Snapshot | None:
-    """Return the latest snapshot in a folder after verifying it; None if there are none.
-
-    Never falls back to an older snapshot.
+    """Verify and return the latest snapshot in a folder; None if there are none. Never falls back to an older one.
 
     Raises:
-        SnapshotError: the latest snapshot is damaged, or a manifest is unreadable and might be the latest snapshot's.
+        SnapshotError: the latest snapshot is damaged, or an unreadable manifest might belong to the latest snapshot.
     """
     snapshots, damaged = list_snapshots(folder)
     for error in damaged.values():
@@ -409,7 +407,7 @@ def latest_snapshot(folder: str | Path) -> Snapshot | None:
 
 
 def name_of(folder: Path, id: str) -> str | None:
-    """The name of the snapshot with this id in a folder; None if there is none."""
+    """The name of the folder's snapshot with this id; None if the folder lacks that snapshot."""
     try:
         return snapshot_by_id(folder, id).name
     except SnapshotError:
@@ -417,7 +415,7 @@ def name_of(folder: Path, id: str) -> str | None:
 
 
 def snapshot_by_id(folder: Path, id: str) -> Snapshot:
-    """The snapshot with this id in a folder. If it has several names, takes a user's. Raises SnapshotError."""
+    """The folder's snapshot with this id, preferably under a name that a user chose. Raises SnapshotError."""
     snapshots, damaged = list_snapshots(folder)
     named = sorted((s for s in snapshots if s.manifest.id == id), key=lambda snapshot: snapshot.name.endswith(id))
     if named:

@@ -1,4 +1,4 @@
-"""The script of the process that `rocksdb_files.py` starts. It loads only the native core, to start fast."""
+"""A script that `rocksdb_files.py` runs in a separate process. Starts fast, since it loads only the native core."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
-HEADER = struct.Struct("<BI")  # a bucket and the number of its rows that follow, or a code below
-READY = 253  # comes first; without it, this Python cannot run the script
-END = 254  # no more rows
-FAILED = 255  # RocksDB refused the files; that many bytes of text follow
+HEADER = struct.Struct("<BI")  # (bucket, number of rows that follow), or one of these codes and a number
+READY = 253  # the first header; if it is missing, this Python could not run the script
+END = 254  # there are no more rows
+FAILED = 255  # RocksDB refused the files; the number is the length of the error text that follows, in bytes
 
-_ROW_BYTES = 20  # bytes of a row besides its words
+_ROW_BYTES = 20  # bytes of a row without its `width` words of 4 bytes
 
 
 def main(core: str, folder: str, width: int, shards: int, most: int) -> None:
-    """Write the rows in RocksDB's files in `folder` to stdout, at most `most` after each header."""
+    """Read the rows from RocksDB's files in `folder`, and write them to stdout, at most `most` after each header."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     spec = spec_from_file_location("_core", core)
     assert spec is not None

@@ -1,6 +1,6 @@
-"""RocksDB's files in a checkpoint: links them from a store on SSD, checks them, and scans their rows.
+"""Links RocksDB's files from a store on SSD into a checkpoint, checks them, and scans their rows.
 
-A separate process scans the rows, since forged files may crash it.
+Rows are scanned in a separate process, because forged files may crash RocksDB.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _PIECE_BYTES = 4 << 20
 
 
 def checkpoint_chunks(folder: Path, manifest: Manifest, max_rows: int = 65536) -> Chunks:
-    """Yields a checkpoint's rows, like `Snapshot.chunks`. Compares all files before the first chunk.
+    """Yields a checkpoint's rows, like `Snapshot.chunks`. Checks all files before the first chunk. Writes no file.
 
-    Writes nothing into the folder. Hard links share their bytes with the running store, so damage to the store's file
-    is found too. Raises SnapshotError that names a missing, changed or foreign file.
+    The checkpoint's files may be hard links to the running store's files, so damage to the store is found too.
+    Raises SnapshotError that names a missing, changed or foreign file.
     """
     assert manifest.rocksdb is not None
     try:
@@ -63,7 +63,7 @@ def _scan(folder: Path, form: RowForm, shards: int, max_rows: int) -> Chunks:
     most = max(1, min(max_rows, SCAN_BYTES // dtype.itemsize))
     with _start_child(folder, form.width, shards, most) as (stdout, stderr, process):
         if stdout.read(HEADER.size) != HEADER.pack(READY, 0):
-            stdout.close()  # a process other than our script may write forever
+            stdout.close()  # if the process runs anything except our script, it may write forever
             raise _start_error(folder, f"{_python()!r} {_describe_end(process, stderr)}")
         while True:
             header = stdout.read(HEADER.size)
@@ -83,7 +83,7 @@ def _scan(folder: Path, form: RowForm, shards: int, max_rows: int) -> Chunks:
 
 
 def _scan_error(folder: Path, problem: str) -> SnapshotError:
-    """The error for an incomplete scan: RocksDB refused the files, or they crashed the process."""
+    """The error for an incomplete scan, after RocksDB refused the files or crashed."""
     if (system_error := os_error_in(problem)) is not None:
         return read_error(folder / ROCKSDB, system_error, folder)
     return damaged(folder / ROCKSDB, problem, folder)
@@ -111,7 +111,7 @@ def _start_child(
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                process_group=0,  # Ctrl-C reaches only this process, and it kills the subprocess
+                process_group=0,  # so Ctrl-C reaches only the parent process, and the parent kills the child
             )
         except OSError as error:
             if error.filename is None:  # raised by fork
@@ -120,7 +120,7 @@ def _start_child(
         assert process.stdout is not None
         with process:
             try:
-                with contextlib.suppress(OSError):  # the user may be at the limit of pipe memory
+                with contextlib.suppress(OSError):  # the user may have reached the limit for pipe buffers
                     fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
                 yield process.stdout, stderr.fileno(), process
             finally:
@@ -128,14 +128,14 @@ def _start_child(
 
 
 def _python() -> str:
-    """The Python that `multiprocessing` starts. Programs that embed Python can set it with `set_executable`."""
+    """Path of the Python that `multiprocessing` starts. Programs that embed Python set it with `set_executable`."""
     return os.fsdecode(get_executable() or "")
 
 
 def _describe_end(process: subprocess.Popen[bytes], stderr: int) -> str:
     """Describes how the process ended, with the last line of its errors."""
     status = process.wait()
-    if status == -signal.SIGKILL:  # from the system if memory runs out, or from a user
+    if status == -signal.SIGKILL:  # sent by the system when memory runs out, or by a user
         raise ChildProcessError(errno.ECHILD, "the process that reads it was killed")
     end = f"ended with status {status}" if status >= 0 else f"was ended by signal {-status}"
     with contextlib.suppress(ValueError):
@@ -156,7 +156,7 @@ def checksum_of(path: Path, size: int) -> int:
 
 
 def pieces_of(file: BinaryIO, size: int) -> Iterator[NDArray[np.uint8]]:
-    """Yields the first `size` bytes of a file in pieces that share one buffer. Raises OSError if there are fewer."""
+    """Yields a file's first `size` bytes in pieces that share one buffer. Raises OSError if the file is shorter."""
     memory = np.empty(min(size, _PIECE_BYTES), np.uint8)
     while size:
         piece = memory[: min(size, len(memory))]
@@ -191,7 +191,7 @@ def _check_files(folder: Path, files: dict[str, dict[str, int]]) -> None:
 
 
 def _files_in(folder: Path) -> Iterator[Path]:
-    """Yields the files in a folder and its subfolders. Subfolders may be links."""
+    """Yields the files in a folder and in its direct subfolders. Subfolders may be links."""
     for entry in os.scandir(folder):
         if entry.is_dir():
             yield from (folder / entry.name / inner for inner in os.listdir(entry))
@@ -202,11 +202,11 @@ def _files_in(folder: Path) -> Iterator[Path]:
 def write_rocksdb(
     temporary: Path, name: str, rows: int, tier: RocksDB, progress: Callable[[int], None] | None = None
 ) -> RocksDBFiles:
-    """Write the `rows` rows of `tier` as checkpoint `name`'s files, into the folder `temporary`.
+    """Write the files of checkpoint `name`, with the `rows` rows of `tier`, into the folder `temporary`.
 
-    Row files are linked, so their size does not matter. RocksDB stored their checksums; files of an older tierbed
-    have none and are read once. If the file system cannot link, files are copied, with a warning. Raises OSError,
-    SnapshotError, StoreError.
+    Row files are hard-linked, so their size does not matter. RocksDB has stored their checksums; only files from an
+    older tierbed are read once for a checksum. If the file system cannot link, files are copied, with a warning.
+    Raises OSError, SnapshotError, StoreError.
     """
     top, entries, refusal = temporary / ROCKSDB, dict[str, dict[str, int]](), None
     with tier.live_files() as files:
@@ -234,7 +234,7 @@ def write_rocksdb(
 
 
 def _link(source: Path, target: Path, file: LiveFile) -> OSError | None:
-    """Link a row file, already durable. Returns the error if the file system cannot link, None if it did."""
+    """Hard-link a durable row file. Returns the error if the file system cannot link, otherwise None."""
     try:
         os.link(source.resolve(), target)  # follows a symbolic link
     except OSError as error:
@@ -247,7 +247,7 @@ def _link(source: Path, target: Path, file: LiveFile) -> OSError | None:
 
 
 def _copy(source: Path, target: Path, file: LiveFile) -> int:
-    """Copy a file durably, or write its `content`. Returns the checksum after comparing it with RocksDB's."""
+    """Copy a file durably, or write its `content`. Compares the checksum with RocksDB's, and returns it."""
     checksum = _core.Crc32c()
     with open_regular(source) as from_, target.open("xb") as to:
         content = file.content

@@ -1,4 +1,4 @@
-"""Finds the damaged snapshots in a folder. A chain is read once for all its snapshots."""
+"""Finds the damaged snapshots in a folder. Reads each chain once, for all its snapshots."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Damaged = dict[str, SnapshotError]
 
 
 def chains_of(snapshots: Iterable[Snapshot]) -> tuple[dict[str, Chain], Damaged]:
-    """Returns each snapshot's chain by name, and the errors of snapshots without one. Raises ReadIOError."""
+    """Returns the snapshots' chains, and the errors of snapshots with a broken chain, by name. Raises ReadIOError."""
     chains, damaged = {}, {}
     for snapshot in snapshots:
         try:
@@ -27,18 +27,17 @@ def chains_of(snapshots: Iterable[Snapshot]) -> tuple[dict[str, Chain], Damaged]
 
 
 def verify_all(chains: dict[str, Chain], damaged: Damaged, progress: ProgressCallback) -> Damaged:
-    """Find damaged snapshots and parents. Returns their errors by name, including those in `damaged`.
+    """Find damaged snapshots and parents. Returns their errors by name, including the errors in `damaged`.
 
-    Reads each chain once for all its snapshots. Children of a damaged parent are checked by their own files only.
-    Raises ReadIOError.
+    If a parent is damaged, only its children's own files are checked. Raises ReadIOError.
     """
-    errors, sound = dict(damaged), set[str]()  # sound: their own files are; a parent may be damaged
+    errors, sound = dict(damaged), set[str]()  # sound: the snapshots whose own files are intact
 
     def note_damage(snapshot: Snapshot, table: Chunks) -> Chunks:
         try:
             yield from table
         except SnapshotError as error:
-            if error not in errors.values():  # else it comes from a parent
+            if error not in errors.values():  # otherwise the error comes from a parent
                 errors[snapshot.name] = error
             raise
 

@@ -1,9 +1,9 @@
-"""Writes a snapshot into a temporary folder, syncs it, and renames it.
+"""Writes a snapshot into a temporary folder, syncs the files, and renames the folder.
 
-Several writers can write one snapshot, each a shard, in a folder that all of them see. One of them opens a
-`NewSnapshots` block, and each calls `write_rows` in the snapshot's `temporary_path`. When all have returned, the
-first calls `finish` and `publish`. If a writer fails, the block must raise, so that all files are removed.
-Snapshots of several stores are written in the same way.
+Several writers can write one snapshot, each a shard, if all of them see the snapshot's folder. The first writer opens
+a `NewSnapshots` block, and each writer calls `write_rows` in the snapshot's `temporary_path`. When all have returned,
+the first writer calls `finish` and `publish`. If any writer fails, the block must raise, so that all files are
+removed. Snapshots of several stores are written in the same way.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ from .reader import ProgressCallback as ProgressCallback
 from .reader import Snapshot, list_snapshots
 
 Files = dict[str, RowFile]
-_OPEN_FILES = 8  # that may wait to be synced, for each table; many tables may be saved together
-_SMALL_BYTES = 1 << 18  # a first chunk of fewer bytes is written faster than it is passed to a thread
+_OPEN_FILES = 8  # files per table that may wait to be synced; many tables may be saved together
+_SMALL_BYTES = 1 << 18  # writing fewer bytes takes less time than passing them to a thread
 
 
 def write_changes(
@@ -64,7 +64,7 @@ def write_changes(
     progress: ProgressCallback | None = None,
     shard: HashShard | None = None,
 ) -> Files:
-    """Write changes (see `write_incremental`) like `write_rows`."""
+    """Write changes as `write_rows` writes rows. `write_incremental` describes `changes`."""
     deleted: list[tuple[int, RowArray]] = []
 
     def written_rows() -> Iterator[tuple[int, RowArray]]:
@@ -88,8 +88,8 @@ def write_rows(
 ) -> Files:
     """Write `chunks` (see `write_snapshot`), or one shard of the rows, durably to one file per bucket.
 
-    While large chunks are written and synced, the next one is made. File names are durable only after the folder is
-    synced. Raises SnapshotError for invalid rows, OSError.
+    Threads write and sync large chunks while the caller makes the next chunk. File names are durable only after the
+    folder is synced. Raises SnapshotError for invalid rows, OSError.
     """
     files, threads, syncs_of_small = dict[str, _File](), list[TaskThread](), list[Task]()
     do: Callable[[Task], object]
@@ -128,7 +128,7 @@ class _File:
     def __init__(self, path: str, dtype: np.dtype[np.void]) -> None:
         self._dtype = dtype
         self._file = open(path, "xb")  # noqa: SIM115
-        self._file.write(bytes(header_bytes(dtype)))  # replaced by the header once the count is known
+        self._file.write(bytes(header_bytes(dtype)))  # space for the header, written once the row count is known
         self._count = self._checksum = 0
 
     def write(self, rows: RowArray) -> None:
@@ -138,7 +138,7 @@ class _File:
         self._count += len(rows)
 
     def finish(self, then: Callable[[Task], object]) -> None:
-        """Write the header, and pass `then` the task that makes the file durable."""
+        """Write the header. Then call `then` with a task that makes the file durable."""
         self._file.seek(0)
         self._file.write(npy_header(self._dtype, self._count))
         self._file.flush()
@@ -159,7 +159,7 @@ class _File:
 def _check_chunks(
     bucket: int, dtype: np.dtype[np.void], check: _core.RowCheck, group: Iterable[tuple[int, RowArray]]
 ) -> Iterator[RowArray]:
-    """Yields the non-empty chunks of a bucket, contiguous and checked."""
+    """Checks a bucket's chunks, and yields the non-empty ones as contiguous arrays."""
     for _, rows in group:
         if rows.dtype != dtype or rows.ndim != 1:
             raise SnapshotError(f"bucket {bucket} has {rows.dtype} {rows.shape} instead of {dtype}")
@@ -182,11 +182,11 @@ def children_of(folder: Path) -> list[str]:
 
 
 class NewSnapshots(AbstractContextManager["NewSnapshots"]):
-    """The snapshots of one save. All are durable under temporary names before the first gets its final name.
+    """The snapshots of one save. All become durable under temporary names before any of them gets its final name.
 
-    So a save that raises leaves none, unless its error says so. A kill between two renames leaves some; recovery
-    ignores them, since no record names them. Use it as a `with` block: its end removes snapshots without a final
-    name.
+    So a failed save leaves no snapshot, unless its error says so. After a kill between two renames, some snapshots
+    exist, but recovery ignores them because no record names them. Use this class in a `with` statement. The block's
+    end removes all snapshots that have only a temporary name.
     """
 
     def __init__(self) -> None:
@@ -199,17 +199,17 @@ class NewSnapshots(AbstractContextManager["NewSnapshots"]):
             self._new.pop().drop()
 
     def pop_all(self) -> NewSnapshots:
-        """Hand the snapshots over to a new object, for a block that ends later. This one removes nothing any more."""
+        """Move the snapshots to a new object, for a `with` block that ends later. This object removes nothing then."""
         later = copy(self)
         self._new = []
         return later
 
     def new_id(self) -> str:
-        """Returns an id for one of the snapshots. The ids of one save share their first half."""
+        """Returns a new snapshot id. All ids of one save share their first half."""
         return self._begin_of_ids + secrets.token_hex(8)
 
     def begin(self, folder: Path, description: dict[str, Any], overwrite: bool = False) -> Path:
-        """Begin the snapshot `folder`. Returns its temporary folder. Raises what `write_snapshot` raises."""
+        """Begin the snapshot `folder`. Returns a temporary folder. Raises the errors of `write_snapshot`."""
         check_free(folder, overwrite)
         try:
             check_description(description)
@@ -220,27 +220,27 @@ class NewSnapshots(AbstractContextManager["NewSnapshots"]):
         return self._new[-1].temporary
 
     def then(self, call: Callable[[], object]) -> None:
-        """Register a call for when all snapshots have their names. If it raises, the old folders come back."""
+        """Register a call to make after all snapshots were renamed. If the call raises, `publish` is undone."""
         self._then.append(call)
 
     def publish(self) -> None:
-        """Give each snapshot its name, then do the `then` calls. A SnapshotError says which snapshots exist, if any."""
+        """Rename each snapshot, then make the `then` calls. A SnapshotError says which snapshots exist, if any."""
         for new in self._new:
             with write_errors(new.path):
                 fsync_dir(new.temporary)
         placed: list[NewFolder] = []
-        with uninterrupted(), ExitStack() as dropping:  # Ctrl-C leaves none of them, or all
+        with uninterrupted(), ExitStack() as dropping:  # Ctrl-C leaves either no snapshot or all
             while self._new:
                 new = self._new[0]
                 try:
                     new.publish()
-                except UnsyncedError as error:  # it exists; keep the old one, as a power failure may restore it
+                except UnsyncedError as error:  # the new folder exists; a power failure may bring back the old one
                     del self._new[0]
                     raise self._error(new.path, "was", error, [*placed, new]) from error
                 except OSError as error:
                     raise self._error(new.path, "was not", error, placed) from error
                 placed.append(self._new.pop(0))
-                dropping.callback(new.drop)  # removes the old one
+                dropping.callback(new.drop)  # removes the old folder
             try:
                 for call in self._then:
                     call()
@@ -254,13 +254,13 @@ class NewSnapshots(AbstractContextManager["NewSnapshots"]):
         if placed and self._new:
             saved = ", ".join(repr(str(new.path.parent)) for new in placed)
             missing = ", ".join(repr(str(new.path.parent)) for new in self._new)
-            text += f". It is saved in {saved}, and not in {missing}: save all again with overwrite=True"
+            text += f". The snapshot is saved in {saved}, and not in {missing}: save all again with overwrite=True"
         return SnapshotError(text)
 
 
 @contextmanager
 def write_errors(folder: Path, shard: HashShard | None = None) -> Iterator[None]:
-    """Wrap a block that writes the snapshot `folder`, or a shard: an OSError becomes a SnapshotError."""
+    """Wrap a block that writes the snapshot `folder`, or one shard. An OSError becomes a SnapshotError."""
     try:
         yield
     except OSError as error:
@@ -276,25 +276,25 @@ def write_snapshot(
     overwrite: bool = False,
     id: str | None = None,
 ) -> Manifest:
-    """Write the full snapshot `folder`, durably and atomically. A parent folder may have one writer at a time.
+    """Write the full snapshot `folder`, durably and atomically. Only one writer at a time may use its parent folder.
 
-    If this raises, it leaves no files, or the error says that the snapshot exists but may be lost in a power failure.
+    A failed write leaves no files, unless the error says that the snapshot exists but may be lost in a power failure.
 
     Args:
         folder: where the snapshot will be. Missing parent folders are created.
-        description: the table that the rows belong to, as in a manifest.
+        description: describes the rows' table, as in a manifest.
         chunks: (bucket, rows) pairs, like `Tier.scan`: rows is an array [n] with the dtype of `RowForm`, buckets
             ascend, and (table, key) strictly ascends within a bucket. A few chunks are held in memory.
         progress: called with the number of rows in each chunk.
         overwrite: atomically replace an existing snapshot once the new one is durable.
-        id: by default random.
+        id: the snapshot's id. Default: random.
 
     Returns:
         The manifest.
 
     Raises:
         SnapshotError: the name is invalid or taken, the existing folder cannot be replaced, the description or a
-            chunk is invalid, or the device fails. Errors in `chunks` are passed on.
+            chunk is invalid, or the device fails. Errors that the iterable `chunks` raises are passed on.
     """
     with new_snapshot(folder, description, overwrite) as temporary:
         files = write_rows(temporary, description, chunks, progress)
@@ -316,8 +316,8 @@ def write_incremental(
 
     Args:
         rows: the number of rows in the whole table.
-        changes: (bucket, rows, keys) triples: the present state of written rows [n], and deleted rows' keys [m] with
-            the dtype `KEY`. Each is ordered like `chunks` in `write_snapshot`, and no row is in both.
+        changes: (bucket, rows, keys) triples. `rows` [n] are the written rows as they are now, and `keys` [m] are the
+            deleted rows' keys, of dtype `KEY`. Both are ordered like `chunks` in `write_snapshot` and share no key.
     """
     folder = Path(folder)
     check_parent(folder, parent, description)
@@ -342,7 +342,7 @@ def check_parent(folder: Path, parent: Snapshot, description: dict[str, Any]) ->
 
 @contextmanager
 def new_snapshot(folder: Path, description: dict[str, Any], overwrite: bool = False) -> Iterator[Path]:
-    """Yield a temporary folder for the snapshot `folder`; call `finish` in it. An OSError becomes a SnapshotError."""
+    """Yield a temporary folder for the snapshot `folder`. The block must call `finish`. Raises SnapshotError."""
     folder = Path(folder)
     with NewSnapshots() as new:
         temporary = new.begin(folder, description, overwrite)
@@ -352,10 +352,10 @@ def new_snapshot(folder: Path, description: dict[str, Any], overwrite: bool = Fa
 
 
 def check_free(folder: Path, overwrite: bool | None = False) -> None:
-    """Raises SnapshotError if a snapshot's name is invalid, or taken by one that must not be replaced.
+    """Raises SnapshotError if a snapshot's name is invalid, or belongs to a snapshot that must not be replaced.
 
-    overwrite: allow replacing it; requires that it has no children and the file system can exchange folders. None is
-    for callers that never replace: the message then does not offer it.
+    overwrite: True allows replacing a snapshot without children, if the file system can exchange two folders.
+    None is for callers that never replace a snapshot; the error then does not recommend overwriting.
     """
     check_name(folder.name)
     if not os.path.lexists(folder):
@@ -391,10 +391,10 @@ def finish(
     parts: int | None = None,
     id: str | None = None,
 ) -> Manifest:
-    """Write the manifest for the durable files in `place`. Raises OSError, SnapshotError.
+    """Write the manifest for the durable files in the folder `place`. Raises OSError, SnapshotError.
 
-    rocksdb: a checkpoint's files. parent: an incremental snapshot's. Without either, the snapshot is full. parts: the
-    number of shards; None if there was one writer.
+    rocksdb: a checkpoint's files. parent: an incremental snapshot's parent. A snapshot with neither is full. parts:
+    the number of shards; None if there was one writer.
     """
     files = files or {}
     deleted = sum(file.rows for name, file in files.items() if is_deleted(name))
@@ -403,7 +403,7 @@ def finish(
     if latest is not None and sequence > LAST_SEQUENCE:
         raise SnapshotError(
             f"snapshot {latest.name!r} has the largest sequence, {LAST_SEQUENCE}, so no snapshot can follow it; "
-            f"tierbed did not write it. Move {str(latest.folder)!r} elsewhere, or remove it"
+            f"tierbed did not write {latest.name!r}. Move {str(latest.folder)!r} elsewhere, or remove it"
         )
     id = id or secrets.token_hex(16)
     link = None if parent is None else Parent(parent.name, parent.manifest.id)

@@ -1,4 +1,4 @@
-"""Compares two snapshots: which rows differ, by how much, and how the descriptions of their tables differ."""
+"""Compares two snapshots. Reports which rows differ, by how much, and how the tables' descriptions differ."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MUST_AGREE = ("key_type", "columns")
 
 
 class RowDiff(NamedTuple):
-    """A row that differs. key: of the key type. largest: of the embedding; None if one side lacks the row."""
+    """A row that differs. largest: the embedding's largest difference; None if only one snapshot has the row."""
 
     sort: Sort
     table: int
@@ -32,16 +32,16 @@ class RowDiff(NamedTuple):
 
 
 class Comparison:
-    """The differences from one snapshot to another. Different dtypes are compared as float32."""
+    """The differences from one snapshot to another. Rows of different dtypes are compared as float32."""
 
     def __init__(self, fields: dict[str, tuple[Any, Any]], names: Names, old: Columns, new: Columns, most: int) -> None:
-        self.fields = fields  # that differ between the descriptions, with both values; of `hyper`, only such numbers
-        self.names = names  # the tables'
-        self.counts = {sort: Counter[int]() for sort in SORTS}  # rows by table id; a changed row differs in any byte
+        self.fields = fields  # description fields that differ, with both values; `hyper` keeps only differing numbers
+        self.names = names  # the tables' names
+        self.counts = {sort: Counter[int]() for sort in SORTS}  # rows by table id; any differing byte is a change
         self.same, self.first = 0, list[RowDiff]()  # the number of equal rows; the first `most` rows that differ
         self._before, self._columns, self._most = old.form, new, most
         self._has_same_states = not fields.keys() & {"states", "state_widths"}
-        # the greatest absolute differences in rows of both; infinite between a number and NaN
+        # the greatest absolute difference by column, in rows that both sides have; infinite between a number and NaN
         self.largest = dict.fromkeys(new.form.counts if self._has_same_states else [EMBEDDING], 0.0)
 
     @property
@@ -49,7 +49,7 @@ class Comparison:
         return bool(self.fields or any(self.counts.values()))
 
     def add(self, old: RowArray, new: RowArray, is_gone: NDArray[np.bool_], is_new: NDArray[np.bool_]) -> None:
-        """Compare the rows in one range of keys. is_gone, is_new: True for rows that the other side lacks."""
+        """Compare the rows in one key range. is_gone: True for old rows without a new one. is_new: the reverse."""
         if not is_new.all():
             self._compare_common(old[~is_gone], new[~is_new])
         self._count("gone", old[is_gone], None)
@@ -79,9 +79,9 @@ class Comparison:
 def compare(
     before: Snapshot, after: Snapshot, progress: Callable[[int], None] | None = None, first: int = 0
 ) -> Comparison:
-    """Compare two snapshots, keeping the `first` rows that differ. progress: called with the number of rows read.
+    """Compare two snapshots. Raises SnapshotError if one is damaged, or if their tables cannot share rows.
 
-    Raises SnapshotError if a snapshot is damaged, or if their tables cannot share rows.
+    first: how many differing rows to list. progress: called with the number of rows read.
     """
     old, new = before.description, after.description
     reasons = [f"{name} is {old[name]!r} and {new[name]!r}" for name in _MUST_AGREE if old[name] != new[name]]
@@ -113,7 +113,7 @@ def _differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[An
 def _largest_differences(
     old: NDArray[np.float32], new: NDArray[np.float32], changed: NDArray[np.bool_]
 ) -> NDArray[np.float64]:
-    """Returns each row's greatest absolute difference [n]. Sets `changed` [n] for rows that differ in any bit."""
+    """Returns each row's greatest absolute difference [n]. Sets `changed` [n] to True for rows with a differing bit."""
     differ = np.ascontiguousarray(old).view(np.uint32) != np.ascontiguousarray(new).view(np.uint32)
     changed |= differ.any(axis=1)
     with np.errstate(invalid="ignore"):

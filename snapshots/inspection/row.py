@@ -1,4 +1,4 @@
-"""Reads one row from a closed store or a snapshot, without the others."""
+"""Reads one row from a closed store or a snapshot, without reading all rows."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ..store.closed_store import require_clean_marker
 from ..store.folder import StoreFolder
 from ..store.folder_state import shard_folder
 
-Row = NDArray[np.void]  # [1], with the `RowForm.dtype` of its description
+Row = NDArray[np.void]  # [1], with the dtype of the description's `RowForm`
 
 
 def live_row(store: StoreFolder, table: int | str, key: int) -> tuple[Row | None, dict[str, Any]]:
-    """Read a live row of a cleanly closed store. Returns it, or None if it was never written, and the description.
+    """Read a live row of a cleanly closed store. Returns the row, or None if never written, and its description.
 
-    key: as users pass it. Raises InputError for a key that the store cannot have, and StoreError or SnapshotError if
-    the rows cannot be read or another rank owns the row.
+    key: as users pass it. Raises InputError for an invalid table or key, and StoreError or SnapshotError if the rows
+    cannot be read or another rank owns the row.
     """
     marker = require_clean_marker(store)
     number, bits = row_key_of(marker, table, key)
@@ -48,12 +48,12 @@ def live_row(store: StoreFolder, table: int | str, key: int) -> tuple[Row | None
 
 
 def snapshot_row(snapshot: Snapshot, table: int | str, key: int) -> Row | None:
-    """Read a row from a snapshot; None if it is not there. Raises the errors of `live_row`."""
+    """Read a row from a snapshot. Returns None if the snapshot lacks the row. Raises the errors of `live_row`."""
     return _find(snapshot, *row_key_of(snapshot.description, table, key))
 
 
 def row_key_of(description: dict[str, Any], table: int | str, key: int) -> tuple[int, int]:
-    """The number of a table given by number or name, and the 64 bits of a key. Raises InputError if one is invalid."""
+    """Convert a table number or name to its number, and a key to its 64 bits. Raises InputError if one is invalid."""
     names = names_in(description)
     number = table_number(table, names)
     if number is None:
@@ -78,12 +78,12 @@ def plain_row(row: Any, description: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain_floats(values: NDArray[np.float32]) -> list[float | str]:
-    """The shortest decimals that give these float32 numbers. NaN and infinities become text, since JSON lacks them."""
+    """Convert float32 numbers to their shortest decimals. NaN and infinities become text, since JSON lacks them."""
     return [float(str(value)) if np.isfinite(value) else str(value) for value in values]
 
 
 def _find(snapshot: Snapshot, table: int, key: int) -> Row | None:
-    """Find the row in the key's bucket, in the chain's latest snapshot with that key."""
+    """Find the row in the latest snapshot of the chain that contains its key. Returns None for a deleted key."""
     row_key = np.array([table], np.uint32), np.array([key], np.uint64)
     bucket = int(_core.buckets(*row_key)[0])
     for member in reversed(snapshot.chain):
@@ -100,9 +100,9 @@ def _find(snapshot: Snapshot, table: int, key: int) -> Row | None:
 
 
 def _find_in_chunks(chunks: Chunks, table: int, key: int) -> NDArray[np.void] | None:
-    """Find the key's row in the chunks; None if it is not there."""
+    """Find the key's row in the chunks. Returns None if they lack the key."""
     row = None
-    for _, rows in chunks:  # to the end, where damage may be detected
+    for _, rows in chunks:  # no early exit: damage may be detected only at the end
         matches = rows[(rows["table"] == table) & (rows["key"] == key)]
         if len(matches):
             row = matches.copy()
@@ -110,8 +110,8 @@ def _find_in_chunks(chunks: Chunks, table: int, key: int) -> NDArray[np.void] | 
 
 
 def read_row(tier: Tier | TopTier[Any], form: RowForm, table: int, key: int) -> Row | None:
-    """Read a row of this form from a tier or a stack of tiers; None if it was never written."""
+    """Read a row of this form from a tier or a stack of tiers. Returns None if the row was never written."""
     row = np.zeros(1, form.dtype)
     row["table"], row["key"] = table, key
-    line = np.array([row.ctypes.data + ROW_NAME.itemsize], np.uint64)  # its address
+    line = np.array([row.ctypes.data + ROW_NAME.itemsize], np.uint64)  # the address of the row's values
     return row if tier.read(row["table"].copy(), row["key"].copy(), line, touch=False)[0] else None

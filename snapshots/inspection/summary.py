@@ -25,12 +25,12 @@ _BARS = 60
 
 @dataclass
 class Summary:
-    """Statistics about rows. norms: how many embeddings have a Euclidean norm between two `NORM_EDGES`, [80,001]."""
+    """Statistics about rows. norms: a histogram [80,001] of the embeddings' Euclidean norms, between `NORM_EDGES`."""
 
     tables: Counter[int] = field(default_factory=Counter)  # the number of rows by table id
     updates: Counter[int] = field(default_factory=Counter)  # the number of rows by update count
     norms: NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(NORM_EDGES) - 1, np.int64))
-    not_finite: int = 0  # the number of rows with NaN or an infinity; they have no norm
+    not_finite: int = 0  # the number of rows with NaN or an infinity; `norms` leaves these rows out
     first: list[Any] = field(default_factory=list)  # the first rows, with the snapshot's `RowForm.dtype`
     _norm_sum: float = 0.0
     _norm_min: float = np.inf
@@ -38,7 +38,7 @@ class Summary:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Rows by table id; smallest, lower median and largest `updates`; norms; `not_finite`. Without rows, None."""
+        """Plain values. `updates` has min, lower median and max, `norm` has min, mean and max; None without rows."""
         finite = int(self.norms.sum())
         norm = {"min": self._norm_min, "mean": self._norm_sum / finite, "max": self._norm_max} if finite else None
         return {
@@ -63,7 +63,7 @@ class Summary:
 
 
 def summarise(snapshot: Snapshot, progress: Callable[[int], None] | None = None, first: int = 0) -> Summary:
-    """Summarise a snapshot's rows, keeping the `first` ones. Raises SnapshotError."""
+    """Summarise a snapshot's rows, and keep the first `first` rows. Raises SnapshotError."""
     summary = Summary()
     for _, rows in snapshot.chunks():
         summary.add(rows, snapshot.manifest.form)

@@ -1,1 +1,1 @@
-"""A store folder's snapshots: saves, keeps, removes and selects them."""
+"""Saves, loads and removes a store folder's snapshots, and recovers stores after a kill."""

@@ -1,4 +1,4 @@
-"""Saves, loads and compacts stores that no process has open, for `tierbed snapshot` and `tierbed store`."""
+"""Saves, loads and compacts stores that no process has open. Used by `tierbed snapshot` and `tierbed store`."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from .selection import ALL, LoadReport, Selection, types_of
 if TYPE_CHECKING:
     from ...engine.store.rocksdb import RocksDB
 
-# Files can be read without the store's options, but only a run with these options should merge files.
+# RocksDB reads files without the store's options, but must not compact files without these options.
 _AS_IS = "disable_auto_compactions=true"
 
 
 def merged_clean_marker(state: FolderState) -> dict[str, Any] | None:
-    """Merge the clean markers of ranks' shards, as for a table with all their rows. None if not all shards are clean.
+    """Merge the clean markers of all shards of a store into one marker. Raises StoreError.
 
-    The result lacks `rows` if some shards are on other hosts. Raises StoreError.
+    Returns None if some shard is not clean. The merged marker lacks `rows` if some shards are on other hosts.
     """
     markers = clean_markers(state.path, state.ranks)
     clean = [marker for marker in markers.values() if marker is not None]
@@ -47,7 +47,7 @@ def merged_clean_marker(state: FolderState) -> dict[str, Any] | None:
 
 
 def _lock_shards(store: StoreFolder, locks: ExitStack) -> tuple[dict[str, Any], Chunks]:
-    """Lock the shards. Returns their merged clean marker and their rows. Raises StoreError."""
+    """Lock a store's shards. Returns the shards' merged clean marker and their rows. Raises StoreError."""
     ranks = store.ranks
     shards = [locks.enter_context(StoreFolder(shard.path)) for shard in shards_in(store.path, ranks).values()]
     marker = merged_clean_marker(store)
@@ -68,10 +68,10 @@ def save_closed_stores(
     kind: str = "full",
     overwrite: bool = False,
 ) -> list[Manifest]:
-    """Write closed stores' live rows as snapshot `name` in each. The live rows stay as they are.
+    """Save the live rows of closed stores as snapshot `name`, in each store. The live rows stay as they are.
 
-    With several stores, an incremental save is full where a store has no parent for it. Raises StoreError if a store
-    is not clean, and the SnapshotError and OptionError of `check_save` and `begin_save`.
+    If an incremental save has several stores, stores without a parent get a full snapshot. Raises StoreError if a
+    store is not clean, and the SnapshotError and OptionError of `check_save` and `begin_save`.
     """
     check_name(name)
     manifests, new_ids = [], {}
@@ -96,7 +96,7 @@ def save_closed_stores(
 
 
 def _source(store: StoreFolder, member: Member, id: str, reading: ExitStack) -> SaveSource:
-    """The live rows of a cleanly closed store, as the source for a save. Raises StoreError if it is not clean."""
+    """Returns a closed store's live rows as the source of a save. Raises StoreError if the rows are not clean."""
     if store.path.parent.name == RANKS:
         store_folder = str(store.path.parent.parent)
         raise StoreError(f"{str(store.path)!r} has only the shard of one rank: give the store folder, {store_folder!r}")
@@ -108,8 +108,8 @@ def _source(store: StoreFolder, member: Member, id: str, reading: ExitStack) -> 
         scan, tier = reading.enter_context(_open_live(store, marker))
     if member.entry.live is None:
         raise StoreError(
-            f"the live rows of {str(store.path)!r} are newer than those of embeddings that are trained together "
-            "with it, and recovery will go back to its snapshot: load that, or open and close the embeddings"
+            f"the live rows of {str(store.path)!r} are newer than the rows of embeddings that are trained together "
+            "with it, so recovery will use its snapshot: load that snapshot, or open and close all these embeddings"
         )
     return SaveSource(description_of_marker(marker), marker["rows"], scan, member.group.record, member.id, tier, id=id)
 
@@ -120,12 +120,12 @@ def load_into_stores(
     progress: ProgressCallback | None = None,
     selection: Selection = ALL,
 ) -> list[tuple[Manifest, LoadReport]]:
-    """Verify snapshots and make their rows the live rows that the next training run starts with.
+    """Verify snapshots, and make their rows the live rows that the next training run starts with.
 
-    After a kill, recovery goes back to these snapshots, unless only a selection of rows or converted numbers were
-    loaded. If this call is killed, all stores keep the old live rows, or all get the new ones. Returns the new live
-    rows' manifests. Raises StoreError for a folder that only holds other stores' snapshots, and SnapshotError if a
-    snapshot is damaged, belongs to another table, or needs `convert`; clean live rows are then unchanged.
+    After a kill, recovery goes back to these snapshots, except if the load selected rows or converted numbers. If this
+    call is killed, either all stores keep the old live rows or all get the new rows. Returns the manifests of the new
+    live rows. Raises StoreError if a folder has only other stores' snapshots, and SnapshotError if a snapshot is
+    damaged, belongs to another table, or needs `convert`. An error leaves clean live rows unchanged.
     """
     pairs = [*zip(stores, snapshots, strict=True)]
     selections = [check_load(store, snapshot, selection) for store, snapshot in pairs]
@@ -137,8 +137,8 @@ def load_into_stores(
             cleanup.callback(members[-1].leave)
         for (store, snapshot), choice in zip(pairs, selections, strict=True):
             if store.clean_marker is None:
-                store.discard_live()  # frees space; no run uses these rows again
-            cleanup.callback(remove_folder, store.incoming)  # gone if it has become the live rows
+                store.discard_live()  # frees space; no run would use these unclean rows
+            cleanup.callback(remove_folder, store.incoming)  # no longer exists if it has become the live rows
             report = LoadReport()
             rows = choice.rows_of(snapshot, report, progress)
             results.append((write_snapshot(store.incoming, choice.description(snapshot.description), rows), report))
@@ -163,7 +163,7 @@ def load_into_stores(
 
 
 def check_load(store: StoreFolder, snapshot: Snapshot, selection: Selection) -> Selection:
-    """Returns the selection for `load_into_stores`, with types to convert to. Raises its errors that need no row."""
+    """Returns `selection` with the types to convert to. Raises the errors of `load_into_stores` that need no rows."""
     marker = store.clean_marker
     linked_stores = [] if store.live.exists() else stores_recorded_for(store.snapshots)
     if linked_stores:
@@ -186,7 +186,7 @@ def check_load(store: StoreFolder, snapshot: Snapshot, selection: Selection) -> 
                 "saved it"
             )
     store_types, snapshot_types = types_of(marker), types_of(selection.description(snapshot.description))
-    state_type = snapshot_types[1] and (store_types[1] or snapshot_types[1])  # rows without states accept any
+    state_type = snapshot_types[1] and (store_types[1] or snapshot_types[1])  # rows without states accept any type
     if (store_types[0], state_type) == snapshot_types:
         return selection
     if not selection.convert:
@@ -204,7 +204,7 @@ def _describe_types(types: tuple[str, str | None]) -> str:
 
 
 def compact_live(store: StoreFolder, options: str = "") -> tuple[int, int] | None:
-    """Merge a closed store's RocksDB files. Returns their bytes before and after; None if there are none.
+    """Merge a closed store's RocksDB files. Returns their total size before and after; None if there are no files.
 
     options: the store's `rocksdb_options`. A kill loses no row. Raises StoreError, OptionError.
     """
@@ -226,14 +226,14 @@ def compact_live(store: StoreFolder, options: str = "") -> tuple[int, int] | Non
 
 @contextmanager
 def scan_live_rows(store: StoreFolder, marker: dict[str, Any]) -> Iterator[Chunks]:
-    """Yield a scan of the live rows described by a clean marker, like `Tier.scan`. SnapshotError, StoreError."""
+    """Yield a scan (see `Tier.scan`) of the live rows that a clean marker describes. SnapshotError, StoreError."""
     with _open_live(store, marker) as (scan, _):
         yield scan()
 
 
 @contextmanager
 def _open_live(store: StoreFolder, marker: dict[str, Any]) -> Iterator[tuple[Callable[[], Chunks], RocksDB | None]]:
-    """Yield a function that scans the live rows, and their RocksDB or None."""
+    """Yield a function that scans the live rows, and the RocksDB database that contains these rows, if any."""
     if marker.get("live") == "rows":
         snapshot = Snapshot.open(store.live)
         check_live(store, marker)
@@ -249,7 +249,7 @@ def _open_live(store: StoreFolder, marker: dict[str, Any]) -> Iterator[tuple[Cal
 
 
 def check_live(store: FolderState, marker: Mapping[str, Any], tier: RocksDB | None = None) -> None:
-    """Raises StoreError if a live file was cut or replaced since the last close.
+    """Raises StoreError if a live file was truncated or replaced since the last close.
 
     RocksDB would open such files without an error. Stores that an earlier version closed are not checked.
     """
@@ -268,12 +268,12 @@ def check_live(store: FolderState, marker: Mapping[str, Any], tier: RocksDB | No
 
 
 def description_of_marker(marker: dict[str, Any]) -> dict[str, Any]:
-    """A clean marker's description, as a snapshot has it."""
+    """Returns the fields of a clean marker that a snapshot's description also has."""
     return {field: value for field, value in marker.items() if field not in MARKER_FIELDS}
 
 
 def require_clean_marker(store: StoreFolder) -> dict[str, Any]:
-    """Returns a store's clean marker. Raises StoreError if there is none."""
+    """Returns a store's clean marker. Raises StoreError if the live rows are not clean, or are ranks' shards."""
     marker = store.clean_marker
     if store.ranks:
         raise StoreError(

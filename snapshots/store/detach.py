@@ -12,18 +12,18 @@ from .recovery_rule import NOTHING, union
 
 
 class Detached(NamedTuple):
-    """The names of the other stores in the group that a store left, as far as they are known."""
+    """The result of `detach`. others: the known names of the other stores in the group that the store left."""
 
     others: list[str]
     problem: str | None = None  # what is wrong with the group's record
 
 
 def detach(store: StoreFolder) -> Detached:
-    """Take a store out of its group. It gets its own record, with the rows that it would have opened with.
+    """Take a store out of its group. The store gets its own record, with the rows that it would have opened with.
 
-    If the group's record is missing or damaged, or does not list this folder because it is a copy, the store keeps
-    its clean live rows, and after a kill it recovers its latest snapshot. If this call is killed, the store is still
-    in its group, or out of it. Raises StoreError.
+    The group's record may be missing or damaged, or may not list this folder because it is a copy. The store then keeps
+    its clean live rows, or recovers its latest snapshot if it was killed. If this call is killed, the store is either
+    still in its group or completely out of it. Raises StoreError.
     """
     try:
         file = GroupFile(store)
@@ -39,21 +39,21 @@ def detach(store: StoreFolder) -> Detached:
             return _detach(store, locked)
     finally:
         lock.release()
-    return detach(store)  # its group was joined with another one meanwhile
+    return detach(store)  # try again: another process has joined the store's group with another group
 
 
 def _detach(store: StoreFolder, file: GroupFile) -> Detached:
-    """Take a store out of the group whose record is locked."""
+    """Take a store out of its group, whose record the caller has locked."""
     record, path, entries = file.record, file.path, file.record.now
     assert path is not None
     names = sorted(location.name for other, location in record.places.items() if other != file.store)
-    if NOTHING in entries.values():  # a run was killed: this store is recovered like the others
+    if NOTHING in entries.values():  # a run was killed, so this store is recovered together with the others
         try:
             entries = file.target()
-            record = replace(record, trained=frozenset(entries))  # so the next run records what it undoes
-        except (StoreError, SnapshotError):  # the others raise it when they open, unless it is repaired by then
+            record = replace(record, trained=frozenset(entries))  # so the next run records which snapshots it skips
+        except (StoreError, SnapshotError):  # the other stores raise this error again when they open
             entries = {**record.now, file.store: file.newest()[file.store]}
-    write_record(path, replace(record, joining=True).plain())  # it stops being a member when its MARK changes
+    write_record(path, replace(record, joining=True).plain())  # the change of its MARK ends the membership
     own = union([record], {file.store: entries[file.store]})
     _write_own_record(store, file.copy_with(path=None, record=replace(own, places={})))
     if others := {other: entry for other, entry in entries.items() if other != file.store}:

@@ -1,4 +1,4 @@
-"""A store's folder while it is open: its lock, its live rows, and their clean marker."""
+"""A store's folder while this process has it locked: its lock, its live rows, and the live rows' clean marker."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ class StoreFolder(FolderState):
     """A store folder, `<persistent_path>/<embedding name>`, locked until `release` or the process ends.
 
     Creates `path` and its parents, and removes what killed processes left. docs/snapshots.md lists the files. MARK
-    contains a clean marker while the live rows are durable and all at one step. A run clears it before it writes the
-    first row. Without it, live rows are never used.
+    contains a clean marker while the live rows are durable and all at one step. A run clears the clean marker before it
+    writes the first row. Without a clean marker, live rows are never used.
 
     user: what in this process locks the folder, for error messages. snapshots: the folder for snapshots,
-    `<snapshot_path>/<embedding name>/snapshots`. Its parent becomes a store folder and is locked too. None leaves the
-    snapshots where they are. Raises StoreError if the path or a parent is a file or cannot be written, or if another
-    process holds the lock.
+    `<snapshot_path>/<embedding name>/snapshots`, whose parent becomes a store folder and is locked too; None leaves the
+    snapshots where they are. Raises StoreError if a path cannot be written, or if another process has locked a folder.
     """
 
     remedy = "persistent_path must be a folder that this user can write, on a device with free space"
@@ -53,7 +52,7 @@ class StoreFolder(FolderState):
                     with self._errors("link to other snapshots from"), uninterrupted():
                         link_to(self.snapshots, snapshots)
             self.clear_incoming()
-            with contextlib.suppress(SnapshotError):  # the next save tries again, and raises if it cannot
+            with contextlib.suppress(SnapshotError):  # the next save tries again, and then raises the error
                 self.clear_snapshots()
         except StoreError:
             self.release()
@@ -71,7 +70,7 @@ class StoreFolder(FolderState):
             ) from None
 
     def release(self) -> None:
-        """Release the lock. Files are unchanged. May be called again."""
+        """Release the lock, and change no files. May be called again."""
         if self.snapshot_store is not self:
             self.snapshot_store.release()
         if self._lock is not None:
@@ -107,7 +106,7 @@ class StoreFolder(FolderState):
             remove_leftovers(self.path)
 
     def clear_snapshots(self) -> None:
-        """Remove what killed or failed saves left. No save may be running. Raises SnapshotError."""
+        """Remove the remains of killed or failed saves. No save may be running. Raises SnapshotError."""
         try:
             remove_leftovers(self.snapshots)
         except OSError as error:
@@ -124,13 +123,13 @@ class StoreFolder(FolderState):
         self.check()
         with self._errors("write MARK of"):
             if self._mark_file.exists() and Mark.parse(data) == self.mark:
-                fsync_dir(self.path)  # same content, and a full disk may lack space to rewrite it
+                fsync_dir(self.path)  # the content is the same, and a full disk may lack space to rewrite the file
             else:
                 write_atomically(self._mark_file, data)
         self.mark = Mark.parse(data)
 
     def write_clean_marker(self, description: dict[str, Any]) -> None:
-        """Write the clean marker of durable live rows; its field `live` is their kind. Raises StoreError."""
+        """Write the clean marker of durable live rows. Its field `live` is the rows' kind. Raises StoreError."""
         self.change(clean_marker=description, ranks=None)
         self._forget_step()
 
@@ -139,7 +138,7 @@ class StoreFolder(FolderState):
         self.change(clean_marker=None, ranks=None)
 
     def note_step(self, step: int) -> None:
-        """Store the live rows' step, for messages after a kill. Costs a write to the page cache."""
+        """Store the live rows' step, for messages after a kill. This costs one write to the page cache."""
         with contextlib.suppress(OSError):
             if self._step_file is None:
                 self._step_file = os.open(self.path / "STEP", os.O_WRONLY | os.O_CREAT, 0o644)
@@ -170,7 +169,7 @@ class StoreFolder(FolderState):
     def discard_live(self) -> None:
         """Clear the clean marker and remove the live rows. Raises StoreError."""
         self.check()
-        if self.mark.clean_marker is not None:  # else write nothing: the disk may be full
+        if self.mark.clean_marker is not None:  # otherwise nothing is written, since the disk may be full
             self.clear_clean_marker()
         with self._errors("remove the live rows of"):
             for name in LIVE_FOLDERS:
@@ -178,10 +177,10 @@ class StoreFolder(FolderState):
             fsync_dir(self.path)
 
     def replace_live(self, new: Path, description: dict[str, Any], **fields: Any) -> None:
-        """Make a durable folder on the same file system the live rows, with a clean marker.
+        """Replace the live rows by the durable folder `new`, on the same file system, and write a clean marker.
 
-        A kill leaves the old rows with the old marker, or the new rows with the new one. fields: other fields of MARK
-        to change. Raises StoreError.
+        A kill leaves either the old rows with the old marker, or the new rows with the new marker. fields: other fields
+        of MARK to change. Raises StoreError.
         """
         self.check()
         old = self.live

@@ -18,13 +18,13 @@ from ..files.format import SHARD
 from .mark import Mark, live_version
 
 LOCK = "LOCK"
-RANKS = "ranks"  # the subfolder of a store folder with the shards
+RANKS = "ranks"  # the store folder's subfolder for the ranks' shards
 SNAPSHOTS = "snapshots"
-_LINKED_FROM = ".live-rows-"  # prefix of files next to `snapshots`; each names a store that links there
+_LINKED_FROM = ".live-rows-"  # prefix of files next to `snapshots`, each with the path of a store that links there
 
 
 class FolderState:
-    """A store's folder, without its lock: another process may have it locked. `StoreFolder` is the locked folder."""
+    """A store's folder, read without locking. The subclass `StoreFolder` is a folder that this process has locked."""
 
     remedy = "give <persistent_path>/<embedding name>, and run as a user that can"
 
@@ -35,7 +35,7 @@ class FolderState:
 
     @cached_property
     def mark(self) -> Mark:
-        """MARK's content when this object first read it. Raises StoreError."""
+        """The content of MARK, read once, at the first use. Raises StoreError."""
         with self._errors("read MARK of"):
             try:
                 return Mark.parse(read_record(self._mark_file))
@@ -53,26 +53,26 @@ class FolderState:
 
     @cached_property
     def snapshot_store(self) -> FolderState:
-        """The store folder with the snapshots: this one, or the one that the link `snapshots` leads to."""
+        """The store folder with the snapshots: this folder, or, if `snapshots` is a link, the target's parent."""
         target = Path(os.path.realpath(self.snapshots)).parent
         is_linked = self.snapshots.is_symlink() and (target / LOCK).is_file()
         return FolderState(target) if is_linked else self
 
     @property
     def recovery_folder(self) -> FolderState:
-        """The store folder whose MARK leads to the record. For ranks, it is the one with the snapshots."""
+        """The store folder whose MARK leads to the record. For ranks, that is the folder with the snapshots."""
         is_lost = not self.mark.exists and self.snapshot_store.mark.link is not None
         return self.snapshot_store if self.ranks or is_lost else self
 
     @property
     def ranks(self) -> int:
-        """How many ranks share the live rows as shards; 0 if one process has them."""
+        """How many ranks share the live rows as shards; 0 if a single process has all rows."""
         record = self.snapshot_store.mark.ranks
         return 0 if record is None or self.mark.clean_marker is not None else record.ranks
 
     @property
     def sharing(self) -> list[FolderState]:
-        """The store folders on this host with the same snapshots, this one first."""
+        """This host's store folders with the same snapshots, beginning with this folder."""
         stores, folder = [self], self.snapshot_store.snapshots
         with self._errors("read which stores have their snapshots in"):
             for store in stores_recorded_for(folder):
@@ -83,7 +83,7 @@ class FolderState:
 
     @property
     def recorded_step(self) -> int | None:
-        """The step that `note_step` last stored since the last clean marker; None if unknown."""
+        """The step that `note_step` stored last, if that was after the last clean marker; None if unknown."""
         try:
             return int((self.path / "STEP").read_bytes())
         except (OSError, ValueError):
@@ -91,13 +91,13 @@ class FolderState:
 
     @property
     def has_begun(self) -> bool:
-        """True if a run ever wrote rows here. Otherwise a folder without a clean marker is new."""
+        """True if a run ever wrote rows in this folder. If False, a store without a clean marker is new."""
         with self._errors("list the snapshots of"):
             return self._mark_file.exists() or self.live.exists() or has_snapshots(self.snapshots)
 
     @property
     def was_open(self) -> bool:
-        """True if the folder ever had live rows. Otherwise its snapshots were copied here."""
+        """True if the folder ever had live rows. If False, any snapshots in the folder are copies."""
         return self._mark_file.exists() or self.live.exists() or self.recorded_step is not None
 
     @contextlib.contextmanager
@@ -110,12 +110,12 @@ class FolderState:
 
 
 def holder(path: Path) -> int | None:
-    """The id of the process that locks a store folder, 0 if unknown; None if it is not locked. Raises StoreError."""
+    """The id of the process that locks a store folder, or 0 if unknown. None if no process does. Raises StoreError."""
     content = b""
     try:
         with open(path / LOCK, "rb") as file:
-            # A released lock file is blank. One with an id may be a killed process's, and a full disk leaves an empty
-            # one. In both cases, locking it shows if it is free.
+            # A released lock file contains only spaces. A killed process leaves its id in the file, and a full disk
+            # leaves an empty file. In both cases, the attempt to lock the file shows whether the lock is free.
             content = file.read(20)
             if not content.isspace():
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -129,18 +129,18 @@ def holder(path: Path) -> int | None:
 
 
 def shard_folder(store: Path, rank: int, ranks: int) -> Path:
-    """The folder of a rank's shard; `store` is the store folder around it."""
+    """The folder of a rank's shard, inside the store folder `store`."""
     return store / RANKS / f"{rank}-of-{ranks}"
 
 
 def shards_in(store: Path, ranks: int, of: Iterable[int] | None = None) -> dict[int, FolderState]:
-    """This host's shard folders, by rank. of: the ranks to look for, by default all."""
+    """This host's shard folders, by rank. of: the ranks whose folders to look for. Default: all ranks."""
     folders = ((rank, shard_folder(store, rank, ranks)) for rank in (range(ranks) if of is None else of))
     return {rank: FolderState(folder) for rank, folder in folders if folder.is_dir()}
 
 
 def clean_markers(store: Path, ranks: int, of: Iterable[int] | None = None) -> dict[int, dict[str, Any] | None]:
-    """The clean markers in `shards_in`; None for a shard that is unclean or another rank's. Raises StoreError."""
+    """The clean markers of this host's shards, by rank; None if a shard is unclean or misplaced. Raises StoreError."""
     markers: dict[int, dict[str, Any] | None] = {}
     for rank, shard in shards_in(store, ranks, of).items():
         share = (shard.clean_marker or {}).get(SHARD)
@@ -150,31 +150,31 @@ def clean_markers(store: Path, ranks: int, of: Iterable[int] | None = None) -> d
 
 
 def shard_versions(store: Path, ranks: int, of: Iterable[int] | None = None) -> dict[int, str | None]:
-    """The versions in `clean_markers`."""
+    """The versions in the clean markers of this host's shards, by rank. See `clean_markers`."""
     return {rank: live_version(marker) for rank, marker in clean_markers(store, ranks, of).items()}
 
 
 def last_step(store: Path, ranks: int) -> int | None:
-    """The last step of this host's shards, clean or not; None if unknown."""
+    """The latest step of this host's shards, clean or not; None if unknown."""
     shards = shards_in(store, ranks).values()
     steps = (shard.recorded_step if shard.clean_marker is None else shard.clean_marker["step"] for shard in shards)
     return max((step for step in steps if step is not None), default=None)
 
 
 def remove_other_shards(store: Path, ranks: int) -> None:
-    """Remove shards for other numbers of ranks; no run uses them again. Errors are ignored."""
+    """Remove shards of runs with another number of ranks, because no run uses them again. Errors are ignored."""
     for folder in (store / RANKS).glob("*-of-*"):
         if not folder.name.endswith(f"-of-{ranks}"):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def snapshot_folder(snapshot_path: str | os.PathLike[str] | None, name: str) -> Path | None:
-    """The folder for embedding `name`'s snapshots by the option `snapshot_path`; None if there is no such option."""
+    """Where the option `snapshot_path` puts embedding `name`'s snapshots; None if the option is not set."""
     return None if snapshot_path is None else Path(os.path.abspath(snapshot_path)) / name / SNAPSHOTS
 
 
 def link_to(link: Path, folder: Path) -> None:
-    """Make `link`, a store folder's `snapshots`, a durable link to `folder`. Creates what is missing.
+    """Make `link`, a store folder's `snapshots`, a durable link to `folder`. Creates `folder` if it is missing.
 
     Raises StoreError if the store folder already has other snapshots, OSError.
     """
@@ -182,7 +182,7 @@ def link_to(link: Path, folder: Path) -> None:
     path = os.fsencode(os.path.realpath(link.parent))
     note = folder.parent / f"{_LINKED_FROM}{hashlib.sha256(path).hexdigest()[:16]}"
     if not note.exists():
-        with contextlib.suppress(OSError):  # on a full disk, rows can still be read
+        with contextlib.suppress(OSError):  # a full disk must not prevent reading rows
             write_atomically(note, path)
     if os.path.exists(link) and os.path.samefile(link, folder):
         return
@@ -200,12 +200,12 @@ def link_to(link: Path, folder: Path) -> None:
 
 
 def stores_recorded_for(folder: Path) -> list[Path]:
-    """The store folders that were ever linked to this folder of snapshots. Raises OSError."""
+    """The store folders that were ever linked to this snapshots folder. Raises OSError."""
     return [Path(os.fsdecode(note.read_bytes())) for note in sorted(folder.parent.glob(f"{_LINKED_FROM}*"))]
 
 
 def has_snapshots(folder: Path) -> bool:
-    """True if a folder of snapshots contains more than what killed saves left. Raises OSError."""
+    """True if a snapshots folder contains more than the remains of killed saves. Raises OSError."""
     try:
         with os.scandir(folder) as entries:
             return any(not entry.name.startswith(".") for entry in entries)

@@ -1,13 +1,13 @@
-"""The stores that this process has open, and what their group's record says about them.
+"""The stores that this process has open, and the records of their training groups.
 
-Opening a store reads its entry in the record (`recovery_rule` explains records and moments) and keeps no lock. The
-first write, save or load locks the group: from then on only this process writes the record, and a `Group` keeps track
-of all members, closed ones included. Closing the last open store releases the lock. When stores of two groups begin
-to train together, the groups are joined under a new record.
+Opening a store reads its entry in the record (`recovery_rule` explains records and moments) and leaves the group
+unlocked. The first write, save or load locks the group. From then on only this process writes the record, and a `Group`
+object keeps track of all members, closed stores included. Closing the last open store unlocks the group. When stores of
+two groups begin to train together, the groups are joined under a new record.
 
-The process counts moments with `clock`, when a save begins and when a load ends. `Rows` remembers during which
-moments a store had a snapshot's rows. `Group.write` finds the newest moment for which every store has a snapshot, and
-records it as the commit.
+`clock` counts this process's moments: it advances when a save begins and when a load ends. `MemberRows` remembers when
+a store had which snapshot's rows. `Group.write` finds the newest moment that snapshots of all stores share, and records
+these snapshots as the commit.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from .recovery_rule import (
 )
 
 log = logging.getLogger("tierbed")
-OPEN_ATTEMPTS = 20  # to open a store while another process locks the group
+OPEN_ATTEMPTS = 20  # attempts to open a store while another process locks the group
 LOADING = "its rows are being replaced by a load"
-_groups: set[Group] = set()  # with open stores
-_changing = RLock()  # one thread at a time changes groups and records
+_groups: set[Group] = set()  # the groups with open stores
+_changing = RLock()  # held by the thread that changes groups and records
 
 
 class Clock:
@@ -65,14 +65,14 @@ os.register_at_fork(after_in_child=_groups.clear)
 
 @dataclass(eq=False)
 class MemberRows:
-    """A store's rows, open or closed, while this process holds the group's lock."""
+    """What this process knows about the rows of a store, open or closed, while it locks the group."""
 
-    now: Entry = NOTHING  # the durable rows that equal the present ones
-    first: int = 0  # the first moment with the present rows
-    spans: list[Interval] = field(default_factory=list)  # when it had each snapshot's rows, also of unfinished saves
+    now: Entry = NOTHING  # the durable rows that equal the current rows
+    first: int = 0  # the first moment with the current rows
+    spans: list[Interval] = field(default_factory=list)  # intervals with a snapshot's rows, running saves included
 
     def change(self, now: Entry = NOTHING) -> None:
-        """Called when the rows change. Existing snapshots, and saves in progress, keep the rows from before."""
+        """Called when the rows change. Ends the intervals of all snapshots, running saves included."""
         for span in self.spans:
             span.end(clock.now)
         self.now = now
@@ -87,27 +87,27 @@ class Member(MemberRows):
         rows = group.rows.get(id, MemberRows(entry))
         self.now, self.first, self.spans = NOTHING if broken else rows.now, rows.first, rows.spans
         self.store, self.id, self.group = store, id, group
-        self.mark_folder = folder  # its MARK leads to the record; the snapshots' folder if ranks share the rows
-        self.entry = entry  # the durable rows that it opens with
-        self.broken = broken  # why rows may not be written or saved before a load, else ""
-        self.partners: Callable[[], Iterable[Member]] = tuple  # returns the stores trained together with it
+        self.mark_folder = folder  # the folder whose MARK leads to the record; for ranks, the snapshots' folder
+        self.entry = entry  # the durable rows that the store opens with
+        self.broken = broken  # why rows must be loaded before they are written or saved; "" if they need not be
+        self.partners: Callable[[], Iterable[Member]] = tuple  # returns the stores trained together with this store
         self.expect_change: Callable[[], None] = lambda: None  # called when the next change must be recorded
-        self._writes = 0  # writes since the store was opened
-        # the rows' version; the next run keeps it if it keeps the rows
+        self._writes = 0  # how many writes there were since the store was opened
+        # the rows' version; the next run keeps the version if it opens with these rows
         self.version = entry.live or version_of_snapshot(entry.snapshot)
-        self._run = secrets.token_hex(8)  # makes versions unique over processes and openings
+        self._run = secrets.token_hex(8)  # makes versions unique across processes, and each time a store is opened
 
     def attach(self, expect_change: Callable[[], None], partners: Callable[[], Iterable[Member]]) -> None:
-        """Set the two callbacks."""
+        """Set the callbacks `expect_change` and `partners`."""
         self.expect_change, self.partners = expect_change, partners
 
     def mark_broken(self, why: str) -> None:
-        """Forbid writing, saving and closing cleanly until the rows are loaded again. `why` is the error's text."""
+        """Forbid writing, saving and clean closing until the rows are loaded again. why: the error text."""
         self.broken = why
         self.expect_change()
 
     def lock(self) -> Group:
-        """Lock the group and the partners' groups, join them, and return it. Raises StoreError, SnapshotError."""
+        """Lock the groups of this store and its partners, and join them. Raises StoreError, SnapshotError."""
         with _changing:
             groups = list(dict.fromkeys(member.group for member in (self, *self.partners())))
             for group in groups:
@@ -117,24 +117,24 @@ class Member(MemberRows):
             return self.group
 
     def begin_change(self, replaces: bool = False) -> None:
-        """Record durably that rows will change, or all be replaced. The caller holds the table's lock. StoreError."""
+        """Record durably that rows, or all rows (`replaces`), will change. Table must be locked. Raises StoreError."""
         if self.broken and not replaces:
             raise StoreError(self.broken)
         with _changing:
             group = self.lock()
-            if self.id not in group.record.trained:  # else there is nothing to clear, and the disk may be full
+            if self.id not in group.record.trained:  # otherwise write nothing, since the disk may be full
                 group.warn_of_lone_saves(self)
                 group.write({self.id: Entry(self.now.snapshot)}, trained=group.record.trained | {self.id})
             self.change()
 
     def write(self) -> None:
-        """Count a write of rows that `begin_change` has recorded."""
+        """Count a write of rows. `begin_change` has already recorded that rows change."""
         self._writes += 1
         self.version = f"{self._run}:{self._writes}"
         self.first = clock.now + 1
 
     def capture(self) -> Capture:
-        """Begin a save of the present rows. The caller holds the table's lock. Raises StoreError."""
+        """Begin a save of the current rows. The table must be locked. Raises StoreError."""
         if self.broken:
             raise StoreError(self.broken)
         with _changing:
@@ -146,7 +146,7 @@ class Member(MemberRows):
             return capture
 
     def mark_replaced(self, snapshot: str | None) -> None:
-        """Called after the rows were replaced: by a snapshot's that `loading` has recorded, or by others."""
+        """Called after all rows were replaced. snapshot: the id that `record_load` recorded; None for other rows."""
         with _changing:
             self.write()
             self.broken = ""
@@ -157,7 +157,7 @@ class Member(MemberRows):
                 self.expect_change()
 
     def end_failed_load(self, now: Entry, broken: str) -> None:
-        """Called after a load raised, with the values from before it. Rows replaced so far belong to no moment."""
+        """Called after a load failed, with `now` and `broken` as before it. Rows replaced so far fit no moment."""
         if broken or self.broken != LOADING:
             self.change()
         else:
@@ -166,22 +166,22 @@ class Member(MemberRows):
             self.broken = broken
 
     def mark_closed(self, live: str) -> None:
-        """Record that the live rows are clean, with this version. Raises StoreError."""
+        """Record that the live rows are clean and have the version `live`. Raises StoreError."""
         with _changing:
             try:
                 group = self.lock()
             except StoreError:
                 if not self.group.is_locked:
-                    return  # another process trains the group; these rows are unchanged since the record named them
+                    return  # another process trains the group, whose record already names these unchanged rows
                 raise
             group.write({self.id: Entry(self.now.snapshot, live)}, trained=group.record.trained - {self.id})
 
     def copy_to(self, mark_folder: StoreFolder, ranks: RanksRecord | None = None) -> None:
-        """Also store the record, or the link to it, in another MARK, for these ranks. Raises StoreError."""
+        """Store the record, or the link to the record file, in a second MARK, for these ranks. Raises StoreError."""
         self.group.file.write_mark(mark_folder, self.id, ranks=ranks)
 
     def move_to(self, mark_folder: StoreFolder, ranks: RanksRecord | None = None) -> None:
-        """Move the record, or the link to it, to another MARK. ranks: None for one process. Raises StoreError."""
+        """Move the record, or the link to its file, to another MARK. ranks: None for one process. Raises StoreError."""
         if mark_folder is not self.mark_folder:
             self.copy_to(mark_folder, ranks)
             self.mark_folder.change(store="", record=None, link=None, old={}, ranks=None)
@@ -190,14 +190,14 @@ class Member(MemberRows):
             mark_folder.change(ranks=ranks)
 
     def leave(self) -> None:
-        """Called when the store is closed in this process."""
+        """Called when this process closes the store."""
         with _changing:
             self.group.leave(self)
 
 
 @dataclass(eq=False, kw_only=True)
 class Capture(Interval):
-    """A store's rows while they are being saved, and the moments during which the store has these rows."""
+    """A running save of a store's rows, and the interval of moments with these rows."""
 
     member: Member
 
@@ -207,14 +207,14 @@ def open_store(
 ) -> Member:
     """Open a store in this process, with the rows that its entry names. Raises StoreError, SnapshotError.
 
-    mode: the store option `open`. for_load: the rows are about to be replaced. If they cannot be recovered, the store
-    opens broken until then. shards, beside: see `GroupFile`.
+    mode: the store option `open`. for_load: True if a load will replace the rows. If the rows cannot be recovered, the
+    store is then `broken` until that load. shards, beside: see `GroupFile`.
     """
     with _changing:
         file = GroupFile(store, shards, beside)
         group = next((group for group in _groups if group.file.key == file.key), None) or Group(file)
         if mode == "fresh":
-            entry, broken = Entry(EMPTY), "its rows are about to be emptied"  # so they need not be recovered
+            entry, broken = Entry(EMPTY), "its rows are about to be emptied"  # so the rows need not be recovered
         else:
             try:
                 entry, broken = group.entry_of(file, mode), ""
@@ -236,16 +236,16 @@ def open_store(
 
 
 class Group:
-    """The stores that share a record. rows, lock: given if it is locked."""
+    """The stores that share a record. rows, lock: passed if the group is already locked."""
 
     def __init__(
         self, file: GroupFile, rows: Mapping[str, MemberRows] | None = None, lock: FileLock | None = None
     ) -> None:
-        self.file = file  # the record, as one of the stores reads it
-        self.rows = dict(rows or {})  # all stores' while the group is locked, otherwise only the open ones'
+        self.file = file  # the record, as read through one of the stores
+        self.rows = dict(rows or {})  # by store id: all stores while the group is locked, otherwise the open stores
         self._lock, self.is_locked = lock, lock is not None
-        self.members: dict[str, Member] = {}  # open in this process
-        self.mode = "resume"  # option `open` of the last store opened while unlocked; "mixed" stays
+        self.members: dict[str, Member] = {}  # the stores that are open in this process
+        self.mode = "resume"  # the last opened store's option `open`, set while unlocked; "mixed" is never replaced
 
     @property
     def record(self) -> Record:
@@ -258,7 +258,7 @@ class Group:
         _groups.add(self)
 
     def leave(self, member: Member) -> None:
-        if self.members.get(member.id) is member:  # else it left before, and the store was opened again
+        if self.members.get(member.id) is member:  # otherwise this member left, and the store was opened again
             del self.members[member.id]
         if not self.members:
             _groups.discard(self)
@@ -272,14 +272,14 @@ class Group:
             lock.release()
 
     def entry_of(self, file: GroupFile, mode: str) -> Entry:
-        """Choose what a store opens with. Raises StoreError, SnapshotError."""
+        """Choose the rows that a store opens with. Raises StoreError, SnapshotError."""
         if self.is_locked:
             return self._entry_beside(file)
         self.file = file
         with ExitStack() as guard:
             for number in range(OPEN_ATTEMPTS if file.path is not None else 0):
                 assert file.path is not None
-                try:  # lock, so that nobody changes the record or a clean marker while they are read
+                try:  # lock the group, so that nobody changes the record or a clean marker meanwhile
                     lock = FileLock(lock_file(file.path), f"the open of {file.folder.path.name!r}")
                     guard.callback(lock.release)
                     break
@@ -291,7 +291,7 @@ class Group:
                             f"{str(file.folder.path)!r} was not closed cleanly, and process {error.holder} trains "
                             "embeddings of its group: end that process; the next open recovers them together"
                         ) from None
-                    sleep(POLL_SECONDS)  # that process may only be opening a store
+                    sleep(POLL_SECONDS)  # the other process may be opening a store, and unlock the group soon
                     self.file = file = file.read_again()
             self.file = file = file.read_again()
             if mode == "error":
@@ -299,12 +299,12 @@ class Group:
             return file.newest()[file.store] if mode == "mixed" else file.target()[file.store]
 
     def _entry_beside(self, file: GroupFile) -> Entry:
-        """Choose what a store opens with while this process has others of its group locked. Raises StoreError."""
+        """Choose the rows that a store opens with while this process locks its group. Raises StoreError."""
         rows, commit = self.rows.get(file.store, MemberRows()), self.record.commit
         if rows.now != NOTHING:
             return rows.now
         if all(self.rows[x].now.snapshot == id for x, id in commit.items() if x != file.store):
-            return Entry(commit[file.store])  # the others still have the commit's rows
+            return Entry(commit[file.store])  # all other stores still have the commit's rows
         names = ", ".join(sorted(repr(member.store.path.name) for member in self.members.values()))
         raise StoreError(
             f"{str(file.folder.path)!r} was not closed cleanly, and embeddings that are trained together with it are "
@@ -312,7 +312,7 @@ class Group:
         )
 
     def lock(self) -> None:
-        """Lock the group, and write what recovery chooses. Raises StoreError, SnapshotError."""
+        """Lock the group, and write the entries that recovery chooses. Raises StoreError, SnapshotError."""
         if self.is_locked:
             return
         try:
@@ -320,7 +320,7 @@ class Group:
                 self._lock = lock_of_group(self.file)
                 store = next(iter(self.members.values())).store
                 file = GroupFile(store, self.file.shards, self.file.beside)
-                if file.key != self.file.key:  # another process joined it with others, or detached it
+                if file.key != self.file.key:  # another process changed the groups
                     raise StoreError(_changed_text(store))
                 self.file = file
             self._recover()
@@ -339,14 +339,14 @@ class Group:
             except (StoreError, SnapshotError):
                 if not any(member.broken for member in self.members.values()):
                     raise
-                target = self.record.unchanged  # broken stores are loaded before they are used
+                target = self.record.unchanged  # a broken store is not used before a load
         for id, member in self.members.items():
             if not member.broken and not _is_same(member.entry, target[id]):
                 raise StoreError(_changed_text(member.store))
         self.rows = {id: self.members.get(id) or MemberRows() for id in target}
         for id, rows in self.rows.items():
             rows.now = NOTHING if id in self.members and self.members[id].broken else target[id]
-            rows.spans = [Interval(rows.now.snapshot, 0)] if rows.now.snapshot else []  # fit stores that join later
+            rows.spans = [Interval(rows.now.snapshot, 0)] if rows.now.snapshot else []  # since moment 0
         self.is_locked = True
         known = {id: entry for id, entry in target.items() if entry != NOTHING}
         if self.record.trained or any(not _is_same(self.record.now[id], entry) for id, entry in known.items()):
@@ -363,11 +363,11 @@ class Group:
 
     @property
     def entries(self) -> dict[str, Entry]:
-        """For each store the durable rows that equal its present ones."""
+        """Each store's durable rows that equal the store's current rows."""
         return {id: rows.now for id, rows in self.rows.items()}
 
     def write(self, now: Mapping[str, Entry] | None = None, **fields: Any) -> None:
-        """Write the record with these entries and other fields replaced, if that changes it. Raises StoreError."""
+        """Write the record, with some entries (`now`) and fields replaced, if anything changes. Raises StoreError."""
         now, path = now or {}, self.file.path
         moment, snapshots = self._newest_moment() or (0, None)
         record = replace(next_record(self.record, {**self.entries, **now}, snapshots), **fields)
@@ -381,10 +381,8 @@ class Group:
                 write_record(path, record.plain())
         file = self.file.copy_with(record=record)
         for member in self.members.values():
-            mark_folders = {
-                member.mark_folder,
-                member.store.snapshot_store,
-            }  # the latter, in case the store folder is lost
+            # the snapshots' folder also gets the record's path, in case the store folder is lost
+            mark_folders = {member.mark_folder, member.store.snapshot_store}
             for mark_folder in mark_folders if path is not None else {member.mark_folder}:
                 file.write_mark(mark_folder, member.id)
         self.file = file
@@ -395,19 +393,19 @@ class Group:
                 rows.spans = [span for span in rows.spans if span.last >= moment]
 
     def warn_of_lone_saves(self, member: Member) -> None:
-        """Warn before a store changes that was closed but not saved: lone saves of others then stop counting."""
+        """Warn before changing a store that was closed but not saved, since recovery then skips others' lone saves."""
         now, commit = self.record.now, self.record.commit
         alone = [id for id, entry in now.items() if id != member.id and entry.snapshot not in (None, commit[id])]
         if alone and member.now.snapshot is None and NOTHING not in now.values():
             log.warning(
-                "embedding %r is trained from now on, and no snapshot has the rows that it was closed with. So a kill "
+                "embedding %r is trained from now on, and no snapshot has the rows with which it was closed. So a kill "
                 "undoes what was saved or loaded of %s alone: save a snapshot of all of them",
                 member.store.path.name,
                 ", ".join(sorted(repr(self.record.places[id].name) for id in alone)),
             )
 
     def _newest_moment(self) -> tuple[int, Mapping[str, str]] | None:
-        """Find the newest moment that snapshots cover, and these. Forgets snapshots that were removed."""
+        """Find the newest moment that snapshots of all stores share. Forgets snapshots that were removed."""
         while newest := newest_moment({id: rows.spans for id, rows in self.rows.items()}, clock.now):
             snapshots = newest[1]
             if snapshots == self.record.commit:
@@ -422,7 +420,7 @@ class Group:
 
 
 def _join(groups: Sequence[Group]) -> None:
-    """Give several groups one record that the old ones forward to. A kill leaves each group whole, old or joined."""
+    """Join groups under a new record, to be reached from the old records. A kill leaves them all separate or joined."""
     members = [member for group in groups for member in group.members.values()]
     members.sort(key=lambda member: member.store.path.name)
     path = members[0].store.snapshot_store.path.parent / f"{PREFIX}{secrets.token_hex(8)}"
@@ -454,18 +452,18 @@ def _join(groups: Sequence[Group]) -> None:
         member.group.leave(member)
         member.group = joined
         joined.enter(member)
-    joined.write()  # completes the union
+    joined.write()  # without `joining`: the join is complete
     for group in groups:
         if group.file.path is not None and not group.rows.keys() - joined.members.keys():
-            remove_record(group.file.path)  # no store leads to it any more
+            remove_record(group.file.path)  # no store's MARK leads to this record any more
 
 
 @contextmanager
 def record_load(snapshots: Mapping[Member, str]) -> Iterator[None]:
-    """Wrap a block that replaces rows by verified snapshots' rows, and calls `Member.mark_replaced` for each store.
+    """Wrap a block that loads verified snapshots' rows and calls `Member.mark_replaced` for each store.
 
-    The record names the snapshots before the block runs, so a kill finishes the load. If the block raises, the record
-    is rewritten to what each store has then. Raises StoreError.
+    The record names the snapshots before the block runs, so recovery completes the load after a kill. If the block
+    raises, the record is rewritten with the rows that each store then has. Raises StoreError.
     """
     if all(member.broken == LOADING for member in snapshots):  # an outer block loads several stores
         yield
@@ -495,7 +493,7 @@ def record_load(snapshots: Mapping[Member, str]) -> Iterator[None]:
 def saved(snapshots: Mapping[Capture, str], is_parent: bool = True) -> None:
     """Record that captured rows were saved as snapshots under their final names. Raises StoreError.
 
-    is_parent: True if the next incremental snapshots are based on these.
+    snapshots: snapshot ids by capture. is_parent: True if these become the parents of the next incremental snapshots.
     """
     with _changing:
         present = {capture.member: id for capture, id in snapshots.items() if capture.last == FOREVER}
@@ -519,13 +517,13 @@ def saved(snapshots: Mapping[Capture, str], is_parent: bool = True) -> None:
 
 
 def _by_group(snapshots: Mapping[Member, Any]) -> list[tuple[Group, dict[str, Any]]]:
-    """Sort the values by training group; in each group they are keyed by store id."""
+    """Sort members' values by training group. Returns each group with its values by store id."""
     groups = {member.group for member in snapshots}
     return [(group, {m.id: value for m, value in snapshots.items() if m.group is group}) for group in groups]
 
 
 def file_of(store: FolderState) -> GroupFile:
-    """Returns the record of a store's group: from memory if this process locks the group, otherwise from disk."""
+    """Returns the record of a store's group, from memory if this process locks the group, otherwise from disk."""
     locked = [group for group in list(_groups) if group.is_locked]
     members = [member for group in locked for member in list(group.members.values())]
     path = os.path.realpath(store.path)

@@ -1,9 +1,9 @@
-"""Finds, reads and writes a group's record.
+"""Finds, reads and writes the record of a training group.
 
-A store that trains alone keeps its record in its own MARK. Stores that train together share a file GROUP-<id> in the
-model's folder, next to the stores. Each store's MARK leads to the file, and the file lists the stores. A store is a
-member only if both agree, so a copied or restored folder is noticed. Folders may move: the record and MARK store
-relative and absolute paths, and both are tried.
+A store that trains alone keeps its record in its own MARK. Stores that train together share a record file, GROUP-<id>,
+in the model's folder, next to the stores. Each store's MARK names this file's path, and the file lists the stores.
+A store is a member of the group only if its MARK and the file agree, so a copied or restored folder is noticed.
+Folders may move: the record and MARK contain relative and absolute paths, and both are tried.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from .mark import Link, live_version
 from .old_stores import PREFIX, UNKNOWN, OldGroup, record_of_group, record_of_store
 from .recovery_rule import EMPTY, NOTHING, Entry, Files, Record, choose, usable
 
-INVALID = (ValueError, TypeError, KeyError, AttributeError)  # what reading a damaged record raises
-Shards = Mapping[str, Mapping[int, str | None]]  # from a store's path to the versions of its shards on all hosts
+INVALID = (ValueError, TypeError, KeyError, AttributeError)  # raised by reading a damaged record
+Shards = Mapping[str, Mapping[int, str | None]]  # maps a store's path to its shards' versions on all hosts, by rank
 
 
 class RecordError(StoreError):
-    """The store cannot use its group's record. problem: the message without its remedy."""
+    """Raised if a store cannot use its group's record. problem: the error text without the remedy."""
 
     def __init__(self, problem: str, remedy: str = "") -> None:
         super().__init__(f"{problem}: {remedy}" if remedy else problem)
@@ -41,20 +41,20 @@ class RecordError(StoreError):
 
 
 class GroupFile:
-    """The record of a store's group, as it was read. Raises StoreError.
+    """The record of a store's group, as read from disk. Raises StoreError.
 
-    shards: the shard versions of stores that ranks share, by default those on this host. beside: folders to search for
-    other members, in case they were moved. is_alone: the store is new and without a group, whatever its MARK says.
+    shards: the shard versions of stores that ranks share. Default: the versions on this host. beside: folders that may
+    be moved members of the group. is_alone: treat the store as new and without a group, whatever its MARK says.
     """
 
     def __init__(
         self, folder: FolderState, shards: Shards | None = None, beside: Sequence[Path] = (), is_alone: bool = False
     ) -> None:
         self.folder, self.shards, self.beside = folder, shards or {}, beside
-        self._folders = {os.path.realpath(folder.path): folder}  # by real path; each MARK is read once
-        self.mark_folder = folder.recovery_folder  # its MARK contains the record, or leads to it
+        self._folders = {os.path.realpath(folder.path): folder}  # by real path, so that each MARK is read only once
+        self.mark_folder = folder.recovery_folder  # the folder whose MARK contains the record, or its file's path
         mark, group = self.mark_folder.mark, OldGroup.of(self.mark_folder.mark)
-        self.path: Path | None = None  # of the record; None if it is in the store's MARK
+        self.path: Path | None = None  # the record file; None if the record is in the store's MARK
         self.store = mark.store or (group.id if group is not None else secrets.token_hex(8))
         if is_alone:
             self.store = secrets.token_hex(8)
@@ -75,18 +75,18 @@ class GroupFile:
 
     def copy_with(self, **attributes: Any) -> Self:
         result = copy(self)
-        if "path" in attributes:  # the MARKs of its stores will change
+        if "path" in attributes:  # the stores' MARKs will change
             attributes["_folders"] = {}
         vars(result).update(attributes)
         return result
 
     def read_again(self) -> Self:
-        """Read the record again, since it may have changed before its lock was taken. Raises StoreError."""
+        """Read the record again, since it may have changed before this process locked it. Raises StoreError."""
         return self if self.path is None else type(self)(self.folder, self.shards, self.beside)
 
     @property
     def key(self) -> str:
-        """A path that is equal for all stores of the group, and for no others."""
+        """A path that identifies the group: equal for all its stores, different for other groups."""
         return os.path.realpath(self.mark_folder.path if self.path is None else self.path)
 
     def _follow(self, link: Link) -> tuple[Path, Record]:
@@ -130,7 +130,7 @@ class GroupFile:
             )
 
     def _find_by_path(self) -> bool:
-        """Find the record by this folder's path if MARK is lost and the snapshots are not. True if found."""
+        """Find the record that lists this folder's path, if MARK is lost but snapshots exist. Returns True if found."""
         if list_snapshots(self.folder.snapshots).snapshots:
             for path in sorted(self.folder.path.parent.glob(f"{PREFIX}*")):
                 with suppress(OSError, *INVALID):
@@ -143,22 +143,22 @@ class GroupFile:
         return False
 
     def write_mark(self, mark_folder: StoreFolder, store: str, **fields: Any) -> None:
-        """Make a store's MARK contain the record, or lead to its file. fields: others to change. Raises StoreError."""
+        """Write the record, or a link to its file, into a store's MARK, and change `fields` there. StoreError."""
         record, link = (self.record, None) if self.path is None else (None, Link.to(self.path, mark_folder.path))
         if fields or (mark_folder.mark.record, mark_folder.mark.link) != (record, link):
             mark_folder.change(store=store, record=record, link=link, old={}, **fields)
 
     @property
     def last_snapshot(self) -> str | None:
-        """The name of the store's snapshot in the commit; None if there is none."""
+        """The name of the store's snapshot in the commit; None if there is no such snapshot."""
         id = self.record.commit[self.store]
         return None if id == EMPTY else name_of(self.folder.snapshots, id)
 
     def members(self, lenient: bool = False) -> dict[str, FolderState]:
         """Returns the members' folders by store id.
 
-        Raises StoreError if one is missing, or is from before it joined the group. lenient: leave such stores out
-        instead.
+        Raises StoreError if a member's folder is missing, or is not in the group, such as a copy from before the member
+        joined. lenient: leave such members out instead.
         """
         folders = {self.store: self.folder}
         for store, location in self.record.places.items():
@@ -183,7 +183,7 @@ class GroupFile:
         return folders
 
     def _find_folders(self, store: str) -> list[FolderState]:
-        """The existing folders at the paths that the record has for a store, or in `beside`."""
+        """The existing folders among the record's paths for a store, and the folders with its name in `beside`."""
         assert self.path is not None
         location = self.record.places[store]
         moved = [] if store == self.store else [path for path in self.beside if path.name == location.name]
@@ -194,9 +194,9 @@ class GroupFile:
 
     def _leads_here(self, folder: FolderState, store: str) -> bool:
         mark = folder.recovery_folder.mark
-        if not mark.exists:  # it is lost
+        if not mark.exists:  # MARK is lost
             return bool(list_snapshots(folder.snapshots).snapshots)
-        if mark.link is None:  # an earlier version trained it, and it was not opened since
+        if mark.link is None:  # an earlier version trained the store, and no run has opened the store since
             group = OldGroup.of(mark)
             return group is not None and group.id == store and self.store in group.others
         is_direct = any(os.path.realpath(path) == self.key for path in mark.link.paths(folder.recovery_folder.path))
@@ -208,12 +208,12 @@ class GroupFile:
         return Files(live, {snapshot.manifest.id for snapshot in list_snapshots(folder.snapshots).snapshots})
 
     def shards_of(self, folder: FolderState) -> Mapping[int, str | None]:
-        """The versions of a store's shards by rank, without shards on other hosts."""
+        """The versions of a store's shards by rank, from `self.shards`, or else read from the shards on this host."""
         versions = self.shards.get(str(folder.path))
         return shard_versions(folder.path, folder.ranks) if versions is None else versions
 
     def check_closed(self) -> None:
-        """Raises StoreError if the last run left a store unclosed. Called for open="error"."""
+        """Raises StoreError if the last run did not close a member. Called for the store option open="error"."""
         unclean = []
         for store, folder in self.members(lenient=True).items():
             live = self.record.now[store].live if folder.ranks else None
@@ -244,9 +244,10 @@ class GroupFile:
             )
 
     def target(self) -> dict[str, Entry]:
-        """Choose what each member opens with, if no process trains one of them.
+        """Choose the rows that each member opens with, if no process trains any member.
 
-        Raises StoreError if no moment is complete, SnapshotError if a damaged snapshot makes the choice uncertain.
+        Raises StoreError if no moment has rows of all members, SnapshotError if a damaged snapshot makes the choice
+        uncertain.
         """
         members, record, commit = self.members(), self.record, self.record.commit
         for store, folder in members.items():
@@ -270,7 +271,7 @@ class GroupFile:
         )
 
     def _missing_commit(self, store: str, folder: FolderState, members: Mapping[str, FolderState]) -> str:
-        """Describe the store's snapshot of the commit if it is missing; "" otherwise."""
+        """Describe the store's snapshot of the commit if that snapshot is missing; otherwise return ""."""
         id = self.record.commit[store]
         if id in (EMPTY, UNKNOWN) or id in self.files(folder).snapshots:
             return ""
@@ -280,16 +281,16 @@ class GroupFile:
         return f"{folder.path.name!r} lacks snapshot {name}(id {id}) of the last step that all had saved"
 
     def target_after_kill(self) -> dict[str, Entry]:
-        """What each member would open with if every process with an open store were killed now."""
+        """The rows that each member would open with if every process with an open store were killed now."""
         now = {store: Entry(entry.snapshot) for store, entry in self.record.now.items()}
         return self.copy_with(record=replace(self.record, now=now)).target()
 
     def own_entry(self) -> Entry:
-        """What the store opens with while another process trains members of its group. NOTHING if unknown."""
+        """The rows that the store opens with while another process trains members of its group. NOTHING if unknown."""
         return usable(self.record.now[self.store], self.files(self.folder))
 
     def newest(self) -> dict[str, Entry]:
-        """Each member's newest durable rows, whatever the others have. Used by open="mixed"."""
+        """Each member's newest durable rows, even if members then have rows of different steps. For open="mixed"."""
         chosen = {}
         for store, folder in self.members(lenient=True).items():
             files, ids = self.files(folder), [entry.manifest.id for entry in list_snapshots(folder.snapshots).snapshots]
@@ -300,9 +301,9 @@ class GroupFile:
 
 
 def check_one_moment(names: Sequence[str], snapshots: Sequence[Snapshot]) -> None:
-    """Raises SnapshotError if the snapshots were saved at different steps. `names` are their embeddings.
+    """Raises SnapshotError if the snapshots were saved at different steps. names: the snapshots' embeddings.
 
-    Ids from one save share their first half. For snapshots of an earlier version, see `Manifest.moment`.
+    All ids of one save share their first half. An earlier version's snapshots of one save share `Manifest.moment`.
     """
     manifests = [snapshot.manifest for snapshot in snapshots]
     moments = {snapshot.moment for snapshot in manifests}
@@ -317,7 +318,7 @@ def check_one_moment(names: Sequence[str], snapshots: Sequence[Snapshot]) -> Non
 
 
 def lock_of_group(file: GroupFile) -> FileLock:
-    """Lock the group whose record was read. Raises StoreError if another process holds the lock."""
+    """Lock the group whose record was read. Raises StoreError if another process has locked the group."""
     assert file.path is not None
     try:
         return FileLock(lock_file(file.path), f"the group of {file.folder.path.name!r}")
@@ -330,12 +331,12 @@ def lock_of_group(file: GroupFile) -> FileLock:
 
 
 def lock_file(path: Path) -> Path:
-    """The lock file next to a record file. A process locks it before it writes the record or any member's rows."""
+    """The lock file next to a record file. Must be locked before the record or any member's rows are written."""
     return path.with_name(f"{path.name}.LOCK")
 
 
 def write_record(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a record file, or a forward to another. Raises StoreError."""
+    """Write a record file, or a file that forwards to another record. Raises StoreError."""
     try:
         write_atomically(path, seal(content))
     except OSError as error:
@@ -360,7 +361,7 @@ def _describe_rows(folder: FolderState) -> str:
 
 
 def _check_damage(folders: Iterable[FolderState]) -> None:
-    """Raises SnapshotError if a snapshot cannot be read, since recovery may need that one."""
+    """Raises SnapshotError if a snapshot cannot be read, because recovery may need that snapshot."""
     for folder in folders:
         for name, error in list_snapshots(folder.snapshots).damaged.items():
             if os.path.lexists(folder.path / SNAPSHOTS / name / MANIFEST):

@@ -16,14 +16,14 @@ from .folder_state import FolderState
 from .group_file import GroupFile
 from .recovery_rule import needed
 
-REPLACED_PREFIX = "replaced-"  # name prefix of a snapshot that was overwritten, but recovery may need
-STATE_PREFIX = "state_dict-"  # name prefix of a snapshot that a `state_dict()` made
+REPLACED_PREFIX = "replaced-"  # name prefix of an overwritten snapshot that recovery may still need
+STATE_PREFIX = "state_dict-"  # name prefix of a snapshot that `state_dict()` made
 
 
 def link_snapshot(snapshot: Snapshot, folder: Path) -> None:
-    """Make `folder` the same snapshot, by hard links, or by copies on another file system. It is durable on return.
+    """Make `folder` the same snapshot, durably, with hard links, or with copies on another file system.
 
-    Follows symbolic links. Raises SnapshotError and then leaves no files.
+    Follows symbolic links. Raises SnapshotError, and then leaves no files.
     """
     try:
         with atomic_folder(folder) as target:
@@ -44,9 +44,9 @@ def link_snapshot(snapshot: Snapshot, folder: Path) -> None:
 
 @contextlib.contextmanager
 def linked(source: Path, store: FolderState) -> Iterator[Snapshot]:
-    """Yield the snapshot at `source` from within a store, linking it there if the store does not have it.
+    """Yield the store's snapshot with the name of `source`. If the store lacks this name, first link `source` there.
 
-    If the block fails, a newly linked snapshot is removed, unless recovery needs it by then.
+    If the block fails, a newly linked snapshot is removed, unless recovery has come to need it.
     """
     snapshot, folder = Snapshot.open(source), store.snapshots / source.name
     is_new = not os.path.lexists(folder)
@@ -86,8 +86,8 @@ def _link(file: str, to: str) -> None:
 
 
 def remove_snapshot(folder: Path) -> None:
-    """Remove a snapshot if it exists. A kill leaves it complete or absent. Raises SnapshotError."""
-    temporary = folder.parent / f"{TEMPORARY}.{folder.name}"  # differs from a save's temporary name; one may be running
+    """Remove a snapshot, if it exists. A kill leaves the snapshot complete or absent. Raises SnapshotError."""
+    temporary = folder.parent / f"{TEMPORARY}.{folder.name}"  # a save in progress uses another name
     try:
         remove_folder(temporary)
         if folder.is_dir():

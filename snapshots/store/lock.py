@@ -1,4 +1,4 @@
-"""A lock file that one process at a time holds. The file's content is the holder's process id."""
+"""A lock file. One process at a time can lock the file, which contains that process's id."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ os.register_at_fork(after_in_child=_close_after_fork)
 
 
 class InUseError(Exception):
-    """The file is locked. holder: the process id; "unknown" after a full disk. user: what locked it in this process."""
+    """A file is already locked. holder: process id, or "unknown" after a full disk. user: what locked it, if here."""
 
     def __init__(self, holder: str, user: str = "") -> None:
         super().__init__(holder)
@@ -29,11 +29,11 @@ class InUseError(Exception):
 
 
 class FileLock:
-    """A locked file, until `release` or the process ends. Raises InUseError, OSError."""
+    """A file that is locked until `release` or the end of the process. Raises InUseError, OSError."""
 
     def __init__(self, path: Path, user: str) -> None:
         self.path = path
-        self.user = user  # what in this process locked it, for messages
+        self.user = user  # what in this process locked the file, for error messages
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         self._descriptor: int | None = descriptor
         try:
@@ -57,7 +57,7 @@ class FileLock:
         return self._descriptor is not None
 
     def has(self, status: os.stat_result) -> bool:
-        """True if `status` is the locked file's."""
+        """True if `status` belongs to the locked file."""
         return self._descriptor is not None and os.path.samestat(status, os.fstat(self._descriptor))
 
     def release(self) -> None:
@@ -68,7 +68,7 @@ class FileLock:
             self._close()
 
     def _write_holder(self, process: bytes) -> None:
-        """Overwrite the process id. Needs no disk space; if it fails, the holder is unknown."""
+        """Overwrite the process id in the file. This needs no disk space. If it fails, the holder is unknown."""
         assert self._descriptor is not None
         with contextlib.suppress(OSError):
             os.pwrite(self._descriptor, process.rjust(20) + b"\n", 0)

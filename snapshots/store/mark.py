@@ -1,4 +1,4 @@
-"""A store folder's file MARK as a value. It is read once, passed along, and replaced as a whole."""
+"""The content of MARK, a file in each store folder, as an immutable value."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ LIVE_FOLDERS = ("live", "live-2")
 
 
 class RanksRecord(NamedTuple):
-    """How many ranks share the live rows as shards. Only an earlier version stored the other fields."""
+    """How many ranks share the live rows as shards. The fields `run` and `saved` come from an earlier version."""
 
     ranks: int
     run: str = ""  # the id of the run that wrote the first rows
-    saved: int = -1  # how many collective writes it had made when the recovery snapshot was saved or loaded
+    saved: int = -1  # the number of that run's collective writes before the recovery snapshot's save or load
 
 
 class Link(NamedTuple):
-    """The path of a group's record file: relative to the folder that stores it, and absolute."""
+    """The path of a group's record file: relative to the folder that contains the link, and absolute."""
 
     relative: str
     absolute: str
@@ -43,13 +43,13 @@ class Mark:
     """MARK's content."""
 
     exists: bool = True  # False if the file is missing or damaged
-    clean_marker: dict[str, Any] | None = None  # the live rows' description; None if they are absent or not clean
+    clean_marker: dict[str, Any] | None = None  # describes the live rows; None if they are absent or not clean
     live: str = LIVE_FOLDERS[0]
-    ranks: RanksRecord | None = None  # set if ranks share the rows
-    store: str = ""  # its id
+    ranks: RanksRecord | None = None  # set if several ranks share the rows
+    store: str = ""  # the store's id
     record: Record | None = None  # set if the store trains alone
-    link: Link | None = None  # otherwise, leads to the group's record file
-    old: Mapping[str, Any] = field(default_factory=dict)  # an earlier version's fields instead of a record or a link
+    link: Link | None = None  # the group's record file; set if the store trains together with others
+    old: Mapping[str, Any] = field(default_factory=dict)  # what an earlier version wrote instead of record and link
 
     def plain(self) -> dict[str, Any]:
         fields: dict[str, Any] = {
@@ -64,7 +64,7 @@ class Mark:
 
     @classmethod
     def parse(cls, data: bytes) -> Mark:
-        """Parse the file's content. If it is damaged, the result does not exist."""
+        """Parse the file's content. If the content is damaged, the result has `exists=False`."""
         try:
             content = unseal(data)
             if not isinstance(content, dict) or not content:
@@ -93,6 +93,6 @@ def live_version(marker: Mapping[str, Any] | None) -> str | None:
             return f"{run}:{writes}"
         case _, str(version):
             return version
-        case _, [[str(epoch), int(writes)], _]:  # an earlier version wrote it
+        case _, [[str(epoch), int(writes)], _]:  # the form that an earlier version wrote
             return f"{epoch}:{writes}"
-    return "unnamed"  # an earlier version wrote it
+    return "unnamed"  # an earlier version wrote this marker

@@ -1,4 +1,4 @@
-"""Builds the record for stores that lack one: new stores, and stores from an earlier version."""
+"""Builds the record of stores that lack a record: new stores, and stores from an earlier version."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNKNOWN = "unknown"  # the id of a snapshot that no folder has
 
 
 class OldGroup(NamedTuple):
-    """An earlier version's note about a group: this store's id, and by id where the other stores are."""
+    """A group as an earlier version stored it. id: this store's id. others: the other stores' locations, by id."""
 
     id: str
     others: dict[str, Location]
@@ -33,11 +33,10 @@ class OldGroup(NamedTuple):
 
 
 def _candidates(home: FolderState) -> Iterator[tuple[str, bool]]:
-    """Yields the names that an earlier version stored for the recovery snapshot. The first one counts; "" means none.
+    """Yields the recovery snapshot's possible names in an earlier version's MARK, best first. "" means no snapshot.
 
-    With each comes True if a user saved or loaded it, False if a state_dict did. A candidate may also contain the id
-    that its snapshot had before the save. If the snapshot still has that id, the save did not finish, and it is
-    skipped.
+    Each name comes with True if a user saved or loaded the snapshot, False if a state_dict did. MARK may also list the
+    ids that a snapshot had before its save. A snapshot that still has such an id was not saved, and is skipped.
     """
     candidates = home.mark.old.get(OLD_CANDIDATES)
     for candidate in candidates if isinstance(candidates, list) else ():
@@ -49,16 +48,16 @@ def _candidates(home: FolderState) -> Iterator[tuple[str, bool]]:
 
 
 def record_of_store(store: str, folder: FolderState, live: str | None, shards: Mapping[int, str | None]) -> Record:
-    """The record for a store that is new or trained alone. live, shards: versions of its rows and its ranks' shards."""
+    """The record of a store that is new or trained alone. live: its rows' version. shards: shards' versions by rank."""
     home = folder.recovery_folder
     ids = {"": EMPTY} | {snapshot.name: snapshot.manifest.id for snapshot in list_snapshots(folder.snapshots).snapshots}
     candidates = [*_candidates(home)]
     commit = ids.get(candidates[0][0] if candidates else next(reversed(ids)), EMPTY)
     parent = next((name for name, is_of_user in candidates if is_of_user), "")
     if len(shards) < folder.ranks and None not in shards.values() and len({*shards.values()}) < 2:
-        live = next(iter(shards.values()), UNKNOWN)  # other hosts may have the other shards
+        live = next(iter(shards.values()), UNKNOWN)  # the missing shards may be on other hosts
     is_commit = home.mark.ranks is not None and live == f"{home.mark.ranks.run}:{home.mark.ranks.saved}"
-    is_commit |= live == version_of_snapshot(commit)  # a first close that was killed before it wrote the record
+    is_commit |= live == version_of_snapshot(commit)  # a kill ended the first close before the record was written
     is_commit |= live is None and not folder.was_open
     commits = {store: commit}
     return Record(
@@ -73,12 +72,12 @@ def record_of_store(store: str, folder: FolderState, live: str | None, shards: M
 def record_of_group(
     folder: FolderState, group: OldGroup, files: Callable[[FolderState], Files]
 ) -> tuple[Path, Record | None]:
-    """The path and record for stores that trained together. Its commit is their newest common save.
+    """The path and record of stores that trained together. The record's commit is the stores' newest common save.
 
-    The record is None if another of the stores was opened before, so the file exists. files: reads a store.
+    The record is None if its file exists already, because another store was opened before. files: reads a store.
     """
     folders, pending = dict[str, FolderState](), [(group, folder)]
-    places = dict[str, Location]()  # by id, including stores that are not found
+    places = dict[str, Location]()  # locations by store id, including missing stores
     while pending:
         (id, others), folder = pending.pop()
         folders[id] = folder

@@ -1,19 +1,19 @@
-"""The rule that decides which rows stores open with after a kill, and the record it reads.
+"""The rule that decides which rows stores open with after a kill, and the record that the rule reads.
 
-Embeddings that one process trains together must also be recovered together: a step that updated users and items may
-not survive for users only. Live rows change with every step, so after a kill only snapshots can be trusted, and live
-rows that were closed cleanly.
+Embeddings that one process trains together must also be recovered together. For example, a step that updated users and
+items must not survive for users only. After a kill, only snapshots and cleanly closed live rows can be trusted, because
+a step may have changed only some of the other live rows.
 
-A *moment* is a point between two steps. A small file, the *record*, contains an *entry* for each store: durable rows
-that were the store's present rows when the record was written. Saves, loads and closes write the record. A step does
-not, except the first one: it removes live rows from the entry, because they are about to change. The record also
-names two sets of snapshots: the *commit*, for the newest moment that all stores have saved, and `before`, for the
-moment before that.
+A *moment* is a point between two steps. The *record* is a small file with an *entry* for each store. The entry names
+durable rows, such as a snapshot, that equaled the store's current rows when the record was written. Saves, loads and
+closes write the record. Of all steps, only the first writes the record: it removes the live rows from the entry,
+because the step is about to change these rows. The record also names two sets of snapshots. The *commit* has each
+store's snapshot of the newest moment that all stores have saved. `before` names the snapshots of one moment earlier.
 
-On the next start, `choose` takes the entries. If an entry is empty or its rows are gone, that store was not saved at
-the moment of the entries, so all stores go back to the commit, or to `before` if a snapshot of the commit is gone.
-`next_record` says what a save, load or close writes. All functions here are pure; tests/crash/record_model.py checks
-them on random histories.
+On the next start, `choose` uses the entries if each one names rows that still exist. Otherwise some store lacks rows of
+the entries' moment, so all stores go back to the commit, or to `before` if a snapshot of the commit is gone.
+`next_record` computes what a save, load or close writes. All functions here are pure; tests/crash/record_model.py
+checks them on random histories.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ SnapshotIds = Mapping[str, str]  # from store to the id of a snapshot, or EMPTY 
 
 
 class Entry(NamedTuple):
-    """Durable rows that equal a store's present rows: a snapshot or EMPTY, live rows, both, or neither."""
+    """The durable rows that equal a store's current rows: a snapshot or EMPTY, live rows, both, or neither."""
 
-    snapshot: str | None = None
-    live: str | None = None  # the version in the live rows' clean marker; equal for all shards
+    snapshot: str | None = None  # a snapshot's id, or EMPTY
+    live: str | None = None  # the version in the live rows' clean marker, the same for all shards
 
 
 NOTHING = Entry()
 
 
 def version_of_snapshot(id: str | None) -> str:
-    """The version of live rows that equal a snapshot's, or EMPTY's, and were not written since."""
+    """The version of live rows that equal snapshot `id`, or are empty, and were not written since."""
     return f"{id}:0"
 
 
 class Location(NamedTuple):
-    """A store's name and its folder: the path relative to the record's folder, and the absolute path."""
+    """A store's name, and its folder's path: relative to the record's folder, and absolute."""
 
     name: str
     relative: str
     absolute: str
-    snapshots: str = ""  # the store folder with its snapshots, if that is another one
+    snapshots: str = ""  # the store folder that contains the snapshots, if that is another folder
 
     @classmethod
     def of(cls, store: Path, snapshot_store: Path, folder: Path) -> Location:
@@ -59,27 +59,27 @@ class Location(NamedTuple):
         return cls(store.name, os.path.relpath(store, folder), str(store), snapshots)
 
     def paths(self, folder: Path) -> list[Path]:
-        """Returns where the store may be, for a record in `folder`; last, where its snapshots are."""
+        """Returns the paths where the store may be, for a record in `folder`. The snapshots' store folder is last."""
         paths = [Path(os.path.normpath(folder / self.relative)), Path(self.absolute)]
         return [*paths, Path(self.snapshots)] if self.snapshots else paths
 
 
 @dataclass(frozen=True)
 class Record:
-    """What the record says. The maps are by store."""
+    """The record's content. All maps are by store id."""
 
-    now: Mapping[str, Entry]  # at its last write
-    commit: SnapshotIds  # for the newest moment that all stores have saved
-    before: SnapshotIds  # for the moment before that
+    now: Mapping[str, Entry]  # the entries, as of the record's last write
+    commit: SnapshotIds  # the stores' snapshots of the newest moment that all stores have saved
+    before: SnapshotIds  # the stores' snapshots of the moment before that
     places: Mapping[str, Location] = field(default_factory=dict)  # empty if the record is in its only store's MARK
-    trained: frozenset[str] = frozenset()  # the stores written since a process took the lock
+    trained: frozenset[str] = frozenset()  # the stores written since a process locked the group
     parents: Mapping[str, str] = field(default_factory=dict)  # the snapshots that the user last saved or loaded
-    undone: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # sequences (low, high] that recovery skipped
-    joining: bool = False  # while groups are united: a listed store whose MARK leads elsewhere is not a member yet
+    undone: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # range (low, high] of skipped sequences
+    joining: bool = False  # stores join or leave: a listed store whose MARK leads elsewhere is no member
 
     @property
     def unchanged(self) -> dict[str, Entry]:
-        """The entries without live rows. A store that was written since its last save or load has NOTHING."""
+        """The entries without live rows. A store in `trained` gets NOTHING, because its rows may have changed."""
         return {store: NOTHING if store in self.trained else Entry(entry.snapshot) for store, entry in self.now.items()}
 
     def plain(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Record:
 
     @classmethod
     def parse(cls, value: Any) -> Record:
-        """Read what `plain` wrote. Raises ValueError, TypeError, KeyError or AttributeError if it is invalid."""
+        """Parse the result of `plain`. Raises ValueError, TypeError, KeyError or AttributeError for invalid input."""
         now = {str(store): Entry(*entry) for store, entry in value["now"].items()}
         record = cls(
             now,
@@ -104,26 +104,26 @@ class Record:
         return record
 
 
-NO_RECORD = Record({}, {}, {})  # for a process that does not write the record
+NO_RECORD = Record({}, {}, {})  # used by a process that does not write the record
 
 
 class Files(NamedTuple):
-    """What recovery reads from a store: each shard's version in its clean marker, and the ids of its snapshots."""
+    """What recovery reads from a store's files."""
 
-    live: Sequence[str | None]
-    snapshots: Collection[str]
+    live: Sequence[str | None]  # the version in each shard's clean marker
+    snapshots: Collection[str]  # the ids of the store's snapshots
 
     @property
     def one_live(self) -> str | None:
-        """The version that all shards have; None if they differ or have none."""
+        """The version that all shards have in common; None if versions differ or are missing."""
         return self.live[0] if len({*self.live}) == 1 else None
 
 
 @dataclass(eq=False)
 class Interval:
-    """From moment `first` to `last`, a store had a snapshot's rows. Only the lock holder knows this."""
+    """From moment `first` to `last`, a store had a snapshot's rows. Known only to the process that locks the group."""
 
-    snapshot: str  # its id; "" until the save has ended
+    snapshot: str  # the snapshot's id; "" until the save has ended
     first: int
     last: int = FOREVER
 
@@ -133,14 +133,14 @@ class Interval:
 
 
 def usable(entry: Entry, files: Files) -> Entry:
-    """Drop what an entry names but the disk lacks: a missing snapshot, live rows that some shard did not close."""
+    """Drop from an entry what does not exist on disk: a missing snapshot, or live rows of an unclean shard."""
     has_snapshot = entry.snapshot == EMPTY or entry.snapshot in files.snapshots
     has_live = entry.live is not None and all(live == entry.live for live in files.live)
     return Entry(entry.snapshot if has_snapshot else None, entry.live if has_live else None)
 
 
 def choose(record: Record, files: Mapping[str, Files]) -> dict[str, Entry] | None:
-    """Choose what each member opens with if no process holds the lock. Returns None if nothing complete is left."""
+    """Choose the rows that each member opens with if no process locks the group. None if no complete set is left."""
     for entries in (record.now, *({x: Entry(ids[x]) for x in files} for ids in (record.commit, record.before))):
         chosen = {x: usable(entries[x], store_files) for x, store_files in files.items()}
         if NOTHING not in chosen.values():
@@ -149,7 +149,7 @@ def choose(record: Record, files: Mapping[str, Files]) -> dict[str, Entry] | Non
 
 
 def newest_moment(spans: Mapping[str, Sequence[Interval]], clock: int) -> tuple[int, SnapshotIds] | None:
-    """Find the newest moment at which every store's rows are in a snapshot. Returns it with these snapshots."""
+    """Find the newest moment that snapshots of all stores share. Returns the moment and these snapshots."""
     for moment in sorted({min(span.last, clock) for store in spans.values() for span in store}, reverse=True):
         snapshots = {
             x: next((s.snapshot for s in reversed(store) if s.snapshot and s.first <= moment <= s.last), "")
@@ -161,7 +161,7 @@ def newest_moment(spans: Mapping[str, Sequence[Interval]], clock: int) -> tuple[
 
 
 def union(records: Sequence[Record], at: Mapping[str, Entry]) -> Record:
-    """Combine groups' records for the stores in `at`, whose entries it contains."""
+    """Combine several groups' records. at: the entries of the stores to include."""
     fields: dict[str, Any] = {
         name: {x: value for record in records for x, value in getattr(record, name).items() if x in at}
         for name in ("commit", "before", "places", "parents", "undone")
@@ -170,7 +170,7 @@ def union(records: Sequence[Record], at: Mapping[str, Entry]) -> Record:
 
 
 def next_record(record: Record, at: Mapping[str, Entry], moment: SnapshotIds | None) -> Record:
-    """Returns the record to write. at: the members' entries. moment: the newest moment's snapshots, if there is one."""
+    """Returns the record to write. at: the members' entries. moment: the snapshots of the newest moment, if any."""
     following = union([record], at)
     if moment is not None and moment != following.commit:
         following = replace(following, commit=dict(moment), before=following.commit)
@@ -178,6 +178,6 @@ def next_record(record: Record, at: Mapping[str, Entry], moment: SnapshotIds | N
 
 
 def needed(record: Record, store: str) -> set[str]:
-    """A store's snapshots that must not be removed. Those in `before` may be; recovery then cannot use them."""
+    """A store's snapshots that must not be removed. Snapshots in `before` may be removed, but then cannot be used."""
     ids = {record.now.get(store, NOTHING).snapshot, record.commit.get(store), record.parents.get(store)}
     return {id for id in ids if id not in (None, EMPTY)}

@@ -1,4 +1,4 @@
-"""Retention: decides which of a store's snapshots to keep, and removes the others."""
+"""Decides which of a store's snapshots to keep, and removes the others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PrunePlan(NamedTuple):
 
     kept: list[Snapshot]
     removed: list[Snapshot]
-    kept_for_recovery: list[Snapshot]  # the part of `kept` that only recovery needs
+    kept_for_recovery: list[Snapshot]  # the snapshots in `kept` that only recovery needs
 
 
 def plan_prune(
@@ -36,11 +36,11 @@ def plan_prune(
     recovery_snapshots: Collection[str] = (),
     of_states: Collection[str] = (),
 ) -> PrunePlan:
-    """Decide which of `snapshots`, from oldest to latest, a prune keeps. It keeps their parents as well.
+    """Decide which of `snapshots`, from oldest to latest, a prune keeps. All parents of kept snapshots are kept too.
 
-    keep_last: how many of the latest to keep. keep_every: also keep the first that reached each multiple of this many
-    steps. recovery_snapshots: names that recovery may load; kept. of_states: names that saved state_dicts refer to;
-    kept, and not counted in keep_last. Raises OptionError for invalid numbers, SnapshotError if a parent is missing.
+    keep_last: how many of the latest snapshots to keep. keep_every: also keep the first snapshot at or after each
+    multiple of this many steps. recovery_snapshots: names that recovery may load; kept. of_states: names that
+    state_dicts need; kept, and not counted in keep_last. Raises OptionError, or SnapshotError if a parent is missing.
     """
     keep_last = int_option("keep_last", keep_last, "a whole number from 1", 1)
     if keep_every is not None:
@@ -65,7 +65,7 @@ def plan_prune(
 
 
 def plan_for(store: FolderState, keep_last: int, keep_every: int | None = None) -> PrunePlan:
-    """Returns what `prune` would do, and raises what it would raise."""
+    """Returns what `prune` would do. Raises the errors that `prune` would raise."""
     snapshots, damaged = list_snapshots(store.snapshots)
     for error in damaged.values():
         raise SnapshotError(f"nothing is pruned while a snapshot cannot be read: {error}") from error
@@ -74,7 +74,7 @@ def plan_for(store: FolderState, keep_last: int, keep_every: int | None = None) 
 
 
 def needed_names(store: FolderState) -> set[str]:
-    """Names of snapshots that a store with them needs, to recover or as a parent. Raises SnapshotError, StoreError."""
+    """Names of all `needed` snapshots, for this store and stores that share snapshots. SnapshotError, StoreError."""
     ids = {id for file in map(file_of, store.sharing) for id in needed(file.record, file.store)}
     snapshots = list_snapshots(store.snapshots).snapshots
     return {snapshot_by_id(store.snapshots, id).name for id in ids & {snapshot.manifest.id for snapshot in snapshots}}
@@ -94,7 +94,7 @@ def undone_names(snapshots: Path, record: Record, store: str) -> set[str]:
 def state_snapshot(store: StoreFolder, id: str | None, keep: int | None) -> Path | None:
     """Link snapshot `id` for a `state_dict()`. Returns the link, or None if `id` is None. Raises SnapshotError.
 
-    Before a new link is made, all but the latest `keep` such links are removed.
+    Before it makes a new link, removes all earlier `state_dict()` links except the latest `keep`.
     """
     snapshot = None if id is None else snapshot_by_id(store.snapshots, id)
     link = None if snapshot is None else store.snapshots / (STATE_PREFIX + snapshot.manifest.id)
@@ -111,9 +111,9 @@ def is_state_snapshot(snapshot: Snapshot) -> bool:
 
 
 def _prune_states(store: StoreFolder, keep: int) -> None:
-    """Remove all but the latest `keep` state_dicts' snapshots, except those that recovery or children need."""
+    """Remove all state_dicts' snapshots except the latest `keep` and the ones that recovery or children need."""
     snapshots = [snapshot for snapshot in list_snapshots(store.snapshots).snapshots if is_state_snapshot(snapshot)]
-    snapshots.sort(key=lambda snapshot: snapshot.folder.stat().st_mtime_ns)  # when it was linked, not when it was saved
+    snapshots.sort(key=lambda snapshot: snapshot.folder.stat().st_mtime_ns)  # the link's time, not the save's
     removable = snapshots[:-keep]
     needed = needed_names(store) if removable else set()
     for snapshot in removable:
@@ -129,15 +129,15 @@ def _prune_states(store: StoreFolder, keep: int) -> None:
 
 
 def keep_replaced(folder: Path) -> None:
-    """Link a snapshot that is about to be overwritten under a second name, as recovery may need it. SnapshotError."""
+    """Link a snapshot under a second name before it is overwritten, because recovery may need it. SnapshotError."""
     snapshot = Snapshot.open(folder)
     link = folder.with_name(f"{REPLACED_PREFIX}{snapshot.manifest.id}")
-    if not link.is_dir():  # a failed save may have left it
+    if not link.is_dir():  # a failed save may have left this link
         link_snapshot(snapshot, link)
 
 
 def drop_replaced(store: StoreFolder) -> None:
-    """Remove links made by `keep_replaced` that recovery no longer needs. Raises SnapshotError."""
+    """Remove the links made by `keep_replaced`, except links that recovery or children need. Raises SnapshotError."""
     try:
         replaced = [folder for folder in store.snapshots.glob(f"{REPLACED_PREFIX}*/") if is_replaced(folder)]
     except OSError as error:
@@ -155,10 +155,10 @@ def is_replaced(folder: Path) -> bool:
 
 
 def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> PrunePlan:
-    """Remove a store's snapshots that `plan_prune` does not keep. Returns what was kept and removed.
+    """Remove a store's snapshots that `plan_prune` does not keep. Returns the plan.
 
-    Removes the latest first, so every remaining snapshot always has its parents, even after a kill. Raises
-    SnapshotError and removes nothing if a manifest is damaged, since that snapshot's parent is unknown.
+    Removes the latest snapshots first, so every remaining snapshot has its parents, even after a kill. Raises
+    SnapshotError and removes nothing if a manifest is damaged, because that snapshot's parent is unknown.
     """
     drop_replaced(store)
     plan = plan_for(store, keep_last, keep_every)
@@ -168,7 +168,7 @@ def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> 
 
 
 def remove_if_unreferenced(store: StoreFolder, saved: Snapshot) -> None:
-    """Remove a snapshot unless recovery or a child needs it, or another replaced it. Raises SnapshotError."""
+    """Remove a snapshot that neither recovery nor a child needs, and that was not replaced. Raises SnapshotError."""
     folder = store.snapshots / saved.name
     if snapshot_id(folder) == saved.manifest.id and saved.name not in needed_names(store) and not children_of(folder):
         remove_snapshot(folder)

@@ -1,4 +1,4 @@
-"""Saves a store's rows as a snapshot of any kind, for open tables and the command line."""
+"""Saves a store's rows as a snapshot of any kind. Used by open tables and by the command line."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ class SaveSource(NamedTuple):
     description: dict[str, Any]
     rows: int
     scan: Callable[[], Chunks]  # yields all rows
-    record: Record  # the group's
+    record: Record  # the record of the store's group
     store: str  # the store's id in the record
-    rocksdb: RocksDB | None = None  # the database with all rows after `flush`
-    changes: Callable[[str], Iterator[Change] | None] = lambda since: None  # since a snapshot's id; None if unknown
-    id: str | None = None  # the new snapshot's
+    rocksdb: RocksDB | None = None  # the database that contains all rows after `flush`
+    changes: Callable[[str], Iterator[Change] | None] = lambda since: None  # returns changes since snapshot id
+    id: str | None = None  # the new snapshot's id
 
     @property
     def parent(self) -> str:
-        """The id of an incremental snapshot's parent; EMPTY if there is none."""
+        """The id of an incremental snapshot's parent; EMPTY if the rows have no snapshot."""
         return self.record.parents.get(self.store, EMPTY)
 
 
 def check_save(store: StoreFolder, name: str, kind: str, source: SaveSource, overwrite: bool) -> None:
-    """Raises the OptionError or SnapshotError that saving as snapshot `name` would raise. Changes nothing."""
+    """Raises OptionError or SnapshotError if the source cannot be saved as snapshot `name`. Begins no save."""
     check_kind(kind)
-    drop_replaced(store)  # one may be a child of the snapshot that this one replaces
+    drop_replaced(store)  # an unneeded replaced snapshot may be a child of the snapshot to overwrite
     folder = store.snapshots / name
     reusable = undone_names(store.snapshots, source.record, source.store)
     if name not in reusable or not reusable.issuperset(children_of(folder)):
@@ -72,7 +72,7 @@ def begin_save(
 ) -> tuple[Path, Snapshot | None]:
     """Begin a snapshot that `check_save` has checked. Raises SnapshotError, StoreError.
 
-    Returns its final folder (it is still under a temporary name), and `parent_for` it if it is incremental.
+    Returns the snapshot's final folder (filled when the save ends), and `parent_for` an incremental snapshot.
     """
     folder = store.snapshots / name
     parent = parent_for(store, name, source) if kind == "incremental" else None
@@ -82,7 +82,7 @@ def begin_save(
     if name in undone_names(store.snapshots, source.record, source.store):
         for other in reversed(list_snapshots(store.snapshots).snapshots):
             if any(ancestor.name == name for ancestor in other.chain[:-1]):
-                remove_snapshot(other.folder)  # recovery skipped its parent, so it skipped this one too
+                remove_snapshot(other.folder)  # recovery skipped this descendant too, since it skipped the ancestor
     if os.path.lexists(folder) and snapshot_id(folder) in needed(source.record, source.store):
         keep_replaced(folder)
     new.begin(folder, source.description, overwrite or os.path.lexists(folder))
@@ -90,7 +90,7 @@ def begin_save(
 
 
 class Part(NamedTuple):
-    """What one writer wrote: the number of rows in its part of the table, and its files."""
+    """What one writer wrote. rows: the number of rows in the table, or in the writer's shard."""
 
     rows: int
     files: Files
@@ -106,10 +106,10 @@ def write_part(
     shard: HashShard | None = None,
     chunks: Chunks | None = None,
 ) -> Part:
-    """Write a source's rows durably into the begun snapshot `folder`. Raises SnapshotError, StoreError.
+    """Write a source's rows durably into the snapshot `folder` that `begin_save` began. SnapshotError, StoreError.
 
-    parent: from `begin_save`, or this shard of it. shard: given if other writers write the other shards. chunks: the
-    rows to write; by default they are scanned.
+    parent: from `begin_save`, restricted to `shard`. shard: the shard to write if other writers write the others.
+    chunks: the rows to write. Default: a scan of all rows.
     """
     temporary = temporary_path(folder)
     with write_errors(folder, shard):
@@ -128,7 +128,7 @@ def write_part(
             chunks = source.scan() if chunks is None else chunks
             files = write_rows(temporary, source.description, chunks, progress, shard)
             rows = sum(file.rows for file in files.values())
-        if shard is not None:  # another process renames the folder, maybe on another host
+        if shard is not None:  # another process, maybe on another host, renames the folder
             fsync_dir(temporary)
         return Part(rows, files)
 
@@ -138,9 +138,9 @@ def check_kind(kind: str) -> None:
 
 
 def parent_for(store: StoreFolder, name: str, source: SaveSource) -> Snapshot | None:
-    """Returns the incremental snapshot's parent: the snapshot saved or loaded last. Raises SnapshotError.
+    """Returns the incremental snapshot's parent, the snapshot that was saved or loaded last. Raises SnapshotError.
 
-    Returns None, with a warning, if the chain would be too long or if a `state_dict()` made that snapshot.
+    Returns None, with a warning, if the chain would be too long or if `state_dict()` made the parent.
     """
     if source.parent == EMPTY:
         raise SnapshotError(

@@ -1,6 +1,6 @@
-"""Selects what a load takes from a snapshot: tables, keys, weights without optimizer state, or converted numbers.
+"""Selects the part of a snapshot to load: some tables, some keys, only the weights, or converted numbers.
 
-Conversion to a wider type is exact; to a narrower one it rounds to nearest even.
+Conversion to a wider type is exact. Conversion to a narrower type rounds to nearest even.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ...engine.optim.kernel import kernels
 from ...engine.row_format import STATE_TYPES, Chunks, RowArray, RowForm, overflows
 from ..files.reader import Snapshot, count_progress
 
-Types = tuple[str, str]  # of the embedding, and of states with one number per element
+Types = tuple[str, str]  # the embedding's type, and the type of states with one number per element
 Where = Callable[[NDArray[np.uint32], NDArray[np.int64] | NDArray[np.uint64]], NDArray[np.bool_]]
 
 
 def converted_description(description: dict[str, Any], types: Types) -> dict[str, Any]:
-    """The same rows' description after their numbers are converted to `types`."""
+    """Returns the description that rows have after their numbers are converted to `types`."""
     dtype, state_type = types
     kernel = kernels().get(description["optimizer"])
     widths, dim = description["state_widths"], sum(description["columns"])
@@ -36,13 +36,13 @@ def converted_description(description: dict[str, Any], types: Types) -> dict[str
 
 
 def types_of(description: Mapping[str, Any]) -> tuple[str, str | None]:
-    """The types of the rows in a valid description. The second is None if they have no states."""
+    """The types in a valid description. The second type is None without states."""
     states = description.get(STATE_TYPES, ["float32"] * len(description["state_widths"]))
     return description["dtype"], states[0] if states else None
 
 
 def converted(rows: RowArray, old: RowForm, new: RowForm, signed: bool) -> RowArray:
-    """Convert rows [n] to form `new`, which has the first fields of `old`. Raises InputError if a number overflows."""
+    """Convert rows [n] to the form `new`, which has the first fields of `old`. Raises InputError on overflow."""
     out = np.zeros(len(rows), new.dtype)
     for name in ("table", "key", "updates", "step"):
         out[name] = rows[name]
@@ -62,32 +62,32 @@ def converted(rows: RowArray, old: RowForm, new: RowForm, signed: bool) -> RowAr
 
 @dataclass
 class LoadReport:
-    """What a load did."""
+    """The result of a load."""
 
-    rows: int = 0  # how many were loaded
-    left_out: int = 0  # how many were skipped
-    remarks: list[str] = field(default_factory=list)  # what did not fit, and how it was handled
+    rows: int = 0  # the number of loaded rows
+    left_out: int = 0  # the number of skipped rows
+    remarks: list[str] = field(default_factory=list)  # each describes a misfit and how the load handled it
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What to load from a snapshot."""
+    """The part of a snapshot to load."""
 
     tables: Collection[int | str] | None = None  # indexes, or names until `fitting` resolves them
-    where: Where | None = None  # from (tables [n], keys [n]) to bool [n], True for rows to load
+    where: Where | None = None  # called with (tables [n], keys [n]); returns bool [n], True for rows to load
     state: bool = True  # load optimizer state
-    padding: int | None = None  # padding_idx as 64 bits; that key is never a row
+    padding: int | None = None  # padding_idx as 64 bits; rows with this key are skipped
     convert: bool = False  # convert numbers to `types` if their type differs
     types: Types | None = None  # set by `fitting`
 
     @property
     def is_whole(self) -> bool:
-        """True if the selection is the whole snapshot, bit for bit."""
+        """True if the whole snapshot is loaded, bit for bit."""
         return self.has_every_row and self.state and self.types is None
 
     @property
     def can_recover(self) -> bool:
-        """True if the loaded rows equal the snapshot's bit for bit, so that recovery may load it."""
+        """True if the loaded rows equal the snapshot's rows bit for bit. Recovery may then load the snapshot."""
         return self.is_whole and not self.convert
 
     @property
@@ -96,7 +96,7 @@ class Selection:
         return self.tables is None and self.where is None and self.padding is None
 
     def description(self, description: dict[str, Any]) -> dict[str, Any]:
-        """The selected rows' description. Without state, it describes a table that was never trained."""
+        """Returns the selected rows' description. If `state` is False, it describes a table that was never trained."""
         if self.types is not None:
             description = converted_description(description, self.types)
         if self.state:
@@ -108,7 +108,7 @@ class Selection:
         return {**result, "width": RowForm(sum(result["columns"]), result["dtype"]).width}
 
     def rows_of(self, snapshot: Snapshot, report: LoadReport, progress: Callable[[int], None] | None = None) -> Chunks:
-        """Yields a snapshot's selected rows, counted in `report`. Without state, they are as a lookup returns them."""
+        """Yields and counts a snapshot's selected rows. If `state` is False, values are as a lookup returns them."""
         chunks = snapshot.chunks()
         if not self.state:
             from ...engine.table.row_scan import caught_up  # loads torch

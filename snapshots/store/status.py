@@ -1,4 +1,4 @@
-"""Reports what a store folder holds and what the next run would do, without taking the lock."""
+"""Reports what a store folder contains and what the next run would do. Does not lock the folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .group_file import GroupFile
 from .mark import live_version
 from .recovery_rule import EMPTY
 
-CHECKPOINT = "graph.msgpack"  # a file that checkpoints have and store folders lack
+CHECKPOINT = "graph.msgpack"  # a file that distinguishes a checkpoint from a store folder
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,19 @@ class Restart:
     source: Literal["live", "snapshot", "empty", "nowhere", "elsewhere"]
     step: int = 0
     snapshot: str | None = None
-    lost_steps: int | None = 0  # how many steps after that are lost; None if unknown
+    lost_steps: int | None = 0  # how many steps after `step` are lost; None if unknown
     problem: str | None = None  # why the run cannot start
 
 
 class MemberStatus(NamedTuple):
-    """What a group's record says about a store. For a missing snapshot, the name is its id and "(missing)"."""
+    """What a group's record says about a store. A missing snapshot is named by its id and "(missing)"."""
 
     name: str
     path: Path
-    live: bool  # the live rows equal the present ones
-    snapshot: str | None  # equals them too; neither does if the store is being trained or was killed
-    step: int | None  # of the present rows; None if unknown
-    common: str | None  # the snapshot that all stores go back to together, as this one has it; None for no rows
+    live: bool  # True if the live rows equal the current rows; False while the store is trained, and after a kill
+    snapshot: str | None  # a snapshot that equals the current rows; None in the same two cases, or if none was saved
+    step: int | None  # the current rows' step; None if unknown
+    common: str | None  # this store's snapshot of the last step that all stores have saved; None for no rows
     common_step: int | None
 
 
@@ -51,16 +51,16 @@ class StoreStatus:
     """A store folder's status."""
 
     path: Path
-    holder: int | None  # the id of the process that has it open, 0 if unknown; None if no process has
+    holder: int | None  # the id of the process that has the store open, 0 if unknown; None if no process has
     marker: dict[str, Any] | None  # the clean marker, merged for ranks; None if live rows are absent or not clean
-    live: str | None  # "rows", "rocksdb" or "ranks"
-    rows: int | None  # None without a clean marker, or if unknown
-    step: int | None  # of the live rows; None if unknown
-    recovery_snapshot: str | None  # its name
-    bytes: dict[str, int]  # of live rows, snapshots and the rest; a file that several share counts in the first
-    restart: Restart  # of a run that starts now, or after the holder is killed
-    ranks: int | None = None  # None for one process
-    group: tuple[MemberStatus, ...] = ()  # all stores of the group, this one included; empty if it trains alone
+    live: str | None  # the live rows' kind: "rows", "rocksdb" or "ranks"
+    rows: int | None  # the number of live rows; None without a clean marker, or if unknown
+    step: int | None  # the live rows' step; None if unknown
+    recovery_snapshot: str | None  # name of the store's snapshot in the record's commit
+    bytes: dict[str, int]  # sizes of live rows, snapshots and other files; a hard-linked file counts only in the first
+    restart: Restart  # how a run would start now, or after the holder was killed
+    ranks: int | None = None  # the number of ranks; None for one process
+    group: tuple[MemberStatus, ...] = ()  # all stores of the group, this one included; empty if the store trains alone
 
     @property
     def partners(self) -> tuple[str, ...]:
@@ -77,7 +77,7 @@ class StoreStatus:
 
     @property
     def state(self) -> Literal["open", "closed", "unclean", "new", "elsewhere"]:
-        """Open in a process, closed cleanly or not, never written, or only on other hosts."""
+        """The store is open in a process, cleanly closed, unclean, never written, or only on other hosts."""
         if self.holder is not None:
             return "open"
         if self.restart.source == "elsewhere":
@@ -88,7 +88,7 @@ class StoreStatus:
 
 
 def store_status(path: Path) -> StoreStatus:
-    """Read a store's status. Raises StoreError if that fails, SnapshotError if its snapshots cannot be read."""
+    """Read a store's status. Raises StoreError, or SnapshotError if the store's snapshots cannot be read."""
     path = existing_store(Path(path))
     folder = FolderState(path)
     ranks, top, marker, recorded_step = folder.ranks, folder.live, folder.clean_marker, folder.recorded_step
@@ -108,7 +108,7 @@ def store_status(path: Path) -> StoreStatus:
         except (StoreError, SnapshotError) as error:
             restart = Restart("nowhere", problem=str(error), lost_steps=recorded_step)
     if not ranks and not folder.was_open:
-        restart = replace(restart, lost_steps=0)  # no step was lost: its snapshots were copied here
+        restart = replace(restart, lost_steps=0)  # the folder has only copied snapshots, so no step was lost
     rows, step = (None, recorded_step) if marker is None else (marker.get("rows"), marker["step"])
     sizes = _sizes(path, top)
     return StoreStatus(path, holder(path), marker, live, rows, step, name, sizes, restart, ranks or None, group)
@@ -133,7 +133,7 @@ def _read_group(file: GroupFile) -> tuple[MemberStatus, ...]:
 
 
 def _find_snapshot(folder: FolderState, id: str | None) -> tuple[str | None, int | None]:
-    """The name and step of a record's snapshot. For no rows the step is 0; for a missing snapshot it is None."""
+    """The name and step of a record's snapshot. The step is 0 for EMPTY, and None for a missing snapshot."""
     if id is None or id == EMPTY:
         return None, None if id is None else 0
     try:
@@ -175,14 +175,14 @@ def stores_in(path: Path) -> list[Path]:
 
 
 def _is_store(path: Path) -> bool:
-    """True if the folder is a store that was written, or that a process has open to write it for the first time."""
+    """True if the folder is a store with rows or snapshots, or a new store that a process has open."""
     if os.path.isfile(path / "MARK") or any(path.glob(f"snapshots/*/{MANIFEST}")):
         return True
     return os.path.isfile(path / "LOCK") and holder(path) is not None
 
 
 def is_snapshot(path: Path) -> bool:
-    """True if the path is a snapshot's folder, in a store or elsewhere, or would be one in a store."""
+    """True if the path is a snapshot's folder, or a path in a store's `snapshots` where a snapshot could be."""
     in_store = path.parent.name == SNAPSHOTS and _may_be_store(path.parent.parent)
     return (in_store or os.path.isfile(path / MANIFEST)) and not _may_be_store(path)
 
@@ -198,7 +198,7 @@ def _live_kind(live: Path) -> str | None:
 
 
 def _sizes(path: Path, live: Path) -> dict[str, int]:
-    """The size in bytes of `live`, `snapshots` and `other`, each file counted once. Others may change the files."""
+    """The sizes in bytes of `live`, `snapshots` and `other`, each file counted once. Files may vanish meanwhile."""
     sizes, seen = {"live": 0, "snapshots": 0, "other": 0}, set()
     for part, top in (("live", live), ("snapshots", path / "snapshots"), ("other", path)):
         for folder, _, files in os.walk(top):
