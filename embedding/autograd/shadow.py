@@ -1,10 +1,10 @@
 """The shadow parameter of an embedding.
 
 Rows are in a store, not in a parameter. Optimizers, autograd and state_dicts work with parameters, so each embedding
-gets a *shadow*: a parameter [1, 1] that stands for all rows. Its value is always zero. Code that uses it as if
-it held the rows, such as a weight average, a penalty or an initialization, would silently do nothing. So operations on
-the shadow, or on a copy of it, raise an error with a remedy if they only make sense for a tensor with rows. An
-operation that merely reads the zero logs a warning, once.
+gets a *shadow*: a parameter [1, 1] that stands for all rows. The shadow's value is always zero. Code that expects rows
+in a parameter, such as a weight average, a penalty or an initialization, would silently do nothing. So operations on a
+shadow, or on a copy of it, raise an error with a remedy if they only make sense for a tensor with rows. An operation
+that merely reads the zero logs a warning once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WRITE = (
 )
 _READ = "read emb.weight, or the rows of some ids by emb.get, or those of all embeddings by tierbed.to_dense_state_dict"
 IN_PART = "A model around it may be converted in part by now: make or load it again"
-_warned: set[str] = set()  # names of operations that have been warned of
+_warned: set[str] = set()  # names of operations with a logged warning
 
 
 def name_of(function: Any) -> str:
@@ -57,16 +57,16 @@ def is_write(function: Any) -> bool:
 
 
 def is_mix(function: Any) -> bool:
-    """True for arithmetic with another tensor or a number, as in averages of weights."""
+    """True for arithmetic with another tensor or a number, as code that averages weights uses."""
     return name_of(function).rpartition("foreach_")[2].strip("_").removeprefix("r") in _MIXES
 
 
 class _Guarded(Tensor):
-    """A tensor in place of rows. Operations that only make sense on rows raise."""
+    """A tensor that stands for rows. Operations that only make sense on rows raise."""
 
     owner: ref[EmbeddingBase]
     is_own = False  # True for a copy that may be written to
-    is_in_state = False  # True for a copy in a state_dict(); it may be read, since the state names or holds the rows
+    is_in_state = False  # True for a copy in a state_dict(); may be read, as the state_dict has or names the rows
 
     @classmethod
     def __torch_function__(
@@ -117,7 +117,7 @@ class _Guarded(Tensor):
 
 
 class Shadow(_Guarded, nn.Parameter):
-    """An embedding's parameter, zeros [1, 1], through which optimizers and autograd reach its rows."""
+    """An embedding's parameter, zeros [1, 1]. Optimizers and autograd reach the rows through this parameter."""
 
 
 class ShadowCopy(_Guarded):
@@ -131,12 +131,12 @@ class ShadowCopy(_Guarded):
 
 
 def adopt(embedding: EmbeddingBase, name: str, parameter: nn.Parameter | None) -> nn.Parameter:
-    """Make a parameter an embedding's `Shadow`. Raises InputError if it is unfit."""
+    """Turn a parameter into an embedding's `Shadow`. Raises InputError if the parameter is unsuitable."""
     if name not in ("shadow", embedding.parameter_name) or parameter is None or parameter.shape != (1, 1):
         raise InputError(
             f"{name} = of embedding {embedding.name!r}: no parameter holds its rows, so no row would change; {_WRITE}"
         )
-    if type(parameter) is nn.Parameter:  # a trace has another type
+    if type(parameter) is nn.Parameter:  # in a trace, the type differs
         shadow: Any = parameter
         shadow.__class__ = Shadow
         shadow.owner = ref(embedding)
@@ -148,8 +148,8 @@ def converter(
 ) -> Callable[[Tensor], Tensor]:
     """Wrap a `function` that moves or converts modules, so that it moves an embedding's parameter but keeps it float32.
 
-    Raises OptionError for a dtype other than `output_dtype`, and for a device that torch does not have here. by_now:
-    tells in the error what is converted by then.
+    Raises OptionError for a dtype other than `output_dtype`, and for a device that torch does not have here. by_now: an
+    error's last sentence, which says how much of the model is converted already.
     """
     try:
         dtype = function(embedding.shadow.detach()).dtype
@@ -169,7 +169,7 @@ def converter(
             f"embedding {embedding.name!r}: cannot convert it to {dtype}: its rows would keep their dtype, and lookups "
             f"would still return {embedding.output_dtype}; {remedy}, or convert only the other modules. {by_now}"
         )
-    return lambda tensor: function(tensor).to(torch.float32).as_subclass(Tensor)  # torch makes the parameter of it
+    return lambda tensor: function(tensor).to(torch.float32).as_subclass(Tensor)  # torch makes a parameter of this
 
 
 def _checked(result: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -177,7 +177,7 @@ def _checked(result: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, A
     if not isinstance(result, Tensor) or isinstance(result, _Guarded):
         return result
     name, is_recorded = name_of(func), result.grad_fn is not None
-    if is_recorded and name in ("view_as", "expand_as") and args[0] is args[1]:  # hooks find an autograd node by it
+    if is_recorded and name in ("view_as", "expand_as") and args[0] is args[1]:  # finds the autograd node for hooks
         return result
     for argument in _guarded(args, kwargs):
         if name in _COPIES or shares_memory(argument, result):
@@ -194,7 +194,7 @@ def _is_of_state(*arguments: Any) -> bool:
 
 
 def _warn_of_read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Warn that an operation reads a zero and no rows, once for each operation."""
+    """Warn once per operation that the operation reads a zero and no rows."""
     if func.__name__ not in _warned and not _is_of_state(args, kwargs):
         _warned.add(func.__name__)
         log.warning("%s reads a zero in place of its rows; %s", _where(func, args, kwargs), _READ)
@@ -205,12 +205,12 @@ def shares_memory(one: Tensor, other: Tensor) -> bool:
     is_strided = one.layout == other.layout == torch.strided
     try:
         return is_strided and one.untyped_storage()._cdata == other.untyped_storage()._cdata
-    except NotImplementedError:  # raised for torch.func's tensors
+    except NotImplementedError:  # torch.func's tensors lack a storage
         return False
 
 
 def plain(shadow: Tensor) -> Tensor:
-    """Return the shadow as a plain tensor, since torch's modes accept no subclass. Autograd still reaches it."""
+    """Return the shadow as a plain tensor, because torch's modes accept no subclass. Autograd still reaches it."""
     with torch._C.DisableTorchFunctionSubclass(), _disable_current_modes():
         if shadow.requires_grad and torch.is_grad_enabled():
             return shadow.view_as(shadow)
