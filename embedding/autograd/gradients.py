@@ -85,13 +85,13 @@ class RowGradients:
         self._kept: dict[Hashable, _LookupGradient] = {}
         with torch._C.DisableTorchFunctionSubclass():
             self._first_version = embedding.shadow._version
-        self._scale = 1.0  # multiplies each row's summed gradient
+        self._scale = 1.0  # factor for each row's summed gradient
         self._clip_value: float | None = None  # after scaling, limits each element of the sum
         self._dtype = embedding.output_dtype  # of the gradients that a step applies
 
     @property
     def embedding(self) -> EmbeddingBase:
-        """The embedding. Raises ClosedError if only its parameter is left, in an optimizer that outlives the model."""
+        """The embedding. Raises ClosedError if it was deleted and an optimizer still holds its parameter."""
         embedding = self._embedding()
         if embedding is None:
             raise ClosedError("a gradient's embedding was dropped, and only its parameter is left: keep the module")
@@ -144,10 +144,10 @@ class RowGradients:
         return [gradient.grad.to(self._dtype) for gradient in kept], [gradient.weights for gradient in kept]
 
     def update(self, batch: Any) -> None:
-        """Apply the embedding's optimizer once with the summed gradients. batch: the result of `pin`; unpins it."""
+        """Apply the embedding's optimizer once with the summed gradients. batch: the result of `pin`, now unpinned."""
         clip = () if self._scale == 1.0 and self._clip_value is None else (self._scale, self._clip_value)
-        batch.update(*self.grads(), *clip)  # over ranks there is no clip, and gradients are averaged
-        increment_version(self.embedding.shadow)  # from here on, a backward() that needs the old rows raises
+        batch.update(*self.grads(), *clip)  # over ranks, `clip` is empty and gradients are averaged
+        increment_version(self.embedding.shadow)  # after this, a backward() that needs the old rows raises
 
     def square_gradients(self) -> float:
         """Return the squared norm of all rows' summed gradients. Raises InputError."""
@@ -286,12 +286,12 @@ def is_reached(leaf: Tensor, refusal: str) -> bool:
     try:
         with torch._C.DisableTorchFunctionSubclass():
             return bool(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node))
-    except RuntimeError:  # torch raises it for autograd.grad of the leaf itself
+    except RuntimeError:  # torch raises this error for autograd.grad of the leaf itself
         raise GraphError(refusal) from None
 
 
 def are_rows_reached(embedding: EmbeddingBase) -> bool:
-    """True if the running backward pass reaches the embedding's parameter. Always True in a trace, where it is unknown.
+    """True if the running backward pass reaches the embedding's parameter. In a trace, this is unknown: returns True.
 
     Raises GraphError for torch.autograd.grad of the parameter itself, and for create_graph=True.
     """

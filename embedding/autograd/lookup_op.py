@@ -26,7 +26,7 @@ from .gradients import are_rows_reached
 from .shadow import Shadow, plain
 
 _orders = itertools.count()
-_embeddings: dict[int, weakref.ref[EmbeddingBase]] = {}  # a WeakValueDictionary takes twice the time
+_embeddings: dict[int, weakref.ref[EmbeddingBase]] = {}  # a WeakValueDictionary would take twice the time
 
 
 def register(embedding: EmbeddingBase) -> int:

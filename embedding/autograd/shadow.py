@@ -27,9 +27,9 @@ log = logging.getLogger("tierbed")
 _SETTABLE = {"grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"}
 _READ_BY_I = {"__index__", "__init__", "__init_subclass__", "__int__", "__invert__", "__iter__"}
 _COPIES = {"clone", "to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "pin_memory"}
-# operations that average weights; norms, powers and sums stay allowed, since loggers compute them under no_grad
+# operations that average weights; norms, powers and sums stay allowed, because loggers compute them under no_grad
 _MIXES = {"add", "sub", "mul", "div", "lerp", "truediv", "true_divide", "subtract", "multiply", "divide"}
-# comparisons and checks of weights would only see a zero; isfinite stays allowed, since loggers call it
+# operations that compare or check weights would only see a zero; isfinite stays allowed, because loggers call it
 _CHECKS = {"equal", "allclose", "isclose", "eq", "ne", "isnan", "isinf", "__eq__", "__ne__"}
 _NUMBERS = {"item", "tolist", "__float__", "__bool__", "is_nonzero"}  # these return numbers, not tensors
 _WRITE = (
@@ -37,7 +37,7 @@ _WRITE = (
     "or load_dense, and carry them over by load_state_dict"
 )
 _READ = "read emb.weight, or the rows of some ids by emb.get, or those of all embeddings by tierbed.to_dense_state_dict"
-IN_PART = "A model around it may be converted in part by now: make or load it again"
+IN_PART = "A model that contains the embedding may be half converted: make or load it again"
 _warned: set[str] = set()  # names of operations with a logged warning
 
 
@@ -65,7 +65,7 @@ class _Guarded(Tensor):
     """A tensor that stands for rows. Operations that only make sense on rows raise."""
 
     owner: ref[EmbeddingBase]
-    is_own = False  # True for a copy that may be written to
+    is_own = False  # True for a writable copy
     is_in_state = False  # True for a copy in a state_dict(); may be read, as the state_dict has or names the rows
 
     @classmethod
@@ -83,10 +83,10 @@ class _Guarded(Tensor):
             elif func.__name__ in _CHECKS and not _is_of_state(args, kwargs):
                 if func is not torch.equal or not all(type(argument) is Shadow for argument in _guarded(args, kwargs)):
                     raise _misuse(func, args, kwargs)
-                _warn_of_read(func, args, kwargs)  # Lightning compares parameters to find one in an optimizer
+                _warn_of_read(func, args, kwargs)  # Lightning does this to find a parameter in an optimizer
                 return args[0] is args[-1]
             plain_args = args
-            module = getattr(func, "__module__", None) or ""  # methods have none
+            module = getattr(func, "__module__", None) or ""  # methods lack `__module__`
             if module.startswith("torch._ops"):  # the call comes from code that torch.compile generated
                 plain_args = [plain(argument) if isinstance(argument, _Guarded) else argument for argument in args]
             result = func(*plain_args, **kwargs)
@@ -97,7 +97,7 @@ class _Guarded(Tensor):
             if isinstance(result, np.ndarray) or func.__name__ in _NUMBERS:
                 _warn_of_read(func, args, kwargs)
             if torch.compiler.is_dynamo_compiling():
-                raise GraphError("not in compiled code: Dynamo calls it as it is, and it raises the remedy")
+                raise GraphError("not in compiled code: Dynamo calls the operation itself, which raises the remedy")
             if type(result) in (list, tuple):
                 return type(result)([_checked(item, func, args, kwargs) for item in result])
             return _checked(result, func, args, kwargs)
@@ -201,7 +201,7 @@ def _warn_of_read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def shares_memory(one: Tensor, other: Tensor) -> bool:
-    """True if one tensor is a view of the other, or both are views of a third."""
+    """True if one tensor is a view of the other, or both tensors are views of a third tensor."""
     is_strided = one.layout == other.layout == torch.strided
     try:
         return is_strided and one.untyped_storage()._cdata == other.untyped_storage()._cdata
@@ -225,7 +225,7 @@ def _check_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> N
     """Raise if an operation writes to a guarded tensor, or copies one into a tensor of another size."""
     if name_of(func) == "copy_":
         target, source = args[0], args[1]
-        if not isinstance(target, _Guarded) and target.numel() != 1:  # torch would fill it with zeros
+        if not isinstance(target, _Guarded) and target.numel() != 1:  # torch would fill `target` with zeros
             raise _misuse(func, args, kwargs)
         if not isinstance(target, _Guarded) or target.is_own or target is source:
             return

@@ -25,7 +25,7 @@ from ..tables.rows_in_tensors import RowTensors
 from .keyed_rows import KeyedRows
 
 log = logging.getLogger("tierbed")
-CHUNK = 1 << 16  # rows
+CHUNK = 1 << 16  # rows per chunk
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -47,7 +47,7 @@ def dense_states(embedding: KeyedRows, counts: Mapping[int, int]) -> dict[int, d
     if embedding.world is not None:
         raise StoreError(
             f"optimizer states of embedding {embedding.name!r}: ranks share the rows, and their states cannot be "
-            "gathered; save a snapshot, whose files have them"
+            "gathered; save a snapshot, whose files contain the states"
         )
     follow_in_backward(embedding)
     table = embedding.table_handle().open_table
@@ -102,8 +102,7 @@ def dense_tensors(
     if not has_states and table.state.names and table.step:
         log.warning(
             "embedding %r: this load of rows drops the optimizer state of %d steps, which optimizer.state_dict() does "
-            "not have; change rows by put(ids, rows), which keeps it, or load a state_dict() of this model, which has "
-            "it",
+            "not have; to keep the state, change rows by put(ids, rows), or load a state_dict() of this model",
             embedding.name,
             table.step,
         )
@@ -161,9 +160,9 @@ def _check_step_known(table: OpenTable) -> None:
 
 
 def _by_number(spec: TableSpec, argument: str, values: Any) -> dict[int, Any]:
-    """Return an argument's values by table number. Raises InputError."""
+    """Convert a dict by table name or number into a dict by table number. Raises InputError."""
     if not isinstance(values, Mapping):
-        form = "torch.from_numpy of it" if isinstance(values, np.ndarray) else "a dict by table"
+        form = "torch.from_numpy(array)" if isinstance(values, np.ndarray) else "a dict by table"
         raise InputError(f"{argument} of embedding {spec.name!r}: got {type(values).__name__}; give {form}")
     by_number: dict[int, Any] = {}
     for name, value in values.items():
@@ -187,7 +186,7 @@ def _check_rows(spec: TableSpec, number: int, rows: Any) -> None:
         form = " by torch.from_numpy" if isinstance(rows, np.ndarray) else ""
         raise InputError(f"{where}: got {got}; give torch.float32{form}, or floats of 16 bits, [rows, {spec.dim}]")
     if ids is not None and len(rows) != ids:
-        raise InputError(f"{where}: {len(rows)} rows, and the table has {ids}; make it with num_embeddings of them")
+        raise InputError(f"{where}: {len(rows)} rows, and the table has {ids}; make it with that num_embeddings")
     for first in range(0, len(rows), CHUNK):
         keys = torch.arange(first, min(first + CHUNK, len(rows)))
         check_values(spec, keys, _numbers(rows[first : first + CHUNK]), allow_nonfinite=True)

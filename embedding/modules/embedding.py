@@ -45,7 +45,7 @@ log = logging.getLogger("tierbed")
 
 
 class MultiTableMultiColumnEmbedding(KeyedRows):
-    """Hashed embedding tables whose rows consist of several columns with different widths, side by side.
+    """Hashed embedding tables whose rows consist of several concatenated columns with different widths.
 
     The arguments are the same as for `MultiTableEmbedding`, except that `embedding_dim` may be a list with each
     column's width.
@@ -82,7 +82,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         self.naming, self._has_seed = "given" if name is not None else "path", name is not None or seed is not None
         name = provisional_name(world is not None) if name is None else name
         self.spec = table_spec(name, embedding_dim, key_type, tables, padding_idx, seed, dtype, state_dtype)
-        self.spec.layout(RowState())  # raises here, not at the first use, if a table's columns do not fit
+        self.spec.layout(RowState())  # if a table's columns do not fit, raise now and not at the first use
         self.output_dtype = check_output_dtype(output_dtype)
         self.store_options = store_options_from_dict(store_options)
         self.world = check_world(world, name)
@@ -107,7 +107,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             self._handle.rename(name)
 
     def set_spec(self, **facts: Any) -> None:
-        """Change the spec's fields before the store opens. The name may change later as well."""
+        """Change fields of the spec. The store must not be open, except to change the name."""
         self.spec = replace(self.spec, **facts)
 
     @property
@@ -194,9 +194,9 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
     ) -> None:
         """Announce the lookup of a later training step. A thread prefetches its rows while earlier steps run.
 
-        Announce steps in the order they will run, any number of steps ahead. Announcements never change
+        Announce steps in the order in which they will run, any number of steps ahead. Announcements never change
         results: a step that was not announced, or looks up other ids, runs without prefetch. A cache over a slower
-        tier keeps the rows that the announced steps need soonest. On CUDA the thread uses a second stream.
+        tier keeps the rows that the announced steps need soonest. On CUDA, the thread uses a second stream.
 
         Args:
             ids, table_ids, offsets, pooling, features, num_features: as in the lookup.
@@ -305,7 +305,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         return super().requires_grad_(requires_grad)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move the embedding, as part of its module. Raises OptionError for a dtype other than `output_dtype`."""
+        """Move or convert the embedding. Raises OptionError if the new dtype is not `output_dtype`."""
         convert, grad = converter(self, fn), self.shadow.grad
         if isinstance(grad, ShadowGrad):
             set_grad(self, None)
@@ -315,7 +315,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         finally:
             self.register_parameter("shadow", self.shadow)  # torch may have made a new parameter, on another device
             if isinstance(grad, ShadowGrad):
-                set_grad(self, ShadowGrad(grad.row_gradients))  # on the parameter's new device
+                set_grad(self, ShadowGrad(grad.row_gradients))  # a new ShadowGrad on the parameter's new device
 
     def use_optimizer(self, row_optimizer: RowOptimizer) -> None:
         if self._handle is not None:

@@ -158,7 +158,7 @@ class KeyedRows(SavedRows):
 
     @on_present_rows
     def metrics_within(self, seconds: float) -> dict[str, dict[str, Any]]:
-        """Return `metrics`. Wait up to `seconds` for another thread's lock, but never for a store to be moved."""
+        """Return `metrics`. Wait up to `seconds` for another thread's lock, but never while the store is moved."""
         handle = self._handle if self._handle is not None and not self._pending else self.table_handle()
         traffic = {} if self.world is None else {"ranks": asdict(handle.table.traffic)}
         return {**metrics(handle.open_table, seconds), **traffic}
@@ -169,12 +169,12 @@ class KeyedRows(SavedRows):
 
         Args:
             key: the row's id.
-            table: its table, by index or name. May be left out if there is only one.
+            table: index or name of the row's table. Optional if there is only one table.
 
         Returns:
             A dict with the row's table and key, and:
 
-            - `stored`: True if the row was written. Otherwise it is at its initial value.
+            - `stored`: True if the row was written. Otherwise the row has its initial value.
             - `why`: the reason why the row is not stored, if known; otherwise None.
             - `updates`, `last_step`: how often the row was written, and the last step that wrote it.
             - `tiers`: the tiers that hold the row, from the top, with the row's position. In a cache, `dirty` means

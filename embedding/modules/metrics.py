@@ -151,7 +151,7 @@ class MetricsCollector:
     def collect(self) -> Iterator[Any]:
         """Yield a family for each metric, with the labels `embedding` and `tier`.
 
-        Latencies also get the label `quantile`, with 1 for the longest. A table's metrics get `embedding` and `table`.
+        Latencies also get the label `quantile`, 1 for the longest. A table's metrics get `embedding` and `table`.
         `tierbed_up` is 1 for an embedding with metrics. It is 0 if the embedding is unused, closed or failed; only a
         failed embedding also gives a warning.
         """

@@ -117,8 +117,8 @@ class TorchTable(MultiTableEmbedding):
     def weight(self) -> Tensor:
         """All rows, [num_embeddings, embedding_dim]: a lookup's result, which autograd follows.
 
-        Each read of this attribute looks up all rows; call `emb(ids)` for a few. Writing to the tensor or assigning
-        the attribute raises InputError; in torch.compile such writes are dropped.
+        Each read of this attribute looks up all rows; call `emb(ids)` for a few rows. Writing to the tensor or
+        assigning the attribute raises InputError; in torch.compile such writes are dropped.
 
         Raises:
             InputError: the table takes any id, or has more than 2**26 elements.
@@ -370,7 +370,7 @@ def _store_options(store: Store, name: str | None) -> Mapping[str, Any]:
 
 
 def _padding(padding_idx: Any, num_embeddings: int | None) -> int | None:
-    """Return padding_idx counted from 0; a negative one counts from the end, as in torch. Raises OptionError."""
+    """Return padding_idx counted from 0; a negative index counts from the end, as in torch. Raises OptionError."""
     if padding_idx is None:
         return None
     low, high = (-(2**63), 2**63 - 1) if num_embeddings is None else (-num_embeddings, num_embeddings - 1)

@@ -20,7 +20,7 @@ from ..state_dict.saved_rows import SavedRows
 
 log = logging.getLogger("tierbed")
 _runs: Any = WeakTensorKeyDictionary()  # by dense parameter: run ids of the rows trained with it
-_versions: Any = WeakTensorKeyDictionary()  # by dense parameter: torch's version when its optimizer was made
+_versions: Any = WeakTensorKeyDictionary()  # by dense parameter: torch's version number when the optimizer was made
 _own_runs: set[str] = set()  # the ids of runs that this process trained
 
 
@@ -32,7 +32,7 @@ def note_versions(parameters: Iterable[Tensor]) -> None:
 
 
 def note_run(parameters: Iterable[Tensor], embeddings: Iterable[SavedRows]) -> None:
-    """Remember that these parameters and the embeddings' rows belong together, since they were loaded together."""
+    """Remember that these parameters and the embeddings' rows belong together, because one load brought both."""
     runs = {embedding.table_handle().open_table.run for embedding in embeddings if embedding.is_open}
     for parameter in parameters:
         _runs.setdefault(parameter, set()).update(runs)

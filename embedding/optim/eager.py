@@ -43,7 +43,7 @@ log = logging.getLogger("tierbed")
 
 MAX_SHARED = 62  # embeddings over ranks: each embedding needs one bit in a handshake's note
 STEP = "step() of an EagerOptimizer"
-IN_BACKWARD = "_in_backward_optimizers"  # torch's attribute with the optimizers to step in backward()
+IN_BACKWARD = "_in_backward_optimizers"  # torch's attribute that lists optimizers to step in backward()
 
 
 def _wrapped_attribute(name: str) -> Any:
@@ -68,8 +68,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
     While this object exists, backward() through a lookup keeps the gradient for `step()`. If a newer EagerOptimizer
     takes an embedding over, `step()` of the older EagerOptimizer raises OptimizerError.
 
-    With a world, all its ranks call `step()`, and rows train with the ranks' mean gradient. Dense
-    parameters are not exchanged: wrap them in a DistributedDataParallel.
+    With a world, all ranks must call `step()`, and rows train with the ranks' mean gradient. Gradients of dense
+    parameters are not exchanged: wrap the dense modules in a DistributedDataParallel.
 
     Args:
         optimizer: a torch.optim optimizer that holds the parameters of all embeddings to train under `module`.
@@ -110,7 +110,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         self._partial_update = ""  # this rank's error in row updates that other ranks have made
         if self._world.size > 1 and len(embeddings) > MAX_SHARED:
             raise OptimizerError(
-                f"{len(embeddings)} embeddings over ranks; give each EagerOptimizer {MAX_SHARED} or fewer"
+                f"{len(embeddings)} embeddings over ranks; give each EagerOptimizer at most {MAX_SHARED}"
             )
         for embedding in embeddings:
             if id(embedding.shadow) not in groups:
@@ -245,8 +245,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         if not set_to_none and self._warns_of_zeros:
             self._warns_of_zeros = False
             log.warning(
-                "zero_grad(set_to_none=False): torch's step then moves a parameter that no backward() reached by its "
-                "momentum, but rows stay as they are; leave set_to_none out"
+                "zero_grad(set_to_none=False): by momentum, torch's step then moves a parameter that no backward() "
+                "reached, but rows stay as they are; leave set_to_none out"
             )
         for embedding, _ in self._trained:
             check_not_traced(embedding)
@@ -275,7 +275,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         limit = as_number(max_norm.item() if isinstance(max_norm, Tensor) and max_norm.dim() == 0 else max_norm)
         if limit is None or not (SMALLEST <= limit < LARGEST or limit == math.inf):
             raise OptimizerError(
-                f"max_norm={max_norm!r}: give a number from {SMALLEST:.3g} to {LARGEST:.3g}, or inf to measure alone"
+                f"max_norm={max_norm!r}: give a number from {SMALLEST:.3g} to {LARGEST:.3g}, or inf to only measure"
             )
         distinct = dict.fromkeys([parameters] if isinstance(parameters, Tensor) else parameters)
         grads = [parameter.grad for parameter in distinct if parameter.grad is not None]
@@ -359,7 +359,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         if self._partial_update:
             raise OptimizerError(
                 f"a step of an EagerOptimizer raised {self._partial_update} during its updates, and other ranks "
-                "applied theirs, so rows differ; on all ranks load a snapshot of every embedding and the dense "
+                "applied updates, so rows differ; on all ranks load a snapshot of every embedding and the dense "
                 "parameters of its step, and restore the optimizer by EagerOptimizer.load_state_dict()"
             )
         kept = [kept_gradients(embedding) for embedding, _ in trained]

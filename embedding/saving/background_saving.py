@@ -78,7 +78,7 @@ class BackgroundSaving:
     def _arrive(self, at: int | None, error: BaseException | None = None) -> None:
         """Count the thread of table number `at` as written or failed. `at` is None once all threads are started.
 
-        The last call completes the save. Does nothing over ranks.
+        The last of these calls completes the save. Does nothing over ranks.
         """
         if self._world.size > 1:
             return

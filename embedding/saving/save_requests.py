@@ -22,7 +22,7 @@ from ..tables.local_table import LocalTable
 from .rows_reference import check_not_pending
 from .save_and_load import save_together
 
-Handle = Any  # a `TableHandle`, whose file imports this one
+Handle = Any  # a `TableHandle`; importing it here would be circular
 T = TypeVar("T")
 
 _POLL_SECONDS = 0.05  # pause between two checks that the client still waits

@@ -93,7 +93,7 @@ class ShardedTableHandle:
         self.snapshots = SnapshotManager(local, world, snapshots, store, HashShard(world.rank, world.size), self.close)
         self.requests = RankRequests(world, self, open_handle)
         capacity = options.capacity if options.eviction == "none" else None
-        self.table = ShardedTable(world, local, capacity, self.snapshots.at_step, self.requests)  # of all ranks' rows
+        self.table = ShardedTable(world, local, capacity, self.snapshots.at_step, self.requests)  # rows of all ranks
         local.serve(self.requests, None if shared_folder is None else shared_folder.folder)
 
     @property
@@ -150,7 +150,7 @@ class ShardedTableHandle:
         try:
             self.world.call_on_all_ranks(f"{op}: done", lambda: self.local.load_tensors(shard_tensors))
         except BaseException:
-            self.close()  # some ranks may have new rows and others old ones
+            self.close()  # some ranks may have new rows while other ranks have old rows
             raise
 
     def use_optimizer(self, optimizer: RowOptimizer) -> None:

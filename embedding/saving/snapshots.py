@@ -59,7 +59,7 @@ class SnapshotManager:
     ) -> None:
         self.local, self.world, self._folder, self.store = local, world, folder, store
         self._shard, self._close = shard, close or local.close
-        self._saving: BackgroundSaving | None = None  # only over ranks
+        self._saving: BackgroundSaving | None = None  # set only over ranks
 
     @property
     def name(self) -> str:
@@ -111,7 +111,7 @@ class SnapshotManager:
         return Snapshot.open(folder / name)
 
     def checked_store(self) -> StoreFolder:
-        """Return rank 0's store folder. Raises SnapshotError without a folder, StoreError for a removed one. Local."""
+        """Return rank 0's store folder. Raises SnapshotError without it, StoreError if it was removed. Local."""
         if self.store is None:
             raise no_folder_error(self.name)
         self.store.check()
@@ -235,7 +235,7 @@ class SnapshotManager:
             def find() -> tuple[str, bool]:
                 """Return the snapshot's name ("" for no rows), and True if the snapshot has to be saved."""
                 assert self.member is not None
-                if self.member.now.snapshot == EMPTY:  # no rows need no snapshot
+                if self.member.now.snapshot == EMPTY:  # without rows, no snapshot is needed
                     return "", False
                 path = state_snapshot(self.checked_store(), self.member.now.snapshot, keep)
                 return (f"{STATE_PREFIX}{source.id}", True) if path is None else (path.name, False)
@@ -243,7 +243,7 @@ class SnapshotManager:
             name, is_new = self.world.call_on_rank_0(f"{op}: its name", find)
             if is_new:
                 has_files = source.rocksdb is not None and self._shard is None
-                kind = "checkpoint" if has_files else "full"  # if incremental, a user could not replace the parent
+                kind = "checkpoint" if has_files else "full"  # if incremental, users could not replace its parent
                 save = self._begin_at(op, self.folder / name, source, new, kind, self.member)
                 commit(self.world, op, [save], new, try_call(save.write)[1])
         reference = reference_of_snapshot(self._folder, name) or RowsReference(self.local.table.step)
@@ -323,7 +323,7 @@ class SnapshotManager:
         return f"loading snapshot {name!r} of embedding {self.name!r}"
 
     def load(self, snapshot: Snapshot, selection: Selection = ALL, strict: bool = True) -> LoadReport:
-        """Replace all rows by the rows of a snapshot, or by a selection of them.
+        """Replace all rows by the rows of a snapshot, or by a selection of its rows.
 
         Over ranks, no rank changes a row before all ranks have verified their shards (`_note_load`). If a rank fails
         later, all ranks close the embedding, because some ranks have new rows and others have old rows.
@@ -494,7 +494,7 @@ class SnapshotManager:
         table, store = self.local.table, self.checked_store()
         with table.lock:  # a snapshot that a background save writes is not listed yet, and has no parent
             saving = table.observers.saving
-            if self._saving is None and (saving is None or saving.done):  # otherwise a temporary folder is in use
+            if self._saving is None and (saving is None or saving.done):  # a running save uses a temporary folder
                 store.clear_snapshots()
             return [snapshot.name for snapshot in prune(store, keep_last, keep_every).removed]
 
@@ -516,5 +516,5 @@ def open_snapshot(path: Path) -> Snapshot:
 def no_folder_error(name: str) -> SnapshotError:
     """Return the error for an embedding without a store folder."""
     return SnapshotError(
-        f"embedding {name!r} has no persistent_path, so no place for snapshots; give one in its store options"
+        f"embedding {name!r} has no persistent_path, so snapshots have no folder; give one in its store options"
     )

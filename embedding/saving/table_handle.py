@@ -24,7 +24,7 @@ from .rows_reference import RowsReference
 from .save_requests import LocalRequests
 from .snapshots import SnapshotManager
 
-_by_folder: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # handles
+_by_folder: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # open handles
 
 
 class TableHandle(LocalTable):
@@ -85,7 +85,7 @@ def claimed_folder(spec: TableSpec, options: StoreOptions) -> str | None:
 
 
 def open_handle(store: str) -> Any:
-    """Return this process's handle to a store, by the folder's real path. Raises StoreError if it is not open."""
+    """Return this process's handle to the store with this real path. Raises StoreError if the store is not open."""
     handle = _find_open(store)
     if handle is None:
         raise StoreError(f"process {os.getpid()} does not have {store!r} open; save that store by itself")

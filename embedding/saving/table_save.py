@@ -27,7 +27,7 @@ from ...snapshots.store.save import Part, SaveSource, write_part
 
 @dataclass(eq=False)
 class TableSave:
-    """One table's snapshot, begun on all ranks. Each rank writes its rows as they were at the beginning."""
+    """One table's snapshot, begun on all ranks. Each rank writes its rows as they were when the snapshot began."""
 
     table: OpenTable
     capture: Capture | None  # how the record describes these rows, on rank 0
@@ -46,7 +46,7 @@ class TableSave:
 
         Returns False if an image is impossible. The rows must then be scanned under the table's lock.
         """
-        if self.shard is None and self.kind == "full" and not self.table.processor.defers_errors:  # not on a GPU
+        if self.shard is None and self.kind == "full" and not self.table.processor.defers_errors:  # a GPU defers errors
             self._image = self.table.observers.begin_foreground_save(f"snapshot {self.folder.name!r}")
             ending.callback(self._image.end)
         return self._image is not None

@@ -48,13 +48,13 @@ class ReadOnlyCopy(Tensor):
     ) -> Any:
         if torch.compiler.is_compiling():  # Dynamo traces this method, but supports neither versions nor storage
             if func.__name__ in WRITES or (func.__name__[-1] == "_" and func.__name__[-2] != "_"):
-                raise InputError("not in compiled code: Dynamo runs the write as it is, and it raises the remedy")
+                raise InputError("not in compiled code: Dynamo runs the write itself, and the write raises the remedy")
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             copies = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
             if copies and func is Tensor.__format__:
-                return Tensor.__format__(copies[0].as_subclass(Tensor), *args[1:])  # subclasses support no format
+                return Tensor.__format__(copies[0].as_subclass(Tensor), *args[1:])  # subclasses do not support format
             versions = [copy._version for copy in copies]
             result = func(*args, **(kwargs or {}))
             for copy, version in zip(copies, versions, strict=True):
@@ -118,7 +118,7 @@ class StateTensor(ReadOnlyCopy):
         return StateTensor(super().new_empty(*size, **like), self.is_whole, True)  # async_save copies into this
 
     def __create_write_items__(self, name: str, value: Any) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import MetadataIndex  # here, since this import takes a second
+        from torch.distributed.checkpoint.metadata import MetadataIndex  # here, because this import takes a second
         from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
         return [WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)] if self.is_whole else []

@@ -297,11 +297,11 @@ class SavedRows(LoadsRows, EmbeddingBase):
 
         If this raises, torch does not load later modules, so the group's other embeddings are marked to raise as well.
         """
-        if pending == RowsReference(None):  # the saved embedding was unused, so any rows will do
+        if pending == RowsReference(None):  # the saved embedding was unused, so any rows match
             return
         self._pending[:] = [pending]
         if self._handle is None and self.group is None and _mode.get() != STAY:
-            return  # wait for the first use: the embedding may get its optimizer before
+            return  # wait for the first use, because the embedding may get an optimizer before it
         try:
             self._load_pending()
         except Exception:

@@ -59,7 +59,7 @@ def check_stored(
         )
     if (stored["seed"], stored_tables) != (spec.seed, own_tables[: len(stored_tables)]):
         log.warning(
-            "%s began its rows with another seed or other initializers: rows not yet stored begin differently", label
+            "%s began its rows with another seed or other initializers: rows not yet stored get other values", label
         )
     if optimizer is None and not for_load:
         _warn_of_state(spec, stored, label)

@@ -56,7 +56,7 @@ class LocalTable:
         self.name, self.device, self.group = spec.name, device, group
         self._process = os.getpid()
         self._table: OpenTable | None = None
-        self._closed_step = 0  # the step of the rows when they were closed
+        self._closed_step = 0  # the step of the rows at the last close
         self._service = Service()
         self._served: tuple[SaveTarget, StoreFolder | None] | None = None
         self.persistence = TablePersistence(
@@ -131,7 +131,7 @@ class LocalTable:
         """Join a training group. Raises StoreError."""
         self.group = group
         self._share_gate()
-        self.persistence.expect_change()  # the next change joins the group members' records
+        self.persistence.expect_change()  # the next change joins the records of the group's stores
 
     def _partners(self) -> list[Member]:
         return [] if self.group is None else self.group.members()
@@ -295,7 +295,7 @@ class LocalTable:
             with _disable_current_modes():  # a trace may be running and would record the operations
                 save_error = self._table.observers.finish_saving()
                 self._service.stop()
-                deferred = self._table.deferred_error(wait=True) or save_error  # raised once the rows are written
+                deferred = self._table.deferred_error(wait=True) or save_error  # raised after the rows are written
                 try:
                     with self._table.observers.between_saves():
                         if self.group is not None:
@@ -349,7 +349,7 @@ class LocalTable:
 
     @property
     def local(self) -> LocalTable:
-        """This process's rows: this object itself, since all rows are here."""
+        """The LocalTable with this process's rows. This is the object itself, because this process has all rows."""
         return self
 
     def _release(self) -> None:

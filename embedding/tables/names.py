@@ -12,7 +12,7 @@ from torch import nn
 from ...engine.errors import OptionError, TierbedError
 from ...engine.ops.rows_contract import EmbeddingBase
 
-# by name of a wrapper class: the attribute that holds the wrapped module
+# maps a wrapper class's name to the attribute that holds the wrapped module
 WRAPPERS = {
     "DistributedModelParallel": "_wrapped", "DistributedDataParallel": "module", "DataParallel": "module",
     "OptimizedModule": "_orig_mod", "_FabricModule": "_forward_module",

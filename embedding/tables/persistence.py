@@ -73,7 +73,7 @@ class LiveRows(Enum):
 
     RECORDED = auto()  # the record names the live rows, so the next change must be noted first
     CHANGED = auto()  # the record says that the live rows have changed
-    PLACEHOLDER = auto()  # empty rows until a load converts the stored ones; the folder counts as new until then
+    PLACEHOLDER = auto()  # no rows until a load converts the stored rows; the folder counts as new until then
 
 
 class TablePersistence:
@@ -106,11 +106,11 @@ class TablePersistence:
         self.member: Member | None = None  # None over ranks, except on rank 0
         self._on_disk = isinstance(options, CachedSsdOptions)
         self._mode = options.open
-        self._unusable_reason = ""  # used if there is no member
+        self._unusable_reason = ""  # used if `member` is None
         self._live = LiveRows.RECORDED
         self._partners, self._beside = partners, beside
         self._run = ""  # the id of the run that started these rows from empty
-        self.source = (logging.INFO, "new, in memory")  # level and text to log about where the rows come from
+        self.source = (logging.INFO, "new, in memory")  # level and text of the log about the rows' origin
         self.resumed_step = 0  # the step of an earlier run's rows; 0 if the rows are new or a user loaded them
         self.restored_snapshot: str | None = None  # the id of the snapshot that the table opened with
 
@@ -225,7 +225,7 @@ class TablePersistence:
         folder was removed (StoreError), the table closes without a clean marker, so the next run recovers.
         """
         with table.lock:
-            table.stop_prefetch()  # first: a later call may fail, and no thread may be running when the process ends
+            table.stop_prefetch()  # first, because later calls may fail, and no thread may run when the process ends
             if self.folder is not None and self._has_rows_to_keep(table):
                 try:
                     self.folder.check()
@@ -287,7 +287,7 @@ class TablePersistence:
             self.folder.release()
 
     def check_row(self, optimizer: RowOptimizer) -> None:
-        """Raise OptionError if the options' row size is not what the optimizer needs."""
+        """Raise OptionError if the row size in the options differs from the size that the optimizer needs."""
         self.options.check_row(self.spec.dim, self.spec.dim + self.spec.state_of(optimizer).width)
 
     def reopen(self, table: OpenTable, optimizer: RowOptimizer | None) -> OpenTable:
@@ -545,7 +545,7 @@ class TablePersistence:
     def _write_at(self, bottom: RocksDB | InMemoryTier, step: int) -> None:
         """Prepare the folder for a write in step `step`. Called before each write."""
         if isinstance(bottom, RocksDB):
-            bottom.make_writable()  # first: if it fails, the live rows keep their clean marker
+            bottom.make_writable()  # first: if this fails, the live rows keep their clean marker
         if self.folder is not None:
             if self._live is not LiveRows.CHANGED:
                 self.begin_change()
@@ -574,7 +574,7 @@ class TablePersistence:
             if self.folder.clean_marker is not None:
                 self.folder.clear_clean_marker()
         if not self._on_disk:
-            self.folder.discard_live()  # frees space: rows in memory are written again at the close
+            self.folder.discard_live()  # frees disk space; a close writes rows in memory again
 
     def _clean_marker_of(self, table: OpenTable) -> dict[str, Any]:
         assert table.stack is not None

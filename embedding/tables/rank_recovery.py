@@ -107,7 +107,7 @@ class RecoveryDecision:
         return plan._replace(snapshot=snapshot, verified=lambda: self._count(snapshot))
 
     def _report(self, contents: FolderContents) -> tuple[list[dict[int, str | None]], int | None]:
-        """Return each store's shard versions on this host, by rank, and this store's last step."""
+        """Return the shard versions on this host for each store, by rank, and the last step of this store."""
         self._shared_folder.find_token(self._token)
         versions, reached = [], contents.recorded_step
         for relative, ranks in self._stores:
@@ -165,7 +165,7 @@ class RecoveryDecision:
         if is_complete:
             return
         if error is not None and has_joined:
-            raise error  # the collective has raised it on all ranks
+            raise error  # the collective has raised this error on all ranks
         self._world.handshake(op, error)
 
     def _count(self, snapshot: Snapshot) -> None:

@@ -188,7 +188,7 @@ def describe_loss(folder: FolderState, member: Member | None, step: int) -> str:
 
 
 def lacks_space(error: TierbedError) -> bool:
-    """True if the error is a full disk."""
+    """True if the error's cause is a full disk."""
     cause = os_error_in(error)
     return cause is not None and cause.errno == errno.ENOSPC
 

@@ -22,7 +22,7 @@ from ...snapshots.files.format import check_description
 FIELDS = ("table", "key", "embedding", "state", "updates", "step", "description")
 NOT_WHOLE = "on_another_rank"  # a description's key: True if only rank 0's state_dict holds the rows
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_CHUNK = 1 << 16  # rows
+_CHUNK = 1 << 16  # rows per chunk
 _INTEGERS = ("table", "key", "updates", "step")
 
 

@@ -55,7 +55,7 @@ class SharedFolder:
             )
 
     def remove_tokens(self) -> None:
-        """Remove the token, and tokens that killed processes left."""
+        """Remove the token file, and token files that killed processes left."""
         for token in self.snapshot_store.path.glob(_TOKEN + "*"):
             with contextlib.suppress(OSError):
                 token.unlink()

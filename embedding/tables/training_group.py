@@ -1,4 +1,4 @@
-"""The embeddings that one process trains together. Recovery takes them all back to one moment between two steps.
+"""The embeddings that one process trains together. Recovery takes all of them back to the same moment.
 
 A `Graph`, an `EagerOptimizer` or a collection calls `train_together` with its embeddings. Their tables share a gate, so
 that a save can wait until a step has ended. If a step or a backward pass raises after it updated only some tables, the
