@@ -115,7 +115,7 @@ class Graph(ModelSnapshots, HasBuild):
         self.__inductor: dict[str, Any] | None = None
         self.__captures = False
         self.__abandoned: list[None] = []  # one item per run that was garbage-collected before it ended
-        # two underscores: a subclass may use any attribute name
+        # names with two underscores do not collide with a subclass's attributes
         self.__steps = StepCache(type(self).__name__, MAX_CACHED_STEPS)
         # the argument tree and dynamic leaves of the last call with containers
         self.__tree: tuple[pytree.TreeSpec, frozenset[int]] = tensors_spec(0), NO_DYNAMIC
@@ -312,7 +312,7 @@ class Graph(ModelSnapshots, HasBuild):
     def profile(self, batches: Iterable[Any], steps: int | None = None, *, ahead: int | None = None) -> Profile:
         """Run a step on each batch and report where the time went.
 
-        The steps compute the same bits as `run(batches, ahead=ahead)`, and raise the same errors.
+        The results are bit-identical to `run(batches, ahead=ahead)`, and the same errors are raised.
 
         Args:
             batches: as for `run`.
@@ -436,7 +436,7 @@ class Graph(ModelSnapshots, HasBuild):
         if is_used and (self.__captures if captures is None else captures):
             raise OptionError(
                 f"cuda_graph and {method}: a step with {method} cannot be captured; leave out one of them: "
-                f"cuda_graph(False), or no call of {method} (clip_grad_value goes with both)"
+                f"cuda_graph(False), or no call of {method} (clip_grad_value works with both)"
             )
 
     def __known_lookups(self, *args: Any) -> KnownLookups | None:
@@ -470,7 +470,7 @@ class Graph(ModelSnapshots, HasBuild):
         last_signature, step = self.__last
         if signature != last_signature or static_only or (dynamic_leaves and not step.accepts(inputs)):
             call = Call(arguments, leaves, spec, dynamic_leaves)
-            with trace_lock, uninterrupted():  # Ctrl-C in the middle of a trace aborts inside torch
+            with trace_lock, uninterrupted():  # Ctrl-C in the middle of a trace would abort inside torch
                 self.__optimizers.add_from_backward(self)
                 # compute the signature again: another thread may have traced meanwhile
                 signature, tensors = self.__signature(arguments, leaves, spec, dynamic_leaves)

@@ -34,7 +34,7 @@ class CollectiveCall(NamedTuple):
 
     kind: str
     embedding: EmbeddingBase | None
-    ids_from: int | None = None  # for a pin that reuses another pin's ids: the index of that pin
+    ids_from: int | None = None  # the index of another pin, if this pin reuses that pin's ids
 
     def __str__(self) -> str:
         """Return the text that ranks compare."""
@@ -77,7 +77,7 @@ def pin_early(module: fx.GraphModule) -> None:
         needed = sources_of(pin, (embedding, lookups))
         is_pure = all(is_repeatable(node, set()) and not writes(node) for node in needed)
         is_movable = is_pure and not memory_of(needed) & changed
-        is_read_before = any(  # the pin may evict rows
+        is_read_before = any(  # moving the pin up is unsafe: it may evict rows that are read
             call_target(node) in ("read", "read_weights_grad") and node < pin for node in cast(fx.Node, embedding).users
         )
         if last is None or not is_movable or not moved.issuperset(ids_from) or is_read_before:

@@ -127,7 +127,7 @@ class SharedLookup(NamedTuple):
 
     lookup: Lookup
     weights: Any
-    changed: fx.Node | None  # the last node that wrote the weights
+    changed: fx.Node | None  # the last node that wrote to the weights
 
 
 def expand_reads(module: fx.GraphModule, path_of: Callable[[int], str]) -> None:
@@ -272,7 +272,7 @@ def _move_ids_up(graph: fx.Graph, lookups: list[fx.Node], embedding: fx.Node, na
     """
     from_first = dropwhile(lambda node: node is not lookups[0], graph.nodes)
     between = [*takewhile(lambda node: node is not lookups[-1], from_first)]
-    operands = [operand for lookup in lookups for operand in lookup.args[1:4]]  # not the weights
+    operands = [operand for lookup in lookups for operand in lookup.args[1:4]]  # without the weights
     id_sources = {operand for operand in operands if isinstance(operand, fx.Node)}
     for node in reversed(between):
         if node in id_sources:

@@ -1,4 +1,4 @@
-"""Passes that turn a trace into a compiled step. They work on an FX graph whose nodes carry fake tensors in `meta`.
+"""Passes that turn a trace, an FX graph whose nodes carry fake tensors in `meta`, into a compiled step.
 
 A dynamic-shape step computes all sizes and strides from its inputs' sizes when it begins (`sizes_from_inputs`). A trace
 instead reads each size when needed, from the first tensor with this size. That is unsafe: an op may have changed the
@@ -195,9 +195,9 @@ def bind_ops(module: fx.GraphModule) -> None:
     def bound(match: re.Match[str]) -> str:
         space, op, overload = match.groups()
         name = f"{space}_{op}_{overload}_op"
-        while name in used:  # a parameter of build may have this name
+        while name in used:  # a parameter of build may already use this name
             name += "_"
-        names[name] = getattr(getattr(getattr(torch.ops, space), op), overload)._op  # skips a Python frame
+        names[name] = getattr(getattr(getattr(torch.ops, space), op), overload)._op  # `_op` saves a Python frame
         return f"{name}("
 
     _exec_with_source(_OP.sub(bound, code.src), names)

@@ -116,9 +116,9 @@ class StepEpilogue:
         self.accumulate_steps = 1  # the number of calls whose gradients are summed
         self.mean = False  # divide the sums by `accumulate_steps`
         self.waiting_calls = 0  # calls whose gradients wait for their update
-        self.present = False  # over ranks: True if this rank had a batch for one of these calls
+        self.present = False  # over ranks: True if this rank got a batch in one of these calls
         self._dense: dict[Optimizer, dict[Tensor, Tensor]] = {}
-        self._rows: dict[EmbeddingBase, list[tuple[Lookup, Tensor]]] = {}  # unique rows and gradients, per call
+        self._rows: dict[EmbeddingBase, list[tuple[Lookup, Tensor]]] = {}  # one (unique rows, gradients) per call
 
     @property
     def is_plain(self) -> bool:
@@ -138,7 +138,7 @@ class StepEpilogue:
         if self.waiting_calls:
             raise OptimizerError(
                 f"steps={steps}: gradients of {self.waiting_calls} of {self.accumulate_steps} calls wait for their "
-                "update; set it after the last of these calls, or call drop_grads() first"
+                "update; change steps after the last of these calls, or call drop_grads() first"
             )
         self.accumulate_steps, self.mean = count, mean
 

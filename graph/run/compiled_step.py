@@ -108,7 +108,7 @@ class RankStep(CompiledStep):
 
     collectives: StepCollectives = field(kw_only=True)
     first_values: dict[str, int] = field(kw_only=True)  # name of a parameter or buffer -> its index in the tensors
-    in_training: bool = field(kw_only=True)  # compiled for `train()` mode
+    in_training: bool = field(kw_only=True)  # True if compiled for `train()` mode
 
     def _forward(self, tensors: list[Tensor], forward: Forward | None) -> Any:
         self.collectives.rank_state.note_run(self.in_training, self.collectives.trains, self.join)
@@ -213,7 +213,7 @@ def compile_step(
         )
     graph.lint()
     module.recompile()
-    lookups = None if cuda_graph and trained else extract_id_graph(module)  # a captured step makes its own batches
+    lookups = None if cuda_graph and trained else extract_id_graph(module)  # a captured step makes its batches itself
     if inductor is not None:
         module = compile_dense(module, inductor)
     captured = (

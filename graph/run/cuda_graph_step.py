@@ -31,7 +31,7 @@ from ..passes.step_epilogue import StepEpilogue, apply_gradients, dense_step, sc
 from ..trace.alias import call_target, memory_of, writes
 from .rollback import split_updates
 
-WARM_UP = 3  # normal calls first: kernels get compiled and libraries allocate their memory
+WARM_UP = 3  # normal calls before a capture, in which kernels are compiled and libraries allocate memory
 
 _INDEXED = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_}
 _TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -107,7 +107,7 @@ class CudaGraphStep:
         placeholders = self._captured.graph.find_nodes(op="placeholder")
         self._used = [index for index in range(inputs, len(placeholders)) if placeholders[index].users]
         self._capture_key: Any = None  # the state that the latest calls' captured graph depends on
-        self._warm_calls = 0  # calls with this key, up to WARM_UP
+        self._warm_calls = 0  # number of calls with this key so far, up to WARM_UP
         self._refused: GraphError | None = None  # the reason why calls with this key cannot be captured
         self.captured_graph: CapturedGraph | None = None
 
@@ -231,7 +231,7 @@ def split_capture(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModul
     """Split a step into a captured module and the rest. The captured module returns (results, the rest's arguments)."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
-    for node in graph.find_nodes(op="call_function", target=apply_gradients):  # clips by value, as updates do
+    for node in graph.find_nodes(op="call_function", target=apply_gradients):  # clips by value, as updates also do
         rows: Any
         epilogue, rows, dense = node.args
         with graph.inserting_before(node):
@@ -266,7 +266,7 @@ def _replayed(trained: Sequence[OpenTable], read_only: Sequence[OpenTable], clip
         yield
     except BaseException as error:
         for table in trained:
-            table.note_failure(error)  # some lines may be written already
+            table.note_failure(error)  # some rows may be written already
         raise
     for table, (step, hyper) in started:
         table.note_update(step, hyper)

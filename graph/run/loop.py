@@ -72,7 +72,7 @@ class RunProgress:
     def advance(self, batch: tuple[Any, ...]) -> None:
         if self._bar is None:
             return
-        self._bar.start()  # only the first call does anything
+        self._bar.start()  # only the first call has an effect
         sizes = (len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
         self._samples += next(sizes, 1)
         elapsed = self._bar.tasks[self._task].elapsed
@@ -90,7 +90,7 @@ class Announcer:
     def __init__(self, root: nn.Module, epilogue: StepEpilogue, world: World) -> None:
         self._epilogue, self._world = epilogue, world
         self._embeddings: list[Any] = embeddings_of(root)
-        self._calls: list[dict[Any, list[Lookup] | None]] = []  # lookups that accumulated calls pin; None if unknown
+        self._calls: list[dict[Any, list[Lookup] | None]] = []  # for each accumulated call, the lookups to pin or None
 
     def add(self, between: int, known: KnownLookups | None) -> None:
         """Announce the next batch's lookups. `between` other batches run before it.
@@ -101,7 +101,7 @@ class Announcer:
         if call_index == 0:
             self._calls.clear()
         if call_index != len(self._calls):
-            return  # an earlier run made some calls of this update
+            return  # an earlier run made some of the accumulated calls
         trained = [embedding for embedding in self._embeddings if embedding.row_optimizer is not None]
         lookups_of = {embedding: [] for embedding in trained} if known == [] else dict(known or [])
         self._calls.append({embedding: self._pinned(embedding, lookups_of.get(embedding)) for embedding in trained})
@@ -149,7 +149,7 @@ class _PlannedStep(Handshake):
 
 
 class Run(Iterator[Any]):
-    """Iterates over the results of `build`, one per batch, in the loader's order. It can continue after an exception.
+    """Iterates over the results of `build`, one per batch, in the loader's order. A run can continue after an error.
 
     A step that raises uses up its batch; `failed` is then that batch. One exception: if a step fails because of
     the store, a file or memory (a full disk, say) before it trained anything, its batch is kept. The next call
@@ -175,7 +175,7 @@ class Run(Iterator[Any]):
         progress: RunProgress,
         abandoned: list[None],
     ) -> None:
-        """ahead: None for `AHEAD` if a thread can hide row reads, otherwise 0. Over SSD, None follows the miss rate.
+        """ahead: None means `AHEAD` if a thread can hide row reads, otherwise 0. Over SSD, it follows the miss rate.
 
         known_lookups: returns the lookups of a call with these arguments. abandoned: gets an item if the run is
         garbage-collected before its end, at any time and in any thread.
@@ -207,7 +207,7 @@ class Run(Iterator[Any]):
         self._batches = iterate(batches)
         self._window: deque[Any] = deque()
         self._tensors: deque[list[Tensor]] = deque()  # tensors of the window's batches; fewer after Ctrl-C
-        self._plans: deque[_PlannedStep] = deque()  # the next steps; the first ones have a batch in the window
+        self._plans: deque[_PlannedStep] = deque()  # the next steps; the window holds the first steps' batches
         self._last_known: KnownLookups | None = None  # lookups of the last drawn batch
         self._loader_ended_by: Exception | None = None  # the loader's error, raised once the window is empty
         self._op = f"run of {type(graph).__name__}"
@@ -290,7 +290,7 @@ class Run(Iterator[Any]):
                 bits = _BATCH | _KNOWN * (self._last_known is not None)
             elif index == len(self._window) and not isinstance(self._loader_ended_by, StopIteration):
                 bits = _FAILED
-            with uninterrupted():  # so that all ranks plan the step, or none does
+            with uninterrupted():  # either all ranks plan the step, or no rank does
                 self._plans.append(_PlannedStep(self._world, f"{self._op}, next step", bits, self._last_known))
                 if self._world.size == 1:  # announce each batch before drawing the next
                     self._announce_planned()

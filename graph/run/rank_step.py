@@ -52,7 +52,7 @@ class RankStepState:
         self._joins[in_training, trains] = weakref.WeakMethod(join)
 
     def join(self, root: nn.Module) -> None:
-        """Take part in a step without a batch, by this rank's last step in `root`'s mode. GraphError without a step."""
+        """Take part in a step without a batch, through this rank's last step in `root`'s mode. GraphError if none."""
         for trains in (True, False):  # prefer a step that trains
             join_last = self._joins.get((root.training, trains), lambda: None)()
             if join_last is not None:
@@ -75,7 +75,7 @@ class StepCollectives:
     _owner: str
     _epilogue: StepEpilogue
     _trained: list[EmbeddingBase]  # this field and the next two: what a rank without a batch trains
-    _dense: list[DenseGrads]  # without the values of gradients
+    _dense: list[DenseGrads]  # without gradient values
     _schedulers: list[LRScheduler]
     trains: bool
     _calls: list[CollectiveCall]
@@ -136,7 +136,7 @@ class StepCollectives:
     def _join_update(self, batches: dict[EmbeddingBase | None, Any]) -> bool:
         epilogue = self._epilogue
         if epilogue.accumulate_steps == 1:
-            rows = [RowGrads(batches[embedding], [], []) for embedding in self._trained]  # in the step's order
+            rows = [RowGrads(batches[embedding], [], []) for embedding in self._trained]  # in the order of the step
             return apply_gradients(
                 epilogue, rows, self._dense, sum_over_ranks(self, epilogue, rows, self._dense, present=False)
             )
@@ -163,7 +163,7 @@ class StepCollectives:
             if self.trains and self.rank_state.partial_update:
                 raise GraphError(
                     f"a step of {self._owner} raised {self.rank_state.partial_update} during its updates, and other "
-                    "ranks finished theirs; load a checkpoint on all ranks"
+                    "ranks finished their updates; load a checkpoint on all ranks"
                 )
             if not nested and self.trains not in self.rank_state.synced_at_start:
                 broadcast_parameters(world, f"parameters of {self._owner}", [*first_values])
@@ -227,7 +227,7 @@ class StepCollectives:
 def raise_on_ranks(root: nn.Module, error: BaseException) -> None:
     """Raise this rank's error, which prevents a step, on all ranks. They wait in the step's first collective."""
     world = world_of(root)
-    is_traced = detect_fake_mode() is not None  # an outer graph reports it
+    is_traced = detect_fake_mode() is not None  # in a trace, the outer graph reports the error
     if world is not None and world.failure is None and not is_traced:
         world.handshake(f"a step of {type(root).__name__}", error)
 

@@ -35,7 +35,7 @@ Compile = Callable[[Dims | None], CompiledStep]
 class _ShapeFamily:
     """The steps of calls that differ only in the sizes of tensors."""
 
-    static_shapes: list[Shapes] = field(default_factory=list)  # sizes with a static-shape step
+    static_shapes: list[Shapes] = field(default_factory=list)  # sizes that have a static-shape step
     dynamic_steps: list[CompiledStep] = field(default_factory=list)
     num_failed_tries: int = 0  # dynamic-shape steps that accept no other sizes
     failed: bool = False  # True if torch could not run a dynamic-shape step
@@ -55,11 +55,11 @@ class _ShapeFamily:
             if any(earlier[i][d] != size for earlier in self.static_shapes)
         )
         if any(shapes[i][d] < 2 for i, d in dims - call.dynamic_dims):
-            return None  # torch treats sizes 0 and 1 as static
+            return None  # torch never treats sizes 0 and 1 as dynamic
         return dims | call.dynamic_dims
 
     def note_compiled(self, name: str, call: Call) -> None:
-        """Record a static-shape step for a call's sizes. The step may keep the call's own dynamic dimensions."""
+        """Record a static-shape step for a call's sizes. Dimensions from containers may still be dynamic."""
         if self.num_failed_tries == MAX_DYNAMIC_TRIES and not self.dynamic_steps and not self.has_warned:
             self.has_warned = True
             log.warning(
@@ -93,7 +93,7 @@ class _ShapeFamily:
         return True
 
     def drop(self, step: CompiledStep) -> None:
-        """Drop a step that failed. If it was this family's dynamic-shape step, the family gets no other."""
+        """Drop a step that failed. After a failed dynamic-shape step, this family gets no new dynamic-shape steps."""
         others = [cached for cached in self.dynamic_steps if cached is not step]
         self.failed = self.failed or len(others) < len(self.dynamic_steps)
         self.dynamic_steps = others
@@ -118,7 +118,7 @@ class StepCache:
         self._not_dynamic: dict[Hashable, None] = {}  # recent signatures whose dynamic sizes must be static
 
     def all(self) -> list[CompiledStep]:
-        """Return the steps for one signature each, then the dynamic-shape steps."""
+        """Return the steps that serve one signature each, followed by the dynamic-shape steps."""
         return [*self._steps.values(), *(step for family in self._families.values() for step in family.dynamic_steps)]
 
     def find(self, signature: Any, call: Call, static_only: bool) -> CompiledStep | None:
@@ -208,7 +208,7 @@ def _try_to_compile(compiled: Compile, dynamic: Dims) -> CompiledStep | None:
 def _calls_of_other_sizes(call: Call) -> Iterator[list[Tensor]]:
     """Yield inputs (without values) of calls with other dynamic sizes: all sizes changed, then only equal sizes."""
     inputs, dynamic = call.inputs, {i for i, _ in call.dynamic_dims}
-    # two sizes may have to stay equal, such as the ids of a feature with one id per sample
+    # some sizes may have to stay equal, for example of two features with one id per sample
     equal = [{i for i in dynamic if len(inputs[i]) == size} for size in sorted({len(inputs[i]) for i in dynamic})]
     for growth, changed in ((2, dynamic), (3, dynamic), (4, dynamic), *((2, indices) for indices in equal)):
         yield [

@@ -1,7 +1,7 @@
 """Show a compiled step to people: as text, and as a flowchart in Mermaid for `Graph.draw`.
 
 The text is Python, one op per line, with a comment on each result. The flowchart groups ops by stage, and draws a
-chain of elementwise ops and views as one box. Parameters get no boxes; the boxes that read them list their names.
+chain of elementwise ops and views as one box. Parameters get no boxes; boxes list the parameters that they read.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def stages(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 def row_source(module: fx.GraphModule, node: fx.Node) -> str | None:
-    """Name the embedding with the rows that a node uses, and its store: `users in cached_ssd`. None if no rows."""
+    """Name the embedding with the rows that a node uses, and its store: `users in cached_ssd`. None without rows."""
     if node.op == "get_attr":
         value = getattr(module, str(node.target))
         is_embedding = isinstance(value, EmbeddingBase)

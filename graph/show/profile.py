@@ -47,7 +47,7 @@ def _core_wait_times() -> dict[str, int]:
     """Return the nanoseconds that each thread was ready to run but got no core. Only Linux counts them."""
     times = {}
     for thread in Path("/proc/self/task").glob("*"):
-        with suppress(OSError, IndexError):  # the thread ended
+        with suppress(OSError, IndexError):  # the thread has ended
             times[thread.name] = int((thread / "schedstat").read_text().split()[1])
     return times
 
@@ -78,7 +78,7 @@ class Step(NamedTuple):
 
 
 class Timer:
-    """Runs compiled steps and records each op's time. On a GPU it waits for each op to finish."""
+    """Runs compiled steps and records each op's time. On a GPU, the timer waits for each op to finish."""
 
     def __init__(self, compiles: RecompileLog) -> None:
         self._compiles = compiles

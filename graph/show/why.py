@@ -37,7 +37,7 @@ class Fact(NamedTuple):
 
 _NO_TENSOR, _ABSENT = Fact("no tensor"), Fact("missing")
 
-Facts = dict[tuple[str, str], Fact]  # by (kind, name or path)
+Facts = dict[tuple[str, str], Fact]  # (kind, name or path) -> fact
 
 
 class RecompileLog:
@@ -153,7 +153,7 @@ def _difference(new: Fact, old: Fact) -> str:
 
 
 def _is_explained(kind: str, path: str, changed: dict[tuple[str, str], str]) -> bool:
-    """True if another difference explains this one: an outer module was replaced or switched by `eval()`."""
+    """True if another change explains this change: an outer module was replaced or switched by `eval()`."""
     if kind not in _MODULE_REASONS or not path:
         return False
     outer_paths = ["", *accumulate(path.split(".")[:-1], "{}.{}".format)]

@@ -67,7 +67,7 @@ _PLAIN_TYPES = bool | int | float | str | bytes
 _RESERVED = ("", "__metadata__")  # names that safetensors does not allow for tensors
 _MAX_ITEMS = 1 << 16  # largest number of items in a container; `unseal` accepts no more
 _REMEDY = "leave it out of the state, or save graph.state_dict() your own way"
-_SUBJECTS = {"graph": "graph", "loop": "model"}  # what was saved, in error texts
+_SUBJECTS = {"graph": "graph", "loop": "model"}  # the saved thing's name in error texts
 Random = list[Tensor]  # states of a process's random generators
 log = logging.getLogger("tierbed")
 
@@ -184,7 +184,7 @@ def _check_same_on_ranks(world: World, op: str, plain: Any, tensors: Mapping[str
     if different := [name for name in names if len({rank_sums.get(name) for rank_sums in checksums}) > 1]:
         raise GraphError(
             f"{op}: ranks have different values of {', '.join(different[:5])}{' and more' * (len(different) > 5)}, but "
-            "a checkpoint stores only one; train these with an optimizer of the graph, or keep them in a buffer"
+            "a checkpoint stores only one; train these values with an optimizer of the graph, or keep them in a buffer"
         )
 
 
@@ -250,7 +250,7 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
     """
     embeddings = _saved_embeddings(root)
     world, op = shared_world(embeddings), f"saving checkpoint {folder.name!r}"
-    # unique, because a store folder accepts each name once
+    # a unique name, because snapshot names in a store folder must differ
     name = world.call_on_rank_0(f"{op}: its rows' name", lambda: f"{folder.name}-{secrets.token_hex(4)}")
     tensors: dict[str, Tensor] = {}
     model_state = state if kind == "graph" else state["model"]
@@ -273,7 +273,7 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
             save_rows([*embeddings.values()], _row_folders(temporary, name, embeddings))
         is_complete = True
     finally:
-        # Ctrl-C may arrive after the checkpoint is in place
+        # Ctrl-C may arrive after the checkpoint is renamed; its snapshots must then stay
         if not is_complete and all(snapshot.name != name for snapshot in _row_snapshots(folder).values()):
             for embedding in filter(attrgetter("is_open"), embeddings.values()):
                 with contextlib.suppress(SnapshotError):  # raise the first error only

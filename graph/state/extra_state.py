@@ -137,7 +137,7 @@ def check_extra_state(training: Training, state: dict[str, Any]) -> None:
         current = training.scaler.state_dict()
         check_like(current, state["scaler"], "the gradient scaler")
         if any(type(state["scaler"][name]) is not int for name in ("growth_interval", "_growth_tracker")):
-            raise _malformed("the gradient scaler counts in fractions in the state")
+            raise _malformed("the gradient scaler has a count that is no whole number")
 
 
 def _malformed(what: str) -> GraphError:

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: list, verify and prune them. Importing this does not import torch."""
+"""List, verify and prune checkpoints on disk. Importing this module does not import torch."""
 
 from __future__ import annotations
 

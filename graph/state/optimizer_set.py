@@ -43,7 +43,7 @@ class OptimizerSet:
 
     def __init__(self) -> None:
         self.optimizers: dict[Optimizer, LRScheduler | None] = {}  # optimizer -> its scheduler
-        self.row_optimizers: dict[int, RowOptimizer] = {}  # by id(embedding.shadow), of attached embeddings
+        self.row_optimizers: dict[int, RowOptimizer] = {}  # id(shadow) -> row optimizer, for attached embeddings
         self._checked = False  # True once a step trained, or a log warned that no step trains
 
     def __iter__(self) -> Iterator[Optimizer]:

@@ -1,4 +1,4 @@
-"""Names for tensors in errors and files, and the base class with `build`."""
+"""Names of tensors for errors and files, and `HasBuild`, the base class of modules with a method `build`."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ Names = frozenset[str]
 _PACKAGE = __name__.partition(".")[0]
 _LIBRARIES = {"torch", "numpy", _PACKAGE, *sys.stdlib_module_names}
 _OBSERVED_CLASSES = (nn.Module, Optimizer, LRScheduler, GradScaler)  # torch classes whose attributes users change
-_MODULE_NAMES = frozenset({*vars(nn.Module()), *vars(nn.Module)})  # the signature covers these
+_MODULE_NAMES = frozenset({*vars(nn.Module()), *vars(nn.Module)})  # the signature covers these attributes
 _FUNCTIONS = {property: "fget", staticmethod: "__func__", classmethod: "__func__", cached_property: "func"}
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
 _SHARED = {id(random.random.__self__): "random", id(np.random.rand.__self__): "numpy.random"}  # type: ignore[attr-defined]
@@ -73,7 +73,7 @@ class Reads:
         self._generators: list[tuple[Any, bytes, str]] = []  # generators with their states and labels
         self._classes: dict[type, bool] = {}  # observed class -> True if it got a `__getattribute__`
         self._known_names: Names = frozenset()  # names in all scanned code
-        self._assigned: Names = frozenset()  # names that this code assigns to
+        self._assigned: Names = frozenset()  # names that the scanned code assigns to
 
     def __enter__(self) -> Reads:
         try:
@@ -105,7 +105,7 @@ class Reads:
         """True if `build` itself may have written this value. If False, only another thread can have changed it."""
         label, value = self.values[expr]
         is_item = label.endswith("]") or expr.startswith("len(")
-        is_special = callable(value) or "setattr" in self._known_names  # FX replaces functions during a trace
+        is_special = callable(value) or "setattr" in self._known_names  # FX itself replaces functions during a trace
         return is_special or is_item or re.findall(r"\w+", label)[-1] in self._assigned
 
     def _name(self, value: Any) -> str:
@@ -152,7 +152,7 @@ class Reads:
         if observed is None or not name.isidentifier() or not self._mark_new(id(owner), name):
             return
         owner_expr, label, _ = observed
-        attributes = vars(owner) if is_module else {}  # faster to read than the module
+        attributes = vars(owner) if is_module else {}  # reading the dict is faster than reading the module
         if isinstance(value, MethodType) and value.__self__ is owner:
             self._scan(value.__func__, type(owner))
         elif is_module and (name in _MODULE_NAMES or isinstance(value, Tensor)):
@@ -213,7 +213,7 @@ class Reads:
     def _scan(self, function: Any, cls: type | None = None) -> None:
         """Record the values that a function, and the functions it calls, read by name. cls: its object's class."""
         while isinstance(function, FunctionType) and function.__globals__.get("__name__", "").startswith("torch."):
-            function = getattr(function, "__wrapped__", None)  # decorated by torch; FX does so in each trace
+            function = getattr(function, "__wrapped__", None)  # torch decorates some functions, FX in each trace
         if not isinstance(function, FunctionType) or not _is_user_code(function) or not self._mark_new(function, cls):
             return
         code, values = function.__code__, function.__globals__
@@ -222,7 +222,7 @@ class Reads:
         self._assigned |= assigned
         for name in variables & values.keys():
             self._note(f"{self._name(values)}[{name!r}]", name, values[name], names)
-        for name in names & sys.modules.keys():  # imported inside the function
+        for name in names & sys.modules.keys():  # modules imported inside the function
             self._note(name, name, sys.modules[name], names)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             with suppress(ValueError):  # an empty cell

@@ -165,7 +165,7 @@ class Structure:
             (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
         )
         with DisableTorchFunctionSubclass():
-            # a step keeps its tensors alive, so ids are not reused; other values are frozen
+            # ids of tensors are not reused, because a step keeps its tensors alive; other values are frozen
             attribute_key = [
                 (id(v), _DESCRIBE(v), _STRIDE(v)) if v is not None and isinstance(v, Tensor) else None
                 for v in attributes

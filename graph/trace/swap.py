@@ -1,7 +1,7 @@
 """Swap live tensors for traced tensors while `build` is traced, and put the live tensors back afterwards.
 
 `build` reaches parameters and buffers through modules and optimizers, so the swap replaces tensors in these objects.
-After the trace, all are restored, even after an error. Tensors that `build` left in these objects raise GraphError.
+The live tensors are put back even after an error. Tensors that `build` left in these objects raise GraphError.
 """
 
 from __future__ import annotations

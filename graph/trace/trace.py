@@ -53,8 +53,8 @@ _INPUT = re.compile(r"L\['t(\d+)'\]")  # input tensor number \1 in one of torch'
 _OFFSET = re.compile(r"L\[\d+\]\.storage_offset\(\) == \d+")  # a step works for any offset
 _ORDINARY_SIZE = 64
 _SEED = 0x7165_7262_6564
-BACKWARD = "backward"  # in the meta of nodes added by autograd
-LIVE = "live"  # in the meta of placeholders for parameters and buffers
+BACKWARD = "backward"  # a key in the meta of nodes that autograd added
+LIVE = "live"  # a key in the meta of placeholders for parameters and buffers
 
 ShapeGuard = Callable[[Sequence[Tensor]], bool]  # True if a step accepts inputs of these sizes
 
@@ -167,7 +167,7 @@ def trace(
     with torch.inference_mode(False), torch.set_grad_enabled(grad_mode), any_size:
         # detach gives a tensor passed twice two fakes, because another call may pass two different tensors
         fakes = [_fake(mode, tensor.detach(), i, dynamic, open_dims) for i, tensor in enumerate([*inputs, *tensors])]
-        # trace modules under torch.compile as the module they wrap
+        # trace the results of torch.compile as the modules that they wrap
         inlined = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
         with sentinel_grads(tensors) as sentinels, torch.random.fork_rng(devices=[]), inlined, _mute_log(), mode:
             try:  # without an empty table, torch 2.14 records detach as alias
@@ -296,7 +296,7 @@ class _OpGuard(TorchDispatchMode):
         return result
 
     def check_seed(self) -> None:
-        """Raise GraphError if the seed shows that build reset the random generator. Fake tensors keep the seed."""
+        """Raise GraphError if the seed shows that build reset the random generator. Fake tensors do not change it."""
         if torch.default_generator.initial_seed() != self._seed:
             raise GraphError(
                 "build sets the state of the random generator, which a compiled step does not repeat; leave out "

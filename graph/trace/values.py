@@ -22,7 +22,7 @@ from .reads import MISSING, Reads, is_constant
 from .swap import trace_lock
 
 MAX_CHANGES = 8  # the most changes of one value that each led to another step
-MAX_VALUES = 64  # different values of one expression
+MAX_VALUES = 64  # the most different values of one expression
 MAX_EXPRESSIONS = 20_000
 
 Keys = tuple[Hashable, ...]
@@ -35,7 +35,7 @@ class ValueGuards:
     """The present and earlier values of all expressions that traces saw `build` read."""
 
     def __init__(self) -> None:
-        self.number = 0  # of the current combination of values; part of each signature
+        self.number = 0  # the number of the current combination of values; part of each signature
         self.holds: Callable[[], bool] = True.__bool__  # returns False once a value has changed; then call `renew`
         self._max_expressions = MAX_EXPRESSIONS
         self._labels: dict[str, str] = {}  # expression -> the user's name for the value
@@ -132,7 +132,7 @@ class ValueGuards:
         for expr, value in self._changed.items():
             if isinstance(value, int | float | str) and not isinstance(value, bool):
                 used: list[str] = []
-                with suppress(Exception):  # not assignable
+                with suppress(Exception):  # the expression is not assignable
                     exec(f"{expr} = probe", {**self._names, "probe": (probe := _probe(value, used))})
                     probes[expr] = probe, used
         is_equal = False
