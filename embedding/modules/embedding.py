@@ -133,7 +133,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         Args:
             ids: integers of any shape, of `key_type` or a dtype that fits into it.
             table_ids: the table of each id, as integers or a list of names. Broadcast to ids.shape, or to the bags'
-                shape. Without table_ids, the last dimension of that shape lists all tables in order.
+                shape. With several tables and no table_ids, that shape's last dimension lists the tables in order.
             offsets: int64 or int32 [bags + 1], ascending from 0 to n: bag b is ids[offsets[b]:offsets[b + 1]] of ids
                 [n]. Without offsets, the last dimension of ids [..., L] is a bag.
             pooling: "sum" or "mean", over each bag's rows without padding_idx. None to return all rows.
