@@ -1,1 +1,1 @@
-"""Embeddings: from the modules that users hold down to the tables that this process has open."""
+"""Embeddings: the modules that users create, and the open tables behind these modules."""

@@ -1,1 +1,1 @@
-"""The static graph: a user's step, traced once for each input signature and run as one compiled step."""
+"""The static graph traces a user's step once for each input signature, and runs it as one compiled step."""

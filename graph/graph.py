@@ -114,19 +114,17 @@ class Graph(ModelSnapshots, HasBuild):
         self.__epilogue = StepEpilogue()
         self.__inductor: dict[str, Any] | None = None
         self.__captures = False
-        self.__abandoned: list[None] = []  # one item per run that was garbage-collected before its end
-        # two underscores: a subclass may use any attribute name
+        self.__abandoned: list[None] = []  # one item per run that was garbage-collected before it ended
+        # names with two underscores do not collide with a subclass's attributes
         self.__steps = StepCache(type(self).__name__, MAX_CACHED_STEPS)
-        # tree and dynamic leaves of the last call with containers
+        # the argument tree and dynamic leaves of the last call with containers
         self.__tree: tuple[pytree.TreeSpec, frozenset[int]] = tensors_spec(0), NO_DYNAMIC
-        self.__splits_by_key = False  # build needs the values of keyed tensors split by key
-        self.__has_warned = False  # logged that compile_dense skips the dynamic-shape step
+        self.__splits_by_key = False  # True if build needs the values of keyed tensors split by key
+        self.__has_warned = False  # True once a log says that compile_dense skips the dynamic-shape step
         self.__structure: Structure | None = None
         self.__values = ValueGuards()
-        # key and step of the previous call, compared before any hashing
-        self.__last: tuple[Hashable, Any] = (None, None)
-        # the dense part was compared with the rows' run, before the first training step
-        self.__has_checked_dense = False
+        self.__last: tuple[Hashable, Any] = (None, None)  # key and step of the last call; compared before any hashing
+        self.__has_checked_dense = False  # True once the first training step has compared the run ids of dense and rows
         self.__compiles = RecompileLog(MAX_CACHED_STEPS)
         self.__forward: Forward | None = None  # set while a profile runs
         self.__rank_state = RankStepState()
@@ -184,8 +182,8 @@ class Graph(ModelSnapshots, HasBuild):
     def accumulate_grads(self, steps: int, mean: bool = False) -> None:
         """Sum the gradients of `steps` calls before parameters and rows are updated.
 
-        Calls before the last one read rows without pinning them; the last call fetches and pins the rows of all of
-        them. A row's gradient is summed within each call first, in float32, and then over the calls in order.
+        Calls before the last call only read rows; the last call fetches and pins the rows of all calls. A row's
+        gradient is first summed within each call, in float32, and then over the calls in order.
 
         Args:
             steps: the number of calls per update.
@@ -202,7 +200,7 @@ class Graph(ModelSnapshots, HasBuild):
         self.__epilogue.clear()
 
     def set_grad_scaler(self, scaler: GradScaler | None) -> None:
-        """Unscale the gradients of every step with `scaler`, and let it adapt its scale.
+        """Unscale the gradients of every step with `scaler`, and then let `scaler` adapt its scale.
 
         `build` must scale the loss itself: `scaler.scale(loss).backward()`. A step with a non-finite gradient updates
         nothing and lowers the scale.
@@ -218,15 +216,14 @@ class Graph(ModelSnapshots, HasBuild):
                 raise OptimizerError(f"scaler={type(scaler).__name__}: give a torch.amp.GradScaler")
             self.__refuse_captured("set_grad_scaler", scaler.is_enabled())
             device = next((tensor.device for tensor in self.parameters()), "cpu")
-            scaler.scale(torch.zeros((), device=device))  # creates the scaler's tensors: a trace could not
+            scaler.scale(torch.zeros((), device=device))  # creates the scaler's tensors; a trace cannot create tensors
         self.__epilogue.scaler = scaler
 
     def compile_dense(self, **options: Any) -> None:
         """Compile the dense part of each step with TorchInductor.
 
         The first call of each shape takes seconds longer. Random draws, in-place ops, row lookups and optimizers are
-        not compiled. Results equal eager results up to rounding. Needs a C++ compiler. Calls raise GraphError on
-        failure.
+        not compiled. Results equal eager results up to rounding. Needs a C++ compiler. A failure raises GraphError.
 
         Args:
             **options: options of TorchInductor.
@@ -239,14 +236,13 @@ class Graph(ModelSnapshots, HasBuild):
         """Capture each training step as a CUDA graph at its fourth call, and replay it from then on.
 
         Results are bit-identical to uncaptured steps. All embeddings must be in `device_mem` with a capacity, on the
-        CUDA device that the step's other tensors are on; see docs/graph.md. A call raises GraphError or
-        OptionError if its step cannot be captured.
+        step's CUDA device (docs/graph.md). A call raises GraphError or OptionError if its step cannot be captured.
 
         Args:
             enabled: False stops capturing and replaying. Default: True.
 
         Raises:
-            OptionError: together with `clip_grad_norm`, `accumulate_grads`, `set_grad_scaler` or `compile_dense`.
+            OptionError: the graph uses `clip_grad_norm`, `accumulate_grads`, `set_grad_scaler` or `compile_dense`.
         """
         epilogue = self.__epilogue
         self.__refuse_captured("clip_grad_norm", epilogue.max_norm is not None, enabled)
@@ -263,7 +259,7 @@ class Graph(ModelSnapshots, HasBuild):
         Raises:
             GraphError: `build` does something that a static graph cannot express.
             OptimizerError: backward() reaches a parameter that no optimizer holds.
-            Exception: whatever `build`, an op or a store raises.
+            Exception: any error that `build`, an op or a store raises.
         """
         if DistributedDataParallel._active_ddp_module is not None:
             refuse_around(self)
@@ -276,12 +272,12 @@ class Graph(ModelSnapshots, HasBuild):
             return step.run(tensors, self.__forward)
         except DynamicStepFailed as failed:
             shared_error = failed.shared_error
-            cause = failed.cause.with_traceback(None)  # its frames hold everything the failed step computed
+            cause = failed.cause.with_traceback(None)  # the frames hold all results of the failed step
         if shared_error is not None:  # the other ranks raise this error and do not retry
             self.__steps.drop(step, cause)
             raise shared_error
         static_step, tensors = self.__compiled(args, kwargs, static_only=True)
-        result = static_step.run(tensors, self.__forward)  # if this raises too, the dynamic-shape step is not to blame
+        result = static_step.run(tensors, self.__forward)  # if this raises, the dynamic step is not the cause
         self.__steps.drop(step, cause)
         return result
 
@@ -297,12 +293,12 @@ class Graph(ModelSnapshots, HasBuild):
 
         Args:
             batches: a DataLoader or another iterable. A list or tuple holds the arguments of `build`; any other batch
-                is its single argument.
+                is the single argument of `build`.
             ahead: how many batches to draw ahead, 0 to 31. Default: 8 on a GPU, over ranks, and over SSD while caches
-                miss rows; otherwise 0, because there is nothing to hide if rows are in memory.
+                miss rows; otherwise 0, because reads from memory have no latency to hide.
             progress: True shows a progress bar with the rate; a string labels the bar. Default: False.
             uneven: over ranks, "stop" ends all ranks with the shortest loader; with "join", ranks without a batch
-                join the others' steps. Default: "stop".
+                join the steps of other ranks. Default: "stop".
 
         Raises:
             InputError: an argument is wrong.
@@ -316,7 +312,7 @@ class Graph(ModelSnapshots, HasBuild):
     def profile(self, batches: Iterable[Any], steps: int | None = None, *, ahead: int | None = None) -> Profile:
         """Run a step on each batch and report where the time went.
 
-        The steps compute the same bits as `run(batches, ahead=ahead)`, and raise the same errors.
+        The results are bit-identical to `run(batches, ahead=ahead)`, and the same errors are raised.
 
         Args:
             batches: as for `run`.
@@ -344,12 +340,12 @@ class Graph(ModelSnapshots, HasBuild):
         """Write a checkpoint: a folder with `state_dict()` and the rows of all embeddings.
 
         The checkpoint is durable when the call returns. An embedding with a persistent_path also gets a snapshot in
-        its store folder; it shares files with the checkpoint where the file system allows it. A failed save leaves no
+        its store folder; the snapshot shares files with the checkpoint if the file system can. A failed save leaves no
         files behind and keeps the old checkpoint.
 
         Args:
             path: the new folder.
-            overwrite: replace an existing checkpoint, atomically, once the new one is durable. Default: False.
+            overwrite: atomically replace an existing checkpoint, once the new checkpoint is durable. Default: False.
 
         Raises:
             SnapshotError: `path` exists or cannot be written.
@@ -363,14 +359,14 @@ class Graph(ModelSnapshots, HasBuild):
         checkpoint.save(self, state, folder, overwrite)
 
     def check_save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Raise the errors that `save(path, overwrite=overwrite)` would raise now. Call it before a long training."""
+        """Raise the errors that `save(path, overwrite=overwrite)` would raise now. Call this before a long training."""
         checkpoint.check_save(self, path, overwrite)
 
     def load(self, path: str | os.PathLike[str], *, optimizers: bool = True, convert: bool = False) -> None:
         """Continue training from a checkpoint of `save`.
 
-        The next steps are the same as if training had never stopped. Nothing is replaced before everything is
-        checked. With `optimizers=False` or `convert=True`, recovery after a kill still uses the snapshot from before.
+        The next steps are the same as if training had never stopped. All is checked before anything is replaced. With
+        `optimizers=False` or `convert=True`, recovery after a kill still uses the snapshot from before the load.
 
         Args:
             path: the checkpoint's folder.
@@ -400,7 +396,7 @@ class Graph(ModelSnapshots, HasBuild):
     def get_extra_state(self) -> Any:
         """Return the extra state in `state_dict()`: optimizers, schedules, scaler and the random states of all ranks.
 
-        The result is a tuple of one dict, because torch.distributed.checkpoint stores a tuple whole.
+        The result is a tuple of one dict, because torch.distributed.checkpoint does not split tuples.
         """
         state = training_of_graph(self.__optimizers, self.__epilogue).state()
         if are_rows_excluded():
@@ -409,7 +405,7 @@ class Graph(ModelSnapshots, HasBuild):
         return (with_rank_states(self, state),)
 
     def set_extra_state(self, state: Any) -> None:
-        """Load the extra state of `load_state_dict()`: the dict, or a tuple that holds it."""
+        """Load the extra state of `load_state_dict()`: a dict, or a tuple of one dict."""
         load_extra_state(self, self.__optimizers, self.__epilogue, state)
         self.__rank_state.partial_update = ""
 
@@ -417,7 +413,7 @@ class Graph(ModelSnapshots, HasBuild):
         """Write the step of the last call as a flowchart: stages, ops, shapes, and the store of each lookup.
 
         Args:
-            path: the file. Its Mermaid text is rendered by GitHub, GitLab, editors and mermaid.live.
+            path: the file. GitHub, GitLab, editors and mermaid.live render its Mermaid text.
 
         Raises:
             GraphError: the graph has not been called yet.
@@ -429,9 +425,9 @@ class Graph(ModelSnapshots, HasBuild):
         as_path(path).write_text(draw(step.module, type(self).__name__, ahead=step.lookups is not None))
 
     def why_recompiled(self) -> list[str]:
-        """Return why the latest steps (up to 64) were compiled: how each differs from the most similar earlier step.
+        """Return why the latest 64 steps were compiled: how each step differs from the most similar earlier step.
 
-        The first step needs no reason. The logger "tierbed" logs the same at level INFO.
+        The first step needs no reason. The logger "tierbed" logs the same texts at level INFO.
         """
         return list(self.__compiles.reasons)
 
@@ -440,20 +436,20 @@ class Graph(ModelSnapshots, HasBuild):
         if is_used and (self.__captures if captures is None else captures):
             raise OptionError(
                 f"cuda_graph and {method}: a step with {method} cannot be captured; leave out one of them: "
-                f"cuda_graph(False), or no call of {method} (clip_grad_value goes with both)"
+                f"cuda_graph(False), or no call of {method} (clip_grad_value works with both)"
             )
 
     def __known_lookups(self, *args: Any) -> KnownLookups | None:
         try:
             step, tensors = self.__compiled(args, {})
-        except Exception:  # the call itself raises it
+        except Exception:  # the call itself raises this error
             return None
         return step.known_lookups(tensors)
 
     def __compiled(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], static_only: bool = False
     ) -> tuple[CompiledStep, list[Tensor]]:
-        """Return a call's step and the tensors it runs on. static_only: use a static-shape step."""
+        """Return a call's step and the tensors that it runs on. static_only: True to use a static-shape step."""
         if self.__abandoned:
             self.__abandoned.clear()
             forget_announced(self)
@@ -466,7 +462,7 @@ class Graph(ModelSnapshots, HasBuild):
         else:
             leaves, spec = pytree.tree_flatten(arguments)
             inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            tree = self.__tree  # read once: another thread's call may set it
+            tree = self.__tree  # read once: another thread's call may set the attribute
             if spec != tree[0]:
                 tree = self.__tree = spec, dynamic_leaves_of(spec)
             spec, dynamic_leaves = tree
@@ -474,9 +470,9 @@ class Graph(ModelSnapshots, HasBuild):
         last_signature, step = self.__last
         if signature != last_signature or static_only or (dynamic_leaves and not step.accepts(inputs)):
             call = Call(arguments, leaves, spec, dynamic_leaves)
-            with trace_lock, uninterrupted():  # Ctrl-C in the middle of a trace aborts inside torch
+            with trace_lock, uninterrupted():  # Ctrl-C in the middle of a trace would abort inside torch
                 self.__optimizers.add_from_backward(self)
-                # computed again: another thread may have traced meanwhile
+                # compute the signature again: another thread may have traced meanwhile
                 signature, tensors = self.__signature(arguments, leaves, spec, dynamic_leaves)
                 try:
                     step = self.__step_for(signature, call, tensors, static_only)
@@ -489,7 +485,7 @@ class Graph(ModelSnapshots, HasBuild):
                     except BaseException:
                         self.__splits_by_key = False
                         raise
-            needs_guard = bool(dynamic_leaves) and step.guard is None  # its sizes are not part of the signature
+            needs_guard = bool(dynamic_leaves) and step.guard is None  # the signature lacks its sizes
             self.__last = None if needs_guard else signature, step
         return step, inputs + tensors
 
@@ -499,7 +495,7 @@ class Graph(ModelSnapshots, HasBuild):
         while self.__structure is None or (live := self.__structure.live()) is None:
             self.__structure = Structure(self, self.__optimizers.optimizers)
             self.__values = ValueGuards()
-            # old steps are useless and would keep replaced modules alive
+            # old steps can no longer run, and would keep replaced modules alive
             self.__steps = StepCache(type(self).__name__, MAX_CACHED_STEPS)
         tensors, state = live
         return (

@@ -41,17 +41,17 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint of a plain training loop: a folder with the model, all its rows and its optimizers.
 
-    The checkpoint is durable when the call returns. Call it after `step()`; over ranks, all ranks call it. Torch's
-    random states are saved too. Names in the checkpoint leave out wrappers such as DistributedModelParallel,
-    DistributedDataParallel and torch.compile's, so the checkpoint loads with or without them.
+    The checkpoint is durable when the call returns. Call this after `step()`, on all ranks. Torch's random states are
+    saved too. Names in the checkpoint leave out wrappers, such as DistributedModelParallel, DistributedDataParallel and
+    torch.compile's wrapper, so the checkpoint loads with or without wrappers.
 
     Args:
         path: the new folder.
-        model: any module. The rows of all its embeddings are saved at the same step.
+        model: any module. The rows of all its embeddings are saved, all from the same step.
         optimizers: one or several optimizers. Pass an EagerOptimizer, not the optimizer it wraps. Default: none.
         schedulers: learning rate schedulers of torch. Default: none.
         scaler: a `torch.amp.GradScaler`, or None. Default: None.
-        extra: a dict of your own plain values and tensors, such as the epoch, for `load_checkpoint` to return.
+        extra: a dict of other plain values and tensors, such as the epoch. `load_checkpoint` returns it.
         overwrite: replace an existing checkpoint atomically. Default: False.
 
     Raises:
@@ -91,8 +91,8 @@ def load_checkpoint(
     Args:
         path: the checkpoint's folder.
         model: the model, as for `save_checkpoint`.
-        optimizers: as many as were saved, in the same order.
-        schedulers: as many as were saved, in the same order.
+        optimizers: as many as in the call of `save_checkpoint`, in the same order.
+        schedulers: as many as in the call of `save_checkpoint`, in the same order.
         scaler: a GradScaler if one was saved.
         convert: True converts rows to embeddings of another dtype, as `Graph.load` does. Default: False.
 
@@ -126,14 +126,14 @@ def load_checkpoint(
 
 
 def _state(model: nn.Module, training: Training, extra: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Return everything a checkpoint holds except rows."""
+    """Return everything that a checkpoint contains except rows."""
     model_state = model.state_dict()
     state = {"model": dict(model_state), "training": training.state(), "extra": dict(extra)}
     return checkpoint.StateDict(state, checkpoint.versions_of(model_state))
 
 
 def _training(model: Any, optimizers: Any, schedulers: Any, scaler: Any) -> tuple[nn.Module, Training]:
-    """Return the model without wrappers, and its `Training`. InputError for an argument of the wrong type."""
+    """Return the model without wrappers, and its `Training`. Raises InputError for an argument of the wrong type."""
     model = unwrap(model) if isinstance(model, nn.Module) else model
     if not isinstance(model, nn.Module) or isinstance(model, Graph):
         remedy = "call its save and load" if isinstance(model, Graph) else "give the nn.Module that is trained"

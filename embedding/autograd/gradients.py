@@ -1,8 +1,8 @@
-"""The gradients of an embedding's lookups, kept from backward() until one step applies them to its rows.
+"""The gradients of an embedding's lookups, kept from backward() until a step applies the gradients to the rows.
 
-No tensor holds the rows' gradient. `RowGradients` collects the gradients of lookup results, and the step passes them to
-the store to be summed by row. The shadow parameter's `.grad` is a `ShadowGrad` that refers to the
-`RowGradients`, so zero_grad(), torch's clips and a GradScaler find it, and their operations are done on the rows.
+No tensor holds the rows' gradient. `RowGradients` collects the gradients of lookup results, and the step passes these
+gradients to the store, which sums them by row. The shadow parameter's `.grad` is a `ShadowGrad` that refers to the
+`RowGradients`. When zero_grad(), torch's clips or a GradScaler work on this `.grad`, they change the rows' gradients.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from ...engine.ops.rows_contract import TRACED, EmbeddingBase
 from ...engine.optim.base import positive
 from ...engine.options.lookup import Lookup
 
-# by an embedding's handle, the EagerOptimizer that steps it
+# maps each embedding's handle to the EagerOptimizer that trains the embedding
 holders: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU) - torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-# functions by which torch and torch.compile read a tensor's metadata, but none of its numbers
+# functions that torch and torch.compile call to read a tensor's metadata, but not its values
 _METADATA = {"__get__", "_is_view", "dim", "is_complex", "is_conj", "is_floating_point", "is_inference", "is_neg"}
 _METADATA |= {"size", "storage_offset", "stride", "untyped_storage"}
-# by function called on a gradient, for messages: the call in a user's program that leads to it
+# for messages: maps a function called on a gradient to the user's call that leads to the function
 _CALLERS = dict.fromkeys(("requires_grad_", "detach_", "zero_"), "zero_grad(set_to_none=False)") | {
     "foreach": "a clip with foreach=True",
     "linalg_vector_norm": "a norm by torch over ranks, or with a norm_type other than 2,",
 }
-os.register_at_fork(after_in_child=holders.clear)  # or a child would silently train a copy of its parent's rows
+os.register_at_fork(after_in_child=holders.clear)  # otherwise a child process would train a copy of the rows
 
 
 class _LookupGradient:
     """The gradient of a lookup's result.
 
-    lookup, weights: copies. originals: the caller's tensors, kept alive since the key contains their identity.
+    lookup, weights: copies. originals: the caller's tensors, kept alive because the key contains their identities.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class _LookupGradient:
         self._set(self.grad.float() * scale)
 
     def unchanged(self, name: str) -> Tensor:
-        """Return the gradient. Raises InputError if it was written to. name: the embedding's."""
+        """Return the gradient. Raises InputError if code wrote to the gradient. name: the embedding's name."""
         if write_count(self.grad) != self._count:
             raise InputError(
                 f"gradient of embedding {name!r}: it was changed in place between backward() and the step; give "
@@ -78,20 +78,20 @@ class _LookupGradient:
 
 
 class RowGradients:
-    """The gradients of one embedding. They add up over lookups and backward passes until they are dropped."""
+    """The gradients of one embedding. Lookups and backward passes add to the gradients until they are dropped."""
 
     def __init__(self, embedding: EmbeddingBase) -> None:
-        self._embedding = weakref.ref(embedding)  # weak, since the embedding holds this object
+        self._embedding = weakref.ref(embedding)  # weak, because the embedding holds this object
         self._kept: dict[Hashable, _LookupGradient] = {}
         with torch._C.DisableTorchFunctionSubclass():
             self._first_version = embedding.shadow._version
-        self._scale = 1.0  # multiplies each row's summed gradient
-        self._clip_value: float | None = None  # then limits each element of it
-        self._dtype = embedding.output_dtype  # of gradients in a step
+        self._scale = 1.0  # factor for each row's summed gradient
+        self._clip_value: float | None = None  # after scaling, limits each element of the sum
+        self._dtype = embedding.output_dtype  # of the gradients that a step applies
 
     @property
     def embedding(self) -> EmbeddingBase:
-        """The embedding. Raises ClosedError if only its parameter is left, in an optimizer that outlives the model."""
+        """The embedding. Raises ClosedError if it was deleted and an optimizer still holds its parameter."""
         embedding = self._embedding()
         if embedding is None:
             raise ClosedError("a gradient's embedding was dropped, and only its parameter is left: keep the module")
@@ -100,9 +100,9 @@ class RowGradients:
     def add(self, lookup: Lookup, grad: Tensor, weights: Tensor | None = None, order: int = 0) -> None:
         """Keep the gradient of a lookup's result, lookup.shape + (dim,), in the output dtype.
 
-        The lookup and the weights are copied. `grad` is not: the step raises InputError if it was changed in place. Two
-        lookups with the very same tensors get one summed gradient, as in a graph. order: the step takes lookups in
-        ascending order, and equal numbers in the order of `add`. An id's gradients are summed in this order.
+        The lookup and the weights are copied. `grad` is not copied: if code changes it in place, the step raises
+        InputError. Two lookups with the same tensor objects get one summed gradient, as in a graph. order: an id's
+        gradients are summed by ascending `order`; equal numbers are summed in the order of the `add` calls.
         """
         self._check_unclipped("backward()")
         self._apply_scale()
@@ -118,11 +118,11 @@ class RowGradients:
             self._kept[key] = _LookupGradient(copied(lookup), weights, originals, grad, order)
 
     def pin(self) -> Any:
-        """Pin all lookups' rows with `embedding.pin`, each row once. Call `check` before."""
+        """Pin all lookups' rows with `embedding.pin`, each row once. Call `check` first."""
         return self.embedding.pin([gradient.lookup for gradient in self._in_order()], dtype=self._dtype)
 
     def check(self) -> list[_LookupGradient]:
-        """Return the gradients in their order. Raises InputError if one cannot be applied any more."""
+        """Return the gradients in their order. Raises InputError if a gradient can no longer be applied."""
         embedding, kept = self.embedding, self._in_order()
         for gradient in kept:
             gradient.unchanged(embedding.name)
@@ -135,7 +135,7 @@ class RowGradients:
 
     @property
     def is_waiting(self) -> bool:
-        """True if there are gradients, and no step has updated the rows since the first one."""
+        """True if there are gradients, and no step has updated the rows since the first gradient."""
         return bool(self._kept) and self.embedding.shadow._version == self._first_version
 
     def grads(self) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -144,15 +144,15 @@ class RowGradients:
         return [gradient.grad.to(self._dtype) for gradient in kept], [gradient.weights for gradient in kept]
 
     def update(self, batch: Any) -> None:
-        """Apply the embedding's optimizer once, with the summed gradients. batch: from `pin`; its pin ends."""
+        """Apply the embedding's optimizer once with the summed gradients. batch: the result of `pin`, now unpinned."""
         clip = () if self._scale == 1.0 and self._clip_value is None else (self._scale, self._clip_value)
-        batch.update(*self.grads(), *clip)  # over ranks there is no clip, and gradients are averaged
-        increment_version(self.embedding.shadow)  # from here on, a backward() that needs the old rows raises
+        batch.update(*self.grads(), *clip)  # over ranks, `clip` is empty and gradients are averaged
+        increment_version(self.embedding.shadow)  # after this, a backward() that needs the old rows raises
 
     def square_gradients(self) -> float:
         """Return the squared norm of all rows' summed gradients. Raises InputError."""
         self._check_unclipped("a norm")
-        self._apply_scale()  # first: the squares might overflow if a GradScaler has scaled the gradients
+        self._apply_scale()  # first: squares of a GradScaler's scaled gradients might overflow
         lookups = [gradient.lookup for gradient in self.check()]
         embedding: Any = self.embedding
         return embedding.table_handle().open_table.square_gradients(lookups, *self.grads()) if lookups else 0.0
@@ -168,13 +168,13 @@ class RowGradients:
         self._clip_value = min(value, self._clip_value or value)
 
     def _apply_scale(self) -> None:
-        """Multiply the present gradients by the scale, so that it does not apply to later ones. Raises InputError."""
+        """Multiply the present gradients by the scale, so that later gradients stay unscaled. Raises InputError."""
         if self._scale != 1.0:
             for gradient in self._kept.values():
                 gradient.unchanged(self.embedding.name)
             for gradient in self._kept.values():
                 gradient.multiply(self._scale)
-            self._scale, self._dtype = 1.0, torch.float32  # not rounded again
+            self._scale, self._dtype = 1.0, torch.float32  # float32, so that they are not rounded again
 
     def _check_unclipped(self, operation: str) -> None:
         if self._clip_value is not None:
@@ -188,10 +188,10 @@ class RowGradients:
 
 
 class ShadowGrad(Tensor):
-    """A shadow parameter's `.grad`, in place of the rows' gradients. Setting `.grad` to None drops them.
+    """A shadow parameter's `.grad`. It stands for the rows' gradients; setting `.grad` to None drops them.
 
-    What torch's clip_grad_norm_, clip_grad_value_ and GradScaler do with it is done with the rows' gradients.
-    Other operations raise GraphError, since they would leave the rows out.
+    Operations by torch's clip_grad_norm_, clip_grad_value_ and GradScaler on this tensor change the rows' gradients.
+    Other operations raise GraphError, because they would leave the rows out.
     """
 
     def __new__(cls, row_gradients: RowGradients) -> ShadowGrad:
@@ -259,7 +259,7 @@ def _unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> Any:
     return grads
 
 
-# by name, the functions that torch's clips and scalers call, for rows without a world; if one returns None, it raises
+# by name: the functions that torch's clips and scalers call, for rows without a world; None as a result means an error
 _ON_ROWS: dict[str, Callable[..., Any]] = {
     "linalg_vector_norm": _norm,
     "mul_": _multiply,
@@ -269,7 +269,7 @@ _ON_ROWS: dict[str, Callable[..., Any]] = {
 
 
 def check_not_traced(embedding: EmbeddingBase) -> None:
-    """Raise GraphError while another thread traces a graph with the embedding, whose gradients it hides."""
+    """Raise GraphError while another thread traces a graph with the embedding, because the trace hides gradients."""
     traced = getattr(embedding.shadow, TRACED, None)
     if traced is not None and traced[0] != get_ident():
         raise GraphError(
@@ -279,19 +279,19 @@ def check_not_traced(embedding: EmbeddingBase) -> None:
 
 
 def is_reached(leaf: Tensor, refusal: str) -> bool:
-    """True if the running backward pass computes a leaf's gradient; torch.autograd.grad may be for other tensors.
+    """True if the running backward pass computes a leaf's gradient. torch.autograd.grad may skip this leaf.
 
-    refusal: the GraphError's message for torch.autograd.grad of the leaf itself.
+    refusal: the message of the GraphError that torch.autograd.grad of this leaf raises.
     """
     try:
         with torch._C.DisableTorchFunctionSubclass():
             return bool(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node))
-    except RuntimeError:  # torch raises it for autograd.grad of the leaf itself
+    except RuntimeError:  # torch raises this error for autograd.grad of the leaf itself
         raise GraphError(refusal) from None
 
 
 def are_rows_reached(embedding: EmbeddingBase) -> bool:
-    """True if the running backward pass reaches the embedding's parameter. Always True in a trace, where it is unknown.
+    """True if the running backward pass reaches the embedding's parameter. In a trace, this is unknown: returns True.
 
     Raises GraphError for torch.autograd.grad of the parameter itself, and for create_graph=True.
     """
@@ -313,7 +313,7 @@ def are_rows_reached(embedding: EmbeddingBase) -> bool:
 def accumulate(embedding: EmbeddingBase, lookup: Lookup, grad: Tensor, weights: Tensor | None, order: int) -> None:
     """Add a lookup's gradient to the gradients kept in the parameter's `.grad`. Raises GraphError."""
     node = torch._C._current_autograd_node()
-    # a compiled function computes all its inputs' gradients, even if the pass does not reach them
+    # a compiled function computes the gradients of all its inputs, even for inputs that the pass does not reach
     if node is not None and node.name().startswith("CompiledFunction"):
         with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), _NO_KEYS):
             if not are_rows_reached(embedding):
@@ -351,7 +351,7 @@ def kept_gradients(embedding: EmbeddingBase) -> RowGradients | None:
         if grad is None:
             return None
         rows = grad.row_gradients if isinstance(grad, ShadowGrad) else None
-        # a gradient of zero comes from lookups, or from code that makes state
+        # a gradient of zero comes from lookups, or from code that initializes optimizer state
         if (rows is not None and not grad.is_cpu) or not grad.item():
             return rows
     raise OptimizerError(

@@ -1,9 +1,9 @@
 """The custom ops that traces record: a lookup, and its gradients for rows and for weights.
 
-A compiled graph replaces the ops by calls to the embedding and its pinned batch. Called eagerly, a lookup reads rows,
-and backward() keeps its gradient for an `EagerOptimizer`'s step. Op arguments can only be tensors and numbers, so
-an op gets the embedding's handle, a random number. It also gets the embedding's one-element parameter, the `shadow`,
-through which autograd sees that the result depends on rows.
+A compiled graph replaces the ops by calls to the embedding and its pinned batch. An eager lookup reads rows, and
+backward() keeps the lookup's gradient for an `EagerOptimizer`'s step. Op arguments can only be tensors and numbers, so
+an op gets the embedding's handle, a random number. The op also gets the `shadow`, the embedding's one-element
+parameter. Through the shadow, autograd sees that the result depends on rows.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .gradients import are_rows_reached
 from .shadow import Shadow, plain
 
 _orders = itertools.count()
-_embeddings: dict[int, weakref.ref[EmbeddingBase]] = {}  # a WeakValueDictionary takes twice the time
+_embeddings: dict[int, weakref.ref[EmbeddingBase]] = {}  # a WeakValueDictionary would take twice the time
 
 
 def register(embedding: EmbeddingBase) -> int:
-    """Return a handle for the ops. It is random, so that another process's program finds no wrong embedding."""
+    """Return a random handle for the ops. In another process, a random handle does not match a wrong embedding."""
     handle = secrets.randbits(62)
     _embeddings[handle] = weakref.ref(embedding, lambda _: _embeddings.pop(handle))
     return handle
@@ -41,7 +41,7 @@ def _living() -> list[EmbeddingBase]:
 
 
 def _forget_optimizers() -> None:
-    """Make a forked child's step raise, by asking for its optimizer again, for embeddings that are open at the fork."""
+    """After a fork, make the child look up the optimizers of open embeddings again, so that its steps raise."""
     for embedding in _living():
         if getattr(embedding, "is_open", False):
             embedding.forget_optimizer()
@@ -67,13 +67,13 @@ def embedding_of(handle: int) -> EmbeddingBase:
 
 
 def embeddings_of(parameters: Iterable[int]) -> list[EmbeddingBase]:
-    """Return the embeddings whose parameter is among `parameters`, given by `id`, in their order."""
+    """Return the embeddings whose parameters have the given ids (`id(parameter)`), in the same order."""
     by_shadow = {id(embedding.shadow): embedding for embedding in _living()}
     return [by_shadow[parameter] for parameter in parameters if parameter in by_shadow]
 
 
 def refuse_export(name: str) -> None:
-    """Raise GraphError if a lookup of embedding `name` is being exported. `torch.compile` is fine."""
+    """Raise GraphError if a lookup of embedding `name` is being exported. `torch.compile` does not raise."""
     traced = torch.jit.is_tracing()  # type: ignore[attr-defined]
     if traced or (torch.compiler.is_dynamo_compiling() and torch.compiler.is_exporting()):
         _refuse_export(name)
@@ -86,12 +86,12 @@ def _refuse_export(name: str) -> None:
     )
 
 
-# what torch.compiler.assume_constant_result does, without importing Dynamo; strict export then raises this error
+# the effect of torch.compiler.assume_constant_result without importing Dynamo: strict export raises this error
 _refuse_export._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _op(name: str, arguments: str) -> Any:
-    """Decorate an op's implementation. arguments: its schema; `rows` stands for a `Lookup`'s fields."""
+    """Decorate an op's implementation. arguments: the op's schema, where `rows` stands for a `Lookup`'s fields."""
     rows = "Tensor ids, Tensor? table_ids, Tensor? offsets, str? pooling, SymInt[]? places"
     schema = f"({arguments.replace('rows', rows)}) -> Tensor"
     return torch.library.custom_op(f"tierbed::{name}", mutates_args=(), schema=schema)
@@ -99,7 +99,7 @@ def _op(name: str, arguments: str) -> Any:
 
 @_op("lookup", "Tensor shadow, rows, Tensor? weights, SymInt handle")
 def lookup(shadow: Tensor, *rest: Any) -> Tensor:
-    """Read a `Lookup`'s rows or pooled bags, without inserting: lookup.shape + (dim,)."""
+    """Read a `Lookup`'s rows or pooled bags, lookup.shape + (dim,), without inserting rows."""
     *rows, weights, handle = rest
     return embedding_of(handle).read(lookup_of(*rows), weights, trains=shadow.requires_grad)
 
@@ -115,7 +115,7 @@ def _(shadow: Tensor, ids: Tensor, *rest: Any) -> Tensor:
 
 @_op("lookup_grad", "Tensor grad, rows, Tensor? weights, SymInt order, SymInt handle")
 def lookup_grad(grad: Tensor, *rest: Any) -> Tensor:
-    """Keep the gradient of lookup number `order` for a step. Returns the shadow's gradient, a zero nothing reads."""
+    """Keep the gradient of lookup number `order` for a step. Returns the shadow's gradient, an unused zero."""
     *rows, weights, order, handle = rest
     embedding_of(handle).accumulate(lookup_of(*rows), grad, weights, order)
     return grad.new_zeros((1, 1), dtype=torch.float32)
@@ -128,7 +128,7 @@ def _(grad: Tensor, *rest: Any) -> Tensor:
 
 @_op("lookup_weights_grad", "Tensor grad, rows, Tensor shadow, SymInt handle")
 def lookup_weights_grad(grad: Tensor, *rest: Any) -> Tensor:
-    """Compute the gradient of a lookup's weights. The argument `shadow` shows autograd that it depends on rows."""
+    """Compute the gradient of a lookup's weights. The argument `shadow` tells autograd that the result needs rows."""
     *rows, _, handle = rest
     return embedding_of(handle).read_weights_grad(lookup_of(*rows), grad)
 
@@ -144,7 +144,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         embedding_of(handle).check_trained_lookup()
     ctx.constants = pooling, feature_columns, handle, next(_orders)
     # The weights' gradient needs the rows as they are now. The shadow's version changes with the rows, so autograd
-    # raises if they have changed before backward().
+    # raises if the rows change before backward().
     saved_shadow = shadow if ctx.needs_input_grad[6] else None
     ctx.save_for_backward(saved_shadow, ids, table_ids, offsets, weights)
 
@@ -172,9 +172,9 @@ def _refuse_second_derivative(ctx: Any, grad: Tensor) -> None:
 
 
 class EagerLookup(_SingleLevelFunction):
-    """The op `lookup` without torch's dispatcher, since that takes longer than a small lookup.
+    """The op `lookup` without torch's dispatcher, because dispatching takes longer than a small lookup.
 
-    It derives from autograd.Function's base class, whose `apply` skips the support for torch.func; there, the op runs.
+    The base class is autograd.Function's base, whose `apply` skips torch.func support. Under torch.func, the op runs.
     """
 
     @staticmethod
@@ -188,7 +188,7 @@ class EagerLookup(_SingleLevelFunction):
 
 
 def look_up(embedding: EmbeddingBase, shadow: Tensor, rows: Lookup, weights: Tensor | None) -> Tensor:
-    """Run a checked lookup: directly, or as an op if a trace or transform must record it."""
+    """Run a checked lookup. It runs directly, or as an op if a trace or transform must record the lookup."""
     is_trained, is_direct = torch.is_grad_enabled(), runs_eagerly(rows.ids)
     if is_direct and not is_trained:
         return embedding.read(rows, weights)

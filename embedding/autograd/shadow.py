@@ -1,10 +1,10 @@
 """The shadow parameter of an embedding.
 
 Rows are in a store, not in a parameter. Optimizers, autograd and state_dicts work with parameters, so each embedding
-gets a *shadow*: a parameter [1, 1] that stands for all rows. Its value is always zero. Code that uses it as if
-it held the rows, such as a weight average, a penalty or an initialization, would silently do nothing. So operations on
-the shadow, or on a copy of it, raise an error with a remedy if they only make sense for a tensor with rows. An
-operation that merely reads the zero logs a warning, once.
+gets a *shadow*: a parameter [1, 1] that stands for all rows. The shadow's value is always zero. Code that expects rows
+in a parameter, such as a weight average, a penalty or an initialization, would silently do nothing. So operations on a
+shadow, or on a copy of it, raise an error with a remedy if they only make sense for a tensor with rows. An operation
+that merely reads the zero logs a warning once.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ log = logging.getLogger("tierbed")
 _SETTABLE = {"grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"}
 _READ_BY_I = {"__index__", "__init__", "__init_subclass__", "__int__", "__invert__", "__iter__"}
 _COPIES = {"clone", "to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "pin_memory"}
-# operations that average weights; norms, powers and sums stay allowed, since loggers compute them under no_grad
+# operations that average weights; norms, powers and sums stay allowed, because loggers compute them under no_grad
 _MIXES = {"add", "sub", "mul", "div", "lerp", "truediv", "true_divide", "subtract", "multiply", "divide"}
-# comparisons and checks of weights would only see a zero; isfinite stays allowed, since loggers call it
+# operations that compare or check weights would only see a zero; isfinite stays allowed, because loggers call it
 _CHECKS = {"equal", "allclose", "isclose", "eq", "ne", "isnan", "isinf", "__eq__", "__ne__"}
 _NUMBERS = {"item", "tolist", "__float__", "__bool__", "is_nonzero"}  # these return numbers, not tensors
 _WRITE = (
@@ -37,8 +37,8 @@ _WRITE = (
     "or load_dense, and carry them over by load_state_dict"
 )
 _READ = "read emb.weight, or the rows of some ids by emb.get, or those of all embeddings by tierbed.to_dense_state_dict"
-IN_PART = "A model around it may be converted in part by now: make or load it again"
-_warned: set[str] = set()  # names of operations that have been warned of
+IN_PART = "A model that contains the embedding may be half converted: make or load it again"
+_warned: set[str] = set()  # names of operations with a logged warning
 
 
 def name_of(function: Any) -> str:
@@ -57,16 +57,16 @@ def is_write(function: Any) -> bool:
 
 
 def is_mix(function: Any) -> bool:
-    """True for arithmetic with another tensor or a number, as in averages of weights."""
+    """True for arithmetic with another tensor or a number, as code that averages weights uses."""
     return name_of(function).rpartition("foreach_")[2].strip("_").removeprefix("r") in _MIXES
 
 
 class _Guarded(Tensor):
-    """A tensor in place of rows. Operations that only make sense on rows raise."""
+    """A tensor that stands for rows. Operations that only make sense on rows raise."""
 
     owner: ref[EmbeddingBase]
-    is_own = False  # True for a copy that may be written to
-    is_in_state = False  # True for a copy in a state_dict(); it may be read, since the state names or holds the rows
+    is_own = False  # True for a writable copy
+    is_in_state = False  # True for a copy in a state_dict(); may be read, as the state_dict has or names the rows
 
     @classmethod
     def __torch_function__(
@@ -83,10 +83,10 @@ class _Guarded(Tensor):
             elif func.__name__ in _CHECKS and not _is_of_state(args, kwargs):
                 if func is not torch.equal or not all(type(argument) is Shadow for argument in _guarded(args, kwargs)):
                     raise _misuse(func, args, kwargs)
-                _warn_of_read(func, args, kwargs)  # Lightning compares parameters to find one in an optimizer
+                _warn_of_read(func, args, kwargs)  # Lightning does this to find a parameter in an optimizer
                 return args[0] is args[-1]
             plain_args = args
-            module = getattr(func, "__module__", None) or ""  # methods have none
+            module = getattr(func, "__module__", None) or ""  # methods lack `__module__`
             if module.startswith("torch._ops"):  # the call comes from code that torch.compile generated
                 plain_args = [plain(argument) if isinstance(argument, _Guarded) else argument for argument in args]
             result = func(*plain_args, **kwargs)
@@ -97,7 +97,7 @@ class _Guarded(Tensor):
             if isinstance(result, np.ndarray) or func.__name__ in _NUMBERS:
                 _warn_of_read(func, args, kwargs)
             if torch.compiler.is_dynamo_compiling():
-                raise GraphError("not in compiled code: Dynamo calls it as it is, and it raises the remedy")
+                raise GraphError("not in compiled code: Dynamo calls the operation itself, which raises the remedy")
             if type(result) in (list, tuple):
                 return type(result)([_checked(item, func, args, kwargs) for item in result])
             return _checked(result, func, args, kwargs)
@@ -117,7 +117,7 @@ class _Guarded(Tensor):
 
 
 class Shadow(_Guarded, nn.Parameter):
-    """An embedding's parameter, zeros [1, 1], through which optimizers and autograd reach its rows."""
+    """An embedding's parameter, zeros [1, 1]. Optimizers and autograd reach the rows through this parameter."""
 
 
 class ShadowCopy(_Guarded):
@@ -131,12 +131,12 @@ class ShadowCopy(_Guarded):
 
 
 def adopt(embedding: EmbeddingBase, name: str, parameter: nn.Parameter | None) -> nn.Parameter:
-    """Make a parameter an embedding's `Shadow`. Raises InputError if it is unfit."""
+    """Turn a parameter into an embedding's `Shadow`. Raises InputError if the parameter is unsuitable."""
     if name not in ("shadow", embedding.parameter_name) or parameter is None or parameter.shape != (1, 1):
         raise InputError(
             f"{name} = of embedding {embedding.name!r}: no parameter holds its rows, so no row would change; {_WRITE}"
         )
-    if type(parameter) is nn.Parameter:  # a trace has another type
+    if type(parameter) is nn.Parameter:  # in a trace, the type differs
         shadow: Any = parameter
         shadow.__class__ = Shadow
         shadow.owner = ref(embedding)
@@ -148,8 +148,8 @@ def converter(
 ) -> Callable[[Tensor], Tensor]:
     """Wrap a `function` that moves or converts modules, so that it moves an embedding's parameter but keeps it float32.
 
-    Raises OptionError for a dtype other than `output_dtype`, and for a device that torch does not have here. by_now:
-    tells in the error what is converted by then.
+    Raises OptionError for a dtype other than `output_dtype`, and for a device that torch does not have here. by_now: an
+    error's last sentence, which says how much of the model is converted already.
     """
     try:
         dtype = function(embedding.shadow.detach()).dtype
@@ -169,7 +169,7 @@ def converter(
             f"embedding {embedding.name!r}: cannot convert it to {dtype}: its rows would keep their dtype, and lookups "
             f"would still return {embedding.output_dtype}; {remedy}, or convert only the other modules. {by_now}"
         )
-    return lambda tensor: function(tensor).to(torch.float32).as_subclass(Tensor)  # torch makes the parameter of it
+    return lambda tensor: function(tensor).to(torch.float32).as_subclass(Tensor)  # torch makes a parameter of this
 
 
 def _checked(result: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -177,7 +177,7 @@ def _checked(result: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, A
     if not isinstance(result, Tensor) or isinstance(result, _Guarded):
         return result
     name, is_recorded = name_of(func), result.grad_fn is not None
-    if is_recorded and name in ("view_as", "expand_as") and args[0] is args[1]:  # hooks find an autograd node by it
+    if is_recorded and name in ("view_as", "expand_as") and args[0] is args[1]:  # finds the autograd node for hooks
         return result
     for argument in _guarded(args, kwargs):
         if name in _COPIES or shares_memory(argument, result):
@@ -194,23 +194,23 @@ def _is_of_state(*arguments: Any) -> bool:
 
 
 def _warn_of_read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Warn that an operation reads a zero and no rows, once for each operation."""
+    """Warn once per operation that the operation reads a zero and no rows."""
     if func.__name__ not in _warned and not _is_of_state(args, kwargs):
         _warned.add(func.__name__)
         log.warning("%s reads a zero in place of its rows; %s", _where(func, args, kwargs), _READ)
 
 
 def shares_memory(one: Tensor, other: Tensor) -> bool:
-    """True if one tensor is a view of the other, or both are views of a third."""
+    """True if one tensor is a view of the other, or both tensors are views of a third tensor."""
     is_strided = one.layout == other.layout == torch.strided
     try:
         return is_strided and one.untyped_storage()._cdata == other.untyped_storage()._cdata
-    except NotImplementedError:  # raised for torch.func's tensors
+    except NotImplementedError:  # torch.func's tensors lack a storage
         return False
 
 
 def plain(shadow: Tensor) -> Tensor:
-    """Return the shadow as a plain tensor, since torch's modes accept no subclass. Autograd still reaches it."""
+    """Return the shadow as a plain tensor, because torch's modes accept no subclass. Autograd still reaches it."""
     with torch._C.DisableTorchFunctionSubclass(), _disable_current_modes():
         if shadow.requires_grad and torch.is_grad_enabled():
             return shadow.view_as(shadow)
@@ -225,7 +225,7 @@ def _check_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> N
     """Raise if an operation writes to a guarded tensor, or copies one into a tensor of another size."""
     if name_of(func) == "copy_":
         target, source = args[0], args[1]
-        if not isinstance(target, _Guarded) and target.numel() != 1:  # torch would fill it with zeros
+        if not isinstance(target, _Guarded) and target.numel() != 1:  # torch would fill `target` with zeros
             raise _misuse(func, args, kwargs)
         if not isinstance(target, _Guarded) or target.is_own or target is source:
             return

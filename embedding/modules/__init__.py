@@ -1,1 +1,1 @@
-"""The modules that users hold."""
+"""The embedding modules that users create."""

@@ -25,12 +25,12 @@ from ..tables.rows_in_tensors import RowTensors
 from .keyed_rows import KeyedRows
 
 log = logging.getLogger("tierbed")
-CHUNK = 1 << 16  # rows
+CHUNK = 1 << 16  # rows per chunk
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def dense_rows(embedding: KeyedRows, number: int, rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the first `rows` rows of table `number`, [rows, dim]; initial values for rows that were never written."""
+    """Return table `number`'s first `rows` rows, [rows, dim]. Rows that were never written have initial values."""
     with torch.inference_mode(False):
         weights = torch.empty(rows, embedding.dim, dtype=dtype, device=embedding.device)
     for first in range(0, rows, CHUNK):
@@ -40,20 +40,20 @@ def dense_rows(embedding: KeyedRows, number: int, rows: int, dtype: torch.dtype 
 
 
 def dense_states(embedding: KeyedRows, counts: Mapping[int, int]) -> dict[int, dict[str, Tensor]]:
-    """Return the optimizer states by table and name: [rows, dim], or [rows] for a state with one number a row.
+    """Return the optimizer states by table and name: [rows, dim], or [rows] for a state with one number per row.
 
-    counts: how many rows to return for each table. Raises StoreError if ranks share the rows.
+    counts: the number of rows to return for each table. Raises StoreError if ranks share the rows.
     """
     if embedding.world is not None:
         raise StoreError(
             f"optimizer states of embedding {embedding.name!r}: ranks share the rows, and their states cannot be "
-            "gathered; save a snapshot, whose files have them"
+            "gathered; save a snapshot, whose files contain the states"
         )
     follow_in_backward(embedding)
     table = embedding.table_handle().open_table
     state, is_scalar = table.state, _scalar_states(table)
     columns = [() if is_scalar[name] else (width,) for name, width in zip(state.names, state.widths, strict=True)]
-    # not in inference mode: its tensors count no versions, and a read-only copy detects writes by them
+    # inference tensors lack version counters, but a read-only copy needs version counters to detect writes
     with torch.inference_mode(False):
         states = {
             number: {
@@ -76,7 +76,7 @@ def dense_states(embedding: KeyedRows, counts: Mapping[int, int]) -> dict[int, d
 def dense_tensors(
     embedding: KeyedRows, weights: Mapping[Any, Tensor], states: Mapping[Any, Mapping[str, Any]], step: Any
 ) -> dict[str, Tensor]:
-    """Return the rows that `load_dense` with these arguments gives the embedding, as `RowTensors.tensors`."""
+    """Return the rows that `load_dense` would store for these arguments, in the format of `RowTensors.tensors`."""
     follow_in_backward(embedding)
     spec, table = embedding.spec, embedding.table_handle(for_load=True).open_table
     weights = _by_number(spec, "weights", weights)
@@ -93,7 +93,7 @@ def dense_tensors(
     for number, own in states_by_number.items():
         if number not in weights:
             raise InputError(f"states of table {spec.labels[number]}: give its weights as well")
-        if own or table.state.names:  # without either, only a step was given
+        if own or table.state.names:  # if both are empty, only a step was given
             _check_states(table, number, own, len(weights[number]))
     for number, rows in weights.items():
         _check_rows(spec, number, rows)
@@ -102,8 +102,7 @@ def dense_tensors(
     if not has_states and table.state.names and table.step:
         log.warning(
             "embedding %r: this load of rows drops the optimizer state of %d steps, which optimizer.state_dict() does "
-            "not have; change rows by put(ids, rows), which keeps it, or load a state_dict() of this model, which has "
-            "it",
+            "not have; to keep the state, change rows by put(ids, rows), or load a state_dict() of this model",
             embedding.name,
             table.step,
         )
@@ -133,7 +132,7 @@ def put_in_state(
     except TierbedError as error:
         errors.append(f"the rows of embedding {embedding.name!r} cannot be loaded: {error}")
         embedding.mark_load_failed()
-    state.pop(prefix + EXTRA, None)  # it belongs to other rows
+    state.pop(prefix + EXTRA, None)  # the extra state describes other rows
     state[f"{prefix}{embedding.parameter_name}"] = embedding.shadow
     state |= {f"{prefix}{ROWS}{name}": tensor for name, tensor in rows.items()}
     if not rows:
@@ -141,7 +140,7 @@ def put_in_state(
 
 
 def _step(value: Any) -> int:
-    """Return a step count as an int; torch keeps it as a float tensor. Raises InputError."""
+    """Return a step count as an int; torch stores step counts as float tensors. Raises InputError."""
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     step = as_int(int(number) if isinstance(number, float) and number.is_integer() else number, 0, LAST_STEP)
     if step is None:
@@ -150,7 +149,7 @@ def _step(value: Any) -> int:
 
 
 def _check_step_known(table: OpenTable) -> None:
-    """Warn if states come without a step, so that the table's own step counts. Raises InputError if that is 0."""
+    """Warn that states without a step get the table's own step. Raises InputError if the table's own step is 0."""
     if table.optimizer is None or not table.optimizer.counts_steps():
         return
     step, rule = table.step + table.optimizer.shift, table.optimizer.rule
@@ -161,9 +160,9 @@ def _check_step_known(table: OpenTable) -> None:
 
 
 def _by_number(spec: TableSpec, argument: str, values: Any) -> dict[int, Any]:
-    """Return an argument's values by table number. Raises InputError."""
+    """Convert a dict by table name or number into a dict by table number. Raises InputError."""
     if not isinstance(values, Mapping):
-        form = "torch.from_numpy of it" if isinstance(values, np.ndarray) else "a dict by table"
+        form = "torch.from_numpy(array)" if isinstance(values, np.ndarray) else "a dict by table"
         raise InputError(f"{argument} of embedding {spec.name!r}: got {type(values).__name__}; give {form}")
     by_number: dict[int, Any] = {}
     for name, value in values.items():
@@ -187,7 +186,7 @@ def _check_rows(spec: TableSpec, number: int, rows: Any) -> None:
         form = " by torch.from_numpy" if isinstance(rows, np.ndarray) else ""
         raise InputError(f"{where}: got {got}; give torch.float32{form}, or floats of 16 bits, [rows, {spec.dim}]")
     if ids is not None and len(rows) != ids:
-        raise InputError(f"{where}: {len(rows)} rows, and the table has {ids}; make it with num_embeddings of them")
+        raise InputError(f"{where}: {len(rows)} rows, and the table has {ids}; make it with that num_embeddings")
     for first in range(0, len(rows), CHUNK):
         keys = torch.arange(first, min(first + CHUNK, len(rows)))
         check_values(spec, keys, _numbers(rows[first : first + CHUNK]), allow_nonfinite=True)
@@ -221,15 +220,15 @@ def _check_states(table: OpenTable, number: int, states: Mapping[str, Tensor], r
 
 
 def _scalar_states(table: OpenTable) -> dict[str, bool]:
-    """Return, by name, True for each state with one number a row."""
+    """Map the name of each optimizer state to True if the state has one number per row."""
     dim, widths = table.spec.dim, table.state.widths
     if table.optimizer is not None:
-        dim, widths = 2, table.optimizer.row_state(2).widths  # with a dim of 1, the table's own widths do not show it
+        dim, widths = 2, table.optimizer.row_state(2).widths  # if the table's dim is 1, all of its states have width 1
     return {name: width != dim for name, width in zip(table.state.names, widths, strict=True)}
 
 
 def _rows_of_other_tables(table: OpenTable, replaced: Collection[int]) -> list[RowArray]:
-    """Return copies of the other tables' rows, caught up to the last step."""
+    """Return copies of the other tables' rows, after applying the optimizer steps that the rows missed."""
     chunks = (rows[~np.isin(rows["table"], list(replaced))] for _, rows in scan_caught_up(table))
     retained = [rows for rows in chunks if len(rows)]
     for rows in retained if table.catch_up_rule else ():

@@ -45,7 +45,7 @@ log = logging.getLogger("tierbed")
 
 
 class MultiTableMultiColumnEmbedding(KeyedRows):
-    """Hashed embedding tables whose rows consist of several columns with different widths, side by side.
+    """Hashed embedding tables whose rows consist of several concatenated columns with different widths.
 
     The arguments are the same as for `MultiTableEmbedding`, except that `embedding_dim` may be a list with each
     column's width.
@@ -82,16 +82,16 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         self.naming, self._has_seed = "given" if name is not None else "path", name is not None or seed is not None
         name = provisional_name(world is not None) if name is None else name
         self.spec = table_spec(name, embedding_dim, key_type, tables, padding_idx, seed, dtype, state_dtype)
-        self.spec.layout(RowState())  # raises here, not at the first use, if a table's columns do not fit
+        self.spec.layout(RowState())  # if a table's columns do not fit, raise now and not at the first use
         self.output_dtype = check_output_dtype(output_dtype)
         self.store_options = store_options_from_dict(store_options)
         self.world = check_world(world, name)
         self.row_optimizer: RowOptimizer | None = None
-        # stands for the rows in optimizers and autograd; the rows themselves are in no parameter
+        # the shadow stands for the rows in optimizers and autograd; no parameter contains the rows themselves
         self.register_parameter("shadow", nn.Parameter(torch.zeros(1, 1, dtype=torch.float32)))
         self.handle = ops.register(self)
         self._opening, self._accumulating = Lock(), Lock()
-        self._refused: OptimizerError | None = None  # raised by training, if the stored rows do not fit the optimizer
+        self._refused: OptimizerError | None = None  # training raises this if the stored rows do not fit the optimizer
         self.misses_rows = False
 
     @property
@@ -107,7 +107,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             self._handle.rename(name)
 
     def set_spec(self, **facts: Any) -> None:
-        """Change the spec's fields before the store opens. The name may change later as well."""
+        """Change fields of the spec. The store must not be open, except to change the name."""
         self.spec = replace(self.spec, **facts)
 
     @property
@@ -132,20 +132,20 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
         Args:
             ids: integers of any shape, of `key_type` or a dtype that fits into it.
-            table_ids: the ids' tables: integers, or names in a list. Broadcast to ids.shape, or to the bags' shape.
-                With several tables and no table_ids, the last dimension of that shape is the tables, in order.
+            table_ids: the table of each id, as integers or a list of names. Broadcast to ids.shape, or to the bags'
+                shape. With several tables and no table_ids, that shape's last dimension lists the tables in order.
             offsets: int64 or int32 [bags + 1], ascending from 0 to n: bag b is ids[offsets[b]:offsets[b + 1]] of ids
                 [n]. Without offsets, the last dimension of ids [..., L] is a bag.
             pooling: "sum" or "mean", over each bag's rows without padding_idx. None to return all rows.
-            weights: float32, ids.shape, to multiply rows before pooling. A weighted mean is divided by how many ids are
-                not padding.
-            features: indices of the features to look up, without repeats. Offsets are then [num_features * batch + 1],
-                feature by feature, and table_ids are one for each listed feature.
-            num_features: how many features offsets cover. Default: len(features).
+            weights: float32, ids.shape, to multiply rows before pooling. A weighted mean divides by the number of ids
+                that are not padding.
+            features: indices of the features to look up, without repeats. `offsets` is then [num_features * batch + 1],
+                feature by feature, and `table_ids` contains one entry for each listed feature.
+            num_features: the number of features that `offsets` covers. Default: len(features).
 
         Returns:
-            An `output_dtype` tensor: ids.shape + (dim,) without pooling; with it, the bags' shape + (dim,),
-            with zeros for an empty bag; or (batch, len(features), dim), in the order of `features`.
+            An `output_dtype` tensor: ids.shape + (dim,) without pooling; the bags' shape + (dim,) with pooling;
+            (batch, len(features), dim) if `features` is given. An empty bag gets zeros.
 
         Raises:
             InputError: an argument is invalid, or an id is out of range.
@@ -174,11 +174,11 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         return parameter
 
     def look_up(self, lookup: Lookup, weights: Tensor | None) -> Tensor:
-        """Look up rows for checked arguments, recorded by autograd."""
+        """Look up rows for arguments that are already checked. Autograd records the lookup."""
         shadow: Tensor = self.shadow
         traced = getattr(shadow, TRACED, None)
-        # Another thread traces the shadow. Autograd on its fake tensor could deadlock here: one thread would hold
-        # autograd's lock and wait for Python's, the other the reverse.
+        # Another thread traces the shadow. Autograd on the shadow's fake tensor could deadlock: each thread would hold
+        # one of Python's and autograd's locks, and wait for the other lock.
         if traced is not None and traced[0] != get_ident():
             shadow = traced[1]
         return ops.look_up(self, shadow, lookup, weights)
@@ -194,9 +194,9 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
     ) -> None:
         """Announce the lookup of a later training step. A thread prefetches its rows while earlier steps run.
 
-        Announce steps in the order they will run, any number of steps ahead. Announcements never change
+        Announce steps in the order in which they will run, any number of steps ahead. Announcements never change
         results: a step that was not announced, or looks up other ids, runs without prefetch. A cache over a slower
-        tier keeps the rows that the announced steps need soonest. On CUDA the thread uses a second stream.
+        tier keeps the rows that the announced steps need soonest. On CUDA, the thread uses a second stream.
 
         Args:
             ids, table_ids, offsets, pooling, features, num_features: as in the lookup.
@@ -223,11 +223,11 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
         Args:
             weights: floats [rows, dim], by table index or name.
-            states: optimizer states, by table and then by name: [rows, dim], or [rows] for a state with one number a
-                row. Without them the optimizer starts with new state.
-            step: how many steps the rows were trained, for Adam's bias correction. If some tables keep their rows, it
-                must be the embedding's own step. Default: the largest `step` or `iter` in `states`, where torch and
-                FBGEMM keep it. Without one: 0 if weights for all tables are given and no states; otherwise the
+            states: optimizer states, by table and then by name: [rows, dim], or [rows] for a state with one number
+                per row. If None, the optimizer starts with new state.
+            step: how many steps trained the rows, for Adam's bias correction. If some tables keep their rows, `step`
+                must be the embedding's own step. Default: the largest `step` (torch) or `iter` (FBGEMM) in `states`.
+                If `states` has neither: 0 if weights for all tables and no states are given; otherwise the
                 embedding's own step, with a warning if the optimizer counts steps.
 
         Raises:
@@ -249,11 +249,11 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             state_dict[prefix + self.parameter_name] = shadow
         elif weight is not None:  # from nn.Embedding or nn.EmbeddingBag
             if self.spec.num_tables == 1:
-                is_double = isinstance(weight, Tensor) and weight.dtype == torch.float64  # rounded, as torch does
+                is_double = isinstance(weight, Tensor) and weight.dtype == torch.float64  # rounded to float32
                 put_in_state(self, {0: weight.float() if is_double else weight}, state_dict, prefix, errors)
             else:
                 errors.append(
-                    f"{prefix}weight is of one table, and embedding {self.name!r} has {', '.join(self.spec.labels)}; "
+                    f"{prefix}weight holds one table, and embedding {self.name!r} has {', '.join(self.spec.labels)}; "
                     "leave it out of the state, and load it by load_dense({table: weight, ...})"
                 )
         super()._load_from_state_dict(state_dict, prefix, *rest)
@@ -264,9 +264,9 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         self.keep_rows()
 
     def close(self) -> None:
-        """Flush all rows and close the store. The next run resumes from them.
+        """Flush all rows and close the store. The next run resumes from the flushed rows.
 
-        May be called more than once. Other calls raise ClosedError from then on.
+        May be called more than once. All other calls then raise ClosedError.
         """
         self.is_closed = True
         if self._handle is not None:
@@ -305,7 +305,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         return super().requires_grad_(requires_grad)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move the embedding, as part of its module. Raises OptionError for a dtype other than `output_dtype`."""
+        """Move or convert the embedding. Raises OptionError if the new dtype is not `output_dtype`."""
         convert, grad = converter(self, fn), self.shadow.grad
         if isinstance(grad, ShadowGrad):
             set_grad(self, None)
@@ -313,9 +313,9 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             with torch._C.DisableTorchFunctionSubclass():
                 return super()._apply(convert, recurse)
         finally:
-            self.register_parameter("shadow", self.shadow)  # torch may have made a new one, on another device
+            self.register_parameter("shadow", self.shadow)  # torch may have made a new parameter, on another device
             if isinstance(grad, ShadowGrad):
-                set_grad(self, ShadowGrad(grad.row_gradients))  # on the parameter's new device
+                set_grad(self, ShadowGrad(grad.row_gradients))  # a new ShadowGrad on the parameter's new device
 
     def use_optimizer(self, row_optimizer: RowOptimizer) -> None:
         if self._handle is not None:
@@ -327,7 +327,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         if self._refused is None or self._handle is None or self.is_closed or self.row_optimizer is None:
             return
         try:
-            self._handle.use_optimizer(self.row_optimizer)  # it may fit the rows that were just loaded
+            self._handle.use_optimizer(self.row_optimizer)  # the optimizer may fit the rows that were just loaded
             self._refused = None
         except OptimizerError as error:
             self._refused = error
@@ -335,7 +335,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
     def read(self, lookup: Lookup, weights: Tensor | None = None, trains: bool = False) -> Tensor:
         try:
             return self.table_handle().table.read(lookup, weights, self.output_dtype, trains)
-        except RowsReplacedError:  # by a load in another thread
+        except RowsReplacedError:  # a load in another thread replaced the rows
             return self.read(lookup, weights, trains)
 
     @on_present_rows
@@ -389,7 +389,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         return table
 
     def table_handle(self, for_load: bool = False) -> Handle:
-        """Return the table's handle; the first call opens the table. for_load: its rows are about to be replaced."""
+        """Return the table's handle; the first call opens the table. for_load: a load is about to replace its rows."""
         if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is not None:
             raise GraphError(
                 f"embedding {self.name!r}: build calls a method that needs the table itself, but build is traced "
@@ -400,14 +400,14 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         with self._opening:
             if self._handle is None:
                 if self.is_closed:
-                    with self.raise_on_all_ranks():  # other ranks may be opening it, and would wait for this one
+                    with self.raise_on_all_ranks():  # other ranks may be opening the table, and would wait here
                         raise ClosedError(f"embedding {self.name!r} was closed; create it again")
                 self._check_has_name()
                 self.fix_seed()
                 try:
                     self._handle = self._hold(self.row_optimizer, device, for_load)
                 except OptimizerError as error:
-                    self._refused = error  # open it without the optimizer: the rows can still be read
+                    self._refused = error  # without the optimizer, rows can still be read
                     self._handle = self._hold(None, device, for_load)
                 weakref.finalize(self, self._handle.finish)
                 if self._handle.local.persistence.unusable_reason:
@@ -451,20 +451,20 @@ class MultiTableEmbedding(MultiTableMultiColumnEmbedding):
         name: also names the store's folder under `persistent_path`. With None, the embedding is named after its path
             in the model when an EagerOptimizer, Graph, DistributedModelParallel or checkpoint first gets the model.
         embedding_dim: a row's width.
-        dtype: stored rows are torch.float32, bfloat16 or float16. Arithmetic is float32. To 16 bits, training rounds
-            stochastically; everything else rounds to nearest even.
+        dtype: of stored rows: torch.float32, bfloat16 or float16. Arithmetic is float32. Training rounds rows to 16
+            bits stochastically; everything else rounds to nearest even.
         key_type: ids are torch.int32, int64 or uint64. Every value is a legal id.
         tables: a `make_table_options(...)` for each table. Lookups select tables by index, or by name if named. None
             for one table with `default_initializer`.
-        store_options: from a `make_*_store_options` function, or the dict that it prints.
+        store_options: the result of a `make_*_store_options` function, or the dict that the function prints.
         default_initializer: initial rows if `tables` is None. Default: normal(0, 0.05).
-        padding_idx: id without a row. It is looked up as zeros and gets no gradient.
+        padding_idx: an id without a row. Lookups of this id return zeros, and the id gets no gradient.
         seed: initial rows depend only on (seed, table, id, column), so embeddings with one seed start with equal rows.
             Default: the stored rows' seed, or the name's CRC-32. Embeddings without a name get different seeds in the
-            order of first use; those with a `world` are counted apart, so that ranks agree.
-        output_dtype: lookup results and their gradients are torch.float32, float16 or bfloat16.
+            order of first use. Embeddings with a `world` are counted separately, so that ranks agree.
+        output_dtype: dtype of lookup results and of their gradients: torch.float32, float16 or bfloat16.
         world: a `World` whose ranks share the rows. Default: all rows are in this process.
-        state_dtype: optimizer states with a number for each element are torch.float32 or bfloat16.
+        state_dtype: torch.float32 or bfloat16, for optimizer states with one number per element.
 
     Raises:
         OptionError: an argument is invalid.

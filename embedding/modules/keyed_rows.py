@@ -1,4 +1,4 @@
-"""Reads, writes and deletes rows by key, and shows where a row is."""
+"""Reads, writes and deletes rows by key, and shows which tiers hold a row."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NUMPY_KEYS = {torch.int32: np.int64, torch.int64: np.int64, torch.uint64: np.ui
 
 
 def on_present_rows(call: Call) -> Call:
-    """Decorate a method to start over if another thread replaced the rows by a load while it waited."""
+    """Decorate a method to start over if a load in another thread replaced the rows while the method waited."""
 
     @wraps(call)
     def until_done(*args: Any, **kwargs: Any) -> Any:
@@ -45,7 +45,7 @@ class KeyedRows(SavedRows):
     """An embedding with access to its rows by key."""
 
     def size(self) -> int:
-        """Count the rows that training, `put` or a load wrote and that were not removed since.
+        """Count the rows that training, `put` or a load has written, except rows that were removed since.
 
         Raises:
             InputError, CapacityError: an earlier step's deferred error.
@@ -96,9 +96,9 @@ class KeyedRows(SavedRows):
     def delete(self, ids: Any, table_ids: Any = None) -> int:
         """Delete rows with their optimizer state from every tier.
 
-        A deleted id is like one never seen: it gets its initial row until it is trained or put again. Snapshots,
-        checkpoints and exports keep the row, and a load or a recovery after a kill brings it back. RocksDB's files
-        keep its bytes until `compact`. "Delete" in docs/lifecycle.md lists the steps that remove a row from all files.
+        Lookups treat a deleted id as a new id, with its initial row. Snapshots, checkpoints and exports keep the row,
+        and a load or a recovery after a kill brings the row back. RocksDB's files keep the row's bytes until `compact`.
+        "Delete" in docs/lifecycle.md lists the steps that remove a row from all files.
 
         Args:
             ids, table_ids: as in `get`.
@@ -151,34 +151,34 @@ class KeyedRows(SavedRows):
     def metrics(self) -> dict[str, dict[str, Any]]:
         """Return metrics for the embedding (`table`), for each tier from the top, and for each table.
 
-        docs/metrics.md explains them. With a world they cover this rank's rows, and `ranks` counts what it exchanged
-        with other ranks. While another thread loads, closes or compacts the rows, the last metrics are returned.
+        docs/metrics.md explains all metrics. With a world, metrics cover this rank's rows, and `ranks` counts this
+        rank's traffic. While another thread loads, closes or compacts the rows, the last metrics are returned.
         """
         return self.metrics_within(LOCK_SECONDS)
 
     @on_present_rows
     def metrics_within(self, seconds: float) -> dict[str, dict[str, Any]]:
-        """Return `metrics`, waiting at most `seconds` for another thread's lock, and never for it to move the store."""
+        """Return `metrics`. Wait up to `seconds` for another thread's lock, but never while the store is moved."""
         handle = self._handle if self._handle is not None and not self._pending else self.table_handle()
         traffic = {} if self.world is None else {"ranks": asdict(handle.table.traffic)}
         return {**metrics(handle.open_table, seconds), **traffic}
 
     @on_present_rows
     def explain(self, key: int, table: int | str | None = None) -> dict[str, Any]:
-        """Show where a row is now. For reading by people; changes nothing.
+        """Show where a row is now, for people to read. Changes nothing.
 
         Args:
             key: the row's id.
-            table: its table, by index or name. May be left out if there is only one.
+            table: index or name of the row's table. Optional if there is only one table.
 
         Returns:
             A dict with the row's table and key, and:
 
-            - `stored`: True if the row was written. Otherwise it is at its initial value.
-            - `why`: why it is not stored, as far as is known, or None.
+            - `stored`: True if the row was written. Otherwise the row has its initial value.
+            - `why`: the reason why the row is not stored, if known; otherwise None.
             - `updates`, `last_step`: how often the row was written, and the last step that wrote it.
-            - `tiers`: the tiers where the row is, from the top, with its position. In a cache, `dirty` means that the
-              tier below holds an older row, and `pinned` that a step or a prefetch holds it.
+            - `tiers`: the tiers that hold the row, from the top, with the row's position. In a cache, `dirty` means
+              that the tier below holds an older row, and `pinned` that a step or a prefetch keeps the row cached.
 
         Raises:
             InputError: the key or the table is invalid.
@@ -190,7 +190,7 @@ class KeyedRows(SavedRows):
         return {**row, "updates": newest["updates"], "last_step": newest["last_step"], "tiers": tiers}
 
     def _collective_lookup(self, keys: Any, table_ids: Any) -> Lookup:
-        """Return the checked lookup for a collective; an error is raised on all ranks."""
+        """Check a collective call's arguments and return their lookup. An error is raised on all ranks."""
         with self.raise_on_all_ranks():
             return self._lookup(keys, table_ids)
 

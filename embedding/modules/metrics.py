@@ -17,7 +17,7 @@ from .embedding import MultiTableMultiColumnEmbedding
 class Metric(NamedTuple):
     """Describes one number of `metrics()`.
 
-    kind: "counter", which grows from 0 while a store is open, or "gauge". exported: its name in Prometheus, if another.
+    kind: "counter", which grows from 0 while a store is open, or "gauge". exported: the Prometheus name, if different.
     """
 
     kind: str
@@ -34,7 +34,7 @@ def _latencies(name: str, calls: str) -> dict[str, Metric]:
 
 
 METRICS: dict[str, Metric] = {
-    # of the table
+    # metrics of the embedding
     "rows": _gauge("written rows of all tables, as `size()`"),
     "step": _gauge("training steps of this embedding; stored in snapshots"),
     "dropped": _counter("illegal ids dropped in lookups and `get`, with `bad_ids` `drop`"),
@@ -56,14 +56,14 @@ METRICS: dict[str, Metric] = {
     "prefetch_hits": _counter("steps whose batch `prefetch` announced"),
     "prefetch_misses": _counter("steps whose batch was not the next announced one"),
     "prefetch_dropped": _counter("announced batches dropped because too many waited"),
-    # of an embedding with a world, in addition to its tiers
+    # metrics of an embedding with a world, in addition to its tiers' metrics
     "ids_sent": _counter("distinct ids requested from other ranks"),
     "ids_received": _counter("distinct ids requested by other ranks"),
     "rows_sent": _counter("rows sent to other ranks"),
     "rows_received": _counter("rows received from other ranks"),
     "bytes_sent": _counter("bytes of ids, rows and gradients sent"),
     "bytes_received": _counter("bytes of ids, rows and gradients received"),
-    # of every tier
+    # metrics of every tier
     "hits": _counter("rows requested from this tier and found"),
     "misses": _counter("rows requested from this tier and not found"),
     "insertions": _counter("rows inserted here; for `ssd`, `rows_written`"),
@@ -75,7 +75,7 @@ METRICS: dict[str, Metric] = {
     ),
     **_latencies("fetch", "fetches"),
     **_latencies("write", "writes"),
-    # of caches
+    # metrics of caches
     "capacity": _gauge("rows that fit", "capacity_rows"),
     "fill": _gauge("`resident_rows` / `capacity`", "fill_ratio"),
     "index_bytes": _gauge("the index's part of `bytes`"),
@@ -90,7 +90,7 @@ METRICS: dict[str, Metric] = {
     "overflow_bytes": _gauge("memory of the overflow area"),
     "window_bytes": _gauge("memory that lists rows of announced batches until they are resident"),
     "prefetch_waits": _counter("prefetched batches that waited for the overflow area"),
-    # of RocksDB
+    # metrics of RocksDB
     "rows_written": _counter("rows written"),
     "rows_erased": _counter("rows erased, existing or not"),
     "read_threads": _gauge("threads of the next read, up to `io_threads`"),
@@ -151,8 +151,9 @@ class MetricsCollector:
     def collect(self) -> Iterator[Any]:
         """Yield a family for each metric, with the labels `embedding` and `tier`.
 
-        Latencies also get the label `quantile`, with 1 for the longest. A table's metrics get `embedding` and `table`.
-        `tierbed_up` is 1 for an embedding with metrics, and 0 if it is unused, closed or, with a warning, failed.
+        Latencies also get the label `quantile`, 1 for the longest. A table's metrics get `embedding` and `table`.
+        `tierbed_up` is 1 for an embedding with metrics. It is 0 if the embedding is unused, closed or failed; only a
+        failed embedding also gives a warning.
         """
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
@@ -165,7 +166,7 @@ class MetricsCollector:
                 families[name] = kind(f"tierbed_{name}", metric.meaning, labels=list(labels))
             families[name].add_metric(list(labels.values()), value)
 
-        end = monotonic() + LOCK_SECONDS  # for all embeddings together
+        end = monotonic() + LOCK_SECONDS  # one deadline for all embeddings
         for embedding in self._embeddings:
             metrics = _read(embedding, max(end - monotonic(), 0))
             own = {"embedding": embedding.name}
@@ -199,7 +200,7 @@ def write_tensorboard(writer: Any, *embeddings: MultiTableMultiColumnEmbedding, 
     """Add open embeddings' metrics to a TensorBoard writer, as scalars.
 
     Tags are `<embedding>/<tier>/<metric>`, and for a table `<embedding>/tables/<table>/<metric>`. An embedding that was
-    not used yet adds nothing; one that fails logs a warning.
+    not used yet adds nothing. An embedding that fails gives a warning.
 
     Args:
         writer: a `torch.utils.tensorboard.SummaryWriter`.
@@ -238,10 +239,10 @@ def _check(embeddings: Sequence[Any]) -> None:
 
 
 def _read(embedding: MultiTableMultiColumnEmbedding, seconds: float = LOCK_SECONDS) -> dict[str, dict[str, Any]]:
-    """Return an embedding's metrics, or {} if it is unused, closed or, with a warning, failed. Never opens a store."""
+    """Return an embedding's metrics. {} if it is unused, closed or failed (with a warning). Never opens a store."""
     try:
         return embedding.metrics_within(seconds) if embedding.is_open and not embedding.has_pending_rows else {}
-    except ClosedError:  # closed meanwhile
+    except ClosedError:  # another thread closed the embedding
         return {}
     except TierbedError as error:
         warnings.warn(f"no metrics of embedding {embedding.name!r}: {error}", RuntimeWarning, stacklevel=3)

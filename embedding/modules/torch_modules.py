@@ -31,16 +31,16 @@ from .dense_rows import dense_rows
 from .embedding import MultiTableEmbedding
 
 Store = Mapping[str, Any] | str | os.PathLike[str] | None
-# these configure a parameter; on a `weight` they would only affect one lookup's result
+# functions that configure a parameter; on a `weight` they would only affect one lookup's result
 _PARAMETER_ONLY = ("__set__", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 MAX_WEIGHT = 1 << 26  # elements of a `weight`: 256 MiB of float32
 
 
 class Weight(ReadOnlyCopy):
-    """The rows of a table as a tensor that autograd follows. Writing to it raises InputError.
+    """The rows of a table as a tensor that autograd follows. Writing to the tensor raises InputError.
 
-    Torch's weight is a parameter and stays current. This is one lookup's result: after a training step or a load,
-    computing with it or with a view raises as well.
+    Torch's weight is a parameter and stays current. A `Weight` is one lookup's result: after a training step or a
+    load, computing with the `Weight` or with a view raises InputError as well.
     """
 
     def __init__(self, tensor: Tensor, remedy: str, table: OpenTable, step: int) -> None:
@@ -117,8 +117,8 @@ class TorchTable(MultiTableEmbedding):
     def weight(self) -> Tensor:
         """All rows, [num_embeddings, embedding_dim]: a lookup's result, which autograd follows.
 
-        Each read of this attribute looks up all rows; call `emb(ids)` for a few. Writing to the tensor or assigning
-        the attribute raises InputError; in torch.compile such writes are dropped.
+        Each read of this attribute looks up all rows; call `emb(ids)` for a few rows. Writing to the tensor or
+        assigning the attribute raises InputError; in torch.compile such writes are dropped.
 
         Raises:
             InputError: the table takes any id, or has more than 2**26 elements.
@@ -152,9 +152,9 @@ class TorchTable(MultiTableEmbedding):
         """Replace the rows, as `MultiTableEmbedding.load_dense` does.
 
         Args:
-            weights: the tensor [num_embeddings, embedding_dim], or a dict with it for table 0.
-            states: optimizer states by name, or a dict with them for table 0.
-            step: how many steps the rows were trained.
+            weights: the tensor [num_embeddings, embedding_dim], or {0: tensor}.
+            states: optimizer states by name, or {0: states}.
+            step: how many steps trained the rows.
         """
         by_table = {0: weights} if isinstance(weights, Tensor) else weights
         super().load_dense(by_table, {0: states} if states and 0 not in states else states, step)
@@ -206,9 +206,9 @@ class Embedding(TorchTable, nn.Embedding):  # type: ignore[misc, override]
             other values into it.
         sparse: ignored; gradients always cover only the rows that were looked up.
         device: where lookups run: "cpu", "cuda" or "meta".
-        dtype: rows and results are torch.float32, float16 or bfloat16. Default: torch's default dtype.
-        store: store options from a `make_*_store_options` function, or the dict that they print; or the path of a TOML
-            file with a table [name] or a single table. Default: host memory.
+        dtype: of rows and results: torch.float32, float16 or bfloat16. Default: torch's default dtype.
+        store: the result of a `make_*_store_options` function, the dict that the function prints, or the path of a
+            TOML file with a table [name] or a single table. Default: host memory.
         name: names the store's folder. Default: the module's path in the model.
         initializer: initial rows, from a `make_*_initializer` function. Default: normal(0, 1), as in torch.
         seed: for initial rows, as in `MultiTableEmbedding`. torch.manual_seed does not change them.
@@ -239,7 +239,7 @@ class Embedding(TorchTable, nn.Embedding):  # type: ignore[misc, override]
         rows = MultiTableEmbedding.forward(self, input)  # faster than super()
         if self.padding_idx is None or not rows.requires_grad:
             return rows
-        is_padding = input.to(torch.int64) == self.padding_idx  # in a narrow dtype torch would compare the low bits
+        is_padding = input.to(torch.int64) == self.padding_idx  # a narrow dtype would compare only the low bits
         return torch.where(is_padding.unsqueeze(-1), rows.detach(), rows)
 
 
@@ -249,7 +249,7 @@ class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
     Args:
         mode: how to pool a bag: "sum" or "mean".
         include_last_offset: if True, offsets contain one more element, the end of the last bag.
-        padding_idx: id to leave out of bags. Its row starts as zeros.
+        padding_idx: id to leave out of bags. The id's row starts as zeros.
 
     The other arguments are the same as for `Embedding`.
 
@@ -280,7 +280,7 @@ class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
 
         Args:
             input: integer ids: [n], all bags one after another, with `offsets`; or [bags, L], a bag in each row.
-            offsets: int64 or int32 [bags], where each bag starts; [bags + 1] with `include_last_offset`.
+            offsets: each bag's first index, int64 or int32 [bags]; [bags + 1] with `include_last_offset`.
             per_sample_weights: floats, input.shape, to multiply rows with. For mode="sum" only.
 
         Returns:
@@ -298,7 +298,7 @@ class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
             weights = weights.to(torch.float32)
         if self.padding_idx is None:
             return MultiTableEmbedding.forward(self, input, None, offsets, pooling, weights)
-        is_row = (input.to(torch.int64) != self.padding_idx).to(torch.float32)  # as in Embedding
+        is_row = (input.to(torch.int64) != self.padding_idx).to(torch.float32)  # int64, as in Embedding.forward
         weights = is_row if weights is None else weights * is_row
         sums = MultiTableEmbedding.forward(self, input, None, offsets, "sum", weights)
         return sums if self.mode == "sum" else sums / _counts(is_row, offsets).to(sums.dtype)
@@ -356,7 +356,7 @@ _REMEDIES = {
 
 
 def _store_options(store: Store, name: str | None) -> Mapping[str, Any]:
-    """Return the options that `store=` gives: options, a dict, or the path of a TOML file with a table [name]."""
+    """Return the store options in `store`, which may be a dict or the path of a TOML file with a table [name]."""
     if store is None:
         return make_host_mem_store_options()
     if not isinstance(store, (str, os.PathLike)):
@@ -370,7 +370,7 @@ def _store_options(store: Store, name: str | None) -> Mapping[str, Any]:
 
 
 def _padding(padding_idx: Any, num_embeddings: int | None) -> int | None:
-    """Return padding_idx counted from 0; a negative one counts from the end, as in torch. Raises OptionError."""
+    """Return padding_idx counted from 0; a negative index counts from the end, as in torch. Raises OptionError."""
     if padding_idx is None:
         return None
     low, high = (-(2**63), 2**63 - 1) if num_embeddings is None else (-num_embeddings, num_embeddings - 1)

@@ -1,4 +1,4 @@
-"""Refuses modules that keep parameters equal over ranks: without a world, rows are not exchanged and would diverge."""
+"""Refuses modules that keep parameters equal over ranks, because rows without a world would diverge."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...engine.ops.rows_contract import EmbeddingBase
 
 log = logging.getLogger("tierbed")
 
-# by name, so that this module imports none of them
+# wrapper classes are recognized by their module's name, so that this file imports none of those modules
 _TORCHREC = "torchrec.distributed.model_parallel"
 _WRAPPERS = ("torch.nn.parallel.distributed", "torch.distributed.fsdp", "torch.distributed._composable", _TORCHREC)
 _TENSORS = "torch.distributed.tensor"
@@ -25,7 +25,7 @@ LEAVES_ROWS = "tierbed_leaves_rows"  # marks a DistributedDataParallel that igno
 
 
 def check_world(world: World | None, name: str) -> World | None:
-    """Return embedding `name`'s world, or None if that is one rank. Raises OptionError if it is not a World."""
+    """Return embedding `name`'s world, or None for a world of one rank. Raises OptionError if it is not a World."""
     if world is None:
         return None
     if not isinstance(world, World):
@@ -34,18 +34,18 @@ def check_world(world: World | None, name: str) -> World | None:
 
 
 def warn_alone(name: str) -> None:
-    """Warn if embedding `name` is without a world in a job with several processes, so that each trains its own rows."""
+    """Warn if a job has several processes but embedding `name` lacks a world: each process trains separate rows."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         log.warning(
-            "embedding %r has no world, and torch's process group has %d processes: each has rows of its own; give "
-            "world=World.from_env() to share them",
+            "embedding %r has no world, and torch's process group has %d processes: each process has separate rows; "
+            "give world=World.from_env() to share the rows",
             name,
             dist.get_world_size(),
         )
 
 
 def refuse_ranks(root: nn.Module) -> None:
-    """Raise GraphError for a module or parameter under a graph that is sharded or kept equal over ranks."""
+    """Raise GraphError if a module or parameter in a graph is sharded or kept equal over ranks."""
     if (shared := _find_shared(root, "the graph")) is not None:
         raise _graph_refusal(shared)
 
@@ -53,8 +53,8 @@ def refuse_ranks(root: nn.Module) -> None:
 def refuse_eager_ranks(root: nn.Module, embeddings: Sequence[EmbeddingBase]) -> World | None:
     """Return the common world of an EagerOptimizer's embeddings, or None. Raises OptimizerError if rows would diverge.
 
-    Rows diverge if the embeddings have different worlds, and if they have none in a module that is sharded or kept
-    equal over ranks. With a world, no such module may contain an embedding.
+    Rows diverge if the embeddings have different worlds, or if a module that is sharded or kept equal over ranks
+    contains embeddings without a world. Embeddings with a world may not be inside such a module either.
     """
     worlds = {id(embedding.world): embedding.world for embedding in embeddings}
     if len(worlds) > 1:
@@ -106,7 +106,7 @@ def refuse_around(root: nn.Module) -> None:
 
 
 def _active_wrapper() -> str:
-    """Describe the DistributedDataParallel in the call stack, or the TorchRec module that made it."""
+    """Describe the DistributedDataParallel in the call stack, or the TorchRec module that created this wrapper."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         module = frame.f_locals.get("self")

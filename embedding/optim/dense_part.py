@@ -1,9 +1,9 @@
 """Warns if freshly initialized dense parameters are about to train with an earlier run's rows.
 
-Every store draws a random run id when it starts empty. Snapshots, checkpoints and clean markers carry the id, so rows
-keep it wherever they go. For each dense parameter, this module remembers the run ids of rows that it was trained with
-in this process. A parameter is fresh if there is no such run id, and since its graph or optimizer was made nobody has
-written to it or loaded optimizer state for it. Rows saved by an earlier version get an id when they are opened.
+Every store draws a random run id when it starts empty. Snapshots, checkpoints and clean markers contain the run id, so
+copied rows keep it. For each dense parameter, this module remembers the run ids of the rows that this process trained
+together with the parameter. A parameter is fresh if no run id is remembered and if, since its graph or optimizer was
+made, no code wrote to it or loaded optimizer state for it. Rows from an earlier version get a run id when opened.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..state_dict.saved_rows import SavedRows
 
 log = logging.getLogger("tierbed")
-_runs: Any = WeakTensorKeyDictionary()  # by dense parameter: the ids of the runs it was trained with
-_versions: Any = WeakTensorKeyDictionary()  # by dense parameter: torch's version when its optimizer was made
+_runs: Any = WeakTensorKeyDictionary()  # by dense parameter: run ids of the rows trained with it
+_versions: Any = WeakTensorKeyDictionary()  # by dense parameter: torch's version number when the optimizer was made
 _own_runs: set[str] = set()  # the ids of runs that this process trained
 
 
@@ -32,14 +32,14 @@ def note_versions(parameters: Iterable[Tensor]) -> None:
 
 
 def note_run(parameters: Iterable[Tensor], embeddings: Iterable[SavedRows]) -> None:
-    """Remember that these parameters and the embeddings' rows belong together, since they were loaded together."""
+    """Remember that these parameters and the embeddings' rows belong together, because one load brought both."""
     runs = {embedding.table_handle().open_table.run for embedding in embeddings if embedding.is_open}
     for parameter in parameters:
         _runs.setdefault(parameter, set()).update(runs)
 
 
 def warn_of_state(embedding: SavedRows) -> bool:
-    """Warn if rows keep optimizer state under an optimizer that has none yet. Returns True if they do."""
+    """Warn if rows have optimizer state, but their optimizer lacks state. Returns True in this case."""
     handle: Any = embedding.table_handle()
     table = handle.open_table
     has_state = bool(table.step and table.state.names and not handle.local.persistence.resumed_step)
@@ -57,7 +57,7 @@ def warn_of_state(embedding: SavedRows) -> bool:
 class DensePart:
     """The dense parameters of a graph or an optimizer, before its first training step.
 
-    owner: names the graph or optimizer in messages. parameters: None if unknown. states: the optimizer's, by parameter.
+    owner: names the graph or optimizer in messages. parameters: None if unknown. states: its states, by parameter.
     """
 
     def __init__(self, owner: str, parameters: Iterable[Tensor] | None, states: Mapping[Any, Any]) -> None:
@@ -68,7 +68,7 @@ class DensePart:
         self._is_known = parameters is not None
 
     def check(self, embedding: SavedRows) -> None:
-        """Warn if an open embedding has resumed rows that these parameters were not trained with; remember its run."""
+        """Warn if an open embedding resumed rows that were not trained with these parameters. Remembers the run id."""
         handle: Any = embedding.table_handle()
         run, step = handle.open_table.run, handle.local.persistence.resumed_step
         fresh = sum(run not in runs if runs else not written for _, runs, written in self._before)

@@ -1,9 +1,9 @@
 """`EagerOptimizer`: trains rows in a plain PyTorch loop.
 
-backward() through a lookup keeps the gradient, and `step()` applies each embedding's gradients in one update of its
-rows. The optimizer holds the embedding's shadow parameter, whose param group gives the learning rate and other
-settings; the row optimizer inside the store follows them. Over ranks, `step()` first checks on all ranks that the step
-can be made, and sends each gradient to the rank that owns its row.
+backward() through a lookup keeps the gradient, and `step()` applies all of an embedding's gradients in one row update.
+The optimizer holds the embedding's shadow parameter. The row optimizer inside the store uses the learning rate and
+other settings from that parameter's param group. Over ranks, `step()` first checks that all ranks can make the step,
+then sends each gradient to the rank that owns its row.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from .dense_part import DensePart, note_versions, warn_of_state
 
 log = logging.getLogger("tierbed")
 
-MAX_SHARED = 62  # embeddings over ranks: each needs a bit in a handshake's note
+MAX_SHARED = 62  # embeddings over ranks: each embedding needs one bit in a handshake's note
 STEP = "step() of an EagerOptimizer"
-IN_BACKWARD = "_in_backward_optimizers"  # torch's attribute with the optimizers to step in backward()
+IN_BACKWARD = "_in_backward_optimizers"  # torch's attribute that lists optimizers to step in backward()
 
 
 def _wrapped_attribute(name: str) -> Any:
@@ -66,18 +66,18 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
     schedulers take this object or the wrapped optimizer, `optimizer.optimizer`.
 
     While this object exists, backward() through a lookup keeps the gradient for `step()`. If a newer EagerOptimizer
-    takes an embedding over, `step()` of the older one raises OptimizerError.
+    takes an embedding over, `step()` of the older EagerOptimizer raises OptimizerError.
 
-    With a world, all its ranks call `step()`, and rows train with the ranks' mean gradient. Dense
-    parameters are not exchanged: wrap them in a DistributedDataParallel.
+    With a world, all ranks must call `step()`, and rows train with the ranks' mean gradient. Gradients of dense
+    parameters are not exchanged: wrap the dense modules in a DistributedDataParallel.
 
     Args:
         optimizer: a torch.optim optimizer that holds the parameters of all embeddings to train under `module`.
         module: the model. If None, snapshots and recovery cover only the embeddings whose parameters `optimizer` holds.
 
     Raises:
-        OptimizerError: rows cannot follow `optimizer`; it does not hold an embedding of `module`; an older
-            EagerOptimizer has gradients that it did not apply; or ranks share the module, but not the rows.
+        OptimizerError: rows cannot follow `optimizer`; `optimizer` lacks an embedding of `module`; an older
+            EagerOptimizer has not applied all its gradients; or ranks share the module, but not the rows.
 
     Example::
 
@@ -90,11 +90,11 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
 
     state, param_groups = _wrapped_attribute("state"), _wrapped_attribute("param_groups")
     _warns_of_lazy_rows = True
-    _step_supports_amp_scaling = False  # a GradScaler must unscale gradients itself, even if the wrapped one could
+    _step_supports_amp_scaling = False  # a GradScaler must unscale, even if the wrapped optimizer could
 
     @checked_arguments("module")
     def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module | None = None) -> None:
-        # not super().__init__: groups, state, defaults and hooks are the wrapped optimizer's
+        # super().__init__ is not called: groups, state, defaults and hooks belong to the wrapped optimizer
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise OptimizerError(
                 f"optimizer={type(optimizer).__name__}: give a torch.optim optimizer, such as torch.optim.SGD"
@@ -107,10 +107,10 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         modules = [candidate for candidate in candidates if isinstance(candidate, EmbeddingBase)]
         embeddings = [module for module in modules if module.shadow.requires_grad]
         self._world = refuse_eager_ranks(root, embeddings) or World.single()
-        self._partial_update = ""  # an error in this rank's row updates, when other ranks made theirs
+        self._partial_update = ""  # this rank's error in row updates that other ranks have made
         if self._world.size > 1 and len(embeddings) > MAX_SHARED:
             raise OptimizerError(
-                f"{len(embeddings)} embeddings over ranks; give each EagerOptimizer {MAX_SHARED} or fewer"
+                f"{len(embeddings)} embeddings over ranks; give each EagerOptimizer at most {MAX_SHARED}"
             )
         for embedding in embeddings:
             if id(embedding.shadow) not in groups:
@@ -147,7 +147,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         self._lost_embedding = embedding.name
 
     def _check_can_take(self, embedding: EmbeddingBase) -> None:
-        """Raise OptimizerError if backward() trains the embedding, or an older one would lose its gradients."""
+        """Raise OptimizerError if backward() trains the embedding, or an older optimizer would lose gradients."""
         if hasattr(embedding.shadow, IN_BACKWARD):
             raise OptimizerError(
                 f"embedding {embedding.name!r}: apply_optimizer_in_backward gave its parameter an optimizer, which "
@@ -157,7 +157,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         if embedding.handle in holders and isinstance(grad, ShadowGrad) and grad.row_gradients.is_waiting:
             raise OptimizerError(
                 f"another EagerOptimizer has gradients of embedding {embedding.name!r} that it has not applied; call "
-                "its step(), or drop them by zero_grad() of the model, before you make a new one"
+                "its step(), or drop them by zero_grad() of the model, before you make a new optimizer"
             )
 
     def _snapshot_embeddings(self) -> list[SavedRows]:
@@ -186,23 +186,23 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update each row that backward() reached since `zero_grad()` once, then step the wrapped optimizer.
+        """Update all rows that backward() reached since `zero_grad()`, then step the wrapped optimizer.
 
-        Embeddings that no backward() reached do not change, and neither do their step counts.
+        Each of these rows is updated once. Embeddings that backward() did not reach keep their rows and step counts.
 
         Args:
             closure: runs forward() and backward() and returns the loss. Called first, as in torch's optimizers.
 
         Returns:
-            What `closure` returned, or None.
+            The result of `closure`, or None.
 
         Raises:
             StoreError, CapacityError, InputError: rows cannot be fetched; no row has changed.
             GraphError: the call is in `build` of a graph, or another thread trains the rows.
             OptimizerError: a newer EagerOptimizer has taken an embedding over; or, over ranks, an earlier step raised
-                during one rank's updates; then load rows, and state by `load_state_dict()`.
+                during one rank's updates (load rows, and load optimizer state by `load_state_dict()`).
 
-        Over ranks, what the closure raises on one rank is raised on all.
+        Over ranks, an error of the closure on one rank is raised on all ranks.
         """
         if detect_fake_mode() is not None:
             raise GraphError(
@@ -222,7 +222,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                     loss = closure()
             except BaseException as error:
                 if self._world.must_report(error):
-                    self._world.handshake(STEP, error)  # the other ranks wait for this one, and raise as well
+                    self._world.handshake(STEP, error)  # the other ranks wait for this rank, and raise as well
                 raise
         with uninterrupted():
             with torch.no_grad():
@@ -245,8 +245,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         if not set_to_none and self._warns_of_zeros:
             self._warns_of_zeros = False
             log.warning(
-                "zero_grad(set_to_none=False): torch's step then moves a parameter that no backward() reached by its "
-                "momentum, but rows stay as they are; leave set_to_none out"
+                "zero_grad(set_to_none=False): by momentum, torch's step then moves a parameter that no backward() "
+                "reached, but rows stay as they are; leave set_to_none out"
             )
         for embedding, _ in self._trained:
             check_not_traced(embedding)
@@ -262,20 +262,20 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
 
         Args:
             parameters: dense parameters, and parameters of this optimizer's embeddings.
-            max_norm: largest norm, a number or a 0-d tensor. `inf` to measure the norm without scaling.
+            max_norm: the largest allowed norm, a number or a 0-d tensor. `inf` only measures the norm.
 
         Returns:
             The norm before scaling, a float32 scalar on the CPU.
 
         Raises:
-            OptimizerError: `max_norm` is neither inf nor a positive float32; or the rows belong to another
-                EagerOptimizer, or ranks share them.
+            OptimizerError: `max_norm` is neither inf nor a positive float32; the rows belong to another
+                EagerOptimizer; or ranks share the rows.
             InputError: a gradient was changed in place.
         """
         limit = as_number(max_norm.item() if isinstance(max_norm, Tensor) and max_norm.dim() == 0 else max_norm)
         if limit is None or not (SMALLEST <= limit < LARGEST or limit == math.inf):
             raise OptimizerError(
-                f"max_norm={max_norm!r}: give a number from {SMALLEST:.3g} to {LARGEST:.3g}, or inf to measure alone"
+                f"max_norm={max_norm!r}: give a number from {SMALLEST:.3g} to {LARGEST:.3g}, or inf to only measure"
             )
         distinct = dict.fromkeys([parameters] if isinstance(parameters, Tensor) else parameters)
         grads = [parameter.grad for parameter in distinct if parameter.grad is not None]
@@ -309,7 +309,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state_dict. Rows' optimizer state is saved with the rows."""
         state = self.optimizer.state_dict()
-        # `state` is empty before the first step and for optimizers without state, and has names in TorchRec's
+        # `state` is empty before the first step and for stateless optimizers; TorchRec's optimizers use names as keys
         if all(isinstance(number, int) for number in state["state"] or [""]):
             for number in self._row_numbers():
                 state["state"].setdefault(number, {})  # torch's get_state_dict expects an entry for each parameter
@@ -326,7 +326,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 if isinstance(value, Tensor) and value.numel() > 1:
                     raise OptimizerError(
                         f"state_dict: {name!r} {list(value.shape)} is of the rows of embedding {embedding.name!r}, "
-                        "whose state is with them; give it to load_dense of the embedding, and leave it out here"
+                        "which store their own state; give it to load_dense of the embedding, and leave it out here"
                     )
         self.optimizer.load_state_dict(copy.deepcopy(state_dict))
         self._begins, self._partial_update = False, ""
@@ -340,7 +340,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         return {numbers[id(e.shadow)]: e for e, _ in self._trained if id(e.shadow) in numbers}
 
     def _reached(self) -> list[tuple[EmbeddingBase, RowOptimizer, RowGradients]]:
-        """Return the embeddings that backward() reached on some rank. An error on one rank is raised on all."""
+        """Return the embeddings that backward() reached on any rank. An error on one rank is raised on all ranks."""
         trained = self._trained
         if self._world.size == 1:
             local = self._checked_gradients(trained)
@@ -359,7 +359,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         if self._partial_update:
             raise OptimizerError(
                 f"a step of an EagerOptimizer raised {self._partial_update} during its updates, and other ranks "
-                "applied theirs, so rows differ; on all ranks load a snapshot of every embedding and the dense "
+                "applied updates, so rows differ; on all ranks load a snapshot of every embedding and the dense "
                 "parameters of its step, and restore the optimizer by EagerOptimizer.load_state_dict()"
             )
         kept = [kept_gradients(embedding) for embedding, _ in trained]
@@ -378,12 +378,12 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 except BaseException as wrong:
                     if self._world.size == 1:
                         raise
-                    error = error or wrong  # go on with the others, which other ranks update as well
+                    error = error or wrong  # other ranks update all embeddings, so continue
             if error is not None:
                 raise error
 
     def _dense(self, embeddings: Iterable[EmbeddingBase]) -> list[Tensor] | None:
-        """Return the dense parameters of the module and the optimizer; None if they are not known."""
+        """Return the dense parameters of the module and the optimizer; None if the parameters are unknown."""
         module = None if self._module is None else self._module()
         shadows = {id(embedding.shadow) for embedding in embeddings}
         parameters = [*([] if module is None else module.parameters()), *self._parameters()]
@@ -405,7 +405,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
 
     @contextmanager
     def _amid_updates(self) -> Iterator[None]:
-        """Run updates that all ranks make. If they raise on this rank, later steps raise on all ranks."""
+        """Run updates that all ranks make. If an update raises on this rank, later steps raise on all ranks."""
         try:
             yield
         except BaseException as error:
@@ -417,7 +417,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
 class InBackwardOptimizer(EagerOptimizer):
     """The optimizer that `apply_optimizer_in_backward` gave an embedding. Torch steps it in backward().
 
-    Torch keeps it until the process ends, so it holds the embedding by a weak reference.
+    Torch keeps this optimizer until the process ends, so the optimizer holds only a weak reference to the embedding.
     """
 
     _warns_of_lazy_rows = False
@@ -449,7 +449,7 @@ class InBackwardOptimizer(EagerOptimizer):
         except BaseException:
             for group in groups:
                 group.fail_pass()
-            self.zero_grad()  # or the next step would apply the gradients that this one did not
+            self.zero_grad()  # otherwise the next step would apply the gradients of this failed step
             raise
 
     def _pinned(self) -> None:
@@ -476,7 +476,7 @@ def follow_in_backward(embedding: EmbeddingBase) -> None:
 
 
 def exchange(world: World, pinned: list[tuple[RowGradients, Any]]) -> None:
-    """Send each gradient to the rank that owns its row. An error on one rank is raised on all."""
+    """Send each gradient to the rank that owns the row. An error on one rank is raised on all ranks."""
     error: BaseException | None = None
     for gradients, batch in pinned:
         try:

@@ -1,4 +1,4 @@
-"""A save in the background: a thread for each table writes its snapshot while steps go on."""
+"""Saves in the background: one thread per table writes the table's snapshot while training continues."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ log = logging.getLogger("tierbed")
 
 
 class BackgroundSaving:
-    """Writes snapshots in threads while steps go on. Implements `SaveHandle`.
+    """Writes snapshots in threads while training continues. Implements `SaveHandle`.
 
-    In one process, the last thread to finish writing gives all snapshots their names. Over ranks, this happens in the
-    first `at_step` or `wait` that all ranks call after they have all written. label: names the save in messages.
+    In one process, the last thread to finish writing gives all snapshots their names. Over ranks, the snapshots get
+    names in the first `at_step` or `wait` after all ranks have written. label: names the save in messages.
     """
 
     def __init__(self, world: World, op: str, label: str, saves: Sequence[TableSave], new: NewSnapshots) -> None:
@@ -55,13 +55,13 @@ class BackgroundSaving:
         self._arrive(None)
 
     def _write(self, save: TableSave, at: int, chunks: Chunks) -> None:
-        """Write the rows of one table. Runs in the table's thread, and waits for the other threads."""
+        """Write the rows of one table, then wait for the other tables' threads. Runs in the table's thread."""
         _, error = try_call(lambda: save.write(chunks=self._unless_dropped(chunks)))
         if self._world.size == 1:
             self._arrive(at, error)
             while not self._ended.wait(POLL_SECONDS):
                 for other, thread in enumerate(self._threads):
-                    if thread.done:  # it has arrived, or died without
+                    if thread.done:  # this thread has arrived, or died before it could
                         self._arrive(other, StoreError(f"{self.what}: a thread that saves it died"))
             error = self._error
         if error is not None:
@@ -76,9 +76,9 @@ class BackgroundSaving:
             yield chunk
 
     def _arrive(self, at: int | None, error: BaseException | None = None) -> None:
-        """Count the thread of table `at` as written or failed; None counts the start of all threads.
+        """Count the thread of table number `at` as written or failed. `at` is None once all threads are started.
 
-        The last one to arrive completes the save. Does nothing over ranks.
+        The last of these calls completes the save. Does nothing over ranks.
         """
         if self._world.size > 1:
             return
@@ -107,8 +107,8 @@ class BackgroundSaving:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait at most `timeout` seconds until all snapshots are complete. Returns False if the save continues.
 
-        Ctrl-C ends only the wait. Raises the save's error on all ranks; then there is no snapshot, unless the
-        error says otherwise. All ranks call it.
+        Ctrl-C ends only the wait. All ranks call `wait`. If the save failed, `wait` raises the save's error on all
+        ranks, and no snapshot exists, unless the error says otherwise.
         """
         end = None if timeout is None else monotonic() + timeout
         error = None
@@ -128,7 +128,7 @@ class BackgroundSaving:
         return self.done
 
     def at_step(self) -> None:
-        """Complete the snapshots if every rank has written its rows. All ranks call it, between two steps."""
+        """Complete the snapshots if every rank has written its rows. All ranks call this between two steps."""
         if self._world.size == 1 or self._ended.is_set():
             return
         is_writing = not all(thread.done for thread in self._threads)

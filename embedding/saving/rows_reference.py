@@ -1,9 +1,8 @@
-"""References in a state_dict to the rows that belong to it.
+"""References that a state_dict contains in place of an embedding's rows.
 
-A reference contains a step and a version, and a snapshot's name and digest if there is a snapshot. Two references are
-to the same rows if their versions are equal, or their snapshots' digests. The digest recognizes the same rows in a
-snapshot with another name, or in another store folder. Early versions of tierbed wrote only a step and the snapshot's
-name.
+A reference contains a step and a version, and a snapshot's name and digest if there is a snapshot. Two references name
+the same rows if the versions or the snapshots' digests are equal. The digest recognizes the same rows in a snapshot
+with another name or in another store folder. Early versions of tierbed wrote only the step and the snapshot's name.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ NO_ROWS = version_of_snapshot(EMPTY)  # the version of rows that were never writ
 
 
 class RowsReference(NamedTuple):
-    """Names an embedding's rows.
+    """Identifies the rows of an embedding.
 
-    `step` is None for rows that were not used yet, `version` without a store folder, `digest` (a hash of the snapshot's
-    rows) without a snapshot. Early versions of tierbed wrote neither `version` nor `digest`.
+    `step` is None if the rows were not used yet. `version` is None without a store folder. `digest`, a hash of the
+    snapshot's rows, is None without a snapshot. Early versions of tierbed wrote neither `version` nor `digest`.
     """
 
     step: int | None
@@ -49,7 +48,7 @@ class RowsReference(NamedTuple):
         return parsed
 
     def may_be(self, other: RowsReference) -> bool:
-        """True if these rows can be the rows that `other`, from a state_dict, names."""
+        """True if `other`, a reference from a state_dict, may name the same rows as this reference."""
         if other.version is not None and self.version == other.version:
             return True
         if self.digest and other.digest:
@@ -61,17 +60,17 @@ class RowsReference(NamedTuple):
         return self.snapshot == other.snapshot
 
 
-UNKNOWN = RowsReference(-1)  # the rows of the state_dict cannot be loaded
+UNKNOWN = RowsReference(-1)  # for a state_dict whose rows cannot be loaded
 _STOPPED = -2
 
 
 def stopped_at(culprit: str) -> RowsReference:
-    """Return a reference that matches no rows, after a load stopped at `culprit`: rows may be old or new."""
+    """Return a reference that matches no rows. Used if a load stopped at `culprit`, so rows may be old or new."""
     return RowsReference(_STOPPED, culprit)
 
 
 def reference_of_snapshot(snapshots: Path | None, name: str | None) -> RowsReference | None:
-    """Return a reference to a snapshot in a folder; None if it does not exist or cannot be read."""
+    """Return a reference to a snapshot in a folder; None if the snapshot does not exist or cannot be read."""
     try:
         if snapshots is None or name is None:
             return None
@@ -79,7 +78,7 @@ def reference_of_snapshot(snapshots: Path | None, name: str | None) -> RowsRefer
         snapshot = Snapshot.open(snapshots / name)
     except SnapshotError:
         return None
-    # full snapshots of the same rows in as many shards have equal files, whatever their names
+    # full snapshots of the same rows in the same number of shards have equal files, whatever their names
     files = [[file, entry.rows, entry.bytes, entry.crc32] for file, entry in sorted(snapshot.manifest.files.items())]
     content = json.dumps(files) if snapshot.kind == "full" else snapshot.manifest.id
     digest = hashlib.sha256(content.encode()).hexdigest()[:32]
@@ -87,7 +86,7 @@ def reference_of_snapshot(snapshots: Path | None, name: str | None) -> RowsRefer
 
 
 def reference_at(step: int | None, snapshots: Path | None, base: str | None, version: str | None) -> RowsReference:
-    """Return a reference to rows with a step and a version, naming the snapshot `base` if it holds them."""
+    """Return a reference to rows with a step and a version. It names the snapshot `base` if `base` has these rows."""
     saved = reference_of_snapshot(snapshots, base)
     return RowsReference(step, version=version) if saved is None or saved.version != version else saved
 
@@ -101,7 +100,7 @@ def reference_of_unopened(store: Path, fresh: bool) -> RowsReference:
 
 
 def matches(pending: RowsReference, present: RowsReference, saved: RowsReference | None) -> bool | None:
-    """True if a state_dict names the present rows; None if only its snapshot `saved` holds its rows; else False."""
+    """True if `pending` names the present rows, None if only the snapshot `saved` holds its rows, otherwise False."""
     if saved is None or not saved.may_be(pending):
         return present.may_be(pending)
     return True if present.version == saved.version or present.may_be(pending) else None
@@ -111,17 +110,17 @@ def check_not_pending(name: str, pending: Sequence[RowsReference]) -> None:
     """Raise StoreError if an embedding lacks the rows that the last loaded state_dict names."""
     if pending:
         raise StoreError(
-            f"embedding {name!r} has other rows than the state_dict that was loaded last, and is not saved: in its "
-            "process load another state, or call keep_rows(), which accepts these rows"
+            f"embedding {name!r} has other rows than the state_dict that was loaded last, and is not saved: in the "
+            "embedding's process, load another state, or accept these rows by keep_rows()"
         )
 
 
 def mismatch_text(
     name: str, present: RowsReference, pending: RowsReference, snapshots: bool, in_memory: bool = False
 ) -> str:
-    """Return the error for embedding `name`, whose rows are not those that a loaded state_dict names.
+    """Return the error text for embedding `name` if a loaded state_dict names other rows than the embedding has.
 
-    snapshots: True if its own state_dicts name snapshots. in_memory: True if they hold the rows.
+    snapshots: True if the embedding's state_dicts name snapshots. in_memory: True if the state_dicts hold the rows.
     """
     if pending.step == _STOPPED:
         return (

@@ -34,18 +34,17 @@ def save_together(
     background: bool = False,
     progress: ProgressCallback | None = None,
 ) -> SaveHandle | None:
-    """Save the rows of all tables as snapshot `name`, each in its store folder, between two steps. All ranks call it.
+    """Save each table's rows as snapshot `name` in the table's store folder, between two steps. All ranks call this.
 
-    If it raises, none of the snapshots exists, unless the error says otherwise. If several tables are saved as
-    incremental, one without a parent is saved full. background: return immediately, while threads save the rows as they
-    are now. progress: called with the row count of each chunk that this process writes. Raises SnapshotError,
-    StoreError, OptionError.
+    On an error, no snapshot exists, unless the error says otherwise. If several tables are saved as incremental, tables
+    without a parent snapshot are saved full. background: return immediately; threads then save the rows as they are
+    now. progress: called with the row count of each chunk written. Raises SnapshotError, StoreError, OptionError.
     """
     op, *others = [table.op(f"saving snapshot {name!r}") for table in tables]
     several = f"{len(tables)} embeddings" if others else ""
     op = f"saving snapshot {name!r} of {several}" if others else op
     for table in tables:
-        table.before_save(background)  # it may complete a save in the background, whose snapshot becomes the parent
+        table.before_save(background)  # may complete a background save, whose snapshot becomes the parent
     with ExitStack() as locks, NewSnapshots() as new:
         locks.enter_context(between_steps(tables, waits=world.size == 1))
         kinds = [kind] * len(tables)
@@ -73,7 +72,7 @@ def save_together(
 
 
 def _kind_of(table: Any) -> str:
-    """Return "incremental", or "full" for a table without a snapshot that could be the parent."""
+    """Return "incremental", or "full" for a table without a parent snapshot."""
     if table.last:
         return "incremental"
     log.info("embedding %r has no parent for an incremental snapshot, so it is saved full", table.name)
@@ -81,11 +80,11 @@ def _kind_of(table: Any) -> str:
 
 
 def load_together(world: World, tables: SnapshotManagers, name: str) -> list[LoadReport]:
-    """Replace all rows of each table by its snapshot `name`. All ranks call it.
+    """Replace all rows of each table by the table's snapshot `name`. All ranks call this.
 
-    All snapshots are verified before a row is replaced. Raises SnapshotError, also if they were saved at different
-    steps, StoreError, OptimizerError. If a load fails after others have replaced rows, no store can be written or saved
-    until each one is loaded.
+    All snapshots are verified before a row is replaced. Raises SnapshotError (also for snapshots of different steps),
+    StoreError, OptimizerError. If a load fails after other loads replaced rows, no store can be written or saved until
+    every store is loaded.
     """
     op = f"loading snapshot {name!r} of {len(tables)} embeddings"
     _finish_saving(world, op, tables)
@@ -98,7 +97,7 @@ def load_together(world: World, tables: SnapshotManagers, name: str) -> list[Loa
 
 
 def load_rows_together(world: World, tables: SnapshotManagers, paths: Sequence[Path]) -> None:
-    """Load the snapshots `paths`, after `check_rows`, and link them into the store folders."""
+    """Load the snapshots `paths`, already checked by `check_rows`, and link them into the store folders."""
     op = f"loading {len(tables)} embeddings"
     _finish_saving(world, op, tables)
     with between_steps(tables, replaces=True), ExitStack() as linking:
@@ -107,14 +106,14 @@ def load_rows_together(world: World, tables: SnapshotManagers, paths: Sequence[P
 
 
 def _finish_saving(world: World, op: str, tables: SnapshotManagers) -> None:
-    """Wait for saves in the background before taking the locks; one may be saving the snapshot to load."""
+    """Wait for saves in the background before taking locks: a save may still write the snapshot to load."""
     world.call_on_all_ranks(op, lambda: [table.local.table for table in tables])  # raises ClosedError
     for table in tables:
         table.finish_saving()
 
 
 def _load(world: World, op: str, tables: SnapshotManagers, snapshots: Sequence[Snapshot]) -> list[LoadReport]:
-    """Load verified snapshots. After a kill, the next run completes the load if the record says so already."""
+    """Load verified snapshots. If a kill interrupts this after the record names them, the next run loads them."""
     loads = {
         table.member: snapshot.manifest.id for table, snapshot in zip(tables, snapshots, strict=True) if table.member
     }

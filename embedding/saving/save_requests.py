@@ -1,6 +1,6 @@
 """Serves requests from other processes: to save or prune snapshots of open rows, or to read a row.
 
-A request is served between two steps. Over ranks, rank 0 receives it, and all ranks serve it at their next step.
+A request is served between two steps. Over ranks, rank 0 receives a request, and all ranks serve it at the next step.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ..tables.local_table import LocalTable
 from .rows_reference import check_not_pending
 from .save_and_load import save_together
 
-Handle = Any  # a `TableHandle`, whose file imports this one
+Handle = Any  # a `TableHandle`; importing it here would be circular
 T = TypeVar("T")
 
-_POLL_SECONDS = 0.05  # between two checks that the client still waits
+_POLL_SECONDS = 0.05  # pause between two checks that the client still waits
 
 
 def row_of(local: LocalTable, label: int | str, key: int) -> dict[str, Any]:
-    """Return a row of this process as plain values, {} if there is none. label: its table's index or name."""
+    """Return a row of this process as plain values, or {} if the row is missing. label: the table's index or name."""
     table = local.table
     with table.lock:
         table.check()
@@ -73,7 +73,7 @@ class LocalRequests:
         return {"name": self._handle.name, "step": table.step, "rows": table.counts.rows}
 
     def _visit(self, call: Callable[[], T], give_up: Callable[[], bool], others: Sequence[Handle] = ()) -> T | None:
-        """Call `call` between two steps of these tables and all trained with them. None if the client gave up first."""
+        """Call `call` between two steps of all tables trained with these tables. None if the client gave up first."""
         while True:
             table = self._handle.table
             with table.step_gate.between_steps(lambda: self._tables(others), give_up) as entered:
@@ -81,7 +81,7 @@ class LocalRequests:
                     return None
                 if table.stack is not None:
                     return call()
-            sleep(_POLL_SECONDS)  # the table was closed; another is about to replace it
+            sleep(_POLL_SECONDS)  # the table was closed; a new table is about to replace it
 
     def _tables(self, others: Sequence[Handle]) -> list[OpenTable]:
         groups = {
@@ -92,10 +92,10 @@ class LocalRequests:
 
 
 class RankRequests(LocalRequests):
-    """Serves requests over ranks. Rank 0 receives them; on the other ranks this object stays empty.
+    """Serves requests over ranks. Rank 0 receives all requests; on the other ranks this object stays empty.
 
-    The server's thread leaves a request here. Rank 0 sets a flag in the header of the next collective, and all ranks
-    then serve the request in the thread that trains.
+    The server's thread stores a request in this object. Rank 0 sets a flag in the header of the next collective, and
+    all ranks then serve the request in the training thread.
     """
 
     def __init__(self, world: World, handle: Handle, find: Callable[[str], Handle]) -> None:
@@ -105,14 +105,14 @@ class RankRequests(LocalRequests):
         self._take_lock, self._request_lock = Lock(), Lock()
 
     def is_wanted(self) -> bool:
-        """True if rank 0 holds a request and none of its tables is in a step."""
+        """True if rank 0 has a request, and no table of this request is in a step."""
         request = self._request
         if request is None or any(handle.local.table.in_step for handle in request.tables):
             return False
         return all(handle.local.group is None or not handle.local.group.is_mid_step for handle in request.tables)
 
     def serve(self) -> None:
-        """Serve rank 0's request. All ranks call it after `is_wanted` was true on one. Raises GroupError."""
+        """Serve rank 0's request. All ranks call this once `is_wanted` is true on one rank. Raises GroupError."""
         op = f"a request of another process to embedding {self._handle.name!r}"
         request = self._take(begin=True)
         call: list[Any] | None = self._world.call_on_rank_0(op, lambda: None if request is None else request.call)
@@ -162,7 +162,7 @@ class RankRequests(LocalRequests):
         return super().status() | {"ranks": self._world.size}
 
     def _served(self, request: _SaveRequest) -> _SaveRequest | None:
-        """Wait until the ranks have served the request, and return it; None if the client gave up before they began."""
+        """Wait until the ranks have served `request`, and return it. None if the client gave up before the start."""
         while not self._request_lock.acquire(timeout=_POLL_SECONDS):  # one request at a time
             if request.give_up():
                 return None
@@ -170,7 +170,7 @@ class RankRequests(LocalRequests):
             self._request = request
             while not request.done.wait(_POLL_SECONDS):
                 if request.give_up():
-                    self._take()  # unless the ranks have taken it
+                    self._take()  # does nothing if the ranks have taken the request
         finally:
             self._request_lock.release()
         if request.error is not None:
@@ -178,7 +178,7 @@ class RankRequests(LocalRequests):
         return request if request.is_begun else None
 
     def _take(self, begin: bool = False) -> _SaveRequest | None:
-        """Take the request away. Returns it if `begin` and its client still waits; otherwise it is done."""
+        """Remove the request. Returns it if `begin` is True and the client still waits; otherwise marks it done."""
         with self._take_lock:
             request, self._request = self._request, None
             if request is not None:
@@ -193,17 +193,17 @@ class RankRequests(LocalRequests):
 class _SaveRequest:
     """A request to all ranks."""
 
-    call: list[Any]  # its name and arguments
-    tables: Sequence[Any]  # must all be between two steps
+    call: list[Any]  # the name and arguments of the call to make
+    tables: Sequence[Any]  # the request runs when all these tables are between two steps
     give_up: Callable[[], bool]
     progress: Callable[[int], None] | None = None
-    is_begun = False  # True once the ranks serve it
-    done: Event = field(default_factory=Event)  # set when it has ended
+    is_begun = False  # True once the ranks serve the request
+    done: Event = field(default_factory=Event)  # set when the request has ended
     error: TierbedError | None = None
     row: dict[str, Any] = field(default_factory=dict)
 
     def end(self, error: BaseException | None) -> None:
-        """Called when the ranks have served it or failed."""
+        """Called when the ranks have served the request or failed."""
         if isinstance(error, TierbedError):
             self.error = error
         elif error is not None:

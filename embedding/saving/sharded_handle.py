@@ -1,4 +1,4 @@
-"""The handle of an embedding to its open rows, if ranks share them."""
+"""The handle through which an embedding uses its open rows, if ranks share the rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ShardedTableHandle:
     """The open rows of an embedding that ranks share.
 
     local: this rank's rows, with their own tiers and folder. shared_folder: the common store folder; None for rows in
-    memory. Every rank makes each call, except for calls about its own rows. Errors are raised on every rank.
+    memory. All ranks make the same calls, except calls about a rank's own rows. Errors are raised on every rank.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ShardedTableHandle:
                 world.call_on_all_ranks(f"{op}: begun", lambda: shared_folder.begin(world.size, recovery.member))
                 remove_other_shards(
                     shared_folder.path, world.size
-                )  # after `begin`: before it, a new run needs the old shards
+                )  # after `begin`: if this run is killed before `begin`, the next run needs the old shards
             if recovery is not None and recovery.member is not None:
                 local.persistence.set_member(recovery.member)
             undo.pop_all()
@@ -93,7 +93,7 @@ class ShardedTableHandle:
         self.snapshots = SnapshotManager(local, world, snapshots, store, HashShard(world.rank, world.size), self.close)
         self.requests = RankRequests(world, self, open_handle)
         capacity = options.capacity if options.eviction == "none" else None
-        self.table = ShardedTable(world, local, capacity, self.snapshots.at_step, self.requests)  # of all ranks' rows
+        self.table = ShardedTable(world, local, capacity, self.snapshots.at_step, self.requests)  # rows of all ranks
         local.serve(self.requests, None if shared_folder is None else shared_folder.folder)
 
     @property
@@ -110,7 +110,7 @@ class ShardedTableHandle:
         return self.local.table
 
     def rename(self, name: str) -> None:
-        """Rename the embedding, whose rows are in memory."""
+        """Rename an embedding with rows in memory."""
         self.local.rename(name)
 
     def keep_rows(self) -> None:
@@ -128,7 +128,7 @@ class ShardedTableHandle:
         )
 
     def load_state(self, tensors: Mapping[str, Any]) -> None:
-        """Replace all rows; each rank takes its shard. Every rank calls it, with the same rows."""
+        """Replace all rows. Every rank passes all the new rows, and keeps only its shard."""
         op = f"load_state_dict() of embedding {self.name!r}"
 
         def parsed() -> RowTensors:
@@ -150,13 +150,13 @@ class ShardedTableHandle:
         try:
             self.world.call_on_all_ranks(f"{op}: done", lambda: self.local.load_tensors(shard_tensors))
         except BaseException:
-            self.close()  # some ranks may have new rows and others old ones
+            self.close()  # some ranks may have new rows while other ranks have old rows
             raise
 
     def use_optimizer(self, optimizer: RowOptimizer) -> None:
-        """Train the rows with `optimizer`. Every rank calls it. If one of them loses its rows, all are closed."""
+        """Train the rows with `optimizer`. Every rank calls this. If a rank loses its rows, all ranks close theirs."""
         op = f"optimizer of embedding {self.name!r}"
-        # on all ranks first, since a rank without rows accepts any optimizer
+        # check on all ranks first, because a rank without rows accepts any optimizer
         self.world.call_on_all_ranks(op, lambda: self.local.check_optimizer(optimizer))
         with self.world.collective_block(op):
             _, error = try_call(lambda: self.local.use_optimizer(optimizer))
@@ -165,7 +165,7 @@ class ShardedTableHandle:
             self.world.handshake(f"{op}: done", error)
 
     def forget_announced(self) -> None:
-        """Forget announced batches. Other ranks learn of it at the next step."""
+        """Forget announced batches. Other ranks forget the batches at the next step."""
         self.table.id_prefetcher.forget()
         self.local.forget_announced()
 
@@ -196,7 +196,7 @@ class ShardedTableHandle:
 
 
 def _settings(world: World, spec: TableSpec, options: StoreOptions, optimizer: RowOptimizer | None) -> dict[str, Any]:
-    """Return the settings that must be the same on all ranks, by the names that users know."""
+    """Return the settings that must be equal on all ranks. The keys are names that users know."""
     state = None if optimizer is None else spec.state_of(optimizer)
     rule = None if state is None or optimizer is None else [optimizer.rule, list(state.names), list(state.initial)]
     return {

@@ -1,9 +1,9 @@
 """Saves and loads one table's snapshots: by name in its store folder, and in a checkpoint's folder.
 
-A save consists of three calls, so that several embeddings can be saved together (`save_together`): `check_save` checks
-the arguments, `begin_save` prepares a temporary folder and captures which rows are saved, and the `TableSave` that it
-returns writes them. Over ranks, all ranks make each call, and each of them writes and reads its own shard. Methods
-marked "Local" are the exceptions: they involve no other rank.
+A save consists of three calls, so that `save_together` can save several embeddings at once. `check_save` checks the
+arguments. `begin_save` prepares a temporary folder and captures which rows to save. The `TableSave` that `begin_save`
+returns then writes the rows. All ranks make each call, and each rank writes and reads its own shard. Only methods
+marked "Local" may be called by a single rank.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ log = logging.getLogger("tierbed")
 class SnapshotManager:
     """Saves and loads a table's snapshots.
 
-    local: this process's rows. folder: the snapshots' folder, seen by all ranks; None for rows in memory. store: the
-    store folder around it, on rank 0. shard: this process's part of the rows; None for all. close: closes the rows.
+    local: this process's rows. folder: the snapshots' folder, seen by all ranks; None for rows in memory. store: rank
+    0's store folder that contains `folder`. shard: this process's shard; None for all rows. close: closes the rows.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class SnapshotManager:
     ) -> None:
         self.local, self.world, self._folder, self.store = local, world, folder, store
         self._shard, self._close = shard, close or local.close
-        self._saving: BackgroundSaving | None = None  # only over ranks
+        self._saving: BackgroundSaving | None = None  # set only over ranks
 
     @property
     def name(self) -> str:
@@ -67,24 +67,24 @@ class SnapshotManager:
 
     @property
     def group(self) -> TrainingGroup | None:
-        """The embeddings that this one is trained with."""
+        """The embeddings that are trained together with this embedding."""
         return self.local.group
 
     @property
     def member(self) -> Member | None:
-        """The store as a member of its group; None without a folder, and on ranks other than 0."""
+        """The store's membership in its training group; None without a folder, and on all ranks except rank 0."""
         return self.local.member
 
     @property
     def folder(self) -> Path:
-        """The snapshots' folder. Raises SnapshotError if there is none. Local."""
+        """The snapshots' folder. Raises SnapshotError for rows in memory. Local."""
         if self._folder is None:
             raise no_folder_error(self.name)
         return self._folder
 
     @property
     def last(self) -> str | None:
-        """The snapshot that was saved or loaded last, or restored by recovery, if any. Local."""
+        """The name of the snapshot that was last saved, loaded or restored by recovery; None without one. Local."""
         if self._folder is None:
             return None
         restored = self.local.persistence.restored_snapshot
@@ -99,7 +99,7 @@ class SnapshotManager:
             )
         id = record.parents.get(store, EMPTY)
         if restored and is_as_opened and (record.trained or record.now.get(store, NOTHING).snapshot != restored):
-            id = restored  # recovery used it; the record will say so from the first change or save on
+            id = restored  # recovery used it; the record says so after the first change or save
         return None if id == EMPTY else name_of(self._folder, id)
 
     def snapshot(self, name: str) -> Snapshot:
@@ -111,14 +111,14 @@ class SnapshotManager:
         return Snapshot.open(folder / name)
 
     def checked_store(self) -> StoreFolder:
-        """Return `store`, on rank 0. Raises SnapshotError without one, StoreError if it was removed. Local."""
+        """Return rank 0's store folder. Raises SnapshotError without it, StoreError if it was removed. Local."""
         if self.store is None:
             raise no_folder_error(self.name)
         self.store.check()
         return self.store
 
     def op(self, what: str) -> str:
-        """Name a collective, with the step, for messages. Raises on all ranks if one has closed its rows."""
+        """Name a collective, with the step, for messages. Raises on all ranks if any rank has closed its rows."""
         table, error = try_call(lambda: self.local.table)
         if table is None:
             self.world.handshake(f"{what} of embedding {self.name!r}", error)
@@ -171,7 +171,7 @@ class SnapshotManager:
                 self.local.table.flush_ahead()
 
     def begin_save(self, op: str, name: str, kind: str, overwrite: bool, new: NewSnapshots) -> TableSave:
-        """Begin a snapshot of the rows as they are now. All ranks call it, holding the table's lock."""
+        """Begin a snapshot of the rows as they are now. All ranks call this, holding the table's lock."""
         capture: Capture | None
         source: SaveSource
         parent: Snapshot | None = None
@@ -199,7 +199,7 @@ class SnapshotManager:
     def _begin_at(
         self, op: str, path: Path, source: SaveSource, new: NewSnapshots, kind: str, member: Member | None
     ) -> TableSave:
-        """Begin the snapshot `path` of the rows as they are now. member: the store, if it is made for a state_dict."""
+        """Begin the snapshot `path` of the present rows. member: the store, if the snapshot is for a state_dict."""
         capture: Capture | None = None
 
         def begin() -> None:
@@ -221,9 +221,9 @@ class SnapshotManager:
             write_and_commit(self.world, op, [save], new, locks)
 
     def save_for_state(self, keep: int | None) -> RowsReference:
-        """Save a snapshot for a state_dict, unless one has these rows, and return its reference.
+        """Return a reference to a snapshot of the rows for a state_dict. Saves a new snapshot if none has these rows.
 
-        Users' incremental snapshots never build on it. keep: how many older ones for states to keep; None for all.
+        Users' snapshots never build on that snapshot. keep: how many older state_dict snapshots to keep; None for all.
         """
         op = self.op("saving rows for a state_dict")
         self.world.handshake(op, same={"state_dict_snapshots": keep})
@@ -233,9 +233,9 @@ class SnapshotManager:
             source = self._source(new.new_id())
 
             def find() -> tuple[str, bool]:
-                """Return the snapshot's name, "" for no rows, and True if it has to be saved."""
+                """Return the snapshot's name ("" for no rows), and True if the snapshot has to be saved."""
                 assert self.member is not None
-                if self.member.now.snapshot == EMPTY:  # no rows need no snapshot
+                if self.member.now.snapshot == EMPTY:  # without rows, no snapshot is needed
                     return "", False
                 path = state_snapshot(self.checked_store(), self.member.now.snapshot, keep)
                 return (f"{STATE_PREFIX}{source.id}", True) if path is None else (path.name, False)
@@ -243,7 +243,7 @@ class SnapshotManager:
             name, is_new = self.world.call_on_rank_0(f"{op}: its name", find)
             if is_new:
                 has_files = source.rocksdb is not None and self._shard is None
-                kind = "checkpoint" if has_files else "full"  # not incremental: users could not replace its parent
+                kind = "checkpoint" if has_files else "full"  # if incremental, users could not replace its parent
                 save = self._begin_at(op, self.folder / name, source, new, kind, self.member)
                 commit(self.world, op, [save], new, try_call(save.write)[1])
         reference = reference_of_snapshot(self._folder, name) or RowsReference(self.local.table.step)
@@ -267,16 +267,16 @@ class SnapshotManager:
         self._saving = saving if self._shard is not None else None
 
     def at_step(self) -> None:
-        """Complete a save in the background if all ranks have written it. Called between two steps."""
+        """Complete a save in the background if all ranks have written their rows. Called between two steps."""
         if self._saving is not None:
             self._saving.at_step()
             if self._saving.done:
                 self._saving = None
 
     def finish_saving(self) -> None:
-        """Wait for a save in the background, whose snapshot may be the one to load. Its error was logged."""
+        """Wait for a save in the background, because the caller may load its snapshot. Its error was logged."""
         if self._saving is None:
-            if self.local.table_if_open is not None:  # if it is closed, the caller's next call raises on all ranks
+            if self.local.table_if_open is not None:  # if closed, the caller's next call raises on all ranks
                 self.local.table_if_open.observers.finish_saving()
             return
         _, error = try_call(self._saving.wait)
@@ -294,23 +294,23 @@ class SnapshotManager:
     def check_not_saving(self) -> None:
         """Raise StoreError during a save in the background. Local."""
         self.local.table.check()
-        if self._saving is not None:  # other ranks may be writing still
+        if self._saving is not None:  # other ranks may still be writing
             raise StoreError(still_saving_text(self._saving.what))
         self.local.table.observers.check_not_saving()
 
     # loads
 
     def load_snapshot(self, name: str, selection: Selection = ALL, strict: bool = True) -> LoadReport:
-        """Replace the rows by a snapshot in the store folder. The report counts the rows of all ranks."""
+        """Replace the rows by a snapshot in the store folder. The returned report counts the rows of all ranks."""
         self.finish_saving()
         snapshot = self.world.call_on_all_ranks(self._loading(name), lambda: self.snapshot(name))
         return self.load(snapshot, selection, strict)
 
     def load_rows(self, path: Path, selection: Selection = ALL) -> None:
-        """Replace the rows by the snapshot `path`, after `check_rows`.
+        """Replace the rows by the snapshot `path`, already checked by `check_rows`.
 
-        A store folder gets a link to the snapshot, for recovery. It gets none if the rows are loaded without state or
-        converted: recovery would load the state, or the numbers before conversion.
+        A store folder gets a link to the snapshot, for recovery. Exception: if rows are loaded without state or
+        converted, there is no link, because recovery would load the state or unconverted numbers.
         """
         self.world.call_on_all_ranks(self._loading(path.name), lambda: self.local.table)  # raises ClosedError
         self.finish_saving()
@@ -319,20 +319,20 @@ class SnapshotManager:
             self.load(self.world.call_on_all_ranks(self._loading(path.name), lambda: open_snapshot(path)), selection)
 
     def _loading(self, name: str) -> str:
-        """Name a collective load for messages, without the step, since ranks may be at different steps."""
+        """Name a collective load for messages. The step is left out, because ranks may be at different steps."""
         return f"loading snapshot {name!r} of embedding {self.name!r}"
 
     def load(self, snapshot: Snapshot, selection: Selection = ALL, strict: bool = True) -> LoadReport:
-        """Replace all rows by the rows of a snapshot, or by a selection of them.
+        """Replace all rows by the rows of a snapshot, or by a selection of its rows.
 
-        Over ranks: all ranks verify their part before one of them changes a row (`_note_load`). If a rank fails after
-        that, all ranks close the embedding, since some have new rows and others old ones.
+        Over ranks, no rank changes a row before all ranks have verified their shards (`_note_load`). If a rank fails
+        later, all ranks close the embedding, because some ranks have new rows and others have old rows.
         """
         if self._shard is None:
             return self.local.load_part(snapshot, selection, strict)
         op = self._loading(snapshot.name)
         world, snapshot, voted = self.world, self._shard_of(snapshot), False
-        tables = selection.tables  # not checked yet: errors in it are raised below
+        tables = selection.tables  # not checked yet: errors in the selection are raised below
         same = {
             "the snapshot's id": snapshot.manifest.id,
             "strict": bool(strict),
@@ -365,7 +365,7 @@ class SnapshotManager:
             counts = world.all_gather_object(f"{op}: done", loaded)
         except BaseException:
             problem = self._lose(snapshot.name)
-            if world.failure is None:  # after a failed collective, each rank closes by itself
+            if world.failure is None:  # after a failed collective, ranks close separately
                 self._close_all(problem)
             raise
         assert report is not None
@@ -373,20 +373,20 @@ class SnapshotManager:
         return LoadReport(rows, left_out, report.remarks)
 
     def _note_load(self, op: str, snapshot: Snapshot, whole: bool) -> None:
-        """Note in the record that the rows are replaced. Called once every rank has verified its part."""
+        """Note in the group's record that rows are replaced. Called once every rank has verified its shard."""
         world, member, id = self.world, self.member, snapshot.manifest.id if whole else None
         check_row_count(world, op, snapshot, lambda: snapshot.shard_rows)
         with ExitStack() as noting:
-            if id is not None:  # from here on, the next run loads the snapshot
+            if id is not None:  # if killed from here on, the next run loads the snapshot
                 loads = {} if member is None else {member: id}
                 world.call_on_all_ranks(f"{op}: noted", lambda: noting.enter_context(record_load(loads)))
             writes = world.all_gather_object(f"{op}: marks", lambda: self.local.begin_load(notes=not whole))
-            self.local.note_load(max(writes), id)  # a rank that failed may have missed some
+            self.local.note_load(max(writes), id)  # a rank that failed may have missed writes
             if member is not None:
                 member.mark_replaced(id)
 
     def _lose(self, name: str) -> str:
-        """Mark the rows as failed, or the next run would resume old rows as if they were loaded. Returns the error."""
+        """Mark the rows as failed, so that the next run does not take old rows for loaded rows. Returns the error."""
         problem = (
             f"embedding {self.name!r}: loading snapshot {name!r} failed during its changes, so its rows are closed"
         )
@@ -394,7 +394,7 @@ class SnapshotManager:
         return problem
 
     def _close_all(self, problem: str) -> None:
-        """Close the rows after a load that only some ranks completed. Every rank calls it."""
+        """Close the rows after a load that only some ranks completed. Every rank calls this."""
         next_run = f"recovers from snapshot {self.last!r}" if self.last else "begins empty"
         log.error("%s on all ranks; create it again, and it %s", problem, next_run)
         _, error = try_call(self._close)
@@ -412,8 +412,8 @@ class SnapshotManager:
     def check_snapshot(self, snapshot: Snapshot, selection: Selection = ALL) -> None:
         """Read and check a snapshot before a load.
 
-        Raises SnapshotError if it is damaged or does not fit, OptimizerError, and InputError for a number that a
-        narrower dtype cannot hold.
+        Raises SnapshotError if the snapshot is damaged or does not fit, OptimizerError, and InputError for a number
+        that is too large for a narrower dtype.
         """
         shard = self._shard_of(snapshot)
 
@@ -434,9 +434,9 @@ class SnapshotManager:
     # references in state_dicts
 
     def rows_reference(self) -> RowsReference:
-        """Return a reference to the present rows, or to those at the close. It names `last` if that holds them.
+        """Return a reference to the present rows, or after a close, to the rows at the close. Local.
 
-        Raises earlier steps' deferred errors. Local.
+        The reference names the snapshot `last` if it has these rows. Raises earlier steps' deferred errors.
         """
         step = self.local.step
         return reference_at(
@@ -444,7 +444,7 @@ class SnapshotManager:
         )
 
     def restore(self, pending: RowsReference) -> bool:
-        """Load the snapshot that a state_dict names, unless its rows are present. False if they cannot be found."""
+        """Load the rows that a state_dict names, unless they are present. Returns False if no snapshot holds them."""
         op = f"loading the state of embedding {self.name!r}"
         self.world.handshake(op, same={"state_dict": pending._asdict()})
         saved = reference_of_snapshot(self._folder, pending.snapshot)
@@ -461,30 +461,30 @@ class SnapshotManager:
     # snapshots of checkpoints, and retention
 
     def link_rows(self, path: Path) -> None:
-        """Link the snapshot of that name in the store folder to `path`. Raises SnapshotError."""
+        """Link the store folder's snapshot with the same name as `path` to `path`. Raises SnapshotError."""
         op, stored = self.op(f"linking snapshot {path.name!r}"), self.folder / path.name
         self._on_rank_0(op, lambda store: link_snapshot(Snapshot.open(stored), path))
 
     def link_in(self, path: Path, linking: ExitStack) -> Path:
-        """Link the snapshot `path` into the store folder, on rank 0, and return its path there."""
+        """Link the snapshot `path` into the store folder, on rank 0, and return the link's path."""
         op = f"linking snapshot {path.name!r} of embedding {self.name!r}"
         self._on_rank_0(op, lambda store: linking.enter_context(linked(path, store)))
         return self.folder / path.name
 
     def drop_rows(self, saved: Snapshot) -> None:
-        """Remove a replaced checkpoint's snapshot, unless it is needed. Raises SnapshotError. Local, on rank 0."""
+        """Remove a replaced checkpoint's snapshot if nothing needs it. Raises SnapshotError. Local, on rank 0."""
         if self.store is not None:
             with self.local.table.lock:
                 remove_if_unreferenced(self.store, saved)
 
     def discard_rows(self, name: str) -> None:
-        """Remove the snapshot of a failed checkpoint. After a kill, the one before it is used. Local, on rank 0."""
+        """Remove a failed checkpoint's snapshot. A recovery uses the snapshot before it. Local, on rank 0."""
         if self.store is not None:
             remove_snapshot(self.store.snapshots / name)
 
     def prune(self, keep_last: int, keep_every: int | None) -> list[str]:
         """Remove old snapshots and return their names. Raises OptionError, SnapshotError."""
-        op = f"pruning snapshots of embedding {self.name!r}"  # without the step, since ranks may be at different steps
+        op = f"pruning snapshots of embedding {self.name!r}"  # names no step, because ranks' steps may differ
         _, error = try_call(lambda: (self.local.table, self.folder))
         self.world.handshake(op, error, {"keep_last": keep_last, "keep_every": keep_every} if error is None else None)
         return list(self.world.call_on_rank_0(op, lambda: self.prune_here(keep_last, keep_every)))
@@ -492,9 +492,9 @@ class SnapshotManager:
     def prune_here(self, keep_last: int, keep_every: int | None) -> list[str]:
         """Prune without the other ranks, on rank 0."""
         table, store = self.local.table, self.checked_store()
-        with table.lock:  # a snapshot that is being saved is not listed yet, and is the child of no other
+        with table.lock:  # a snapshot that a background save writes is not listed yet, and has no parent
             saving = table.observers.saving
-            if self._saving is None and (saving is None or saving.done):  # or a temporary folder is in use
+            if self._saving is None and (saving is None or saving.done):  # a running save uses a temporary folder
                 store.clear_snapshots()
             return [snapshot.name for snapshot in prune(store, keep_last, keep_every).removed]
 
@@ -503,7 +503,7 @@ class SnapshotManager:
         return [snapshot.name for snapshot in list_snapshots(self.folder).snapshots]
 
     def _on_rank_0(self, op: str, call: Callable[[StoreFolder], object]) -> None:
-        """Call `call` with the store folder on rank 0, if there is one. Its error is raised on all ranks."""
+        """Call `call` with rank 0's store folder, if there is one. An error of the call is raised on all ranks."""
         self.world.call_on_all_ranks(op, lambda: None if self.store is None else call(self.checked_store()))
 
 
@@ -516,5 +516,5 @@ def open_snapshot(path: Path) -> Snapshot:
 def no_folder_error(name: str) -> SnapshotError:
     """Return the error for an embedding without a store folder."""
     return SnapshotError(
-        f"embedding {name!r} has no persistent_path, so no place for snapshots; give one in its store options"
+        f"embedding {name!r} has no persistent_path, so snapshots have no folder; give one in its store options"
     )

@@ -24,13 +24,13 @@ from .rows_reference import RowsReference
 from .save_requests import LocalRequests
 from .snapshots import SnapshotManager
 
-_by_folder: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # handles
+_by_folder: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # open handles
 
 
 class TableHandle(LocalTable):
-    """The open rows of an embedding, all in this process. There is one handle for a folder.
+    """The open rows of an embedding, all in this process. Each folder has at most one handle.
 
-    pending: the embedding's references to rows that a loaded state_dict names but the embedding does not have yet.
+    pending: references to rows that a loaded state_dict names, as long as the embedding does not have these rows.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class TableHandle(LocalTable):
         return self.table
 
     def load_state(self, tensors: Mapping[str, Any]) -> None:
-        """Replace all rows. Raises SnapshotError, StoreError, OptimizerError; then nothing has changed."""
+        """Replace all rows. On SnapshotError, StoreError or OptimizerError, nothing has changed."""
         self.load_tensors(RowTensors.parse(tensors))
 
 
@@ -69,12 +69,12 @@ def register(folder: str | None, handle: Any) -> None:
 
 
 def claimed_folder(spec: TableSpec, options: StoreOptions) -> str | None:
-    """Return the embedding folder's real path, if any. Raises StoreError if another embedding here has it open."""
+    """Return the real path of the embedding's folder, if any. Raises StoreError if this process has it open already."""
     if options.persistent_path is None:
         return None
     folder = os.path.realpath(Path(options.persistent_path) / spec.name)
     if _find_open(folder) is not None:
-        gc.collect()  # an unreachable embedding may be waiting in a reference cycle
+        gc.collect()  # an unreachable embedding in a reference cycle may still keep the folder open
     if _find_open(folder) is not None:
         raise StoreError(
             f"embedding {spec.name!r}: another embedding of that name in this process has {folder} open; use that one "
@@ -85,7 +85,7 @@ def claimed_folder(spec: TableSpec, options: StoreOptions) -> str | None:
 
 
 def open_handle(store: str) -> Any:
-    """Return this process's handle to a store, by the folder's real path. Raises StoreError if it is not open."""
+    """Return this process's handle to the store with this real path. Raises StoreError if the store is not open."""
     handle = _find_open(store)
     if handle is None:
         raise StoreError(f"process {os.getpid()} does not have {store!r} open; save that store by itself")

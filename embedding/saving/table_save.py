@@ -1,7 +1,7 @@
 """Writes snapshots of one or several tables, in one process or over ranks.
 
-Each rank writes its rows into temporary folders. Once these are durable, rank 0 renames them to the snapshots' names,
-and writes the record once, so that all the snapshots count or none. If a rank fails, all are removed.
+Each rank writes its rows into temporary folders. Once all folders are durable, rank 0 renames them to the snapshots'
+names. One write of the group's record then makes all the snapshots valid at once. If a rank fails, all are removed.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from ...snapshots.store.save import Part, SaveSource, write_part
 
 @dataclass(eq=False)
 class TableSave:
-    """One table's snapshot, begun on all ranks. Each rank writes its rows as they were then."""
+    """One table's snapshot, begun on all ranks. Each rank writes its rows as they were when the snapshot began."""
 
     table: OpenTable
-    capture: Capture | None  # these rows in the record, on rank 0
+    capture: Capture | None  # how the record describes these rows, on rank 0
     folder: Path  # the snapshot's final path
     kind: str
     source: SaveSource
-    parent: Snapshot | None  # this rank's shard of the parent, if it is incremental
+    parent: Snapshot | None  # for an incremental snapshot: this rank's shard of its parent
     shard: HashShard | None  # None for all rows
-    is_state_snapshot: bool  # saved for a `state_dict()`, so that it never becomes a parent
+    is_state_snapshot: bool  # saved for a `state_dict()`, so it never becomes a parent snapshot
     on_saved: Callable[[str], None]  # called with the snapshot's id
     _image: ForegroundSave | None = None
     _part: Part = field(default_factory=lambda: Part(0, {}))
 
     def begin_image(self, ending: ExitStack) -> bool:
-        """Begin an image of the rows, so that other threads can train during the save. `ending` will end it.
+        """Begin an image of the rows, so that other threads can train during the save. `ending` will end the image.
 
-        Returns False if there can be no image, and the rows must be scanned under the table's lock.
+        Returns False if an image is impossible. The rows must then be scanned under the table's lock.
         """
-        if self.shard is None and self.kind == "full" and not self.table.processor.defers_errors:  # not on a GPU
+        if self.shard is None and self.kind == "full" and not self.table.processor.defers_errors:  # a GPU defers errors
             self._image = self.table.observers.begin_foreground_save(f"snapshot {self.folder.name!r}")
             ending.callback(self._image.end)
         return self._image is not None
 
     def begin_in_background(self, write: Callable[[Chunks], None], max_bytes: int) -> BackgroundSave:
-        """Start a thread that passes the rows as they are now to `write`."""
+        """Start a thread that passes the rows, as they are now, to `write`."""
         return self.table.observers.save_in_background(f"snapshot {self.folder.name!r}", write, max_bytes)
 
     def write(self, progress: ProgressCallback | None = None, chunks: Chunks | None = None) -> None:
-        """Write this rank's rows. chunks: the rows, if they come from an image."""
+        """Write this rank's rows. chunks: the rows from an image, if there is one."""
         if self._image is not None and chunks is None:
             self._image.read(lambda rows: self.write(progress, rows))
             return
@@ -65,14 +65,14 @@ class TableSave:
         self._part = write_part(self.folder, self.kind, self.source, self.parent, progress, self.shard, chunks)
 
     def written(self) -> list[Any]:
-        """Return how many rows and which files this rank has written, for `finish` on rank 0."""
+        """Return the row count and the files that this rank has written. Rank 0 passes them to `finish`."""
         files = {name: [file.rows, file.bytes, file.crc32] for name, file in self._part.files.items()}
         return [self._part.rows, files]
 
     def finish(self, parts: Sequence[list[Any]]) -> str:
-        """Write the manifest, on rank 0, and return the id. Only the name is missing then.
+        """Write the snapshot's manifest on rank 0 and return its id. Afterwards the snapshot lacks only its name.
 
-        parts: what `written` returned on each rank.
+        parts: each rank's result of `written`.
         """
         entries = sorted((name, entry) for _, files in parts for name, entry in files.items())
         manifest = finish(
@@ -88,7 +88,7 @@ class TableSave:
         return manifest.id
 
     def end(self, id: str, from_image: bool) -> None:
-        """Called when the snapshot got its name. Starts to track changes for the next incremental one, if needed."""
+        """Called when the snapshot got its name. If needed, starts to track changes for an incremental snapshot."""
         with self.table.lock:
             observers = self.table.observers
             if from_image or self._image is not None:
@@ -108,7 +108,7 @@ def write_and_commit(
     locks: ExitStack,
     progress: ProgressCallback | None = None,
 ) -> None:
-    """Write and name snapshots that have begun. If all have images, releases the tables' `locks` before writing."""
+    """Write and name snapshots that have begun. If every save has an image, releases `locks` before writing."""
     with ExitStack() as ending:
         have_images = [save.begin_image(ending) for save in saves]
         if all(have_images):
@@ -126,7 +126,7 @@ def write_and_commit(
 def commit(
     world: World, op: str, saves: Sequence[TableSave], new: NewSnapshots, error: BaseException | None
 ) -> list[str]:
-    """Name all snapshots once every rank has written its rows. Returns their ids. A rank's `error` is raised on all."""
+    """Name all snapshots once every rank has written its rows. Returns their ids. Raises any rank's `error` on all."""
 
     def written() -> list[Any]:
         if error is not None:

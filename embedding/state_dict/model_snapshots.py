@@ -31,7 +31,7 @@ class ModelSnapshots(LoadsRows):
     def save_snapshot(
         self, snapshot_name: str, kind: str = "full", background: bool = False, *, overwrite: bool = False
     ) -> SaveHandle | None:
-        """Save all embeddings under one name, each in its store folder, between two steps.
+        """Save a snapshot of each embedding in its store folder, all under one name and between two steps.
 
         If this raises, no snapshot was saved, unless the error says otherwise.
 
@@ -62,7 +62,7 @@ class ModelSnapshots(LoadsRows):
             A `LoadReport` for each embedding.
 
         Raises:
-            SnapshotError: a snapshot is missing or damaged, or does not fit, or they were saved at different steps.
+            SnapshotError: a snapshot is missing, damaged or does not fit, or the snapshots are of different steps.
             StoreError: a store cannot be read or written.
             OptimizerError: a snapshot contains another optimizer's state.
         """
@@ -72,7 +72,7 @@ class ModelSnapshots(LoadsRows):
         return reports
 
     def keep_rows(self) -> None:
-        """Accept all present rows, although a loaded state_dict names others."""
+        """Accept all present rows, although a loaded state_dict names other rows."""
         for embedding in self._snapshot_embeddings():
             embedding.keep_rows()
 
@@ -104,7 +104,7 @@ class ModelSnapshots(LoadsRows):
 
 
 def save_rows(embeddings: Sequence[SavedRows], paths: Sequence[Path]) -> None:
-    """Save each embedding as the snapshot at the same position in `paths`, all from the same step."""
+    """Save `embeddings[i]` as the snapshot `paths[i]`, all from the same step."""
     world = _world_of(embeddings)
     tables = [embedding.table_handle().snapshots for embedding in embeddings]
     stored = [embedding.store_options.persistent_path is not None for embedding in embeddings]
@@ -115,7 +115,7 @@ def save_rows(embeddings: Sequence[SavedRows], paths: Sequence[Path]) -> None:
 
 
 def load_rows(embeddings: Sequence[SavedRows], paths: Sequence[Path], selection: Selection = ALL) -> None:
-    """Load each embedding's rows, or a selection, from the snapshots at `paths`."""
+    """Load the rows of `embeddings[i]`, or a selection, from the snapshot `paths[i]`."""
     world = _world_of(embeddings)
     tables = [embedding.table_handle(for_load=True).snapshots for embedding in embeddings]
     stored = [selection.can_recover and embedding.store_options.persistent_path is not None for embedding in embeddings]
@@ -129,7 +129,7 @@ def load_rows(embeddings: Sequence[SavedRows], paths: Sequence[Path], selection:
 
 
 def _world_of(embeddings: Sequence[SavedRows]) -> World:
-    """Return the world that all embeddings have in common. Raises OptionError if they differ."""
+    """Return the world that all embeddings have in common. Raises OptionError for different worlds."""
     worlds = {id(embedding.world): embedding.world for embedding in embeddings}
     if len(worlds) > 1:
         raise OptionError("these embeddings have different worlds; save and load those of one world together")

@@ -1,6 +1,7 @@
 """Read-only copies of rows and optimizer states.
 
-In FBGEMM and TorchRec, writing to a tensor of rows writes to the table. Here it would only change a copy, so it raises.
+In FBGEMM and TorchRec, writing to a tensor of rows writes to the table. In tierbed, such a write would only change a
+copy, so it raises an error.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")  # 
 
 
 class ReadOnlyCopy(Tensor):
-    """A tensor that raises InputError if it or a view of it is changed in place. Tensors computed from it are plain.
+    """A tensor that raises InputError if the tensor or a view is changed in place. Computed results are plain tensors.
 
-    Views made inside torch.compile are plain as well: writing to one changes the copy and raises nothing.
+    Views made inside torch.compile are plain as well: writing to such a view changes the copy without an error.
     """
 
     def __new__(cls, tensor: Tensor, *_: Any) -> Self:
-        if tensor.is_inference():  # such tensors count no versions
+        if tensor.is_inference():  # inference tensors count no versions
             with torch.inference_mode(False):
                 tensor = tensor.clone()
         with torch._C.DisableTorchFunctionSubclass():
             return tensor.as_subclass(cls)
 
     def __init__(self, tensor: Tensor, remedy: str) -> None:
-        """Make a read-only view of `tensor`. remedy: the error's message."""
+        """Make a read-only view of `tensor`. remedy: the message of the error that writes raise."""
         self.remedy = remedy
 
     @classmethod
@@ -47,13 +48,13 @@ class ReadOnlyCopy(Tensor):
     ) -> Any:
         if torch.compiler.is_compiling():  # Dynamo traces this method, but supports neither versions nor storage
             if func.__name__ in WRITES or (func.__name__[-1] == "_" and func.__name__[-2] != "_"):
-                raise InputError("not in compiled code: Dynamo runs the write as it is, and it raises the remedy")
+                raise InputError("not in compiled code: Dynamo runs the write itself, and the write raises the remedy")
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             copies = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
             if copies and func is Tensor.__format__:
-                return Tensor.__format__(copies[0].as_subclass(Tensor), *args[1:])  # subclasses support no format
+                return Tensor.__format__(copies[0].as_subclass(Tensor), *args[1:])  # subclasses do not support format
             versions = [copy._version for copy in copies]
             result = func(*args, **(kwargs or {}))
             for copy, version in zip(copies, versions, strict=True):
@@ -91,9 +92,9 @@ def _read_only_view(result: Any, copies: Sequence[ReadOnlyCopy]) -> Any:
 
 
 class StateTensor(ReadOnlyCopy):
-    """A state_dict()'s tensor of rows. Writing to it or a view raises, and so does averaging with it.
+    """A state_dict()'s tensor of rows. Writing to the tensor or a view raises, and so does averaging with it.
 
-    torch.distributed.checkpoint saves it as an object, not as a tensor, so that it can be loaded at any size.
+    torch.distributed.checkpoint saves it as an object, not as a tensor, so that a load can change its size.
     """
 
     def __init__(self, tensor: Tensor, is_whole: bool, is_own: bool = False) -> None:
@@ -114,17 +115,17 @@ class StateTensor(ReadOnlyCopy):
         return super().__torch_function__(func, types, args, kwargs)
 
     def new_empty(self, *size: Any, **like: Any) -> StateTensor:
-        return StateTensor(super().new_empty(*size, **like), self.is_whole, True)  # async_save copies into it
+        return StateTensor(super().new_empty(*size, **like), self.is_whole, True)  # async_save copies into this
 
     def __create_write_items__(self, name: str, value: Any) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import MetadataIndex  # here, since this import takes a second
+        from torch.distributed.checkpoint.metadata import MetadataIndex  # here, because this import takes a second
         from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
         return [WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)] if self.is_whole else []
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor).__reduce_ex__(protocol)  # it is pickled as a plain tensor
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)  # pickled as a plain tensor
 
     def __deepcopy__(self, memo: Any) -> StateTensor:
         return StateTensor(self.clone(), self.is_whole, True)

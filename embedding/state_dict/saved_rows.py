@@ -1,11 +1,10 @@
 """The snapshots of an embedding, and its rows in a `state_dict()`.
 
-Without a store folder, the state_dict holds the rows themselves, as tensors `rows.*`. Rows in a store folder are not in
-the state_dict. Its extra state names them instead, by step and version (`RowsReference`), and with
-`state_dict_snapshots` also by a snapshot that is saved then. When such a state is loaded, the reference is *pending*
-until the embedding has these rows: one that is open or in a training group loads the snapshot immediately, any other at
-its first use. If no snapshot holds the rows, every use raises SnapshotError, until another load succeeds or
-`keep_rows()` accepts the present rows.
+Without a store folder, the state_dict holds the rows themselves, as tensors `rows.*`. With a store folder, the
+state_dict's extra state only names the rows, by step and version (`RowsReference`). With `state_dict_snapshots`, making
+the state_dict also saves a snapshot, and the extra state names this snapshot. A loaded reference is *pending* until the
+embedding has these rows. An embedding that is open or in a training group loads the snapshot immediately, others at the
+first use. If no snapshot holds the rows, every use raises SnapshotError until a load or `keep_rows()` succeeds.
 """
 
 from __future__ import annotations
@@ -57,14 +56,14 @@ _mode: ContextVar[str] = ContextVar("what states do with rows", default="")
 
 
 class LoadsRows:
-    """Mixin for modules: what `load_state_dict` does with rows that the state_dict does not match."""
+    """Mixin for modules. Its `load_state_dict` handles state_dicts that do not match the present rows."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state_dict, as torch does.
 
         Args:
             state_dict, assign: as in torch.
-            strict: if False, also keep the present rows, with a warning, if the state_dict's rows cannot be loaded.
+            strict: as in torch. If False and the state_dict's rows cannot be loaded, warn and keep the present rows.
         """
         with _in_mode(STAY) if strict is False and not are_rows_excluded() else nullcontext():
             return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
@@ -73,23 +72,23 @@ class LoadsRows:
 class SavedRows(LoadsRows, EmbeddingBase):
     """An embedding whose rows are saved and loaded by name, and with `state_dict()`."""
 
-    _version = 3  # of the state_dict: version 1 lacked the extra state, and version 2 a shadow of shape [1]
+    _version = 3  # of the state_dict: version 1 lacked the extra state, and version 2 had a shadow of shape [1]
     table_handle: Callable[..., Any]  # opens the table at the first use
     rows = SimpleNamespace(**dict.fromkeys(FIELDS))  # torch's get_state_dict expects an attribute for each key
 
     def __init__(self) -> None:
-        nn.Module.__init__(self)  # not nn.Embedding's: a subclass may inherit from it as well
+        nn.Module.__init__(self)  # not super(): it may be nn.Embedding's, in a subclass
         self._handle: Any = None  # a `TableHandle`, from the first use on
         self.is_closed = self._has_seed = False
         self._has_warned = False  # True after the first state_dict without rows
         self._calls_when_open: list[Callable[[], None]] = []
         self._loading = RLock()  # held while a loaded state_dict's rows are loaded
         self.rows_are_chosen = False  # True if a load brought the rows, or the user called keep_rows
-        self._pending: list[RowsReference] = []  # a loaded state_dict's rows, until the embedding has them
-        # These are empty tuples, not None: graphs guard on a value that is None, and would trace again.
-        # the copy in the latest state_dict: its prefix, one of its tensors, and its moment (`_moment`)
+        self._pending: list[RowsReference] = []  # references from a loaded state_dict to rows not yet loaded
+        # The next two are empty tuples, not None: graphs guard on a value that is None, and would trace again.
+        # the copy in the latest state_dict: the key prefix, one of the tensors, and the result of `_moment`
         self._copied: tuple[str, weakref.ref[Tensor], Any] | tuple[()] = ()
-        # the latest load_state_dict: its list of errors, to identify the call, and the loaded tensors
+        # the latest load_state_dict: the loaded tensors, and the list of errors, which identifies the call
         self._loaded: tuple[Any, list[weakref.ref[Tensor]]] | tuple[()] = ()
 
     @property
@@ -103,7 +102,7 @@ class SavedRows(LoadsRows, EmbeddingBase):
         return bool(self._pending)
 
     def fix_seed(self) -> None:
-        """Give an embedding without a name its seed. Called at the first use."""
+        """Choose the seed of an embedding without a name. Called at the first use."""
         if not self._has_seed:
             self._has_seed = True
             self.spec = replace(self.spec, seed=next_seed(self.world is not None))
@@ -122,7 +121,7 @@ class SavedRows(LoadsRows, EmbeddingBase):
         return None if handle is None or self.is_closed or handle.local.table_if_open is None else handle
 
     def raise_on_all_ranks(self) -> AbstractContextManager[None]:
-        """Return a context for code before a call's first collective: an error on one rank is raised on all."""
+        """Return a context for code before a call's first collective. An error on one rank is raised on all ranks."""
         return ALONE if self.world is None else self._raise_on_all_ranks(self.world)
 
     @contextmanager
@@ -142,11 +141,11 @@ class SavedRows(LoadsRows, EmbeddingBase):
 
         Args:
             snapshot_name: the snapshot's name, used for its folder.
-            kind: "full"; "incremental" for what changed since the snapshot that was saved or loaded last; or
-                "checkpoint" for links to the RocksDB files of a cached_ssd store. See docs/snapshots.md.
+            kind: "full"; "incremental" for changes since the last saved or loaded snapshot; or "checkpoint" for links
+                to the RocksDB files of a cached_ssd store. See docs/snapshots.md.
             background: if True, return immediately. A thread saves the rows as they are now.
-            overwrite: if True, replace a snapshot with that name atomically, once the new one is durable. A snapshot
-                that is another one's parent cannot be replaced.
+            overwrite: if True, atomically replace a snapshot with that name, once the new snapshot is durable. The
+                parent of another snapshot cannot be replaced.
 
         Returns:
             A `SaveHandle` for a save in the background: its `wait()` returns once the snapshot is durable, or raises
@@ -179,8 +178,8 @@ class SavedRows(LoadsRows, EmbeddingBase):
             snapshot_name: the snapshot's name.
             tables: indices or names of the tables to load. Default: all.
             where: a function of NumPy arrays (table_ids [n], keys [n]) that returns bool [n], True for rows to load.
-            strict: if True, all of the snapshot must fit. If False, tables that the embedding lacks or has under
-                another name are left out, and so is another optimizer's state; the report's `remarks` list them.
+            strict: if True, raise unless the whole snapshot fits. If False, leave out tables that the embedding lacks
+                or has under another name, and other optimizers' state; the report's `remarks` list what was left out.
             weights_only: if True, leave out the optimizer state. The optimizer may differ, and starts with new state.
             convert: if True, convert numbers from another dtype. Widening is exact; narrowing rounds to nearest even.
 
@@ -224,7 +223,7 @@ class SavedRows(LoadsRows, EmbeddingBase):
             keep_last: how many snapshots to keep, counted from the latest.
             keep_every: also keep the first snapshot at or after each multiple of this number of steps.
 
-        `last_snapshot`, snapshots that recovery needs, and the parents of kept snapshots are always kept.
+        Always keeps `last_snapshot`, snapshots that recovery needs, and the parents of kept snapshots.
 
         Returns:
             The removed snapshots' names.
@@ -239,7 +238,7 @@ class SavedRows(LoadsRows, EmbeddingBase):
 
     @property
     def last_snapshot(self) -> str | None:
-        """The snapshot that was saved or loaded last, or that recovery restored after a kill; None without one."""
+        """The last snapshot that was saved, loaded, or restored by recovery after a kill; None without a snapshot."""
         return None if self._handle is None else self._handle.snapshots.last
 
     def keep_rows(self) -> None:
@@ -252,15 +251,15 @@ class SavedRows(LoadsRows, EmbeddingBase):
     def get_extra_state(self) -> Tensor:
         """Return the extra state of `state_dict()`: JSON as uint8 [1024], padded with blanks.
 
-        Its fields are the rows' `step` and `version`, and a `snapshot` with its `digest`. A field that does not apply
-        is None, for example for an unused embedding. With state_dict_snapshots the snapshot is saved now.
+        The JSON fields are the rows' `step` and `version`, and a `snapshot` with its `digest`. A field that does not
+        apply is None, for example in an unused embedding. With state_dict_snapshots, this call saves the snapshot.
         """
         return extra_state_of(self._rows_reference())
 
     def _rows_reference(self) -> RowsReference:
         """Return a reference to the rows for a state_dict."""
         if self._pending:
-            return self._pending[0]  # a framework may be about to load again; or the rows cannot be trained
+            return self._pending[0]  # a framework may be about to load again, or these rows cannot be trained
         options = self.store_options
         retained, path = options.state_dict_snapshots, options.persistent_path
         if not are_rows_excluded() and retained and detect_fake_mode() is None:
@@ -282,8 +281,8 @@ class SavedRows(LoadsRows, EmbeddingBase):
     def set_extra_state(self, state: Tensor) -> None:
         """Load the rows that a state_dict's extra state names.
 
-        Raises SnapshotError if no snapshot has them: here, or at the first use if the embedding is not open yet. From
-        then on every use raises it, until a load succeeds or `keep_rows()` is called.
+        Raises SnapshotError if no snapshot has these rows: in this call, or at the first use if the embedding is not
+        open yet. After that, every use raises SnapshotError until a load succeeds or `keep_rows()` is called.
         """
         if are_rows_excluded():
             return
@@ -296,13 +295,13 @@ class SavedRows(LoadsRows, EmbeddingBase):
     def load_or_defer_rows(self, pending: RowsReference) -> None:
         """Load the rows that a loaded state_dict names, now or at the first use. Raises SnapshotError.
 
-        If this raises, torch stops and loads no later module, so the other embeddings of the group raise as well.
+        If this raises, torch does not load later modules, so the group's other embeddings are marked to raise as well.
         """
-        if pending == RowsReference(None):  # the saved embedding was unused, so any rows will do
+        if pending == RowsReference(None):  # the saved embedding was unused, so any rows match
             return
         self._pending[:] = [pending]
         if self._handle is None and self.group is None and _mode.get() != STAY:
-            return  # wait for the first use: the embedding may get its optimizer before
+            return  # wait for the first use, because the embedding may get an optimizer before it
         try:
             self._load_pending()
         except Exception:
@@ -312,16 +311,16 @@ class SavedRows(LoadsRows, EmbeddingBase):
             raise
 
     def mark_load_failed(self, stopped: str | None = None) -> None:
-        """Called when a load failed, or stopped at `stopped`: the rows may not belong to the rest of the model."""
+        """Called if a load failed, or stopped at `stopped`, so that the rows may not fit the rest of the model."""
         self._pending[:] = [UNKNOWN if stopped is None else stopped_at(stopped)]
 
     def _load_pending(self) -> None:
         with self._loading:
-            if self._pending:  # another thread may have loaded them meanwhile
+            if self._pending:  # another thread may have loaded the rows meanwhile
                 self._load_reference(self._pending[0])
 
     def _load_reference(self, pending: RowsReference) -> None:
-        """Load the rows that a reference names. Raises SnapshotError if there are none, StoreError, OptimizerError."""
+        """Load the rows that a reference names. Raises SnapshotError if no rows match, StoreError, OptimizerError."""
         handle, options = self.table_handle(for_load=True), self.store_options
         try:
             is_restored, problem = handle.snapshots.restore(pending), ""
@@ -353,14 +352,14 @@ class SavedRows(LoadsRows, EmbeddingBase):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not keep_vars:
             shadow = destination[prefix + self.parameter_name]
-            if isinstance(shadow, ShadowCopy):  # a trace has another tensor
+            if isinstance(shadow, ShadowCopy):  # in a trace, the shadow is another kind of tensor
                 shadow.is_in_state = True
         if self.store_options.persistent_path is None and not are_rows_excluded() and detect_fake_mode() is None:
             rows = self._rows_for(destination, prefix)
             destination.update({f"{prefix}{ROWS}{name}": tensor for name, tensor in rows.items()})
 
     def _rows_for(self, destination: Mapping[str, Any], prefix: str) -> Mapping[str, Tensor]:
-        """Return a copy of all rows, the same one if this embedding is in the state_dict under two names."""
+        """Return a copy of all rows. If the embedding has two names in the state_dict, both get the same copy."""
         if self._copied and self._copied[0] != prefix:
             earlier = {name: destination.get(f"{self._copied[0]}{ROWS}{name}") for name in FIELDS}
             if self._has_copied(earlier):
@@ -374,12 +373,12 @@ class SavedRows(LoadsRows, EmbeddingBase):
         return tensors
 
     def _moment(self) -> Any:
-        """Return a value that is equal for two calls if no row has changed in between."""
+        """Return a value that changes if and only if a row changes."""
         table = None if self._handle is None else self._handle.open_table
         return table and (weakref.ref(table), table.step, table.updates)
 
     def _has_copied(self, tensors: Mapping[str, Any]) -> bool:
-        """True if these tensors are the copy in the latest state_dict, and no row has changed since."""
+        """True if `tensors` are the copy in the latest state_dict and no row has changed since that copy."""
         first = tensors.get(FIELDS[0])
         if first is None or not self._copied or self._copied[1]() is not first:
             return False
@@ -420,7 +419,7 @@ class SavedRows(LoadsRows, EmbeddingBase):
         elif prefix + EXTRA not in state_dict and not _mode.get():
             self._pending[:] = [UNKNOWN]
         shadow = state_dict.get(f"{prefix}{self.parameter_name}")
-        if isinstance(shadow, Tensor) and shadow.numel() == 1:  # [1] before version 3; its value does not matter
+        if isinstance(shadow, Tensor) and shadow.numel() == 1:  # version 2 had shape [1]; the value is irrelevant
             moves = local_metadata.get("assign_to_params_buffers") and shadow.device != self.device
             new = nn.Parameter(torch.zeros(1, 1, device=shadow.device)) if moves else self.shadow
             state_dict[f"{prefix}{self.parameter_name}"] = new
@@ -434,7 +433,7 @@ class SavedRows(LoadsRows, EmbeddingBase):
         return bool(self._loaded)
 
     def _has_loaded(self, tensors: Mapping[str, Any], errors: list[str]) -> bool:
-        """True if this load_state_dict, identified by `errors`, has loaded the same rows under another name."""
+        """True if this load_state_dict call (identified by `errors`) has loaded the same rows under another name."""
         if not self._loaded or self._loaded[0] is not errors:
             return False
         earlier, new = [loaded() for loaded in self._loaded[1]], list(tensors.values())
@@ -455,8 +454,8 @@ def _same(tensor: Tensor, other: Any) -> bool:
 
 
 def extra_state_of(rows: RowsReference) -> Tensor:
-    """Return the extra state with a reference. A load of RowsReference(None) keeps the present rows."""
-    # a tensor, since some code accepts only tensors in a state_dict; of fixed size, since torch's DCP requires that
+    """Return the extra state that contains the reference `rows`. Loading RowsReference(None) keeps the present rows."""
+    # a tensor, because some code accepts only tensors in a state_dict; torch's DCP requires the fixed size
     content = json.dumps(rows._asdict(), ensure_ascii=False).encode().ljust(_EXTRA_BYTES)
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
@@ -471,7 +470,7 @@ def _in_mode(mode: str) -> Iterator[None]:
 
 
 def rows_excluded() -> AbstractContextManager[None]:
-    """Return a context where state_dicts neither hold nor name rows, for checkpoints that store rows apart."""
+    """Return a context where state_dicts neither hold nor name rows, for checkpoints that store rows separately."""
     return _in_mode(APART)
 
 

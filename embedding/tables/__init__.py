@@ -1,1 +1,1 @@
-"""Open tables: which rows they open with, their store folder, and the group they are trained in."""
+"""Open tables: the rows that a table opens with, its store folder, and its training group."""

@@ -1,4 +1,4 @@
-"""Checks that stored rows fit a table and its optimizer, and that the table takes their ids."""
+"""Checks that stored rows fit a table and its optimizer, and that the rows' ids are legal in the table."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def check_stored(
     can_load: bool = False,
     for_load: bool = False,
 ) -> None:
-    """Raise if stored rows, or only those of `tables`, do not fit the embedding.
+    """Raise if stored rows do not fit the embedding. tables: check only the rows of these tables.
 
     Raises `error` if columns, keys, dtypes or the table count differ, StoreError if table names or their order
-    differ, OptimizerError if the rows lack `optimizer`'s state. label: names the rows. can_load: they are in a snapshot
-    that a load can convert (implied by SnapshotError). for_load: they are about to be replaced.
+    differ, OptimizerError if the rows lack `optimizer`'s state. label: names the rows. can_load: the rows are in a
+    snapshot that a load can convert (implied by SnapshotError). for_load: the rows are about to be replaced.
     """
     for field, argument, mine in (
         ("columns", "embedding_dim", list(spec.columns)),
@@ -51,7 +51,7 @@ def check_stored(
         raise _dtype_error(error, label, "dtype", stored["dtype"], spec.dtype, can_load)
     _check_names(spec, stored, label, tables)
     stored_tables, own_tables = stored["tables"], spec.plain_tables()
-    if tables is not None:  # rows of tables with higher numbers are not loaded
+    if tables is not None:  # tables with higher numbers are not loaded
         stored_tables = stored_tables[: max(tables, default=-1) + 1]
     if len(stored_tables) > len(own_tables):
         raise error(
@@ -59,7 +59,7 @@ def check_stored(
         )
     if (stored["seed"], stored_tables) != (spec.seed, own_tables[: len(stored_tables)]):
         log.warning(
-            "%s began its rows with another seed or other initializers: rows not yet stored begin differently", label
+            "%s began its rows with another seed or other initializers: rows not yet stored get other values", label
         )
     if optimizer is None and not for_load:
         _warn_of_state(spec, stored, label)
@@ -77,7 +77,7 @@ def check_stored(
 
 
 def _warn_of_state(spec: TableSpec, stored: dict[str, Any], label: str) -> None:
-    """Warn that no optimizer could train the stored rows with this `state_dtype`."""
+    """Warn if the stored rows' `state_dtype` differs from the embedding's, so that no optimizer can train them."""
     kernel, (stored_dtype, _) = kernels().get(stored["optimizer"]), RowState.from_description(stored).narrow
     if kernel is not None and kernel.element_states and stored_dtype != spec.state_dtype:
         log.warning(
@@ -110,9 +110,9 @@ def _dtype_error(
 
 
 def _mismatched(spec: TableSpec, stored: dict[str, Any]) -> Collection[int]:
-    """Return the stored tables whose name differs from the embedding's table.
+    """Return the numbers of the stored tables that have another name in the embedding.
 
-    None differ if the names come from imported tensors and the embedding's tables are unnamed.
+    Returns no table if the stored names come from imported tensors and the embedding's tables are unnamed.
     """
     if stored.get(table_names.TENSOR_NAMED) and not any(spec.table_names):
         return ()
@@ -139,9 +139,9 @@ def fit_selection(
     strict: bool,
     label: str,
 ) -> tuple[Selection, list[str]]:
-    """Restrict a snapshot's selection to what fits the table. Also returns remarks on what is left out.
+    """Restrict a selection of a snapshot's rows to rows that fit the table. Also returns remarks on what is left out.
 
-    strict: leave out only padding, and raise for other parts. Raises InputError, and `check_stored`'s errors.
+    strict: leave out only padding rows, and raise if other rows do not fit. Raises InputError, `check_stored`'s errors.
     """
     remarks: list[str] = []
     names, selected = table_names.names_in(stored), selection.tables
@@ -183,7 +183,7 @@ def _remark_on_others(spec: TableSpec, names: table_names.Names, others: Collect
 
 
 def _stored_table(spec: TableSpec, names: table_names.Names, table: Any, where: str) -> int:
-    """Return the index of a snapshot's table, given its index or stored name, or the embedding's name for it."""
+    """Return the index of a snapshot's table. `table`: its index, its stored name, or its name in the embedding."""
     for known_names in (names, spec.table_names[: len(names)]):
         number = table_names.table_number(table, known_names)
         if number is not None:
@@ -192,9 +192,9 @@ def _stored_table(spec: TableSpec, names: table_names.Names, table: Any, where: 
 
 
 class LoadedIds:
-    """Counts ids while rows are loaded into tables with a fixed number of ids, and remarks on what does not fit.
+    """Counts ids while rows are loaded into tables with a fixed number of ids, and remarks on ids that do not fit.
 
-    counts: False for rows that are about to be replaced; there are no remarks on them.
+    counts: False for rows that are about to be replaced, because such rows get no remarks.
     """
 
     def __init__(self, spec: TableSpec, counts: bool = True) -> None:
@@ -204,14 +204,14 @@ class LoadedIds:
         self._with_padding: set[int] = set()
 
     def note_padding(self, chunks: Chunks) -> Chunks:
-        """Pass on chunks of all stored rows, noting which tables contain a padding row. Loads skip such rows."""
+        """Yield the chunks of all stored rows, and note which tables contain a padding row. Loads skip padding rows."""
         for bucket, rows in chunks:
             if self._last is not None and self._spec.padding_key is not None:
                 self._with_padding.update(rows["table"][rows["key"] == np.uint64(self._spec.padding_key)].tolist())
             yield bucket, rows
 
     def count(self, chunks: Chunks) -> Chunks:
-        """Pass on chunks of loaded rows, and count them."""
+        """Yield the chunks of loaded rows, and count the rows."""
         for bucket, rows in chunks:
             if self._last is not None:
                 tables, keys = rows["table"], rows["key"]
@@ -223,8 +223,8 @@ class LoadedIds:
     def remarks(self, what: str, of_dense: bool, stored_padding: int | None) -> list[str]:
         """Return remarks on ids that do not fit. what: names the stored rows.
 
-        of_dense: True if the rows may come from a dense table, with all ids from 0 on. stored_padding: the stored
-        padding_idx, whose row an import left out.
+        of_dense: True if the rows may come from a dense table, so that ids begin at 0, without gaps. stored_padding:
+        the stored padding_idx; an import left out its row.
         """
         remarks = []
         for number, (label, options) in enumerate(zip(self._spec.labels, self._spec.tables, strict=True)):
@@ -241,7 +241,7 @@ class LoadedIds:
             padding = self._spec.padding_idx
             left_out = padding is not None and padding == stored_padding and 0 <= padding <= ids
             if padding is not None and (left_out or number in self._with_padding):
-                rows, ids = rows + 1, max(ids, padding + 1)  # count the padding row, too: it was not loaded
+                rows, ids = rows + 1, max(ids, padding + 1)  # also count the padding row, which was not loaded
             if of_dense and rows == ids < takes:
                 remarks.append(
                     f"{what} has ids 0 to {ids - 1} of table {label}, which takes {takes}, so the others begin as new "

@@ -1,4 +1,4 @@
-"""This process's rows of an embedding, in an open table from the first use to `close`."""
+"""Keeps this process's rows of an embedding in an open table, from the first use to `close`."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ log = logging.getLogger("tierbed")
 class LocalTable:
     """Opens a table and keeps it open.
 
-    The table is replaced by another one when rows are loaded, moved to another device, or need room for an optimizer's
-    state. shard: the rows that this process has; None for all. decide: chooses the rows to open with; by default
-    `plan_open` does. for_load: they are about to be replaced. Raises StoreError, OptionError, OptimizerError.
+    A new table replaces the old one when rows are loaded, moved to another device, or need room for optimizer state.
+    shard: this process's part of the rows; None for all rows. decide: chooses the rows to open with; `plan_open` by
+    default. for_load: the rows are about to be replaced. Raises StoreError, OptionError, OptimizerError.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class LocalTable:
         self.name, self.device, self.group = spec.name, device, group
         self._process = os.getpid()
         self._table: OpenTable | None = None
-        self._closed_step = 0  # the step of the rows when they were closed
+        self._closed_step = 0  # the step of the rows at the last close
         self._service = Service()
         self._served: tuple[SaveTarget, StoreFolder | None] | None = None
         self.persistence = TablePersistence(
@@ -76,7 +76,7 @@ class LocalTable:
 
     @property
     def table(self) -> OpenTable:
-        """The open table. Raises ClosedError after `close`, StoreError in a child that was forked since the open."""
+        """The open table. Raises ClosedError after `close`, and StoreError in a process forked after the opening."""
         if self._table is None:
             raise ClosedError(f"embedding {self.name!r} was closed: create it again")
         if self._process != os.getpid() and (self.store is not None or self._table.has_thread):
@@ -103,12 +103,12 @@ class LocalTable:
 
     @property
     def member(self) -> Member | None:
-        """The store as a member of its group; None without a folder, and on ranks other than 0."""
+        """The store's membership in its training group; None without a folder, and on all ranks except rank 0."""
         return self.persistence.member
 
     @property
     def step(self) -> int:
-        """The step of the rows, now or when they were closed. Raises earlier steps' deferred errors."""
+        """The rows' present step, or their step at the close. Raises earlier steps' deferred errors."""
         if self._table is None:
             return self._closed_step
         with self._table.lock:
@@ -116,12 +116,12 @@ class LocalTable:
             return self._table.step
 
     def keep_rows(self) -> None:
-        """Accept the present rows, whatever state_dict was loaded. Raises StoreError if they need a load first."""
+        """Accept the present rows, whatever state_dict was loaded. Raises StoreError if the rows need a load first."""
         if self.persistence.is_placeholder:
             raise StoreError(self.persistence.unusable_reason)
 
     def rename(self, name: str) -> None:
-        """Rename the table, whose rows are in memory."""
+        """Rename a table with rows in memory."""
         self.name = name
         self.persistence.rename(name)
         if self._table is not None:
@@ -131,7 +131,7 @@ class LocalTable:
         """Join a training group. Raises StoreError."""
         self.group = group
         self._share_gate()
-        self.persistence.expect_change()  # the next change joins their records
+        self.persistence.expect_change()  # the next change joins the records of the group's stores
 
     def _partners(self) -> list[Member]:
         return [] if self.group is None else self.group.members()
@@ -147,11 +147,11 @@ class LocalTable:
             self._service.start(folder.path, target)
 
     def check_optimizer(self, optimizer: RowOptimizer) -> None:
-        """Raise OptimizerError if the rows have another optimizer's state, OptionError if rows have no room for it."""
+        """Raise OptimizerError if rows have another optimizer's state, OptionError if rows lack room for new state."""
         table = self.table
         stored, needed = table.state, table.spec.state_of(optimizer)
         is_same_initial = table.optimizer is None or table.optimizer.initial == optimizer.initial
-        is_stateless = stored.rule is None and not stored.names  # rows that were put
+        is_stateless = stored.rule is None and not stored.names  # the rows were written by `put`
         if table.counts.rows and not is_stateless and not (_is_compatible(stored, needed) and is_same_initial):
             raise OptimizerError(
                 f"embedding {self.name!r} has rows of optimizer {stored.rule} with state {list(stored.names)} that "
@@ -161,7 +161,7 @@ class LocalTable:
         self.persistence.check_row(optimizer)
 
     def _reset_remedy(self) -> str:
-        """Return how to go on with another optimizer, for an error."""
+        """Return the part of an error text that says how to continue with another optimizer."""
         if self.store is None:
             return (
                 "; or to begin without state, keep rows = tierbed.to_dense_state_dict(model), make a new model or call "
@@ -173,7 +173,7 @@ class LocalTable:
         )
 
     def use_optimizer(self, optimizer: RowOptimizer) -> None:
-        """Train the rows with `optimizer`. Opens the table again if rows need room for its state. Raises StoreError."""
+        """Train rows with `optimizer`. Opens the table again if rows need room for its state. Raises StoreError."""
         if self._process != os.getpid():
             raise StoreError(
                 f"embedding {self.name!r} was opened by process {self._process}, and this one would train a copy of "
@@ -209,7 +209,7 @@ class LocalTable:
                 return RowTensors.of(self.table)
 
     def load_tensors(self, tensors: RowTensors) -> None:
-        """Replace all rows. Raises SnapshotError, StoreError, OptimizerError; then nothing has changed."""
+        """Replace all rows. On SnapshotError, StoreError or OptimizerError, nothing has changed."""
         self._replace(lambda before: self.persistence.load_tensors(before.optimizer, tensors, before))
 
     def load_part(
@@ -217,7 +217,7 @@ class LocalTable:
     ) -> LoadReport:
         """Load this process's rows of a snapshot. verified: as in `TablePersistence.load`.
 
-        From then on recovery uses this snapshot. A selection is durable only from the next save or close on.
+        Recovery then uses this snapshot. A loaded selection becomes durable only with the next save or close.
         """
         reports: list[LoadReport] = []
 
@@ -233,7 +233,7 @@ class LocalTable:
         return reports[0]
 
     def fit_selection(self, snapshot: Snapshot, selection: Selection = ALL) -> Selection:
-        """Return the selection as it fits this table. Raises SnapshotError, OptimizerError if it does not."""
+        """Return the selection restricted to this table. Raises SnapshotError or OptimizerError if it does not fit."""
         optimizer = self.table.optimizer
         spec, label = self.persistence.spec.with_stored_seed(snapshot.description), f"snapshot {snapshot.name!r}"
         if selection.convert:
@@ -242,17 +242,17 @@ class LocalTable:
         return selection
 
     def begin_load(self, notes: bool) -> int:
-        """Clear a shard's clean marker for a collective load. Returns its number of writes. Raises StoreError."""
+        """Clear a shard's clean marker for a collective load. Returns the shard's write count. Raises StoreError."""
         with self.table.lock:
             self.persistence.begin_change(notes, replaces=True)
             return self.epoch.writes
 
     def count_write(self) -> None:
-        """Count a collective write that is about to begin, even if it changes no row here."""
+        """Count a collective write that is about to begin, even if the write changes no row of this rank."""
         self.persistence.count_write()
 
     def note_load(self, writes: int, snapshot: str | None) -> None:
-        """Count a collective load after `writes` writes. snapshot: its id, if a whole snapshot is loaded."""
+        """Count a collective load after `writes` writes. snapshot: the snapshot's id if it is loaded as a whole."""
         self.persistence.count_write(writes)
         if snapshot is not None:
             self.epoch.set_snapshot(snapshot, self.epoch.writes)
@@ -264,25 +264,25 @@ class LocalTable:
         return self.persistence.epoch
 
     def save_callback(self) -> Callable[[str], None]:
-        """Return a function to call with a snapshot's id, once the present rows are saved in it."""
+        """Return a function that must be called with a snapshot's id once that snapshot contains the present rows."""
         epoch = self.persistence.epoch
         return (lambda id: None) if epoch is None else partial(epoch.set_snapshot, writes=epoch.writes)
 
     def mark_failed(self, error: BaseException) -> None:
-        """Mark the rows as failed, so that they close without a clean marker."""
+        """Mark the rows as failed, so that a close writes no clean marker."""
         if (table := self.table_if_open) is not None:
             table.note_failure(error)
 
     def close(self) -> None:
         """Write back the rows and unlock the folder. May be called again; does nothing in a forked process.
 
-        If this fails, everything stays open and can be closed again. Two exceptions: if the folder was removed or
-        replaced, or an earlier write failed midway for lack of memory, nothing is written and everything is released.
-        Once all is closed, raises an earlier call's deferred error, if there is one.
+        If a close fails, the table stays open and can be closed again. Two exceptions: if the folder was removed or
+        replaced, or an earlier write failed midway for lack of memory, nothing is written and the table is released.
+        Once the table is closed, raises an earlier call's deferred error, if there is one.
         """
         try:
             self._close()
-        except OSError as error:  # raised by torch or by this close
+        except OSError as error:  # torch or this close raised the error
             if self._table is None:
                 raise
             remedy = remedy_for(error, "remove its cause")
@@ -295,7 +295,7 @@ class LocalTable:
             with _disable_current_modes():  # a trace may be running and would record the operations
                 save_error = self._table.observers.finish_saving()
                 self._service.stop()
-                deferred = self._table.deferred_error(wait=True) or save_error  # raised once the rows are written
+                deferred = self._table.deferred_error(wait=True) or save_error  # raised after the rows are written
                 try:
                     with self._table.observers.between_saves():
                         if self.group is not None:
@@ -312,11 +312,11 @@ class LocalTable:
                 raise deferred
 
     def finish(self) -> None:
-        """Close when the embedding or the process ends. Logs errors, since nobody could catch them."""
+        """Close when the embedding or the process ends. Logs errors, because no caller could catch them."""
         try:
             self.close()
         except Exception as error:
-            if self._table is None:  # it is closed; this is an earlier call's deferred error
+            if self._table is None:  # the table is closed; this is an earlier call's deferred error
                 log.error("embedding %r: %s", self.name, error)
                 return
             self._service.stop()
@@ -324,7 +324,7 @@ class LocalTable:
             log.error("embedding %r could not be closed: %s; %s", self.name, error, consequence)
 
     def _replace(self, build: Callable[[OpenTable], OpenTable], joins: bool = False) -> None:
-        """Replace the table by `build(table)`. joins: True if that opens the store again and joins its group."""
+        """Replace the table by `build(table)`. joins: True if `build` opens the store again and joins its group."""
         self.table.observers.finish_saving()
         with between_steps([self] if joins else []):
             while True:
@@ -341,7 +341,7 @@ class LocalTable:
             before.mark_replaced()
             self._share_gate()
         except BaseException:
-            if before.stack is None:  # it failed while the new table replaced it
+            if before.stack is None:  # the old table failed while it was being replaced
                 self._service.stop()
                 self._release()
             raise
@@ -349,7 +349,7 @@ class LocalTable:
 
     @property
     def local(self) -> LocalTable:
-        """This process's rows: this object itself, since all rows are here."""
+        """The LocalTable with this process's rows. This is the object itself, because this process has all rows."""
         return self
 
     def _release(self) -> None:
@@ -360,5 +360,5 @@ class LocalTable:
 
 
 def _is_compatible(stored: RowState, needed: RowState) -> bool:
-    """True if rows with the stored state can be trained by an optimizer that needs the other one."""
+    """True if an optimizer that needs the row state `needed` can train rows with the row state `stored`."""
     return stored.names == needed.names and stored.rule in (None, needed.rule)

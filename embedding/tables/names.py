@@ -1,4 +1,4 @@
-"""Names of embeddings. An embedding made without a name takes its path in the first model that it is seen in."""
+"""Names of embeddings. An embedding made without a name gets its path in the first model that contains it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import nn
 from ...engine.errors import OptionError, TierbedError
 from ...engine.ops.rows_contract import EmbeddingBase
 
-# by name of a wrapper class: the attribute that holds the wrapped module
+# maps a wrapper class's name to the attribute that holds the wrapped module
 WRAPPERS = {
     "DistributedModelParallel": "_wrapped", "DistributedDataParallel": "module", "DataParallel": "module",
     "OptimizedModule": "_orig_mod", "_FabricModule": "_forward_module",
 }  # fmt: skip
-# counters of this process, so that equal scripts have equal names and rows. Embeddings that ranks share are counted
-# apart, since a rank may have others besides.
+# Per-process counters give equal scripts equal names and rows. Embeddings that ranks share use a separate counter,
+# because a rank may also have unshared embeddings.
 _unnamed, _seeded = {False: count(1), True: count(1)}, {False: count(1), True: count(1)}
 
 
@@ -28,7 +28,7 @@ def bare_name(name: str) -> str:
 
 
 def provisional_name(is_shared: bool) -> str:
-    """Return a name for an embedding that has none yet, for messages."""
+    """Return a name for messages about an embedding without a name."""
     return f"unnamed-{'shared-' * is_shared}{next(_unnamed[is_shared])}"
 
 
@@ -40,7 +40,7 @@ def next_seed(is_shared: bool) -> int:
 def name_embeddings(root: nn.Module, error: type[TierbedError] = OptionError, model: str = "") -> None:
     """Name each unnamed embedding under `root` after its path. Raises `error` if two embeddings share a name.
 
-    A collection's default names stay unless two are equal. model: path under `root` to which names are relative.
+    A collection's default names stay if they differ. model: names are relative to this path under `root`.
     """
     embeddings = {path: module for path, module in root.named_modules() if isinstance(module, EmbeddingBase)}
     bare = {path: bare_name(path.removeprefix(f"{model}.")) for path in embeddings}

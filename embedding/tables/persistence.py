@@ -1,11 +1,11 @@
 """Keeps a table's rows between runs: opens and closes one store folder, and recovers it from its snapshots.
 
-Live rows are RocksDB's files or, for rows in memory, the row files of the last close. A clean marker says that they are
-complete and durable. It is cleared before the first write, and written again by a clean shutdown. Live rows without it
-are never served; the table then opens with the rows that the record of the store's training group names (`Member`).
+Live rows are RocksDB's files or, for rows in memory, the row files of the last close. A clean marker says that live
+rows are complete and durable. The first write clears the marker, and a clean shutdown writes it again. Live rows
+without a marker are never used; the table then opens with the rows named in its training group's record (`Member`).
 
-A load builds its rows in the folder `incoming`, next to the live rows. One write of the store's MARK then switches to
-them, so a failed load leaves the old rows as they were.
+A load builds new rows in the folder `incoming`, next to the live rows. One write of the store's file MARK then switches
+to the new rows, so a failed load leaves the old rows as they were.
 """
 
 from __future__ import annotations
@@ -71,15 +71,15 @@ log = logging.getLogger("tierbed")
 class LiveRows(Enum):
     """How an open table's live rows relate to its group's record."""
 
-    RECORDED = auto()  # the record names them, so the next change must be noted first
-    CHANGED = auto()  # the record says that they have changed
-    PLACEHOLDER = auto()  # empty rows until a load converts the stored ones; the folder counts as new until then
+    RECORDED = auto()  # the record names the live rows, so the next change must be noted first
+    CHANGED = auto()  # the record says that the live rows have changed
+    PLACEHOLDER = auto()  # no rows until a load converts the stored rows; the folder counts as new until then
 
 
 class TablePersistence:
-    """The store folder of an embedding, locked until `release`; none without a path in the options.
+    """The store folder of an embedding, locked until `release`. Options without a path mean no folder.
 
-    partners: returns the stores that this process trains with this one. beside: the folders of the group's stores.
+    partners: returns the stores trained together with this store. beside: the folders of the group's stores.
     """
 
     def __init__(
@@ -106,16 +106,16 @@ class TablePersistence:
         self.member: Member | None = None  # None over ranks, except on rank 0
         self._on_disk = isinstance(options, CachedSsdOptions)
         self._mode = options.open
-        self._unusable_reason = ""  # used if there is no member
+        self._unusable_reason = ""  # used if `member` is None
         self._live = LiveRows.RECORDED
         self._partners, self._beside = partners, beside
-        self._run = ""  # the id of the run that began these rows
-        self.source = (logging.INFO, "new, in memory")  # level and text to log about where the rows come from
-        self.resumed_step = 0  # the step of an earlier run's rows; 0 for new rows and rows that a user loaded
+        self._run = ""  # the id of the run that started these rows from empty
+        self.source = (logging.INFO, "new, in memory")  # level and text of the log about the rows' origin
+        self.resumed_step = 0  # the step of an earlier run's rows; 0 if the rows are new or a user loaded them
         self.restored_snapshot: str | None = None  # the id of the snapshot that the table opened with
 
     def open(self, optimizer: RowOptimizer | None, decide: Decide | None = None, for_load: bool = False) -> OpenTable:
-        """Open the table with the rows that `decide` chooses, by default those that the record names.
+        """Open the table with the rows that `decide` chooses; by default, with the rows that the record names.
 
         for_load: the rows are about to be replaced, so they need not fit the group's other embeddings. Raises
         StoreError, OptionError, OptimizerError, and `decide`'s errors.
@@ -153,28 +153,28 @@ class TablePersistence:
         self.set_member(member)
         plan = OpenPlan() if self._mode == "fresh" else plan_open(folder, contents, member)
         if member.mark_folder is not folder:
-            member.copy_to(folder)  # before the clean marker, since that counts only with a record
+            member.copy_to(folder)  # before the clean marker, which is valid only with a record
         return plan
 
     @property
     def unusable_reason(self) -> str:
-        """Why the rows may not be used before a load; "" if they may."""
+        """The reason why the rows may not be used before a load; "" if they may be used."""
         return self._unusable_reason if self.member is None else self.member.broken
 
     @property
     def is_placeholder(self) -> bool:
-        """True if the table is empty only until a load converts the stored rows."""
+        """True if the table is empty only because a load still has to convert the stored rows."""
         return self._live is LiveRows.PLACEHOLDER
 
     @property
     def version(self) -> str | None:
-        """The rows' version, so that the next run recognizes them; None without a folder."""
+        """The rows' version. The next run recognizes the rows by their version. None without a folder."""
         if self.epoch is not None:
             return None if self.folder is None else self.epoch.version
         return None if self.member is None else self.member.version
 
     def set_member(self, member: Member) -> None:
-        """From here on, note changes of the rows in the group's record."""
+        """Set the group's member, so that later changes of the rows are noted in the group's record."""
         self.member = member
         member.attach(self.expect_change, self._partners)
 
@@ -221,11 +221,11 @@ class TablePersistence:
     def close(self, table: OpenTable) -> None:
         """Flush written rows and write the clean marker, so that the next run resumes from them.
 
-        If this fails, as on a full disk, the table stays open and can be closed again. After a failed write, the table
-        closes without a clean marker, so the next run recovers. So it does if the folder was removed (StoreError).
+        If this fails, as on a full disk, the table stays open and can be closed again. After a failed write, or if the
+        folder was removed (StoreError), the table closes without a clean marker, so the next run recovers.
         """
         with table.lock:
-            table.stop_prefetch()  # first: a later call may fail, and no thread may be running when the process ends
+            table.stop_prefetch()  # first, because later calls may fail, and no thread may run when the process ends
             if self.folder is not None and self._has_rows_to_keep(table):
                 try:
                     self.folder.check()
@@ -244,24 +244,24 @@ class TablePersistence:
                 self.folder.discard_live()
 
     def _leave(self) -> None:
-        """Leave the group. Over ranks, rank 0 does this once it has closed its shard."""
+        """Leave the training group. Over ranks, rank 0 leaves the group once its shard is closed."""
         if self.member is not None and self.epoch is None:
             self.member.leave()
 
     def _has_rows_to_keep(self, table: OpenTable) -> bool:
-        """True if a close must write live rows, or name them in the record."""
+        """True if a close must write live rows, or name live rows in the record."""
         if self.folder is None or table.is_inconsistent or (self.member is not None and self.member.broken):
             return False
         live = live_version(self.folder.clean_marker)
         return live is None or (self.member is not None and self.member.group.record.now[self.member.id].live != live)
 
     def expect_change(self) -> None:
-        """Note the next change in the record before it is made."""
+        """Require a note in the group's record before the next change of rows."""
         if self._live is LiveRows.CHANGED:
             self._live = LiveRows.RECORDED
 
     def _write_live_rows(self, table: OpenTable, folder: StoreFolder) -> None:
-        """Write the table's rows as live rows, durably, with a clean marker."""
+        """Durably write the table's rows as live rows, with a clean marker."""
         if folder.clean_marker is None:
             if self._on_disk:
                 table.flush()
@@ -274,20 +274,20 @@ class TablePersistence:
             self.member.mark_closed(live_version(folder.clean_marker) or "")
 
     def failed_close_text(self, table: OpenTable) -> str:
-        """Return what the next run would open with if this run ended now, for the log."""
+        """Return the log text that names the rows for the next run to open, if this run ended now."""
         if self.folder is None or self.folder.clean_marker is not None:
             return "no stored row is lost by it"
         return describe_loss(self.folder, self.member, table.step)
 
     def release(self) -> None:
-        """Unlock the folder as it is, and release the memory that automatic budgets reserved."""
+        """Unlock the folder without writing, and release the memory that automatic budgets reserved."""
         self._budgets.release()
         self._leave()
         if self.folder is not None:
             self.folder.release()
 
     def check_row(self, optimizer: RowOptimizer) -> None:
-        """Raise OptionError if the options' row size is not what the optimizer needs."""
+        """Raise OptionError if the row size in the options differs from the size that the optimizer needs."""
         self.options.check_row(self.spec.dim, self.spec.dim + self.spec.state_of(optimizer).width)
 
     def reopen(self, table: OpenTable, optimizer: RowOptimizer | None) -> OpenTable:
@@ -316,7 +316,7 @@ class TablePersistence:
     def _start_empty(self, optimizer: RowOptimizer | None, folder: StoreFolder) -> OpenTable:
         is_new = not folder.has_begun
         if folder.clean_marker is not None:
-            self._build(optimizer, None, folder.incoming).close()  # try the options before good rows are deleted
+            self._build(optimizer, None, folder.incoming).close()  # test the options before good rows are deleted
             folder.clear_incoming()
         folder.discard_live()
         try:
@@ -390,9 +390,10 @@ class TablePersistence:
         verified: Callable[[], None] | None = None,
         replaced: bool = False,
     ) -> tuple[OpenTable, LoadReport]:
-        """Load a snapshot's rows, or a selection, into a new table. Closes `running` once they are verified.
+        """Load a snapshot's rows, or a selection, into a new table. Closes `running` once all rows are verified.
 
-        verified: called then; if it raises, nothing has changed. replaced: another load is about to replace the rows.
+        verified: called before `running` closes; if `verified` raises, nothing has changed. replaced: another load is
+        about to replace the rows.
         """
         report, ids = LoadReport(), LoadedIds(self.spec, counts=not replaced)
         description = {**snapshot.description, "rows": snapshot.manifest.rows}
@@ -428,7 +429,7 @@ class TablePersistence:
         return remarks
 
     def load_tensors(self, optimizer: RowOptimizer | None, tensors: RowTensors, running: OpenTable) -> OpenTable:
-        """Load rows from memory into a new table; closes `running`. The recovery snapshot stays the same."""
+        """Load rows from memory into a new table, and close `running`. The recovery snapshot stays the same."""
         with self._with_seed_of(tensors.description), running.lock:
             check_stored(self.spec, tensors.stored(), optimizer, SnapshotError, "the state")
             ids = LoadedIds(self.spec)
@@ -441,7 +442,7 @@ class TablePersistence:
 
     @contextlib.contextmanager
     def _with_seed_of(self, description: dict[str, Any]) -> Iterator[None]:
-        """Adopt the seed of loaded rows; if the block raises, go back to the old seed."""
+        """Adopt the seed of loaded rows; if the block raises, restore the old seed."""
         old_spec, self.spec = self.spec, self.spec.with_stored_seed(description)
         try:
             yield
@@ -458,7 +459,7 @@ class TablePersistence:
         whole: str | None = None,
         verified: Callable[[], None] | None = None,
     ) -> OpenTable:
-        """Build a table from `source` next to the live rows; closes `running` once all rows are read.
+        """Build a table from `source` next to the live rows, and close `running` once all rows are read.
 
         whole: the id of the snapshot with exactly these rows, or None.
         """
@@ -495,16 +496,16 @@ class TablePersistence:
 
     def _replace(self, running: OpenTable, whole: str | None) -> None:
         """Close a table whose rows are replaced. whole: the id of the snapshot with the new rows, or None."""
-        member = self.member if self.epoch is None else None  # ranks note it in the record together
+        member = self.member if self.epoch is None else None  # over ranks, all ranks note the load together
         with record_load({member: whole}) if whole and member is not None else contextlib.nullcontext():
             self.begin_change(notes=whole is None and self.epoch is None, replaces=True)
             running.close()
-            self._unusable_reason, self._live = "", LiveRows.RECORDED  # so the next write is noted in any case
+            self._unusable_reason, self._live = "", LiveRows.RECORDED  # RECORDED, so that the next write is noted
             if member is not None:
                 member.mark_replaced(whole)
 
     def _fill(self, table: OpenTable, stored: dict[str, Any], chunks: Chunks) -> int:
-        """Load scanned rows, adding the optimizer's initial state if they have none. Returns their number."""
+        """Load scanned rows, adding initial optimizer state to rows without state. Returns the number of rows."""
         assert table.stack is not None
         if table.state.names and not stored["states"]:
             chunks = table.state.added_to(chunks, self.spec.dim, self.spec.dtype)
@@ -544,7 +545,7 @@ class TablePersistence:
     def _write_at(self, bottom: RocksDB | InMemoryTier, step: int) -> None:
         """Prepare the folder for a write in step `step`. Called before each write."""
         if isinstance(bottom, RocksDB):
-            bottom.make_writable()  # first: if it fails, the live rows keep their clean marker
+            bottom.make_writable()  # first: if this fails, the live rows keep their clean marker
         if self.folder is not None:
             if self._live is not LiveRows.CHANGED:
                 self.begin_change()
@@ -554,7 +555,7 @@ class TablePersistence:
             self.folder.note_step(step)
 
     def count_write(self, before: int | None = None) -> None:
-        """Count a collective write. before: the number of earlier writes, if this shard may have missed some."""
+        """Count a collective write. before: the number of earlier writes, if this shard may have missed a write."""
         assert self.epoch is not None
         self.epoch.count(before)
         if self.member is not None:
@@ -564,7 +565,7 @@ class TablePersistence:
         self.spec = replace(self.spec, name=name)
 
     def begin_change(self, notes: bool = True, replaces: bool = False) -> None:
-        """Note in the record that the rows change, unless `notes` is False, then clear the clean marker."""
+        """If `notes`, note in the group's record that the rows change. Then clear the clean marker."""
         if self.folder is None:
             return
         with uninterrupted():
@@ -573,7 +574,7 @@ class TablePersistence:
             if self.folder.clean_marker is not None:
                 self.folder.clear_clean_marker()
         if not self._on_disk:
-            self.folder.discard_live()  # frees space: rows in memory are written again at the close
+            self.folder.discard_live()  # frees disk space; a close writes rows in memory again
 
     def _clean_marker_of(self, table: OpenTable) -> dict[str, Any]:
         assert table.stack is not None

@@ -1,13 +1,13 @@
-"""Decides which rows an embedding over ranks opens with, so that all ranks have rows from the same moment.
+"""Chooses the rows that an embedding over ranks opens, so that all ranks open rows from the same moment.
 
-Each rank's shard is on the rank's own disk, with a clean marker if it was closed cleanly. Only rank 0 reads the record.
-The ranks decide together:
+Each rank's shard is on the rank's own disk, with a clean marker after a clean close. Only rank 0 reads the training
+group's record. The ranks decide together:
 
 1. Rank 0 tells all ranks which of the group's stores are sharded, and leaves a token file next to the snapshots.
-2. Each rank looks for the token, to check that all see the same folder, and reports its shards' versions.
-3. Rank 0 compares them with the record. If it names the live rows of all shards, each rank opens its own shard.
-   Otherwise all ranks load their shards of one snapshot, or start empty.
-4. If they load a snapshot, they count their rows together: the sum must be the number of rows in the snapshot.
+2. Each rank looks for the token, to check that all ranks see the same folder, and reports its shards' versions.
+3. Rank 0 compares the versions with the record. If the record names the live rows of all shards, each rank opens its
+   own shard. Otherwise all ranks load their shards of one snapshot, or start empty.
+4. After loading a snapshot, the ranks add up their row counts: the sum must be the snapshot's row count.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from .shared_folder import SharedFolder
 
 
 class _Decision(NamedTuple):
-    """What rank 0 decides.
+    """Rank 0's decision on the rows to open with.
 
-    live: the version of the live rows, if they are used. id, name: the snapshot with the rows; the id is EMPTY for no
-    rows, and None if they are only in live rows. unusable_reason: why they may not be used before a load; "" if they
-    may. level, text: of the log.
+    live: the version of the live rows, if they are used. id, name: the snapshot with the rows; id is EMPTY for no rows,
+    and None if no snapshot holds the rows. unusable_reason: why the rows may not be used before a load; "" if they are
+    usable. level, text: the message to log.
     """
 
     live: str | None
@@ -47,11 +47,11 @@ class _Decision(NamedTuple):
 
 
 class RecoveryDecision:
-    """One rank's side of deciding which rows to open with.
+    """Takes part, for one rank, in the ranks' common decision on the rows to open with.
 
-    Every rank creates one, opens its shard with `decide`, and then calls `finish`. shared_folder: the store folder as
-    this rank sees it. mode, for_load: as in `open_store`. group: the `TrainingGroup`. The constructor raises
-    StoreError on all ranks. Afterwards, `member` is the store, on rank 0.
+    Every rank creates a RecoveryDecision, opens its shard with `decide`, and then calls `finish`. shared_folder: the
+    store folder as this rank sees it. mode, for_load: as in `open_store`. group: the `TrainingGroup`. The constructor
+    raises StoreError on all ranks. Afterwards, `member` on rank 0 is the store's membership in its group.
     """
 
     def __init__(
@@ -63,21 +63,21 @@ class RecoveryDecision:
         self._has_reported = False  # True once this rank has sent its report
         self._agreed = False  # True once the ranks have decided
         self._has_read = False  # True once this rank has sent its row count
-        self._counted = False  # True once these have been compared
+        self._counted = False  # True once the row counts have been compared
         self.member: Member | None = None
         self.base: str | None = None  # the id of the snapshot to open with, EMPTY for no rows; None for live rows
         self.is_live = False  # True if the ranks open with their live rows
         self._recorded: dict[str, str | None] = {}  # on rank 0: the version in the record, by path of the store
         first = world.call_on_rank_0(f"{op}: its store folder", self._prepare)
-        self._token: str = first["token"]  # also the id of a run that begins here
+        self._token: str = first["token"]  # also the id of a run that starts here
         self._stores: list[tuple[str, int]] = [(path, ranks) for path, ranks in first["stores"]]
 
     def _prepare(self) -> dict[str, Any]:
-        """Leave a token, and list the group's stores over ranks: relative paths and numbers of ranks. On rank 0."""
+        """Write a token file, and list the group's sharded stores as (relative path, rank count). On rank 0."""
         shared_folder = self._shared_folder
         assert shared_folder.folder is not None
         folders: list[FolderState] = []
-        with suppress(StoreError):  # `open_store` raises it if it matters
+        with suppress(StoreError):  # if the error matters, `open_store` raises it again
             file = GroupFile(shared_folder.folder, beside=self._beside)
             for store, folder in file.members(lenient=True).items():
                 if folder.ranks:
@@ -87,7 +87,7 @@ class RecoveryDecision:
         return {"token": shared_folder.leave_token(), "stores": stores}
 
     def decide(self, contents: FolderContents) -> OpenPlan:
-        """Return how this rank opens its shard. An error on one rank is raised on all: StoreError, SnapshotError."""
+        """Return how this rank opens its shard. Any rank's StoreError or SnapshotError is raised on all ranks."""
         self._has_reported = True
         reports = self._world.all_gather_object(self._op, lambda: self._report(contents))
         decision = _Decision(*self._world.call_on_rank_0(f"{self._op}: chosen", lambda: self._choose(reports)))
@@ -107,7 +107,7 @@ class RecoveryDecision:
         return plan._replace(snapshot=snapshot, verified=lambda: self._count(snapshot))
 
     def _report(self, contents: FolderContents) -> tuple[list[dict[int, str | None]], int | None]:
-        """Return each store's shard versions on this host, by rank, and this store's last step."""
+        """Return the shard versions on this host for each store, by rank, and the last step of this store."""
         self._shared_folder.find_token(self._token)
         versions, reached = [], contents.recorded_step
         for relative, ranks in self._stores:
@@ -147,12 +147,12 @@ class RecoveryDecision:
         return _Decision(None, id, name, member.broken, *(log_entry or (0, "")))
 
     def finish(self, error: BaseException | None) -> None:
-        """Join the remaining collectives, since other ranks may wait there. A rank's `error` is raised on all."""
+        """Join the remaining collectives, where other ranks may wait. One rank's `error` is raised on all ranks."""
         try:
             self._join(self._op, self._has_reported, self._agreed, error)
         finally:
             if self._shared_folder.folder is not None:
-                self._shared_folder.remove_tokens()  # every rank has looked for it, or the world has ended
+                self._shared_folder.remove_tokens()  # every rank has looked for the token, or the world has ended
         if self.base not in (None, EMPTY):
             self._join(f"{self._op}: its rows", self._has_read, self._counted, error)  # as in `check_row_count`
 
@@ -165,18 +165,18 @@ class RecoveryDecision:
         if is_complete:
             return
         if error is not None and has_joined:
-            raise error  # the collective has raised it on all ranks
+            raise error  # the collective has raised this error on all ranks
         self._world.handshake(op, error)
 
     def _count(self, snapshot: Snapshot) -> None:
-        """Raise SnapshotError on all ranks if together they did not read all rows of the snapshot."""
+        """Raise SnapshotError on all ranks if the ranks together did not read all rows of the snapshot."""
         self._has_read = True
         check_row_count(self._world, self._op, snapshot, lambda: snapshot.shard_rows)
         self._counted = True
 
 
 def _merged(reports: Iterable[dict[int, str | None]], recorded: str | None) -> dict[int, str | None]:
-    """Merge all hosts' reports on a store's shards. Of a shard on several hosts, the recorded version is preferred."""
+    """Merge all hosts' reports on a store's shards. If a shard is on several hosts, prefer the recorded version."""
     merged: dict[int, str | None] = {}
     for report in reports:
         for rank, version in report.items():
@@ -186,13 +186,13 @@ def _merged(reports: Iterable[dict[int, str | None]], recorded: str | None) -> d
 
 
 def check_row_count(world: World, op: str, snapshot: Snapshot, read: Callable[[], dict[str, int]]) -> None:
-    """Raise SnapshotError on all ranks if together they did not read all rows of each snapshot in the chain.
+    """Raise SnapshotError on all ranks if the ranks together did not read all rows of each snapshot in the chain.
 
-    Collective. read: returns this rank's row counts, by snapshot. Its error is raised on all ranks.
+    Collective. read: returns this rank's row counts by snapshot. An error of `read` is raised on all ranks.
     """
     counts_by_rank = world.all_gather_object(f"{op}: its rows", read)
     if snapshot.shard is None:
-        return  # `read` has compared the counts
+        return  # `read` has already compared the counts of a whole snapshot
 
     def check() -> None:
         for link in snapshot.chain:

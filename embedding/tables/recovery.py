@@ -1,10 +1,10 @@
-"""Decides which rows a table opens with.
+"""Chooses the rows that a table opens.
 
-The record of the store's training group contains an entry for each store, to name the rows to open with: the live rows
-from a clean shutdown, or a snapshot, or none. `plan_open` turns this entry into an `OpenPlan`: the live rows' clean
-marker, if it is the one that the entry names, or the snapshot to load. A store that was not closed
-cleanly always opens with a snapshot, or empty. A warning then says which snapshot, what is lost, and which later
-snapshot of this store is not used, because the group's other stores have none from that moment.
+The training group's record contains an entry for each store. The entry names the rows to open: the live rows from a
+clean shutdown, a snapshot, or no rows. `plan_open` turns this entry into an `OpenPlan`: the live rows' clean marker, if
+the entry names these live rows, or the snapshot to load. A store that was not closed cleanly always opens with a
+snapshot, or empty. A warning then names the snapshot and the lost steps. It also names a later snapshot of this store
+that cannot be used, because the group's other stores lack a snapshot from the same moment.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ...snapshots.store.recovery_rule import EMPTY, version_of_snapshot
 
 
 class FolderContents(NamedTuple):
-    """What a store folder holds before it is opened. `FolderState` explains the fields."""
+    """The contents of a store folder before it is opened. `FolderState` explains the fields."""
 
     clean_marker: dict[str, Any] | None
     recorded_step: int | None
@@ -40,8 +40,8 @@ class OpenPlan(NamedTuple):
     """The rows that a table opens with: the live rows with `clean_marker`, or `snapshot`, or none.
 
     run, writes, version: for a shard's `WriteEpoch`. unusable_reason: why ranks may not use the rows before a load; ""
-    if they may. log_entry: the level and text to log once the table is open. verified: called once `snapshot`'s
-    rows are verified, see `TablePersistence.load`.
+    if ranks may use them. log_entry: the level and text to log once the table is open. verified: called once
+    `snapshot`'s rows are verified, see `TablePersistence.load`.
     """
 
     clean_marker: dict[str, Any] | None = None
@@ -58,7 +58,7 @@ Decide = Callable[[FolderContents], OpenPlan]
 
 
 def contents_of(folder: FolderState) -> FolderContents:
-    """Read what a store folder holds. Raises StoreError."""
+    """Read the contents of a store folder. Raises StoreError."""
     return FolderContents(folder.clean_marker, folder.recorded_step, folder.has_begun, folder.was_open)
 
 
@@ -67,7 +67,7 @@ def plan_open(folder: StoreFolder, contents: FolderContents, member: Member) -> 
     live, loaded = (
         live_version(contents.clean_marker),
         version_of_snapshot(member.entry.snapshot),
-    )  # a killed load left this one
+    )  # the live version that a load leaves if it is killed
     if live is not None and live in (member.entry.live, loaded):
         return OpenPlan(contents.clean_marker)
     ranks = folder.ranks
@@ -80,9 +80,9 @@ def plan_open(folder: StoreFolder, contents: FolderContents, member: Member) -> 
 
 
 def snapshot_to_open(folder: FolderState, member: Member, step: int | None) -> Snapshot | None:
-    """Return the snapshot that a store's entry names, or None for no rows.
+    """Return the snapshot that a store's entry names, or None for no rows. step: the step of the live rows.
 
-    Raises StoreError if the entry names only live rows: another number of ranks cannot use them. step: their step.
+    Raises StoreError if the entry names only live rows, because another number of ranks cannot use live rows.
     """
     if member.entry.snapshot is None:
         record, saved = member.group.record, list_snapshots(folder.snapshots).snapshots
@@ -108,8 +108,8 @@ def log_entry_of(
 ) -> tuple[int, str] | None:
     """Return the level and text to log for a store that opens with a snapshot, or empty, instead of its live rows.
 
-    None if the store is new. shards: the live rows' versions by rank, if ranks have them. reached: the live rows' last
-    step, if it is known. who: prefix that names the ranks.
+    None if the store is new. shards: the live rows' versions by rank, if the store is sharded. reached: the live rows'
+    last step, if known. who: prefix that names the ranks.
     """
     where, restored = f"store folder {folder.path}", recovery_text(snapshot)
     if not contents.begun:
@@ -135,7 +135,7 @@ def log_entry_of(
 
 
 def _unused_snapshot_text(folder: FolderState, member: Member, base: Snapshot | None) -> str:
-    """Name the store's last snapshot if it is later than `base`, to which recovery takes the whole group back."""
+    """Name the store's last snapshot, if recovery takes the group back to an earlier snapshot, `base`."""
     record = member.group.record
     saved = list_snapshots(folder.snapshots).snapshots if len(record.now) > 1 else ()
     last = next((snapshot for snapshot in saved if snapshot.manifest.id == record.parents.get(member.id)), None)
@@ -156,14 +156,14 @@ def _step_of(snapshot: Snapshot | None) -> int:
 
 
 def recovery_text(base: Snapshot | None) -> str:
-    """Return what the store opens with instead of its live rows, for the log."""
+    """Return the log text that names the rows that the store opens instead of its live rows."""
     if base is None:
         return "started empty: it has no snapshot of its own"
     return f"restored snapshot {base.name!r}, of step {_step_of(base)}"
 
 
 def lost_steps_text(base: Snapshot | None, reached: int | None) -> str:
-    """Return what is lost after an unclean shutdown, for the log: the steps after `base`, up to `reached` if known."""
+    """Return the log text on the steps lost in an unclean shutdown: after `base`, up to `reached` if known."""
     base_step = _step_of(base)
     if reached is None or reached < base_step:
         return "what was written since is lost"
@@ -173,7 +173,7 @@ def lost_steps_text(base: Snapshot | None, reached: int | None) -> str:
 
 
 def describe_loss(folder: FolderState, member: Member | None, step: int) -> str:
-    """Return, for the log, what the next run would open with if this one, at `step`, ended without a clean marker."""
+    """Return the log text on the next run's rows if this run, at `step`, ends without a clean marker."""
     if member is None:
         return "all ranks recover from a snapshot in the next run"
     try:
@@ -188,14 +188,14 @@ def describe_loss(folder: FolderState, member: Member | None, step: int) -> str:
 
 
 def lacks_space(error: TierbedError) -> bool:
-    """True if the error is a full disk."""
+    """True if the error's cause is a full disk."""
     cause = os_error_in(error)
     return cause is not None and cause.errno == errno.ENOSPC
 
 
 def no_space_text(folder: FolderState, error: TierbedError) -> str:
     """Return the error text for a store that cannot be opened because the disk is full."""
-    cause = str(error).partition("; free space")[0]  # without RocksDB's advice, which is for an open store
+    cause = str(error).partition("; free space")[0]  # cut RocksDB's advice, which is for an open store
     return (
         f"{cause}. Free space on the disk and open the embedding again; `tierbed snapshot prune` removes snapshots in "
         f"{str(folder.snapshots)!r} that recovery does not need"
@@ -209,13 +209,13 @@ def check_shards_unlocked(path: Path, ranks: int) -> None:
         if shard.is_dir() and (process := holder(shard)) is not None:
             raise StoreError(
                 f"{str(shard)!r}, the shard of rank {rank} of {ranks}, is in use by process {process or 'unknown'}: "
-                "wait until that has closed it, or end that process"
+                "wait until that process has closed the shard, or end that process"
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class RankShard:
-    """A rank's part of a table's rows. on_host: how many ranks share this host's memory."""
+    """Identifies the shard of one rank. on_host: the number of ranks that share this host's memory."""
 
     rank: int
     ranks: int
@@ -233,10 +233,10 @@ class RankShard:
 
 
 class WriteEpoch:
-    """Counts the collective writes to a shard, so that ranks can compare which rows they have.
+    """Counts the collective writes to a shard, so that ranks can compare the versions of their shards.
 
-    run: the id of the run that started with no rows or a snapshot. writes: the number of collective writes since.
-    version: identifies the rows, equal on all ranks and in the next run.
+    run: the id of the run that started with no rows or with a snapshot. writes: the number of collective writes since
+    then. version: identifies the rows; it is equal on all ranks and in the next run.
     """
 
     def __init__(self, shard: RankShard) -> None:
@@ -248,11 +248,11 @@ class WriteEpoch:
         self._named_at = writes, version
 
     def count(self, before: int | None = None) -> None:
-        """Count a write. before: how many there were before, if this shard may have missed some."""
+        """Count a write. before: the number of earlier writes, if this shard may have missed a write."""
         self.writes = 1 + (self.writes if before is None else before)
 
     def set_snapshot(self, snapshot: str, writes: int) -> None:
-        """Name the rows after a snapshot that has them, unless more than `writes` writes were made."""
+        """Name the rows after a snapshot with the same rows, unless more than `writes` writes were made."""
         if self.writes == writes:
             self._named_at = writes, version_of_snapshot(snapshot)
 

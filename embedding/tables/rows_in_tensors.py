@@ -1,4 +1,4 @@
-"""All rows of an embedding as tensors, for its `state_dict()` if no folder stores it."""
+"""All rows of an embedding as tensors, for the `state_dict()` of an embedding without a store folder."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from ...snapshots.files.format import check_description
 FIELDS = ("table", "key", "embedding", "state", "updates", "step", "description")
 NOT_WHOLE = "on_another_rank"  # a description's key: True if only rank 0's state_dict holds the rows
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_CHUNK = 1 << 16  # rows
+_CHUNK = 1 << 16  # rows per chunk
 _INTEGERS = ("table", "key", "updates", "step")
 
 
 @dataclass(frozen=True)
 class RowTensors:
-    """Rows as they are stored, in a scan's order.
+    """Rows in their stored form, in the order of a scan.
 
     tensors: `table`, `key` (its 64 bits), `updates` and `step`, int64 [n]; `embedding` [n, dim], of the rows' dtype;
-    `state`, float32 [n, numbers of all states]; `description`, JSON as uint8.
+    `state`, float32 [n, total width of all states]; `description`, JSON as uint8.
     """
 
     description: dict[str, Any]
@@ -51,7 +51,7 @@ class RowTensors:
 
     @classmethod
     def from_chunks(cls, description: dict[str, Any], count: int, chunks: Iterable[RowArray]) -> RowTensors:
-        """Return `count` rows, copied from chunks. Raises StoreError if the chunks have fewer."""
+        """Return `count` rows, copied from chunks. Raises StoreError if the chunks have fewer rows."""
         form = RowForm.from_description(description)
         tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in _shapes(form, count).items()}
         numbers, begin = {name: _numbers(tensor) for name, tensor in tensors.items()}, 0
@@ -72,7 +72,7 @@ class RowTensors:
         return len(self.tensors["table"])
 
     def stored(self) -> dict[str, Any]:
-        """Return the description as in a snapshot, with the row count."""
+        """Return the rows' description in a snapshot's format, with the row count."""
         return {**self.description, "rows": len(self)}
 
     def chunks(self) -> Chunks:
@@ -127,7 +127,7 @@ class RowTensors:
 
 
 def _shapes(form: RowForm, count: int) -> dict[str, tuple[torch.dtype, list[int]]]:
-    """Return the dtype and shape of each tensor but the description, for `count` rows."""
+    """Return the dtype and shape of each tensor except `description`, for `count` rows."""
     shapes = {name: (torch.int64, [count]) for name in _INTEGERS}
     shapes["embedding"] = _DTYPES[form.fields[0].type], [count, form.dim]
     shapes["state"] = torch.float32, [count, sum(field.count for field in form.fields[1:])]
@@ -135,7 +135,7 @@ def _shapes(form: RowForm, count: int) -> dict[str, tuple[torch.dtype, list[int]
 
 
 def _state_columns(form: RowForm) -> Iterator[tuple[str, slice]]:
-    """Yield each optimizer state with its columns in the tensor `state`."""
+    """Yield each optimizer state's name with its columns in the tensor `state`."""
     begin = 0
     for field in form.fields[1:]:
         yield field.name, slice(begin, begin + field.count)
@@ -143,12 +143,12 @@ def _state_columns(form: RowForm) -> Iterator[tuple[str, slice]]:
 
 
 def _numbers(tensor: Tensor) -> NDArray[Any]:
-    """Return a tensor's numbers as stored in rows. NumPy lacks bfloat16, so this is uint16."""
+    """Return a tensor's numbers as stored in rows. NumPy lacks bfloat16, so bfloat16 becomes uint16."""
     bits: NDArray[Any] = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
     return bits
 
 
 def _embedding(form: RowForm, rows: RowArray) -> NDArray[Any]:
-    """Return a view [n, dim] of the rows' embeddings as they are stored."""
+    """Return a view [n, dim] of the rows' embeddings in their stored dtype."""
     embedding: NDArray[Any] = rows[EMBEDDING] if form.is_narrow else rows["values"][:, : form.dim]
     return embedding

@@ -1,4 +1,4 @@
-"""The common store folder of an embedding over ranks. Rank 0 has it open, and all ranks see its snapshots."""
+"""The common store folder of an embedding over ranks. Only rank 0 opens the folder, but all ranks see its snapshots."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TOKEN = ".token-"
 
 
 class SharedFolder:
-    """The common store folder, open (`folder`) only on rank 0. Raises StoreError if rank 0 cannot lock it."""
+    """The common store folder. `folder` is set only on rank 0. Raises StoreError if rank 0 cannot lock the folder."""
 
     def __init__(self, rank: int, name: str, options: StoreOptions) -> None:
         assert options.persistent_path is not None
@@ -28,7 +28,7 @@ class SharedFolder:
 
     @property
     def snapshot_store(self) -> StoreFolder:
-        """The store folder with the snapshots, on rank 0."""
+        """The store folder that contains the snapshots, on rank 0."""
         assert self.folder is not None
         return self.folder.snapshot_store
 
@@ -45,7 +45,7 @@ class SharedFolder:
         return token
 
     def find_token(self, token: str) -> None:
-        """Raise StoreError if this rank does not see rank 0's token, so that it sees another folder."""
+        """Raise StoreError if this rank does not see rank 0's token, because the ranks then see different folders."""
         folder = self.snapshots.parent
         if not (folder / token).exists():
             raise StoreError(
@@ -55,13 +55,13 @@ class SharedFolder:
             )
 
     def remove_tokens(self) -> None:
-        """Remove the token, and tokens that killed processes left."""
+        """Remove the token file, and token files that killed processes left."""
         for token in self.snapshot_store.path.glob(_TOKEN + "*"):
             with contextlib.suppress(OSError):
                 token.unlink()
 
     def begin(self, ranks: int, member: Member | None) -> None:
-        """Replace one process's live rows by ranks' shards, on rank 0, the owner of `member`. Raises StoreError."""
+        """Replace one process's live rows by ranks' shards, on rank 0, which owns `member`. Raises StoreError."""
         if self.folder is None or member is None:
             return
         if self.folder.live.exists() or self.folder.clean_marker is not None:

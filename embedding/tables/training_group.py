@@ -1,8 +1,8 @@
-"""The embeddings that one process trains together. Recovery takes them all back to one moment between two steps.
+"""The embeddings that one process trains together. Recovery takes all of them back to the same moment.
 
 A `Graph`, an `EagerOptimizer` or a collection calls `train_together` with its embeddings. Their tables share a gate, so
-that a save can wait until a step has ended. If a step or a backward pass raises after it updated only some tables,
-their rows are at different steps; then `mark_inconsistent` forbids saving and training until each store is loaded.
+that a save can wait until a step has ended. If a step or a backward pass raises after it updated only some tables, the
+tables are at different steps. `mark_inconsistent` then forbids saving and training until each store is loaded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TrainingGroup:
 
     def __init__(self) -> None:
         self.embeddings: WeakSet[Any] = WeakSet()
-        self.gate = StepGate()  # shared by all their tables
+        self.gate = StepGate()  # shared by the tables of all embeddings
 
     def add(self, embeddings: Iterable[Any]) -> None:
         """Add embeddings to the group."""
@@ -37,20 +37,20 @@ class TrainingGroup:
                 handle.local.join(self)
 
     def begin_pass(self) -> None:
-        """Called when a backward pass has pinned the rows of one embedding, before it reaches others."""
+        """Called when a backward pass has pinned the rows of one embedding, before it reaches other embeddings."""
         if not self.gate.is_closed:
             self.gate.is_closed = True
             torch.autograd.Variable._execution_engine.queue_callback(self.end_pass)
 
     def end_pass(self) -> None:
-        """Called when the backward pass has updated all rows that it reached."""
+        """Called when the backward pass has updated all rows that the pass reached."""
         self.gate.is_closed = False
 
     def check_passed(self) -> None:
         """Detect a backward pass that raised. Called before a forward pass and a close."""
         if (
             self.gate.is_closed and torch._C._current_graph_task_id() == -1
-        ):  # not inside the pass, as a recomputation is
+        ):  # not inside the pass; a recomputed forward pass would be inside
             self.fail_pass()
 
     def fail_pass(self) -> None:
@@ -91,7 +91,7 @@ class TrainingGroup:
 
 
 def train_together(modules: Iterable[Any]) -> None:
-    """Put the embeddings among `modules` that have a store folder into one group, joining the groups they are in."""
+    """Put all embeddings in `modules` that have a store folder into one group. Merges the groups they are in."""
     options = (
         (module, getattr(module, "store_options", None)) for module in modules if isinstance(module, EmbeddingBase)
     )
@@ -104,7 +104,7 @@ def train_together(modules: Iterable[Any]) -> None:
 
 
 def mark_inconsistent(members: Iterable[Member], why: str) -> None:
-    """Forbid to write, save or cleanly close stores until each is loaded. why: what left rows at different steps."""
+    """Forbid writes, saves and clean closes until each store is loaded. why: the event that left different steps."""
     for member in members:
         member.mark_broken(
             f"embeddings that are trained together have rows of different steps: {why}. Load a snapshot in each, or "
@@ -114,10 +114,10 @@ def mark_inconsistent(members: Iterable[Member], why: str) -> None:
 
 @contextmanager
 def between_steps(handles: Iterable[Any], waits: bool = False, replaces: bool = False) -> Iterator[None]:
-    """Lock these tables and all that are trained with them, so that no other thread writes or saves them.
+    """Lock these tables and all tables trained with them, so that no other thread writes or saves the tables.
 
-    waits: first wait for the end of another thread's step, in which some stores may be ahead of others. replaces: the
-    block replaces rows. Saves in the background, which need the locks, are then finished first.
+    waits: first wait for the end of another thread's step, because some stores may be ahead during a step. replaces:
+    the block replaces rows, so saves in the background are finished first, because they need the locks.
     """
     handles = list(handles)
     groups = {id(handle.group): handle.group for handle in handles if handle.group is not None}.values()
@@ -136,7 +136,7 @@ def between_steps(handles: Iterable[Any], waits: bool = False, replaces: bool = 
                 stack.enter_context(table.lock)
             if any(table.is_replaced or table.observers.is_saved_by_another for table in tables):
                 continue
-            if replaces and any(table.observers.is_saving for table in tables):  # a save has begun meanwhile
+            if replaces and any(table.observers.is_saving for table in tables):  # another save has begun meanwhile
                 continue
             groups_in_step = [group for group in groups if waits and group.is_mid_step]
             gate = next((group.gate for group in groups_in_step if is_trained_by_other_thread(group.embeddings)), None)

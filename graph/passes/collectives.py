@@ -1,6 +1,6 @@
 """The pass for steps over ranks: send rows and gradients as early as possible, and vote once.
 
-Every rank makes a step's collectives in the same order, so that order is fixed here, at compile time.
+Every rank must make a step's collectives in the same order, so this pass fixes the order at compile time.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _KINDS: dict[Any, str] = {
 
 
 class CollectiveCall(NamedTuple):
-    """One collective: an embedding's `pin`, `rows` (wait for a pin's rows), `read` or `send`, or the `vote`."""
+    """One collective: a `vote`, or an embedding's `pin`, `rows` (wait for pinned rows), `read` or `send`."""
 
     kind: str
     embedding: EmbeddingBase | None
-    ids_from: int | None = None  # for a pin that reuses another pin's ids: the index of that pin
+    ids_from: int | None = None  # the index of another pin, if this pin reuses that pin's ids
 
     def __str__(self) -> str:
         """Return the text that ranks compare."""
@@ -48,13 +48,13 @@ _ROW_USES = ("gather", "weights_grad", "send")
 def sum_over_ranks(
     collectives: Any, epilogue: StepEpilogue, rows: list[RowGrads], dense: list[DenseGrads], present: bool = True
 ) -> Vote:
-    """Sum dense gradients over the ranks with a batch. If the step failed on one rank, raise its error on all."""
+    """Sum dense gradients over the ranks with a batch. If the step failed on one rank, raise its error on all ranks."""
     finite = epilogue.scaler is None or are_finite([grad for part in rows for grad in part.grads])
     return collectives.vote(dense, finite=finite, present=present)
 
 
 def common_world(embeddings: dict[str, EmbeddingBase]) -> Any:
-    """Return the world that a graph's embeddings share, or None. GraphError if they differ."""
+    """Return the world that a graph's embeddings share, or None. Raises GraphError for different worlds."""
     by_world = {id(embedding.world): (path, embedding.world) for path, embedding in embeddings.items()}
     if len(by_world) > 1:
         names, worlds = zip(*[*by_world.values()][:2], strict=True)
@@ -67,7 +67,7 @@ def common_world(embeddings: dict[str, EmbeddingBase]) -> Any:
 
 
 def pin_early(module: fx.GraphModule) -> None:
-    """Move a pin to the top if pure torch ops make its ids from tensors that the step never writes."""
+    """Move a pin to the top of the step if pure torch ops make its ids from tensors that the step never writes."""
     graph = module.graph
     changed = set().union(*map(writes, graph.nodes))
     last = next(reversed(graph.find_nodes(op="placeholder")), None)
@@ -77,7 +77,7 @@ def pin_early(module: fx.GraphModule) -> None:
         needed = sources_of(pin, (embedding, lookups))
         is_pure = all(is_repeatable(node, set()) and not writes(node) for node in needed)
         is_movable = is_pure and not memory_of(needed) & changed
-        is_read_before = any(  # the pin may evict rows
+        is_read_before = any(  # moving the pin up is unsafe: it may evict rows that are read
             call_target(node) in ("read", "read_weights_grad") and node < pin for node in cast(fx.Node, embedding).users
         )
         if last is None or not is_movable or not moved.issuperset(ids_from) or is_read_before:
@@ -94,8 +94,8 @@ def schedule_collectives(
 ) -> Any:
     """Send row gradients as soon as they are complete, and insert the vote before `node`, the end of the step.
 
-    node: None if the step trains nothing. make: makes the step's `StepCollectives`, which are returned, from its calls
-    and its trained parameters by name. GraphError for a sparse gradient.
+    node: None if the step trains nothing. make: creates the returned `StepCollectives` from the step's collective calls
+    and its trained parameters by name. Raises GraphError for a sparse gradient.
     """
     graph = module.graph
     if node is None:

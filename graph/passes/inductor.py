@@ -20,7 +20,7 @@ from .lookups import sources_of
 
 
 class Compiled(nn.Module):
-    """A part of a step, compiled by Inductor."""
+    """A subgraph of a step, compiled by Inductor."""
 
     def __init__(self, part: fx.GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Compiled(nn.Module):
 
 
 def compile_dense(module: fx.GraphModule, options: Mapping[str, Any]) -> fx.GraphModule:
-    """Return the same step with its pure aten ops compiled, in groups as large as possible. GraphError."""
+    """Return the same step with its pure aten ops compiled, in groups as large as possible. Raises GraphError."""
     pure = _pure(module.graph)
     supported = create_op_support(lambda _, node: node in pure)
     fused = CapabilityBasedPartitioner(module, supported).partition_and_fuse(prefix="dense_")
@@ -51,7 +51,7 @@ def compile_dense(module: fx.GraphModule, options: Mapping[str, Any]) -> fx.Grap
 
 
 def _pure(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that Inductor may compile: not those that make ids or have dynamic shapes."""
+    """Return the nodes that Inductor may compile. Nodes that make ids or have dynamic shapes are excluded."""
     changed: set[int] = set().union(*map(writes, graph.nodes))
     lookups = [node for method in ("pin", "read") for node in graph.find_nodes(op="call_method", target=method)]
     id_sources = set().union(*(sources_of(node, node.args) for node in lookups))

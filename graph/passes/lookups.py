@@ -3,8 +3,8 @@
 An embedding's trained lookups become one `pin` (deduplicate all ids, fetch and pin their rows), one `gather` per
 lookup, and one `update`; other lookups become `read`. Embeddings that train on the same ids share one deduplication.
 
-`extract_id_graph` copies the ops that make ids into a small graph. `Graph.run` runs it on later batches. The ids it
-finds are hints: each step computes its ids itself.
+`extract_id_graph` copies the ops that make ids into a small graph, which `Graph.run` runs on later batches. The
+resulting ids are only hints for prefetch: each step computes its ids again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KnownLookups = list[tuple[EmbeddingBase, list[Lookup]]]
 LOOKUP = torch.ops.tierbed.lookup.default
 LOOKUP_GRAD = torch.ops.tierbed.lookup_grad.default
 WEIGHTS_GRAD = torch.ops.tierbed.lookup_weights_grad.default
-# ops that autograd uses to sum and copy a parameter's gradients, with the argument that is copied
+# ops by which autograd sums and copies a parameter's gradients, with the argument that is copied
 _ADD = torch.ops.aten.add.Tensor
 _SUMS = {_ADD, torch.ops.aten.add_.Tensor}
 _COPIES = {torch.ops.aten.clone.default: 0, torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}
@@ -40,7 +40,7 @@ _COPIES = {torch.ops.aten.clone.default: 0, torch.ops.aten._to_copy.default: 0, 
 def share_rows(module: fx.GraphModule) -> None:
     """Make a pin reuse the unique rows of another embedding's earlier pin with the same lookups.
 
-    Lookups are the same if the same ops make their tensors from the same tensors, which nothing in the step writes.
+    Two lookups are the same if equal ops make their arguments from the same tensors, and the step never writes those.
     """
     changed = set().union(*map(writes, module.graph.nodes))
     values: dict[Hashable, int] = {}
@@ -63,7 +63,7 @@ def share_rows(module: fx.GraphModule) -> None:
 
 
 def _key(argument: Any, value_of: dict[fx.Node, int]) -> Hashable:
-    """Return a key that is equal for equal arguments: nodes compare by value, numbers also by type."""
+    """Return a key that is equal for equal arguments. Nodes are compared by value, numbers also by type."""
     if isinstance(argument, fx.Node):
         return fx.Node, value_of[argument]
     if isinstance(argument, list | tuple):
@@ -74,7 +74,7 @@ def _key(argument: Any, value_of: dict[fx.Node, int]) -> Hashable:
 def extract_id_graph(module: fx.GraphModule) -> fx.GraphModule | None:
     """Return a module with the placeholders of `module` that returns its `prefetchable_lookups`, or None.
 
-    Lookups are plain tuples there: a module of torch 2.11 returns no NamedTuple.
+    The new module returns lookups as plain tuples, because in torch 2.11 modules cannot return a NamedTuple.
     """
     known = prefetchable_lookups(module)
     if not known:
@@ -91,9 +91,9 @@ def extract_id_graph(module: fx.GraphModule) -> fx.GraphModule | None:
 
 
 def prefetchable_lookups(module: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
-    """Return nodes that train rows whose ids are known before the step runs, with their (embedding, lookups).
+    """Return nodes that train rows with ids known before the step runs, and each node's (embedding, lookups).
 
-    Other ids depend on rows, random numbers, custom ops, or what the step changes outside itself.
+    Other ids depend on rows, random numbers, custom ops, or external tensors that the step changes.
     """
     pins = module.graph.find_nodes(op="call_method", target="pin")
     trained: list[tuple[fx.Node, Any]] = [(node, node.args[:2]) for node in pins]
@@ -109,13 +109,13 @@ def prefetchable_lookups(module: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
 
 
 def sources_of(user: fx.Node, arguments: Any) -> set[fx.Node]:
-    """Return the nodes that make these arguments for `user`, and earlier writers to their memory."""
+    """Return the nodes that make `arguments` for `user`, and earlier nodes that write to the same memory."""
     used = (node for node in pytree.tree_leaves(arguments) if isinstance(node, fx.Node))
     return with_sources(used, takewhile(lambda node: node is not user, user.graph.nodes))
 
 
 def is_repeatable(node: fx.Node, external: set[int]) -> bool:
-    """True if a node gives the same result before the step runs: it uses no rows, random numbers or custom ops."""
+    """True if a node that runs before the step gives the same result: it uses no rows, random numbers or custom ops."""
     if call_target(node) is None or isinstance(node.meta.get("val"), torch.SymInt):
         return True
     is_torch = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("aten", "prims")
@@ -123,15 +123,15 @@ def is_repeatable(node: fx.Node, external: set[int]) -> bool:
 
 
 class SharedLookup(NamedTuple):
-    """A lookup in a batch. Equal lookups in a step share it; nodes compare by identity."""
+    """A lookup in a batch. Equal lookups in a step are looked up once; nodes compare by identity."""
 
     lookup: Lookup
     weights: Any
-    changed: fx.Node | None  # the last node that wrote the weights
+    changed: fx.Node | None  # the last node that wrote to the weights
 
 
 def expand_reads(module: fx.GraphModule, path_of: Callable[[int], str]) -> None:
-    """Replace all remaining lookups and weight gradients with reads. Reads change nothing."""
+    """Replace all remaining lookups and weight gradients with reads, which change no rows."""
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=LOOKUP):
         with graph.inserting_before(node):
@@ -145,8 +145,8 @@ def expand_reads(module: fx.GraphModule, path_of: Callable[[int], str]) -> None:
 def expand_trained(module: fx.GraphModule, handle: int, grad: fx.Node, path_of: Callable[[int], str]) -> None:
     """Make one pin before the first trained lookup, a gather for each lookup, and one update at the end of the step.
 
-    grad: the gradient of the embedding's parameter. Raises GraphError if it is not a plain sum of lookup gradients,
-    or if moving ids up would change a lookup's ids or the order of random draws.
+    grad: the gradient of the embedding's parameter. Raises GraphError if `grad` is not a plain sum of lookup gradients,
+    or if computing ids earlier would change a lookup's ids or the order of random draws.
     """
     graph = module.graph
     grads: dict[SharedLookup, list[Any]] = defaultdict(list)
@@ -179,7 +179,7 @@ def expand_trained(module: fx.GraphModule, handle: int, grad: fx.Node, path_of: 
 
 
 def _expand_weights_grads(graph: fx.Graph, handle: int, batch: fx.Node, shared: list[SharedLookup]) -> None:
-    """Compute weight gradients from the batch's rows if it has them. Rows do not depend on the weights."""
+    """Compute weight gradients from the batch's rows, if the batch has these rows. Rows do not depend on weights."""
     index_of = {key.lookup: index for index, key in enumerate(shared)}
     for node in graph.find_nodes(op="call_function", target=WEIGHTS_GRAD):
         lookup = _lookup(node)
@@ -189,7 +189,7 @@ def _expand_weights_grads(graph: fx.Graph, handle: int, batch: fx.Node, shared: 
 
 
 def _lookup(node: fx.Node) -> Lookup:
-    """Return the `Lookup` for a lookup node or its gradient nodes. Only their first arguments differ."""
+    """Return the `Lookup` of a lookup node or of a gradient node of it. Only the nodes' first arguments differ."""
     arguments: Any = node.args[1:6]
     return lookup_op.lookup_of(*arguments)
 
@@ -231,7 +231,7 @@ def _shadow_error(name: str) -> GraphError:
 
 
 def _summands(graph: fx.Graph, handle: int, grad: fx.Node, name: str) -> list[fx.Node]:
-    """Return the lookup gradients that add up to `grad`; repeated ones repeat. GraphError if it is no plain sum."""
+    """Return the lookup gradients whose plain sum is `grad`, with repeats. GraphError if `grad` is no such sum."""
     counts: Counter[fx.Node] = Counter()
     summed: set[fx.Node] = set()
     pending: list[Any] = [grad]
@@ -255,7 +255,7 @@ def _summands(graph: fx.Graph, handle: int, grad: fx.Node, name: str) -> list[fx
 
 
 def _attribute(module: fx.GraphModule, handle: int, path_of: Callable[[int], str]) -> fx.Node:
-    """Return the embedding's node. There is one per step, at its top."""
+    """Return the embedding's node. Each step has one node per embedding, at the top of the step."""
     embedding = lookup_op.embedding_of(handle)
     for node in module.graph.find_nodes(op="get_attr"):
         if getattr(module, node.target) is embedding:
@@ -266,13 +266,13 @@ def _attribute(module: fx.GraphModule, handle: int, path_of: Callable[[int], str
 
 
 def _move_ids_up(graph: fx.Graph, lookups: list[fx.Node], embedding: fx.Node, name: str) -> None:
-    """Move the ops that make later lookups' ids before the first lookup.
+    """Move the ops that make later lookups' ids before the first lookup, because a batch is pinned as a whole.
 
-    If ids are made from an earlier lookup's rows, these rows are read first, because a batch is pinned as a whole.
+    If ids are computed from an earlier lookup's rows, these rows are read first.
     """
     from_first = dropwhile(lambda node: node is not lookups[0], graph.nodes)
     between = [*takewhile(lambda node: node is not lookups[-1], from_first)]
-    operands = [operand for lookup in lookups for operand in lookup.args[1:4]]  # not the weights
+    operands = [operand for lookup in lookups for operand in lookup.args[1:4]]  # without the weights
     id_sources = {operand for operand in operands if isinstance(operand, fx.Node)}
     for node in reversed(between):
         if node in id_sources:

@@ -1,4 +1,4 @@
-"""Edits to a step's graph that several passes make."""
+"""Functions to edit a step's graph, shared by several passes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..trace.names import identifiers
 
 
 def add_attribute(module: fx.GraphModule, name: str, value: Any) -> fx.Node:
-    """Store any value under this name, or a similar unique one, and return a node for it at the insertion point."""
+    """Store `value` under `name`, or a similar unique name, and return a node for the value at the insertion point."""
     (name,) = identifiers([name], dir(module))
     setattr(module, name, value)
     return module.graph.create_node("get_attr", name)

@@ -1,8 +1,8 @@
-"""Passes that turn a trace into a compiled step. They work on an FX graph whose nodes carry fake tensors in `meta`.
+"""Passes that turn a trace, an FX graph whose nodes carry fake tensors in `meta`, into a compiled step.
 
-A dynamic-shape step computes all numbers from its inputs' sizes at its beginning (`sizes_from_inputs`). A trace
-instead reads a size when it is needed, from the first tensor that had it. By then an op may have changed that
-tensor's shape in place, and a stride chosen by a kernel may differ from the traced one.
+A dynamic-shape step computes all sizes and strides from its inputs' sizes when it begins (`sizes_from_inputs`). A trace
+instead reads each size when needed, from the first tensor with this size. That is unsafe: an op may have changed the
+tensor's shape in place, and a kernel may choose another stride than in the trace.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from .collectives import sum_over_ranks
 from .nodes import add_attribute, replace_node
 from .step_epilogue import DenseGrads, RowGrads, StepEpilogue, accumulate, apply_gradients, dense_step, schedule
 
-# what nodes call to change rows or parameters: functions, and a pinned batch's method
+# functions that nodes call to change rows or parameters, and `update`, a method of a pinned batch
 EFFECTS: set[Any] = {"update", sum_over_ranks, dense_step, apply_gradients, accumulate, schedule}
 _OP = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
 
 
 def name_placeholders(nodes: list[fx.Node], names: list[str]) -> None:
-    """Name placeholders for the printed step: arguments as in build, parameters by path."""
+    """Name placeholders for the printed step: arguments get their names in build, parameters their paths."""
     for node, name in zip(nodes, identifiers(names), strict=True):
         node._rename(name)
         node.target = node.name
 
 
 def drop_detach(graph: fx.Graph) -> None:
-    """Remove detach, the identity without autograd, unless just one of its input and result is reshaped in place."""
+    """Remove detach, a no-op without autograd, unless only one of its input and its result is reshaped in place."""
     reshaped = reshaped_storages(graph)
     detaches = graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default)
-    # the trace added these, and build reshapes the call's own tensor
+    # the trace added a detach for each argument, but build reshapes the caller's tensor itself
     arguments = [n for n in detaches if n.args[0].op == "placeholder" and LIVE not in n.args[0].meta]
     for node in detaches:
         if node in arguments or not storages(node) & reshaped:
@@ -53,7 +53,7 @@ def drop_detach(graph: fx.Graph) -> None:
 
 
 def drop_double_transpose(graph: fx.Graph) -> None:
-    """Remove pairs of transposes; the backward of a linear layer adds them to the weight and its gradient."""
+    """Remove the pairs of transposes that a linear layer's backward adds to the weight and its gradient."""
     transpose = torch.ops.aten.t.default
     reshaped = reshaped_storages(graph)
     for node in graph.find_nodes(op="call_function", target=transpose):
@@ -63,7 +63,7 @@ def drop_double_transpose(graph: fx.Graph) -> None:
 
 
 def keep_outputs(graph: fx.Graph, count: int) -> list[fx.Node]:
-    """Cut the output to its first `count` values, detached from live tensors. Returns the other values."""
+    """Cut the output to its first `count` values, detached from live tensors. Returns the remaining values."""
     output, external = graph.output_node(), external_storages(graph)
     returned: Any = output.args[0]
     values = [*returned]
@@ -117,7 +117,7 @@ def merge_updates(module: fx.GraphModule, epilogue: StepEpilogue) -> fx.Node:
 
 
 def _replace_pin_by_reads(graph: fx.Graph, pin: fx.Node) -> None:
-    """Replace uses of a pinned batch with reads. Accumulated rows are pinned only for their update."""
+    """Replace uses of a pinned batch with reads, because accumulated rows are pinned only for their update."""
     arguments: Any = pin.args
     embedding, lookups = arguments
     reads: dict[Any, str] = {"gather": "read", "weights_grad": "read_weights_grad"}
@@ -138,7 +138,7 @@ def add_schedules(module: fx.GraphModule, schedulers: Iterable[LRScheduler], ste
 
 
 def drop_dead(graph: fx.Graph) -> None:
-    """Remove dead nodes. Unlike FX's own pass, also in-place ops on memory that no node reads."""
+    """Remove dead nodes. Unlike FX's own pass, also remove in-place ops on memory that no node reads."""
     live = live_nodes(graph, EFFECTS)
     for node in reversed(list(graph.nodes)):
         if node not in live:
@@ -148,7 +148,7 @@ def drop_dead(graph: fx.Graph) -> None:
 def sizes_from_inputs(module: fx.GraphModule) -> None:
     """Replace nodes that read a tensor's size, stride or offset with numbers computed from the inputs' sizes.
 
-    GraphError if the step reshapes an input or a live tensor in place, because no other call has that size.
+    Raises GraphError if the step reshapes an input or a live tensor in place, because other calls have other sizes.
     """
     graph = module.graph
     if any(is_reshape(node) and node.args[0].op != "call_function" for node in graph.nodes):
@@ -174,7 +174,7 @@ def sizes_from_inputs(module: fx.GraphModule) -> None:
 
 
 def _dynamic_sizes(graph: fx.Graph) -> dict[Any, Any]:
-    """Map the trace's sympy symbols to proxies of nodes that read them from a placeholder."""
+    """Map the trace's sympy symbols to proxies of nodes that read the symbols' values from a placeholder."""
     tracer = fx.proxy.GraphAppendingTracer(graph)
     proxies: dict[Any, Any] = {}
     for node in graph.find_nodes(op="placeholder"):
@@ -187,7 +187,7 @@ def _dynamic_sizes(graph: fx.Graph) -> dict[Any, Any]:
 
 
 def bind_ops(module: fx.GraphModule) -> None:
-    """Make `module.forward` call torch ops through global names, so no step looks them up. `recompile` undoes it."""
+    """Make `module.forward` call torch ops through global names, to save attribute lookups. `recompile` undoes this."""
     code = module.graph.python_code("self")
     names: dict[str, Any] = dict(code.globals)
     used = {str(name) for node in module.graph.nodes for name in (node.name, node.target)}
@@ -195,10 +195,10 @@ def bind_ops(module: fx.GraphModule) -> None:
     def bound(match: re.Match[str]) -> str:
         space, op, overload = match.groups()
         name = f"{space}_{op}_{overload}_op"
-        while name in used:  # a parameter of build may have this name
+        while name in used:  # a parameter of build may already use this name
             name += "_"
-        names[name] = getattr(getattr(getattr(torch.ops, space), op), overload)._op  # skips a Python frame
+        names[name] = getattr(getattr(getattr(torch.ops, space), op), overload)._op  # `_op` saves a Python frame
         return f"{name}("
 
     _exec_with_source(_OP.sub(bound, code.src), names)
-    type(module).forward = names["forward"]  # every GraphModule is of its own class
+    type(module).forward = names["forward"]  # every GraphModule has its own class

@@ -1,6 +1,6 @@
 """The end of a step: accumulate, unscale and clip gradients, then update rows and dense parameters.
 
-A step that needs none of this, in one process, ends with one node per embedding and per optimizer instead.
+In one process, a step without accumulation, scaling and clipping ends with one node per embedding and per optimizer.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.options.lookup import Lookup
 from ..trace.swap import set_grads, trace_lock
 
-# embedding, lookups, their gradients and pooling weights; FX cannot print a nested named tuple
+# (embedding, lookups, the lookups' gradients and pooling weights); FX cannot print a nested named tuple
 LookupGrads = tuple[Any, list[Lookup], list[Tensor], list[Tensor | None]]
 
-_NO_EFFECT_WITHOUT_GRADIENTS = ("torch.optim.", "tierbed.engine.optim.")  # for optimizers of these modules
+_NO_EFFECT_WITHOUT_GRADIENTS = ("torch.optim.", "tierbed.engine.optim.")  # modules of optimizers
 
 
 class _DenseSteps(threading.local):
@@ -44,11 +44,11 @@ dense_steps = _DenseSteps()
 
 
 def dense_step(optimizer: Optimizer, params: list[Tensor], grads: list[Tensor]) -> None:
-    """Call `optimizer.step()` with these gradients. Learning rates, schedulers and step counts are live."""
-    with trace_lock, DisableTorchFunctionSubclass():  # a `Shadow` would otherwise be called for each attribute
+    """Call `optimizer.step()` with these gradients. The call uses the present learning rates and step counts."""
+    with trace_lock, DisableTorchFunctionSubclass():  # otherwise, each attribute access would call a `Shadow`
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                parameter.grad = None  # so torch does not change those outside `params`
+                parameter.grad = None  # so that torch changes no parameter outside `params`
         if not params and _does_nothing(optimizer):
             return
         try:
@@ -62,17 +62,17 @@ def dense_step(optimizer: Optimizer, params: list[Tensor], grads: list[Tensor]) 
 
 
 def _does_nothing(optimizer: Optimizer) -> bool:
-    """True if a `step()` without gradients does nothing: torch's or tierbed's, without hooks or schedulers."""
+    """True if `step()` without gradients does nothing, as in torch's or tierbed's optimizers without hooks."""
     return (
         type(optimizer).__module__.startswith(_NO_EFFECT_WITHOUT_GRADIENTS)
-        and "step" not in vars(optimizer)  # a scheduler wraps it to count steps
+        and "step" not in vars(optimizer)  # a scheduler wraps `step` to count steps
         and not (_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
         and not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
     )
 
 
 def settings_of(optimizers: Sequence[Optimizer]) -> dict[str, dict[str, Any]]:
-    """Return the optimizers' settings by name and param group. Ranks compare them."""
+    """Return the optimizers' settings by name and param group. Ranks compare these settings."""
     return {
         f"{type(optimizer).__name__} {number}, group {index}": {
             name: _plain(value) for name, value in group.items() if name != "params"
@@ -91,7 +91,7 @@ def _plain(value: Any) -> Any:
 
 
 class DenseGrads(NamedTuple):
-    """An optimizer's gradients, for those parameters that backward() reached."""
+    """An optimizer's gradients, for the parameters that backward() reached."""
 
     optimizer: Optimizer
     params: list[Tensor]
@@ -99,7 +99,7 @@ class DenseGrads(NamedTuple):
 
 
 class RowGrads(NamedTuple):
-    """Gradients for a pinned batch's lookups, and the weights that pooled them."""
+    """Gradients of a pinned batch's lookups, and the weights that pooled the lookups' rows."""
 
     batch: Any
     grads: list[Tensor]
@@ -113,12 +113,12 @@ class StepEpilogue:
         self.max_norm: float | None = None
         self.clip_value: float | None = None
         self.scaler: GradScaler | None = None
-        self.accumulate_steps = 1  # how many calls' gradients are summed
+        self.accumulate_steps = 1  # the number of calls whose gradients are summed
         self.mean = False  # divide the sums by `accumulate_steps`
         self.waiting_calls = 0  # calls whose gradients wait for their update
-        self.present = False  # over ranks: True if this rank had a batch for one of these calls
+        self.present = False  # over ranks: True if this rank got a batch in one of these calls
         self._dense: dict[Optimizer, dict[Tensor, Tensor]] = {}
-        self._rows: dict[EmbeddingBase, list[tuple[Lookup, Tensor]]] = {}  # unique rows and gradients, per call
+        self._rows: dict[EmbeddingBase, list[tuple[Lookup, Tensor]]] = {}  # one (unique rows, gradients) per call
 
     @property
     def is_plain(self) -> bool:
@@ -130,7 +130,7 @@ class StepEpilogue:
         return self.is_plain, self.accumulate_steps > 1, None if self.scaler is None else self.scaling()
 
     def accumulate(self, steps: int, mean: bool) -> None:
-        """Set how many calls' gradients are summed before an update, or averaged. OptimizerError."""
+        """Sum, or average, the gradients of `steps` calls before each update. Raises OptimizerError."""
         count = as_int(steps, minimum=1)
         if count is None:
             raise OptimizerError(f"steps={steps!r}: give a whole number of calls > 0")
@@ -138,12 +138,12 @@ class StepEpilogue:
         if self.waiting_calls:
             raise OptimizerError(
                 f"steps={steps}: gradients of {self.waiting_calls} of {self.accumulate_steps} calls wait for their "
-                "update; set it after the last of these calls, or call drop_grads() first"
+                "update; change steps after the last of these calls, or call drop_grads() first"
             )
         self.accumulate_steps, self.mean = count, mean
 
     def scaling(self) -> Hashable:
-        """Return a key for the scale tensor: a compiled step multiplies its loss by it and keeps it alive."""
+        """Return a key for the scale tensor. A compiled step multiplies its loss by this tensor and keeps it alive."""
         return None if self._scale is None else id(self._scale)
 
     @property
@@ -151,7 +151,7 @@ class StepEpilogue:
         return None if self.scaler is None or not self.scaler.is_enabled() else self.scaler._scale
 
     def check_scaled(self, module: fx.GraphModule) -> None:
-        """Raise GraphError if a traced step does not multiply its loss by the scale that its end divides by."""
+        """Raise GraphError if a traced step does not multiply its loss by the scale that later divides gradients."""
         scale = self._scale
         nodes = module.graph.find_nodes(op="get_attr")
         if scale is not None and not any(getattr(module, node.target, None) is scale for node in nodes):
@@ -172,8 +172,7 @@ class StepEpilogue:
         for optimizer, params, grads in dense:
             sums = self._dense.setdefault(optimizer, {})
             for param, grad in zip(params, grads, strict=True):
-                # clone: it may be a view of an argument
-                sums[param] = sums[param] + grad if param in sums else grad.clone()
+                sums[param] = sums[param] + grad if param in sums else grad.clone()  # may be a view of an argument
         self.waiting_calls += 1
 
     def pinned_gradients(self) -> tuple[list[RowGrads], list[DenseGrads]]:
@@ -193,12 +192,12 @@ class StepEpilogue:
 
     @property
     def embeddings(self) -> list[EmbeddingBase]:
-        """The embeddings whose gradients wait, in the order of `pinned_gradients`."""
+        """The embeddings with waiting gradients, in the order of `pinned_gradients`."""
         return list(self._rows)
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The dense parameters whose gradients wait, in the order of `pinned_gradients`."""
+        """The dense parameters with waiting gradients, in the order of `pinned_gradients`."""
         return [parameter for sums in self._dense.values() for parameter in sums]
 
     def clear(self) -> None:
@@ -211,10 +210,10 @@ class StepEpilogue:
 def apply_gradients(
     epilogue: StepEpilogue, rows: list[RowGrads], dense: list[DenseGrads], vote: Vote | None = None
 ) -> bool:
-    """Unscale and clip all gradients together, then update rows and dense parameters. Returns True if it updated them.
+    """Unscale and clip all gradients together, then update rows and dense parameters. Returns True after an update.
 
-    With a gradient scaler and a non-finite gradient, nothing is updated and the scale is lowered. Over ranks, the mean
-    of the ranks' gradients is trained; row gradients have already been sent.
+    With a gradient scaler and a non-finite gradient, nothing is updated and the scale is lowered. Over ranks, the
+    update uses the mean of the ranks' gradients; row gradients have already been sent.
     """
     scale, finite = 1.0 / epilogue.accumulate_steps if epilogue.mean else 1.0, True
     if vote is not None:
@@ -257,9 +256,9 @@ def accumulate(
     collectives: Any = None,
     present: bool = True,
 ) -> bool:
-    """Add a call's gradients, and after the last of `accumulate_steps` calls apply their sums.
+    """Add a call's gradients, and after the last of `accumulate_steps` calls apply the sums.
 
-    If that raises, say because the capacity is reached, the gradients are dropped and accumulation starts again.
+    If applying raises, for example at a full capacity, the gradients are dropped and accumulation starts again.
     """
     if collectives is not None:
         collectives.vote([], finite=True)  # if one rank failed, no rank adds gradients
@@ -283,7 +282,7 @@ def schedule(scheduler: LRScheduler, stepped: bool = True) -> None:
 
 
 def _scale_and_clip(grads: list[Tensor], scale: float, clip_value: float | None) -> list[Tensor]:
-    """Return scaled and clipped gradients. Not in place: a gradient may be a view or a result of the step."""
+    """Return scaled and clipped copies of gradients, because a gradient may be a view or a result of the step."""
     if grads and scale != 1.0:
         grads = list(torch._foreach_mul(grads, scale))
     if grads and clip_value is not None:
@@ -292,7 +291,7 @@ def _scale_and_clip(grads: list[Tensor], scale: float, clip_value: float | None)
 
 
 def _update_scaler(scaler: GradScaler, finite: bool) -> None:
-    """Make the scaler adapt its scale. It reads an optimizer's gradients: here one finite or infinite number."""
+    """Make the scaler adapt its scale. The scaler reads gradients, so give it one finite or infinite number."""
     probe = torch.zeros(())
     set_grads([probe], [torch.tensor(0.0 if finite else math.inf)])
     scaler.unscale_(torch.optim.SGD([probe], lr=0.0))

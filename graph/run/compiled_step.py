@@ -4,8 +4,8 @@ A trace is a flat list of aten calls for forward and backward, with one `lookup`
 `compile_step` rewrites it in this order: trained lookups become pin, gather and update calls; gradients of dense
 parameters become optimizer steps; updates are merged into one node if gradients are clipped, scaled, accumulated or
 summed over ranks; remaining lookups become reads; equal lookups share one deduplication; dead nodes are dropped. A
-copy of the ops that make ids lets `Graph.run` prefetch rows. The step may also be compiled by TorchInductor, captured
-as a CUDA graph, or made undoable (dynamic shapes).
+copy of the ops that make ids lets `Graph.run` prefetch rows. Options compile the step by TorchInductor or capture it as
+a CUDA graph. Dynamic-shape steps are made undoable.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .cuda_graph_step import CudaGraphStep
 from .rank_step import RankStepState, StepCollectives
 from .rollback import RollbackStep
 
-# (module, tensors) -> the result of the module; None where it is optional means the module's own `forward`
+# (module, tensors) -> the result of the module; if a Forward is optional, None means the module's own `forward`
 Forward = Callable[[fx.GraphModule, list[Any]], Any]
 
 
@@ -49,13 +49,13 @@ class CompiledStep:
 
     owner: str
     module: fx.GraphModule
-    lookups: fx.GraphModule | None  # from `extract_id_graph`
+    lookups: fx.GraphModule | None  # the result of `extract_id_graph`
     trained: list[tuple[EmbeddingBase, RowOptimizer]]
-    returned: Returned  # by build
+    returned: Returned  # the result of build
     captured: CudaGraphStep | None = None  # set if training steps run as a CUDA graph
     rollback: RollbackStep | None = None  # set in dynamic-shape steps
     guard: ShapeGuard | None = None  # set in dynamic-shape steps: tests input sizes
-    key: Hashable = None  # steps with equal key and equal program are shared
+    key: Hashable = None  # calls share a step if both `key` and `program` are equal
     program: Hashable = None  # the trace's program
 
     def accepts(self, inputs: Sequence[Tensor]) -> bool:
@@ -63,7 +63,7 @@ class CompiledStep:
         return self.guard is None or self.guard(inputs)
 
     def known_lookups(self, tensors: list[Tensor]) -> KnownLookups | None:
-        """Return the lookups that a later run on these tensors trains, if known. Errors are left to that run."""
+        """Return the lookups that a later run on these tensors trains, or None. Only that run raises their errors."""
         if self.lookups is None:
             return None
         try:
@@ -75,7 +75,7 @@ class CompiledStep:
     def run(self, tensors: list[Tensor], forward: Forward | None = None) -> Any:
         """Run the step and return the result of `build`. If an op raises, rows are unpinned first.
 
-        GraphError while another thread trains the same rows. DynamicStepFailed if a static-shape step should run.
+        GraphError: another thread trains the same rows. DynamicStepFailed: a static-shape step should run instead.
         """
         if self.trained:
             outputs = row_step(self.trained, self.owner, self._forward, tensors, forward)
@@ -86,7 +86,7 @@ class CompiledStep:
         return pytree.tree_unflatten(leaves, self.returned.spec)
 
     def _forward(self, tensors: list[Tensor], forward: Forward | None) -> Any:
-        # not no_grad: some kernels depend on gradient mode, and it must be the trace's
+        # not no_grad: some kernels depend on the gradient mode, so the mode must be the same as in the trace
         with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
             if self.rollback is not None:
                 return self.rollback.run(tensors, forward or (lambda module, tensors: module.forward(*tensors)))
@@ -107,8 +107,8 @@ class RankStep(CompiledStep):
     """A compiled step over ranks."""
 
     collectives: StepCollectives = field(kw_only=True)
-    first_values: dict[str, int] = field(kw_only=True)  # indices into tensors, by name of parameter or buffer
-    in_training: bool = field(kw_only=True)  # compiled for `train()` mode
+    first_values: dict[str, int] = field(kw_only=True)  # name of a parameter or buffer -> its index in the tensors
+    in_training: bool = field(kw_only=True)  # True if compiled for `train()` mode
 
     def _forward(self, tensors: list[Tensor], forward: Forward | None) -> Any:
         self.collectives.rank_state.note_run(self.in_training, self.collectives.trains, self.join)
@@ -131,7 +131,7 @@ def compile_step(
     cuda_graph: bool,
     rank_state: RankStepState,
 ) -> CompiledStep:
-    """Rewrite a trace into a step. It trains if `root.training` is set and build called backward().
+    """Rewrite a trace into a step. The step trains if `root.training` is set and build called backward().
 
     inductor: TorchInductor options, or None to leave the dense part uncompiled. Raises OptimizerError if backward()
     reached a parameter that no optimizer of the graph holds.
@@ -180,7 +180,7 @@ def compile_step(
         if embedding is not None:
             expand_trained(module, embedding.handle, grad, label)
             trained.append((embedding, optimizers.row_optimizers[id(embedding.shadow)]))
-    # only now: the gradient of bag weights may be a dense gradient, and was replaced above
+    # last: the code above replaces the gradients of bag weights, and these may be dense gradients
     grads = rewrite.keep_outputs(graph, count)
     dense = [
         (holders[id(tensors[index])], live[index], grad)
@@ -213,7 +213,7 @@ def compile_step(
         )
     graph.lint()
     module.recompile()
-    lookups = None if cuda_graph and trained else extract_id_graph(module)  # a captured step makes its own batches
+    lookups = None if cuda_graph and trained else extract_id_graph(module)  # a captured step makes its batches itself
     if inductor is not None:
         module = compile_dense(module, inductor)
     captured = (

@@ -1,12 +1,12 @@
 """Capture a training step as a CUDA graph, and replay it at later calls.
 
-A capture records only kernel launches. So while capturing, the step calls the `capture_*` functions below. They
-launch the kernels of `pin`, `update` and `read` without their host work. `_replayed` does that host work around each
+A capture records only kernel launches. So during a capture, the step calls the `capture_*` functions below, which
+launch the kernels of `pin`, `update` and `read` without the host work. `_replayed` does that host work around each
 replay: checks, locks, step numbers, the optimizer's numbers, and the store's bookkeeping. Optimizers of dense
 parameters and schedules are not captured; they run after each replay.
 
-A captured graph reads and writes fixed addresses. It stays valid as long as its tensors and tables keep theirs;
-otherwise the step runs normally for a few calls and is captured again.
+A captured graph reads and writes fixed addresses. When the address of a tensor or table changes, the step runs normally
+for a few calls and is captured again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..passes.step_epilogue import StepEpilogue, apply_gradients, dense_step, sc
 from ..trace.alias import call_target, memory_of, writes
 from .rollback import split_updates
 
-WARM_UP = 3  # normal calls first: kernels get compiled and libraries allocate their memory
+WARM_UP = 3  # normal calls before a capture, in which kernels are compiled and libraries allocate memory
 
 _INDEXED = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_}
 _TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -39,7 +39,7 @@ _LIVE: set[Callable[..., Any]] = {dense_step, step_dense, schedule}
 
 
 def capture_pin(embedding: SavedRows, lookups: list[Lookup], dedup_from: PinnedBatch | None = None) -> PinnedBatch:
-    """Launch the kernels of `embedding.pin`. `_begin_replay` does the host's part before each replay."""
+    """Launch the kernels of `embedding.pin`. `_begin_replay` does the host work before each replay."""
     table = embedding.table_handle().open_table
     batch = table.processor.batch(lookups, None if dedup_from is None else dedup_from.core)
     table.require_open().pin(batch, table.capacity_limit)
@@ -83,7 +83,7 @@ _CAPTURE_OPS: dict[Any, Callable[..., Any]] = {
 
 
 class CapturedGraph(NamedTuple):
-    """A captured step. `replay` reads `inputs`, and writes `outputs` and the inputs of the step's uncaptured end."""
+    """A captured step. `replay` reads `inputs`, and writes `outputs` and the inputs of the step's uncaptured rest."""
 
     replay: Callable[[], None]
     inputs: list[Tensor]
@@ -92,12 +92,12 @@ class CapturedGraph(NamedTuple):
 
 
 class CudaGraphStep:
-    """Runs a compiled training step, as a CUDA graph once the warm-up calls are done."""
+    """Runs a compiled training step. After the warm-up calls, the step runs as a CUDA graph."""
 
     def __init__(
         self, module: fx.GraphModule, inputs: int, trained: list[EmbeddingBase], epilogue: StepEpilogue
     ) -> None:
-        """module: the step. Its first `inputs` placeholders are a call's tensors."""
+        """module: the step, whose first `inputs` placeholders are a call's tensors."""
         self._captured, self._end_of_step = split_capture(module)
         self._inputs, self._trained, self._epilogue = inputs, trained, epilogue
         nodes = module.graph.find_nodes(op="get_attr")
@@ -106,18 +106,18 @@ class CudaGraphStep:
         self._constants = [value for value in attributes if isinstance(value, Tensor)]
         placeholders = self._captured.graph.find_nodes(op="placeholder")
         self._used = [index for index in range(inputs, len(placeholders)) if placeholders[index].users]
-        self._capture_key: Any = None  # what the latest calls' captured graph depends on
-        self._warm_calls = 0  # calls with this key, up to WARM_UP
-        self._refused: GraphError | None = None  # why calls with this key cannot be captured
+        self._capture_key: Any = None  # the state that the latest calls' captured graph depends on
+        self._warm_calls = 0  # number of calls with this key so far, up to WARM_UP
+        self._refused: GraphError | None = None  # the reason why calls with this key cannot be captured
         self.captured_graph: CapturedGraph | None = None
 
     def run(self, tensors: list[Tensor], plain: Callable[[], Any]) -> Any:
-        """Return the results in new tensors. `plain` runs the step uncaptured, with the same bits."""
+        """Run the step and return its results in new tensors. `plain` runs the step uncaptured, with equal results."""
         trained, read_only = _tables(self._trained), _tables(self._read_only)
         for table in trained:
             table.yield_to_reader()
         with ExitStack() as locks:
-            for table in sorted([*trained, *read_only], key=id):  # one order: another graph may lock the same
+            for table in sorted([*trained, *read_only], key=id):  # fixed order: another graph may lock the same tables
                 locks.enter_context(table.lock)
             captured = self._captured_graph_for([*trained, *read_only], tensors)
             if captured is not None:
@@ -131,12 +131,12 @@ class CudaGraphStep:
         return [output.clone() for output in captured.outputs]
 
     def _captured_graph_for(self, tables: list[OpenTable], tensors: list[Tensor]) -> CapturedGraph | None:
-        """Return a call's captured graph, capturing it after the warm-up; None to run the call uncaptured."""
+        """Return a call's captured graph; the first call after the warm-up captures it. None to run uncaptured."""
         state = [_replay_key(table) for table in tables]
         if None in state:
             return None
         live = [*(tensors[index] for index in self._used), *self._constants]
-        # per thread, because libraries allocate memory per thread
+        # the key contains the thread, because libraries allocate memory per thread
         key = get_ident(), tables, state, [tensor.data_ptr() for tensor in live]
         if key != self._capture_key:
             self._check(tables)
@@ -147,7 +147,7 @@ class CudaGraphStep:
         return self.captured_graph
 
     def _capture(self, tensors: list[Tensor], capturer: Any) -> CapturedGraph:
-        if self._refused is not None:  # each attempt would cost memory that torch never frees
+        if self._refused is not None:  # every new attempt would leak memory in torch
             raise self._refused
         inputs = [torch.empty_like(tensor) for tensor in tensors[: self._inputs]]
         try:
@@ -228,10 +228,10 @@ def _waits(node: fx.Node) -> bool:
 
 
 def split_capture(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split a step into the captured part and the rest. The first returns (results, arguments of the rest)."""
+    """Split a step into a captured module and the rest. The captured module returns (results, the rest's arguments)."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
-    for node in graph.find_nodes(op="call_function", target=apply_gradients):  # clips by value, as updates do
+    for node in graph.find_nodes(op="call_function", target=apply_gradients):  # clips by value, as updates also do
         rows: Any
         epilogue, rows, dense = node.args
         with graph.inserting_before(node):
@@ -246,7 +246,7 @@ def split_capture(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModul
 
 
 def _tables(embeddings: list[EmbeddingBase]) -> list[OpenTable]:
-    """Return the embeddings' open tables. GraphError if rows are in no table of this process."""
+    """Return the embeddings' open tables. Raises GraphError if an embedding has no table in this process."""
     for embedding in embeddings:
         if not isinstance(embedding, SavedRows):
             raise GraphError(
@@ -258,7 +258,7 @@ def _tables(embeddings: list[EmbeddingBase]) -> list[OpenTable]:
 
 @contextmanager
 def _replayed(trained: Sequence[OpenTable], read_only: Sequence[OpenTable], clip_value: float | None) -> Iterator[None]:
-    """Do the host's part of a step around one replay. The tables are locked."""
+    """Do the host work of a step around one replay. The caller has locked the tables."""
     for table in read_only:
         _begin_replay(table, False, None)
     started = [(table, _begin_replay(table, True, clip_value)) for table in trained]
@@ -266,28 +266,28 @@ def _replayed(trained: Sequence[OpenTable], read_only: Sequence[OpenTable], clip
         yield
     except BaseException as error:
         for table in trained:
-            table.note_failure(error)  # some lines may be written already
+            table.note_failure(error)  # some rows may be written already
         raise
     for table, (step, hyper) in started:
         table.note_update(step, hyper)
 
 
 def _replay_key(table: OpenTable) -> Hashable | None:
-    """Return a key for the table state that a captured graph depends on; None if it must not be replayed."""
-    if table.observers.has_image:  # a snapshot is saved in the background, and a replay saves no before-images
+    """Return a key for the table state that a captured graph depends on; None if the graph must not be replayed."""
+    if table.observers.has_image:  # a save in the background needs before-images, but a replay saves none
         return None
     return table.optimizer and table.optimizer.rule, table.catch_up_rule, table.observers.changes
 
 
 def _begin_replay(table: OpenTable, trains: bool, clip_value: float | None) -> tuple[int, list[float]]:
-    """Do the host's part of `pin` and `update`, or of `read`, before a replay.
+    """Do the host work of `pin` and `update`, or of `read`, before a replay.
 
-    Returns the arguments for `table.note_update`. If it raises, nothing has changed.
+    Returns the arguments for `table.note_update`. If this function raises, nothing has changed.
     """
     if trains:
         table.release()
         with table.use_announced(()):
-            pass  # the captured ops make the batch themselves
+            pass  # the captured ops make the batch
     table.finish_erasures()
     table.check(wait=False)
     if not trains:

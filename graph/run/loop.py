@@ -4,9 +4,9 @@ A run draws batches ahead of their steps and announces their ids, so that caches
 Announcements are only hints: a step reads its rows when it runs, after the previous step's update. Results are
 therefore the same as in a plain loop.
 
-Over ranks, every rank plans its next steps: it reports for each one whether its loader has a batch, and sends the
-announced ids. These reports are collectives, so all ranks must make them in the same order. A rank starts a report
-when it draws a batch, and waits for the other ranks' reports only after the current step.
+Over ranks, every rank plans its next steps: for each step, the rank reports whether its loader has a batch, and sends
+the announced ids. These reports are collectives, so all ranks must make reports in the same order. A rank starts a
+report when it draws a batch, and waits for the other ranks' reports only after the current step.
 """
 
 from __future__ import annotations
@@ -39,11 +39,10 @@ from .rank_step import RankStepState, world_of
 
 AHEAD = 8
 CHECK_STEPS = 8  # steps between two checks of the miss rate
-# Over SSD, looking ahead pays if caches miss at least this share of the rows; benchmarks/README.md has figures.
-# Looking ahead roughly halves the misses.
+# Over SSD, look ahead if caches miss at least this fraction of rows: it halves the misses (see benchmarks/README.md).
 MIN_MISS_RATE = 1 / 8
 UNEVEN = ("stop", "join")
-# bits of a rank's report on a step: it has a batch, its ids are known, its loader raised
+# bits of a rank's report on a step: the rank has a batch, the batch's ids are known, the rank's loader raised
 _BATCH, _KNOWN, _FAILED = 1, 2, 4
 # errors after which the same batch may succeed later
 _TRANSIENT = StoreError | SnapshotError | OSError | MemoryError
@@ -54,7 +53,7 @@ class RunProgress:
     """A progress bar with steps, time left and samples per second. Samples are rows of the batch's first tensor."""
 
     def __init__(self, batches: Iterable[Any], label: str) -> None:
-        """label: text before the bar; an empty label shows no bar."""
+        """label: text before the bar. If it is empty, no bar is shown."""
         self._bar: Any = None
         if not label:
             return
@@ -73,7 +72,7 @@ class RunProgress:
     def advance(self, batch: tuple[Any, ...]) -> None:
         if self._bar is None:
             return
-        self._bar.start()  # only the first call does anything
+        self._bar.start()  # only the first call has an effect
         sizes = (len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
         self._samples += next(sizes, 1)
         elapsed = self._bar.tasks[self._task].elapsed
@@ -86,23 +85,23 @@ class RunProgress:
 
 
 class Announcer:
-    """Announces one run's batches in order; accumulated calls together, as they are pinned. All ranks do so alike."""
+    """Announces one run's batches in order, equally on all ranks. Calls pinned together are announced together."""
 
     def __init__(self, root: nn.Module, epilogue: StepEpilogue, world: World) -> None:
         self._epilogue, self._world = epilogue, world
         self._embeddings: list[Any] = embeddings_of(root)
-        self._calls: list[dict[Any, list[Lookup] | None]] = []  # lookups that accumulated calls pin; None if unknown
+        self._calls: list[dict[Any, list[Lookup] | None]] = []  # for each accumulated call, the lookups to pin or None
 
     def add(self, between: int, known: KnownLookups | None) -> None:
         """Announce the next batch's lookups. `between` other batches run before it.
 
-        known: None if this rank does not know the lookups, [] if it lacks a batch.
+        known: None if this rank does not know the lookups, [] if this rank lacks a batch.
         """
         call_index = (self._epilogue.waiting_calls + between) % self._epilogue.accumulate_steps
         if call_index == 0:
             self._calls.clear()
         if call_index != len(self._calls):
-            return  # an earlier run made some calls of this update
+            return  # an earlier run made some of the accumulated calls
         trained = [embedding for embedding in self._embeddings if embedding.row_optimizer is not None]
         lookups_of = {embedding: [] for embedding in trained} if known == [] else dict(known or [])
         self._calls.append({embedding: self._pinned(embedding, lookups_of.get(embedding)) for embedding in trained})
@@ -142,7 +141,7 @@ def iterate(batches: Iterable[Any]) -> Iterator[Any]:
 
 
 class _PlannedStep(Handshake):
-    """One rank's report on a later step. It is in flight until the other ranks' reports have arrived."""
+    """One rank's report on a later step. The report is in flight until the other ranks' reports have arrived."""
 
     def __init__(self, world: World, op: str, bits: int, known: KnownLookups | None) -> None:
         super().__init__(world, op, note=bits)
@@ -150,18 +149,18 @@ class _PlannedStep(Handshake):
 
 
 class Run(Iterator[Any]):
-    """Iterates over the results of `build`, one per batch, in the loader's order. It can continue after an exception.
+    """Iterates over the results of `build`, one per batch, in the loader's order. A run can continue after an error.
 
-    A step that raises uses up its batch; `failed` then holds it. There is one exception: if a step fails because of
+    A step that raises uses up its batch; `failed` is then that batch. One exception: if a step fails because of
     the store, a file or memory (a full disk, say) before it trained anything, its batch is kept. The next call
-    retries the batch; `skip` drops it. An exception of the loader is raised after the steps of all batches drawn
-    before it. Ctrl-C is raised when the current step ends; that step's result is lost; later batches remain.
+    retries that batch; `skip` drops it. An exception of the loader is raised after the steps of all batches drawn
+    earlier. Ctrl-C is raised when the current step ends; the step's result is lost, but later batches remain.
 
     Over ranks, each rank runs its own loader, and all ranks call `next` together.
 
     Attributes:
-        left: batches this rank drew but never trained, after another rank's loader ended the run.
-        failed: the batch whose step raised last; None after a step that succeeded.
+        left: batches that this rank drew but did not train, because another rank's loader ended the run.
+        failed: the batch of the last step, if that step raised; otherwise None.
     """
 
     def __init__(
@@ -176,7 +175,7 @@ class Run(Iterator[Any]):
         progress: RunProgress,
         abandoned: list[None],
     ) -> None:
-        """ahead: None for `AHEAD` if a thread can hide row reads, otherwise 0; over SSD it follows the miss rate.
+        """ahead: None means `AHEAD` if a thread can hide row reads, otherwise 0. Over SSD, it follows the miss rate.
 
         known_lookups: returns the lookups of a call with these arguments. abandoned: gets an item if the run is
         garbage-collected before its end, at any time and in any thread.
@@ -185,12 +184,12 @@ class Run(Iterator[Any]):
             raise InputError(f"uneven={uneven!r}: give one of {', '.join(map(repr, UNEVEN))}")
         self._world, self._uneven, self._rank_state = world_of(graph) or World.single(), uneven, rank_state
         embeddings, name = embeddings_of(graph), type(graph).__name__
-        # a prefetch thread can hide disk reads or GPU work of these
+        # embeddings whose disk reads or GPU work a prefetch thread can hide
         slow = [e for e in embeddings if e.store_options.store == "cached_ssd" or e.device.type != "cpu"]
         pays = self._world.size > 1 or bool(slow)
         is_over_ssd = self._world.size == 1 and all(embedding.device.type == "cpu" for embedding in slow)
         self._checked_caches = slow if is_over_ssd else []
-        self._hits_and_misses: list[int] = []  # of `_checked_caches`, at the last check
+        self._hits_and_misses: list[int] = []  # counts of `_checked_caches` at the last check
         self._adapts = ahead is None and bool(self._checked_caches)
         if self._adapts:
             pays = any(cache.misses_rows for cache in slow)
@@ -202,15 +201,15 @@ class Run(Iterator[Any]):
         self._graph, self._known_lookups, self._num_ahead, self._epilogue = graph, known_lookups, count, epilogue
         self._embeddings = [embedding for embedding in embeddings if isinstance(embedding, SavedRows)]
         self.failed: Any = None
-        self._retries_batch = False  # the last step's batch waits for a retry
+        self._retries_batch = False  # True if the last step's batch waits for a retry
         self._announcer = Announcer(graph, epilogue, self._world)
         self.left: list[Any] = []
         self._batches = iterate(batches)
         self._window: deque[Any] = deque()
         self._tensors: deque[list[Tensor]] = deque()  # tensors of the window's batches; fewer after Ctrl-C
-        self._plans: deque[_PlannedStep] = deque()  # the next steps; the first ones have a batch in the window
+        self._plans: deque[_PlannedStep] = deque()  # the next steps; the window holds the first steps' batches
         self._last_known: KnownLookups | None = None  # lookups of the last drawn batch
-        self._loader_ended_by: Exception | None = None  # raised once the window is empty
+        self._loader_ended_by: Exception | None = None  # the loader's error, raised once the window is empty
         self._op = f"run of {type(graph).__name__}"
         self._has_started = self._has_ended = False
         self._mismatches = self._world.mismatches
@@ -225,7 +224,7 @@ class Run(Iterator[Any]):
         if not self._has_started:
             self._world.handshake(self._op, same={"ahead": self._num_ahead, "uneven": self._uneven})
             self._has_started = True
-        if self._has_mismatch or self._retries_batch:  # some reports were lost, or a batch is planned again
+        if self._has_mismatch or self._retries_batch:  # reports were lost, or a batch is planned again
             self._mismatches = self._world.mismatches
             self._forget_planned()
         try:
@@ -245,7 +244,7 @@ class Run(Iterator[Any]):
                 with uninterrupted(), self._keep_batch_on_error():
                     self._plans.popleft()
                     self._rank_state.join(self._graph)
-                self._announce_planned()  # the other ranks do this after their step
+                self._announce_planned()  # the other ranks announce after their step
         finally:
             if self._world.size > 1:
                 self._announce_planned()
@@ -256,18 +255,18 @@ class Run(Iterator[Any]):
         return self._mismatches != self._world.mismatches
 
     def _adjust_look_ahead(self) -> None:
-        """Look ahead only while caches miss rows. If they hold every row, looking ahead costs time and saves none."""
+        """Look ahead only while caches miss rows. If caches have all rows, looking ahead only costs time."""
         before = self._hits_and_misses
         counts = [embedding.hit_counts() for embedding in self._checked_caches]
         self._hits_and_misses = now = [sum(column) for column in zip(*counts, strict=True)]
-        if not before or now == before:  # the prefetch thread counts rows in lumps
+        if not before or now == before:  # the prefetch thread updates counts only now and then
             return
         hits, misses = now[0] - before[0], now[1] - before[1]
         miss_rate = misses / max(hits + misses, 1)
         hit_rate = f"have {100 * hits / max(hits + misses, 1):.0f} % of the rows"
         pays = miss_rate > (MIN_MISS_RATE / 2 if self._num_ahead else MIN_MISS_RATE)
         for cache in self._checked_caches:
-            cache.misses_rows = pays  # the next run starts with this verdict
+            cache.misses_rows = pays  # the next run starts with this result
         if self._adapts:
             if self._num_ahead != AHEAD * pays:
                 log.info("%s: looks %d batches ahead, because caches %s", self._op, AHEAD * pays, hit_rate)
@@ -280,7 +279,7 @@ class Run(Iterator[Any]):
             self._checked_caches = []
 
     def _fill(self) -> None:
-        """Draw batches and report each. If the loader raises, its exception waits for its turn."""
+        """Draw batches and report each. A loader's exception is raised only after the steps of earlier batches."""
         is_first = not self._plans
         while len(self._plans) <= self._num_ahead:
             index, self._last_known = len(self._plans), None
@@ -291,7 +290,7 @@ class Run(Iterator[Any]):
                 bits = _BATCH | _KNOWN * (self._last_known is not None)
             elif index == len(self._window) and not isinstance(self._loader_ended_by, StopIteration):
                 bits = _FAILED
-            with uninterrupted():  # so that all ranks plan the step, or none does
+            with uninterrupted():  # either all ranks plan the step, or no rank does
                 self._plans.append(_PlannedStep(self._world, f"{self._op}, next step", bits, self._last_known))
                 if self._world.size == 1:  # announce each batch before drawing the next
                     self._announce_planned()
@@ -299,7 +298,7 @@ class Run(Iterator[Any]):
             self._announce_planned()
 
     def _announce_planned(self) -> None:
-        """Announce, on all ranks alike, the steps that all ranks have reported. RuntimeError if no thread starts."""
+        """Announce the steps that all ranks have reported, equally on all ranks. RuntimeError if no thread starts."""
         with uninterrupted():
             for index, plan in enumerate(self._plans):
                 can_send = not self._has_mismatch and self._world.failure is None
@@ -320,7 +319,7 @@ class Run(Iterator[Any]):
                 self._plans.clear()
                 self._loader_ended_by = StopIteration()
             self._world.handshake(self._op, error)
-        with uninterrupted():  # so that at Ctrl-C, batch and plan are still queued or the step is done
+        with uninterrupted():  # at Ctrl-C, either batch and plan stay queued or the step is done
             batch, tensors = self._window.popleft(), [self._tensors.popleft()] if self._tensors else []
             with self._keep_batch_on_error([batch], tensors):
                 self._plans.popleft()
@@ -330,7 +329,7 @@ class Run(Iterator[Any]):
 
     @contextlib.contextmanager
     def _keep_batch_on_error(self, batch: Sequence[Any] = (), tensors: Sequence[Any] = ()) -> Iterator[None]:
-        """Keep the batch of a step that raised, if it trained nothing and may succeed later."""
+        """Keep the batch of a step that raised, if the step trained nothing and may succeed later."""
         before, self.failed, self._retries_batch = self._progress_counts(), None, False
         try:
             yield
@@ -379,7 +378,7 @@ class Run(Iterator[Any]):
             self._last_known = self._known_lookups(*arguments(self._window[-1]))
 
     def _raise_loader_error(self) -> None:
-        """Raise a loader's exception on all ranks. Drawn batches stay, and the loader may continue."""
+        """Raise a loader's exception on all ranks. Batches already drawn stay, and the loader may continue."""
         error = None if self._window or isinstance(self._loader_ended_by, StopIteration) else self._loader_ended_by
         if error is not None:
             self._loader_ended_by = None
@@ -404,20 +403,20 @@ class Run(Iterator[Any]):
 
     def _forget_planned(self) -> None:
         for plan in self._plans:
-            if plan.error is None:  # all ranks made this report
+            if plan.error is None:  # all ranks have made this report
                 plan.wait()  # leave no report in flight
         self._plans.clear()
         forget_announced(self._graph)
 
     def close(self) -> None:
-        """Forget all announcements and stop the prefetch threads. A run that ends closes itself."""
+        """Forget all announcements and stop the prefetch threads. A run also closes when it ends."""
         if self._finalizer.detach() is not None:
             self._progress.close()
             forget_announced(self._graph)
 
 
 def _versioned_tensors(batch: Any) -> list[Tensor]:
-    """Return a batch's tensors, except where torch does not count writes."""
+    """Return a batch's tensors, except tensors whose writes torch does not count."""
     leaves = (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
     return [leaf for leaf in leaves if leaf.layout == torch.strided and not leaf.is_inference()]
 

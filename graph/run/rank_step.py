@@ -1,9 +1,9 @@
 """The collectives of a compiled step over ranks.
 
-In each collective a rank waits for all others, so every rank must make all collectives of a step, in the same order,
-even if its own part of the step fails. A rank that fails makes the remaining collectives with empty data and reports
-its error in the next handshake. All ranks then raise that error in the same step. If a rank fails after the vote,
-during its updates, the others cannot know: its rows are marked as diverged, and it trains no more until a load.
+In each collective, a rank waits for all other ranks. So every rank must make all collectives of a step in the same
+order, even if the step fails on this rank. A rank that fails makes the remaining collectives with empty data and
+reports its error in the next handshake. All ranks then raise that error in the same step. If a rank fails after the
+vote, during updates, the other ranks do not notice. The failed rank then refuses to train until a load.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from .rollback import DynamicStepFailed
 
 
 class RankStepState:
-    """What a graph remembers about its steps with other ranks."""
+    """State that a graph keeps between its steps over ranks."""
 
     def __init__(self) -> None:
-        # which kinds of steps (True: training) have started from rank 0's tensors
+        # the kinds of steps (True: training) that have started from rank 0's tensors
         self.synced_at_start: set[bool] = set()
         # (train() mode, step trains) -> how to join the last such step; weak, because steps hold this object
         self._joins: dict[tuple[bool, bool], weakref.WeakMethod[Callable[[], None]]] = {}
-        self.partial_update = ""  # error that only this rank raised during a step's updates; until a load, none trains
+        self.partial_update = ""  # this rank's error during a step's updates; set until a load, and forbids training
 
     def note_run(self, in_training: bool, trains: bool, join: Callable[[], None]) -> None:
         self._joins[in_training, trains] = weakref.WeakMethod(join)
 
     def join(self, root: nn.Module) -> None:
-        """Take part in a step without a batch: join this rank's last step in the mode of `root`. GraphError if none."""
-        for trains in (True, False):  # preferably one that trains
+        """Take part in a step without a batch, through this rank's last step in `root`'s mode. GraphError if none."""
+        for trains in (True, False):  # prefer a step that trains
             join_last = self._joins.get((root.training, trains), lambda: None)()
             if join_last is not None:
                 join_last()
@@ -74,12 +74,12 @@ class StepCollectives:
     rank_state: RankStepState
     _owner: str
     _epilogue: StepEpilogue
-    _trained: list[EmbeddingBase]  # this and the next two say what a rank without a batch trains
-    _dense: list[DenseGrads]  # without the values of gradients
+    _trained: list[EmbeddingBase]  # this field and the next two: what a rank without a batch trains
+    _dense: list[DenseGrads]  # without gradient values
     _schedulers: list[LRScheduler]
     trains: bool
     _calls: list[CollectiveCall]
-    parameters: InitVar[list[tuple[str, Tensor]]]  # the dense ones by name, in the order of summation
+    parameters: InitVar[list[tuple[str, Tensor]]]  # (name, dense parameter), in the order of summation
     _first: int = 0  # the world's collective count when the step began
     _first_batch: int = 0  # number of pinned batches when the step began
     _number: str = ""  # the step's number, for error texts
@@ -90,7 +90,7 @@ class StepCollectives:
         self._embeddings: list[Any] = [*dict.fromkeys(embeddings)]
 
     def vote(self, dense: list[DenseGrads], *, finite: bool, present: bool = True) -> Vote:
-        """Sum dense gradients over ranks. If the step failed on one rank, raise its error on all."""
+        """Sum dense gradients over ranks. If the step failed on one rank, raise that rank's error on all ranks."""
         grads = [grad for part in dense for grad in part.grads]
         settings = settings_of([part.optimizer for part in dense])
         trained: list[Any] = self._trained
@@ -100,7 +100,7 @@ class StepCollectives:
         )
 
     def pin_accumulated(self, epilogue: StepEpilogue) -> tuple[list[RowGrads], list[DenseGrads], Vote]:
-        """Return all ranks' accumulated gradients, with their rows pinned, and the vote of this update."""
+        """Pin the rows of all ranks' accumulated gradients. Returns these gradients and the vote of this update."""
         embeddings = epilogue.embeddings
         operations = [*(("pin", e) for e in embeddings), *((kind, e) for e in embeddings for kind in ("rows", "send"))]
         calls = [CollectiveCall(kind, e) for kind, e in [*operations, ("vote", None)]]
@@ -115,7 +115,7 @@ class StepCollectives:
             return rows, dense, sum_over_ranks(update, epilogue, rows, dense, epilogue.present)
 
     def join(self) -> None:
-        """Run the step without a batch: no lookups, and gradients that do not count."""
+        """Run the step without a batch: there are no lookups, and this rank's gradients are ignored."""
         batches: dict[EmbeddingBase | None, Any] = {}
         pinned: dict[int, Any] = {}
         was_updated = True
@@ -136,7 +136,7 @@ class StepCollectives:
     def _join_update(self, batches: dict[EmbeddingBase | None, Any]) -> bool:
         epilogue = self._epilogue
         if epilogue.accumulate_steps == 1:
-            rows = [RowGrads(batches[embedding], [], []) for embedding in self._trained]  # in the step's order
+            rows = [RowGrads(batches[embedding], [], []) for embedding in self._trained]  # in the order of the step
             return apply_gradients(
                 epilogue, rows, self._dense, sum_over_ranks(self, epilogue, rows, self._dense, present=False)
             )
@@ -148,7 +148,7 @@ class StepCollectives:
     def step(self, first_values: Iterable[tuple[str, Tensor]], nested: bool = False) -> Iterator[None]:
         """Context manager that runs the step. An error on this rank is raised on all ranks if a collective remains.
 
-        first_values: (name, tensor) pairs that start with the values of rank 0. nested: within another `step` block.
+        first_values: (name, tensor) pairs that start with rank 0's values. nested: True within another `step` block.
         """
         world = self._world
         world.check_thread()
@@ -163,7 +163,7 @@ class StepCollectives:
             if self.trains and self.rank_state.partial_update:
                 raise GraphError(
                     f"a step of {self._owner} raised {self.rank_state.partial_update} during its updates, and other "
-                    "ranks finished theirs; load a checkpoint on all ranks"
+                    "ranks finished their updates; load a checkpoint on all ranks"
                 )
             if not nested and self.trains not in self.rank_state.synced_at_start:
                 broadcast_parameters(world, f"parameters of {self._owner}", [*first_values])
@@ -181,7 +181,7 @@ class StepCollectives:
             world.end_step(nested)
 
     def _raise_on_ranks(self, error: BaseException) -> None:
-        """Make the remaining collectives. If any remain, raise the error on all ranks."""
+        """Make the remaining collectives of the step. If there are any, raise the error on all ranks."""
         if not isinstance(error, DynamicStepFailed):
             self._finish_collectives(error)
             return
@@ -189,11 +189,11 @@ class StepCollectives:
             self._finish_collectives(error.cause)
         except BaseException as shared:
             raise DynamicStepFailed(error.cause, shared) from error.cause
-        if self._world.step_collectives > self._first:  # the others finished the step and will not retry it
+        if self._world.step_collectives > self._first:  # other ranks finished the step and will not retry it
             raise DynamicStepFailed(error.cause, error.cause) from error.cause
 
     def _finish_collectives(self, error: BaseException) -> None:
-        """Make the remaining collectives. If that fails too, abort the group: it would wait for this rank."""
+        """Make the remaining collectives. If one fails, abort the process group, so that no rank waits for this one."""
         try:
             self._run_remaining(error)
         except BaseException as second_error:
@@ -211,7 +211,7 @@ class StepCollectives:
             batch = batches.get(embedding)
             if kind == "rows":
                 if batch is not None:
-                    batch.arrive()  # raises on all ranks if one of them could not send its rows
+                    batch.arrive()  # raises on all ranks if any rank could not send its rows
             elif num_made:
                 num_made -= 1
             elif kind == "send":
@@ -225,9 +225,9 @@ class StepCollectives:
 
 
 def raise_on_ranks(root: nn.Module, error: BaseException) -> None:
-    """Raise an error that prevents a step here on all ranks. They wait in the step's first collective."""
+    """Raise this rank's error, which prevents a step, on all ranks. They wait in the step's first collective."""
     world = world_of(root)
-    is_traced = detect_fake_mode() is not None  # an outer graph reports it
+    is_traced = detect_fake_mode() is not None  # in a trace, the outer graph reports the error
     if world is not None and world.failure is None and not is_traced:
         world.handshake(f"a step of {type(root).__name__}", error)
 

@@ -1,7 +1,7 @@
 """Run a dynamic-shape step so that it can be undone.
 
-Torch may fail to run a dynamic-shape step. So it is split into two halves: the first computes, the second updates
-parameters and rows. If the first half fails, its changes are undone and a static-shape step runs instead.
+Torch may fail to run a dynamic-shape step. So such a step is split into two halves: the first half computes, the second
+half updates parameters and rows. If the first half fails, its changes are undone and a static-shape step runs instead.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Forward = Callable[[fx.GraphModule, list[Any]], Any]
 
 
 def split_updates(module: fx.GraphModule, graph: fx.Graph, last: set[Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Move the calls of `last` from `graph`, a copy of the module's graph, to a second module, in order.
+    """Split `module`: the second returned module makes the calls of `last`, in order, and the first everything else.
 
-    The first module returns (results, arguments of the second).
+    graph: a copy of the module's graph. The first module returns (results, arguments of the second module).
     """
     output, tail = graph.output_node(), fx.Graph()
     moved = [node for node in graph.nodes if call_target(node) in last]
@@ -49,7 +49,7 @@ def split_updates(module: fx.GraphModule, graph: fx.Graph, last: set[Any]) -> tu
 class DynamicStepFailed(Exception):
     """A dynamic-shape step failed with torch's exception `cause`, and its changes were undone.
 
-    shared_error: over ranks, the error that all ranks raise; no other step runs then.
+    shared_error: over ranks, the error that all ranks raise; no static-shape step runs in that case.
     """
 
     def __init__(self, cause: BaseException, shared_error: BaseException | None = None) -> None:
@@ -57,7 +57,7 @@ class DynamicStepFailed(Exception):
 
 
 class RollbackStep:
-    """A compiled step in two halves; the first half can be undone."""
+    """A compiled step in two halves. The first half can be undone."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         graph = fx.Graph()
@@ -78,7 +78,7 @@ class RollbackStep:
         """Run both halves with `forward(module, tensors)` and return the step's result.
 
         If torch raises before parameters or rows change, restores buffers, arguments and random generators and raises
-        DynamicStepFailed. A TierbedError, and any error in the second half, is raised as it is and restores nothing.
+        DynamicStepFailed. A TierbedError, or any error in the second half, is raised unchanged and restores nothing.
         """
         changed = [*(tensors[i] for i in self._changed), *self._constants]
         old_values = [tensor.clone() for tensor in changed]
@@ -86,7 +86,7 @@ class RollbackStep:
         try:
             outputs, arguments = forward(self._first, tensors)
         except TierbedError:
-            raise  # a static-shape step would raise it too
+            raise  # a static-shape step would raise this error too
         except Exception as error:
             for tensor, value in zip(changed, old_values, strict=True):
                 tensor.copy_(value)
@@ -98,7 +98,7 @@ class RollbackStep:
 
 
 def _generators(graph: fx.Graph) -> list[torch.Generator]:
-    """Return the random generators that the step's random ops draw from, by their devices."""
+    """Return the random generators from which the step's random ops draw. The ops' devices tell the generators."""
     results = [node.meta.get("val") for node in graph.nodes if is_random(node.target, node.args)]
     devices = {value.device for value in pytree.tree_leaves(results) if isinstance(value, Tensor)}
     on_gpu = [torch.cuda.default_generators[device.index] for device in devices if device.type == "cuda"]

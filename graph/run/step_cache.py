@@ -1,4 +1,4 @@
-"""The compiled steps of a graph, found by the calls they accept.
+"""Caches the compiled steps of a graph, and finds a step that accepts a call.
 
 A new signature normally gets a static-shape step. Calls that differ only in tensor sizes form a family: the first
 sizes of a family get static-shape steps, and after that one dynamic-shape step serves all further sizes. Containers
@@ -20,8 +20,8 @@ from torch import Tensor
 from ..trace.signature import Call, Dims, key_without_sizes
 from .compiled_step import CompiledStep
 
-MAX_DYNAMIC_TRIES = 2  # give up after this many dynamic-shape steps that accept no other sizes
-MAX_STATIC_SHAPES = 8  # per family; also the largest number of its dynamic-shape steps
+MAX_DYNAMIC_TRIES = 2  # limit on dynamic-shape steps of a family that accept no other sizes
+MAX_STATIC_SHAPES = 8  # per family; also the limit on a family's dynamic-shape steps
 MAX_FAMILIES = 64
 
 log = logging.getLogger("tierbed")
@@ -35,14 +35,14 @@ Compile = Callable[[Dims | None], CompiledStep]
 class _ShapeFamily:
     """The steps of calls that differ only in the sizes of tensors."""
 
-    static_shapes: list[Shapes] = field(default_factory=list)  # sizes with a static-shape step
+    static_shapes: list[Shapes] = field(default_factory=list)  # sizes that have a static-shape step
     dynamic_steps: list[CompiledStep] = field(default_factory=list)
     num_failed_tries: int = 0  # dynamic-shape steps that accept no other sizes
-    failed: bool = False  # torch could not run a dynamic-shape step
-    has_warned: bool = False  # logged that each further size is compiled
+    failed: bool = False  # True if torch could not run a dynamic-shape step
+    has_warned: bool = False  # True once a log says that each further size is compiled
 
     def dynamic_dims(self, call: Call) -> Dims | None:
-        """Return the dynamic dimensions for a new step; None if it should be a static-shape step."""
+        """Return the dynamic dimensions for a new step; None if the step should have static shapes."""
         if len(self.static_shapes) < MAX_STATIC_SHAPES or self.num_failed_tries == MAX_DYNAMIC_TRIES or self.failed:
             return None
         if not all(tensor.is_contiguous() for tensor in call.inputs):
@@ -55,11 +55,11 @@ class _ShapeFamily:
             if any(earlier[i][d] != size for earlier in self.static_shapes)
         )
         if any(shapes[i][d] < 2 for i, d in dims - call.dynamic_dims):
-            return None  # torch treats sizes 0 and 1 as static
+            return None  # torch never treats sizes 0 and 1 as dynamic
         return dims | call.dynamic_dims
 
     def note_compiled(self, name: str, call: Call) -> None:
-        """Record a static-shape step for a call's sizes. The call's dynamic dimensions may still be dynamic in it."""
+        """Record a static-shape step for a call's sizes. Dimensions from containers may still be dynamic."""
         if self.num_failed_tries == MAX_DYNAMIC_TRIES and not self.dynamic_steps and not self.has_warned:
             self.has_warned = True
             log.warning(
@@ -93,7 +93,7 @@ class _ShapeFamily:
         return True
 
     def drop(self, step: CompiledStep) -> None:
-        """Drop a step that failed. If it was a dynamic-shape step of this family, none is tried again."""
+        """Drop a step that failed. After a failed dynamic-shape step, this family gets no new dynamic-shape steps."""
         others = [cached for cached in self.dynamic_steps if cached is not step]
         self.failed = self.failed or len(others) < len(self.dynamic_steps)
         self.dynamic_steps = others
@@ -111,14 +111,14 @@ class StepCache:
     """
 
     def __init__(self, name: str, most: int) -> None:
-        """name: the graph's. most: the largest number of steps that serve one signature each."""
+        """name: the graph's name. most: the largest number of steps that serve one signature each."""
         self._name, self._most = name, most
         self._steps: OrderedDict[Hashable, CompiledStep] = OrderedDict()
         self._families: dict[Hashable, _ShapeFamily] = {}
         self._not_dynamic: dict[Hashable, None] = {}  # recent signatures whose dynamic sizes must be static
 
     def all(self) -> list[CompiledStep]:
-        """Return the steps for one signature each, then the dynamic-shape steps."""
+        """Return the steps that serve one signature each, followed by the dynamic-shape steps."""
         return [*self._steps.values(), *(step for family in self._families.values() for step in family.dynamic_steps)]
 
     def find(self, signature: Any, call: Call, static_only: bool) -> CompiledStep | None:
@@ -151,7 +151,7 @@ class StepCache:
         if step is not shared:
             self._steps[_static_key(signature, call)] = step
         if may_be_dynamic and shared is None:
-            self._not_dynamic[signature] = None  # only now: a call that raises proves nothing about its sizes
+            self._not_dynamic[signature] = None  # only after success: an error says nothing about the sizes
         if not static_only:
             self._families.setdefault(key, _ShapeFamily()).note_compiled(self._name, call)
             if len(self._families) > MAX_FAMILIES:
@@ -159,7 +159,7 @@ class StepCache:
         return step
 
     def drop(self, step: CompiledStep, cause: BaseException | None) -> None:
-        """Drop a dynamic-shape step that failed where a static-shape step worked. Further sizes get own steps."""
+        """Drop a dynamic-shape step that failed although a static-shape step worked. New sizes get separate steps."""
         for key in [key for key, cached in self._steps.items() if cached is step]:
             del self._steps[key]
             self._not_dynamic[key] = None
@@ -201,14 +201,14 @@ def _family_key(signature: Any, call: Call) -> Hashable:
 def _try_to_compile(compiled: Compile, dynamic: Dims) -> CompiledStep | None:
     try:
         return compiled(dynamic)
-    except Exception:  # build reads a size; a static-shape step raises any other error too
+    except Exception:  # probably, build reads a size; a static-shape step raises other errors again
         return None
 
 
 def _calls_of_other_sizes(call: Call) -> Iterator[list[Tensor]]:
-    """Yield inputs (without values) of calls with other dynamic sizes: first change all sizes, then only equal ones."""
+    """Yield inputs (without values) of calls with other dynamic sizes: all sizes changed, then only equal sizes."""
     inputs, dynamic = call.inputs, {i for i, _ in call.dynamic_dims}
-    # two sizes may have to stay equal, such as the ids of a feature with one id per sample
+    # some sizes may have to stay equal, for example of two features with one id per sample
     equal = [{i for i in dynamic if len(inputs[i]) == size} for size in sorted({len(inputs[i]) for i in dynamic})]
     for growth, changed in ((2, dynamic), (3, dynamic), (4, dynamic), *((2, indices) for indices in equal)):
         yield [

@@ -1,1 +1,1 @@
-"""Show a step to people: listing, drawing, profile, and why it was compiled."""
+"""Show a step to people: as a listing, a drawing or a profile, with the reason why the step was compiled."""

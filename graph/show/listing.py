@@ -1,7 +1,7 @@
 """Show a compiled step to people: as text, and as a flowchart in Mermaid for `Graph.draw`.
 
 The text is Python, one op per line, with a comment on each result. The flowchart groups ops by stage, and draws a
-chain of elementwise ops and views as one box. Parameters get no boxes; the boxes that read them list their names.
+chain of elementwise ops and views as one box. Parameters get no boxes; boxes list the parameters that they read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..passes.step_epilogue import accumulate, apply_gradients, dense_step, sche
 from ..trace.alias import call_target
 from ..trace.trace import BACKWARD, LIVE
 
-# compiled: forward and backward together, after `compile_dense`
+# the stage "compiled" is forward and backward together, after `compile_dense`
 STAGES = ("inputs", "pin", "gather", "forward", "compiled", "backward", "exchange", "update", "dense step", "outputs")
 _STAGE_OF_OP = {"placeholder": "inputs", "get_attr": "inputs", "call_module": "compiled", "output": "outputs"}
 _STAGE_OF_CALL: dict[Any, str] = {
@@ -40,7 +40,7 @@ _STAGE_OF_CALL: dict[Any, str] = {
     dense_step: "dense step",
     schedule: "dense step",
 }
-_MAX_NAMED = 3  # parameters that a box names
+_MAX_NAMED = 3  # the most parameters that a box names
 
 
 def stages(graph: fx.Graph) -> dict[fx.Node, str]:
@@ -57,14 +57,14 @@ def stages(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 def row_source(module: fx.GraphModule, node: fx.Node) -> str | None:
-    """Return the embedding whose rows a node uses, and its store: `users in cached_ssd`. None for other nodes."""
+    """Name the embedding with the rows that a node uses, and its store: `users in cached_ssd`. None without rows."""
     if node.op == "get_attr":
         value = getattr(module, str(node.target))
         is_embedding = isinstance(value, EmbeddingBase)
         return f"{node.target} in {value.store_options.store}" if is_embedding else None
     if call_target(node) not in _STAGE_OF_CALL:
         return None
-    follows_pins = call_target(node) != "pin"  # a pin's second batch argument has another embedding's rows
+    follows_pins = call_target(node) != "pin"  # a pin's batch argument is another embedding's
     sources = [n for n in node.all_input_nodes if n.op == "get_attr" or (follows_pins and call_target(n) == "pin")]
     row_sources = [text for source in sources if (text := row_source(module, source)) is not None]
     return ", ".join(dict.fromkeys(row_sources)) or None
@@ -83,7 +83,7 @@ def draw(module: fx.GraphModule, title: str, ahead: bool) -> str:
             lines.append(f'subgraph s{number}["{stage}"]')
             for box in stage_boxes:
                 texts = [*_lines(module, box, unboxed)]
-                if box[-1] in prefetched:  # everything else runs in order, on one stream
+                if box[-1] in prefetched:  # all other ops run in order, on one stream
                     on_gpu = getattr(module, prefetched[box[-1]]).shadow.is_cuda
                     texts.append(f"ahead, on a separate {'stream' if on_gpu else 'thread'}")
                 lines.append(f"    {box_names[box[-1]]}{_shape(texts, row_source(module, box[-1]) is not None)}")
@@ -95,14 +95,14 @@ def draw(module: fx.GraphModule, title: str, ahead: bool) -> str:
 
 
 def _shape(lines: list[str], uses_store: bool) -> str:
-    """Return a box's text in Mermaid brackets. Boxes of a store are cylinders."""
+    """Return a box's text in Mermaid brackets. A box that uses a store is drawn as a cylinder."""
     escaped = (html.escape(line.replace("#", "#35;"), quote=False).replace("&", "#") for line in lines)
     text = "<br>".join(escaped).replace('"', "#quot;")
     return f'[("{text}")]' if uses_store else f'["{text}"]'
 
 
 def _boxes(graph: fx.Graph, stage_of: dict[fx.Node, str], unboxed: dict[fx.Node, str]) -> dict[fx.Node, list[fx.Node]]:
-    """Return each node's box: the list of nodes that are drawn together, in order."""
+    """Map each node to its box, the ordered list of nodes that are drawn together."""
     box_of: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
         if node in unboxed or (node.op == "placeholder" and not node.users):
@@ -198,13 +198,13 @@ def describe(module: fx.GraphModule, node: fx.Node) -> str:
 
 
 def tensor_text(value: Tensor) -> str:
-    """Return a tensor's dtype and shape, such as `float32 [8, 12]`, and its device unless that is the CPU."""
+    """Return a tensor's dtype and shape, such as `float32 [8, 12]`, and its device if it is not the CPU."""
     dtype = str(value.dtype).removeprefix("torch.")
     return f"{dtype} {list(value.shape)}" + ("" if value.device.type == "cpu" else f" {value.device}")
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a Lookup: omit unused fields at its end
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a Lookup: omit the unused fields at the end
         used = max((count for count, part in enumerate(value, 1) if part is not None), default=0)
         return f"{type(value).__name__}({', '.join(map(_text, value[:used]))})"
     if isinstance(value, list | tuple):

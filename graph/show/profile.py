@@ -1,7 +1,7 @@
 """`Graph.profile`: run steps with a clock after each op, and report tables and a Chrome trace.
 
-A profiled step is the compiled step with a clock read after each op, so it computes the same results. The profile
-also reports how long this process's threads waited for a core, and what to do if idle threads occupy the cores.
+A profiled step is the compiled step plus a clock read after each op, so the results are the same. The profile also
+reports how long this process's threads waited for a core, and what to do if idle threads occupy the cores.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ..trace.names import as_path
 from .listing import STAGES, describe, stages
 from .why import RecompileLog
 
-_WAITING_SHARE = 0.1  # share in the elapsed time; more gets advice
+_WAITING_SHARE = 0.1  # fraction of the elapsed time; above this, the profile gives advice
 _CLOCK = "_clock"
 _PYTHON = "Python around"
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "convolution_backward"}
-_FUSED_SHARE = 0.25  # share in a step spent in fusible ops; more gets advice
+_FUSED_SHARE = 0.25  # fraction of step time in fusible ops; above this, the profile gives advice
 
 
 def _waiting_advice(waited: float, elapsed: float) -> str:
@@ -47,7 +47,7 @@ def _core_wait_times() -> dict[str, int]:
     """Return the nanoseconds that each thread was ready to run but got no core. Only Linux counts them."""
     times = {}
     for thread in Path("/proc/self/task").glob("*"):
-        with suppress(OSError, IndexError):  # the thread ended
+        with suppress(OSError, IndexError):  # the thread has ended
             times[thread.name] = int((thread / "schedstat").read_text().split()[1])
     return times
 
@@ -55,10 +55,10 @@ def _core_wait_times() -> dict[str, int]:
 class Op(NamedTuple):
     """A compiled step's node."""
 
-    name: str  # in `print(graph)`
+    name: str  # the op's name in `print(graph)`
     stage: str
     makes: str
-    fuses: bool  # TorchInductor would fuse it with its neighbours
+    fuses: bool  # True if TorchInductor would fuse this op with its neighbours
 
 
 class Span(NamedTuple):
@@ -69,7 +69,7 @@ class Span(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One profiled step: its total time, and the known parts."""
+    """One profiled step: the time of the whole step, of compiling and of each op."""
 
     span: Span
     loader: list[Span]
@@ -78,7 +78,7 @@ class Step(NamedTuple):
 
 
 class Timer:
-    """Runs compiled steps and records each op's time. On a GPU it waits for each op to finish."""
+    """Runs compiled steps and records each op's time. On a GPU, the timer waits for each op to finish."""
 
     def __init__(self, compiles: RecompileLog) -> None:
         self._compiles = compiles
@@ -109,12 +109,12 @@ class Timer:
 
 
 class Profile:
-    """Where the time of steps went. `print(profile)` shows it by stage, `print(profile.by_op())` by op.
+    """Shows where steps spent time. `print(profile)` shows the time by stage, `print(profile.by_op())` by op.
 
     Attributes:
         steps: how many steps ran.
-        stages: seconds per stage, summed over all steps. `Python around` is the rest: checking the signature,
-            unpacking arguments, and drawing batches ahead.
+        stages: seconds per stage, summed over all steps. `Python around` is the remaining time: checking the
+            signature, unpacking arguments, and drawing batches ahead.
         compile_seconds: seconds spent on compiling and on adding clocks, not included in `stages`.
     """
 
@@ -133,7 +133,7 @@ class Profile:
     def __str__(self) -> str:
         """Return a table with each stage's total, mean per step and share.
 
-        Lines below it suggest `compile_dense`, and report threads that waited for a core.
+        Lines below the table suggest `compile_dense`, and report threads that waited for a core.
         """
         seconds = sum(self.stages.values())
         rows = [*self.stages.items(), ("step", seconds)]
@@ -144,7 +144,7 @@ class Profile:
         return "\n".join([*lines, *filter(None, [self._compile_advice(seconds), self._advice])])
 
     def by_op(self, most: int = 20) -> str:
-        """Return a table of the `most` slowest ops, by their names in `print(graph)`. InputError for most < 1."""
+        """Return a table of the `most` slowest ops, named as in `print(graph)`. Raises InputError for most < 1."""
         if as_int(most, minimum=1) is None:
             raise InputError(f"most={most!r}: give a whole number of ops > 0")
         spent: Counter[Op] = Counter()
@@ -159,7 +159,7 @@ class Profile:
         return "\n".join(lines)
 
     def chrome_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the steps as JSON for chrome://tracing or ui.perfetto.dev, one event per op and step. InputError."""
+        """Write steps as JSON for chrome://tracing or ui.perfetto.dev, one event per op and step. Raises InputError."""
         start = self._steps[0].span.begin if self._steps else 0
         track = {"pid": 0, "tid": 0}
         events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "args": {"name": self._name}, **track}]
@@ -218,7 +218,7 @@ def _timed(batches: Iterable[Any], loader_spans: list[Span]) -> Iterator[Any]:
 
 
 def _with_clock(module: fx.GraphModule) -> tuple[fx.GraphModule, list[int], list[Op]]:
-    """Return a module that computes the same, and logs the time at its start and after each op in a list."""
+    """Return a module with the same results that appends the time to a list at its start and after each op."""
     stage_of = stages(module.graph)
     values = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
     on_gpu = any(isinstance(value, Tensor) and value.is_cuda for value in values)

@@ -1,6 +1,6 @@
 """Explain why a graph compiled another step: how the call differs from the most similar signature compiled before.
 
-Signatures are quick to compare but lack names. So each compile also collects the same properties with names.
+Signatures are quick to compare but contain no names. So each compilation also collects the same properties with names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..trace.names import HasBuild, tensor_names
 from ..trace.signature import MODULE_HOOKS, Call, argument_names
 
 _MAX_SHOWN = 6  # differences shown per step
-_VALUE = "value"  # if two traces read different values, they also differ in something else
+_VALUE = "value"  # two traces that read different values also differ in another kind of fact
 _ATTRIBUTES = frozenset(vars(nn.Module()))
 _MODULE_REASONS = ("module", "training flag of", "hooks of", "attribute", "parameter", "buffer")
 
@@ -28,7 +28,7 @@ log = logging.getLogger("tierbed")
 
 
 class Fact(NamedTuple):
-    """A property in a signature: text, and a key for what the text leaves out. fields: a tensor's properties."""
+    """A property in a signature: a text, and a key for details that the text omits. fields: a tensor's properties."""
 
     text: str
     key: Hashable = None
@@ -37,11 +37,11 @@ class Fact(NamedTuple):
 
 _NO_TENSOR, _ABSENT = Fact("no tensor"), Fact("missing")
 
-Facts = dict[tuple[str, str], Fact]  # by (kind, name or path)
+Facts = dict[tuple[str, str], Fact]  # (kind, name or path) -> fact
 
 
 class RecompileLog:
-    """The steps that a graph has compiled: facts and reasons of the last `most`, and the time of all."""
+    """The steps that a graph has compiled: facts and reasons of the last `most` steps, and the time of all steps."""
 
     def __init__(self, most: int) -> None:
         self._facts: deque[Facts] = deque(maxlen=most)
@@ -50,7 +50,7 @@ class RecompileLog:
         self.seconds = 0.0
 
     def add(self, name: str, new: Facts, seconds: float) -> None:
-        """Add a step of the graph `name`. Every step except the first gets a reason, and it is logged."""
+        """Add a step of the graph `name`. Log the reason for every step except the first."""
         if self._facts:
             nearest = min((_differences(new, old) for old in reversed(self._facts)), key=len)
             rest = [f"and {len(nearest) - _MAX_SHOWN} more"] * (len(nearest) > _MAX_SHOWN)
@@ -72,7 +72,7 @@ def guard_facts(
     settings: Mapping[str, str],
     values: Mapping[str, tuple[str, Hashable]],
 ) -> Facts:
-    """Return what a call's step of `root` depends on, by the user's names. values: as text and as a key."""
+    """Return the facts that a call's step of `root` depends on, by the user's names. values: name -> (text, key)."""
     dynamic_dims = call.dynamic_dims if is_dynamic else ()
     facts: Facts = {}
     number = 0
@@ -120,7 +120,7 @@ def guard_facts(
 
 
 def _describe(tensor: Tensor, identity: int | None = None, dynamic: Collection[int] = ()) -> Fact:
-    """Describe a tensor as in a signature, with its id if steps keep the object. dynamic: dimensions of any size."""
+    """Describe a tensor as in a signature. identity: its id, if steps keep the object. dynamic: dynamic dimensions."""
     sizes = ", ".join("any" if d in dynamic else str(size) for d, size in enumerate(tensor.shape))
     shape = f"({sizes}{',' * (tensor.dim() == 1)})"
     fields = {name: str(getattr(tensor, name)) for name in ("dtype", "device", "requires_grad", "layout")}
@@ -153,7 +153,7 @@ def _difference(new: Fact, old: Fact) -> str:
 
 
 def _is_explained(kind: str, path: str, changed: dict[tuple[str, str], str]) -> bool:
-    """True if another difference explains this one: an outer module was replaced or switched by `eval()`."""
+    """True if another change explains this change: an outer module was replaced or switched by `eval()`."""
     if kind not in _MODULE_REASONS or not path:
         return False
     outer_paths = ["", *accumulate(path.split(".")[:-1], "{}.{}".format)]

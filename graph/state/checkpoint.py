@@ -11,10 +11,10 @@ Optimizer and scheduler states are stored as plain values and named tensors, so 
 written under a temporary name and renamed once it is on disk, so it is complete or absent. With `overwrite`,
 the new folder is exchanged atomically with the old one, and then the old one is removed.
 
-Over ranks, each rank writes its shard of the rows. Rank 0 writes everything else, after the ranks have compared
-checksums. Buffers are rank 0's; `ranks` in graph.msgpack holds the other ranks' random states.
+Over ranks, each rank writes its shard of the rows. After the ranks have compared checksums, rank 0 writes everything
+else, including its own buffers. `ranks` in graph.msgpack holds the other ranks' random states.
 
-Format 2 is a graph's, format 3 a plain loop's, with `of`: "loop".
+Graphs write format 2. Plain loops write format 3, with `of`: "loop".
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ _KINDS: dict[str, type[Any]] = {"dict": dict, "ordered": OrderedDict, "counter":
 _TAGS: dict[Any, str] = {kind: tag for tag, kind in _KINDS.items()}
 _PLAIN_TYPES = bool | int | float | str | bytes
 _RESERVED = ("", "__metadata__")  # names that safetensors does not allow for tensors
-_MAX_ITEMS = 1 << 16  # items of a container; `unseal` reads no more
+_MAX_ITEMS = 1 << 16  # largest number of items in a container; `unseal` accepts no more
 _REMEDY = "leave it out of the state, or save graph.state_dict() your own way"
-_SUBJECTS = {"graph": "graph", "loop": "model"}  # what was saved, in error texts
+_SUBJECTS = {"graph": "graph", "loop": "model"}  # the saved thing's name in error texts
 Random = list[Tensor]  # states of a process's random generators
 log = logging.getLogger("tierbed")
 
@@ -75,7 +75,7 @@ log = logging.getLogger("tierbed")
 def encode(value: Any, tensors: dict[str, Tensor], where: str, name: str = "") -> Any:
     """Encode containers as [tag, items] and tensors as ["tensor", name], adding the tensors to `tensors`.
 
-    A tensor's name is the keys that lead to it, joined by dots. GraphError, naming `where`, for other values.
+    A tensor's name consists of the keys that lead to it, joined by dots. Other values raise GraphError about `where`.
     """
     if isinstance(value, Tensor):
         is_dense = value.layout is torch.strided and not value.is_nested and not value.is_meta
@@ -115,7 +115,7 @@ def encode(value: Any, tensors: dict[str, Tensor], where: str, name: str = "") -
 
 
 def decode(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Decode the result of `encode`. ValueError or KeyError for anything else."""
+    """Decode the result of `encode`. Raises ValueError or KeyError for anything else."""
     if not isinstance(value, list):
         if not isinstance(value, _PLAIN_TYPES | NoneType):
             raise ValueError(f"a {type(value).__name__} among the values")
@@ -147,7 +147,7 @@ def _fits_dtype(dtype: torch.dtype) -> bool:
 
 
 def shared_world(embeddings: Mapping[str, EmbeddingBase]) -> World:
-    """Return the world whose ranks save and load together. In a world of one, its methods are plain calls."""
+    """Return the world whose ranks save and load together. The methods of a one-rank world are plain calls."""
     return common_world(dict(embeddings)) or World.single()
 
 
@@ -184,7 +184,7 @@ def _check_same_on_ranks(world: World, op: str, plain: Any, tensors: Mapping[str
     if different := [name for name in names if len({rank_sums.get(name) for rank_sums in checksums}) > 1]:
         raise GraphError(
             f"{op}: ranks have different values of {', '.join(different[:5])}{' and more' * (len(different) > 5)}, but "
-            "a checkpoint stores only one; train these with an optimizer of the graph, or keep them in a buffer"
+            "a checkpoint stores only one; train these values with an optimizer of the graph, or keep them in a buffer"
         )
 
 
@@ -196,14 +196,14 @@ def gather_random_states(world: World, op: str, own: Random) -> list[Random]:
 
 
 def select_random_state(world: World, first: Random, others: list[Random]) -> Random:
-    """Return this rank's random state from a checkpoint. A rank that is not in it keeps its current state."""
+    """Return this rank's random state from a checkpoint. A rank without a state in it keeps its current state."""
     if world.rank == 0:
         return first
     return others[world.rank - 1] if world.rank <= len(others) else [torch.get_rng_state()]
 
 
 def check_save(root: nn.Module, path: Any, overwrite: bool) -> Path:
-    """Check a new checkpoint's path and return it. SnapshotError, InputError or GraphError."""
+    """Check a new checkpoint's path and return it. Raises SnapshotError, InputError or GraphError."""
     world, op = shared_world(_saved_embeddings(root)), "checking a checkpoint"
     folder: Path = world.call_on_all_ranks(f"{op}: its path", lambda: _folder_of(path, overwrite))
     world.call_on_all_ranks(f"{op}: its name", lambda: None, {"name": folder.name, "overwrite": overwrite})
@@ -246,11 +246,11 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
 
     kind: "graph", or "loop" if the state consists of `model` and `training`. With `overwrite`, the old checkpoint's
     snapshots in store folders are replaced too. Raises SnapshotError if the checkpoint cannot be written, and
-    GraphError for a state that it cannot hold or that differs between ranks.
+    GraphError for a state that a checkpoint cannot hold or that differs between ranks.
     """
     embeddings = _saved_embeddings(root)
     world, op = shared_world(embeddings), f"saving checkpoint {folder.name!r}"
-    # unique, because a store folder accepts each name once
+    # a unique name, because snapshot names in a store folder must differ
     name = world.call_on_rank_0(f"{op}: its rows' name", lambda: f"{folder.name}-{secrets.token_hex(4)}")
     tensors: dict[str, Tensor] = {}
     model_state = state if kind == "graph" else state["model"]
@@ -273,7 +273,7 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
             save_rows([*embeddings.values()], _row_folders(temporary, name, embeddings))
         is_complete = True
     finally:
-        # Ctrl-C may arrive after the checkpoint is in place
+        # Ctrl-C may arrive after the checkpoint is renamed; its snapshots must then stay
         if not is_complete and all(snapshot.name != name for snapshot in _row_snapshots(folder).values()):
             for embedding in filter(attrgetter("is_open"), embeddings.values()):
                 with contextlib.suppress(SnapshotError):  # raise the first error only
@@ -337,8 +337,8 @@ def load(
 ) -> None:
     """Load the state with `put`, then the rows of all embeddings under `root`: all or nothing.
 
-    check: raises GraphError if a state does not fit. current_state: returns the state, which `put` restores if the
-    load fails; if that fails too, no embedding can be used until a load succeeds. Raises SnapshotError if the
+    check: raises GraphError if a state does not fit. current_state: returns the present state, which `put` restores if
+    the load fails. If restoring fails too, no embedding can be used until a load succeeds. Raises SnapshotError if the
     checkpoint is missing, damaged, malformed or belongs to another graph.
     """
     folder = folder.absolute()
@@ -382,13 +382,13 @@ def load(
 
 
 def copied(state: Mapping[str, Any]) -> Any:
-    """Copy a state to host memory. Lazy parameters, still without values, are kept as they are."""
+    """Copy a state to host memory. Lazy parameters without values are not copied."""
     copy = tree_map_only(Tensor, lambda t: t if is_lazy(t) else t.detach().to("cpu", copy=True), dict(state))
     return StateDict(copy, versions_of(state))
 
 
 class StateDict(OrderedDict[str, Any]):
-    """A state_dict with module versions. Torch keeps them in an attribute."""
+    """A state_dict with module versions. Torch keeps the versions in an attribute."""
 
     def __init__(self, items: Mapping[str, Any] = {}, versions: Any = None) -> None:
         super().__init__(items)
@@ -396,17 +396,17 @@ class StateDict(OrderedDict[str, Any]):
 
 
 def versions_of(state: Mapping[str, Any]) -> Any:
-    """Return the module versions in a state_dict, by path, or None."""
+    """Return the versions of the modules in a state_dict by module path, or None."""
     return getattr(state, "_metadata", None)
 
 
 def error_text(error: BaseException) -> str:
-    """Return the text of an error about a malformed value. The text of a LookupError is only the key."""
+    """Return the text of an error about a malformed value. A LookupError's own text is only the key."""
     return f"{type(error).__name__} {error}" if isinstance(error, LookupError) else str(error)
 
 
 def _read(folder: Path, embeddings: list[str], kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read a checkpoint's record and state, and check that it has rows of `embeddings`. SnapshotError."""
+    """Read a checkpoint's record and state, and check that it has the rows of `embeddings`. Raises SnapshotError."""
     saves, loads = CALLS[kind]
     if not os.path.isdir(folder):
         raise SnapshotError(f"there is no checkpoint {str(folder)!r}; give the path of one that {saves} wrote")
@@ -439,7 +439,7 @@ def _read(folder: Path, embeddings: list[str], kind: str) -> tuple[dict[str, Any
 
 
 def _with_own_names(root: nn.Module, state: Any, kind: str) -> Any:
-    """Return the state with the names that `root.load_state_dict` accepts, whatever wrappers either side had."""
+    """Rename the state's entries to the names that `root.load_state_dict` accepts, regardless of module wrappers."""
     model_state, versions = state if kind == "graph" else state["model"], versions_of(state) or {}
     tensors = [*root.named_parameters(recurse=False), *root.named_buffers(recurse=False)]
     own = {EXTRA, *(name for name, _ in tensors)}
@@ -475,7 +475,7 @@ def _check_types(state: OrderedDict[str, Any], ranks: Any, kind: str) -> None:
 
 
 def _saved_embeddings(root: nn.Module) -> dict[str, SavedRows]:
-    """Return the embeddings under `root`, by path. GraphError for rows that a checkpoint cannot hold."""
+    """Return the embeddings under `root`, by path. Raises GraphError for rows that a checkpoint cannot hold."""
     saved: dict[str, SavedRows] = {}
     embeddings = embeddings_of(root)
     for path, embedding in zip(unwrapped_names(root, embeddings).values(), embeddings.values(), strict=True):
@@ -489,7 +489,7 @@ def _saved_embeddings(root: nn.Module) -> dict[str, SavedRows]:
 
 
 def _row_snapshots(folder: Path) -> dict[str, Snapshot]:
-    """Return a checkpoint's snapshots by embedding path. Empty if they cannot be read."""
+    """Return a checkpoint's snapshots by embedding path. Empty if the snapshots cannot be read."""
     with contextlib.suppress(SnapshotError):
         return read_checkpoint(folder).snapshots
     return {}

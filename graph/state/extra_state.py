@@ -1,7 +1,7 @@
 """A graph's extra state in its state_dict, and the checks that a saved state fits.
 
-Torch's optimizers and schedulers accept almost any state, and fail later in a step. So a saved state's structure,
-types and shapes are compared with the current state before anything is loaded.
+Torch's optimizers and schedulers load almost any state, and then fail in a step. So a saved state's structure, types
+and shapes are compared with the current state before anything is loaded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
 
 
 def check_nothing_accumulated(epilogue: StepEpilogue) -> None:
-    """Raise GraphError while accumulated gradients wait for their update; a state cannot hold them."""
+    """Raise GraphError while accumulated gradients wait for an update, because a state cannot hold gradients."""
     if epilogue.waiting_calls:
         raise GraphError(
             f"gradients of {epilogue.waiting_calls} of {epilogue.accumulate_steps} accumulated calls wait for their "
@@ -46,7 +46,7 @@ class Training(NamedTuple):
     row_optimizers: Sequence[RowOptimizer]
     schedules: Sequence[Any]
     scaler: Any
-    owner: str  # for error texts, as the remedies
+    owner: str  # for error texts, like the next two fields
     remedy: str
     scaler_remedy: str
 
@@ -59,13 +59,13 @@ class Training(NamedTuple):
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Load the result of `state`. For a value of a wrong type, GraphError or one of MALFORMED halfway through."""
-        state = copy.deepcopy(state)  # optimizers train the tensors they are given
+        """Load the result of `state`. A value of a wrong type raises GraphError or one of MALFORMED halfway through."""
+        state = copy.deepcopy(state)  # optimizers change loaded tensors in place
         for number, (optimizer, loaded) in enumerate(zip(self.optimizers, state["optimizers"], strict=True)):
             optimizer.load_state_dict(loaded)
             check_can_step(optimizer, f"optimizer {number} of the state")
         for row_optimizer in self.row_optimizers:
-            row_optimizer.hyper(1)  # raises the errors of its param group
+            row_optimizer.hyper(1)  # raises an error if the param group is invalid
         for scheduler, loaded in zip(self.schedules, state["schedules"], strict=True):
             scheduler.load_state_dict(loaded)
         if self.scaler is not None and state["scaler"]:
@@ -84,7 +84,7 @@ def training_of_graph(optimizers: OptimizerSet, epilogue: StepEpilogue) -> Train
 
 
 def check_extra_state(training: Training, state: dict[str, Any]) -> None:
-    """Raise GraphError, or one of MALFORMED, if a state has other counts or types of values than `training`."""
+    """Raise GraphError, or one of MALFORMED, if a state's counts or types of values differ from `training`."""
     optimizers = training.optimizers
     for name, current in (("optimizers", optimizers), ("schedules", training.schedules)):
         if len(current) != len(state[name]):
@@ -101,9 +101,9 @@ def check_extra_state(training: Training, state: dict[str, Any]) -> None:
             )
         check_like({}, saved["state"], f"optimizer {number}: state")
         for key, parameter_state in saved["state"].items():
-            if type(key) is int:  # other keys belong to the optimizer itself
+            if type(key) is int:  # other keys are the optimizer's own values
                 check_like({}, parameter_state, f"optimizer {number}: state")
-        scheduled = _SCHEDULED if training.schedules else ()  # without schedulers nothing may be missing
+        scheduled = _SCHEDULED if training.schedules else ()  # without schedulers, no key may be missing
         optional = [name for name, value in optimizer.defaults.items() if value is None]
         for group, saved_group in zip(optimizer.state_dict()["param_groups"], saved["param_groups"], strict=True):
             typed = group | dict.fromkeys(optional)
@@ -116,7 +116,7 @@ def check_extra_state(training: Training, state: dict[str, Any]) -> None:
         current = scheduler.state_dict()
         if type(scheduler).__module__ == LRScheduler.__module__:  # a user's scheduler may change types
             check_like(current, saved, type(scheduler).__name__, current.keys())
-            phases = saved.get("_schedule_phases", [])  # of OneCycleLR; they name settings of param groups
+            phases = saved.get("_schedule_phases", [])  # OneCycleLR's phases name settings of param groups
             if {item for phase in phases for item in phase.values() if isinstance(item, str)} - _SCHEDULED:
                 raise _malformed(f"{type(scheduler).__name__}: a phase names no number of param groups in the state")
         for name in saved.keys() & {"base_lrs", "_last_lr"}:
@@ -137,7 +137,7 @@ def check_extra_state(training: Training, state: dict[str, Any]) -> None:
         current = training.scaler.state_dict()
         check_like(current, state["scaler"], "the gradient scaler")
         if any(type(state["scaler"][name]) is not int for name in ("growth_interval", "_growth_tracker")):
-            raise _malformed("the gradient scaler counts in fractions in the state")
+            raise _malformed("the gradient scaler has a count that is no whole number")
 
 
 def _malformed(what: str) -> GraphError:
@@ -145,9 +145,9 @@ def _malformed(what: str) -> GraphError:
 
 
 def check_like(current: Any, saved: Any, where: str, optional: Collection[Any] = ()) -> None:
-    """Raise GraphError if a saved value's kind differs from the value it replaces, or lacks a key not in `optional`.
+    """Raise GraphError if `saved` is of another kind than `current`, or lacks a key that is not in `optional`.
 
-    A current value of None accepts anything. A saved list may be longer or shorter, with items like the current ones.
+    If `current` is None, any value fits. A saved list may have another length, if its items fit the current items.
     """
     if isinstance(current, dict):
         fits = isinstance(saved, dict) and (not current or {*map(type, saved)} <= {*map(type, current)})
@@ -168,7 +168,7 @@ def check_like(current: Any, saved: Any, where: str, optional: Collection[Any] =
 
 
 def _kind(value: Any) -> str:
-    """Return a value's kind. Values of one kind can replace each other."""
+    """Return a value's kind. Two values of the same kind can replace each other."""
     is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
     return "number" if is_number and not isinstance(value, bool) else type(value).__name__
 
@@ -176,8 +176,8 @@ def _kind(value: Any) -> str:
 def check_can_step(optimizer: Optimizer, where: str) -> None:
     """Raise GraphError or one of MALFORMED if an optimizer cannot step with its loaded state.
 
-    A torch optimizer accepts any state and raises only in the step. For optimizers in torch.optim, this steps a copy
-    with a tiny parameter (two elements per dimension), whose state shows what the loaded states must look like.
+    A torch optimizer loads any state and raises only in the step. So for torch.optim, this function steps a copy of the
+    optimizer with a tiny parameter (two elements per dimension), and compares the loaded states with the copy's state.
     """
     optimizer = optimizer.optimizer if isinstance(optimizer, EagerOptimizer) else optimizer
     cls: Any = type(optimizer)
@@ -204,16 +204,16 @@ def check_can_step(optimizer: Optimizer, where: str) -> None:
                 value, is_like_parameter = expected[signature][name]
                 check_like(value, loaded[name], f"{where}: {name}")
                 shapes = [loaded[name].shape, parameter.shape] if is_like_parameter else []
-                if len({*shapes}) > 1 and {shape.numel() for shape in shapes} != {1}:  # an old shadow has shape [1]
+                if len({*shapes}) > 1 and {shape.numel() for shape in shapes} != {1}:  # old shadows have shape [1]
                     raise _malformed(f"{where}: {name} has shape {list(loaded[name].shape)}")
                 if name == "step" and not 0 <= float(loaded[name]) < math.inf:
                     raise _malformed(f"{where}: its step is {float(loaded[name])}")
 
 
 def check_modules(root: nn.Module, state: dict[str, Any], thing: str) -> None:
-    """Raise GraphError if a state_dict's names, or shapes of modules that are not lazy, differ from those of `root`."""
+    """Raise GraphError if a state_dict's names, or its shapes except in lazy modules, do not match `root`."""
     versions = versions_of(state) or {}
-    # modules of another version migrate their tensors themselves
+    # a module saved by another version converts its tensors itself
     migrating = tuple(
         f"{path}." if path else ""
         for path, module in root.named_modules(remove_duplicate=False)
@@ -241,7 +241,7 @@ def check_modules(root: nn.Module, state: dict[str, Any], thing: str) -> None:
 
 
 def drop_row_state(root: nn.Module, state: dict[str, Any], optimizers: bool) -> dict[str, Any]:
-    """Remove rows from a state_dict, since they are loaded separately. Without `optimizers`, also the extra state."""
+    """Remove rows from a state_dict, because rows are loaded separately. If not `optimizers`, also the extra state."""
     for path, module in root.named_modules(remove_duplicate=False):
         if isinstance(module, SavedRows):
             state.pop(f"{path}.{EXTRA}", None)
@@ -257,7 +257,7 @@ def with_rank_states(root: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_extra_state(root: nn.Module, optimizers: OptimizerSet, epilogue: StepEpilogue, state: Any) -> None:
-    """Load `get_extra_state`'s tuple, or the dict in it. GraphError, replacing nothing, if it does not fit."""
+    """Load `get_extra_state`'s tuple or its dict. If the state does not fit, raises GraphError and loads nothing."""
     training = training_of_graph(optimizers, epilogue)
     backup: Any = None
     try:

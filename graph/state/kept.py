@@ -1,4 +1,4 @@
-"""Checkpoints on disk: list, verify and prune them. Importing this does not import torch."""
+"""List, verify and prune checkpoints on disk. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STATE, TENSORS, ROWS = CHECKPOINT, "tensors.safetensors", "rows"
 FORMATS = {"graph": 2, "loop": 3}
 CALLS = {"graph": ("graph.save", "graph.load"), "loop": ("save_checkpoint", "load_checkpoint")}
 _CHUNK = 1 << 24
-# raised when a value with a wrong type is read or loaded
+# errors that reading or loading a value of a wrong type may raise
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, AssertionError, RuntimeError, ArithmeticError)
 
 
@@ -31,12 +31,12 @@ class StoredCheckpoint:
     path: Path
     of: str  # "graph" or "loop"
     created: int  # nanoseconds since 1970
-    bytes: int  # of all files, also of those shared with a store folder
+    bytes: int  # size of all files, including files shared with a store folder
     checksum: int
-    snapshots: dict[str, Snapshot]  # each embedding's, by its path in the model
+    snapshots: dict[str, Snapshot]  # an embedding's path in the model -> its snapshot
 
     def tensors(self) -> dict[str, Any]:
-        """Return each tensor's entry in the header of the tensor file. SnapshotError."""
+        """Return each tensor's entry in the header of the tensor file. Raises SnapshotError."""
         try:
             with open_regular(self.path / TENSORS) as file:
                 header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
@@ -45,7 +45,7 @@ class StoredCheckpoint:
             raise SnapshotError(f"checkpoint {str(self.path)!r}: {TENSORS} cannot be read: {error}") from error
 
     def verify(self) -> None:
-        """Read every file and compare its checksum. SnapshotError."""
+        """Read every file and compare its checksum. Raises SnapshotError."""
         try:
             is_intact = checksum(self.path / TENSORS) == self.checksum
         except OSError as error:
@@ -57,7 +57,7 @@ class StoredCheckpoint:
 
 
 def read_checkpoint(folder: Path) -> StoredCheckpoint:
-    """Read a checkpoint's record. SnapshotError if it cannot be read."""
+    """Read a checkpoint's record. Raises SnapshotError if the record cannot be read."""
     try:
         record = read_format(folder)
         names = record["embeddings"]
@@ -66,14 +66,14 @@ def read_checkpoint(folder: Path) -> StoredCheckpoint:
         }
         files = [(folder / name).stat() for name in (STATE, TENSORS)]
         size = sum(file.st_size for file in files) + sum(snapshot.manifest.total_bytes for snapshot in rows.values())
-        created = record.get("created", files[0].st_mtime_ns)  # earlier versions did not record it
+        created = record.get("created", files[0].st_mtime_ns)  # earlier versions did not record the time
         return StoredCheckpoint(folder, record.get("of", "graph"), int(created), size, record["checksum"], rows)
     except (OSError, ValueError) as error:
         raise SnapshotError(f"checkpoint {str(folder)!r} cannot be read: {error}") from error
 
 
 def read_format(folder: Path) -> dict[str, Any]:
-    """Read a checkpoint's record, and check its format and field types. OSError, ValueError."""
+    """Read a checkpoint's record, and check its format and field types. Raises OSError, ValueError."""
     record: Any = unseal(read_record(folder / STATE))
     if not isinstance(record, dict) or type(record.get("format")) is not int:
         raise ValueError(f"{STATE} was not written by tierbed")
@@ -95,7 +95,7 @@ def read_format(folder: Path) -> dict[str, Any]:
 
 
 def checksum(path: Path) -> int:
-    """Return a file's CRC-32. OSError."""
+    """Return a file's CRC-32. Raises OSError."""
     crc = 0
     with open_regular(path) as file:
         while chunk := file.read(_CHUNK):
@@ -104,7 +104,7 @@ def checksum(path: Path) -> int:
 
 
 def list_checkpoints(path: Path) -> tuple[list[StoredCheckpoint], dict[str, SnapshotError]]:
-    """Return checkpoints at or in a path, oldest first, and the damaged ones' errors. SnapshotError if none."""
+    """Return the checkpoints at or in a path, oldest first, and errors of damaged ones. SnapshotError without any."""
     checkpoints, damaged, folders = [], {}, []
     if os.path.lexists(path / STATE):
         folders = [path.resolve()]
@@ -129,7 +129,7 @@ def list_checkpoints(path: Path) -> tuple[list[StoredCheckpoint], dict[str, Snap
 def prune(path: Path, keep_last: int, dry_run: bool = False) -> tuple[list[StoredCheckpoint], list[StoredCheckpoint]]:
     """Remove all checkpoints in a folder except the latest `keep_last`, oldest first. Returns (retained, removed).
 
-    A kill leaves each one complete or absent. Snapshots in store folders stay. SnapshotError if one cannot be read.
+    A kill leaves each checkpoint complete or absent. Snapshots in store folders stay. An unreadable checkpoint raises.
     """
     checkpoints, damaged = list_checkpoints(path)
     for error in damaged.values():
@@ -138,7 +138,7 @@ def prune(path: Path, keep_last: int, dry_run: bool = False) -> tuple[list[Store
     if dry_run:
         return retained, removed
     try:
-        for leftover in path.glob(f"{TEMPORARY}.*/"):  # left by a killed removal
+        for leftover in path.glob(f"{TEMPORARY}.*/"):  # an interrupted removal left this folder
             remove_folder(leftover)
         for checkpoint in removed:
             remove_snapshot(checkpoint.path)

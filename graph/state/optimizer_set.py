@@ -1,4 +1,4 @@
-"""A graph's optimizers, their parameters, and the embeddings whose rows they train."""
+"""A graph's optimizers, the optimizers' parameters, and the embeddings with rows that the optimizers train."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ log = logging.getLogger("tierbed")
 
 
 def embeddings_of(root: nn.Module) -> dict[str, EmbeddingBase]:
-    """Return the embeddings under `root`, by path, and name each. GraphError if two share a name."""
+    """Return the embeddings under `root`, by path, and name unnamed ones. GraphError if two share a name."""
     parts = [name for name, part in root.named_children() if any(isinstance(m, EmbeddingBase) for m in part.modules())]
-    name_embeddings(root, GraphError, parts[0] if len(parts) == 1 else "")  # the name it gets in a plain loop
+    name_embeddings(root, GraphError, parts[0] if len(parts) == 1 else "")  # the same names as in a plain loop
     return {path: m for path, m in root.named_modules() if isinstance(m, EmbeddingBase)}
 
 
 def embeddings_by_shadow(root: nn.Module) -> dict[int, EmbeddingBase]:
-    """Return `embeddings_of`, by the ids of shadow parameters."""
+    """Return the embeddings under `root` by `id(embedding.shadow)`. Otherwise the same as `embeddings_of`."""
     return {id(embedding.shadow): embedding for embedding in embeddings_of(root).values()}
 
 
@@ -42,15 +42,15 @@ class OptimizerSet:
     """Torch optimizers, in the order they were added."""
 
     def __init__(self) -> None:
-        self.optimizers: dict[Optimizer, LRScheduler | None] = {}  # with their schedulers
-        self.row_optimizers: dict[int, RowOptimizer] = {}  # by id(embedding.shadow), of attached embeddings
-        self._checked = False  # a step trained, or a warning was logged that none does
+        self.optimizers: dict[Optimizer, LRScheduler | None] = {}  # optimizer -> its scheduler
+        self.row_optimizers: dict[int, RowOptimizer] = {}  # id(shadow) -> row optimizer, for attached embeddings
+        self._checked = False  # True once a step trained, or a log warned that no step trains
 
     def __iter__(self) -> Iterator[Optimizer]:
         return iter(self.optimizers)
 
     def add(self, optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
-        """Add an optimizer and its scheduler. OptimizerError if the graph cannot use them."""
+        """Add an optimizer and its scheduler. Raises OptimizerError if the graph cannot use them."""
         if isinstance(optimizer, EagerOptimizer):
             raise OptimizerError(
                 "add_optimizer got an EagerOptimizer, whose step() is for loops outside a graph; pass its attribute "
@@ -87,7 +87,7 @@ class OptimizerSet:
         note_versions(parameter for group in optimizer.param_groups for parameter in group["params"])
 
     def add_from_backward(self, root: nn.Module) -> None:
-        """Add the optimizers that `apply_optimizer_in_backward` gave embeddings under `root`. OptimizerError."""
+        """Add the optimizers that `apply_optimizer_in_backward` gave embeddings in `root`. Raises OptimizerError."""
         for embedding in embeddings_of(root).values():
             for entry in getattr(embedding.shadow, IN_BACKWARD, ()):
                 optimizer = entry.optimizer if isinstance(entry, EagerOptimizer) else entry
@@ -98,7 +98,7 @@ class OptimizerSet:
         return [scheduler for scheduler in self.optimizers.values() if scheduler is not None]
 
     def attach(self, root: HasBuild) -> None:
-        """Attach each embedding to the param group that holds its shadow. OptimizerError if two hold a parameter."""
+        """Attach each embedding to its shadow's param group. OptimizerError if two optimizers hold one parameter."""
         by_shadow = embeddings_by_shadow(root)
         if self.optimizers:
             train_together(embeddings_of(root).values())
@@ -112,11 +112,11 @@ class OptimizerSet:
                 )
             if id(parameter) in by_shadow and id(parameter) not in self.row_optimizers:
                 added[id(parameter)] = by_shadow[id(parameter)].attach(optimizer, group)
-        self.row_optimizers.update(added)  # only now: a rejected optimizer changes nothing
+        self.row_optimizers.update(added)  # last, so that a rejected optimizer changes nothing
         warn_if_lazy(added.values())
 
     def move_state(self) -> None:
-        """Move optimizer state to its parameters' devices; torch does not."""
+        """Move optimizer state to the devices of the parameters, because torch does not move it."""
         for optimizer, group, parameter in self._members():
             state = optimizer.state.get(parameter, {})
             for name, value in state.items():
@@ -125,7 +125,7 @@ class OptimizerSet:
                     state[name] = value.to(parameter.device)
 
     def check_resumed_rows(self, owner: str, embeddings: Sequence[EmbeddingBase]) -> None:
-        """Once the embeddings are open, warn if their rows come from another run than the dense part."""
+        """Warn, once the embeddings are open, if rows come from another run than the dense part."""
         shadows = {id(embedding.shadow) for embedding in embeddings}
         states = {p: optimizer.state.get(p) for optimizer, _, p in self._members() if id(p) not in shadows}
         part = DensePart(owner, states, states)
@@ -137,7 +137,7 @@ class OptimizerSet:
         return {id(parameter): optimizer for optimizer, _, parameter in self._members()}
 
     def check_parameters_in_graph(self, root: HasBuild) -> None:
-        """Raise OptimizerError for a parameter in no module under `root`: a trace could not see it."""
+        """Raise OptimizerError for a parameter that is in no module under `root`, because a trace cannot see it."""
         known = {id(parameter) for parameter in root.parameters()}
         for optimizer, _, parameter in self._members():
             if id(parameter) not in known:

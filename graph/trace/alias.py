@@ -1,7 +1,7 @@
 """Find the memory that a node of a trace reads and writes.
 
-A trace keeps in-place ops and views. So a value may change after its node, and a node without users may still matter.
-Passes therefore decide by storage: which storages a node writes, and which nodes read them.
+A trace keeps in-place ops and views. So a value may change after its node has run, and a node with an unused result may
+still matter. Passes therefore ask which storages a node writes, and which nodes read these storages.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-# schemas do not say that running mean and variance (arguments 3, 4) change if argument 5 (training) is true
+# ops whose schemas do not say that running mean and variance (arguments 3, 4) change if argument 5 (training) is true
 _BATCH_NORMS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
 
 
 def storages(node: fx.Node) -> set[int]:
-    """Return the storages of a node's tensors. All views of a tensor share one."""
+    """Return the storages of a node's tensors. All views of a tensor share one storage."""
     return {
         value.untyped_storage()._cdata
         for value in pytree.tree_leaves(node.meta.get("val"))
@@ -70,7 +70,7 @@ def is_reshape(node: fx.Node) -> bool:
 
 
 def value_at(graph: fx.Graph, node: fx.Node, value: Any) -> Any:
-    """Return an argument as it is at `node`: a copy if a later op writes to its memory."""
+    """Return an argument's value at `node`. This is a copy if a later op writes to the argument's memory."""
     later = node.next
     while isinstance(value, fx.Node) and later.op != "output":
         if writes(later) & storages(value):
@@ -81,18 +81,18 @@ def value_at(graph: fx.Graph, node: fx.Node, value: Any) -> Any:
 
 
 def external_storages(graph: fx.Graph) -> set[int]:
-    """Return the storages that outlive a call: arguments, parameters, buffers and closure tensors."""
+    """Return the storages that exist after a call: of arguments, parameters, buffers and closure tensors."""
     return memory_of(node for node in graph.nodes if node.op in ("placeholder", "get_attr"))
 
 
 def live_nodes(graph: fx.Graph, effects: set[Any]) -> set[fx.Node]:
-    """Return all nodes that outputs, calls of `effects`, external tensors or the random generator depend on."""
+    """Return all nodes that affect outputs, calls of `effects`, external tensors or the random generator."""
     external = external_storages(graph)
     return with_sources((n for n in graph.nodes if call_target(n) in effects or _has_effect(n, external)), graph.nodes)
 
 
 def with_sources(nodes: Iterable[fx.Node], before: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return nodes with all their dependencies, including nodes in `before` that write to their memory."""
+    """Return `nodes` and all nodes that they depend on, including nodes in `before` that write to memory they read."""
     writers: dict[int, list[fx.Node]] = defaultdict(list)
     for node in before:
         for storage in writes(node):

@@ -1,4 +1,4 @@
-"""Names for tensors in errors and files, and the base class with `build`."""
+"""Names of tensors for errors and files, and `HasBuild`, the base class of modules with a method `build`."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from ...engine.ops.rows_contract import NoTorchScript
 
 
 class HasBuild(NoTorchScript, nn.Module):
-    """A module with a method `build` that is one step, such as a subclass of `Graph`."""
+    """A module whose method `build` is one step, such as a subclass of `Graph`."""
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
-        """The step. Subclasses must define it."""
+        """Run the step. Subclasses must define this method."""
         raise NotImplementedError(f"{type(self).__name__} defines no build(self, ...)")
 
 
 def tensor_names(root: nn.Module) -> dict[int, str]:
-    """Return the path of each parameter and buffer under `root`, by id; the first path for tied tensors."""
+    """Map the id of each parameter and buffer under `root` to its path; a tied tensor gets its first path."""
     return {id(tensor): name for name, tensor in [*root.named_buffers(), *root.named_parameters()]}
 
 
 def name_of(root: HasBuild, tensor: Tensor) -> str:
-    """Return a tensor's path under `root`, or its name in `build`'s closure or globals, or its shape."""
+    """Return a tensor's path under `root`. Without a path, return its name in `build`'s scope, or its shape."""
     path = tensor_names(root).get(id(tensor)) or _closure_name(root.build, tensor)
     return repr(path) if path else f"of shape {tuple(tensor.shape)}"
 
@@ -47,7 +47,7 @@ def _closure_name(function: Callable[..., Any], tensor: Tensor) -> str | None:
 
 
 def identifiers(names: list[str], reserved: list[str] | None = None) -> list[str]:
-    """Make each name a unique identifier: `model.emb` becomes model_emb, a second `adam` becomes adam_1."""
+    """Turn each name into a unique identifier: `model.emb` becomes model_emb, a second `adam` becomes adam_1."""
     used, unique = {"self", *(reserved or [])}, []
     for name in names:
         base = "".join(c if c.isalnum() else "_" for c in name)
@@ -58,13 +58,13 @@ def identifiers(names: list[str], reserved: list[str] | None = None) -> list[str
 
 
 def _wrapped_attribute(module: nn.Module) -> str | None:
-    """Return the attribute that holds a wrapper's module; None if `module` is not a wrapper."""
+    """Return the name of the attribute that holds a wrapper's inner module; None if `module` is not a wrapper."""
     names = (WRAPPERS.get(cls.__name__) for cls in type(module).__mro__)
     return next((name for name in names if isinstance(getattr(module, name or "", None), nn.Module)), None)
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the module inside wrappers such as DistributedModelParallel, DistributedDataParallel, torch.compile's."""
+    """Return the module inside wrappers such as DistributedModelParallel, DistributedDataParallel, OptimizedModule."""
     while (name := _wrapped_attribute(module)) is not None:
         module = module.get_submodule(name)
     return module
@@ -82,7 +82,7 @@ def unwrapped_names(root: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def as_path(path: Any) -> Path:
-    """Convert a user's argument to a path. InputError if it is not one."""
+    """Convert a user's argument to a path. Raises InputError if this is impossible."""
     try:
         return Path(path)
     except TypeError:

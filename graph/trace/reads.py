@@ -1,10 +1,10 @@
 """Find the Python values that `build` reads while it is traced.
 
-These values become constants of the step, so later calls must check them. Attribute reads are observed: while `build`
-runs, the classes of the graph's modules, and of objects these hold, get a `__getattribute__`. Globals, closures and
-default arguments cannot be observed, so they are found in the code of the functions that `build` may call.
+These values become constants of the step, so later calls must check them. To observe attribute reads, the classes of
+the graph's modules, and of the objects in these modules, get a `__getattribute__` while `build` runs. Reads of globals,
+closures and default arguments cannot be observed; they are found in the code of the functions that `build` may call.
 
-The result maps Python expressions such as `o3['cfg'].temp` to values. Evaluating one reads the current value.
+The result maps Python expressions such as `o3['cfg'].temp` to values. Evaluating an expression reads the current value.
 """
 
 from __future__ import annotations
@@ -36,44 +36,44 @@ from ...engine.ops.rows_contract import EmbeddingBase
 from .names import HasBuild
 from .signature import MODULE_HOOKS, is_plain
 
-MAX_ITEMS = 64  # containers with more items are only guarded by their length
-MAX_NESTED = 1024  # the same, counting the items of nested containers
+MAX_ITEMS = 64  # for a container with more items, only the length is guarded
+MAX_NESTED = 1024  # the same limit for the total with the items of nested containers
 
 Names = frozenset[str]
 
 _PACKAGE = __name__.partition(".")[0]
 _LIBRARIES = {"torch", "numpy", _PACKAGE, *sys.stdlib_module_names}
 _OBSERVED_CLASSES = (nn.Module, Optimizer, LRScheduler, GradScaler)  # torch classes whose attributes users change
-_MODULE_NAMES = frozenset({*vars(nn.Module()), *vars(nn.Module)})  # the signature covers these
+_MODULE_NAMES = frozenset({*vars(nn.Module()), *vars(nn.Module)})  # the signature covers these attributes
 _FUNCTIONS = {property: "fget", staticmethod: "__func__", classmethod: "__func__", cached_property: "func"}
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
 _SHARED = {id(random.random.__self__): "random", id(np.random.rand.__self__): "numpy.random"}  # type: ignore[attr-defined]
-_ALL: Names = frozenset()  # for a class: all its functions
-_SPECIAL = frozenset({"__call__"})  # for a class: what operators call
+_ALL: Names = frozenset()  # scan all functions of a class
+_SPECIAL = frozenset({"__call__"})  # scan only the methods of a class that operators call
 _READ = object.__getattribute__
 
 
 class MISSING:
-    """Stands for a value that cannot be read, such as a deleted attribute."""
+    """Represents a value that cannot be read, such as a deleted attribute."""
 
 
 class Reads:
-    """Context manager around `build` that finds what this thread reads.
+    """Context manager around `build` that finds the Python values that this thread reads.
 
-    At its end, raises GraphError if `build` drew numbers from Python's or NumPy's generators.
+    The exit raises GraphError if `build` drew numbers from Python's or NumPy's random generators.
     """
 
     def __init__(self, root: HasBuild, arguments: list[Any]) -> None:
-        self.values: dict[str, tuple[str, Any]] = {}  # expression -> the user's name for the value, and the value
+        self.values: dict[str, tuple[str, Any]] = {}  # expression -> (the user's name for the value, the value)
         self.names: dict[str, Any] = {}  # the objects that expressions refer to
         self._root, self._arguments, self._thread = root, arguments, get_ident()
-        self._observed: dict[int, tuple[str, str, Any]] = {}  # id -> expression and label of an object, and the object
+        self._observed: dict[int, tuple[str, str, Any]] = {}  # id of an object -> (expression, label, the object)
         self._modules: set[int] = set()  # ids of the graph's modules
         self._seen: set[Any] = set()
         self._generators: list[tuple[Any, bytes, str]] = []  # generators with their states and labels
-        self._classes: dict[type, bool] = {}  # observed class -> it got a `__getattribute__`
+        self._classes: dict[type, bool] = {}  # observed class -> True if it got a `__getattribute__`
         self._known_names: Names = frozenset()  # names in all scanned code
-        self._assigned: Names = frozenset()  # names that this code assigns to
+        self._assigned: Names = frozenset()  # names that the scanned code assigns to
 
     def __enter__(self) -> Reads:
         try:
@@ -102,10 +102,10 @@ class Reads:
             )
 
     def may_be_written(self, expr: str) -> bool:
-        """True if `build` may have written this value itself. Otherwise only another thread can have changed it."""
+        """True if `build` itself may have written this value. If False, only another thread can have changed it."""
         label, value = self.values[expr]
         is_item = label.endswith("]") or expr.startswith("len(")
-        is_special = callable(value) or "setattr" in self._known_names  # FX replaces functions during a trace
+        is_special = callable(value) or "setattr" in self._known_names  # FX itself replaces functions during a trace
         return is_special or is_item or re.findall(r"\w+", label)[-1] in self._assigned
 
     def _name(self, value: Any) -> str:
@@ -152,17 +152,17 @@ class Reads:
         if observed is None or not name.isidentifier() or not self._mark_new(id(owner), name):
             return
         owner_expr, label, _ = observed
-        attributes = vars(owner) if is_module else {}  # faster to read than the module
+        attributes = vars(owner) if is_module else {}  # reading the dict is faster than reading the module
         if isinstance(value, MethodType) and value.__self__ is owner:
             self._scan(value.__func__, type(owner))
         elif is_module and (name in _MODULE_NAMES or isinstance(value, Tensor)):
-            return  # the signature covers it
+            return  # the signature covers this attribute
         elif not isinstance(getattr(type(owner), name, None), property):  # a property's own reads are observed
             expr = f"{self._name(attributes)}[{name!r}]" if name in attributes else f"{owner_expr}.{name}"
             self._note(expr, f"{label}.{name}".lstrip("."), value)
 
     def _note(self, expr: str, label: str, value: Any, names: Names = _ALL) -> None:
-        """Record a value that build may read. names: the names that occur in the code around it."""
+        """Record a value that build may read. names: all names in the code that reads the value."""
         if isinstance(value, ModuleType):
             self._note_python_module(value, names or self._known_names)
             return
@@ -178,7 +178,7 @@ class Reads:
             self.values[expr] = label, value
             self._scan(value)
         elif id(value) in self._observed:
-            self.values[expr] = label, value  # guarded by identity; its attributes have other expressions
+            self.values[expr] = label, value  # guarded by identity; attributes get their own expressions
         elif isinstance(value, dict | list | tuple | deque | set):
             self.values[f"len({expr})"] = f"the length of {label}", len(value)
             if len(value) <= MAX_ITEMS and _count_nested(value) <= MAX_NESTED:
@@ -211,9 +211,9 @@ class Reads:
                 self._note(f"{self._name(values)}[{name!r}]", f"{module.__name__}.{name}", values[name], names)
 
     def _scan(self, function: Any, cls: type | None = None) -> None:
-        """Record what a function, and the functions it names, read by name. cls: the class of its object."""
+        """Record the values that a function, and the functions it calls, read by name. cls: its object's class."""
         while isinstance(function, FunctionType) and function.__globals__.get("__name__", "").startswith("torch."):
-            function = getattr(function, "__wrapped__", None)  # decorated by torch; FX does so in each trace
+            function = getattr(function, "__wrapped__", None)  # torch decorates some functions, FX in each trace
         if not isinstance(function, FunctionType) or not _is_user_code(function) or not self._mark_new(function, cls):
             return
         code, values = function.__code__, function.__globals__
@@ -222,7 +222,7 @@ class Reads:
         self._assigned |= assigned
         for name in variables & values.keys():
             self._note(f"{self._name(values)}[{name!r}]", name, values[name], names)
-        for name in names & sys.modules.keys():  # imported inside the function
+        for name in names & sys.modules.keys():  # modules imported inside the function
             self._note(name, name, sys.modules[name], names)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             with suppress(ValueError):  # an empty cell
@@ -256,7 +256,7 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _count_nested(value: Any) -> int:
-    """Count the items of a container and its nested containers. More than MAX_NESTED if it contains itself."""
+    """Count the items of a container and its nested containers. A container in itself counts above MAX_NESTED."""
     count, containers = 0, [value]
     while containers and count <= MAX_NESTED:
         container = containers.pop()
@@ -267,14 +267,14 @@ def _count_nested(value: Any) -> int:
 
 
 def is_constant(value: Any) -> bool:
-    """True if a value cannot change: a plain value, a number, or a tuple of these without functions."""
+    """True for a value that cannot change: a plain value, a number, or a tuple of such values without functions."""
     if isinstance(value, tuple | frozenset):
         return all(is_constant(item) and not callable(item) for item in value)
     return is_plain(value) or isinstance(value, Number)
 
 
 def _is_user_code(value: Any) -> bool:
-    """True if a function, class or module is the user's. Values in libraries are assumed not to change."""
+    """True if a function, class or module is in the user's code. Library values are assumed to be constant."""
     name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
     return str(name).partition(".")[0] not in _LIBRARIES
 

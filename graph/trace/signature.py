@@ -1,7 +1,7 @@
-"""The signature of a call: everything that a compiled step is valid for.
+"""The signature of a call. A compiled step is valid for all calls with the same signature.
 
-A signature consists of the call's arguments (`call_key`) and the state of the graph's modules (`Structure`). It is
-computed at every call, so it is optimized for few interpreter steps.
+A signature consists of a key of the call's arguments (`call_key`) and the state of the graph's modules (`Structure`).
+Every call computes its signature, so this code is optimized for few interpreter steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Dims = frozenset[tuple[int, int]]  # (input tensor, dimension) pairs
 
 NO_DYNAMIC: frozenset[int] = frozenset()
 
-# TorchRec's containers, with their leaves of one element per id
+# for each TorchRec container: the leaves that contain one element per id
 _TORCHREC = "torchrec.sparse.jagged_tensor"
 _TORCHREC_FIELDS = {"JaggedTensor": frozenset({0, 1}), "KeyedJaggedTensor": frozenset({0, 1})}
 _TRAINING = attrgetter("training")
@@ -45,7 +45,7 @@ _INEXACT = (float, complex, np.generic)
 
 
 class Call(NamedTuple):
-    """A call's arguments, flattened. dynamic_leaves: leaves whose first dimension a container makes dynamic."""
+    """A call's flattened arguments. dynamic_leaves: leaves of containers that have a dynamic first dimension."""
 
     arguments: Arguments
     leaves: list[Any]
@@ -58,7 +58,7 @@ class Call(NamedTuple):
 
     @property
     def dynamic_dims(self) -> Dims:
-        """The dimensions that are dynamic from the first call on."""
+        """The dimensions that are dynamic even in the first call."""
         tensor_leaves = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
         return frozenset(
             (i, 0) for i, n in enumerate(tensor_leaves) if n in self.dynamic_leaves and can_be_dynamic(self.leaves[n])
@@ -72,7 +72,7 @@ def tensors_spec(count: int) -> pytree.TreeSpec:
 
 
 def dynamic_leaves_of(spec: pytree.TreeSpec) -> frozenset[int]:
-    """Return the leaves with a dynamic first dimension: positions in a container's class attribute `open_leaves`."""
+    """Return the leaves with a dynamic first dimension. A container's class lists their positions in `open_leaves`."""
     dynamic_leaves: set[int] = set()
     first, pending = 0, [spec]
     while pending:
@@ -104,12 +104,12 @@ def _is_keyed(value: Any) -> bool:
 
 
 def can_be_dynamic(tensor: Tensor) -> bool:
-    """True if the first dimension of a container's leaf can be dynamic: strides do not depend on its size."""
+    """True if a container leaf's first dimension can be dynamic, because strides do not depend on its size."""
     return tensor.layout is torch.strided and tensor.dim() > 0 and tensor.is_contiguous()
 
 
 def argument_names(build: Callable[..., Any], arguments: Arguments) -> list[str]:
-    """Return each leaf as the user wrote it: `ids`, `batch['user']`, `features.values`."""
+    """Return each leaf's name in the user's code: `ids`, `batch['user']`, `features.values`."""
     args, kwargs = arguments
     names = list(inspect.signature(build).parameters)
     names += [f"number {i}" for i in range(len(names), len(args))]
@@ -120,7 +120,7 @@ def argument_names(build: Callable[..., Any], arguments: Arguments) -> list[str]
 def _paths(value: Any) -> list[str]:
     try:
         return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(value)[0]]
-    except ValueError:  # it contains a class that was registered without field names
+    except ValueError:  # `value` contains a class that was registered without field names
         return [""] * len(pytree.tree_leaves(value))
 
 
@@ -128,7 +128,7 @@ class Structure:
     """The modules under `root` and their state: parameters, buffers, and tensors in plain attributes."""
 
     def __init__(self, root: nn.Module, optimizers: Collection[Optimizer]) -> None:
-        """optimizers: the graph's optimizers, in an object that may grow."""
+        """optimizers: the graph's optimizers, in a collection that may grow later."""
         refuse_ranks(root)
         for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
             if is_lazy(tensor):
@@ -146,13 +146,13 @@ class Structure:
         self._shape = self._read_shape()
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # a copied graph builds its own
+        return type(None), ()  # a copied graph builds a new Structure
 
     def live(self) -> tuple[list[Tensor], tuple[Hashable, ...]] | None:
-        """Return the current parameters and buffers (tied ones repeated), and a key of the whole state.
+        """Return the current parameters and buffers (tied tensors repeat), and a key of the whole state.
 
-        Returns None if modules, their hooks or the number of their attributes have changed. The key has parameters by
-        identity, because optimizers hold the objects, and tensors in plain attributes too, because steps hold them.
+        Returns None if modules, their hooks or the number of their attributes have changed. The key identifies
+        parameters, and tensors in plain attributes, by object, because optimizers and steps hold these objects.
         """
         if self._read_shape() != self._shape:
             return None
@@ -165,7 +165,7 @@ class Structure:
             (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
         )
         with DisableTorchFunctionSubclass():
-            # a step keeps its tensors alive, so ids are not reused; other values are frozen
+            # ids of tensors are not reused, because a step keeps its tensors alive; other values are frozen
             attribute_key = [
                 (id(v), _DESCRIBE(v), _STRIDE(v)) if v is not None and isinstance(v, Tensor) else None
                 for v in attributes
@@ -185,7 +185,7 @@ class Structure:
             )
 
     def _read_shape(self) -> tuple[list[Any], list[int], list[int]]:
-        # hooks never share a number
+        # torch gives every hook a different number
         return _values(self._children), list(map(len, self._attributes)), list(chain.from_iterable(self._hooks))
 
 
@@ -196,7 +196,7 @@ def _values(dicts: list[Any]) -> list[Any]:
 def call_key(
     leaves: list[Any], dynamic_leaves: frozenset[int], build: Callable[..., Any], arguments: Arguments
 ) -> tuple[Hashable, ...]:
-    """Return the key of a call's arguments, without the first dimension of dynamic leaves. GraphError for others."""
+    """Return the key of a call's arguments, without dynamic sizes. Raises GraphError for unsupported arguments."""
     key: list[Hashable] = []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
@@ -230,12 +230,12 @@ def _argument_error(leaf: Any, name: str) -> GraphError:
 
 
 def registration_hint(value: Any) -> str:
-    """Return the end of an error text: how to make a user's class usable as an argument."""
+    """Return the part of an error text that says how to make a user's class usable as an argument."""
     return f"make the class a dataclass and call torch.export.register_dataclass({type(value).__name__}) once"
 
 
 def key_without_sizes(key: tuple[Hashable, ...], leaves: list[Any]) -> tuple[Hashable, ...]:
-    """Return a `call_key` without sizes: tensors need only have equal numbers of dimensions."""
+    """Return a `call_key` that contains only the number of each tensor's dimensions instead of sizes."""
     return tuple(
         (leaf.dim(), leaf.dtype, leaf.device, leaf.requires_grad, leaf.layout) if isinstance(leaf, Tensor) else entry
         for leaf, entry in zip(leaves, key, strict=True)

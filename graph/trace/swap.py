@@ -1,7 +1,7 @@
-"""Swap live tensors for traced ones while `build` is traced, and put them back afterwards.
+"""Swap live tensors for traced tensors while `build` is traced, and put the live tensors back afterwards.
 
-`build` reaches parameters and buffers through modules and optimizers, so the swap replaces them there. After the
-trace everything is restored, also after an error, and anything that `build` left behind raises GraphError.
+`build` reaches parameters and buffers through modules and optimizers, so the swap replaces tensors in these objects.
+The live tensors are put back even after an error. Tensors that `build` left in these objects raise GraphError.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def set_grads(tensors: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None
 
 @contextmanager
 def sentinel_grads(tensors: list[Tensor]) -> Iterator[dict[int, Tensor]]:
-    """Give trainable parameters a `grad` whose use a trace detects, by id. GraphError if `build` replaced one."""
+    """Give each trainable parameter a `grad` whose use a trace detects. GraphError if `build` replaced a `grad`."""
     live = [*dict.fromkeys(tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor.requires_grad)]
     old_grads = [parameter.grad for parameter in live]
     sentinels = {id(p): torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape).requires_grad_() for p in live}
@@ -69,7 +69,7 @@ class _Settings(dict[str, Any]):
 
 
 def changed_setting(optimizer: Optimizer, name: str) -> GraphError:
-    """Return the error for a `build` that changes a param group: the trace would change it, later calls would not."""
+    """Return the error for a `build` that changes a param group: only the trace would make this change."""
     return GraphError(
         f"build sets {name!r} of a param group of {type(optimizer).__name__}, as step() of a scheduler does, and a "
         "compiled step does not repeat that; call add_optimizer(optimizer, lr_sch=scheduler) to step a scheduler, "
@@ -83,11 +83,11 @@ def swapped(
 ) -> Iterator[None]:
     """Replace the tensors in modules and optimizers until the block ends. swaps: replacements by a live tensor's id.
 
-    GraphError if build left another tensor on a module, called step() of an optimizer, or set a learning rate.
+    Raises GraphError if build left another tensor on a module, called an optimizer's step(), or set a learning rate.
     """
     containers = [(value, value.copy()) for _, value in _reachable(root) if isinstance(value, _MUTABLE)]
     slots = [
-        (module, "shadow" if isinstance(module, EmbeddingBase) else name, live)  # an Embedding's `weight` is its rows
+        (module, "shadow" if isinstance(module, EmbeddingBase) else name, live)  # an Embedding's `weight` returns rows
         for module in root.modules()
         for name, live in [*module._parameters.items(), *module._buffers.items()]
         if live is not None
@@ -129,7 +129,7 @@ def swapped(
 
 def _put(slots: Iterable[tuple[nn.Module, str, Tensor]]) -> None:
     for module, name, tensor in slots:
-        setattr(module, name, tensor)  # not into the dicts directly: an LSTM also keeps a list of its tensors
+        setattr(module, name, tensor)  # setattr, because an LSTM also keeps a list of its tensors
 
 
 def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -139,7 +139,7 @@ def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _reachable(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the objects that modules under `root` hold, in attributes and containers, with the attribute's name."""
+    """Yield (attribute name, object) for all objects in attributes of modules under `root`, also in containers."""
     seen: set[int] = set()
     pending: list[tuple[str, Any]] = [("", root)]
     while pending:

@@ -1,9 +1,9 @@
 """Trace `build`: run it once on fake tensors and record its forward and backward as aten calls.
 
-`make_fx` records every aten call made while `build` runs, also inside autograd. Fake tensors have shapes but
-no values, so a `build` that needs a value raises. During the trace, modules and optimizers hold fake parameters
-instead of live ones (swap.py); a dispatch mode refuses ops that the trace would get wrong; and `Reads` collects the
-Python values that `build` reads, since they become constants of the step.
+`make_fx` records every aten call while `build` runs, also inside autograd. Fake tensors have shapes but no values, so a
+`build` that needs a value raises. During the trace, swap.py replaces the live parameters in modules and optimizers by
+fake ones. A dispatch mode refuses ops that the trace would record wrongly. `Reads` collects the Python values that
+`build` reads, because these values become constants of the step.
 """
 
 from __future__ import annotations
@@ -50,28 +50,28 @@ from .swap import changed_setting, sentinel_grads, swapped
 _OWN_FOLDERS = [Path(__file__).parents[2] / own for own in ("engine", "embedding", "graph")]
 _LIBRARY_FOLDERS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, *_OWN_FOLDERS))
 _INPUT = re.compile(r"L\['t(\d+)'\]")  # input tensor number \1 in one of torch's guards
-_OFFSET = re.compile(r"L\[\d+\]\.storage_offset\(\) == \d+")  # where a view begins does not matter to a step
+_OFFSET = re.compile(r"L\[\d+\]\.storage_offset\(\) == \d+")  # a step works for any offset
 _ORDINARY_SIZE = 64
 _SEED = 0x7165_7262_6564
-BACKWARD = "backward"  # in the meta of nodes added by autograd
-LIVE = "live"  # in the meta of placeholders for parameters and buffers
+BACKWARD = "backward"  # a key in the meta of nodes that autograd added
+LIVE = "live"  # a key in the meta of placeholders for parameters and buffers
 
 ShapeGuard = Callable[[Sequence[Tensor]], bool]  # True if a step accepts inputs of these sizes
 
 
 @dataclass(frozen=True)
 class Returned:
-    """The result of build, and which live tensors it gave a gradient."""
+    """The result of build, and the live tensors that got a gradient."""
 
     spec: pytree.TreeSpec
-    constants: list[Any]  # the result's leaves; None for tensors: the trace returns them
+    constants: list[Any]  # the result's leaves; None for tensors, which the trace returns
     is_tensor: list[bool]
     with_grad: list[int]  # live tensors whose gradients follow the results in the trace's output
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A traced step. Its placeholders are the inputs and then the parameters and buffers (the live tensors)."""
+    """A traced step. Its placeholders are the inputs, followed by the parameters and buffers (the live tensors)."""
 
     module: fx.GraphModule
     returned: Returned
@@ -80,10 +80,10 @@ class Trace:
     reads: Reads  # the Python values that became constants
 
     def program(self) -> Hashable:
-        """Return a key that is equal for traces of equal steps with one signature. Call it before any pass runs."""
+        """Return a key. Traces with one signature and equal keys are equal steps. Call this before any pass runs."""
         graph, returned = self.module.graph, self.returned
         grads = graph.find_nodes(op="call_function", target=torch.ops.tierbed.lookup_grad.default)
-        orders = sorted(node.args[-2] for node in grads)  # numbered over all calls of the process
+        orders = sorted(node.args[-2] for node in grads)  # renumbered, because the process counts orders over all calls
         nodes = []
         for node in graph.nodes:
             args: Any = node.args
@@ -91,9 +91,9 @@ class Trace:
                 args = *args[:-2], orders.index(args[-2]), args[-1]
             constant = getattr(self.module, node.target) if node.op == "get_attr" else None
             if isinstance(constant, Tensor) and all("lift_fresh" in str(user.target) for user in node.users):
-                constant = repr(constant.tolist())  # made by build, so it is new in each trace
+                constant = repr(constant.tolist())  # by value: each trace creates a new tensor
             else:
-                constant = id(constant)  # read at every call
+                constant = id(constant)  # by identity: every call reads this object
             nodes.append((node.op, node.name, str(node.target), repr(args), repr(node.kwargs), constant))
         constants = [(type(value), repr(value)) for value in returned.constants]
         guard = self.guard and self.guard.__code__
@@ -103,9 +103,9 @@ class Trace:
 def trace(
     root: HasBuild, call: Call, tensors: list[Tensor], optimizers: Iterable[Optimizer], dynamic: Dims | None = None
 ) -> Trace:
-    """Trace `root.build` for a call's arguments. GraphError if a static graph cannot express it.
+    """Trace `root.build` for a call's arguments. Raises GraphError if a static graph cannot express `build`.
 
-    tensors: parameters and buffers under `root`; tied ones may repeat. dynamic: None for a static-shape step.
+    tensors: parameters and buffers under `root`; tied tensors may repeat. dynamic: None for a static-shape step.
     """
     leaves, inputs, arguments_of = call.leaves, call.inputs, argument_names(root.build, call.arguments)
     names = tensor_names(root)
@@ -165,12 +165,12 @@ def trace(
     # torch must neither assume nor test that containers' dynamic sizes differ from 0 and 1
     any_size = symbolic.patch(backed_size_oblivious=bool(open_dims))  # type: ignore[attr-defined]
     with torch.inference_mode(False), torch.set_grad_enabled(grad_mode), any_size:
-        # detach: a tensor passed twice gets two fakes, because another call may pass two tensors
+        # detach gives a tensor passed twice two fakes, because another call may pass two different tensors
         fakes = [_fake(mode, tensor.detach(), i, dynamic, open_dims) for i, tensor in enumerate([*inputs, *tensors])]
-        # trace modules under torch.compile as the module they wrap
+        # trace the results of torch.compile as the modules that they wrap
         inlined = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
         with sentinel_grads(tensors) as sentinels, torch.random.fork_rng(devices=[]), inlined, _mute_log(), mode:
-            try:  # an empty table: without it, torch 2.14 records detach as alias
+            try:  # without an empty table, torch 2.14 records detach as alias
                 module = make_fx(step, decomposition_table={}, _allow_non_fake_inputs=True)(*fakes)
             except Exception as error:
                 if _is_data_dependent(error):
@@ -196,7 +196,7 @@ def trace(
 def _fake(mode: FakeTensorMode, tensor: Tensor, index: int, dynamic: Dims | None, open_dims: Dims) -> FakeTensor:
     if dynamic is None:
         return mode.from_tensor(tensor)
-    if (index, 0) in open_dims:  # not a view: torch would use the size of its base
+    if (index, 0) in open_dims:  # not a view, because torch would use the size of the view's base
         size = len(tensor) + _ORDINARY_SIZE * (len(tensor) < 2)  # a size that torch does not treat as special
         tensor = tensor.new_empty((size, *tensor.shape[1:]))
     sizes = [DimDynamic.DYNAMIC if (index, d) in dynamic else DimDynamic.STATIC for d in range(tensor.dim())]
@@ -210,11 +210,11 @@ def _shape_guard(shapes: ShapeEnv, fakes: Sequence[Any]) -> ShapeGuard:
     if code is None:
         return lambda inputs: True
     code = _OFFSET.sub("True", _INPUT.sub(r"L[\1]", code))
-    return eval(f"lambda L: {code}", dict(SYMPY_INTERP))  # torch's own function parses it at each call
+    return eval(f"lambda L: {code}", dict(SYMPY_INTERP))  # torch's function would parse the code at each call
 
 
 def _merge_attributes(module: fx.GraphModule, mode: FakeTensorMode) -> None:
-    """Keep one node per closure tensor; the trace made one per use."""
+    """Keep one node per closure tensor; the trace made one node per use."""
     first: dict[Any, fx.Node] = {}
     for node in module.graph.find_nodes(op="get_attr"):
         value = getattr(module, node.target)
@@ -226,7 +226,7 @@ def _merge_attributes(module: fx.GraphModule, mode: FakeTensorMode) -> None:
 
 
 def _leaf(fake: Tensor, live: Tensor) -> Tensor:
-    """Return a stand-in for a parameter or buffer. It is a leaf, so gradients never reach the live tensor."""
+    """Return a substitute for a parameter or buffer. It is a leaf, so gradients never reach the live tensor."""
     if not isinstance(live, nn.Parameter):
         return fake
     leaf = nn.Parameter(fake, live.requires_grad)
@@ -250,9 +250,9 @@ def _refuse_hooks(tensors: list[Tensor], names: dict[int, str], optimizers: Iter
 
 
 class _OpGuard(TorchDispatchMode):
-    """Raises GraphError for ops that a trace would get wrong, and sets `BACKWARD` on nodes that autograd adds.
+    """Raises GraphError for ops that a trace would record wrongly, and sets `BACKWARD` on nodes that autograd adds.
 
-    names: of live tensors and their gradients, by id. settings: tensors in param groups.
+    names: the names of live tensors and of their gradients, by id. settings: tensors in param groups.
     """
 
     supports_higher_order_operators = True
@@ -276,7 +276,7 @@ class _OpGuard(TorchDispatchMode):
             raise changed_setting(*self._settings[id(args[0])])
         for value in pytree.tree_leaves((kwargs or {}).get("out", args[:1])) if func._schema.is_mutable else ():
             is_strided = isinstance(value, Tensor) and value.layout == torch.strided
-            if is_strided and (remedy := getattr(value.untyped_storage(), REMEDY, None)):  # the weight of a table
+            if is_strided and (remedy := getattr(value.untyped_storage(), REMEDY, None)):  # an Embedding's `weight`
                 raise InputError(remedy)
         if func is torch.ops.aten._local_scalar_dense.default and not isinstance(args[0], FakeTensor):
             raise GraphError(
@@ -296,7 +296,7 @@ class _OpGuard(TorchDispatchMode):
         return result
 
     def check_seed(self) -> None:
-        """Raise GraphError if build reset the random generator. Fake tensors draw nothing, so the seed reveals it."""
+        """Raise GraphError if the seed shows that build reset the random generator. Fake tensors do not change it."""
         if torch.default_generator.initial_seed() != self._seed:
             raise GraphError(
                 "build sets the state of the random generator, which a compiled step does not repeat; leave out "
@@ -325,7 +325,7 @@ class _OpGuard(TorchDispatchMode):
 
 
 class _NoDataAssignment(TorchFunctionMode):
-    """Raises GraphError for an assignment to `.data`, because a trace does not see it."""
+    """Raises GraphError for an assignment to `.data`, because a trace does not see such assignments."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
@@ -355,7 +355,7 @@ def _user_line(error: Exception) -> str:
 
 @contextmanager
 def _mute_log() -> Iterator[None]:
-    """Stop torch from logging this trace's exception with its stack; the trace raises it anyway."""
+    """Stop torch from logging this trace's exception with its stack, because the trace raises the exception anyway."""
     thread = get_ident()
 
     def is_other(record: logging.LogRecord) -> bool:

@@ -1,8 +1,8 @@
-"""Guard the Python values that a graph's steps were traced with.
+"""Guard the Python values that became constants of a graph's steps.
 
-`Reads` finds expressions that read these values. The guards compare the values at every call, with one generated
-function. Each combination of values gets a number, and that number is part of every call's signature: after a change
-the call finds another step, or is traced again; if the old values return, so does the old number.
+`Reads` finds expressions that read these values. At every call, one generated function compares the values. Each
+combination of values gets a number, which is part of every call's signature. After a value changes, the call finds
+another step or is traced again. If the old values return, the old number returns too.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ...engine.errors import GraphError
 from .reads import MISSING, Reads, is_constant
 from .swap import trace_lock
 
-MAX_CHANGES = 8  # changes of one value that each give another step
-MAX_VALUES = 64  # different values of one expression
+MAX_CHANGES = 8  # the most changes of one value that each led to another step
+MAX_VALUES = 64  # the most different values of one expression
 MAX_EXPRESSIONS = 20_000
 
 Keys = tuple[Hashable, ...]
@@ -32,11 +32,11 @@ _DEFAULT = {*dir(object), "__getnewargs__"} - {"__eq__", "__ne__", "__lt__", "__
 
 
 class ValueGuards:
-    """The values of all expressions that `build` was seen to read, now and at earlier traces."""
+    """The present and earlier values of all expressions that traces saw `build` read."""
 
     def __init__(self) -> None:
-        self.number = 0  # of the current combination of values; part of each signature
-        self.holds: Callable[[], bool] = True.__bool__  # False once a value has changed: call `renew`
+        self.number = 0  # the number of the current combination of values; part of each signature
+        self.holds: Callable[[], bool] = True.__bool__  # returns False once a value has changed; then call `renew`
         self._max_expressions = MAX_EXPRESSIONS
         self._labels: dict[str, str] = {}  # expression -> the user's name for the value
         self._names: dict[str, Any] = {"read": _read}  # globals of the generated code
@@ -46,17 +46,17 @@ class ValueGuards:
         self._keys: Keys = ()
         self._numbers: dict[Keys, int] = {(): 0}
         self._next_number = count(1)
-        self._past: dict[str, dict[Hashable, Any]] = defaultdict(dict)  # keeps objects alive whose ids are in keys
+        self._past: dict[str, dict[Hashable, Any]] = defaultdict(dict)  # keeps the objects alive whose ids are in keys
         self._changed: dict[str, Any] = {}  # expression -> value, for the last change
-        self._changes: Counter[str] = Counter()  # changes per expression that gave another step
+        self._changes: Counter[str] = Counter()  # expression -> number of changes that led to another step
         self._written: set[str] = set()  # expressions that build itself may write
         self._dropped: set[str] = set()
 
     def __reduce__(self) -> Any:
-        return ValueGuards, ()  # a copied graph starts with its own
+        return ValueGuards, ()  # a copied graph starts with new guards
 
     def renew(self) -> int:
-        """Return the number of the current values. GraphError if a value changes too often."""
+        """Return the number of the current combination of values. Raises GraphError if a value changes too often."""
         with trace_lock:
             values = [*map(_read, self._reads)]
             keys = tuple(map(_key, values))
@@ -73,7 +73,7 @@ class ValueGuards:
             return self.number
 
     def add(self, reads: Reads) -> None:
-        """Add what a trace read. The current number then also stands for the values after the trace."""
+        """Add the values that a trace read. The current number then also stands for the values after the trace."""
         seen = {expr: entry for expr, entry in reads.values.items() if expr not in self._dropped}
         self._written |= set(filter(reads.may_be_written, seen))
         self._max_expressions = max(MAX_EXPRESSIONS, 2 * len(seen))  # always leave room for this trace
@@ -97,13 +97,13 @@ class ValueGuards:
 
     @property
     def is_full(self) -> bool:
-        """True if there are too many expressions (a new function at each call, say): the graph starts over."""
+        """True if there are too many expressions (from a new function per call, say). The graph then starts over."""
         return len(self._labels) > self._max_expressions
 
     def equal_step(self, alike: list[Any], program: Hashable, again: Callable[[], Hashable]) -> Any:
-        """Return the step that was compiled for an equal program, or None. alike: differ only in guarded values.
+        """Return the step in `alike` with an equal program, or None. alike: steps that differ only in guarded values.
 
-        If `build` uses only a changed value's text, as `again` finds out, the value is no longer guarded.
+        If tracing `again` shows that `build` uses only a changed value's text, the value is no longer guarded.
         """
         step = next((candidate for candidate in alike if candidate.program == program), None)
         if step is not None:
@@ -113,7 +113,7 @@ class ValueGuards:
         return step
 
     def texts(self) -> Mapping[str, tuple[str, Hashable]]:
-        """Return each value as text and as a key, by the user's name for it."""
+        """Map the user's name of each value to the value's text and key."""
         shown = zip(map(_text, self._values), self._keys, strict=True)
         return dict(zip(self._labels.values(), shown, strict=True))
 
@@ -132,7 +132,7 @@ class ValueGuards:
         for expr, value in self._changed.items():
             if isinstance(value, int | float | str) and not isinstance(value, bool):
                 used: list[str] = []
-                with suppress(Exception):  # not assignable
+                with suppress(Exception):  # the expression is not assignable
                     exec(f"{expr} = probe", {**self._names, "probe": (probe := _probe(value, used))})
                     probes[expr] = probe, used
         is_equal = False
@@ -156,7 +156,7 @@ class ValueGuards:
         self._renumber()
 
     def _compile_checks(self) -> None:
-        """Generate the functions that read and compare values. Comparing by identity is fast, and 1 is not True."""
+        """Generate the functions that read and compare values. Identity checks are fast and tell 1 from True."""
         names = self._names
         exec(f"reads = [{', '.join(f'lambda: {expr}' for expr in self._labels)}]", names)
         self._reads = names["reads"]
@@ -169,7 +169,7 @@ class ValueGuards:
         self.holds = names["holds"]
 
     def _renumber(self) -> None:
-        """Make the number also stand for values that build wrote. `holds` finds writes of other threads."""
+        """Let the number also stand for values that build wrote. `holds` detects writes of other threads."""
         values = [
             _read(read) if expr in self._written else value
             for expr, read, value in zip(self._labels, self._reads, self._values, strict=True)
@@ -201,7 +201,7 @@ def _read(read: Callable[[], Any]) -> Any:
 
 
 def _key(value: Any) -> Hashable:
-    """Return a key that is equal for values that give equal steps."""
+    """Return a key for a value. Values with equal keys lead to equal steps."""
     if isinstance(value, tuple):
         return (type(value), *map(_key, value))
     if not is_constant(value):
