@@ -84,16 +84,6 @@ def joined(target: object) -> str:
     return "-".join(map(joined, target)) if isinstance(target, tuple) else str(target)
 
 
-def test_no_file_is_left_out() -> None:
-    folders = {
-        "cache": ["cache.cu", "cached_table.cu"],
-        "ops": ["batch.cu", "lines.cu", "lookups.cu", "staging.cu", "sums.cu", "update.cu"],
-        "store": ["full_table.cu"],
-    }
-    expected = [f"{folder}/cuda/{name}" for folder, names in folders.items() for name in names]
-    assert expected == FILES
-
-
 @rotated("target")
 @pytest.mark.parametrize("target", TARGETS, ids=joined)
 @pytest.mark.parametrize("file", [file for file in FILES if file not in OF_GRADIENTS])
