@@ -1,5 +1,4 @@
-# make demo: set everything up and train the MovieLens example. make test: set everything up, lint, type-check, count
-# instructions and test.
+# make demo: set everything up and train the MovieLens example. make test: set everything up, lint, type-check and test.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -9,7 +8,7 @@ DATA ?= $(if $(TIERBED_DATA),$(TIERBED_DATA)/ml-100k)
 PLACE := $(shell test -w /dev/shm && [ $$(df -Pk /dev/shm | awk 'END {print $$4}') -gt 4194304 ] && echo /dev/shm || echo /tmp)
 NATIVE := $(wildcard engine/_core.cpp engine/*/native/* engine/*/kernels/* engine/optim/*.py)
 
-.PHONY: demo test test-slow test-wheel test-arm check crash sanitize lint types instructions peers install clean
+.PHONY: demo test test-slow test-wheel test-arm check crash sanitize lint types costs instructions peers install clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -19,7 +18,7 @@ demo: install
 # and collects all tests. Tests of threads set their number.
 # Bytecode is kept whatever the environment says: each process would compile all tests
 test: install peers
-	$(MAKE) --jobs=2 instructions types lint
+	$(MAKE) --jobs=2 types lint
 	folder=$$(mktemp -d $(PLACE)/tierbed-XXXXXX) && trap 'rm -rf "$$folder"' EXIT && trap 'exit 130' INT TERM && \
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n $(TESTERS) --dist worksteal \
 		--basetemp="$$folder/tests"
@@ -58,13 +57,16 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/python scripts/layers
 	$(BIN)/python scripts/mutations --check
-	$(BIN)/python scripts/walk
 
 types: install
 	$(BIN)/python -m mypy -p tierbed
 	$(BIN)/python -m mypy tests/house/user_script.py
 
-# the native core's instructions in fixed workloads, against benchmarks/instructions.json; RENEW=1 writes that file anew
+# what does not vary between machines: the native core's instructions in fixed workloads, against
+# benchmarks/instructions.json (RENEW=1 writes that file), and the calls and bytecodes of a training step. CI runs it
+costs: instructions
+	$(BIN)/python scripts/walk
+
 instructions: install
 	$(BIN)/python benchmarks/instructions.py $(if $(RENEW),--renew)
 
