@@ -39,7 +39,8 @@ test-arm: install
 test-slow: install peers
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile=slow -n $(TESTERS) --dist worksteal
 
-# what a new op, optimizer or tier must pass: WHAT=optimizer, and NAME=adam for the cells of that one, slow ones as well
+# what a new op, optimizer or tier must pass: WHAT=op, optimizer or tier; NAME=adam runs only the tests whose names
+# contain adam, slow ones too
 check: install peers
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TESTERS) --dist worksteal $(if $(NAME),-m "$(WHAT)" -k "$(NAME)",-m "$(WHAT) and not slow")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import ParamsT as ParamsT  # which other optimizers import from here
 
 from ..checks import as_number
 from ..errors import OptimizerError

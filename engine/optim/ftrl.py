@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
 
-from .base import SMALLEST, DenseOptimizer, checked_choice, checked_number
+from .base import SMALLEST, DenseOptimizer, ParamsT, checked_choice, checked_number
 from .kernel import Kernel
 from .rule import Group, Rule
 

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
 
-from .base import DenseOptimizer, checked_number
+from .base import DenseOptimizer, ParamsT, checked_number
 from .kernel import Kernel
 from .rule import Group, Rule
 

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
 
 from ..errors import OptimizerError
-from .base import DenseOptimizer, checked_choice, checked_number
+from .base import DenseOptimizer, ParamsT, checked_choice, checked_number
 from .kernel import Kernel
 from .rule import Group, Rule
 

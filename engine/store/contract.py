@@ -86,7 +86,7 @@ class TableImage(Protocol):
 
 
 class InMemoryTier(WritableTier, Protocol):
-    """A last tier that keeps all rows in memory."""
+    """A last tier that keeps all rows in memory, so that an image of them can be made."""
 
     def image(self, top: Any) -> TableImage:
         """Return an image of the current rows. `top` is the top tier of the stack; flush it first."""

@@ -1,8 +1,9 @@
 """Which cells of a parametrised test `make test` runs; `make test-slow` runs the others.
 
-Of a parameter `store` it runs two values, which ones differs from test to test; `@all_stores` keeps all. `@pairs` keeps
-that many cells that each value of a parameter meets each value of each other one. `@rotated(name)` keeps one value of
-that parameter for each cell of the others, in turn, and each value at least once.
+A cell is a test with one value of each parameter. For a parameter `store`, `make test` runs two values; which two
+differs between tests. `@all_stores` runs all of them. `@pairs` runs so few cells that each pair of values of two
+parameters occurs at least once. `@rotated(name)` runs one value of the parameter `name` for each cell of the other
+parameters, in turn, and each value at least once.
 """
 
 from __future__ import annotations

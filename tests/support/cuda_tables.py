@@ -35,7 +35,7 @@ EMULATED = (
         pytest.param(lambda: EmulatedDevice(seed=2), id="shuffled2"),
     ]
 )
-# left out where there is none: one test that needs a GPU says so for all
+# empty without a GPU; one skipped test reports that for all
 GPU = [] if NO_GPU else [pytest.param(lambda: cuda_device(0), id="gpu", marks=pytest.mark.gpu)]
 
 _each = pytest.mark.parametrize("device", [*EMULATED, *GPU], indirect=True)
@@ -45,7 +45,7 @@ on_one_device = pytest.mark.parametrize("device", [*EMULATED[1:2], *GPU], indire
 
 
 def on_devices(test: Callable[..., None]) -> Callable[..., None]:
-    """The test runs on the GPU and in emulation, there in one order of threads for each of its other parameters."""
+    """Run a test on a GPU, if there is one, and in emulation, with one order of threads for each other parameter."""
     return rotated("device")(_each(test))
 
 

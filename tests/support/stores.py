@@ -15,8 +15,8 @@ ONE_SET_MB = 0.01  # less than two sets of 64 rows, whatever the optimizer
 def options(store: str, path: Path | None = None, budget_mb: float = ONE_SET_MB, **more: Any) -> Any:
     """Store options by the short name of a store.
 
-    Unless given, budgets hold one set of the cache, rows that is evicted soon go down to the disk, and RocksDB
-    has two shards, which open in half the time.
+    By default a cache has one set, so that rows are soon evicted to the tier below, and RocksDB has two shards, which
+    open in half the time.
     """
     if store == "device":
         return tierbed.make_device_mem_store_options(path, **more)

@@ -39,7 +39,8 @@ public:
     virtual void write(const RowSpan& rows) = 0;
     // Erases rows. Ignores missing rows, and `lines`.
     virtual void erase(const RowSpan& rows) = 0;
-    // Waits for the tier's own writes and drops their errors. A later write repeats the rows whose write failed.
+    // For a tier that writes in threads: waits for its writes and drops their errors. The cache writes failed rows
+    // again later.
     virtual void forget_errors() {}
     // True if a cache above should write back in a separate thread.
     virtual bool on_disk() const = 0;

@@ -18,7 +18,7 @@ KEPT_SECONDS = 30 * 24 * 3600  # after the last use
 COMPILE = (
     "g++", "-std=c++17", "-ffp-contract=off", "-fPIC", "-fno-gnu-unique", "-U_FORTIFY_SOURCE", "-w", "-pipe", "-shared",
 )  # fmt: skip
-# a text takes longer to optimise than its kernels run; what they call is in the process
+# not optimised: compiling would take longer than the kernels run. What kernels call is already in the process
 KERNELS = ("-O0", "-fno-exceptions", "-fno-math-errno", "-nostdlib")
 
 
