@@ -65,6 +65,10 @@ def at(path: Path) -> list[int]:
     return found
 
 
+def at_each(paths: list[Path]) -> list[list[int]]:
+    return [at(path) for path in paths]
+
+
 def steps_of(path: Path) -> dict[str, list[tuple[str, int]]]:
     found = {name: list_snapshots(path / name / "snapshots").snapshots for name in "ab"}
     return {name: [(one.name, one.description["step"]) for one in of] for name, of in found.items()}
@@ -106,11 +110,11 @@ def test_a_load_that_is_killed_between_two_stores_is_finished(tmp_path: Path) ->
     for number in range(1, 60):
         path = tmp_path / str(number)
         shutil.copytree(tmp_path / "made", path, ignore=shutil.ignore_patterns("SOCKET"))
-        said = killed_at(path, "rename", number, load_in_shell, path)
-        assert killed(at, path) in ([3, 3], [2, 2])
-        if said == "done":
+        if killed_at(path, "rename", number, load_in_shell, path) == "done":
             break
     assert number > 4
+    paths = [tmp_path / str(one) for one in range(1, number + 1)]
+    assert all(steps in ([3, 3], [2, 2]) for steps in killed(at_each, paths))
 
 
 def trains(path: Path, pipe: Connection) -> None:
@@ -394,11 +398,12 @@ def ranks_close(world: World, path: Path) -> None:
     model.close()
 
 
-def ranks_at(world: World, path: Path, name: str) -> int:
-    embedding = alone(path, name, world)
-    found = int(embedding.metrics()["table"]["step"])
-    step(embedding)
-    embedding.close()
+def ranks_at(world: World, path: Path) -> list[int]:
+    found = []
+    for name in "ab":
+        with alone(path, name, world) as embedding:
+            found.append(int(embedding.metrics()["table"]["step"]))
+            step(embedding)
     return found
 
 
@@ -409,7 +414,7 @@ def test_rows_that_ranks_share_leave_as_those_of_one_process(tmp_path: Path, sto
     assert store("a").says("detach") == "detached from b\n"
     assert (together(store("a")), together(store("b"))) == ([], [])
     for expected in (3, 4):
-        assert [run_ranks(2, ranks_at, tmp_path, name) for name in "ab"] == [[expected] * 2] * 2
+        assert run_ranks(2, ranks_at, tmp_path) == [[expected] * 2] * 2
 
 
 def detached(path: Path, begin: Callable[[], None]) -> None:
@@ -420,9 +425,10 @@ def detached(path: Path, begin: Callable[[], None]) -> None:
 @pytest.mark.parametrize("plan", [CLOSED, pytest.param("step 2; save two; step 1", marks=pytest.mark.slow)])
 def test_a_kill_at_any_write_leaves_it_in_the_group_or_out_of_it(tmp_path: Path, store: Shell, plan: str) -> None:
     expected, seen = 3 if plan == CLOSED else 2, set()
+    killed(played, tmp_path / "made", HOSTS, plan)
     for number in range(1, 20):
         path = tmp_path / str(number)
-        killed(played, path, HOSTS, plan)
+        shutil.copytree(tmp_path / "made", path, ignore=shutil.ignore_patterns("SOCKET"))
         said = killed_at(path, "rename", number, detached, path)
         seen.add(len(together(store(f"{number}/a"))))
         assert [killed(alone_at, path, name) for name in "ba"] == [expected] * 2
