@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import os
@@ -192,12 +191,11 @@ def disk_of_a_run_that_died(path: Path, store: str) -> Disk:
     if child := os.fork():
         assert os.waitpid(child, 0)[1] == 0
         return disk
-    embedding = embedding_at(path, store, "adam", rocksdb_options=SMALL)
-    with contextlib.suppress(TierbedError):
-        for step in range(10_000):
-            train(embedding, (torch.arange(1000) * 7 + 150 * step) % 20_000)
-            if step == 2:
-                embedding.save_snapshot("s")
+    twins = Twins(path, store)
+    twins.steps(3)
+    twins.tested.save_snapshot("s")
+    while not twins.train():
+        pass
     os._exit(0)
 
 

@@ -73,10 +73,8 @@ def cells() -> list[ParameterSet]:
         for types in TYPES[:3]:
             found += on_devices(number, name, 17, types, [] if types == types_of(name) else [pytest.mark.slow])
     wide = ["adam", "catch-up adam", "partial row-wise lamb", "rowwise adagrad", "sgd"]
-    shapes = [*((name, dim) for name in wide for dim in (64, 128)), ("adam", 1), ("adam", 5), ("adam", 130)]
-    for turn, shape in enumerate(shapes):
-        found += on_devices(turn, *shape, TYPES[turn % 3], [pytest.mark.slow] if turn in (2, 5, 6, 9) else [])
-    return found
+    shapes = [*zip(wide, (64, 128, 64, 128, 64), strict=True), *(("adam", dim) for dim in (128, 1, 5, 130))]
+    return [*found, *(one for turn, shape in enumerate(shapes) for one in on_devices(turn, *shape, TYPES[turn % 3]))]
 
 
 def step_of(
