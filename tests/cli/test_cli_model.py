@@ -58,10 +58,12 @@ def alone(path: Path, name: str, world: World | None = None) -> MultiTableEmbedd
     return embedding
 
 
-def at(path: Path) -> list[int]:
-    model = Model(path, STORES)
-    found = model.at()
-    model.steps(1)
+def at(*paths: Path) -> list[int]:
+    found = []
+    for path in paths:
+        model = Model(path, STORES)
+        found += model.at()
+        model.steps(1)
     return found
 
 
@@ -89,28 +91,24 @@ def test_closed_stores_are_saved_listed_verified_pruned_and_loaded_together(tmp_
     assert "exists" in cli.fails("save", "three")
 
 
-def test_a_load_of_one_store_by_itself_is_where_it_goes_on(tmp_path: Path, shell: Shell) -> None:
-    killed(played, tmp_path, STORES, CLOSED)
-    shell("a").json("load", "two")
-    assert killed(at, tmp_path) == [2, 3]
-    assert killed(at, tmp_path) == [2, 2]  # of step 3 b has no snapshot
-
-
-def load_in_shell(path: Path, begin: Callable[[], None]) -> None:
+def in_shell(words: list[str | Path], begin: Callable[[], None]) -> None:
     begin()
-    assert command("snapshot", "load", path, "two") == 0
+    assert command(*words) == 0
 
 
-def test_a_load_that_is_killed_between_two_stores_is_finished(tmp_path: Path) -> None:
+def test_a_load_that_is_killed_between_two_stores_is_finished(tmp_path: Path, shell: Shell) -> None:
     killed(played, tmp_path / "made", STORES, CLOSED)
     for number in range(1, 60):
         path = tmp_path / str(number)
         shutil.copytree(tmp_path / "made", path, ignore=shutil.ignore_patterns("SOCKET"))
-        said = killed_at(path, "rename", number, load_in_shell, path)
-        assert killed(at, path) in ([3, 3], [2, 2])
-        if said == "done":
+        if killed_at(path, "rename", number, in_shell, ["snapshot", "load", path, "two"]) == "done":
             break
     assert number > 4
+    steps = killed(at, *(tmp_path / str(one) for one in range(1, number + 1)))
+    assert {*zip(steps[::2], steps[1::2], strict=True)} <= {(3, 3), (2, 2)}
+    shell("made/a").json("load", "two")  # of this store alone
+    assert killed(at, tmp_path / "made") == [2, 3]
+    assert killed(at, tmp_path / "made") == [2, 2]  # of step 3 b has no snapshot
 
 
 def trains(path: Path, pipe: Connection) -> None:
@@ -394,11 +392,11 @@ def ranks_close(world: World, path: Path) -> None:
     model.close()
 
 
-def ranks_at(world: World, path: Path, name: str) -> int:
-    embedding = alone(path, name, world)
-    found = int(embedding.metrics()["table"]["step"])
-    step(embedding)
-    embedding.close()
+def ranks_at(world: World, path: Path) -> list[int]:
+    found = []
+    for name in "ab":
+        with alone(path, name, world) as embedding:
+            found.append(step(embedding) - 1)
     return found
 
 
@@ -409,21 +407,17 @@ def test_rows_that_ranks_share_leave_as_those_of_one_process(tmp_path: Path, sto
     assert store("a").says("detach") == "detached from b\n"
     assert (together(store("a")), together(store("b"))) == ([], [])
     for expected in (3, 4):
-        assert [run_ranks(2, ranks_at, tmp_path, name) for name in "ab"] == [[expected] * 2] * 2
-
-
-def detached(path: Path, begin: Callable[[], None]) -> None:
-    begin()
-    assert command("store", "detach", path / "a") == 0
+        assert run_ranks(2, ranks_at, tmp_path) == [[expected] * 2] * 2
 
 
 @pytest.mark.parametrize("plan", [CLOSED, pytest.param("step 2; save two; step 1", marks=pytest.mark.slow)])
 def test_a_kill_at_any_write_leaves_it_in_the_group_or_out_of_it(tmp_path: Path, store: Shell, plan: str) -> None:
     expected, seen = 3 if plan == CLOSED else 2, set()
+    killed(played, tmp_path / "made", HOSTS, plan)
     for number in range(1, 20):
         path = tmp_path / str(number)
-        killed(played, path, HOSTS, plan)
-        said = killed_at(path, "rename", number, detached, path)
+        shutil.copytree(tmp_path / "made", path, ignore=shutil.ignore_patterns("SOCKET"))
+        said = killed_at(path, "rename", number, in_shell, ["store", "detach", path / "a"])
         seen.add(len(together(store(f"{number}/a"))))
         assert [killed(alone_at, path, name) for name in "ba"] == [expected] * 2
         assert killed(at_all, path) == [expected] * 2

@@ -79,7 +79,7 @@ def test_a_save_and_a_close_without_descriptors_say_so_and_can_be_tried_again(
         assert contents(again).tobytes() == rows
 
 
-@pytest.mark.parametrize(("store", "kind"), [("host", "full"), ("host", "incremental"), ("ssd", "checkpoint")])
+@pytest.mark.parametrize(("store", "kind"), [("host", "incremental"), ("ssd", "checkpoint")])
 @in_own_process
 def test_a_good_snapshot_is_not_called_damaged_where_no_descriptor_is_left(
     tmp_path: Path, store: str, kind: str

@@ -186,7 +186,7 @@ def test_a_store_on_a_read_only_disk_is_refused_and_left_as_it_is(disk_path: Pat
 
 def disk_of_a_run_that_died(path: Path, store: str) -> Disk:
     """A full one, with a snapshot. A child died, so that nothing of it is closed."""
-    disk = Disk(path, 4 * MB)
+    disk = Disk(path, 2 * MB)
     if child := os.fork():
         assert os.waitpid(child, 0)[1] == 0
         return disk
@@ -244,7 +244,7 @@ def next_raises(run: Iterator[Tensor]) -> bool:
 @in_own_process
 def test_a_disk_that_fills_in_a_run_costs_no_batch(disk_path: Path, store: str, ahead: int) -> None:
     disk = Disk(disk_path, 24 * MB)
-    batches = [(torch.arange(400) * 7 + 150 * step) % 20_000 for step in range(400)]
+    batches = [(torch.arange(400) * 7 + 150 * step) % 20_000 for step in range(100)]
     plain, tested = rating("plain", options("device")), rating("rows", options(store, disk_path, rocksdb_options=SMALL))
     run, failures = tested.run(batches, ahead=ahead), 0
     for _ in range(20):

@@ -62,7 +62,6 @@ def saved(folder: Path) -> MultiTableEmbedding:
 
 def saved_graph(folder: Path) -> Model:
     graph = Model(folder)
-    graph(IDS)
     graph.save_snapshot("first")
     graph.save(folder / "saved")
     return graph

@@ -73,7 +73,7 @@ def cells() -> list[ParameterSet]:
         for types in TYPES[:3]:
             found += on_devices(number, name, 17, types, [] if types == types_of(name) else [pytest.mark.slow])
     wide = ["adam", "catch-up adam", "partial row-wise lamb", "rowwise adagrad", "sgd"]
-    shapes = [*((name, dim) for name in wide for dim in (64, 128)), ("adam", 1), ("adam", 5), ("adam", 130)]
+    shapes = [*zip(wide, (64, 128, 64, 128, 64), strict=True), *(("adam", dim) for dim in (128, 1, 5, 130))]
     return [*found, *(one for turn, shape in enumerate(shapes) for one in on_devices(turn, *shape, TYPES[turn % 3]))]
 
 
@@ -144,9 +144,9 @@ def check_steps(make: Make, name: str, dim: int, types: tuple[str, str], batches
 @pytest.mark.parametrize(("make", "name", "dim", "types"), cells())
 def test_steps_equal_the_reference(make: Make, name: str, dim: int, types: tuple[str, str]) -> None:
     rng, batches = np.random.default_rng(dim), []
-    for step in (1, 2, 5, 6, 40):
+    for step in (1, 2, 40):
         keys, tables = random_ids(rng, 24, Table([1]))
-        if dim > 60:  # more of one row than a block of a sum has room for
+        if dim > 60 and step == 2:  # more of one row than a block of a sum has room for
             keys, tables = np.append(keys, [np.uint64(7)] * 300), np.append(tables, [np.uint32(0)] * 300)
         batches.append((step, keys, tables))
     check_steps(make, name, dim, types, batches)

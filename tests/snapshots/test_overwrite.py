@@ -386,7 +386,7 @@ def test_a_kill_or_power_loss_leaves_the_old_or_the_new(
     seen: dict[str, set[int]] = {"killed": set(), "without power": set()}
     warm, plan = Warm(overwrite), {"store": store, "kind": kind, "background": background}
     more = {} if (store, kind) == ("device", "full") else {"unlink": 1, "mkdir": 1}
-    for call, stride in {"rename": 1, "sync": 3, **more}.items():
+    for call, stride in {"rename": 1, "sync": 5, **more}.items():
         for place, number, returned in kills(warm, tmp_path, call, stride, **plan):
             shutil.copytree(place / "store", place / "killed", symlinks=True, ignore=shutil.ignore_patterns("SOCKET"))
             Disk(place / "store", (place / "trace").read_text()).cut(random.Random(number))
