@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from support.ranks import fails, on_ranks, outcome, run_ranks
+from support.ranks import fails, on_ranks, outcome, run_kept, run_ranks
 from tierbed import EagerOptimizer, GroupError, StoreError, World, make_host_mem_store_options
 from tierbed.distributed.sharded_table import ShardedBatch
 from tierbed.engine.table.table import PinnedBatch
@@ -135,7 +135,7 @@ def test_a_table_batched_embedding_over_ranks_updates_in_backward() -> None:
 THREE, OFFSETS = torch.tensor([1, 2, 3]), torch.tensor([0, 1, 3])
 
 
-@on_ranks(RANKS)
+@on_ranks(RANKS, run_kept)
 def test_an_argument_that_is_wrong_on_one_rank_is_told_to_all(world: World) -> None:
     bags, unpooled, tbe = Bags(world), Unpooled(world), of_two(world)
     ids, offsets = batch(0, world.rank), offsets_of(LENGTHS)

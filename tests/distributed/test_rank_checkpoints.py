@@ -13,7 +13,7 @@ from support.checkpoints import IDS, Rating
 from support.embeddings import make
 from support.live_rows import own_rows, together
 from support.optimizers import Stumbling
-from support.ranks import fails, on_ranks, outcome, run_ranks
+from support.ranks import fails, on_ranks, outcome, run_kept, run_ranks
 from support.stores import options
 from tierbed import Graph, GraphError, SnapshotError
 from tierbed.distributed import World
@@ -97,7 +97,7 @@ class Pair(Graph):
         return [rows.get(range(8), 0).flatten().tolist() for rows in (self.first, self.second)]
 
 
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_a_checkpoint_mends_what_a_rank_left_that_failed_in_the_middle_of_a_step(world: World, tmp_path: Path) -> None:
     """Rank 1 fails before it updates the second embedding. After a load the ranks go on, close and open again."""
     graph, ids = Pair(world, tmp_path), torch.arange(8)
@@ -122,7 +122,7 @@ def test_a_checkpoint_mends_what_a_rank_left_that_failed_in_the_middle_of_a_step
     assert Pair(world, tmp_path).rows() == plain
 
 
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_what_one_rank_cannot_do_is_refused_on_all(world: World, tmp_path: Path) -> None:
     graph = rating(world, "host", tmp_path / "a")
     steps(graph, part(world)[:2])
@@ -159,7 +159,7 @@ def test_what_one_rank_cannot_do_is_refused_on_all(world: World, tmp_path: Path)
     assert sorted(os.listdir(tmp_path)) == ["a", "c", "d", "file"]
 
 
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_ranks_convert_a_checkpoint_together(world: World, tmp_path: Path) -> None:
     wide = rating(world, "host", tmp_path / "a")
     steps(wide, part(world)[:2])

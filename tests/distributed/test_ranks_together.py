@@ -18,7 +18,7 @@ from support.embeddings import make
 from support.killed import step
 from support.live_rows import left_open, opened, own_rows
 from support.live_rows import step as train
-from support.ranks import alike, fails, on_ranks, run_ranks, started
+from support.ranks import alike, fails, on_ranks, run_kept, run_ranks, started
 from support.stores import options
 from support.together import Model
 from support.warm import SHIMMED
@@ -217,7 +217,7 @@ def test_ranks_that_loaded_some_embeddings_alone_neither_train_nor_close_them_as
     assert alike(2, at, tmp_path) == [1, 1]
 
 
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_rows_that_ranks_loaded_keep_their_version_in_the_next_run(world: World, tmp_path: Path) -> None:
     found = list[list[Any]]()
     for loads in (True, False):
@@ -413,7 +413,7 @@ def refuse(call: Callable[[], Any]) -> None:
     assert "No space left" in fails(call, StoreError)
 
 
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_a_mark_that_one_rank_cannot_write_fails_the_call_on_all(world: World, tmp_path: Path) -> None:
     """MARK of the store, on rank 0, and of the shard of rank 1 cannot be written, each for a while."""
     with pytest.MonkeyPatch.context() as patch:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from support.ranks import fails, on_ranks, outcome, run_ranks
+from support.ranks import fails, on_ranks, outcome, run_kept, run_ranks
 from support.refusals import Refusal, check_refusal
 from tierbed import GroupError, InputError, OptionError, World
 
@@ -58,7 +58,7 @@ def collectives(world: World) -> None:
             assert torch.equal(exchange.wait(), torch.cat(parts).to(one.dtype))
 
 
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_ranks_that_differ_are_told_and_go_on(world: World) -> None:
     heard = []
     for call in (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from support.embeddings import contents, make
-from support.ranks import run_ranks
+from support.ranks import run_kept
 from support.stores import options
 from tierbed import GroupError, MultiTableEmbedding, SnapshotError, StoreError
 from tierbed.distributed import World
@@ -74,7 +74,7 @@ def trained(world: World | None, folder: Path, store: str, steps: int, killed: i
 
 def run(ranks: int, folder: Path, store: str, steps: int, **more: Any) -> list[tuple[bytes, bytes, list[str]]]:
     """`trained` on that many ranks."""
-    return run_ranks(ranks, _run, folder, store, steps, more)
+    return run_kept(ranks, _run, folder, store, steps, more)
 
 
 class Ran(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import inspect
@@ -25,13 +26,38 @@ def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, timeout
     What the first rank to fail raised is raised here, with its traceback as a note. No process is left.
     """
     with started(ranks, function, *arguments, timeout=timeout) as group:
-        answers = {}
-        while left := [pipe for _, pipe in group if pipe not in answers]:
-            for pipe in wait(left):
-                answers[pipe] = answer(pipe)
+        found = _answers(group)
         codes = [child.wait() for child, _ in group]
     assert codes == [0] * ranks, f"exit codes of ranks: {codes}"
+    return found
+
+
+def _answers(group: Sequence[tuple[Child, Connection]]) -> list[Any]:
+    answers: dict[Any, Any] = {}
+    while left := [pipe for _, pipe in group if pipe not in answers]:
+        for pipe in wait(left):
+            answers[pipe] = answer(pipe)  # type: ignore[arg-type]
     return [answers[pipe] for _, pipe in group]
+
+
+_kept: dict[int, tuple[contextlib.ExitStack, list[tuple[Child, Connection]]]] = {}
+
+
+def run_kept(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """As `run_ranks`, on ranks that go on to the next call: `function` leaves its process and world as they were."""
+    if ranks not in _kept:
+        ending = contextlib.ExitStack()
+        _kept[ranks] = ending, ending.enter_context(started(ranks, run_kept))
+        atexit.register(ending.close)
+    ending, group = _kept[ranks]
+    try:
+        for _, pipe in group:
+            pipe.send_bytes(pickle.dumps((function, arguments)))
+        return _answers(group)
+    except BaseException:
+        del _kept[ranks]
+        ending.close()
+        raise
 
 
 def alike(ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -146,16 +172,23 @@ def be_rank(
     os.environ |= {"RANK": f"{rank}", "WORLD_SIZE": f"{ranks}", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     os.environ |= place
     warnings.simplefilter("error")
+    import torch
+
     from tierbed import World
 
     try:
         world = World.from_env(timeout=timeout)
+        while function is run_kept:
+            torch.manual_seed(0)
+            task, given = pickle.loads(pipe.recv_bytes())
+            pipe.send_bytes(_pickled((True, task(world, *given))))
         found = True, function(world, *arguments)
         world.close()
     except BaseException as error:
         error.add_note(f"on rank {rank}:\n{traceback.format_exc()}")
         found = False, error
-    pipe.send_bytes(_pickled(found))
+    with contextlib.suppress(BrokenPipeError):  # nobody keeps the ranks any more
+        pipe.send_bytes(_pickled(found))
 
 
 def _pickled(found: tuple[bool, Any]) -> bytes:

@@ -40,9 +40,11 @@ LONG = [
     "tierbed.engine.optim.rmsprop",
     "tierbed.engine.optim.sgd",
     "tierbed.engine.processors.cpu",
+    "tierbed.snapshots.files.rocksdb_child",
     "torch._inductor.fx_passes",
     "torch._subclasses.schema_check_mode",
     "torch.optim.adagrad",  # the first optimizer imports torch._dynamo
+    "torch.utils.serialization.config",
 ]
 
 
