@@ -13,7 +13,7 @@ from support.checkpoints import IDS, Rating
 from support.embeddings import make
 from support.live_rows import own_rows, together
 from support.optimizers import Stumbling
-from support.ranks import fails, on_ranks, outcome, run_kept, run_ranks
+from support.ranks import fails, on_ranks, outcome, run_kept
 from support.stores import options
 from tierbed import Graph, GraphError, SnapshotError
 from tierbed.distributed import World
@@ -65,10 +65,10 @@ def load_and_go_on(world: World, folder: Path, store: str | None) -> tuple[list[
 
 @pytest.mark.parametrize("store", [None, *(pytest.param(store, marks=pytest.mark.slow) for store in ("host", "ssd"))])
 def test_a_loaded_graph_goes_on_to_the_bits_of_the_run_that_saved_it(tmp_path: Path, store: str | None) -> None:
-    saved = run_ranks(2, save_and_go_on, tmp_path, store)
+    saved = run_kept(2, save_and_go_on, tmp_path, store)
     assert saved[0][0] != saved[1][0]
     assert saved[0][2] == saved[1][2]
-    assert run_ranks(2, load_and_go_on, tmp_path, store) == saved
+    assert run_kept(2, load_and_go_on, tmp_path, store) == saved
     one = rating(None, store, tmp_path / "of one")
     one.load(tmp_path / "c")
     assert dense(one) == saved[0][2]

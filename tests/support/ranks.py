@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import inspect
 import os
 import pickle
+import signal
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,7 +48,6 @@ def run_kept(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[
     if ranks not in _kept:
         ending = contextlib.ExitStack()
         _kept[ranks] = ending, ending.enter_context(started(ranks, run_kept))
-        atexit.register(ending.close)
     ending, group = _kept[ranks]
     try:
         for _, pipe in group:
@@ -60,9 +59,17 @@ def run_kept(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[
         raise
 
 
+def end_kept() -> None:
+    """End the ranks of `run_kept`, all at once: none says that others are lost."""
+    for ending, group in _kept.values():
+        for child, _ in group:
+            os.kill(child.pid, signal.SIGKILL)
+        ending.close()
+
+
 def alike(ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
     """What each of these ranks returns, which is the same on all."""
-    first, *others = run_ranks(ranks, function, *arguments)
+    first, *others = run_kept(ranks, function, *arguments)
     assert others == [first] * (ranks - 1)
     return first
 
