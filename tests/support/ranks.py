@@ -48,20 +48,19 @@ def run_kept(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[
     if ranks not in _kept:
         ending = contextlib.ExitStack()
         _kept[ranks] = ending, ending.enter_context(started(ranks, run_kept))
-    ending, group = _kept[ranks]
     try:
-        for _, pipe in group:
+        for _, pipe in _kept[ranks][1]:
             pipe.send_bytes(pickle.dumps((function, arguments)))
-        return _answers(group)
+        return _answers(_kept[ranks][1])
     except BaseException:
-        del _kept[ranks]
-        ending.close()
+        end_kept()
         raise
 
 
 def end_kept() -> None:
-    """End the ranks of `run_kept`, all at once: none says that others are lost."""
-    for ending, group in _kept.values():
+    """Those of a group end at once: none says that others are lost."""
+    while _kept:
+        ending, group = _kept.popitem()[1]
         for child, _ in group:
             os.kill(child.pid, signal.SIGKILL)
         ending.close()
@@ -194,8 +193,7 @@ def be_rank(
     except BaseException as error:
         error.add_note(f"on rank {rank}:\n{traceback.format_exc()}")
         found = False, error
-    with contextlib.suppress(BrokenPipeError):  # nobody keeps the ranks any more
-        pipe.send_bytes(_pickled(found))
+    pipe.send_bytes(_pickled(found))
 
 
 def _pickled(found: tuple[bool, Any]) -> bytes:

@@ -193,19 +193,6 @@ def _import(path: Sequence[str], modules: set[str]) -> None:
     gc.freeze()  # children leave it alone, which is most of what they would do at their end
 
 
-def _trace() -> None:
-    """A first graph, for which torch fills its caches: that of a child takes half the time."""
-    import torch
-
-    from support.ranked import Ranked, batch
-
-    with torch.random.fork_rng(devices=[]):
-        graph = Ranked(None)
-        graph(*batch(0, 0))
-    graph.users.close()
-    graph.items.close()
-
-
 def _join_pages() -> None:
     """Ask for huge pages of memory, which newer kernels make: a child takes 5 ms to begin and to end instead of 18."""
     madvise = ctypes.CDLL(None).madvise
@@ -219,6 +206,7 @@ def _join_pages() -> None:
 def warm_up() -> None:
     """Import what takes long, and let modules of tests explain their assertions."""
     import pytest
+    import torch
     from _pytest.assertion import install_importhook
     from _pytest.config import get_config
 
@@ -234,7 +222,12 @@ def warm_up() -> None:
     kernels()
     for name in tierbed.__all__:  # resolved at their first use
         getattr(tierbed, name)
-    _trace()
+    from support.ranked import Ranked, batch
+
+    with torch.random.fork_rng(devices=[]):
+        (graph := Ranked(None))(*batch(0, 0))  # a first one, for which torch fills its caches
+    graph.users.close()
+    graph.items.close()
     with contextlib.suppress(SystemExit), open(os.devnull, "w") as null, contextlib.redirect_stderr(null):
         cli.main(["snapshot", "list", os.devnull])  # imports more
     for clear in typing._cleanups:  # type: ignore[attr-defined]
