@@ -29,10 +29,10 @@ from support.live_rows import (
     together,
     trained,
 )
-from support.ranks import answer, end_kept, on_ranks, run_kept, run_ranks, started
+from support.ranks import answer, end_kept, on_ranks, run_kept, started
 from support.ranks import fails as error_of
 from support.shell import Cli
-from tierbed import ClosedError, GroupError, SnapshotError, StoreError
+from tierbed import ClosedError, GroupError, StoreError
 from tierbed.distributed import World
 from tierbed.embedding.state_dict.model_snapshots import save_rows
 from tierbed.embedding.tables.shared_folder import SharedFolder
@@ -268,29 +268,6 @@ def test_a_load_that_fails_on_one_rank_amid_its_changes_closes_the_rows_of_all(w
     assert any("create it again, and it recovers from snapshot 'base'" in line for line in said)
 
 
-def opens_without_a_file(world: World, folder: Path) -> str:
-    return error_of(lambda: opened(world, folder, "ssd").size(), SnapshotError)
-
-
-@pytest.mark.slow
-def test_a_snapshot_that_lacks_a_file_is_refused_by_ranks_that_go_back_to_it(tmp_path: Path) -> None:
-    ran(2, tmp_path, 2, "ssd")
-    run_ranks(2, saves_and_ends, tmp_path)
-    sorted((tmp_path / "rows" / "snapshots" / "base").rglob("bucket-*-*.npy"))[3].unlink()
-    one, other = run_ranks(2, opens_without_a_file, tmp_path)
-    assert one == other
-    assert "damaged: No such file" in one
-
-
-def saves_and_ends(world: World, folder: Path) -> None:
-    """Leave the rows as a killed rank does."""
-    embedding = opened(world, folder, "ssd")
-    step(embedding, 7)
-    embedding.save_snapshot("base")
-    step(embedding, 8)
-    left_open(embedding)
-
-
 def saves_some_and_loads_one(world: World | None, folder: Path, place: Path) -> None:
     with opened(world, folder, snapshot_path=place) as embedding:
         for number, (name, kind) in enumerate((("a", "full"), ("b", "incremental"), ("c", "full"), ("d", "full"))):
@@ -394,7 +371,7 @@ def chain_of_two(world: World, folder: Path) -> bytes:
     return rows
 
 
-def test_ranks_go_back_to_no_snapshot_that_lacks_a_row(tmp_path: Path) -> None:
+def test_ranks_go_back_to_no_snapshot_that_lacks_a_row_or_a_file(tmp_path: Path) -> None:
     saved = run_kept(2, chain_of_two, tmp_path)
     base = tmp_path / "rows" / "snapshots" / "s1"
     change(base, lambda content: content.update(rows=content["rows"] + 1))
@@ -402,6 +379,13 @@ def test_ranks_go_back_to_no_snapshot_that_lacks_a_row(tmp_path: Path) -> None:
         assert kind == "SnapshotError"
         assert "rows instead of" in said
     change(base, lambda content: content.update(rows=content["rows"] - 1))
+    lacking = sorted(base.with_name("s0").rglob("bucket-*-*.npy"))[3]
+    aside = lacking.rename(tmp_path / "aside")
+    one, other = run_kept(2, fails, tmp_path, {"store": "ssd"}, {})
+    assert one == other
+    assert one[0] == "SnapshotError"
+    assert "damaged: No such file" in one[1]
+    aside.rename(lacking)
     again = ran(2, tmp_path, 0, "ssd")
     assert again.before == saved
     assert again.said[0][0].endswith("steps 3 to 3, is lost")  # the live rows had not been replaced before the refusal

@@ -203,7 +203,7 @@ def test_a_rank_that_loses_its_rows_to_an_optimizer_closes_those_of_all(world: W
     assert torch.equal(make(options("ssd", tmp_path), tables=1, world=world).get(keys), before)
 
 
-RANKS, WIDE = 2, 6
+RANKS, WIDE = 3, 6
 
 
 def batches(tables: int) -> list[torch.Tensor]:
