@@ -143,8 +143,8 @@ def test_rows_that_no_snapshot_has_are_not_lost_to_another_number_of_ranks_unles
     saved = alone(tmp_path, store, 2, "base")
     last = ran(before, tmp_path, 1, store).after
     whose = "one process" if before == 1 else "2 ranks"
-    refused = [fails(None, tmp_path, {"store": store}, {})]
-    for kind, said in refused if now == 1 else run_kept(now, fails, tmp_path, {"store": store}, {}):
+    given: Any = tmp_path, {"store": store}, {}
+    for kind, said in [fails(None, *given)] if now == 1 else run_kept(now, fails, *given):
         assert kind == "StoreError"
         assert f"has live rows of {whose}, of step 3, and no snapshot of them" in said
         assert "(its last, 'base', is of step 2): open it with" in said
