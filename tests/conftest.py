@@ -81,6 +81,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         signal.signal(signal.SIGALRM, before)
 
 
+def pytest_sessionfinish() -> None:
+    if "support.ranks" in sys.modules:
+        sys.modules["support.ranks"].end_kept()
+
+
 def pytest_enter_pdb() -> None:
     """No limit any more."""
     signal.alarm(0)

@@ -16,7 +16,7 @@ from . import record_processes as processes
 from .record_model import Checker, History, Violation
 from .record_processes import Kill, Refused, Trainer
 
-HISTORIES = 1000  # also until a fault is found
+HISTORIES = 500  # also until a fault is found
 
 
 def newest_or_none(spans: Mapping[str, Any], clock: int) -> tuple[int, Mapping[str, str]] | None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from support.optimizers import Stumbling
-from support.ranks import fails, on_ranks, outcome
+from support.ranks import fails, on_ranks, outcome, run_kept
 from tierbed import EagerOptimizer, InputError, MultiTableEmbedding, OptimizerError, World, make_host_mem_store_options
 from tierbed.distributed.sharded_table import ShardedBatch
 
@@ -59,7 +59,7 @@ def ids_of(step: int, rank: int) -> Tensor:
     return torch.randperm(len(KEYS), generator=random)[: 0 if (step, rank) == (3, 1) else 12]
 
 
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_rows_and_dense_parameters_are_those_of_one_process_with_the_mean_loss(world: World) -> None:
     made, begin = [], ShardedBatch.__init__
 
@@ -99,7 +99,7 @@ def of_one_process() -> Model:
     return model
 
 
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_a_mistake_on_one_rank_is_raised_on_all_and_training_goes_on(world: World) -> None:
     model = Model(world)
     optimizer = trained(model)
@@ -154,7 +154,7 @@ class Two(nn.Module):
         return torch.cat([self.a.get(SOME), self.b.get(SOME)])
 
 
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_what_a_closure_raises_on_one_rank_is_raised_on_all(world: World) -> None:
     model = Two(world)
     for place in range(4):  # before the lookups, between them, after backward(), and nowhere
@@ -180,7 +180,7 @@ class Broken(Tensor):
         raise ZeroDivisionError("broken")
 
 
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_a_setting_or_ids_that_are_wrong_on_one_rank_are_told_to_all(world: World) -> None:
     model, said = Two(world), []
     for group in model.optimizer.param_groups:
@@ -197,7 +197,7 @@ def test_a_setting_or_ids_that_are_wrong_on_one_rank_are_told_to_all(world: Worl
     assert said[2:] == [*2 * ["GroupError: rank 1: ZeroDivisionError: broken"], "fine"]
 
 
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_a_call_of_rows_that_one_rank_closed_is_told_to_all(world: World, tmp_path: Path) -> None:
     """Before their first use, and when they were trained and saved."""
     unused = Two(world)
@@ -235,7 +235,7 @@ def test_a_call_of_rows_that_one_rank_closed_is_told_to_all(world: World, tmp_pa
 
 
 @pytest.mark.parametrize("place", [pytest.param(0, marks=pytest.mark.slow), 1])
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_rows_of_a_half_made_step_are_refused_until_a_load(world: World, tmp_path: Path, place: int) -> None:
     model = Two(world, tmp_path)
     model.step()
@@ -266,7 +266,7 @@ def test_rows_of_a_half_made_step_are_refused_until_a_load(world: World, tmp_pat
     assert [rows.metrics()["table"]["step"] for rows in (model.a, model.b)] == [2, 2]
 
 
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_parameters_of_a_half_made_step_are_told_at_the_next_until_a_state_is_loaded(world: World) -> None:
     model, stumbles = Two(world), False
 

@@ -19,7 +19,7 @@ from support.device_ranks import run_device_ranks
 from support.examples import examples
 from support.optimizers import OPTIMIZERS
 from support.parts import Case, Trained, train
-from support.ranks import run_ranks
+from support.ranks import run_kept, run_ranks
 from support.stores import STORES
 from tierbed import Graph, MultiTableEmbedding, World, make_constant_initializer, make_host_mem_store_options
 from tierbed.engine import _core
@@ -45,7 +45,7 @@ def on_rank(world: World, case: Case, path: Path) -> Trained:
     return train(case, path / "ranks", world)
 
 
-def check(case: Case, path: Path, run: Callable[..., list[Trained]] = run_ranks) -> None:
+def check(case: Case, path: Path, run: Callable[..., list[Trained]] = run_kept) -> None:
     """Train on ranks, which `run` starts, and in one process, and compare the bits."""
     alone = train(case, path / "alone", None)
     ranks = run(case.ranks, on_rank, case, path)
@@ -199,7 +199,7 @@ def steps_of_ranks(draw: st.DrawFn) -> list[list[list[Part]]]:
 @examples(0.15)  # a group of processes each
 def test_steps_equal_the_reference(steps: list[list[list[Part]]]) -> None:
     expected, found = reference(steps), {}
-    for rows in run_ranks(len(steps[0]), trained, steps):
+    for rows in run_kept(len(steps[0]), trained, steps):
         assert not rows.keys() & found.keys()
         found |= rows
     assert found.keys() == expected.keys()

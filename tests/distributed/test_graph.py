@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from support.ranked import Ranked, assert_equal, batch, state
-from support.ranks import assert_alike, on_ranks, outcome, run_ranks
+from support.ranks import assert_alike, on_ranks, outcome, run_kept
 from tierbed import Graph, MultiTableEmbedding, World, make_host_mem_store_options
 
 STEPS = 4
@@ -74,12 +74,12 @@ def in_one_process(ranks: int, setting: str) -> tuple[list[list[float]], dict[st
 )
 def test_ranks_train_as_one_process_that_accumulates_their_parts(ranks: int, by_run: bool, setting: str) -> None:
     losses, expected = in_one_process(ranks, setting)
-    for mine, (found, there) in zip(losses, run_ranks(ranks, over_ranks, setting, by_run), strict=True):
+    for mine, (found, there) in zip(losses, run_kept(ranks, over_ranks, setting, by_run), strict=True):
         assert found == mine
         assert_equal(there, expected)
 
 
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_what_travels_is_shown_as_a_stage_of_its_own(world: World, tmp_path: Path) -> None:
     graph, drawn = Ranked(world), tmp_path / f"{world.rank}.mmd"
     assert "exchange" in graph.profile([batch(world.rank, step) for step in range(3)]).stages
@@ -140,7 +140,7 @@ class Normed(Graph):
         return scores
 
 
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_an_evaluation_begins_with_rank_0s_values_and_a_further_graph_leaves_buffers(world: World) -> None:
     graph = Normed(world)
     scores = graph.eval()(IDS)

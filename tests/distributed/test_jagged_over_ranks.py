@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from support.ranks import fails, on_ranks, outcome, run_ranks
+from support.ranks import fails, on_ranks, outcome, run_kept
 from tierbed import EagerOptimizer, GroupError, StoreError, World, make_host_mem_store_options
 from tierbed.distributed.sharded_table import ShardedBatch
 from tierbed.engine.table.table import PinnedBatch
@@ -88,7 +88,7 @@ def looped(world: World | None, kind: Callable[[World | None], Any]) -> tuple[li
 @pytest.mark.parametrize("kind", [Bags, Unpooled])
 def test_a_collection_over_ranks_trains_as_in_one_process(kind: Any) -> None:
     outs, rows = looped(None, kind)
-    for rank, (mine, here) in enumerate(run_ranks(RANKS, looped, kind)):
+    for rank, (mine, here) in enumerate(run_kept(RANKS, looped, kind)):
         assert all(map(torch.equal, mine, outs[rank::RANKS]))
         assert all(map(torch.equal, here, rows))
 
@@ -127,7 +127,7 @@ def test_a_table_batched_embedding_over_ranks_updates_in_backward() -> None:
         out = tbe(both, offsets_of(lengths))
         outs += out.detach().clone().split(3)
         out.backward(torch.full_like(out, 0.125))
-    for rank, (mine, weights) in enumerate(run_ranks(RANKS, of_table_batched)):
+    for rank, (mine, weights) in enumerate(run_kept(RANKS, of_table_batched)):
         assert all(map(torch.equal, mine, outs[rank::RANKS]))
         assert all(map(torch.equal, weights, tbe.split_embedding_weights()))
 
@@ -135,7 +135,7 @@ def test_a_table_batched_embedding_over_ranks_updates_in_backward() -> None:
 THREE, OFFSETS = torch.tensor([1, 2, 3]), torch.tensor([0, 1, 3])
 
 
-@on_ranks(RANKS)
+@on_ranks(RANKS, run_kept)
 def test_an_argument_that_is_wrong_on_one_rank_is_told_to_all(world: World) -> None:
     bags, unpooled, tbe = Bags(world), Unpooled(world), of_two(world)
     ids, offsets = batch(0, world.rank), offsets_of(LENGTHS)

@@ -29,10 +29,10 @@ from support.live_rows import (
     together,
     trained,
 )
-from support.ranks import answer, on_ranks, run_ranks, started
+from support.ranks import answer, end_kept, on_ranks, run_kept, started
 from support.ranks import fails as error_of
 from support.shell import Cli
-from tierbed import ClosedError, GroupError, SnapshotError, StoreError
+from tierbed import ClosedError, GroupError, StoreError
 from tierbed.distributed import World
 from tierbed.embedding.state_dict.model_snapshots import save_rows
 from tierbed.embedding.tables.shared_folder import SharedFolder
@@ -57,6 +57,7 @@ in_memory_or_slowly_on_disk = pytest.mark.parametrize("store", ["host", slowly("
 def test_ranks_go_on_from_the_rows_that_they_closed(tmp_path: Path, ranks: int, store: str) -> None:
     first = ran(ranks, tmp_path, 2, store)
     assert first.before == [b""] * ranks
+    end_kept()  # others go on
     second = ran(ranks, tmp_path, 2, store)
     assert second.before == first.after
     assert not any("lost" in line or "not closed" in line for lines in first.said + second.said for line in lines)
@@ -83,7 +84,7 @@ def test_all_ranks_go_back_where_one_did_not_close(tmp_path: Path, killed: int, 
 @in_memory_or_slowly_on_disk
 def test_ranks_without_a_snapshot_start_empty_after_a_kill_or_if_told(tmp_path: Path, store: str) -> None:
     ran(2, tmp_path, 2, store, killed=1)
-    for kind, said in run_ranks(2, fails, tmp_path, {"store": store, "open": "error"}, {}):
+    for kind, said in run_kept(2, fails, tmp_path, {"store": store, "open": "error"}, {}):
         assert kind == "StoreError"
         assert "was not closed by its last run" in said
     found = ran(2, tmp_path, 1, store)
@@ -142,8 +143,8 @@ def test_rows_that_no_snapshot_has_are_not_lost_to_another_number_of_ranks_unles
     saved = alone(tmp_path, store, 2, "base")
     last = ran(before, tmp_path, 1, store).after
     whose = "one process" if before == 1 else "2 ranks"
-    refused = [fails(None, tmp_path, {"store": store}, {})]
-    for kind, said in refused if now == 1 else run_ranks(now, fails, tmp_path, {"store": store}, {}):
+    given: Any = tmp_path, {"store": store}, {}
+    for kind, said in [fails(None, *given)] if now == 1 else run_kept(now, fails, *given):
         assert kind == "StoreError"
         assert f"has live rows of {whose}, of step 3, and no snapshot of them" in said
         assert "(its last, 'base', is of step 2): open it with" in said
@@ -167,16 +168,16 @@ def test_snapshots_may_be_on_another_disk_than_the_shares_which_know_where(tmp_p
 
 
 def test_snapshots_that_only_one_rank_sees_and_arguments_that_differ_are_refused_on_all(tmp_path: Path) -> None:
-    for kind, said in run_ranks(2, fails, tmp_path / "0", {}, {1: {"path": tmp_path / "1"}}):
+    for kind, said in run_kept(2, fails, tmp_path / "0", {}, {1: {"path": tmp_path / "1"}}):
         assert kind == "StoreError"
         assert said.startswith("rank 1: ")
         assert "is another folder here than on rank 0" in said
         assert "give snapshot_path" in said
     assert not [name for name in os.listdir(tmp_path / "0" / "rows") if name.startswith(".token")]
-    for kind, said in run_ranks(2, fails, tmp_path, {}, {1: {"seed": 7, "capacity": 9}}):
+    for kind, said in run_kept(2, fails, tmp_path, {}, {1: {"seed": 7, "capacity": 9}}):
         assert kind == "GroupError"
         assert "rank 0: seed=0, capacity=None; rank 1: seed=7, capacity=9; pass the same values on all" in said
-    assert all(rows for _, rows, _ in run_ranks(2, mixed_stores, tmp_path))
+    assert all(rows for _, rows, _ in run_kept(2, mixed_stores, tmp_path))
 
 
 def mixed_stores(world: World, folder: Path) -> Any:
@@ -196,11 +197,11 @@ def closes_alone(world: World, folder: Path) -> bytes:
 
 
 def test_closing_waits_for_no_other_rank(tmp_path: Path) -> None:
-    rows = run_ranks(2, closes_alone, tmp_path)
+    rows = run_kept(2, closes_alone, tmp_path)
     assert ran(2, tmp_path).before == rows
 
 
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_a_second_embedding_of_a_process_waits_until_the_first_is_closed(world: World, tmp_path: Path) -> None:
     first = opened(world, tmp_path)
     step(first, 0)
@@ -246,7 +247,7 @@ def full_disk(*_: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_a_load_that_fails_on_one_rank_amid_its_changes_closes_the_rows_of_all(world: World, tmp_path: Path) -> None:
     """Rank 1 fails while the loaded rows take the place of those before."""
     said = remarks_of()
@@ -267,29 +268,6 @@ def test_a_load_that_fails_on_one_rank_amid_its_changes_closes_the_rows_of_all(w
     assert any("create it again, and it recovers from snapshot 'base'" in line for line in said)
 
 
-def opens_without_a_file(world: World, folder: Path) -> str:
-    return error_of(lambda: opened(world, folder, "ssd").size(), SnapshotError)
-
-
-@pytest.mark.slow
-def test_a_snapshot_that_lacks_a_file_is_refused_by_ranks_that_go_back_to_it(tmp_path: Path) -> None:
-    ran(2, tmp_path, 2, "ssd")
-    run_ranks(2, saves_and_ends, tmp_path)
-    sorted((tmp_path / "rows" / "snapshots" / "base").rglob("bucket-*-*.npy"))[3].unlink()
-    one, other = run_ranks(2, opens_without_a_file, tmp_path)
-    assert one == other
-    assert "damaged: No such file" in one
-
-
-def saves_and_ends(world: World, folder: Path) -> None:
-    """Leave the rows as a killed rank does."""
-    embedding = opened(world, folder, "ssd")
-    step(embedding, 7)
-    embedding.save_snapshot("base")
-    step(embedding, 8)
-    left_open(embedding)
-
-
 def saves_some_and_loads_one(world: World | None, folder: Path, place: Path) -> None:
     with opened(world, folder, snapshot_path=place) as embedding:
         for number, (name, kind) in enumerate((("a", "full"), ("b", "incremental"), ("c", "full"), ("d", "full"))):
@@ -304,7 +282,7 @@ def test_the_shell_keeps_snapshots_that_live_rows_elsewhere_need(tmp_path: Path,
     if ranks == 1:
         saves_some_and_loads_one(None, live, place)
     else:
-        run_ranks(2, saves_some_and_loads_one, live, place)
+        run_kept(2, saves_some_and_loads_one, live, place)
     store, snapshots = Cli(live / "rows", capsys), Cli(place / "rows", capsys)
     why = ": recovery needs it\n"
     for cli in (store, snapshots):
@@ -349,7 +327,7 @@ def opened_by_one(world: World, folder: Path) -> None:
 
 
 def test_a_share_that_a_process_has_open_yet_is_not_given_up(tmp_path: Path) -> None:
-    run_ranks(2, opened_by_one, tmp_path)
+    run_kept(2, opened_by_one, tmp_path)
     assert all(ran(2, tmp_path).before)
 
 
@@ -363,7 +341,7 @@ def saves_and_loses_the_snapshot(world: World, folder: Path) -> None:
 
 
 def test_rows_of_a_snapshot_that_was_removed_are_not_taken_for_those_before(tmp_path: Path) -> None:
-    run_ranks(2, saves_and_loses_the_snapshot, tmp_path)
+    run_kept(2, saves_and_loses_the_snapshot, tmp_path)
     with pytest.raises(StoreError, match="of step 1, and no snapshot of them"):
         opened(None, tmp_path).size()
 
@@ -374,10 +352,10 @@ def other_places(world: World, folder: Path) -> Any:
 
 
 def test_older_shares_of_a_host_do_not_hide_those_of_the_last_run(tmp_path: Path) -> None:
-    run_ranks(2, own_disks, tmp_path, 1)
-    run_ranks(2, other_places, tmp_path)
+    run_kept(2, own_disks, tmp_path, 1)
+    run_kept(2, other_places, tmp_path)
     places = {rank: {"path": tmp_path / f"{rank}"} for rank in range(3)}
-    for _, said in run_ranks(3, fails, tmp_path, {"snapshot_path": tmp_path / "shared"}, places):
+    for _, said in run_kept(3, fails, tmp_path, {"snapshot_path": tmp_path / "shared"}, places):
         assert "has live rows of 2 ranks, of step 1, and no snapshot of them" in said
 
 
@@ -393,14 +371,21 @@ def chain_of_two(world: World, folder: Path) -> bytes:
     return rows
 
 
-def test_ranks_go_back_to_no_snapshot_that_lacks_a_row(tmp_path: Path) -> None:
-    saved = run_ranks(2, chain_of_two, tmp_path)
+def test_ranks_go_back_to_no_snapshot_that_lacks_a_row_or_a_file(tmp_path: Path) -> None:
+    saved = run_kept(2, chain_of_two, tmp_path)
     base = tmp_path / "rows" / "snapshots" / "s1"
     change(base, lambda content: content.update(rows=content["rows"] + 1))
-    for kind, said in run_ranks(2, fails, tmp_path, {"store": "ssd"}, {}):
+    for kind, said in run_kept(2, fails, tmp_path, {"store": "ssd"}, {}):
         assert kind == "SnapshotError"
         assert "rows instead of" in said
     change(base, lambda content: content.update(rows=content["rows"] - 1))
+    lacking = sorted(base.with_name("s0").rglob("bucket-*-*.npy"))[3]
+    aside = lacking.rename(tmp_path / "aside")
+    one, other = run_kept(2, fails, tmp_path, {"store": "ssd"}, {})
+    assert one == other
+    assert one[0] == "SnapshotError"
+    assert "damaged: No such file" in one[1]
+    aside.rename(lacking)
     again = ran(2, tmp_path, 0, "ssd")
     assert again.before == saved
     assert again.said[0][0].endswith("steps 3 to 3, is lost")  # the live rows had not been replaced before the refusal
@@ -456,7 +441,7 @@ def test_a_table_that_the_shell_loads_goes_back_to_the_snapshot_of_ranks(tmp_pat
 
 
 def test_a_fresh_open_forgets_ranks_and_their_snapshot_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_ranks(2, chain_of_two, tmp_path)
+    run_kept(2, chain_of_two, tmp_path)
     seen = []
     write = StoreFolder.change
 

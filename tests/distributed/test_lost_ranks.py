@@ -20,7 +20,7 @@ from torch.distributed import TCPStore
 from support.live_rows import opened, own_rows, step
 from support.lost import Heard, all_name, calls, end_after, heard, until_told
 from support.ranked import Ranked, batch
-from support.ranks import on_ranks, run_ranks, started, survivors
+from support.ranks import on_ranks, run_kept, run_ranks, started, survivors
 from support.two_hosts import run_on_hosts
 from tierbed import GroupError, World, list_snapshots
 from tierbed.engine.signals import uninterrupted
@@ -218,7 +218,7 @@ def test_a_call_that_all_answer_is_whole_before_ctrl_c_and_a_forked_child_of_a_r
 OF_STEP = 14  # of a step of `Ranked`, and one more
 
 
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_the_exchanges_of_a_step_are_these(world: World) -> None:
     graph = Ranked(world)
     graph(*batch(world.rank, 0))
@@ -318,7 +318,7 @@ def act(embedding: Any, action: str) -> None:
         embedding.close()
 
 
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_the_exchanges_of_an_action_are_these(world: World, tmp_path: Path) -> None:
     embedding = begun(world, tmp_path)
     for action, exchanges in OF_ACTION.items():
@@ -356,12 +356,12 @@ def whole(world: World, folder: Path) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, bytes]]:
     """By rank, the rows of the snapshots where none is lost; they are the same on every store."""
-    return run_ranks(2, whole, tmp_path_factory.mktemp("whole"))
+    return run_kept(2, whole, tmp_path_factory.mktemp("whole"))
 
 
 def check_saved(folder: Path, store: str, rows: list[dict[str, bytes]]) -> None:
     """The earlier snapshot exists, a later one is whole or not there, and training goes on."""
-    for found, expected in zip(run_ranks(2, saved, folder, store), rows, strict=True):
+    for found, expected in zip(run_kept(2, saved, folder, store), rows, strict=True):
         assert found.items() <= expected.items()
         assert "a" in found
 

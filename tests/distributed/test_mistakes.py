@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from support.live_rows import remarks_of
 from support.parts import PADDING
 from support.ranked import assert_equal
-from support.ranks import assert_alike, fails, on_ranks, outcome
+from support.ranks import assert_alike, fails, on_ranks, outcome, run_kept
 from tierbed import (
     Graph,
     GraphError,
@@ -40,7 +40,7 @@ def rows(world: World | None, **more: Any) -> MultiTableEmbedding:
     return MultiTableEmbedding("e", DIM, torch.float32, torch.int64, start, store, None, PADDING, world=world)
 
 
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_a_wrong_argument_on_one_rank_is_raised_on_all(world: World, tmp_path: Path) -> None:
     """Some of these no message between ranks can carry."""
     embedding, bad = rows(world, persistent_path=tmp_path), world.rank == 1
@@ -69,7 +69,7 @@ def test_a_wrong_argument_on_one_rank_is_raised_on_all(world: World, tmp_path: P
     assert "the snapshot's id" not in said[8]
 
 
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_put_counts_the_rows_of_all_ranks_before_one_is_written(world: World) -> None:
     embedding = rows(world, capacity=20)
     for count, size in ((8, 16), (4, 16), (2, 20)):
@@ -95,7 +95,7 @@ class Two(Graph):
         return loss
 
 
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_a_dense_optimizer_that_differs_is_told_by_the_name_of_the_setting(world: World) -> None:
     graph, heard = Two(world), []
     ids = torch.arange(4)
@@ -178,7 +178,7 @@ def of_one_process(steps: int, alone: int = 0, output: torch.dtype = torch.float
     return graph.found()
 
 
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_a_rank_without_a_batch_takes_part_in_bags_of_a_narrow_dtype_and_in_clipping(world: World) -> None:
     graph = Bags(world, torch.bfloat16)
     for _ in graph.run([(IDS + world.rank,)] * (3 - 2 * world.rank), uneven="join"):
@@ -186,7 +186,7 @@ def test_a_rank_without_a_batch_takes_part_in_bags_of_a_narrow_dtype_and_in_clip
     assert_equal(graph.found(), of_one_process(1, 2, torch.bfloat16))
 
 
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_dtypes_that_differ_between_ranks_are_named(world: World) -> None:
     narrow = World(timeout=10, rows=torch.bfloat16 if world.rank else torch.float32)
     graphs = (Bags(narrow), Bags(world, torch.bfloat16 if world.rank else torch.float32))
@@ -195,7 +195,7 @@ def test_dtypes_that_differ_between_ranks_are_named(world: World) -> None:
     assert "rank 0: output_dtype=torch.float32; rank 1: output_dtype=torch.bfloat16" in of_lookups
 
 
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_a_step_that_one_rank_announced_alone_is_told_and_training_goes_on(world: World) -> None:
     graph = Bags(world)
     graph(IDS + world.rank)
@@ -235,7 +235,7 @@ def test_what_another_thread_asks_and_a_graph_in_another_leave_the_group_as_it_i
     assert_alike(world, graph.found())
 
 
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_rows_that_cannot_be_made_ready_are_an_error_of_their_step(world: World) -> None:
     graph = Bags(world)
     graph(IDS)

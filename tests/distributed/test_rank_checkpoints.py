@@ -13,7 +13,7 @@ from support.checkpoints import IDS, Rating
 from support.embeddings import make
 from support.live_rows import own_rows, together
 from support.optimizers import Stumbling
-from support.ranks import fails, on_ranks, outcome, run_ranks
+from support.ranks import fails, on_ranks, outcome, run_kept
 from support.stores import options
 from tierbed import Graph, GraphError, SnapshotError
 from tierbed.distributed import World
@@ -65,10 +65,10 @@ def load_and_go_on(world: World, folder: Path, store: str | None) -> tuple[list[
 
 @pytest.mark.parametrize("store", [None, *(pytest.param(store, marks=pytest.mark.slow) for store in ("host", "ssd"))])
 def test_a_loaded_graph_goes_on_to_the_bits_of_the_run_that_saved_it(tmp_path: Path, store: str | None) -> None:
-    saved = run_ranks(2, save_and_go_on, tmp_path, store)
+    saved = run_kept(2, save_and_go_on, tmp_path, store)
     assert saved[0][0] != saved[1][0]
     assert saved[0][2] == saved[1][2]
-    assert run_ranks(2, load_and_go_on, tmp_path, store) == saved
+    assert run_kept(2, load_and_go_on, tmp_path, store) == saved
     one = rating(None, store, tmp_path / "of one")
     one.load(tmp_path / "c")
     assert dense(one) == saved[0][2]
@@ -97,7 +97,7 @@ class Pair(Graph):
         return [rows.get(range(8), 0).flatten().tolist() for rows in (self.first, self.second)]
 
 
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_a_checkpoint_mends_what_a_rank_left_that_failed_in_the_middle_of_a_step(world: World, tmp_path: Path) -> None:
     """Rank 1 fails before it updates the second embedding. After a load the ranks go on, close and open again."""
     graph, ids = Pair(world, tmp_path), torch.arange(8)
@@ -122,7 +122,7 @@ def test_a_checkpoint_mends_what_a_rank_left_that_failed_in_the_middle_of_a_step
     assert Pair(world, tmp_path).rows() == plain
 
 
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_what_one_rank_cannot_do_is_refused_on_all(world: World, tmp_path: Path) -> None:
     graph = rating(world, "host", tmp_path / "a")
     steps(graph, part(world)[:2])
@@ -159,7 +159,7 @@ def test_what_one_rank_cannot_do_is_refused_on_all(world: World, tmp_path: Path)
     assert sorted(os.listdir(tmp_path)) == ["a", "c", "d", "file"]
 
 
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_ranks_convert_a_checkpoint_together(world: World, tmp_path: Path) -> None:
     wide = rating(world, "host", tmp_path / "a")
     steps(wide, part(world)[:2])

@@ -19,7 +19,7 @@ from support.device_ranks import run_device_ranks
 from support.embeddings import contents
 from support.limits import file_size_limit
 from support.live_rows import opened, step
-from support.ranks import fails, on_ranks, run_ranks
+from support.ranks import fails, on_ranks, run_kept, run_ranks
 from tierbed import (
     GroupError,
     InputError,
@@ -97,7 +97,7 @@ def test_rows_are_the_same_for_any_numbers_of_ranks_and_stores(
     found, exports = list[bytes](), []
     for number, (size, store) in enumerate(zip(ranks, stores, strict=True)):
         load = None if number == 0 else f"s{number - 1}"
-        found.append(together(run_ranks(size, load_and_save, tmp_path, store, load, f"s{number}")))
+        found.append(together(run_kept(size, load_and_save, tmp_path, store, load, f"s{number}")))
         path = tmp_path / "rows" / "snapshots" / f"s{number}"
         found.append(stored(path))
         snapshot = Snapshot.open(path)
@@ -136,7 +136,7 @@ def save_chain(world: World, folder: Path, store: str) -> list[Rows]:
 
 @pytest.mark.parametrize("store", [pytest.param("host", marks=pytest.mark.slow), "ssd"])
 def test_incremental_snapshots_have_what_changed_on_all_ranks(tmp_path: Path, store: str) -> None:
-    shares = run_ranks(2, save_chain, tmp_path, store)
+    shares = run_kept(2, save_chain, tmp_path, store)
     snapshots = tmp_path / "rows" / "snapshots"
     for number, name in enumerate(["s0", "s1", "s2", "s3", "after"]):
         assert Snapshot.open(snapshots / name).kind == ("full" if number == 0 else "incremental")
@@ -144,13 +144,13 @@ def test_incremental_snapshots_have_what_changed_on_all_ranks(tmp_path: Path, st
     assert Snapshot.open(snapshots / "s1").manifest.own_rows < Snapshot.open(snapshots / "s1").manifest.rows
     assert Snapshot.open(snapshots / "after").manifest.parent.name == "s1"  # type: ignore[union-attr]
     wanted = together([share[3] for share in shares])
-    assert together(run_ranks(3, load_and_save, tmp_path, store, "s3", "again")) == wanted
+    assert together(run_kept(3, load_and_save, tmp_path, store, "s3", "again")) == wanted
 
 
 @pytest.mark.parametrize("how", ["steps", "twice", "load", "close"])
 @pytest.mark.parametrize("store", ["host", "ssd"])
 @pytest.mark.rotated("store")
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_a_save_in_the_background_has_the_rows_of_its_begin(world: World, tmp_path: Path, store: str, how: str) -> None:
     embedding, place = opened(world, tmp_path, store), tmp_path / "rows" / "snapshots"
     for number in range(3):
@@ -225,7 +225,7 @@ REFUSED: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
 ]
 
 
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_what_one_rank_cannot_do_is_raised_on_all_and_leaves_nothing(world: World, tmp_path: Path) -> None:
     snapshots = tmp_path / "rows" / "snapshots"
     with opened(world, tmp_path) as embedding:
@@ -264,7 +264,7 @@ def test_what_one_rank_cannot_do_is_raised_on_all_and_leaves_nothing(world: Worl
     assert stored(snapshots / "last")
 
 
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_ranks_load_a_selection(world: World, tmp_path: Path) -> None:
     found: list[Any] = []
     with opened(world, tmp_path, "ssd") as embedding:

@@ -18,7 +18,7 @@ from support.embeddings import make
 from support.killed import step
 from support.live_rows import left_open, opened, own_rows
 from support.live_rows import step as train
-from support.ranks import alike, fails, on_ranks, run_ranks, started
+from support.ranks import alike, fails, on_ranks, run_kept, started
 from support.stores import options
 from support.together import Model
 from tierbed import GroupError, StoreError
@@ -37,10 +37,13 @@ def model_of(world: World, path: Path, store: str = "host", **more: Any) -> Mode
 
 def at(world: World, path: Path, mode: str = "resume") -> list[int] | str:
     """The steps that a model opens at, or what it says."""
+    model = model_of(world, path, open=mode)
     try:
-        return model_of(world, path, open=mode).counts()
+        return model.counts()
     except StoreError as error:
         return str(error)
+    finally:
+        model.close()
 
 
 def end(world: World) -> None:
@@ -185,7 +188,7 @@ def cannot_note(world: World, path: Path) -> None:
 
 
 def test_a_record_that_rank_0_cannot_write_fails_the_call_on_all_ranks(tmp_path: Path) -> None:
-    run_ranks(2, cannot_note, tmp_path)
+    run_kept(2, cannot_note, tmp_path)
     assert alike(2, at, tmp_path) == [3, 3]
 
 
@@ -212,11 +215,11 @@ def half_loaded(world: World, path: Path) -> None:
 
 
 def test_ranks_that_loaded_some_embeddings_alone_neither_train_nor_close_them_as_one(tmp_path: Path) -> None:
-    run_ranks(2, half_loaded, tmp_path)
+    run_kept(2, half_loaded, tmp_path)
     assert alike(2, at, tmp_path) == [1, 1]
 
 
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_rows_that_ranks_loaded_keep_their_version_in_the_next_run(world: World, tmp_path: Path) -> None:
     found = list[list[Any]]()
     for loads in (True, False):
@@ -255,6 +258,7 @@ def closed_and_killed(world: World, path: Path, is_killed: bool) -> list[int]:
         model.steps(1)
         model.members[0].close()
         end(world)
+    model.close()
     return found
 
 
@@ -352,8 +356,8 @@ def test_ranks_with_own_disks_go_on_with_all_that_they_closed(tmp_path: Path) ->
 
 def test_one_process_does_not_lose_what_ranks_have_on_other_hosts(tmp_path: Path) -> None:
     live, away = tmp_path / "live", tmp_path / "away"
-    run_ranks(2, went_on, live, 1, "one")
-    run_ranks(2, went_on, live, 1)
+    run_kept(2, went_on, live, 1, "one")
+    run_kept(2, went_on, live, 1)
     (live / "b" / "ranks" / "1-of-2").rename(away)
     said = fails(lambda: of_one(live), StoreError)
     assert "live rows of 2 ranks, and the shards of rank 1 are not here" in said
@@ -392,7 +396,7 @@ def test_a_kill_as_another_number_of_ranks_takes_over_leaves_all_that_was_saved(
     tmp_path: Path, numbers: range, before: int, now: int
 ) -> None:
     live = tmp_path / "before" / "live"
-    run_ranks(before, went_on, live, 1, "one")
+    run_kept(before, went_on, live, 1, "one")
     for number in numbers:
         path = copied(live, tmp_path / str(number))
         killed(take_over, path, number, ranks=now)
@@ -412,7 +416,7 @@ def refuse(call: Callable[[], Any]) -> None:
     assert "No space left" in fails(call, StoreError)
 
 
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_a_mark_that_one_rank_cannot_write_fails_the_call_on_all(world: World, tmp_path: Path) -> None:
     """MARK of the store, on rank 0, and of the shard of rank 1 cannot be written, each for a while."""
     with pytest.MonkeyPatch.context() as patch:

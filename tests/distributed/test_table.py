@@ -17,7 +17,7 @@ from support.device_ranks import run_device_ranks
 from support.embeddings import attach, make, train
 from support.live_rows import own_rows
 from support.parts import PADDING
-from support.ranks import fails, on_ranks, outcome, run_ranks
+from support.ranks import fails, on_ranks, outcome, run_kept
 from support.stores import options
 from tierbed import (
     CapacityError,
@@ -36,7 +36,7 @@ from tierbed.planning.plan import plan
 
 DIM = 5
 Run = Callable[..., list[Any]]
-ON = {"cpu": run_ranks, "device": run_device_ranks}
+ON = {"cpu": run_kept, "device": run_device_ranks}
 on_both = pytest.mark.parametrize("run", [pytest.param(run, id=name) for name, run in ON.items()])
 
 
@@ -62,7 +62,7 @@ def step(embedding: MultiTableEmbedding, ids: list[int], gradient: float = 1.0) 
 
 
 @pytest.mark.parametrize(
-    ("run", "ranks"), [(run_ranks, 2), (run_ranks, 3), pytest.param(run_device_ranks, 2, marks=pytest.mark.slow)]
+    ("run", "ranks"), [(run_kept, 2), (run_kept, 3), pytest.param(run_device_ranks, 2, marks=pytest.mark.slow)]
 )
 def test_rows_by_their_keys(run: Run, ranks: int) -> None:
     run(ranks, keyed)
@@ -154,7 +154,7 @@ LETS_GO: list[Callable[[MultiTableEmbedding], Any]] = [
 ]
 
 
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_rows_that_were_let_go_are_not_read_where_they_lay(world: World) -> None:
     embedding = rows(world)
     for call in LETS_GO:
@@ -168,7 +168,7 @@ def test_rows_that_were_let_go_are_not_read_where_they_lay(world: World) -> None
             batch.gather(0)
 
 
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_a_rank_without_rows_keeps_the_optimizer_that_another_rank_has_to_keep(world: World) -> None:
     embedding = make(make_host_mem_store_options(), "adagrad", world=world)
     keys = torch.arange(20)
@@ -182,7 +182,7 @@ def test_a_rank_without_rows_keeps_the_optimizer_that_another_rank_has_to_keep(w
     assert bool(own_rows(embedding)) == (world.rank == 0)
 
 
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_a_rank_that_loses_its_rows_to_an_optimizer_closes_those_of_all(world: World, tmp_path: Path) -> None:
     embedding = make(options("ssd", tmp_path), tables=1, world=world)
     keys = torch.arange(20)
@@ -212,7 +212,7 @@ def batches(tables: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("tables", "wire"), [(1, torch.float32), (3, torch.bfloat16)], ids=str)
-@on_ranks(RANKS)
+@on_ranks(RANKS, run_kept)
 def test_a_run_counts_what_the_plan_says(world: World, tables: int, wire: torch.dtype) -> None:
     world.grad_dtype = wire
     start, store = [make_constant_initializer(0.0)] * tables, make_host_mem_store_options()
@@ -233,3 +233,4 @@ def test_a_run_counts_what_the_plan_says(world: World, tables: int, wire: torch.
         "bytes_sent": sent[rank].sum(),
         "bytes_received": sent[:, rank].sum(),
     }
+    world.grad_dtype = torch.float32

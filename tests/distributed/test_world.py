@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from support.ranks import fails, on_ranks, outcome, run_ranks
+from support.ranks import fails, on_ranks, outcome, run_kept, run_ranks
 from support.refusals import Refusal, check_refusal
 from tierbed import GroupError, InputError, OptionError, World
 
@@ -30,7 +30,7 @@ def random(rank: int) -> Tensor:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_collectives_have_the_parts_of_ranks_in_their_order(ranks: int) -> None:
-    run_ranks(ranks, collectives)
+    run_kept(ranks, collectives)
 
 
 def collectives(world: World) -> None:
@@ -58,7 +58,7 @@ def collectives(world: World) -> None:
             assert torch.equal(exchange.wait(), torch.cat(parts).to(one.dtype))
 
 
-@on_ranks(2)
+@on_ranks(2, run_kept)
 def test_ranks_that_differ_are_told_and_go_on(world: World) -> None:
     heard = []
     for call in (
@@ -76,7 +76,7 @@ def test_ranks_that_differ_are_told_and_go_on(world: World) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_tensor_of_any_dtype_layout_or_shape_is_sent_or_refused_on_all_ranks(ranks: int) -> None:
-    run_ranks(ranks, odd_tensors)
+    run_kept(ranks, odd_tensors)
 
 
 def odd_tensors(world: World) -> None:

@@ -40,7 +40,7 @@ def test_snapshots_of_two_steps_are_no_recovery_until_it_is_asked_for(tmp_path, 
             assert part in said
     assert killed(at, tmp_path, stores, "error").startswith("StoreError")
     assert killed(at, tmp_path, stores, "mixed") == [10, 20]
-    assert killed(at, tmp_path, stores) == [10, 20]  # it was accepted
+    assert at(tmp_path, stores) == [10, 20]  # it was accepted
 
 
 @of_two_stores
@@ -67,7 +67,7 @@ def test_one_name_for_each_save_never_loses_the_last_step_of_all(tmp_path, store
     killed(played, tmp_path, stores, 2 * each + more)
     assert killed(at, tmp_path, stores) == [2, 2]
     killed(played, tmp_path, stores, each + more)
-    assert killed(at, tmp_path, stores) == [3, 3]
+    assert at(tmp_path, stores) == [3, 3]
 
 
 def copied(made: Path, path: Path) -> Path:
@@ -116,7 +116,7 @@ def test_a_model_goes_by_its_own_folders_and_one_that_is_opened_alone_rolls_noth
         assert Model(path, TWO).at() == expected
     shutil.rmtree(tmp_path / "one" / "b")
     assert killed(at, tmp_path / "one", TWO).startswith("StoreError")
-    assert killed(at, tmp_path / "one", TWO, "mixed")[1] == 0
+    assert at(tmp_path / "one", TWO, "mixed")[1] == 0
 
 
 def says(store: Path, name: str) -> bool:
@@ -248,7 +248,7 @@ def test_all_start_empty_if_none_was_saved_and_none_does_if_one_was(tmp_path) ->
     said = killed(at, tmp_path / "one", TWO)
     assert said.startswith("StoreError")
     assert "'a' has snapshot 'two', at step 2, 'b' has no snapshot" in said
-    assert killed(at, tmp_path / "one", TWO, "mixed") == [2, 0]
+    assert at(tmp_path / "one", TWO, "mixed") == [2, 0]
 
 
 def test_a_clean_embedding_is_refused_with_an_unclean_one_if_that_is_asked_for(tmp_path) -> None:
@@ -256,7 +256,7 @@ def test_a_clean_embedding_is_refused_with_an_unclean_one_if_that_is_asked_for(t
     model = Model(tmp_path, TWO, open="error")
     with pytest.raises(StoreError, match=rf"store folders '{tmp_path}/b' are trained together and were not closed"):
         model.members[0].size()
-    assert killed(at, tmp_path, TWO) == [2, 2]
+    assert at(tmp_path, TWO) == [2, 2]
 
 
 @pytest.mark.parametrize("trained", ["b", "ab"])

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint._fsspec_filesystem  # as a first save does
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from support.forked import in_process
 from support.graphs import graph_of
-from support.ranks import fails, run_ranks
+from support.ranks import fails, run_kept, run_ranks
 from support.stores import options
 from support.two_towers import IDS, KINDS, TwoTowers, kinds, losses, optimizer_of, stores
 from tierbed import EagerOptimizer, GroupError, SnapshotError
@@ -143,7 +144,7 @@ def wrong(world: World, kind: str, path: Path) -> str:
 @pytest.mark.parametrize("kind", ["host", "host folder"])
 def test_a_state_that_is_wrong_on_one_rank_is_refused_on_all(tmp_path: Path, kind: str) -> None:
     inside = "rank 1: it has no rows: those of all ranks are in the state_dict() of rank 0"
-    for said in run_ranks(2, wrong, kind, tmp_path):
+    for said in run_kept(2, wrong, kind, tmp_path):
         assert (inside if kind == "host" else "ranks differ, rank 0: state_dict: ") in said
 
 
@@ -174,7 +175,7 @@ def written(world: World, path: Path) -> str:
 
 
 def test_ranks_compare_the_versions_of_rows(tmp_path: Path) -> None:
-    for said in run_ranks(2, written, tmp_path):
+    for said in run_kept(2, written, tmp_path):
         assert "other rows of step 2, which names no snapshot" in said
 
 
@@ -185,6 +186,6 @@ def alone(world: World, kind: str, path: Path) -> str:
 
 @pytest.mark.parametrize("kind", ["host", "host folder"])
 def test_a_state_that_one_rank_asks_for_alone_is_refused_on_all(tmp_path: Path, kind: str) -> None:
-    for said in run_ranks(2, alone, kind, tmp_path):
+    for said in run_kept(2, alone, kind, tmp_path):
         assert "ranks are in different calls" in said
         assert "state_dict" in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from support.embeddings import contents, make
-from support.ranks import run_ranks
+from support.ranks import run_kept
 from support.stores import options
 from tierbed import GroupError, MultiTableEmbedding, SnapshotError, StoreError
 from tierbed.distributed import World
@@ -74,7 +75,7 @@ def trained(world: World | None, folder: Path, store: str, steps: int, killed: i
 
 def run(ranks: int, folder: Path, store: str, steps: int, **more: Any) -> list[tuple[bytes, bytes, list[str]]]:
     """`trained` on that many ranks."""
-    return run_ranks(ranks, _run, folder, store, steps, more)
+    return run_kept(ranks, partial(trained, folder=folder, store=store, steps=steps, **more))
 
 
 class Ran(NamedTuple):
@@ -89,10 +90,6 @@ def ran(ranks: int, folder: Path, steps: int = 0, store: str = "host", **more: A
     """`trained` on that many ranks, one of which is a process without a world."""
     found = [trained(None, folder, store, steps, **more)] if ranks == 1 else run(ranks, folder, store, steps, **more)
     return Ran(*map(list, zip(*found, strict=True)))
-
-
-def _run(world: World, folder: Path, store: str, steps: int, more: dict[str, Any]) -> Any:
-    return trained(world, folder, store, steps, **more)
 
 
 def left_open(embedding: Any) -> None:

@@ -7,6 +7,7 @@ import functools
 import inspect
 import os
 import pickle
+import signal
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,18 +26,49 @@ def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, timeout
     What the first rank to fail raised is raised here, with its traceback as a note. No process is left.
     """
     with started(ranks, function, *arguments, timeout=timeout) as group:
-        answers = {}
-        while left := [pipe for _, pipe in group if pipe not in answers]:
-            for pipe in wait(left):
-                answers[pipe] = answer(pipe)
+        found = _answers(group)
         codes = [child.wait() for child, _ in group]
     assert codes == [0] * ranks, f"exit codes of ranks: {codes}"
+    return found
+
+
+def _answers(group: Sequence[tuple[Child, Connection]]) -> list[Any]:
+    answers: dict[Any, Any] = {}
+    while left := [pipe for _, pipe in group if pipe not in answers]:
+        for pipe in wait(left):
+            answers[pipe] = answer(pipe)  # type: ignore[arg-type]
     return [answers[pipe] for _, pipe in group]
+
+
+_kept: dict[int, tuple[contextlib.ExitStack, list[tuple[Child, Connection]]]] = {}
+
+
+def run_kept(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """As `run_ranks`, on ranks that go on to the next call: `function` leaves its process and world as they were."""
+    if ranks not in _kept:
+        ending = contextlib.ExitStack()
+        _kept[ranks] = ending, ending.enter_context(started(ranks, run_kept))
+    try:
+        for _, pipe in _kept[ranks][1]:
+            pipe.send_bytes(pickle.dumps((function, arguments)))
+        return _answers(_kept[ranks][1])
+    except BaseException:
+        end_kept()
+        raise
+
+
+def end_kept() -> None:
+    """Those of a group end at once: none says that others are lost."""
+    while _kept:
+        ending, group = _kept.popitem()[1]
+        for child, _ in group:
+            os.kill(child.pid, signal.SIGKILL)
+        ending.close()
 
 
 def alike(ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
     """What each of these ranks returns, which is the same on all."""
-    first, *others = run_ranks(ranks, function, *arguments)
+    first, *others = run_kept(ranks, function, *arguments)
     assert others == [first] * (ranks - 1)
     return first
 
@@ -145,10 +177,16 @@ def be_rank(
     os.environ |= {"RANK": f"{rank}", "WORLD_SIZE": f"{ranks}", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     os.environ |= place
     warnings.simplefilter("error")
+    import torch
+
     from tierbed import World
 
     try:
         world = World.from_env(timeout=timeout)
+        while function is run_kept:
+            torch.manual_seed(0)
+            task, given = pickle.loads(pipe.recv_bytes())
+            pipe.send_bytes(_pickled((True, task(world, *given))))
         found = True, function(world, *arguments)
         world.close()
     except BaseException as error:
