@@ -99,7 +99,7 @@ class SnapshotManager:
             )
         id = record.parents.get(store, EMPTY)
         if restored and is_as_opened and (record.trained or record.now.get(store, NOTHING).snapshot != restored):
-            id = restored  # recovery used it; the record says so after the first change or save
+            id = restored  # recovery used this snapshot; the record names it only after the first change or save
         return None if id == EMPTY else name_of(self._folder, id)
 
     def snapshot(self, name: str) -> Snapshot:

@@ -45,7 +45,7 @@ class CatchUp:
     double), and pass `values` and `doubles` on to each other.
     """
 
-    limit: str  # how many steps at most are applied one by one: an expression of hyper-parameters
+    limit: str  # the largest number of steps that are applied one by one; a C++ expression of hyper-parameters
     values: tuple[str, ...]  # names, float32
     doubles: tuple[str, ...]
     begin: str  # may use `last`, the step of the row's last update

@@ -63,8 +63,8 @@ class OptimizerSet:
         check_is_optimizer(optimizer)
         if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # such as TorchRec's WarmupOptimizer
             raise OptimizerError(
-                f"{type(optimizer).__name__} is not a complete torch optimizer; pass the optimizer it wraps, with a "
-                "scheduler as lr_sch, or train in a loop with an EagerOptimizer"
+                f"{type(optimizer).__name__} is not a complete torch optimizer; pass the optimizer that it "
+                "wraps, and pass a scheduler as lr_sch; or train in a loop with an EagerOptimizer"
             )
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:

@@ -35,7 +35,7 @@ class ValueGuards:
     """The present and earlier values of all expressions that traces saw `build` read."""
 
     def __init__(self) -> None:
-        self.number = 0  # the number of the current combination of values; part of each signature
+        self.number = 0  # numbers each combination of values; part of each signature
         self.holds: Callable[[], bool] = True.__bool__  # returns False once a value has changed; then call `renew`
         self._max_expressions = MAX_EXPRESSIONS
         self._labels: dict[str, str] = {}  # expression -> the user's name for the value
@@ -56,7 +56,7 @@ class ValueGuards:
         return ValueGuards, ()  # a copied graph starts with new guards
 
     def renew(self) -> int:
-        """Return the number of the current combination of values. Raises GraphError if a value changes too often."""
+        """Return the index of the current combination of values. Raises GraphError if a value changes too often."""
         with trace_lock:
             values = [*map(_read, self._reads)]
             keys = tuple(map(_key, values))

@@ -277,7 +277,7 @@ class EmbeddingCollection(TableCollection):
             if padding is not None and embedding.spec.padding_idx != padding:
                 raise OptionError(
                     f"padded={self._padded}: the shared embedding {embedding.name!r} was made without padding id "
-                    f"{padding}; make this collection first, with store_options, and give it to the other one as share"
+                    f"{padding}; make this collection first, with store_options, and pass it as share to the other"
                 )
 
     def forward(self, features: Any) -> dict[str, JaggedTensor | Padded]:

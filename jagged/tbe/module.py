@@ -256,7 +256,7 @@ class TableBatchedEmbeddingBags(TableModule):
         """Draw rows uniformly from [min_val, max_val].
 
         Before the module's first use, this sets how new rows are initialized; rows already in a store folder do not
-        change. After first use, it writes all rows, drawn from torch's generator, and keeps optimizer state. Raises
+        change. Once rows were used, it draws all rows from torch's generator, and keeps optimizer state. Raises
         OptionError, also if a value exceeds the range of `weights_precision`.
         """
         uniform = make_uniform_initializer(min_val, max_val)

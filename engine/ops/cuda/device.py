@@ -117,7 +117,7 @@ class Device:
         """Launch a kernel with THREADS threads per block."""
         cuda, index = self._cupy.cuda, self.torch_device.index
         with cuda.Device(index):
-            # The call is popped while in use, since a finalizer or signal handler may launch the same kernel.
+            # Taken out of the cache while in use: a finalizer or signal handler may launch the same kernel meanwhile.
             call = self._calls.by_kernel.pop((program, kernel), None)
             if call is None:
                 call = _Call(self._function(program, kernel), arguments)
