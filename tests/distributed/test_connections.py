@@ -19,7 +19,7 @@ from support.limits import descriptors
 from tierbed import GroupError
 from tierbed.distributed import peer_monitor
 from tierbed.distributed.peer_monitor import HELLO, MAX_SILENT, Connected, connect
-from tierbed.distributed.world import store_of_this_start
+from tierbed.distributed.world import make_start_store
 
 RANKS = 3
 
@@ -236,7 +236,7 @@ def test_a_rank_that_is_early_waits_for_those_of_its_start(last: int) -> None:
     with ThreadPoolExecutor(RANKS) as ranks:
 
         def begin(rank: int) -> Future[Store]:
-            return ranks.submit(store_of_this_start, stores[rank], rank, RANKS, LONG)
+            return ranks.submit(make_start_store, stores[rank], rank, RANKS, LONG)
 
         for number in range(3):
             before = sent(stores[last]) if number else []
@@ -254,4 +254,4 @@ def test_a_start_without_rank_0_ends() -> None:
     store = HashStore()
     store.set("tierbed/start", "tierbed/start/old")
     with pytest.raises(GroupError, match="rank 0 did not answer"):
-        store_of_this_start(store, 1, 2, timedelta(seconds=0.2))
+        make_start_store(store, 1, 2, timedelta(seconds=0.2))

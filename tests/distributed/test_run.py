@@ -470,7 +470,7 @@ def test_an_embedding_that_one_rank_closes_amid_a_step_is_an_error_on_all(world:
 
     def closes(batch_: ShardedBatch, *arguments: Any) -> Any:
         found = plain(batch_, *arguments)
-        if world.rank == 1 and not reports and batch_.local.spec.name == "users":
+        if world.rank == 1 and not reports and batch_.local_batch.spec.name == "users":
             graph.users.close()
         return found
 
