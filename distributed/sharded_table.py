@@ -373,8 +373,8 @@ class ShardedTable:
         if announced_step is not None and all(note >> 1 == number for note in answer.notes):
             return local_batch, self.id_prefetcher.take(announced_step), has_pooling
         self.id_prefetcher.skip(number)
-        exchange = IdExchange(world, f"ids of {op}", local_batch, answer.counts, self.traffic)
-        return local_batch, exchange.wait(), has_pooling
+        ids = IdExchange(world, f"ids of {op}", local_batch, answer.counts, self.traffic).wait()
+        return local_batch, ids, has_pooling
 
     def read(
         self, lookup: Lookup, weights: Tensor | None = None, dtype: torch.dtype = torch.float32, trains: bool = False

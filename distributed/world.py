@@ -32,7 +32,6 @@ MAX_TIMEOUT = 10**7  # seconds
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # dtypes for sending rows and gradients
 POLL_SECONDS = 0.02  # interval between polls of torch's store
 _START = "tierbed/start"
-Values = Mapping[str, Any]  # by name
 
 
 def try_call(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
@@ -192,13 +191,13 @@ class World(RankGroup):
         return total.view(x.shape)
 
     def handshake(
-        self, op: str, error: BaseException | None = None, shared_values: Values | None = None, **fields: Any
+        self, op: str, error: BaseException | None = None, shared_values: Mapping[str, Any] | None = None, **fields: Any
     ) -> HandshakeResult:
         """Exchange headers with all ranks (see `Handshake`), and wait for all headers. This call is a barrier."""
         with self.collective_block(op):
             return Handshake(self, op, error, shared_values, **fields).wait()
 
-    def call_on_all_ranks(self, op: str, call: Callable[[], Any], shared_values: Values | None = None) -> Any:
+    def call_on_all_ranks(self, op: str, call: Callable[[], Any], shared_values: dict[str, Any] | None = None) -> Any:
         """Return this rank's result of a call that every rank makes. An error on one rank is raised on all ranks.
 
         shared_values: values by name that must be equal on all ranks.

@@ -230,7 +230,7 @@ def test_announcements_that_no_step_can_take_are_let_go(world: World) -> None:
     for step in range(1, 4):
         table.announce(None if world.rank else [Lookup(batch(0, step)[0], None)], together=True)
     graph(*batch(world.rank, 0))
-    assert not table.id_prefetcher._announced
+    assert not table.id_prefetcher._steps
 
 
 @on_ranks(2)
