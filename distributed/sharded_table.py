@@ -339,7 +339,6 @@ class ShardedTable:
         announced_step = self.id_prefetcher.find(lookups, table.processor) if is_step else None
         number = 0 if announced_step is None else announced_step.number
         has_pooling = any(lookup.pooling is not None for lookup in lookups)
-
         shared_values: dict[str, Any] = {"graph": world.collectives, "shared lookups": dedup_from is not None}
 
         def prepare() -> LocalBatch:

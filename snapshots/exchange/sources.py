@@ -42,8 +42,7 @@ class _SnapshotReader:
         self._columns = Columns(snapshot.description)
         self.metadata = json.dumps(snapshot.description)
         rows = snapshot.manifest.rows
-        types = self._columns.shapes().items()
-        self.column_types = {name: (str(dtype), (rows, *shape)) for name, (dtype, shape) in types}
+        self.column_types = {n: (str(dtype), (rows, *shape)) for n, (dtype, shape) in self._columns.shapes().items()}
 
     def batches(self, names: Iterable[str], max_rows: int) -> Iterator[dict[str, NDArray[Any]]]:
         for _, rows in self._snapshot.chunks(max_rows):

@@ -166,8 +166,7 @@ def union(records: Sequence[Record], entries: Mapping[str, Entry]) -> Record:
         name: {x: value for record in records for x, value in getattr(record, name).items() if x in entries}
         for name in ("commit", "before", "places", "parents", "undone")
     }
-    trained = frozenset(x for record in records for x in record.trained if x in entries)
-    return Record(dict(entries), trained=trained, **fields)
+    return Record(dict(entries), trained=frozenset(x for r in records for x in r.trained if x in entries), **fields)
 
 
 def next_record(record: Record, entries: Mapping[str, Entry], snapshots: SnapshotIds | None) -> Record:
