@@ -65,10 +65,10 @@ def exit_if_in_use(stores: Sequence[Path], as_json: bool) -> Iterator[None]:
 def locked(stores: Sequence[Path], as_json: bool, exits: bool = True) -> Iterator[list[StoreFolder]]:
     """Lock store folders. If another process has locked one, exit with `IN_USE`, or raise StoreError if not `exits`."""
     from ..snapshots.store.folder import StoreFolder
-    from ..snapshots.store.status import existing_store
+    from ..snapshots.store.status import require_store
 
     with exit_if_in_use(stores if exits else (), as_json), ExitStack() as locks:
-        yield [locks.enter_context(StoreFolder(existing_store(store))) for store in stores]
+        yield [locks.enter_context(StoreFolder(require_store(store))) for store in stores]
 
 
 def parse_table(text: str) -> int | str:
@@ -99,7 +99,7 @@ def open_snapshot(store: Path, name: str) -> Snapshot:
     """Open a store's snapshot by name. Raises SnapshotError, StoreError."""
     from ..snapshots.files.format import check_name
     from ..snapshots.files.reader import Snapshot
-    from ..snapshots.store.status import existing_store
+    from ..snapshots.store.status import require_store
 
     check_name(name)
-    return Snapshot.open(existing_store(store) / "snapshots" / name)
+    return Snapshot.open(require_store(store) / "snapshots" / name)

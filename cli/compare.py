@@ -48,14 +48,14 @@ def _plain(comparison: Comparison) -> dict[str, Any]:
     return {
         "differs": comparison.differs,
         **{sort: sum(tables.values()) for sort, tables in counts.items()},
-        "same": comparison.same,
+        "same": comparison.num_equal,
         "by_table": counts,
         **({"table_names": list(comparison.names)} if any(comparison.names) else {}),
         "largest": comparison.largest,
         "fields": {name: list(pair) for name, pair in comparison.fields.items()},
         "rows": [
             {"sort": row.sort, **with_table_name(row.table, comparison.names), "key": row.key, "largest": row.largest}
-            for row in comparison.first
+            for row in comparison.first_diffs
         ],
     }
 
@@ -64,7 +64,7 @@ def _print(comparison: Comparison) -> None:
     from ..engine.options.table_names import label_of
 
     if not comparison.differs:
-        print(f"the same: {comparison.same:,} rows")
+        print(f"the same: {comparison.num_equal:,} rows")
         return
     counters = comparison.counts.values()
     tables = sorted(set().union(*counters))
@@ -72,18 +72,18 @@ def _print(comparison: Comparison) -> None:
     lines += [[label_of(table, comparison.names), *(f"{counter[table]:,}" for counter in counters)] for table in tables]
     sums = [counter.total() for counter in counters]
     print_table([*lines, ["all", *(f"{count:,}" for count in sums)]], right={1, 2, 3})
-    print(f"{comparison.same:,} rows are the same")
+    print(f"{comparison.num_equal:,} rows are the same")
     if comparison.counts["changed"]:
         print("greatest absolute difference: " + ", ".join(f"{n} {v:.6g}" for n, v in comparison.largest.items()))
     if comparison.fields:
         print()
         print_fields({name: f"{text(old)} -> {text(new)}" for name, (old, new) in comparison.fields.items()})
-    if comparison.first:
+    if comparison.first_diffs:
         print()
         lines = [["row", "table", "key", "difference"]]
-        for row in comparison.first:
+        for row in comparison.first_diffs:
             difference = "" if row.largest is None else f"{row.largest:.6g}"
             lines.append([row.sort, label_of(row.table, comparison.names), str(row.key), difference])
         print_table(lines, right={1, 2, 3})
-        if sum(sums) > len(comparison.first):
-            print(f"and {sum(sums) - len(comparison.first):,} more")
+        if sum(sums) > len(comparison.first_diffs):
+            print(f"and {sum(sums) - len(comparison.first_diffs):,} more")

@@ -22,7 +22,7 @@ import typer
 
 from ..engine.errors import StoreError
 from .arguments import Json, nearest_existing
-from .output import PROBLEM, aligned, print_json, size
+from .output import PROBLEM, align, print_json, size
 
 MIN_OPEN_FILES = 4096  # with a lower limit, RocksDB keeps opening and closing its files
 _NEEDED = "numpy", "torch", "lazy-loader", "msgpack", "safetensors"  # the command line imports its own packages
@@ -65,7 +65,7 @@ def doctor(
         plain = [{field: value for field, value in check._asdict().items() if field != "fatal"} for check in checks]
         print_json({"works": not any(check.fatal for check in checks), "checks": plain})
     else:
-        lines = aligned([[check.state, check.name, check.value] for check in checks])
+        lines = align([[check.state, check.name, check.value] for check in checks])
         for check, line in zip(checks, lines, strict=True):
             print(line)
             if check.remedy:

@@ -107,11 +107,11 @@ def import_(
     import torch
 
     from ..snapshots.exchange.importing import import_snapshot
-    from ..snapshots.store.status import existing_store
+    from ..snapshots.store.status import require_store
 
     if not create:
         try:
-            existing_store(store)
+            require_store(store)
         except StoreError as error:
             raise StoreError(f"{error}; or add --create to create it") from None
     begin = time.monotonic()

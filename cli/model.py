@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 def stores_at(path: Path) -> dict[Path, str]:
     """Return {store folder: embedding name} for a model's folder, {path: ""} for a store folder. Raises StoreError."""
-    from ..snapshots.store.status import existing_store, stores_in
+    from ..snapshots.store.status import require_store, stores_in
 
-    return {store: store.name for store in stores_in(path)} or {existing_store(path): ""}
+    return {store: store.name for store in stores_in(path)} or {require_store(path): ""}
 
 
 def serving_processes(stores: Iterable[Path], timeout: float, as_json: bool) -> dict[Path, int]:

@@ -26,7 +26,7 @@ PROBLEM, USAGE, IN_USE, NO_ROW, INTERRUPTED = 1, 2, 3, 4, 130  # exit codes
 ProgressCallback = Callable[[int], None]
 BAR_AFTER = 1.0  # seconds until a progress bar appears
 SNAPSHOT_HEADER = ["name", "kind", "parent", "dtype", "rows", "size", "step", "age"]
-NUMBER_COLUMNS = {4, 5, 6, 7}  # aligned to the right
+NUMBER_COLUMNS = {4, 5, 6, 7}  # align to the right
 
 
 def print_json(value: Any, indent: int | None = 2) -> None:
@@ -44,12 +44,12 @@ def _plain(value: Any) -> Any:
 
 
 def print_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> None:
-    for line in aligned(rows, right):
+    for line in align(rows, right):
         print(line)
 
 
-def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Return lines of aligned columns. Columns in `right` align to the right. Unprintable cells are shown as JSON."""
+def align(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Return lines of align columns. Columns in `right` align to the right. Unprintable cells are shown as JSON."""
     from rich.cells import cell_len
 
     cells = [[text(cell) for cell in row] for row in rows]
@@ -172,7 +172,7 @@ def progress(title: str, rows: int | None = None) -> Iterator[ProgressCallback]:
         nonlocal done, bar
         done += count
         if bar is None and time.monotonic() - begin > BAR_AFTER:
-            bar = _bar(title, rows)
+            bar = _start_bar(title, rows)
         if bar is not None:
             speed = bar.tasks[0].speed
             bar.update(bar.task_ids[0], completed=done, rate=f"{speed:,.0f}/s" if speed else "")
@@ -184,7 +184,7 @@ def progress(title: str, rows: int | None = None) -> Iterator[ProgressCallback]:
             bar.stop()
 
 
-def _bar(title: str, rows: int | None) -> Progress:
+def _start_bar(title: str, rows: int | None) -> Progress:
     """Start and return a bar on stderr that disappears when stopped."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -220,7 +220,7 @@ def dtypes(description: Mapping[str, Any]) -> dict[str, str | None]:
     return {"dtype": dtype, "state_dtype": state_dtype}
 
 
-def dtype_words(description: Mapping[str, Any]) -> str:
+def format_dtypes(description: Mapping[str, Any]) -> str:
     """Format the rows' dtypes: one name if embedding and state share a dtype."""
     dtype, state_dtype = dtypes(description).values()
     return f"{dtype}, state {state_dtype}" if state_dtype not in (None, dtype) else str(dtype)
@@ -230,7 +230,7 @@ def lines(snapshots: Iterable[Snapshot]) -> list[list[str]]:
     """Return a table line for each snapshot, without the header."""
     result = []
     for name, manifest in ((snapshot.name, snapshot.manifest) for snapshot in snapshots):
-        kinds = manifest.kind, manifest.parent.name if manifest.parent else "", dtype_words(manifest.description)
+        kinds = manifest.kind, manifest.parent.name if manifest.parent else "", format_dtypes(manifest.description)
         figures = f"{manifest.rows:,}", size(manifest.total_bytes), f"{manifest.description['step']:,}"
         result.append([name, *kinds, *figures, age(manifest.created)])
     return result

@@ -37,13 +37,13 @@ def merge(store: Store, name: Name, new: NewName, overwrite: Overwrite = False, 
     """
     from ..snapshots.files.format import check_name
     from ..snapshots.files.writer import write_snapshot
-    from ..snapshots.store.retention import needed_names
+    from ..snapshots.store.retention import list_needed
 
     begin = time.monotonic()
     check_name(new)
     with locked([store], as_json) as (folder,):
         snapshot = open_snapshot(store, name)
-        if overwrite and new != name and new in needed_names(folder):
+        if overwrite and new != name and new in list_needed(folder):
             reason = "it is the recovery snapshot of live rows; choose another name"
             raise SnapshotError(f"snapshot {new!r} cannot be overwritten by the rows of {name!r}: {reason}")
         with output.progress("merging", snapshot.manifest.rows) as advance:
@@ -257,7 +257,7 @@ def inspect(
     """
     from ..engine.options.table_names import label_of, names_in
     from ..snapshots.files.format import with_named_hyper
-    from ..snapshots.inspection.row import plain_row
+    from ..snapshots.inspection.row import to_plain_row
     from ..snapshots.inspection.summary import check_plot, draw, summarise
 
     if plot is not None:
@@ -269,7 +269,7 @@ def inspect(
     if plot is not None:
         draw(summary, f"{name}, step {snapshot.description['step']:,}", plot, names)
     figures = {**output.entry(name, snapshot.manifest), **summary.figures}
-    first = [plain_row(row, snapshot.description) for row in summary.first]
+    first = [to_plain_row(row, snapshot.description) for row in summary.first]
     description = with_named_hyper(snapshot.description)
     if as_json:
         output.print_json({**figures, "description": description, "first_rows": first})

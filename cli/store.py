@@ -38,7 +38,7 @@ def stat(store: Store, as_json: Json = False) -> None:
         {
             "state": {"open": in_use, **_STATES}[status.state],
             "live rows": _live(status),
-            **({} if status.marker is None else {"dtype": output.dtype_words(status.marker)}),
+            **({} if status.marker is None else {"dtype": output.format_dtypes(status.marker)}),
             "rows": "unknown" if status.rows is None else f"{status.rows:,}",
             **(tables if len(by_table) > 1 else {}),
             "step": "unknown" if status.step is None else f"{status.step:,}",
@@ -135,26 +135,26 @@ def get(
     """
     from ..snapshots.control.client import request_row
     from ..snapshots.files.reader import Snapshot
-    from ..snapshots.inspection.row import live_row, plain_row, snapshot_row
+    from ..snapshots.inspection.row import read_live_row, read_snapshot_row, to_plain_row
     from ..snapshots.store.folder_state import holder
-    from ..snapshots.store.status import existing_store, is_snapshot
+    from ..snapshots.store.status import is_snapshot, require_store
 
     fields: dict[str, Any] = {}
     try:
         if snapshot is not None or is_snapshot(store):
             opened = Snapshot.open(store) if snapshot is None else open_snapshot(store, snapshot)
-            row, description = snapshot_row(opened, parse_table(table), key), opened.description
-        elif holder(existing_store(store)) is not None and (
+            row, description = read_snapshot_row(opened, parse_table(table), key), opened.description
+        elif holder(require_store(store)) is not None and (
             (answer := request_row(store, parse_table(table), key, timeout)) is not None
         ):
             fields, row = answer, None
         else:
             with locked([store], as_json) as (folder,):
-                row, description = live_row(folder, parse_table(table), key)
+                row, description = read_live_row(folder, parse_table(table), key)
     except InputError as error:
         raise typer.BadParameter(str(error)) from error
     if row is not None:
-        fields = plain_row(row[0], description)
+        fields = to_plain_row(row[0], description)
     if not fields:
         output.fail(
             f"there is no row of table {table}, key {key}: lookups return its initial value", output.NO_ROW, as_json

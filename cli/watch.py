@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from .arguments import Store
-from .output import NUMBER_COLUMNS, SNAPSHOT_HEADER, aligned, entry, lines, print_json, text
+from .output import NUMBER_COLUMNS, SNAPSHOT_HEADER, align, entry, lines, print_json, text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -105,6 +105,6 @@ def _show(views: Iterator[View]) -> None:
             status = view.status
             state = status.state if status.holder is None else f"open in process {status.holder or 'unknown'}"
             step = "" if status.step is None else f", step {status.step:,}"
-            table = aligned([SNAPSHOT_HEADER, *lines(view.snapshots.values())], NUMBER_COLUMNS)
+            table = align([SNAPSHOT_HEADER, *lines(view.snapshots.values())], NUMBER_COLUMNS)
             damaged = [f"damaged: {text(name)}: {error}" for name, error in view.damaged.items()]
             live.update(Text("\n".join([f"{status.path}: {state}{step}", *table, *damaged])), refresh=True)

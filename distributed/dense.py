@@ -14,19 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.errors import GraphError
-from .sendable import bytes_of, check_sendable
+from .sendable import check_sendable, to_bytes
 from .world import World, try_call
 
 _PRESENT, _FINITE = 1, 2  # bits of each rank's note
 _PIECE = 16 << 20  # bytes that rank 0 sends to each rank in one transfer
 
 
-class Vote(NamedTuple):
-    """The ranks' sums in a step. present: how many ranks contributed. finite: True if all gradients are finite."""
+class AllReduceResult(NamedTuple):
+    """The ranks' sums in a step. num_contributors: how many ranks contributed. is_finite: True if all gradients are."""
 
     sums: list[Tensor]
-    present: int
-    finite: bool
+    num_contributors: int
+    is_finite: bool
 
 
 def all_reduce_in_order(
@@ -35,47 +35,47 @@ def all_reduce_in_order(
     tensors: Sequence[Tensor],
     error: BaseException | None = None,
     *,
-    present: bool = True,
-    finite: bool = True,
-    same: Mapping[str, Any] | None = None,
-) -> Vote:
+    contributes: bool = True,
+    is_finite: bool = True,
+    shared_values: Mapping[str, Any] | None = None,
+) -> AllReduceResult:
     """Sum tensors over ranks. Shapes and dtypes must be equal on all ranks. This is a collective.
 
-    Tensors are added in rank order, and each sum is rounded to the dtype. present: True if this rank contributes; at
-    least one rank must. same: values by name that must be equal on all ranks. error: this rank's, raised on all ranks.
+    Tensors are added in rank order, and each sum is rounded to the dtype. contributes: True if this rank does; at least
+    one must. shared_values: values by name that must be equal on all ranks. error: this rank's, raised on all ranks.
     """
     with world.collective_block(op):
         try:
-            shared_values = {"graph": world.collectives, **(same or {})}
-            notes = world.handshake(op, error, shared_values, note=present * _PRESENT + finite * _FINITE).notes
+            shared_values = {"graph": world.collectives, **(shared_values or {})}
+            notes = world.handshake(op, error, shared_values, note=contributes * _PRESENT + is_finite * _FINITE).notes
         finally:
-            world.step_collectives += 1
+            world.num_step_collectives += 1
         contributors = [rank for rank, note in enumerate(notes) if note & _PRESENT]
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index, tensor in enumerate(tensors):
             by_dtype.setdefault(tensor.dtype, []).append(index)
         sums = list(tensors)
         for indices in by_dtype.values():
-            totals = _sums(world, op, [tensors[index] for index in indices], contributors)
+            totals = _sum_over_ranks(world, op, [tensors[index] for index in indices], contributors)
             for index, total in zip(indices, totals, strict=True):
                 sums[index] = total
-    return Vote(sums, len(contributors), all(note & _FINITE for note in notes))
+    return AllReduceResult(sums, len(contributors), all(note & _FINITE for note in notes))
 
 
-def _sums(world: World, op: str, tensors: Sequence[Tensor], givers: Sequence[int]) -> list[Tensor]:
+def _sum_over_ranks(world: World, op: str, tensors: Sequence[Tensor], contributors: Sequence[int]) -> list[Tensor]:
     """Sum tensors of one dtype. Each rank adds up one slice of all ranks' numbers, and sends the sums to all ranks."""
     rank, dtype, sizes = world.rank, tensors[0].dtype, [tensor.numel() for tensor in tensors]
     bounds = [sum(sizes) * other // world.size for other in range(world.size + 1)]
     slices = [(end - begin) * dtype.itemsize for begin, end in pairwise(bounds)]  # in bytes: Gloo lacks some dtypes
-    own = [tensor.detach().reshape(-1).cpu() for tensor in tensors]
-    data = torch.cat(own) if rank in givers else own[0][:0]
-    sends = [size * (rank in givers) for size in slices]
-    receives = [slices[rank] * (other in givers) for other in range(world.size)]
+    own_values = [tensor.detach().reshape(-1).cpu() for tensor in tensors]
+    data = torch.cat(own_values) if rank in contributors else own_values[0][:0]
+    sends = [size * (rank in contributors) for size in slices]
+    receives = [slices[rank] * (other in contributors) for other in range(world.size)]
     blocks = world.start(op, data.view(torch.uint8), sends, receives).wait()
-    total, *others = blocks.view(dtype).view(len(givers), -1)
-    for other in others:
-        total += other
-    copies = total.repeat(world.size).view(torch.uint8)
+    totals, *other_blocks = blocks.view(dtype).view(len(contributors), -1)
+    for other in other_blocks:
+        totals += other
+    copies = totals.repeat(world.size).view(torch.uint8)
     flat_sums = world.start(op, copies, [slices[rank]] * world.size, slices).wait().view(dtype)
     return [part.view(like.shape).to(like.device) for part, like in zip(flat_sums.split(sizes), tensors, strict=True)]
 
@@ -115,7 +115,7 @@ def describe_tensors(tensors: Sequence[tuple[str, Tensor]]) -> list[str]:
 @torch.no_grad()
 def _copy_from_rank_0(world: World, op: str, tensor: Tensor) -> None:
     is_source = world.rank == 0
-    values = bytes_of(tensor) if is_source else torch.empty(tensor.numel() * tensor.itemsize, dtype=torch.uint8)
+    values = to_bytes(tensor) if is_source else torch.empty(tensor.numel() * tensor.itemsize, dtype=torch.uint8)
     for piece in values.split(_PIECE):
         zeros = [0] * world.size
         sends = [len(piece)] * world.size if is_source else zeros

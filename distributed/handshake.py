@@ -18,8 +18,8 @@ from ..engine import errors
 from ..engine.errors import GroupError, TierbedError
 from .rank_group import CollectiveSequence, PendingAllToAll, RankGroup
 
-# header fields: 1 if this rank has an error, checksum of `op`, checksum of `same`, count, note, wants_more
-FIELDS = 6
+# header fields: 1 if this rank has an error, checksum of `op`, checksum of `shared_values`, count, note, wants_more
+NUM_FIELDS = 6
 MAX_NAMES = 3  # an error names at most this many differing values
 
 
@@ -34,7 +34,7 @@ class HandshakeResult(NamedTuple):
 class Handshake:
     """One all-to-all of headers, in flight until `wait`.
 
-    op: the operation that every rank must be about to begin. same: values by name that must be equal on all ranks.
+    op: the operation that every rank must be about to begin. shared_values: values by name, equal on all ranks.
     counts: how much this rank sends to each rank. note: a number for all ranks. wants_more: ask for another operation.
     """
 
@@ -43,93 +43,94 @@ class Handshake:
         rank_group: RankGroup,
         op: str,
         error: BaseException | None = None,
-        same: Mapping[str, Any] | None = None,
+        shared_values: Mapping[str, Any] | None = None,
         counts: Sequence[int] | None = None,
         note: int = 0,
         wants_more: bool = False,
     ) -> None:
-        self._rank_group, self._op, self._error, self._same = rank_group, op, error, dict(same or {})
+        self._rank_group, self._op, self._local_error = rank_group, op, error
+        self._shared_values = dict(shared_values or {})
         self._result: HandshakeResult | None = None
-        self.error: BaseException | None = None  # the exception that `wait` raised
+        self.raised_error: BaseException | None = None  # the exception that `wait` raised
         if rank_group.size == 1:
-            self.error, self._result = error, HandshakeResult([*(counts or [0])], [note], wants_more)
+            self.raised_error, self._result = error, HandshakeResult([*(counts or [0])], [note], wants_more)
             return
         rank_group.check_thread()
-        if rank_group.pending is not None:
-            rank_group.pending.wait()  # if ranks were in different calls, all ranks must raise first
-        headers = np.empty((rank_group.size, FIELDS), np.int64)  # NumPy is faster than torch for small arrays
-        headers[:] = (error is not None, _checksum(op), _checksum(self._same), 0, note, wants_more)
+        if rank_group.pending_handshake is not None:
+            rank_group.pending_handshake.wait()  # if ranks were in different calls, all ranks must raise first
+        headers = np.empty((rank_group.size, NUM_FIELDS), np.int64)  # NumPy is faster than torch for small arrays
+        headers[:] = (error is not None, _hash(op), _hash(self._shared_values), 0, note, wants_more)
         if counts is not None:
             headers[:, 3] = counts
         self._own_fields = headers[0, :3].tolist()
         self._exchange: PendingAllToAll = rank_group.start(op, torch.from_numpy(headers))
-        rank_group.pending = self
+        rank_group.pending_handshake = self
 
     def wait(self) -> HandshakeResult:
         """Wait for all headers. If a rank has an error or ranks differ, every rank raises, and no data is moved.
 
         All ranks raise the lowest failing rank's error. If that is not a TierbedError, they raise a GroupError instead.
         """
-        if self.error is not None:
-            raise self.error
+        if self.raised_error is not None:
+            raise self.raised_error
         if self._result is not None:
             return self._result
-        self._rank_group.pending = None
+        self._rank_group.pending_handshake = None
         headers = self._exchange.wait().tolist()
-        self._rank_group.started_by_all = max(self._rank_group.started_by_all, self._exchange.call)
+        self._rank_group.num_shared_calls = max(self._rank_group.num_shared_calls, self._exchange.call)
         if self._own_fields[0] or any(header[:3] != self._own_fields for header in headers):
             try:
-                self._refuse()
+                self._raise_on_all_ranks()
             except BaseException as error:
-                self.error = error
+                self.raised_error = error
                 raise
-        counts, notes, wants_more = ([header[field] for header in headers] for field in range(3, FIELDS))
+        counts, notes, wants_more = ([header[field] for header in headers] for field in range(3, NUM_FIELDS))
         self._result = HandshakeResult(counts, notes, any(wants_more))
         return self._result
 
-    def _refuse(self) -> NoReturn:
-        rank_group, error = self._rank_group, self._error
-        own_error = None if error is None else {"kind": type(error).__name__, "message": _text(str(error))}
-        payload = msgpack.packb({"op": self._op, "same": _texts(self._same), "error": own_error})
+    def _raise_on_all_ranks(self) -> NoReturn:
+        rank_group, error = self._rank_group, self._local_error
+        own_error = None if error is None else {"kind": type(error).__name__, "message": _to_text(str(error))}
+        payload = msgpack.packb({"op": self._op, "same": _to_texts(self._shared_values), "error": own_error})
         reports = [msgpack.unpackb(data) for data in rank_group.exchange_bytes(self._op, payload)]
-        failed = {rank: report["error"] for rank, report in enumerate(reports) if report["error"] is not None}
+        errors_by_rank = {rank: report["error"] for rank, report in enumerate(reports) if report["error"] is not None}
         if error is not None and not isinstance(error, Exception):
             rank_group.raise_shared(error)  # the rank that received Ctrl-C raises KeyboardInterrupt
-        if not failed:
-            rank_group.mismatches += 1
-            rank_group.raise_shared(GroupError(_difference(reports)))
-        rank, first_error = next(iter(failed.items()))
+        if not errors_by_rank:
+            rank_group.num_mismatches += 1
+            rank_group.raise_shared(GroupError(_describe_difference(reports)))
+        rank, first_error = next(iter(errors_by_rank.items()))
         error_class: Any = getattr(errors, first_error["kind"], None)
         is_tierbed_error = isinstance(error_class, type) and issubclass(error_class, TierbedError)
-        suffix = f" (and {len(failed) - 1} more ranks failed)" if len(failed) > 1 else ""
+        suffix = f" (and {len(errors_by_rank) - 1} more ranks failed)" if len(errors_by_rank) > 1 else ""
         message = first_error["message"] if is_tierbed_error else f"{first_error['kind']}: {first_error['message']}"
-        shared = (error_class if is_tierbed_error else GroupError)(f"rank {rank}: {message}{suffix}")
-        rank_group.raise_shared(shared, error if rank == rank_group.rank else None)
+        shared_error = (error_class if is_tierbed_error else GroupError)(f"rank {rank}: {message}{suffix}")
+        rank_group.raise_shared(shared_error, error if rank == rank_group.rank else None)
 
 
-def _checksum(value: Any) -> int:
+def _hash(value: Any) -> int:
     try:
         return zlib.crc32(msgpack.packb(value, default=repr))
     except (ValueError, OverflowError):  # a number or text that msgpack cannot encode
         return zlib.crc32(repr(value).encode(errors="backslashreplace"))
 
 
-def _text(value: object) -> str:
+def _to_text(value: object) -> str:
     text = value if isinstance(value, str) else repr(value)
     return text.encode(errors="backslashreplace").decode()
 
 
-def _texts(values: Mapping[str, Any]) -> dict[str, str]:
+def _to_texts(values: Mapping[str, Any]) -> dict[str, str]:
     """Return values as text, by name. A map or CollectiveSequence becomes one entry for each of its parts."""
     texts: dict[str, str] = {}
     for name, value in values.items():
         parts = value.parts if isinstance(value, CollectiveSequence) else value
         flat = {f"{name}: {key}": part for key, part in parts.items()} if isinstance(parts, dict) else {name: parts}
-        texts |= {key: _text(part) for key, part in flat.items()}
+        texts |= {key: _to_text(part) for key, part in flat.items()}
     return texts
 
 
-def _difference(reports: Sequence[Mapping[str, Any]]) -> str:
+def _describe_difference(reports: Sequence[Mapping[str, Any]]) -> str:
     """Describe how ranks differ: each rank's call, or the values that are not equal."""
     if any(report["op"] != reports[0]["op"] for report in reports):
         calls = "; ".join(f"rank {rank}: {report['op']}" for rank, report in enumerate(reports))
@@ -140,10 +141,10 @@ def _difference(reports: Sequence[Mapping[str, Any]]) -> str:
     values = [report["same"] for report in reports]
     all_names = dict.fromkeys(name for by_name in values for name in by_name)
     names = [name for name in all_names if any(by_name.get(name) != values[0].get(name) for by_name in values)]
-    shown = names[:MAX_NAMES]
-    by_rank = "; ".join(
-        f"rank {rank}: " + ", ".join(f"{name}={by_name.get(name)}" for name in shown)
+    shown_names = names[:MAX_NAMES]
+    texts = "; ".join(
+        f"rank {rank}: " + ", ".join(f"{name}={by_name.get(name)}" for name in shown_names)
         for rank, by_name in enumerate(values)
     )
-    more = f" (and {len(names) - len(shown)} more differ)" if len(names) > len(shown) else ""
-    return f"{reports[0]['op']}: ranks differ, {by_rank}{more}; pass the same values on all ranks"
+    more = f" (and {len(names) - len(shown_names)} more differ)" if len(names) > len(shown_names) else ""
+    return f"{reports[0]['op']}: ranks differ, {texts}{more}; pass the same values on all ranks"

@@ -29,46 +29,46 @@ class AnnouncedStep:
         op: str,
         number: int,
         lookups: Sequence[Lookup] | None,
-        local: LocalBatch | None,
+        local_batch: LocalBatch | None,
         traffic: Traffic,
     ) -> None:
         self.number = number  # the announcement's number, the same on all ranks
-        self.local, self._world, self._op, self._traffic = local, world, op, traffic
-        self.requested: list[Lookup] | None = None  # each rank's request; empty if a rank did not know its lookups
+        self.local_batch, self._world, self._op, self._traffic = local_batch, world, op, traffic
+        self.requested_lookups: list[Lookup] | None = None  # by rank; empty if a rank did not know its lookups
         # None if no step of this rank will use the announcement
         self.lookups = None if lookups is None else [copied(lookup) for lookup in lookups]
-        counts = [0] * world.size if local is None else local.counts
-        self._headers = Handshake(world, op, counts=counts, note=local is None)
+        counts = [0] * world.size if local_batch is None else local_batch.counts
+        self._headers = Handshake(world, op, counts=counts, note=local_batch is None)
         self._ids: IdExchange | None = None
 
     @property
     def is_refused(self) -> bool:
         """True if the handshake failed because a rank was in another call. All ranks then raised an error."""
-        return self._headers.error is not None
+        return self._headers.raised_error is not None
 
     @property
     def is_complete(self) -> bool:
         """True if no transfer of this announcement is in flight."""
-        return self.requested is not None or self.is_refused
+        return self.requested_lookups is not None or self.is_refused
 
     @property
     def is_needed(self) -> bool:
         """True if a step of this rank may still use the announcement."""
-        return self.lookups is not None and self.requested != [] and not self.is_refused
+        return self.lookups is not None and self.requested_lookups != [] and not self.is_refused
 
     def matches(self, lookups: Sequence[Lookup], processor: Processor[Any]) -> bool:
         # a table that was closed and opened again has another processor
-        is_current = self.is_needed and self.local is not None and self.local.processor is processor
+        is_current = self.is_needed and self.local_batch is not None and self.local_batch.processor is processor
         return is_current and same_lookups(self.lookups or (), lookups)
 
     def advance(self) -> None:
         """Wait for the exchange in flight, and start the next exchange. Call this until `is_complete`."""
         if self._ids is not None:
-            self.requested = self._ids.wait()
-        elif any((answer := self._headers.wait()).notes) or self.local is None:
-            self.requested = []
+            self.requested_lookups = self._ids.wait()
+        elif any((answer := self._headers.wait()).notes) or self.local_batch is None:
+            self.requested_lookups = []
         else:
-            self._ids = IdExchange(self._world, f"ids of {self._op}", self.local, answer.counts, self._traffic)
+            self._ids = IdExchange(self._world, f"ids of {self._op}", self.local_batch, answer.counts, self._traffic)
 
 
 class IdPrefetcher:
@@ -76,8 +76,8 @@ class IdPrefetcher:
 
     def __init__(self, world: World, name: str, traffic: Traffic, on_ids: Callable[[list[Lookup]], None]) -> None:
         self._world, self._name, self._traffic, self._on_ids = world, name, traffic, on_ids
-        self._announced: deque[AnnouncedStep] = deque()
-        self._count = 0
+        self._steps: deque[AnnouncedStep] = deque()
+        self._num_announced = 0
 
     def announce(self, lookups: Sequence[Lookup] | None, make_batch: Callable[[], LocalBatch]) -> None:
         """Announce a step on all ranks. lookups: None if they are unknown on this rank; then no rank prefetches.
@@ -85,58 +85,58 @@ class IdPrefetcher:
         make_batch: deduplicates the lookups. If it raises an error, the announcement ignores it; the step raises it.
         """
         self.advance()
-        local = None
+        local_batch = None
         if lookups is not None:
             try:
-                local = make_batch()
+                local_batch = make_batch()
             except Exception:
                 lookups = None
-        number = self._count + 1
+        number = self._num_announced + 1
         op = f"announced step {number} of embedding {self._name!r}"
-        self._announced.append(AnnouncedStep(self._world, op, number, lookups, local, self._traffic))
-        self._count = number  # not earlier: if ranks refuse the headers in flight, none announces this step
-        if len(self._announced) > QUEUE and self._announced[0].is_complete:
-            self._announced.popleft()
+        self._steps.append(AnnouncedStep(self._world, op, number, lookups, local_batch, self._traffic))
+        self._num_announced = number  # not earlier: if ranks refuse the headers in flight, none announces this step
+        if len(self._steps) > QUEUE and self._steps[0].is_complete:
+            self._steps.popleft()
 
     def advance(self) -> None:
         """Advance every announced step. All ranks call this method at the same points."""
         self._drop_finished()
-        for step in self._announced:
+        for step in self._steps:
             self._advance(step)
         self._drop_finished()
 
     def find(self, lookups: Sequence[Lookup], processor: Processor[Any]) -> AnnouncedStep | None:
         """Return the announced step with these lookups and this processor, or None."""
-        return next((step for step in self._announced if step.matches(lookups, processor)), None)
+        return next((step for step in self._steps if step.matches(lookups, processor)), None)
 
     def take(self, step: AnnouncedStep) -> list[Lookup]:
         """Return what each rank requests from this rank in an announced step. Drops that step and earlier steps."""
         while not step.is_complete:
             self._advance(step)
         self.skip(step.number)
-        assert step.requested is not None
-        return step.requested
+        assert step.requested_lookups is not None
+        return step.requested_lookups
 
     def skip(self, number: int) -> None:
         """Mark the announcements up to this number as unused."""
-        for step in self._announced:
+        for step in self._steps:
             if step.number <= number:
                 step.lookups = None
         self._drop_finished()
 
     def forget(self) -> None:
         """Mark all announcements as unused on this rank. Transfers in flight still arrive."""
-        self.skip(self._count)
+        self.skip(self._num_announced)
 
     def _drop_finished(self) -> None:
         """Release announcements that are complete and no longer needed."""
-        if self._announced and self._announced[-1].is_refused:
-            self._count -= 1  # the other ranks did not announce the step either
-        self._announced = deque(step for step in self._announced if step.is_needed or not step.is_complete)
+        if self._steps and self._steps[-1].is_refused:
+            self._num_announced -= 1  # the other ranks did not announce the step either
+        self._steps = deque(step for step in self._steps if step.is_needed or not step.is_complete)
 
     def _advance(self, step: AnnouncedStep) -> None:
         if not step.is_complete:
             step.advance()
-            if step.requested:
+            if step.requested_lookups:
                 with suppress(Exception):  # prefetching is optional; the step itself raises errors, on all ranks
-                    self._on_ids(step.requested)
+                    self._on_ids(step.requested_lookups)

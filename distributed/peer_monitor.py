@@ -33,54 +33,54 @@ SIOCGIFADDR = 0x8915  # netdevice(7)
 BACKLOG = 65535  # length of the accept queue, unknown connections included; Linux lowers this number to its own limit
 MAX_SILENT = 16  # connections that may wait without a greeting, in addition to one per missing rank
 MAX_NAMES = 3  # a message names at most this many unknown hosts
-HELLO = struct.Struct("32si")  # the greeting: the listener's token, and the number of the rank that connects
+GREETING = struct.Struct("32si")  # the greeting: the listener's token, and the number of the rank that connects
 CANNOT_ACCEPT = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM  # out of file descriptors or memory
 ANSWER_SECONDS = 3.0  # how long to wait for other ranks' answers
 ENDED = "its process ended"
 IS_BEHIND = "it runs, but has not reached this call"
 
 
-class Connected(NamedTuple):
-    """Sockets to all other ranks, by rank. on_host: the number of ranks on this host, this rank included."""
+class Connections(NamedTuple):
+    """Sockets to all other ranks, by rank. num_ranks_on_host: the number of ranks on this host, this rank included."""
 
     sockets: dict[int, socket.socket]
-    on_host: int
+    num_ranks_on_host: int
 
 
-def connect(rank: int, size: int, exchange: Callable[[bytes], list[bytes]], timeout: float) -> Connected:
+def connect(rank: int, size: int, exchange: Callable[[bytes], list[bytes]], timeout: float) -> Connections:
     """Connect this rank to all others within `timeout` seconds. Raises GroupError if a rank cannot be reached.
 
     exchange: sends bytes to all ranks, and returns the bytes that each rank sent.
     """
     deadline = monotonic() + timeout
-    host = _own_address()
+    host = _find_own_address()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with ExitStack() as opened, socket.create_server((host, 0), family=family, backlog=BACKLOG) as listener:
+    with ExitStack() as stack, socket.create_server((host, 0), family=family, backlog=BACKLOG) as listener:
         token = secrets.token_hex(16)
-        own = json.dumps([*listener.getsockname()[:2], token]).encode()
-        addresses = [json.loads(data) for data in exchange(own)]
-        sockets = _connect_to_all(rank, addresses, exchange, deadline, opened)  # wait to be accepted
-        sockets |= _accept_ranks(listener, token, range(rank + 1, size), deadline, opened)
-        opened.pop_all()
-    return Connected(sockets, sum(host == addresses[rank][0] for host, *_ in addresses))
+        own_address = json.dumps([*listener.getsockname()[:2], token]).encode()
+        addresses = [json.loads(data) for data in exchange(own_address)]
+        sockets = _connect_to_all(rank, addresses, exchange, deadline, stack)  # wait to be accepted
+        sockets |= _accept_ranks(listener, token, range(rank + 1, size), deadline, stack)
+        stack.pop_all()
+    return Connections(sockets, sum(host == addresses[rank][0] for host, *_ in addresses))
 
 
 def _connect_to_all(
-    rank: int, addresses: Sequence[Any], exchange: Callable[[bytes], list[bytes]], deadline: float, opened: ExitStack
+    rank: int, addresses: Sequence[Any], exchange: Callable[[bytes], list[bytes]], deadline: float, stack: ExitStack
 ) -> dict[int, socket.socket]:
-    """Connect to all lower ranks, and wait until every rank has done the same. `opened` closes the sockets."""
+    """Connect to all lower ranks, and wait until every rank has done the same. `stack` closes the sockets."""
     sockets: dict[int, socket.socket] = {}
-    failed: GroupError | None = None
+    own_error: GroupError | None = None
     try:
         for other in range(rank):
-            sockets[other] = opened.enter_context(_connect_to(other, addresses[other], rank, deadline))
+            sockets[other] = stack.enter_context(_connect_to(other, addresses[other], rank, deadline))
     except GroupError as error:
-        failed = error
+        own_error = error
     # This exchange fails immediately if a rank was killed or cannot connect. Waiting for its greeting would not.
-    failures = exchange(b"" if failed is None else str(failed).encode())
-    if failed is not None:
-        raise failed
-    for other, reason in enumerate(failures):
+    reasons = exchange(b"" if own_error is None else str(own_error).encode())
+    if own_error is not None:
+        raise own_error
+    for other, reason in enumerate(reasons):
         if reason:
             raise GroupError(reason.decode(), [other])
     return sockets
@@ -90,7 +90,7 @@ def _connect_to(other: int, address: tuple[str, int, str], rank: int, deadline: 
     host, port, token = address
     try:
         connection = socket.create_connection((host, port), max(deadline - monotonic(), 0.1))
-        connection.sendall(HELLO.pack(token.encode(), rank))
+        connection.sendall(GREETING.pack(token.encode(), rank))
     except OSError as error:
         remedy = remedy_for(error, "set GLOO_SOCKET_IFNAME to the network interface on which ranks reach each other")
         raise GroupError(
@@ -100,9 +100,9 @@ def _connect_to(other: int, address: tuple[str, int, str], rank: int, deadline: 
 
 
 def _accept_ranks(
-    listener: socket.socket, token: str, ranks: Sequence[int], deadline: float, opened: ExitStack
+    listener: socket.socket, token: str, ranks: Sequence[int], deadline: float, stack: ExitStack
 ) -> dict[int, socket.socket]:
-    """Accept the connections of `ranks`, which `opened` closes. Other connections are closed and logged.
+    """Accept the connections of `ranks`, which `stack` closes. Other connections are closed and logged.
 
     The kernel reports a connection as readable only when its greeting is complete, so silent connections delay no rank.
     """
@@ -118,7 +118,7 @@ def _accept_ranks(
     while len(sockets) < len(ranks) and (remaining := deadline - monotonic()) > 0:
         ready = wait([listener, *ungreeted], remaining)  # uses poll(2), so it needs no file descriptor
         for connection in [connection for connection in ungreeted if connection in ready]:
-            rank = _rank_of(connection, token)
+            rank = _read_greeting(connection, token)
             if rank is None or rank not in ranks or rank in sockets:
                 reject(connection)
             else:
@@ -137,13 +137,13 @@ def _accept_ranks(
                 raise GroupError(f"cannot accept connections of other ranks ({error}); {remedy}") from error
             reject(next(iter(ungreeted)))  # the oldest connection: probably not a rank
             continue
-        opened.enter_context(connection).setblocking(False)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, HELLO.size)
+        stack.enter_context(connection).setblocking(False)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, GREETING.size)
         ungreeted[connection] = host
         if len(ungreeted) > len(ranks) - len(sockets) + MAX_SILENT:
             reject(next(iter(ungreeted)))
     unknown_hosts.update(ungreeted.values())
-    unknown = _unknown_hosts_text(unknown_hosts, listener)
+    unknown = _describe_unknown_hosts(unknown_hosts, listener)
     if missing := [rank for rank in ranks if rank not in sockets]:
         remedy = unknown or "see the logs of these ranks"
         raise GroupError(f"ranks {missing} did not connect in time; {remedy}", missing)
@@ -154,16 +154,16 @@ def _accept_ranks(
     return sockets
 
 
-def _rank_of(connection: socket.socket, token: str) -> int | None:
+def _read_greeting(connection: socket.socket, token: str) -> int | None:
     """Return the rank in a connection's greeting; None if the greeting is incomplete or has the wrong token."""
     try:
-        sent_token, rank = HELLO.unpack(connection.recv(HELLO.size))
+        sent_token, rank = GREETING.unpack(connection.recv(GREETING.size))
     except (OSError, struct.error):
         return None
     return int(rank) if secrets.compare_digest(sent_token, token.encode()) else None
 
 
-def _unknown_hosts_text(unknown_hosts: Counter[str], listener: socket.socket) -> str:
+def _describe_unknown_hosts(unknown_hosts: Counter[str], listener: socket.socket) -> str:
     if not unknown_hosts:
         return ""
     host, port = listener.getsockname()[:2]
@@ -174,7 +174,7 @@ def _unknown_hosts_text(unknown_hosts: Counter[str], listener: socket.socket) ->
     )
 
 
-def _own_address() -> str:
+def _find_own_address() -> str:
     """Return the address of Gloo's network interface, or of the interface that leads to torch's store."""
     for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -214,19 +214,19 @@ class PeerMonitor:
         self.aborted: GroupAborted | None = None  # set when another rank aborted the group
         self.last_call = 0  # number of the call that this rank began last
         self._connections = dict(connections)
-        self._changed = Condition()
+        self._condition = Condition()
         self._answers: dict[int, int] = {}  # by rank: the number of the call that the rank had reached
-        self._ended: dict[int, str] = {}  # by rank: why the rank's connection ended
-        self._closed: dict[int, int] = {}  # by rank: the rank's last call before it closed its world
+        self._exits: dict[int, str] = {}  # by rank: why the rank's connection ended
+        self._last_calls: dict[int, int] = {}  # by rank: the rank's last call before it closed its world
         self._on_loss, self._is_closed = on_loss, False
         for connection in connections.values():
             connection.settimeout(ANSWER_SECONDS)
         Thread(target=self._listen, name="tierbed-peer-monitor", daemon=True).start()
         self._pid = os.getpid()
         # not `atexit`, which children forked by multiprocessing do not run
-        self._at_end = Finalize(None, self._end_of_process, exitpriority=0)
+        self._finalizer = Finalize(None, self._close_at_exit, exitpriority=0)
 
-    def unresponsive(self, call: int) -> dict[int, str]:
+    def find_unresponsive(self, call: int) -> dict[int, str]:
         """Return the ranks that delay this call, and what is known about each one. Raises `aborted`.
 
         Returns the ranks that exited or are silent. If there are no such ranks, returns the ranks that have not reached
@@ -234,19 +234,20 @@ class PeerMonitor:
         """
         self._send({"call": call})
         others = self._connections.keys()
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self.aborted or others <= self._answers.keys() | self._ended.keys(), ANSWER_SECONDS
+        with self._condition:
+            self._condition.wait_for(
+                lambda: self.aborted or others <= self._answers.keys() | self._exits.keys(), ANSWER_SECONDS
             )
             if self.aborted is not None:
                 raise self.aborted
-            silent = dict.fromkeys(others - self._answers.keys() - self._ended.keys(), "no sign of it")
-            gone = silent | {rank: why for rank, why in self._ended.items() if self._closed.get(rank, 0) < call}
-            return gone or {rank: IS_BEHIND for rank, at in self._answers.items() if at < call} or dict(self._ended)
+            silent = dict.fromkeys(others - self._answers.keys() - self._exits.keys(), "no sign of it")
+            lost = silent | {rank: why for rank, why in self._exits.items() if self._last_calls.get(rank, 0) < call}
+            late = {rank: IS_BEHIND for rank, last_call in self._answers.items() if last_call < call}
+            return lost or late or dict(self._exits)
 
-    def closed_before(self, call: int) -> bool:
+    def has_closed_before(self, call: int) -> bool:
         """True if a rank closed its world and will never reach this call."""
-        return any(last_call < call for last_call in [*self._closed.values()])
+        return any(last_call < call for last_call in [*self._last_calls.values()])
 
     def broadcast_abort(self, rank: int, why: Mapping[int, str]) -> None:
         """Tell all ranks that `rank` aborted the group, and why.
@@ -257,21 +258,21 @@ class PeerMonitor:
 
     def close(self, why: str) -> None:
         """Tell the other ranks why this rank leaves, and close the connections."""
-        self._at_end.cancel()
+        self._finalizer.cancel()
         self._is_closed = True
         self._send({"closed": why, "at": self.last_call})
-        with self._changed:
+        with self._condition:
             for connection in self._connections.values():
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)  # wakes the monitor thread
 
-    def _end_of_process(self) -> None:
+    def _close_at_exit(self) -> None:
         if os.getpid() == self._pid:  # a forked child shares its parent's connections
             self.close(ENDED)
 
     def _send(self, message: Mapping[str, Any], ranks: Sequence[int] | None = None) -> None:
         line = json.dumps(message).encode() + b"\n"
-        with self._changed:
+        with self._condition:
             for rank in self._connections if ranks is None else ranks:
                 with contextlib.suppress(OSError):  # the monitor thread notices the error too
                     self._connections[rank].sendall(line)
@@ -286,15 +287,15 @@ class PeerMonitor:
                 except OSError:
                     data = b""
                 *lines, parts[rank] = (parts[rank] + data).split(b"\n")
-                with self._changed:
+                with self._condition:
                     for line in lines:
                         self._handle_message(rank, json.loads(line))
-                    is_lost = not data and rank not in self._ended and not self._is_closed
+                    is_lost = not data and rank not in self._exits and not self._is_closed
                     if not data:
                         del parts[rank]
                         self._connections[rank].close()
-                        self._ended.setdefault(rank, ENDED)
-                    self._changed.notify_all()
+                        self._exits.setdefault(rank, ENDED)
+                    self._condition.notify_all()
                 if is_lost:
                     self._on_loss(rank, ENDED)
 
@@ -302,9 +303,9 @@ class PeerMonitor:
         match message:
             case {"call": _}:
                 self._send({"here": self.last_call}, [rank])
-            case {"here": at}:
-                self._answers[rank] = at
-            case {"left": by, "why": why}:
-                self.aborted = self.aborted or GroupAborted(by, dict(why))
-            case {"closed": why, "at": at}:
-                self._ended[rank], self._closed[rank] = why, at
+            case {"here": last_call}:
+                self._answers[rank] = last_call
+            case {"left": aborting_rank, "why": why}:
+                self.aborted = self.aborted or GroupAborted(aborting_rank, dict(why))
+            case {"closed": why, "at": last_call}:
+                self._exits[rank], self._last_calls[rank] = why, last_call

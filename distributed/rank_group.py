@@ -33,9 +33,9 @@ from ..engine.signals import deferred_signals, uninterrupted
 from .peer_monitor import GroupAborted, PeerMonitor, connect
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun reads a rank's error from this file
-POLL = timedelta(seconds=0.1)  # how often a wait checks for signals and aborts
-PATIENCE = 1.0  # seconds that a wait continues after a signal, so that a step can finish if all ranks answer
-ENDING = (signal.SIGINT, signal.SIGTERM)
+POLL_INTERVAL = timedelta(seconds=0.1)  # how often a wait checks for signals and aborts
+PATIENCE_SECONDS = 1.0  # seconds that a wait continues after a signal, so that a step can finish if all ranks answer
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 CONNECT_SECONDS = 60.0  # limit for all ranks to connect
 _closed_groups: set[tuple[int, ...]] = set()  # the groups that this process has left, each as its ranks
 
@@ -60,27 +60,27 @@ class LossReport:
     """Writes a group's first error to the log (by default, to stderr) and to torchrun's error file."""
 
     def __init__(self, rank: int) -> None:
-        self._rank, self._writing, self._is_written = rank, Lock(), False
+        self._rank, self._lock, self._is_written = rank, Lock(), False
         if ERROR_FILE in os.environ:  # import now, since after a rank is lost there is no time
             import torch.distributed.elastic.multiprocessing.errors  # noqa: F401
 
-    def write(self, error: GroupError, noticed: bool = False) -> None:
+    def write(self, error: GroupError, is_early: bool = False) -> None:
         """Write an error. Any thread may call this.
 
-        noticed: True if the error was not raised in a call of this rank. Such an error is written only if it is the
+        is_early: True if the error was not raised in a call of this rank. Such an error is written only if it is the
         first, because torchrun ends the remaining ranks once one is lost.
         """
-        with self._writing:
-            if self._is_written and noticed:
+        with self._lock:
+            if self._is_written and is_early:
                 return
             if not self._is_written:
                 getLogger("tierbed").error("GroupError on rank %d: %s", self._rank, error)
             self._is_written = True
             if ERROR_FILE in os.environ:
-                _record(error)
+                _write_error_file(error)
 
 
-def _record(error: GroupError) -> None:
+def _write_error_file(error: GroupError) -> None:
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     try:
@@ -112,32 +112,32 @@ class RankGroup:
         """ranks: torch's global ranks, in order; empty for this process alone. rank: this process's position."""
         self.rank, self.size = rank, max(len(ranks), 1)
         self.timeout, self.row_dtype, self.grad_dtype = timeout, rows, grads
-        self.on_host = 1  # number of ranks on this host
-        self.step_collectives = 0  # collectives of steps begun so far
+        self.num_ranks_on_host = 1
+        self.num_step_collectives = 0  # collectives of steps begun so far
         self.collectives = NO_COLLECTIVES  # the running step's collectives; must be equal on all ranks
-        self.pending: Any = None  # the Handshake whose headers are in flight
+        self.pending_handshake: Any = None  # the Handshake whose headers are in flight
         self.synced_tensors = WeakTensorKeyDictionary()  # tensors that were broadcast from rank 0
         self.pinned_batches: list[Any] | None = None  # batches pinned in a graph's running step, in order
         self.shared_error: BaseException | None = None  # the last error raised on all ranks
-        self.mismatches = 0  # how often all ranks raised because their calls or values differed
+        self.num_mismatches = 0  # how often all ranks raised because their calls or values differed
         self.failure: GroupError | None = None
         self._caller: tuple[int, int] | None = None  # process id and thread id that make all calls
-        self.calls = self.started_by_all = 0  # numbers of collectives begun here, and certainly begun on all ranks
+        self.num_calls = self.num_shared_calls = 0  # collectives begun here, and certainly begun on all ranks
         self._in_flight: list[PendingAllToAll] = []  # failed steps leave transfers here that nobody waits for
         self._group: dist.ProcessGroup | None = None
         self._peers: PeerMonitor | None = None
         self._op = "start of the world"  # the last call begun here
-        self._report = LossReport(self.rank)
+        self._loss_report = LossReport(self.rank)
         if ranks:
             self._connect(ranks)
 
     def close(self) -> None:
-        """Leave the group. Waits up to PATIENCE seconds for collectives that all ranks have begun, not for others."""
+        """Leave the group. Waits up to PATIENCE_SECONDS for collectives that all ranks have begun, not for others."""
         with uninterrupted():
             if self.failure is None:
-                deadline = monotonic() + PATIENCE
+                deadline = monotonic() + PATIENCE_SECONDS
                 for pending in self._in_flight:  # left by failed steps
-                    while pending.call <= self.started_by_all and monotonic() < deadline and pending.poll():
+                    while pending.call <= self.num_shared_calls and monotonic() < deadline and pending.poll():
                         pass
             self.failure = self.failure or GroupError("this world is closed")
             if self._peers is not None:  # closed before the process group, so that no rank waits for a closed group
@@ -158,16 +158,16 @@ class RankGroup:
                 "must make all of them"
             )
 
-    def begin_step(self, collectives: CollectiveSequence, nested: bool) -> None:
-        """Begin a graph's step with these collectives. nested: True inside another step."""
+    def begin_step(self, collectives: CollectiveSequence, is_nested: bool) -> None:
+        """Begin a graph's step with these collectives. is_nested: True inside another step."""
         self.collectives, self.shared_error = collectives, None
-        if not nested:
+        if not is_nested:
             self.pinned_batches = []
 
-    def end_step(self, nested: bool) -> None:
+    def end_step(self, is_nested: bool) -> None:
         """End a graph's step."""
         self.collectives = NO_COLLECTIVES
-        if not nested:
+        if not is_nested:
             self.shared_error = self.pinned_batches = None  # an error's frames keep the step's tensors alive
 
     def must_report(self, error: BaseException) -> bool:
@@ -205,27 +205,27 @@ class RankGroup:
             out = empty((sum(receive_counts), *data.shape[1:]), data.dtype)
         self.check_thread()
         self.check_alive()
-        self.check_others(op, self.calls + 1)  # other ranks may be waiting for a transfer of other sizes
+        self.check_peers(op, self.num_calls + 1)  # other ranks may be waiting for a transfer of other sizes
         assert self._group is not None
         # torch's all_to_all_single calls this function too, but spends half its time in Python code
         work = self._group.alltoall_base(out, data, [*receive_counts], [*send_counts], dist.AllToAllOptions())
-        self.calls += 1
+        self.num_calls += 1
         self._op = op
         if self._peers is not None:
-            self._peers.last_call = self.calls
-        pending = PendingAllToAll(self, op, self.calls, work, out)
+            self._peers.last_call = self.num_calls
+        pending = PendingAllToAll(self, op, self.num_calls, work, out)
         self._in_flight = [*(transfer for transfer in self._in_flight if transfer.is_pending()), pending]
         return pending
 
-    def exchange_bytes(self, op: str, data: bytes, readers: int | None = None) -> list[bytes]:
-        """Send bytes to ranks below `readers`, by default to all. Returns each rank's bytes; other ranks get b""."""
+    def exchange_bytes(self, op: str, data: bytes, num_readers: int | None = None) -> list[bytes]:
+        """Send bytes to ranks below `num_readers`, by default to all. Returns each rank's bytes; others get b""."""
         if self.size == 1:
             return [data]
-        readers = self.size if readers is None else readers
-        send_counts = [len(data) * (rank < readers) for rank in range(self.size)]
+        num_readers = self.size if num_readers is None else num_readers
+        send_counts = [len(data) * (rank < num_readers) for rank in range(self.size)]
         receive_counts: list[int] = self.start(op, torch.tensor(send_counts)).wait().tolist()
         payload = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        out = self.start(op, payload.repeat(readers), send_counts, receive_counts).wait()
+        out = self.start(op, payload.repeat(num_readers), send_counts, receive_counts).wait()
         return [bytes(part.numpy()) for part in out.split(receive_counts)]
 
     @contextmanager
@@ -238,57 +238,57 @@ class RankGroup:
             yield
             return
         self.check_thread()
-        before = self.calls
+        num_calls_before = self.num_calls
         with uninterrupted():
             try:
                 yield
             except BaseException as error:
-                if self.must_report(error) and self.calls > before:
+                if self.must_report(error) and self.num_calls > num_calls_before:
                     self.abort(op, f"failed with {type(error).__name__}: {error}")
                 raise
 
-    def check_others(self, op: str, call: int) -> None:
+    def check_peers(self, op: str, call: int) -> None:
         """Raise GroupError if another rank has aborted the group, or has left the group before this call."""
         if self._peers is None:
             return
         if self._peers.aborted is not None:
             raise self._abort_by_peer(op, self._peers.aborted)
-        if self._peers.closed_before(call):
+        if self._peers.has_closed_before(call):
             raise self.abort_unresponsive(op, call, "a rank closed its world")
 
     def abort_unresponsive(self, op: str, call: int, how: str) -> GroupError:
         """Abort the group because collective number `call` failed. Returns the error, with the ranks' reports."""
-        missing: Mapping[int, str] = {}
+        reasons: Mapping[int, str] = {}
         if self._peers is not None:
             try:
-                missing = self._peers.unresponsive(call)
+                reasons = self._peers.find_unresponsive(call)
             except GroupAborted as aborted:
                 return self._abort_by_peer(op, aborted)
-            self._peers.broadcast_abort(self.rank, missing)
-        return self._abort(f"{op}: {_unresponsive_text(missing) or how}", missing)
+            self._peers.broadcast_abort(self.rank, reasons)
+        return self._abort(f"{op}: {_describe_silent(reasons) or how}", reasons)
 
-    def abort(self, op: str, why: str) -> GroupError:
+    def abort(self, op: str, reason: str) -> GroupError:
         """Abort the group because this rank failed in the middle of `op`. Returns the error."""
         if self._peers is not None:
-            self._peers.broadcast_abort(self.rank, {self.rank: why})
-        return self._abort(f"{op}: {why}", {})
+            self._peers.broadcast_abort(self.rank, {self.rank: reason})
+        return self._abort(f"{op}: {reason}", {})
 
     def _abort_by_peer(self, op: str, aborted: GroupAborted) -> GroupError:
         if self._peers is not None:
             self._peers.broadcast_abort(aborted.rank, aborted.why)
-        return self._abort(f"{op}: rank {aborted.rank} ended the group: {_unresponsive_text(aborted.why)}", aborted.why)
+        return self._abort(f"{op}: rank {aborted.rank} ended the group: {_describe_silent(aborted.why)}", aborted.why)
 
-    def _abort(self, message: str, missing: Mapping[int, str]) -> GroupError:
-        self.failure = GroupError(message, sorted(missing))
-        if missing:
-            self._report.write(self.failure)
+    def _abort(self, message: str, reasons: Mapping[int, str]) -> GroupError:
+        self.failure = GroupError(message, sorted(reasons))
+        if reasons:
+            self._loss_report.write(self.failure)
         self._leave_group()
         return self.failure
 
-    def _note_loss(self, rank: int, why: str) -> None:
+    def _report_loss(self, rank: int, reason: str) -> None:
         """Report a killed rank as soon as the monitor thread notices."""
-        message = f"rank {rank} was lost ({why}); the last call here: {self._op}"
-        self._report.write(GroupError(message, [rank]), noticed=True)
+        message = f"rank {rank} was lost ({reason}); the last call here: {self._op}"
+        self._loss_report.write(GroupError(message, [rank]), is_early=True)
 
     def _leave_group(self) -> None:
         if self._group is not None:
@@ -317,8 +317,8 @@ class RankGroup:
             raise GroupError(f"the ranks {ranks} did not meet: {error}") from error
         try:
             exchange = partial(self.exchange_bytes, self._op)
-            sockets, self.on_host = connect(self.rank, self.size, exchange, CONNECT_SECONDS)
-            self._peers = PeerMonitor(sockets, self._note_loss)
+            sockets, self.num_ranks_on_host = connect(self.rank, self.size, exchange, CONNECT_SECONDS)
+            self._peers = PeerMonitor(sockets, self._report_loss)
         except BaseException:
             self.close()
             raise
@@ -346,13 +346,13 @@ class PendingAllToAll:
             self._group.check_alive()
             interrupted_at = None
             while self.poll():
-                self._group.check_others(self._op, self.call)
+                self._group.check_peers(self._op, self.call)
                 now = monotonic()
                 if now > self._deadline:
                     raise self._group.abort_unresponsive(self._op, self.call, f"no answer in {self._group.timeout:g} s")
-                if signals := [number for number in deferred_signals() if number in ENDING]:
+                if signals := [number for number in deferred_signals() if number in ENDING_SIGNALS]:
                     interrupted_at = interrupted_at or now
-                    if now > interrupted_at + PATIENCE:
+                    if now > interrupted_at + PATIENCE_SECONDS:
                         name = signal.Signals(signals[0]).name
                         raise self._group.abort(self._op, f"interrupted by {name} in a wait for others")
             if self._failure:
@@ -371,10 +371,10 @@ class PendingAllToAll:
         return self._work is not None
 
     def poll(self) -> bool:
-        """Wait up to POLL. Returns True if the transfer is still in flight."""
+        """Wait up to POLL_INTERVAL. Returns True if the transfer is still in flight."""
         if self._work is not None:
             with suppress(RuntimeError):
-                self._work.wait(POLL)
+                self._work.wait(POLL_INTERVAL)
         return self.is_pending()
 
     def release(self) -> bool:
@@ -383,9 +383,9 @@ class PendingAllToAll:
         return work is None or work.is_completed()
 
 
-def _unresponsive_text(missing: Mapping[int, str]) -> str:
+def _describe_silent(reasons: Mapping[int, str]) -> str:
     texts = []
-    for reason in dict.fromkeys(missing.values()):
-        ranks = [str(rank) for rank in sorted(missing) if missing[rank] == reason]
+    for reason in dict.fromkeys(reasons.values()):
+        ranks = [str(rank) for rank in sorted(reasons) if reasons[rank] == reason]
         texts.append(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} did not answer ({reason})")
     return "; ".join(texts)

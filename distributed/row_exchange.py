@@ -36,7 +36,7 @@ class RankBuffers:
     """All ranks' rows in one piece of memory. blocks: each rank's rows, [the rank's count, dim]."""
 
     def __init__(self, world: World, counts: list[int], dim: int, dtype: torch.dtype) -> None:
-        self.rows, self.remote_counts = empty((sum(counts), dim), dtype), zeroed(counts, world.rank)
+        self.rows, self.remote_counts = empty((sum(counts), dim), dtype), with_zero(counts, world.rank)
         *self.blocks, own = self.rows.split([*self.remote_counts, counts[world.rank]])
         self.blocks[world.rank] = own
 
@@ -92,8 +92,8 @@ class IdExchange:
         if local.spec.num_tables > 1:
             ids = torch.stack((local.by_owner.keys, local.by_owner.tables), 1)
         self._rank, self._device = world.rank, local.processor.device
-        send_counts, self._receive_counts = (zeroed(part, world.rank) for part in (local.counts, counts))
-        self._own = ids[sum(send_counts) :]  # this rank's own ids are last
+        send_counts, self._receive_counts = (with_zero(part, world.rank) for part in (local.counts, counts))
+        self._own_ids = ids[sum(send_counts) :]  # this rank's own ids are last
         traffic.ids_sent += sum(send_counts)
         traffic.ids_received += sum(self._receive_counts)
         traffic.bytes_sent += 8 * ids.shape[1] * sum(send_counts)
@@ -103,11 +103,11 @@ class IdExchange:
     def wait(self) -> list[Lookup]:
         """Return one lookup per rank: the rows that the rank requests from this rank."""
         parts = [*self._exchange.wait().split(self._receive_counts)]
-        parts[self._rank] = self._own
+        parts[self._rank] = self._own_ids
         return [Lookup(*(column.contiguous().to(self._device) for column in part.unbind(1))) for part in parts]
 
 
-def zeroed(counts: list[int], rank: int) -> list[int]:
+def with_zero(counts: list[int], rank: int) -> list[int]:
     """Return the counts, with one rank's count replaced by 0."""
     return [*counts[:rank], 0, *counts[rank + 1 :]]
 

@@ -39,6 +39,6 @@ def check_sendable(name: str, x: Any, summed: bool = False) -> Tensor:
     return x
 
 
-def bytes_of(x: Tensor) -> Tensor:
+def to_bytes(x: Tensor) -> Tensor:
     """Return a checked tensor's values as a flat uint8 tensor on the CPU, in row-major order."""
     return x.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8)

@@ -31,7 +31,7 @@ from ..engine.table.table_report import new_rows
 from .handshake import Handshake
 from .id_prefetch import IdPrefetcher
 from .rank_group import PendingAllToAll
-from .row_exchange import IdExchange, LocalBatch, RankBuffers, Traffic, concat_lookups, start_exchange, zeroed
+from .row_exchange import IdExchange, LocalBatch, RankBuffers, Traffic, concat_lookups, start_exchange, with_zero
 from .world import World, try_call
 
 T = TypeVar("T")
@@ -48,48 +48,48 @@ class ShardedBatch:
         self,
         table: ShardedTable,
         op: str,
-        local: LocalBatch,
-        requested: list[Lookup],
-        pools: bool,
-        owned: PinnedBatch | None,
+        local_batch: LocalBatch,
+        requested_lookups: list[Lookup],
+        has_pooling: bool,
+        owner_batch: PinnedBatch | None,
         error: BaseException | None,
         dtype: torch.dtype,
     ) -> None:
-        """pools: True if any rank pools rows. owned: the pinned rows that ranks request; None after an `error`."""
-        self.core: Any = local.batch
-        self.lookups, self.dtype = local.lookups, dtype
-        self.local, self.requested, self.owned = local, requested, owned
+        """has_pooling: True if any rank pools rows. owner_batch: the rows that ranks request; None after an `error`."""
+        self.core: Any = local_batch.batch
+        self.lookups, self.dtype = local_batch.lookups, dtype
+        self.local_batch, self.requested_lookups, self.owner_batch = local_batch, requested_lookups, owner_batch
         self._table, self._world, self._op = table, table.world, op
-        self._requested_counts = [len(lookup.ids) for lookup in requested]
-        self._dim = local.spec.dim
+        self._requested_counts = [len(lookup.ids) for lookup in requested_lookups]
+        self._dim = local_batch.spec.dim
         # unpooled rows are rounded to the output dtype before they are sent; the result is the same
-        wire = dtype if not pools and self._world.row_dtype == torch.float32 else self._world.row_dtype
-        self._keeps_own = wire == torch.float32  # otherwise rows that this rank keeps are rounded like sent rows
-        received = zeroed(local.counts, self._world.rank) if self._keeps_own else local.counts
-        self._received = RankBuffers(self._world, received, self._dim, wire)
+        wire_dtype = dtype if not has_pooling and self._world.row_dtype == torch.float32 else self._world.row_dtype
+        self._keeps_own = wire_dtype == torch.float32  # otherwise rows that this rank keeps are rounded like sent rows
+        received = with_zero(local_batch.counts, self._world.rank) if self._keeps_own else local_batch.counts
+        self._received_buffers = RankBuffers(self._world, received, self._dim, wire_dtype)
         self._rows: Tensor | None = None  # the received rows, [m, dim] float32
-        self._sent: PendingAllToAll | None = None
+        self._sending: PendingAllToAll | None = None
         self._sums: RankBuffers | None = None  # gradients of the rows that this rank owns, by sending rank
         self._own_sums = torch.empty(0)  # gradients of rows that this rank both owns and looked up
-        rows, new = (0, 0) if owned is None else table.rows_and_new(owned)
-        outgoing, op = self._blocks(wire), f"rows of {op}"
+        rows, new = (0, 0) if owner_batch is None else table.count_rows_and_new(owner_batch)
+        outgoing, op = self._gather_blocks(wire_dtype), f"rows of {op}"
         self._headers = Handshake(self._world, op, error, counts=[new] * self._world.size, note=rows)
-        self._in_flight = start_exchange(self._world, op, outgoing, self._received, table.traffic)
-        table.traffic.rows_received += sum(zeroed(local.counts, self._world.rank))
+        self._in_flight = start_exchange(self._world, op, outgoing, self._received_buffers, table.traffic)
+        table.traffic.rows_received += sum(with_zero(local_batch.counts, self._world.rank))
 
-    def _blocks(self, wire: torch.dtype) -> RankBuffers:
+    def _gather_blocks(self, wire_dtype: torch.dtype) -> RankBuffers:
         """Return the requested rows that this rank owns, one block per requesting rank."""
         own_rank = self._world.rank
-        blocks = RankBuffers(self._world, zeroed(self._requested_counts, own_rank), self._dim, wire)
-        if self.owned is not None:
+        blocks = RankBuffers(self._world, with_zero(self._requested_counts, own_rank), self._dim, wire_dtype)
+        if self.owner_batch is not None:
             for rank in range(self._world.size):
                 if rank == own_rank and self._keeps_own:
                     continue
-                block = (self._received if rank == own_rank else blocks).blocks[rank]
-                if wire == torch.float32 and self.owned.lookups[rank].ids.device.type == "cpu":
-                    self.owned.gather(rank, out=block)
+                block = (self._received_buffers if rank == own_rank else blocks).blocks[rank]
+                if wire_dtype == torch.float32 and self.owner_batch.lookups[rank].ids.device.type == "cpu":
+                    self.owner_batch.gather(rank, out=block)
                 else:
-                    block.copy_(self.owned.gather(rank))
+                    block.copy_(self.owner_batch.gather(rank))
         self._table.traffic.rows_sent += len(blocks.rows)
         return blocks
 
@@ -100,20 +100,20 @@ class ShardedBatch:
         self._unpin_on_error(self._in_flight.wait)
         answer = self._unpin_on_error(self._headers.wait)
         self._unpin_on_error(lambda: self._table.check_capacity(answer.notes, answer.counts))
-        self._rows = self._received.rows.to(self.local.processor.device, torch.float32)
-        assert self.owned is not None
-        own = (self.owned.core, sum(self._requested_counts[: self._world.rank])) if self._keeps_own else None
-        self.local.processor.set_lines(self.core, self._rows, self.local.by_owner.positions, own)
+        self._rows = self._received_buffers.rows.to(self.local_batch.processor.device, torch.float32)
+        assert self.owner_batch is not None
+        own = (self.owner_batch.core, sum(self._requested_counts[: self._world.rank])) if self._keeps_own else None
+        self.local_batch.processor.set_lines(self.core, self._rows, self.local_batch.by_owner.positions, own)
 
     def gather(self, index: int, weights: Tensor | None = None) -> Tensor:
         """Return the rows of lookup number `index`, as `PinnedBatch.gather` does."""
         with self._while_pinned():
-            return self.local.processor.gather(self.core, index, self.lookups[index], weights, self.dtype)
+            return self.local_batch.processor.gather(self.core, index, self.lookups[index], weights, self.dtype)
 
     def weights_grad(self, index: int, grad: Tensor) -> Tensor:
         """Return the weight gradient of lookup number `index`, as `PinnedBatch.weights_grad` does."""
         with self._while_pinned():
-            return self.local.processor.weights_grad(self.core, index, self.lookups[index], grad)
+            return self.local_batch.processor.weights_grad(self.core, index, self.lookups[index], grad)
 
     def send(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
         """Sum the gradients per unique row, and start to send the sums to the owners.
@@ -123,16 +123,17 @@ class ShardedBatch:
         """
         all_weights = weights or [None] * len(self.lookups)
         with self._while_pinned():
-            sums = self._sum_gradients(checked_gradients(self.local.spec, self.lookups, grads, all_weights, self.dtype))
+            spec = self.local_batch.spec
+            sums = self._sum_gradients(checked_gradients(spec, self.lookups, grads, all_weights, self.dtype))
         self._start_sending(sums)
 
     def send_nothing(self) -> None:
         """Take part in the gradient exchange without valid gradients, if `send` failed or was not called."""
-        if self._sent is not None:
+        if self._sending is not None:
             return
         world = self._world
         try:
-            self._start_sending(RankBuffers(world, self.local.counts, self._dim, world.grad_dtype))
+            self._start_sending(RankBuffers(world, self.local_batch.counts, self._dim, world.grad_dtype))
         except BaseException as error:
             if not world.must_report(error):
                 raise
@@ -140,11 +141,11 @@ class ShardedBatch:
             raise world.abort(f"gradients of {self._op}", f"failed with {error!r}") from error
 
     def _sum_gradients(self, gradients: Gradients) -> RankBuffers:
-        local, wire, device = self.local, self._world.grad_dtype, self.local.processor.device
-        blocks = RankBuffers(self._world, local.counts, self._dim, wire)
-        needs_no_copy = wire == torch.float32 and device.type == "cpu"
+        local_batch, wire_dtype, device = self.local_batch, self._world.grad_dtype, self.local_batch.processor.device
+        blocks = RankBuffers(self._world, local_batch.counts, self._dim, wire_dtype)
+        needs_no_copy = wire_dtype == torch.float32 and device.type == "cpu"
         sums = blocks.rows if needs_no_copy else torch.empty(blocks.rows.shape, dtype=torch.float32, device=device)
-        local.processor.sum_gradients(self.core, gradients, local.by_owner.positions, sums)
+        local_batch.processor.sum_gradients(self.core, gradients, local_batch.by_owner.positions, sums)
         if not needs_no_copy:
             blocks.rows.copy_(sums)
         return blocks
@@ -153,13 +154,13 @@ class ShardedBatch:
         world = self._world
         self._sums = RankBuffers(world, self._requested_counts, self._dim, world.grad_dtype)
         self._own_sums = outgoing.blocks[world.rank]
-        self._sent = start_exchange(world, f"gradients of {self._op}", outgoing, self._sums, self._table.traffic)
-        world.step_collectives += 1
+        self._sending = start_exchange(world, f"gradients of {self._op}", outgoing, self._sums, self._table.traffic)
+        world.num_step_collectives += 1
 
     def receive(self) -> None:
         """Wait for the exchange of gradients."""
-        assert self._sent is not None
-        self._sent.wait()
+        assert self._sending is not None
+        self._sending.wait()
 
     def _receive(self) -> list[Tensor]:
         """Return the gradients received from each rank: float32 [rows that the rank requested, dim]."""
@@ -167,13 +168,13 @@ class ShardedBatch:
         assert self._sums is not None
         sums = [*self._sums.blocks]
         sums[self._world.rank] = self._own_sums
-        return [part.to(self.local.processor.device, torch.float32) for part in sums]
+        return [part.to(self.local_batch.processor.device, torch.float32) for part in sums]
 
     def square_gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> float:
         """Return the squared gradients of all rows, summed over ranks. The sum is the same on every rank."""
-        owned, sums = self._prepare(grads, weights), self._receive()
+        owner_batch, sums = self._prepare(grads, weights), self._receive()
         world, op = self._world, f"norm of {self._op}"
-        squares, error = try_call(lambda: owned.partial_squares(sums))
+        squares, error = try_call(lambda: owner_batch.partial_squares(sums))
         with world.collective_block(op):
             headers = Handshake(world, op, error)
             own_parts = torch.from_numpy(partial_sum(np.empty(0, np.float32)) if squares is None else squares)
@@ -194,11 +195,11 @@ class ShardedBatch:
         losses. If `send` was not called, sends the gradients first; an error in this part is raised on every rank. Any
         later error is raised on this rank alone, and then no rank can use the rows.
         """
-        owned = self._prepare(grads, weights)
+        owner_batch = self._prepare(grads, weights)
         sums = self._receive()
         try:
             self._table.local.count_write()
-            owned.update(sums, None, 1.0 / self._world.size if scale is None else scale, clip_value)
+            owner_batch.update(sums, None, 1.0 / self._world.size if scale is None else scale, clip_value)
         except BaseException as error:
             self.mark_diverged(error)
             raise
@@ -215,14 +216,14 @@ class ShardedBatch:
 
     def _prepare(self, grads: list[Tensor], weights: list[Tensor | None] | None) -> PinnedBatch:
         """Send the gradients if `send` was not called, and return the pinned rows that this rank owns."""
-        if self._sent is None:
-            self._check()
+        if self._sending is None:
+            self._check_pinned()
             self.arrive()
             _, error = try_call(lambda: self.send(grads, weights))
             self.send_nothing()
             self._unpin_on_error(lambda: self._world.handshake(f"gradients of {self._op}", error))
-        assert self.owned is not None
-        return self.owned
+        assert self.owner_batch is not None
+        return self.owner_batch
 
     def _unpin_on_error(self, call: Callable[[], T]) -> T:
         """Return a call's result. If the call raises, unpin."""
@@ -235,18 +236,18 @@ class ShardedBatch:
     @contextmanager
     def _while_pinned(self) -> Iterator[None]:
         """Wrap a block that needs pinned rows. Locks the local table, so the rows stay pinned there too."""
-        self._check()
+        self._check_pinned()
         self.arrive()
-        assert self.owned is not None
-        with self.owned.table.lock:
-            self.owned.table.check_pinned(self.owned)
+        assert self.owner_batch is not None
+        with self.owner_batch.table.lock:
+            self.owner_batch.table.check_pinned(self.owner_batch)
             yield
 
-    def _check(self) -> None:
+    def _check_pinned(self) -> None:
         if self._table.pinned is not self:
             raise StoreError(
-                f"embedding {self.local.spec.name!r}: the batch is no longer pinned: put, delete or a load unpinned "
-                "its rows in the middle of the step; write to an embedding from one thread at a time"
+                f"embedding {self.local_batch.spec.name!r}: the batch is no longer pinned: put, delete or a load "
+                "unpinned its rows in the middle of the step; write to an embedding from one thread at a time"
             )
 
 
@@ -308,10 +309,10 @@ class ShardedTable:
         op = f"embedding {self.name!r}, step {self.open_table.step + 1}"
         self.release()
         self._before_step()
-        local, requested, pools = self._request(op, lookups, dedup_from, dtype)
-        owned_dedup_from = None if dedup_from is None else dedup_from.owned
-        owned, error = try_call(lambda: self._pin_requested(requested, owned_dedup_from))
-        self.pinned = ShardedBatch(self, op, local, requested, pools, owned, error, dtype)
+        local_batch, requested_lookups, has_pooling = self._request(op, lookups, dedup_from, dtype)
+        dedup_from_owner = None if dedup_from is None else dedup_from.owner_batch
+        owner_batch, error = try_call(lambda: self._pin_requested(requested_lookups, dedup_from_owner))
+        self.pinned = ShardedBatch(self, op, local_batch, requested_lookups, has_pooling, owner_batch, error, dtype)
         if self.world.pinned_batches is not None:
             self.world.pinned_batches.append(self.pinned)
         return self.pinned
@@ -335,81 +336,82 @@ class ShardedTable:
         dtype: the dtype of the rows that a step gathers; None if this is not a step.
         """
         world, table, is_step = self.world, self.open_table, dtype is not None
-        announced = self.id_prefetcher.find(lookups, table.processor) if is_step else None
-        number = 0 if announced is None else announced.number
-        pools = any(lookup.pooling is not None for lookup in lookups)
-
-        same: dict[str, Any] = {"graph": world.collectives, "shared lookups": dedup_from is not None}
+        announced_step = self.id_prefetcher.find(lookups, table.processor) if is_step else None
+        number = 0 if announced_step is None else announced_step.number
+        has_pooling = any(lookup.pooling is not None for lookup in lookups)
+        shared_values: dict[str, Any] = {"graph": world.collectives, "shared lookups": dedup_from is not None}
 
         def prepare() -> LocalBatch:
             self._check_diverged()
             if is_step:
                 optimizer = table.check_optimizer()
                 numbers = optimizer.numbers(table.step + 1)
-                same.update({"output_dtype": str(dtype), "optimizer": optimizer.rule, "its numbers": numbers})
-            if announced is not None and announced.local is not None and dedup_from is None:
-                return announced.local
-            reused = None if dedup_from is None else dedup_from.local
-            return LocalBatch(table.processor, table.spec, lookups, world, reused)
+                shared_values.update({"output_dtype": str(dtype), "optimizer": optimizer.rule, "its numbers": numbers})
+            if announced_step is not None and announced_step.local_batch is not None and dedup_from is None:
+                return announced_step.local_batch
+            other_batch = None if dedup_from is None else dedup_from.local_batch
+            return LocalBatch(table.processor, table.spec, lookups, world, other_batch)
 
-        local, error = try_call(prepare)
-        counts = [0] * world.size if local is None else local.counts
+        local_batch, error = try_call(prepare)
+        counts = [0] * world.size if local_batch is None else local_batch.counts
         try:
             wants_more = self._requests.is_wanted()
-            answer = world.handshake(op, error, same, counts=counts, note=2 * number + pools, wants_more=wants_more)
+            note = 2 * number + has_pooling
+            answer = world.handshake(op, error, shared_values, counts=counts, note=note, wants_more=wants_more)
         finally:
-            world.step_collectives += 1
-        assert local is not None
+            world.num_step_collectives += 1
+        assert local_batch is not None
         if is_step:
             self.id_prefetcher.advance()  # only here: a failed rank takes part in no other handshake
         if answer.wants_more:
             self._requests.serve()
-        pools = any(note & 1 for note in answer.notes)
+        has_pooling = any(note & 1 for note in answer.notes)
         if dedup_from is not None:
             self.id_prefetcher.skip(number)
-            return local, dedup_from.requested, pools
-        if announced is not None and all(note >> 1 == number for note in answer.notes):
-            return local, self.id_prefetcher.take(announced), pools
+            return local_batch, dedup_from.requested_lookups, has_pooling
+        if announced_step is not None and all(note >> 1 == number for note in answer.notes):
+            return local_batch, self.id_prefetcher.take(announced_step), has_pooling
         self.id_prefetcher.skip(number)
-        return local, IdExchange(world, f"ids of {op}", local, answer.counts, self.traffic).wait(), pools
+        ids = IdExchange(world, f"ids of {op}", local_batch, answer.counts, self.traffic).wait()
+        return local_batch, ids, has_pooling
 
     def read(
         self, lookup: Lookup, weights: Tensor | None = None, dtype: torch.dtype = torch.float32, trains: bool = False
     ) -> Tensor:
         """Read rows or pooled bags, as `OpenTable.read` does. All ranks call it, each with its own ids."""
-        local = self._look_up(lookup, trains)
-        return local.processor.gather(local.batch, 0, lookup, weights, dtype)
+        local_batch = self._look_up(lookup, trains)
+        return local_batch.processor.gather(local_batch.batch, 0, lookup, weights, dtype)
 
     def get(self, lookup: Lookup) -> Tensor:
         return self.read(lookup)
 
     def read_weights_grad(self, lookup: Lookup, grad: Tensor) -> Tensor:
         """Return the weight gradient of a read-only lookup, as `OpenTable.read_weights_grad` does."""
-        local = self._look_up(lookup, trains=True)
-        return local.processor.weights_grad(local.batch, 0, lookup, grad)
+        local_batch = self._look_up(lookup, trains=True)
+        return local_batch.processor.weights_grad(local_batch.batch, 0, lookup, grad)
 
     @_collective("lookup")
     def _look_up(self, lookup: Lookup, trains: bool) -> LocalBatch:
         """Return this rank's unique rows of a lookup, with their lines set to the received rows."""
         op = f"embedding {self.name!r}, lookup at step {self.open_table.step}"
-        local, requested, _ = self._request(op, [lookup])
+        local_batch, requested, _ = self._request(op, [lookup])
         counts = [len(part.ids) for part in requested]
         rows, error = try_call(lambda: self.open_table.get(concat_lookups(requested), trains))
         source, target = (
-            RankBuffers(self.world, c, local.spec.dim, self.world.row_dtype) for c in (counts, local.counts)
+            RankBuffers(self.world, c, local_batch.spec.dim, self.world.row_dtype) for c in (counts, local_batch.counts)
         )
         if rows is not None:
             for rank, part in enumerate(rows.split(counts)):
                 (target if rank == self.world.rank else source).blocks[rank].copy_(part)
         self.traffic.rows_sent += sum(counts) - counts[self.world.rank]
-        self.traffic.rows_received += sum(local.counts) - local.counts[self.world.rank]
+        self.traffic.rows_received += sum(local_batch.counts) - local_batch.counts[self.world.rank]
         headers = Handshake(self.world, f"rows of {op}", error)
         start_exchange(self.world, f"rows of {op}", source, target, self.traffic).wait()
         headers.wait()
-        rows_here = target.rows.to(local.processor.device, torch.float32)
-        local.processor.set_lines(local.batch, rows_here, local.by_owner.positions)
-        local.rows = rows_here
-        return local
+        received_rows = target.rows.to(local_batch.processor.device, torch.float32)
+        local_batch.processor.set_lines(local_batch.batch, received_rows, local_batch.by_owner.positions)
+        local_batch.rows = received_rows
+        return local_batch
 
     @_collective("put")
     def put(self, lookup: Lookup, values: NDArray[np.float32]) -> None:
@@ -417,21 +419,21 @@ class ShardedTable:
         op = f"put of embedding {self.name!r} at step {self.open_table.step}"
         requested, rows = self._scatter(op, lookup, values)
         if self.capacity is not None:
-            new, error = try_call(lambda: new_rows(self.open_table, requested))
-            news = [new or 0] * self.world.size
-            answer = self.world.handshake(f"{op}: room", error, counts=news, note=self.open_table.counts.rows)
+            num_new, error = try_call(lambda: new_rows(self.open_table, requested))
+            new_counts = [num_new or 0] * self.world.size
+            answer = self.world.handshake(f"{op}: room", error, counts=new_counts, note=self.open_table.counts.rows)
             self.check_capacity(answer.notes, answer.counts)
         self.local.count_write()
         _, error = try_call(lambda: self.open_table.put(requested, rows))
         self.world.handshake(f"{op}: done", error)
 
-    def check_capacity(self, rows: list[int], new: list[int]) -> None:
-        """Raise CapacityError on every rank if new rows exceed `capacity`. rows, new: each rank's counts."""
-        if self.capacity is not None and any(new) and sum(rows) + sum(new) > self.capacity:
+    def check_capacity(self, counts: list[int], new_counts: list[int]) -> None:
+        """Raise CapacityError on every rank if new rows exceed `capacity`. counts, new_counts: each rank's rows."""
+        if self.capacity is not None and any(new_counts) and sum(counts) + sum(new_counts) > self.capacity:
             self.world.raise_shared(
                 CapacityError(
-                    f"embedding {self.name!r}: capacity={self.capacity} rows over all ranks, but {sum(rows)} exist "
-                    f"and {sum(new)} new ones would be added; give a larger capacity, or an eviction policy"
+                    f"embedding {self.name!r}: capacity={self.capacity} rows over all ranks, but {sum(counts)} exist "
+                    f"and {sum(new_counts)} new ones would be added; give a larger capacity, or an eviction policy"
                 )
             )
 
@@ -441,16 +443,16 @@ class ShardedTable:
         op = f"delete of embedding {self.name!r} at step {self.open_table.step}"
         requested, _ = self._scatter(op, lookup, None)
         self.local.count_write()
-        deleted, error = try_call(lambda: self.open_table.delete(requested))
-        return sum(self.world.handshake(f"{op}: done", error, note=deleted or 0).notes)
+        num_deleted, error = try_call(lambda: self.open_table.delete(requested))
+        return sum(self.world.handshake(f"{op}: done", error, note=num_deleted or 0).notes)
 
     def _scatter(
         self, op: str, lookup: Lookup, values: NDArray[np.float32] | None
     ) -> tuple[Lookup, NDArray[np.float32]]:
         """Send ids and values [n, dim] to the owners. Returns what this rank receives, ordered by sending rank."""
         world, spec = self.world, self.open_table.spec
-        on_host = Lookup(lookup.ids.cpu(), None if lookup.table_ids is None else lookup.table_ids.cpu())
-        batch = batch_of(spec, [on_host])  # an error here or in the next two lines is raised on all ranks
+        host_lookup = Lookup(lookup.ids.cpu(), None if lookup.table_ids is None else lookup.table_ids.cpu())
+        batch = batch_of(spec, [host_lookup])  # an error here or in the next two lines is raised on all ranks
         self._check_diverged()
         self._clear_clean_marker()
         owners = _core.owners(batch.tables, batch.keys, world.size)
@@ -463,16 +465,16 @@ class ShardedTable:
         requested = Lookup(keys, tables)
         if values is None:
             return requested, np.empty((0, spec.dim), np.float32)
-        last = np.empty(batch.unique, np.int64)
-        last[batch.inverse] = np.arange(len(batch.inverse))  # a repeated id keeps its last value
-        rows = world.start(f"rows of {op}", torch.from_numpy(values[last[order]]), send_counts, receive_counts).wait()
+        picks = np.empty(batch.unique, np.int64)
+        picks[batch.inverse] = np.arange(len(batch.inverse))  # a repeated id keeps its last value
+        rows = world.start(f"rows of {op}", torch.from_numpy(values[picks[order]]), send_counts, receive_counts).wait()
         return requested, rows.numpy()
 
     @_collective("size")
     def size(self) -> int:
         """Return the number of rows over all ranks."""
-        rows, error = try_call(lambda: self.open_table.size())
-        return sum(self.world.handshake(f"size of embedding {self.name!r}", error, note=rows or 0).notes)
+        num_rows, error = try_call(lambda: self.open_table.size())
+        return sum(self.world.handshake(f"size of embedding {self.name!r}", error, note=num_rows or 0).notes)
 
     @_collective("announcement")
     def announce(self, lookups: list[Lookup] | None, together: bool = False) -> None:
@@ -487,12 +489,12 @@ class ShardedTable:
             lookups, lambda: LocalBatch(self.open_table.processor, self.open_table.spec, lookups or [], self.world)
         )
 
-    def rows_and_new(self, owned: PinnedBatch) -> tuple[int, int]:
+    def count_rows_and_new(self, owner_batch: PinnedBatch) -> tuple[int, int]:
         """Return this rank's row count, and the number of rows that a pinned batch adds. (0, 0) without `capacity`."""
         if self.capacity is None:
             return 0, 0
-        written = int(owned.table.processor.count_written(owned.core).sum())
-        return self.open_table.counts.rows, owned.core.unique - written
+        num_written = int(owner_batch.table.processor.count_written(owner_batch.core).sum())
+        return self.open_table.counts.rows, owner_batch.core.unique - num_written
 
     def mark_diverged(self, op: str, error: BaseException) -> None:
         """Called after this rank failed in an update that other ranks made. No rank can use the rows until a load."""

@@ -22,7 +22,7 @@ from ..engine.checks import as_number, checked_arguments
 from ..engine.errors import GroupError, OptionError
 from .handshake import Handshake, HandshakeResult
 from .rank_group import RankGroup
-from .sendable import bytes_of, check_sendable
+from .sendable import check_sendable, to_bytes
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -49,7 +49,7 @@ def make_default_group(timeout: float) -> None:
     limit = timedelta(seconds=max(timeout, MIN_START_SECONDS))
     try:
         store, rank, size = next(rendezvous("env://", timeout=limit))
-        start_store = store_of_this_start(store, rank, size, limit)
+        start_store = make_start_store(store, rank, size, limit)
         dist.init_process_group("gloo", store=start_store, rank=rank, world_size=size, timeout=limit)
     except RuntimeError as error:
         if isinstance(error, GroupError):
@@ -57,7 +57,7 @@ def make_default_group(timeout: float) -> None:
         raise GroupError(f"the ranks of this job did not all start within {limit}, or one was lost: {error}") from None
 
 
-def store_of_this_start(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
+def make_start_store(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
     """Return a view of torch's store that only the ranks of the job's current start use.
 
     torchrun keeps its store when it restarts a job's processes. A rank that starts early could then read addresses of
@@ -118,7 +118,7 @@ class World(RankGroup):
         for name, dtype in (("rows", rows), ("grads", grads)):
             if dtype not in DTYPES:
                 raise OptionError(f"{name}={dtype}: give one of {', '.join(map(str, DTYPES))}")
-        rank, size = _rank_and_size(group)
+        rank, size = _read_rank_and_size(group)
         if size > 1 and "gloo" not in (backends := dist.get_backend_config(group)):
             raise OptionError(
                 f"group: its backends are {backends}; ranks exchange rows through host memory over Gloo, also for "
@@ -171,7 +171,7 @@ class World(RankGroup):
             InputError: on all ranks, if any rank passes something other than a dense tensor of numbers.
             GroupError: on all ranks, if dtypes or shapes differ, or if the world is aborted.
         """
-        return torch.cat(self._all_tensors("gather", x, 1))
+        return torch.cat(self._gather_tensors("gather", x, 1))
 
     def sum(self, x: Tensor) -> Tensor:
         """Add the tensors of all ranks, in rank order.
@@ -185,27 +185,27 @@ class World(RankGroup):
         Raises:
             InputError, GroupError: as for `gather`.
         """
-        total, *others = self._all_tensors("sum", x, 0)
+        total, *others = self._gather_tensors("sum", x, 0)
         for other in others:
             total += other
         return total.view(x.shape)
 
     def handshake(
-        self, op: str, error: BaseException | None = None, same: Mapping[str, Any] | None = None, **fields: Any
+        self, op: str, error: BaseException | None = None, shared_values: Mapping[str, Any] | None = None, **fields: Any
     ) -> HandshakeResult:
         """Exchange headers with all ranks (see `Handshake`), and wait for all headers. This call is a barrier."""
         with self.collective_block(op):
-            return Handshake(self, op, error, same, **fields).wait()
+            return Handshake(self, op, error, shared_values, **fields).wait()
 
-    def call_on_all_ranks(self, op: str, call: Callable[[], Any], same: Mapping[str, Any] | None = None) -> Any:
+    def call_on_all_ranks(self, op: str, call: Callable[[], Any], shared_values: dict[str, Any] | None = None) -> Any:
         """Return this rank's result of a call that every rank makes. An error on one rank is raised on all ranks.
 
-        same: values by name that must be equal on all ranks.
+        shared_values: values by name that must be equal on all ranks.
         """
         if self.size == 1:
             return call()
         result, error = try_call(call)
-        self.handshake(op, error, same)
+        self.handshake(op, error, shared_values)
         return result
 
     def call_on_rank_0(self, op: str, call: Callable[[], Any]) -> Any:
@@ -225,32 +225,32 @@ class World(RankGroup):
     @contextmanager
     def raise_on_all_ranks(self, op: str) -> Iterator[None]:
         """Wrap a block of collectives. An error before the first collective is raised on all ranks."""
-        before = self.calls
+        num_calls_before = self.num_calls
         try:
             yield
         except BaseException as error:
-            if self.calls == before and self.must_report(error):
+            if self.num_calls == num_calls_before and self.must_report(error):
                 self.handshake(op, error)
             raise
 
-    def _all_tensors(self, op: str, x: Any, open_dims: int) -> list[Tensor]:
+    def _gather_tensors(self, op: str, x: Any, open_dims: int) -> list[Tensor]:
         """Return copies of all ranks' tensors. open_dims: 1 if dimension 0 may differ between ranks, otherwise 0."""
         self.check_thread()
         self.check_alive()
-        data, error = try_call(lambda: bytes_of(check_sendable("x", x, open_dims == 0)))
+        data, error = try_call(lambda: to_bytes(check_sendable("x", x, open_dims == 0)))
         with self.collective_block(op):
-            same = {"tensor": None if error else f"{x.dtype} {list(x.shape[open_dims:])}"}
-            lengths = self.handshake(op, error, same, note=0 if error else len(torch.atleast_1d(x))).notes
+            shared_values = {"tensor": None if error else f"{x.dtype} {list(x.shape[open_dims:])}"}
+            lengths = self.handshake(op, error, shared_values, note=0 if error else len(torch.atleast_1d(x))).notes
             parts = self.exchange_bytes(op, data.numpy().tobytes())
-        return [_tensor(*part, x) for part in zip(parts, lengths, strict=True)]
+        return [_decode_tensor(*part, x) for part in zip(parts, lengths, strict=True)]
 
 
-def _tensor(data: bytes, length: int, like: Tensor) -> Tensor:
+def _decode_tensor(data: bytes, length: int, like: Tensor) -> Tensor:
     flat = torch.frombuffer(bytearray(data), dtype=like.dtype) if data else like.new_empty(0, device="cpu")
     return flat.view(length, *like.shape[1:]).to(like.device)
 
 
-def _rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
+def _read_rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise OptionError("there is no process group: call World.from_env() or dist.init_process_group() first")

@@ -93,7 +93,7 @@ def reference_at(step: int | None, snapshots: Path | None, base: str | None, ver
 
 def reference_of_unopened(store: Path, fresh: bool) -> RowsReference:
     """Return a reference to the rows that a closed store folder would open with. Raises StoreError."""
-    entry = None if fresh else GroupFile(FolderState(store)).own_entry()
+    entry = None if fresh else GroupFile(FolderState(store)).choose_own_entry()
     if entry is None:
         return RowsReference(None, version=NO_ROWS)
     return RowsReference(None, version=entry.live or (entry.snapshot and version_of_snapshot(entry.snapshot)))

@@ -17,7 +17,7 @@ from ...engine.table.table import OpenTable
 from ...snapshots.control.server import RequestedSave
 from ...snapshots.files.format import Manifest
 from ...snapshots.files.reader import Snapshot
-from ...snapshots.inspection.row import plain_row, read_row, row_key_of
+from ...snapshots.inspection.row import read_row, resolve_row_key, to_plain_row
 from ..tables.local_table import LocalTable
 from .rows_reference import check_not_pending
 from .save_and_load import save_together
@@ -34,8 +34,8 @@ def row_of(local: LocalTable, label: int | str, key: int) -> dict[str, Any]:
     with table.lock:
         table.check()
         description = table.describe()
-        row = read_row(table.finish_erasures(), table.form, *row_key_of(description, label, key))
-    return {} if row is None else plain_row(row[0], description)
+        row = read_row(table.finish_erasures(), table.form, *resolve_row_key(description, label, key))
+    return {} if row is None else to_plain_row(row[0], description)
 
 
 class LocalRequests:

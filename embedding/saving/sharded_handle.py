@@ -70,7 +70,7 @@ class ShardedTableHandle:
                 undo.callback(shared_folder.release)
                 recovery = RecoveryDecision(world, op, shared_folder, options.open, for_load, group)
                 undo.callback(recovery.leave)
-            shard = RankShard(world.rank, world.size, world.on_host)
+            shard = RankShard(world.rank, world.size, world.num_ranks_on_host)
             decide = None if recovery is None else recovery.decide
             local, error = try_call(lambda: LocalTable(spec, options, optimizer, device, shard, decide, group))
             if local is not None:
@@ -122,7 +122,7 @@ class ShardedTableHandle:
         tensors: RowTensors = self.world.call_on_all_ranks(op, self.local.tensors)
         data = b"".join(rows.tobytes() for _, rows in tensors.chunks())
         dtype = RowForm.from_description(tensors.description).dtype
-        shards = [np.frombuffer(shard, dtype) for shard in self.world.exchange_bytes(op, data, readers=1)]
+        shards = [np.frombuffer(shard, dtype) for shard in self.world.exchange_bytes(op, data, num_readers=1)]
         return RowTensors.from_chunks(
             {**tensors.description, NOT_WHOLE: self.world.rank > 0}, sum(map(len, shards)), shards
         )
@@ -143,7 +143,7 @@ class ShardedTableHandle:
         checksum = 0
         for _, rows in whole.chunks():
             checksum = crc32(rows.tobytes(), checksum)
-        self.world.handshake(op, same={"rows": len(whole), "their checksum": checksum})
+        self.world.handshake(op, shared_values={"rows": len(whole), "their checksum": checksum})
         shard = HashShard(self.world.rank, self.world.size)
         chunks = [shard.rows(rows) for _, rows in whole.chunks()]
         shard_tensors = RowTensors.from_chunks(whole.description, sum(map(len, chunks)), chunks)

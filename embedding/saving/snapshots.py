@@ -27,7 +27,7 @@ from ...snapshots.store.group import Capture, Member, record_load
 from ...snapshots.store.group_file import GroupFile
 from ...snapshots.store.linked import STATE_PREFIX, check_linked, link_snapshot, linked, remove_snapshot
 from ...snapshots.store.recovery_rule import EMPTY, NO_RECORD, NOTHING, version_of_snapshot
-from ...snapshots.store.retention import prune, remove_if_unreferenced, state_snapshot
+from ...snapshots.store.retention import link_state_snapshot, prune, remove_if_unreferenced
 from ...snapshots.store.save import SaveSource, begin_save, check_kind, check_save
 from ...snapshots.store.selection import ALL, LoadReport, Selection
 from ..tables.local_table import LocalTable
@@ -226,7 +226,7 @@ class SnapshotManager:
         Users' snapshots never build on that snapshot. keep: how many older state_dict snapshots to keep; None for all.
         """
         op = self.op("saving rows for a state_dict")
-        self.world.handshake(op, same={"state_dict_snapshots": keep})
+        self.world.handshake(op, shared_values={"state_dict_snapshots": keep})
         self.before_save(background=False)
         with between_steps([self], waits=self.world.size == 1), NewSnapshots() as new:
             self.world.call_on_all_ranks(op, self.local.table.check)
@@ -237,7 +237,7 @@ class SnapshotManager:
                 assert self.member is not None
                 if self.member.now.snapshot == EMPTY:  # without rows, no snapshot is needed
                     return "", False
-                path = state_snapshot(self.checked_store(), self.member.now.snapshot, keep)
+                path = link_state_snapshot(self.checked_store(), self.member.now.snapshot, keep)
                 return (f"{STATE_PREFIX}{source.id}", True) if path is None else (path.name, False)
 
             name, is_new = self.world.call_on_rank_0(f"{op}: its name", find)
@@ -341,7 +341,7 @@ class SnapshotManager:
             "weights_only": not selection.state,
             "convert": selection.convert,
         }
-        world.handshake(op, same=same)
+        world.handshake(op, shared_values=same)
 
         def verified() -> None:
             nonlocal voted
@@ -446,7 +446,7 @@ class SnapshotManager:
     def restore(self, pending: RowsReference) -> bool:
         """Load the rows that a state_dict names, unless they are present. Returns False if no snapshot holds them."""
         op = f"loading the state of embedding {self.name!r}"
-        self.world.handshake(op, same={"state_dict": pending._asdict()})
+        self.world.handshake(op, shared_values={"state_dict": pending._asdict()})
         saved = reference_of_snapshot(self._folder, pending.snapshot)
 
         def compare() -> bool | None:

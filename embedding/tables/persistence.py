@@ -39,7 +39,7 @@ from ...engine.table.row_scan import checked_rows, load_rows
 from ...engine.table.stack import build_stack, processor_factory
 from ...engine.table.table import OpenTable
 from ...snapshots.files.format import FILES, LIVE, SHARD, check_description
-from ...snapshots.files.read_errors import os_error_in
+from ...snapshots.files.read_errors import find_os_error
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.files.writer import write_snapshot
 from ...snapshots.store.closed_store import check_live, scan_live_rows
@@ -372,7 +372,7 @@ class TablePersistence:
                 return table
             return self._restore(optimizer, marker, scan_live_rows(folder, marker))
         except (SnapshotError, StoreError) as error:
-            if os_error_in(error) is not None:
+            if find_os_error(error) is not None:
                 raise
             store = FolderState(folder.path if self.epoch is None else folder.path.parent.parent)
             name = GroupFile(store).last_snapshot or "NAME"

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from ...engine.errors import StoreError, TierbedError
 from ...engine.options.store_options import StoreOptions
-from ...snapshots.files.read_errors import os_error_in
+from ...snapshots.files.read_errors import find_os_error
 from ...snapshots.files.reader import Snapshot, list_snapshots, snapshot_by_id
 from ...snapshots.store.folder import StoreFolder
 from ...snapshots.store.folder_state import FolderState, holder, last_step, shard_folder, shard_versions
@@ -189,7 +189,7 @@ def describe_loss(folder: FolderState, member: Member | None, step: int) -> str:
 
 def lacks_space(error: TierbedError) -> bool:
     """True if the error's cause is a full disk."""
-    cause = os_error_in(error)
+    cause = find_os_error(error)
     return cause is not None and cause.errno == errno.ENOSPC
 
 

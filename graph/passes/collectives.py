@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
-from ...distributed.dense import Vote
+from ...distributed.dense import AllReduceResult
 from ...engine.errors import GraphError
 from ...engine.ops.rows_contract import EmbeddingBase
 from ..trace.alias import call_target, memory_of, writes
@@ -47,7 +47,7 @@ _ROW_USES = ("gather", "weights_grad", "send")
 
 def sum_over_ranks(
     collectives: Any, epilogue: StepEpilogue, rows: list[RowGrads], dense: list[DenseGrads], present: bool = True
-) -> Vote:
+) -> AllReduceResult:
     """Sum dense gradients over the ranks with a batch. If the step failed on one rank, raise its error on all ranks."""
     finite = epilogue.scaler is None or are_finite([grad for part in rows for grad in part.grads])
     return collectives.vote(dense, finite=finite, present=present)

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from ...distributed.dense import Vote
+from ...distributed.dense import AllReduceResult
 from ...engine.checks import as_int, check_flags
 from ...engine.errors import GraphError, InputError, OptimizerError
 from ...engine.ops.exact_sum import sum_of_squares
@@ -208,7 +208,7 @@ class StepEpilogue:
 
 
 def apply_gradients(
-    epilogue: StepEpilogue, rows: list[RowGrads], dense: list[DenseGrads], vote: Vote | None = None
+    epilogue: StepEpilogue, rows: list[RowGrads], dense: list[DenseGrads], vote: AllReduceResult | None = None
 ) -> bool:
     """Unscale and clip all gradients together, then update rows and dense parameters. Returns True after an update.
 
@@ -219,7 +219,7 @@ def apply_gradients(
     if vote is not None:
         sums = iter(vote.sums)
         dense = [part._replace(grads=list(islice(sums, len(part.grads)))) for part in dense]
-        scale, finite = scale / vote.present, vote.finite
+        scale, finite = scale / vote.num_contributors, vote.is_finite
     scaler = epilogue.scaler if epilogue.scaler is not None and epilogue.scaler.is_enabled() else None
     grads = [grad for part in dense for grad in part.grads]
     if scaler is not None:

@@ -212,7 +212,7 @@ class Run(Iterator[Any]):
         self._loader_ended_by: Exception | None = None  # the loader's error, raised once the window is empty
         self._op = f"run of {type(graph).__name__}"
         self._has_started = self._has_ended = False
-        self._mismatches = self._world.mismatches
+        self._mismatches = self._world.num_mismatches
         self._steps = 0
         self._progress = progress
         self._finalizer = weakref.finalize(self, _abandon, abandoned, progress)
@@ -222,10 +222,10 @@ class Run(Iterator[Any]):
         if self._has_ended:
             raise StopIteration
         if not self._has_started:
-            self._world.handshake(self._op, same={"ahead": self._num_ahead, "uneven": self._uneven})
+            self._world.handshake(self._op, shared_values={"ahead": self._num_ahead, "uneven": self._uneven})
             self._has_started = True
         if self._has_mismatch or self._retries_batch:  # reports were lost, or a batch is planned again
-            self._mismatches = self._world.mismatches
+            self._mismatches = self._world.num_mismatches
             self._forget_planned()
         try:
             while True:
@@ -252,7 +252,7 @@ class Run(Iterator[Any]):
     @property
     def _has_mismatch(self) -> bool:
         """True if ranks were in different calls since this run last checked."""
-        return self._mismatches != self._world.mismatches
+        return self._mismatches != self._world.num_mismatches
 
     def _adjust_look_ahead(self) -> None:
         """Look ahead only while caches miss rows. If caches have all rows, looking ahead only costs time."""
@@ -403,7 +403,7 @@ class Run(Iterator[Any]):
 
     def _forget_planned(self) -> None:
         for plan in self._plans:
-            if plan.error is None:  # all ranks have made this report
+            if plan.raised_error is None:  # all ranks have made this report
                 plan.wait()  # leave no report in flight
         self._plans.clear()
         forget_announced(self._graph)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...distributed.dense import Vote, all_reduce_in_order, broadcast_parameters, describe_tensors
+from ...distributed.dense import AllReduceResult, all_reduce_in_order, broadcast_parameters, describe_tensors
 from ...distributed.rank_group import CollectiveSequence
 from ...distributed.world import World, try_call
 from ...engine.errors import GraphError
@@ -89,17 +89,17 @@ class StepCollectives:
         embeddings = (call.embedding for call in self._calls if call.embedding is not None)
         self._embeddings: list[Any] = [*dict.fromkeys(embeddings)]
 
-    def vote(self, dense: list[DenseGrads], *, finite: bool, present: bool = True) -> Vote:
+    def vote(self, dense: list[DenseGrads], *, finite: bool, present: bool = True) -> AllReduceResult:
         """Sum dense gradients over ranks. If the step failed on one rank, raise that rank's error on all ranks."""
         grads = [grad for part in dense for grad in part.grads]
         settings = settings_of([part.optimizer for part in dense])
         trained: list[Any] = self._trained
         _, error = try_call(lambda: [embedding.table_handle().open_table for embedding in trained])
         return all_reduce_in_order(
-            self._world, self._op("vote"), grads, error, present=present, finite=finite, same=settings
+            self._world, self._op("vote"), grads, error, contributes=present, is_finite=finite, shared_values=settings
         )
 
-    def pin_accumulated(self, epilogue: StepEpilogue) -> tuple[list[RowGrads], list[DenseGrads], Vote]:
+    def pin_accumulated(self, epilogue: StepEpilogue) -> tuple[list[RowGrads], list[DenseGrads], AllReduceResult]:
         """Pin the rows of all ranks' accumulated gradients. Returns these gradients and the vote of this update."""
         embeddings = epilogue.embeddings
         operations = [*(("pin", e) for e in embeddings), *((kind, e) for e in embeddings for kind in ("rows", "send"))]
@@ -152,7 +152,7 @@ class StepCollectives:
         """
         world = self._world
         world.check_thread()
-        self._first = world.step_collectives
+        self._first = world.num_step_collectives
         world.begin_step(self._sequence, nested)
         self._first_batch = len(world.pinned_batches or ())
         self._number = ""
@@ -189,7 +189,7 @@ class StepCollectives:
             self._finish_collectives(error.cause)
         except BaseException as shared:
             raise DynamicStepFailed(error.cause, shared) from error.cause
-        if self._world.step_collectives > self._first:  # other ranks finished the step and will not retry it
+        if self._world.num_step_collectives > self._first:  # other ranks finished the step and will not retry it
             raise DynamicStepFailed(error.cause, error.cause) from error.cause
 
     def _finish_collectives(self, error: BaseException) -> None:
@@ -202,7 +202,7 @@ class StepCollectives:
             raise self._world.abort(self._op("rest"), f"failed with {second_error!r} after {error!r}") from second_error
 
     def _run_remaining(self, error: BaseException) -> None:
-        num_made = self._world.step_collectives - self._first
+        num_made = self._world.num_step_collectives - self._first
         pinned = iter((self._world.pinned_batches or [])[self._first_batch :])
         batches: dict[EmbeddingBase | None, Any] = {}
         for kind, embedding, _ in self._calls:

@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
-from ...distributed.sendable import bytes_of
+from ...distributed.sendable import to_bytes
 from ...distributed.world import World
 from ...embedding.optim.dense_part import note_run
 from ...embedding.state_dict.model_snapshots import load_rows, save_rows
@@ -177,7 +177,7 @@ def _check_same_on_ranks(world: World, op: str, plain: Any, tensors: Mapping[str
         f"{op}: state",
         lambda: {
             "values that are not tensors": zlib.crc32(msgpack.packb(plain)),
-            **{name: zlib.crc32(bytes_of(tensor).numpy().data) for name, tensor in tensors.items()},
+            **{name: zlib.crc32(to_bytes(tensor).numpy().data) for name, tensor in tensors.items()},
         },
     )
     names = dict.fromkeys(name for rank_sums in checksums for name in rank_sums)

@@ -17,11 +17,11 @@ from typing import Any
 from ...engine.errors import InputError, OptionError, SnapshotError, StoreError, TierbedError
 from ..files.format import Manifest, check_name, snapshot_id
 from ..files.reader import Snapshot
-from .protocol import MAX_PACKETS, SOCKET, Message, connect, peer_of, receive, send
+from .protocol import MAX_PACKETS, SOCKET, Message, connect, peer_credentials, receive, send
 
 TIMEOUT = 60.0  # seconds to wait for a message
 
-_RAISED: dict[str, type[TierbedError]] = {kind.__name__: kind for kind in (SnapshotError, OptionError)}
+_ERROR_TYPES: dict[str, type[TierbedError]] = {kind.__name__: kind for kind in (SnapshotError, OptionError)}
 
 RowsWritten = Callable[[int, int | None], None]
 
@@ -32,7 +32,7 @@ def request_status(store: Path, timeout: float = TIMEOUT) -> dict[str, Any] | No
     saving: the save that the lock holder runs for another process, or None. A dict with the snapshot's `name`, the
     number of `rows` written so far, and the total `of`, if known.
     """
-    return _answer(store, {"do": "status"}, "report its status", timeout, "status")
+    return _request(store, {"do": "status"}, "report its status", timeout, "status")
 
 
 def request_save(
@@ -51,11 +51,11 @@ def request_save(
     """
     check_name(name)
     folder = store / "snapshots" / name
-    before = snapshot_id(folder)
+    old_id = snapshot_id(folder)
     request: Message = {"do": "save", "name": name, "kind": kind, "overwrite": overwrite}
     if len(stores) > 1:  # older trainers can save only one store, and refuse this request
         request |= {"do": "save all", "stores": [os.path.realpath(path) for path in stores]}
-    pid, answers = _ask(store, request, f"save snapshot {name!r}", timeout)
+    pid, answers = _send_request(store, request, f"save snapshot {name!r}", timeout)
     if pid is None:
         return None
     for answer in answers:
@@ -63,7 +63,7 @@ def request_save(
             return Snapshot.open(folder).manifest
         if progress is not None and isinstance(rows := answer.get("rows"), int):
             progress(rows, answer.get("of"))
-    is_saved = snapshot_id(folder) not in ("", before)
+    is_saved = snapshot_id(folder) not in ("", old_id)
     result = "the snapshot is complete" if is_saved else "the snapshot was not written; save it again"
     raise StoreError(f"process {pid} exited while it saved snapshot {name!r}: {result}")
 
@@ -72,18 +72,18 @@ def request_prune(
     store: Path, keep_last: int, keep_every: int | None, timeout: float = TIMEOUT
 ) -> tuple[list[str], list[str]] | None:
     """Ask the lock holder to prune. Returns the removed and the kept snapshots' names."""
-    done = _answer(store, {"do": "prune", "keep_last": keep_last, "keep_every": keep_every}, "prune", timeout)
+    done = _request(store, {"do": "prune", "keep_last": keep_last, "keep_every": keep_every}, "prune", timeout)
     return None if done is None else (done["removed"], done["kept"])
 
 
 def request_row(store: Path, table: int | str, key: int, timeout: float = TIMEOUT) -> dict[str, Any] | None:
-    """Ask the lock holder for a row. Returns a dict like `plain_row`; {} if the row was never written."""
-    return _answer(store, {"do": "get", "table": table, "key": key}, "read a row", timeout)
+    """Ask the lock holder for a row. Returns a dict like `to_plain_row`; {} if the row was never written."""
+    return _request(store, {"do": "get", "table": table, "key": key}, "read a row", timeout)
 
 
-def _answer(store: Path, request: Message, action: str, timeout: float, field: str = "done") -> dict[str, Any] | None:
+def _request(store: Path, request: Message, action: str, timeout: float, field: str = "done") -> dict[str, Any] | None:
     """Send a request and return the answer's `field`."""
-    pid, answers = _ask(store, request, action, timeout)
+    pid, answers = _send_request(store, request, action, timeout)
     if pid is None:
         return None
     for answer in answers:
@@ -93,7 +93,7 @@ def _answer(store: Path, request: Message, action: str, timeout: float, field: s
     raise StoreError(f"process {pid} exited before it answered; ask again")
 
 
-def _ask(store: Path, request: Message, action: str, timeout: float) -> tuple[int | None, Iterator[Message]]:
+def _send_request(store: Path, request: Message, action: str, timeout: float) -> tuple[int | None, Iterator[Message]]:
     """Send a request. Returns the server's process id, or None if there is no server, and the answers."""
     try:
         connection = connect(store, timeout)
@@ -103,14 +103,14 @@ def _ask(store: Path, request: Message, action: str, timeout: float) -> tuple[in
         raise StoreError(f"the socket {str(store / SOCKET)!r} cannot be used: {error}") from error
     if connection is None:
         return None, iter(())
-    pid, _ = peer_of(connection)
-    return pid, _answers(connection, pid, request, action, timeout)
+    pid, _ = peer_credentials(connection)
+    return pid, _receive(connection, pid, request, action, timeout)
 
 
-def _answers(connection: socket.socket, pid: int, request: Message, action: str, timeout: float) -> Iterator[Message]:
+def _receive(connection: socket.socket, pid: int, request: Message, action: str, timeout: float) -> Iterator[Message]:
     """Yields the server's messages until the connection ends. Each progress message restarts the timeout."""
     # Only a `get` request has input that may be wrong. For other requests, an InputError comes from the server's step.
-    error_types = {**_RAISED, InputError.__name__: InputError} if request["do"] == "get" else _RAISED
+    error_types = {**_ERROR_TYPES, InputError.__name__: InputError} if request["do"] == "get" else _ERROR_TYPES
     problem, deadline = "did not answer", monotonic() + timeout
     with connection:
         with suppress(BrokenPipeError):  # the server has sent an error and closed

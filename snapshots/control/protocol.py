@@ -16,38 +16,38 @@ from pathlib import Path
 from typing import Any
 
 SOCKET = "SOCKET"
-LIMIT = 1 << 16  # bytes per packet
+MAX_PACKET_BYTES = 1 << 16  # bytes per packet
 MAX_PACKETS = 1024  # packets per answer
 
 _MORE = b"\0"  # the first byte of a packet that is continued in the next
-_WAITING = 64  # how many clients may wait to be accepted
+_BACKLOG = 64  # how many clients may wait to be accepted
 
 Message = dict[str, Any]
 
 
-def open_folder(path: Path) -> int:
+def open_folder_fd(path: Path) -> int:
     """Open a descriptor of a folder. The caller closes it. Raises OSError."""
     return os.open(path, os.O_PATH | os.O_DIRECTORY)
 
 
-def listen(folder: int) -> socket.socket:
+def listen(folder_fd: int) -> socket.socket:
     """Listen on a new socket in the folder. Removes a killed process's socket first. Raises OSError."""
-    remove(folder)
+    remove(folder_fd)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         os.fchmod(listener.fileno(), 0o600)  # before `bind`, so the socket never has another mode
-        listener.bind(_address(folder))
-        listener.listen(_WAITING)
+        listener.bind(_address(folder_fd))
+        listener.listen(_BACKLOG)
     except BaseException:
         listener.close()
         raise
     return listener
 
 
-def remove(folder: int) -> None:
+def remove(folder_fd: int) -> None:
     """Remove the socket from the folder, if it exists. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(SOCKET, dir_fd=folder)
+        os.unlink(SOCKET, dir_fd=folder_fd)
 
 
 def connect(path: Path, timeout: float) -> socket.socket | None:
@@ -55,11 +55,11 @@ def connect(path: Path, timeout: float) -> socket.socket | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.settimeout(timeout)
-        folder = open_folder(path)
+        folder_fd = open_folder_fd(path)
         try:
-            connection.connect(_address(folder))
+            connection.connect(_address(folder_fd))
         finally:
-            os.close(folder)
+            os.close(folder_fd)
     except BaseException as error:
         connection.close()
         if isinstance(error, (FileNotFoundError, ConnectionRefusedError)):  # refused if its process was killed
@@ -68,7 +68,7 @@ def connect(path: Path, timeout: float) -> socket.socket | None:
     return connection
 
 
-def peer_of(connection: socket.socket) -> tuple[int, int]:
+def peer_credentials(connection: socket.socket) -> tuple[int, int]:
     """The process id and user id at the other end of a connection. Raises OSError."""
     pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, uid
@@ -77,9 +77,9 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
 def send(connection: socket.socket, message: Message) -> None:
     """Send a message. Raises OSError if it cannot be sent."""
     data = json.dumps(message).encode()
-    while len(data) > LIMIT:
-        connection.send(_MORE + data[: LIMIT - 1])
-        data = data[LIMIT - 1 :]
+    while len(data) > MAX_PACKET_BYTES:
+        connection.send(_MORE + data[: MAX_PACKET_BYTES - 1])
+        data = data[MAX_PACKET_BYTES - 1 :]
     connection.send(data)
 
 
@@ -87,11 +87,11 @@ def receive(connection: socket.socket, packets: int = 1) -> Message | None:
     """Receive a message; None at the end. Raises OSError, or ValueError if the message is invalid or too long."""
     data = b""
     for _ in range(packets):
-        packet, _, flags, _ = connection.recvmsg(LIMIT)
+        packet, _, flags, _ = connection.recvmsg(MAX_PACKET_BYTES)
         if not packet:
             return None
         if flags & socket.MSG_TRUNC:
-            raise ValueError(f"a packet of more than {LIMIT} bytes")
+            raise ValueError(f"a packet of more than {MAX_PACKET_BYTES} bytes")
         data += packet.removeprefix(_MORE)
         if not packet.startswith(_MORE):
             break
@@ -104,6 +104,6 @@ def receive(connection: socket.socket, packets: int = 1) -> Message | None:
     return message
 
 
-def _address(folder: int) -> str:
+def _address(folder_fd: int) -> str:
     # an address has at most 108 bytes, and the folder's path may be longer
-    return f"/proc/self/fd/{folder}/{SOCKET}"
+    return f"/proc/self/fd/{folder_fd}/{SOCKET}"

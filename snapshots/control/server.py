@@ -18,7 +18,7 @@ from ...engine.errors import SnapshotError, StoreError, TierbedError
 from ...engine.signals import uninterrupted
 from ...engine.threads import Thread
 from ..files.format import Manifest
-from .protocol import Message, listen, open_folder, peer_of, receive, remove, send
+from .protocol import Message, listen, open_folder_fd, peer_credentials, receive, remove, send
 
 log = logging.getLogger("tierbed")
 
@@ -68,7 +68,7 @@ class Service:
 
     def __init__(self) -> None:
         self._is_running = False
-        self._saving = Lock()
+        self._save_lock = Lock()
         self._save: RequestedSave | None = None  # the running save
         self._clients: dict[Thread, socket.socket] = {}
 
@@ -81,12 +81,12 @@ class Service:
                 log.info("store folder %s: no `tierbed snapshot save` while it is open: %s", folder, error)
 
     def _start(self, folder: Path, target: SaveTarget) -> None:
-        self._path, self._target, self._stopping = folder, target, Event()
-        self._folder = open_folder(folder)
+        self._path, self._target, self._stop_event = folder, target, Event()
+        self._folder_fd = open_folder_fd(folder)
         try:
-            self._listener = listen(self._folder)
+            self._listener = listen(self._folder_fd)
         except BaseException:
-            os.close(self._folder)
+            os.close(self._folder_fd)
             raise
         self._thread = Thread(target=self._accept, name="tierbed-server", daemon=True)
         _services.add(self)
@@ -102,7 +102,7 @@ class Service:
         if not self._is_running:
             return
         with uninterrupted():
-            self._stopping.set()
+            self._stop_event.set()
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)  # ends `accept`
             self._join(self._thread)
@@ -120,7 +120,7 @@ class Service:
 
     def _remove(self) -> None:
         with contextlib.suppress(OSError):
-            remove(self._folder)
+            remove(self._folder_fd)
         self._close_descriptors()
 
     def _close_descriptors(self) -> None:
@@ -128,19 +128,19 @@ class Service:
         for client in list(self._clients.values()):
             client.close()
         self._listener.close()
-        if self._folder >= 0:
-            os.close(self._folder)
-            self._folder = -1
+        if self._folder_fd >= 0:
+            os.close(self._folder_fd)
+            self._folder_fd = -1
 
     def _accept(self) -> None:
-        while not self._stopping.is_set():
+        while not self._stop_event.is_set():
             try:
                 self._start_client(self._listener.accept()[0])
             except OSError:  # the server stops, or no descriptor is left
-                self._stopping.wait(1)
+                self._stop_event.wait(1)
             except Exception:
                 log.warning("a client of store folder %s was not served", self._path, exc_info=True)
-                self._stopping.wait(1)
+                self._stop_event.wait(1)
 
     def _start_client(self, client: socket.socket) -> None:
         client.settimeout(_CLIENT_SECONDS)
@@ -160,7 +160,7 @@ class Service:
                 self._clients.pop(thread).close()
                 raise
         with client, contextlib.suppress(OSError):
-            send(client, _error(StoreError(f"process {os.getpid()} has too many clients; ask again")))
+            send(client, _make_error(StoreError(f"process {os.getpid()} has too many clients; ask again")))
 
     def _serve(self, client: socket.socket) -> None:
         try:
@@ -170,7 +170,7 @@ class Service:
                 except Exception as error:
                     if not isinstance(error, TierbedError):
                         log.warning("a client of store folder %s was not served", self._path, exc_info=True)
-                    answer = _error(error)
+                    answer = _make_error(error)
                 with contextlib.suppress(OSError):  # the client has exited
                     send(client, answer)
         finally:
@@ -178,7 +178,7 @@ class Service:
 
     def _answer(self, client: socket.socket) -> Message:
         try:
-            (pid, user), request = peer_of(client), receive(client)
+            (pid, user), request = peer_credentials(client), receive(client)
         except (OSError, ValueError) as error:
             raise StoreError(f"process {os.getpid()} received no valid request: {error}") from error
         if user != os.geteuid():
@@ -196,7 +196,7 @@ class Service:
                 removed, kept = self._target.prune_between_steps(keep_last, keep_every)
                 return {"done": {"removed": removed, "kept": kept}}
             case {"do": "get", "table": int() | str() as table, "key": int(key)}:
-                row = self._target.row_between_steps(table, key, self._stopping.is_set)
+                row = self._target.row_between_steps(table, key, self._stop_event.is_set)
                 if row is None:
                     raise StoreError(f"process {os.getpid()} closed the store; ask again")
                 return {"done": row}
@@ -205,11 +205,11 @@ class Service:
     def _save_for(
         self, client: socket.socket, pid: int, name: str, kind: str, overwrite: bool, stores: Sequence[str] = ()
     ) -> Message:
-        save = RequestedSave(client, self._stopping, self._target, name, kind, overwrite, stores)
-        if (given_up := save.is_given_up()) or not self._saving.acquire(blocking=False):
+        save = RequestedSave(client, self._stop_event, self._target, name, kind, overwrite, stores)
+        if (given_up := save.is_given_up()) or not self._save_lock.acquire(blocking=False):
             client.settimeout(_CLIENT_SECONDS)
             if given_up:  # the client exited while this process was stopped; another save may be running
-                raise save.undone()
+                raise save.make_undone_error()
             other = "another snapshot" if self._save is None else f"snapshot {self._save.name!r}"
             raise StoreError(f"process {os.getpid()} is saving {other}; ask again when it is done")
         self._save = save
@@ -217,14 +217,14 @@ class Service:
             save.send({"waiting": "for the end of a step"})
             manifest = self._target.save_between_steps(save)
             if manifest is None:
-                raise save.undone()
+                raise save.make_undone_error()
             log.info("store folder %s: snapshot %r was saved for process %d", self._path, name, pid)
         except Exception as error:
             log.info("store folder %s: snapshot %r was not saved for process %d: %s", self._path, name, pid, error)
             raise
         finally:
             self._save = None
-            self._saving.release()
+            self._save_lock.release()
             client.settimeout(_CLIENT_SECONDS)
         done = {"name": name, "kind": manifest.kind, "rows": manifest.rows, "bytes": manifest.total_bytes}
         return {"done": {**done, "step": manifest.description["step"]}}
@@ -235,7 +235,7 @@ class RequestedSave:
     """A save that a client requested. The client receives progress messages while it listens."""
 
     _client: socket.socket
-    _stopping: Event
+    _stop_event: Event
     _target: SaveTarget
     name: str
     kind: str
@@ -250,7 +250,7 @@ class RequestedSave:
 
     def is_given_up(self) -> bool:
         """Called before the save starts. True if no client waits for the save any more, or the server stops."""
-        if self._stopping.is_set():
+        if self._stop_event.is_set():
             return True
         try:
             return not self._client.recv(1, socket.MSG_PEEK)
@@ -259,8 +259,8 @@ class RequestedSave:
         except OSError:
             return True
 
-    def undone(self) -> SnapshotError:
-        if not self._stopping.is_set():
+    def make_undone_error(self) -> SnapshotError:
+        if not self._stop_event.is_set():
             return SnapshotError(f"snapshot {self.name!r} was not started: the client that requested it has exited")
         return SnapshotError(
             f"process {os.getpid()} closed the store before snapshot {self.name!r} was complete, and removed the "
@@ -268,8 +268,8 @@ class RequestedSave:
         )
 
     def progress(self, count: int) -> None:
-        if self._stopping.is_set():
-            raise self.undone()
+        if self._stop_event.is_set():
+            raise self.make_undone_error()
         if self.of is None and self.kind == "full" and not self.stores:
             self.of = self._target.status()["rows"]
         self.rows += count
@@ -282,5 +282,5 @@ class RequestedSave:
             send(self._client, message)
 
 
-def _error(error: Exception) -> Message:
+def _make_error(error: Exception) -> Message:
     return {"error": str(error)[:_MAX_ERROR] or type(error).__name__, "type": type(error).__name__}

@@ -43,7 +43,7 @@ class Column(NamedTuple):
     read: Callable[[int, int], NDArray[Any]]  # returns the rows from `begin` to `end`; bfloat16 becomes float32
 
 
-def column_of(array: NDArray[Any] | Tensor) -> Column:
+def make_column(array: NDArray[Any] | Tensor) -> Column:
     """Wrap an array (possibly mapped from a file) or a tensor on any device."""
     return Column(str(array.dtype).removeprefix("torch."), tuple(array.shape), partial(_read, array))
 
@@ -56,7 +56,7 @@ def _read(array: Any, begin: int, end: int) -> NDArray[Any]:
     return np.asarray(rows)
 
 
-def mapped_npy(path: Path) -> NDArray[Any]:
+def map_npy(path: Path) -> NDArray[Any]:
     """Map a `.npy` file's array from disk. Raises OSError, or ValueError if the file is no `.npy` file."""
     try:
         return npy.open_memmap(path, "r")
@@ -72,7 +72,7 @@ class NamedArrays:
     def __init__(self, columns: Mapping[str, Column], metadata: str | None = None) -> None:
         self.columns = columns
         self.metadata = metadata
-        self.shapes = {name: (column.dtype_name, column.shape) for name, column in columns.items()}
+        self.column_types = {name: (column.dtype_name, column.shape) for name, column in columns.items()}
 
     def batches(self, names: Iterable[str], max_rows: int) -> Iterator[dict[str, NDArray[Any]]]:
         """Yields the arrays called `names`, `max_rows` rows at a time. The arrays must be equally long."""
@@ -90,11 +90,11 @@ class SpilledColumn(NamedTuple):
     shape: tuple[int, ...]
 
 
-Spilled = Mapping[str, SpilledColumn]
+SpilledColumns = Mapping[str, SpilledColumn]
 
 
 @contextmanager
-def spilled_columns(folder: Path, columns: Columns, chunks: Iterable[NDArray[np.void]]) -> Iterator[Spilled]:
+def spill_columns(folder: Path, columns: Columns, chunks: Iterable[NDArray[np.void]]) -> Iterator[SpilledColumns]:
     """Write the rows' columns to temporary files in `folder`, and yield the columns by name, ready to read."""
     with ExitStack() as stack:
         files = {name: stack.enter_context(tempfile.TemporaryFile(dir=folder)) for name in columns.shapes()}
@@ -109,7 +109,7 @@ def spilled_columns(folder: Path, columns: Columns, chunks: Iterable[NDArray[np.
         yield {name: SpilledColumn(files[name], dtype, (count, *shape)) for name, (dtype, shape) in shapes}
 
 
-def write_npz(path: Path, columns: Spilled, metadata: str) -> None:
+def write_npz(path: Path, columns: SpilledColumns, metadata: str) -> None:
     """Write columns as arrays in an uncompressed `.npz`, and the metadata as a 0-d text array."""
     text = np.array(metadata)
     arrays = {**columns, METADATA: SpilledColumn(BytesIO(text.tobytes()), text.dtype, text.shape)}
@@ -150,7 +150,7 @@ class _NpyColumn:
         read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
         try:
             self.shape, by_columns, self.dtype = read_header(file)
-        except Exception as error:  # as in `mapped_npy`
+        except Exception as error:  # as in `map_npy`
             raise ValueError(f"the header of array {name!r} is damaged: {error}") from error
         if min(self.shape, default=0) < 0:
             raise ValueError(f"array {name!r} has the shape {self.shape}")
@@ -181,7 +181,7 @@ _DTYPES = {name: numpy for numpy, name in _NAMES.items()} | {"F64": "float64", "
 _DTYPES |= {"F16": "float16", "BF16": "bfloat16"}
 
 
-def write_safetensors(path: Path, columns: Spilled, metadata: str) -> None:
+def write_safetensors(path: Path, columns: SpilledColumns, metadata: str) -> None:
     """Write columns as tensors, and put `metadata` into the file's metadata."""
     header: dict[str, Any] = {"__metadata__": {METADATA: metadata}}
     end = 0

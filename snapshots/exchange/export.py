@@ -16,10 +16,10 @@ from ...engine.options.table_names import Names, choices, names_in, table_number
 from ..files.reader import Snapshot
 from ..files.writer import ProgressCallback, write_snapshot
 from ..store.selection import LoadReport, Selection
-from .array_files import spilled_columns, write_npz, write_safetensors
+from .array_files import spill_columns, write_npz, write_safetensors
 from .columns import Columns
 from .parquet import write_parquet
-from .sources import path_of
+from .sources import as_path
 
 FORMATS = ("parquet", "npz", "safetensors", "snapshot")
 
@@ -66,7 +66,7 @@ def export_snapshot(
         raise InputError(f"format={format!r}: give one of {', '.join(map(repr, FORMATS))}")
     if overwrite and format == "snapshot":
         raise InputError("overwrite=True, format='snapshot': a snapshot is never overwritten; give another path")
-    path = path_of(path, "path").absolute()
+    path = as_path(path, "path").absolute()
     if tables is not None:
         tables = _numbers_of(tables, names_in(snapshot.description))
     report = LoadReport()
@@ -88,7 +88,7 @@ def export_snapshot(
         if format == "parquet":
             write_parquet(temporary, columns, rows, metadata)
         else:
-            with spilled_columns(path.parent, columns, rows) as spilled:
+            with spill_columns(path.parent, columns, rows) as spilled:
                 (write_npz if format == "npz" else write_safetensors)(temporary, spilled, metadata)
         fsync_file(temporary)
         publish(temporary, path)

@@ -78,43 +78,43 @@ def import_snapshot(
         OptionError: pyarrow is missing, or dtype is not supported.
     """
     check_name(name)
-    opened = open_source(source, keys, table_ids, tensor, states)
+    source = open_source(source, keys, table_ids, tensor, states)
     if description is not None:
         description = checked_description(description, "description")
     dtype_name = None if dtype is None else check_dtype(dtype)
     with StoreFolder(Path(store), "import_snapshot") as folder:
-        described = _fit_description(description or opened.description or _description_of(folder, opened), opened)
-        _check_order(names_in(described), opened)
+        description = _fit_description(description or source.description or _find_description(folder, source), source)
+        _check_order(names_in(description), source)
         if dtype_name is not None:
-            described = converted_description(dict(described), (dtype_name, types_of(described)[1] or "float32"))
+            description = converted_description(dict(description), (dtype_name, types_of(description)[1] or "float32"))
         target = folder.snapshots / name
         check_free(target, None)
-        with closing(RowSorter(folder.snapshots, RowForm.from_description(described).dtype)) as sorter:
-            for rows in _rows(opened, described):
+        with closing(RowSorter(folder.snapshots, RowForm.from_description(description).dtype)) as sorter:
+            for rows in _read_rows(source, description):
                 sorter.add(rows)
                 if progress is not None:
                     progress(len(rows))
-            return write_snapshot(target, dict(described), sorter.chunks(), progress)
+            return write_snapshot(target, dict(description), sorter.chunks(), progress)
 
 
-def _description_of(store: StoreFolder, source: Source) -> dict[str, Any]:
+def _find_description(store: StoreFolder, source: Source) -> dict[str, Any]:
     """Returns a description for a source without one: the store's, otherwise an embedding's with defaults."""
-    if (stored := stored_description(store)) is not None:
-        return stored
-    if source.tables is None:
+    if (description := stored_description(store)) is not None:
+        return description
+    if source.num_tables is None:
         raise InputError(f"{source.what}: its number of tables is unknown; give description=description_for(...)")
-    key_type = getattr(torch, source.key_type or "int64")
-    defaults = description_for(store.path.name, source.dim, key_type, padding_idx=source.padding_idx)
-    is_named = source.tables > 1 and any(source.table_names) and are_names(source.table_names, source.tables)
+    key_dtype = getattr(torch, source.key_type or "int64")
+    defaults = description_for(store.path.name, source.dim, key_dtype, padding_idx=source.padding_idx)
+    is_named = source.num_tables > 1 and any(source.table_names) and are_names(source.table_names, source.num_tables)
     names = {TABLE_NAMES: source.table_names, TENSOR_NAMED: True} if is_named else {}
-    return {**defaults, "tables": defaults["tables"] * source.tables, **names}
+    return {**defaults, "tables": defaults["tables"] * source.num_tables, **names}
 
 
 def _check_order(names: Names, source: Source) -> None:
     """Raises InputError if TorchRec's tensors are not in the same order as the tables of the same names."""
     for number, name in enumerate(source.table_names):
         is_other = name is not None and name in names and names.index(name) != number
-        if is_other and source.tables is not None and source.tables > 1:
+        if is_other and source.num_tables is not None and source.num_tables > 1:
             raise InputError(
                 f"{source.what}: tensor {number} is of table {name!r}, but table {number} is {names[number]!r}; list "
                 f"the tensors in the order of the tables, {', '.join(map(str, names))}"
@@ -147,7 +147,7 @@ def _fit_description(description: Mapping[str, Any], source: Source) -> Mapping[
     return without_state(description) if missing else description
 
 
-def _rows(source: Source, description: Mapping[str, Any]) -> Iterator[NDArray[np.void]]:
+def _read_rows(source: Source, description: Mapping[str, Any]) -> Iterator[NDArray[np.void]]:
     columns = Columns(description)
     names = [KEY, TABLE, EMBEDDING, *description["states"], UPDATES, *([STEP] if description["step"] else [])]
     for batch in source.batches(names):
@@ -164,7 +164,7 @@ def _number_rows(batch: dict[str, Any], columns: Columns, source: Source) -> dic
         )
     if numbers[-1] > np.iinfo(columns.key_dtype).max:
         raise InputError(
-            f"{source.what} has {source.rows} rows, more than {columns.key_dtype} has keys; give 64-bit keys"
+            f"{source.what} has {source.num_rows} rows, more than {columns.key_dtype} has keys; give 64-bit keys"
         )
     keyed = {**batch, KEY: numbers.astype(columns.key_dtype)}
     if padding is None:

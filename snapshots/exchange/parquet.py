@@ -32,16 +32,16 @@ def write_parquet(path: Path, columns: Columns, chunks: Iterable[NDArray[np.void
     types = {name: _type(pa, dtype, shape) for name, (dtype, shape) in columns.shapes().items()}
     fields = [pa.field(name, kind, nullable=False) for name, kind in types.items()]
     names = pa.array([*columns.table_names, None], pa.string())
-    named = [pa.field(TABLE_NAME, pa.string())] if any(columns.table_names) else []  # used by other programs
-    schema = pa.schema([*fields, *named], {METADATA: metadata})
+    name_fields = [pa.field(TABLE_NAME, pa.string())] if any(columns.table_names) else []  # used by other programs
+    schema = pa.schema([*fields, *name_fields], {METADATA: metadata})
     # floats need no dictionary, since they rarely repeat
     with pa.parquet.ParquetWriter(path, schema, use_dictionary=[TABLE_NAME], write_page_checksum=True) as writer:
         for rows in _regroup(chunks):
             arrays = columns.split(rows)
-            written = [_array(pa, arrays[name], kind) for name, kind in types.items()]
+            arrow_arrays = [_array(pa, arrays[name], kind) for name, kind in types.items()]
             indexes = np.minimum(arrays[TABLE], len(columns.table_names))  # rows of unknown tables get no name
-            written += [names.take(pa.array(indexes)) for _ in named]
-            writer.write_table(pa.table(written, schema))
+            arrow_arrays += [names.take(pa.array(indexes)) for _ in name_fields]
+            writer.write_table(pa.table(arrow_arrays, schema))
 
 
 def _type(pa: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
@@ -58,11 +58,11 @@ def _regroup(chunks: Iterable[NDArray[np.void]]) -> Iterator[NDArray[np.void]]:
     pending: list[NDArray[np.void]] = []
     count = 0
     for rows in chunks:
-        most = max(1, min(_GROUP_ROWS, _GROUP_BYTES // rows.itemsize))
+        group_rows = max(1, min(_GROUP_ROWS, _GROUP_BYTES // rows.itemsize))
         rest = rows.copy()  # the memory of `rows` may be reused
-        while count + len(rest) >= most:
-            pending.append(rest[: most - count])
-            rest, count = rest[most - count :], 0
+        while count + len(rest) >= group_rows:
+            pending.append(rest[: group_rows - count])
+            rest, count = rest[group_rows - count :], 0
             yield np.concatenate(pending)
             pending = []
         pending.append(rest)
@@ -71,27 +71,27 @@ def _regroup(chunks: Iterable[NDArray[np.void]]) -> Iterator[NDArray[np.void]]:
         yield np.concatenate(pending)
 
 
-class ParquetRows:
-    """The rows in an open file. shapes: each column's dtype name and shape."""
+class ParquetReader:
+    """The rows in an open file. column_types: each column's dtype name and shape."""
 
     def __init__(self, file: Any, pa: Any) -> None:
         self._file = file
         self._pa = pa
         metadata = (file.schema_arrow.metadata or {}).get(METADATA.encode())
         self.metadata = None if metadata is None else metadata.decode()
-        self.shapes = {field.name: self._shape(field) for field in file.schema_arrow}
+        self.column_types = {field.name: self._shape(field) for field in file.schema_arrow}
 
     def _shape(self, field: Any) -> tuple[str, tuple[int, ...]]:
         types, count = self._pa.types, self._file.metadata.num_rows
         if types.is_fixed_size_list(field.type):
-            return self._name(field.type.value_type), (count, field.type.list_size)
+            return self._dtype_name(field.type.value_type), (count, field.type.list_size)
         if types.is_list(field.type) or types.is_large_list(field.type):
             first = next(self._file.iter_batches(1, columns=[field.name]), None)  # all rows must have this length
             length = 0 if first is None or not first.column(0).is_valid()[0].as_py() else len(first.column(0)[0])
-            return self._name(field.type.value_type), (count, length)
-        return self._name(field.type), (count,)
+            return self._dtype_name(field.type.value_type), (count, length)
+        return self._dtype_name(field.type), (count,)
 
-    def _name(self, kind: Any) -> str:
+    def _dtype_name(self, kind: Any) -> str:
         return {"float": "float32", "double": "float64"}.get(str(kind), str(kind))
 
     def batches(self, names: Iterable[str], max_rows: int) -> Iterator[dict[str, NDArray[Any]]]:
@@ -101,7 +101,7 @@ class ParquetRows:
             yield {name: self._values(name, batch.column(name)) for name in names}
 
     def _values(self, name: str, array: Any) -> NDArray[Any]:
-        pa, shape = self._pa, self.shapes[name][1]
+        pa, shape = self._pa, self.column_types[name][1]
         if len(shape) > 1:
             try:
                 array = array.cast(pa.list_(array.type.value_type, shape[1])) if array.null_count == 0 else array
@@ -117,8 +117,8 @@ class ParquetRows:
 
 
 @contextmanager
-def open_parquet(path: Path) -> Iterator[ParquetRows]:
+def open_parquet(path: Path) -> Iterator[ParquetReader]:
     """Yield the rows in a file. Raises OptionError without pyarrow, ValueError or OSError for an unreadable file."""
     pa = _pyarrow()
     with pa.parquet.ParquetFile(path, page_checksum_verification=True) as file:
-        yield ParquetRows(file, pa)
+        yield ParquetReader(file, pa)

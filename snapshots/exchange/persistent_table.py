@@ -19,11 +19,11 @@ from ..files.format import check_name
 from ..files.reader import Snapshot
 from ..files.writer import check_free, write_snapshot
 from ..store.folder import StoreFolder
-from ..store.status import existing_store
+from ..store.status import require_store
 from .columns import EMBEDDING, KEY, TABLE, VALUES, Columns
 from .descriptions import checked_description, description_for, stored_description, without_state
 from .sorting import RowSorter
-from .sources import path_of
+from .sources import as_path
 
 Chunk = tuple[NDArray[Any], ...]
 
@@ -145,7 +145,7 @@ def make_persistent_table_reader(
     """
     _check_value_type(value_type)
     check_name(snapshot_name)
-    snapshot = Snapshot.open(existing_store(path_of(path, "path")) / "snapshots" / snapshot_name)
+    snapshot = Snapshot.open(require_store(as_path(path, "path")) / "snapshots" / snapshot_name)
     _check_kind(snapshot.description, key_type, storage_dim, f"snapshot {snapshot_name!r}")
     if len(snapshot.description["tables"]) > 1 and not table_ids:
         raise InputError(
@@ -190,7 +190,7 @@ def make_persistent_table_writer(
     check_name(snapshot_name)
     if description is not None:
         description = checked_description(description, "description")
-    folder = StoreFolder(path_of(path, "path"), "a PersistentTableWriter")
+    folder = StoreFolder(as_path(path, "path"), "a PersistentTableWriter")
     try:
         check_free(folder.snapshots / snapshot_name, None)
         description = description or stored_description(folder)
@@ -211,9 +211,9 @@ def _check_value_type(value_type: Any) -> None:
         )
 
 
-def _check_kind(description: Mapping[str, Any], key_type: torch.dtype, storage_dim: int, what: str) -> None:
-    if KEY_TYPES[check_key_type(key_type)] != description["key_type"]:
-        raise InputError(f"key_type={key_type}: {what} has keys of {description['key_type']}; give that type")
+def _check_kind(description: Mapping[str, Any], key_dtype: torch.dtype, storage_dim: int, what: str) -> None:
+    if KEY_TYPES[check_key_type(key_dtype)] != description["key_type"]:
+        raise InputError(f"key_type={key_dtype}: {what} has keys of {description['key_type']}; give that type")
     dim = sum(description["columns"])
     full_dim = dim + sum(description["state_widths"])
     if type(storage_dim) is not int or storage_dim not in (dim, full_dim):

@@ -25,10 +25,10 @@ from ...engine.errors import InputError, SnapshotError, TierbedError
 from ...engine.options.table_names import is_table_name
 from ...engine.row_format import NUMBERS
 from ..files.reader import Snapshot
-from .array_files import Column, NamedArrays, column_of, mapped_npy, open_npz, open_safetensors
+from .array_files import Column, NamedArrays, make_column, map_npy, open_npz, open_safetensors
 from .columns import EMBEDDING, KEY, KEY_DTYPES, TABLE, Columns, chunk_rows
 from .descriptions import checked_description
-from .parquet import ParquetRows, open_parquet
+from .parquet import ParquetReader, open_parquet
 
 # the exceptions that libraries raise for a damaged file
 _DAMAGED = OSError, ValueError, EOFError, RuntimeError, pickle.UnpicklingError, BadZipFile, zlib.error, SafetensorError
@@ -36,13 +36,13 @@ _DAMAGED = OSError, ValueError, EOFError, RuntimeError, pickle.UnpicklingError, 
 Shape = tuple[str, tuple[int, ...]]  # dtype name and shape
 
 
-class _SnapshotRows:
+class _SnapshotReader:
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
         self._columns = Columns(snapshot.description)
         self.metadata = json.dumps(snapshot.description)
         rows = snapshot.manifest.rows
-        self.shapes = {name: (str(dtype), (rows, *shape)) for name, (dtype, shape) in self._columns.shapes().items()}
+        self.column_types = {n: (str(dtype), (rows, *shape)) for n, (dtype, shape) in self._columns.shapes().items()}
 
     def batches(self, names: Iterable[str], max_rows: int) -> Iterator[dict[str, NDArray[Any]]]:
         for _, rows in self._snapshot.chunks(max_rows):
@@ -50,7 +50,7 @@ class _SnapshotRows:
             yield {name: columns[name] for name in names}
 
 
-OpenFile = NamedArrays | ParquetRows | _SnapshotRows  # `metadata`: an export's description, as JSON
+OpenFile = NamedArrays | ParquetReader | _SnapshotReader  # `metadata`: an export's description, as JSON
 FileOpener = Callable[[], AbstractContextManager[OpenFile]]
 
 
@@ -78,15 +78,15 @@ class Source:
         self.padding_idx = padding_idx  # the padding_idx of an `nn.Embedding`
         self._opener = opener
         with _convert_errors(what), opener() as file:
-            shapes, metadata = file.shapes, file.metadata
-            self._parts = parts(shapes)
-        self.names = frozenset(self._parts[0].columns)
-        self.tables = None if TABLE in self.names else len(self._parts)  # None if a column names each row's table
-        self.table_names = [_torchrec_table(part.columns[EMBEDDING]) for part in self._parts]  # None if unnamed
-        self.dim, self.rows = 0, 0
-        for part in self._parts:
+            shapes, metadata = file.column_types, file.metadata
+            self._tables = parts(shapes)
+        self.names = frozenset(self._tables[0].columns)
+        self.num_tables = None if TABLE in self.names else len(self._tables)  # None if a column names each row's table
+        self.table_names = [_parse_torchrec_table(part.columns[EMBEDDING]) for part in self._tables]  # None if unnamed
+        self.dim, self.num_rows = 0, 0
+        for part in self._tables:
             self._add(part, shapes)
-        self.key_type = shapes[self._parts[0].columns[KEY]][0] if KEY in self.names else None
+        self.key_type = shapes[self._tables[0].columns[KEY]][0] if KEY in self.names else None
         if self.key_type not in (None, *KEY_DTYPES):
             raise InputError(f"{what}: {KEY} is {self.key_type}; save keys as one of {', '.join(KEY_DTYPES)}")
         self.description = None if metadata is None else _parse_description(metadata, what)  # None except for exports
@@ -104,7 +104,7 @@ class Source:
             if shapes[other][1][:1] != shape[:1]:
                 raise InputError(f"{self.what}: {other} has shape {shapes[other][1]} and {name} {shape}")
         self.dim = shape[1]
-        self.rows += shape[0]
+        self.num_rows += shape[0]
 
     def batches(self, names: Iterable[str]) -> Iterator[dict[str, Any]]:
         """Yields the columns with these `names`, in bounded chunks. If there are no keys, KEY is the int64 row number.
@@ -113,7 +113,7 @@ class Source:
         """
         present = [name for name in names if name in self.names]
         with _convert_errors(self.what), self._opener() as file:
-            for part in self._parts:
+            for part in self._tables:
                 begin = 0
                 for batch in file.batches([part.columns[name] for name in present], chunk_rows(4 * self.dim)):
                     columns: dict[str, Any] = {name: batch[part.columns[name]] for name in present}
@@ -156,7 +156,7 @@ def open_source(
         raise InputError("table_ids: an array of ids needs keys; give keys, or one table id")
 
     def array_source(what: str, name: str, array: NDArray[Any] | Tensor, padding_idx: int | None = None) -> Source:
-        arrays = NamedArrays({name: column_of(array), **extra})
+        arrays = NamedArrays({name: make_column(array), **extra})
         return Source(what, lambda: nullcontext(arrays), _choose_dense(name, extra, table), states, padding_idx)
 
     if isinstance(source, nn.Embedding):
@@ -173,7 +173,7 @@ def open_source(
         if tensor is not None:
             raise InputError(f"tensor={tensor!r}: a .npy file is one array; leave it out")
         return array_source(what, "values", _npy(path, "source"))
-    opener = _opener_of(path)
+    opener = _find_opener(path)
     if tensor is not None:
         return Source(what, partial(_open_with, opener, extra), _choose_dense(tensor, extra, table, states), states)
     if extra or table is not None:
@@ -184,9 +184,9 @@ def open_source(
     return Source(what, opener, _choose_by_name, states)
 
 
-def _opener_of(path: Path) -> FileOpener:
+def _find_opener(path: Path) -> FileOpener:
     if os.path.isdir(path):  # False for an invalid path, where Path.is_dir raises
-        return lambda: nullcontext(_SnapshotRows(Snapshot.open(path)))
+        return lambda: nullcontext(_SnapshotReader(Snapshot.open(path)))
     openers: dict[str, Callable[[Path], AbstractContextManager[OpenFile]]] = {
         ".npz": open_npz,
         ".parquet": open_parquet,
@@ -238,7 +238,7 @@ def _choose_dense(
     return parts
 
 
-def _torchrec_table(tensor: str) -> str | None:
+def _parse_torchrec_table(tensor: str) -> str | None:
     """The name of the table that a tensor in TorchRec's state_dict() contains; None for any other tensor."""
     match = re.search(r"(?:^|\.)(?:embedding_bags|embeddings)\.([^.]+)\.weight$", tensor)
     return match[1] if match is not None and is_table_name(match[1]) else None
@@ -253,7 +253,7 @@ def _open_with(opener: FileOpener, extra: Mapping[str, Column]) -> Iterator[Name
         yield NamedArrays({**file.columns, **extra})
 
 
-def path_of(value: Any, argument: str) -> Path:
+def as_path(value: Any, argument: str) -> Path:
     """Returns `value` as a path. Raises InputError if `value` is not a path."""
     if not isinstance(value, (str, os.PathLike)):
         raise InputError(f"{argument}={value!r}: give a path, as str or pathlib.Path")
@@ -265,12 +265,12 @@ def _is_array(value: Any) -> bool:
 
 
 def _array(value: Any, argument: str) -> Column:
-    return column_of(value if isinstance(value, Tensor | np.ndarray) else _npy(Path(value), argument))
+    return make_column(value if isinstance(value, Tensor | np.ndarray) else _npy(Path(value), argument))
 
 
 def _npy(path: Path, argument: str) -> NDArray[Any]:
     with _convert_errors(f"{argument}={str(path)!r}", "give a .npy file that numpy.save wrote"):
-        return mapped_npy(path)
+        return map_npy(path)
 
 
 @contextmanager
@@ -282,15 +282,15 @@ def _open_state_dict(path: Path) -> Iterator[NamedArrays]:
         raise InputError(
             f"{str(path)!r} holds more than tensors, or is damaged: save the state_dict() of a module, not the module"
         ) from None
-    yield NamedArrays({name: column_of(tensor) for name, tensor in _tensors(loaded, "")})
+    yield NamedArrays({name: make_column(tensor) for name, tensor in _iterate_tensors(loaded, "")})
 
 
-def _tensors(value: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
+def _iterate_tensors(value: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield prefix.removesuffix(".") or "tensor", value
     elif isinstance(value, Mapping):
         for name, inner in value.items():
-            yield from _tensors(inner, f"{prefix}{name}.")
+            yield from _iterate_tensors(inner, f"{prefix}{name}.")
 
 
 def _parse_description(metadata: str, what: str) -> dict[str, Any]:

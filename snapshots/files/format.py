@@ -324,7 +324,7 @@ def _decode_rocksdb(value: Any) -> RocksDBFiles | None:
 def check_description(value: Any) -> None:
     """Raises ValueError that names a missing or invalid field of a description. More fields are allowed."""
     _require(type(value) is dict, "description is not a map")
-    valid = {
+    field_checks = {
         "name": lambda x: type(x) is str,
         "key_type": lambda x: x in ("int32", "int64", "uint64"),
         "dtype": lambda x: type(x) is str and x in NUMBERS,
@@ -340,10 +340,10 @@ def check_description(value: Any) -> None:
         "padding_idx": lambda x: x is None or type(x) is int,
         "step": lambda x: _is_count(x) and x <= LAST_STEP,
     }
-    for field, check in valid.items():
+    for field, check in field_checks.items():
         _require(field in value and check(value[field]), f"description has no valid {field!r}")
-    named = TABLE_NAMES not in value or are_names(value[TABLE_NAMES], len(value["tables"]))
-    _require(named, f"description has {TABLE_NAMES!r} that are not a unique name or None for each of its tables")
+    are_valid = TABLE_NAMES not in value or are_names(value[TABLE_NAMES], len(value["tables"]))
+    _require(are_valid, f"description has {TABLE_NAMES!r} that are not a unique name or None for each of its tables")
     _require(_is_plain(value, _MAX_DEPTH), "description holds values that JSON cannot store")
     dim, widths = sum(value["columns"]), value["state_widths"]
     for field in ("state_widths", "initial"):
@@ -412,12 +412,12 @@ def _check_rule(value: dict[str, Any], dim: int) -> None:
     _require(
         {*row_types} <= {"float32"}, f"description has {STATE_TYPES!r} {row_types} for states with one number per row"
     )
-    count, most = len(value["hyper"]), len(kernel.all_hypers) + len(LIMITS)  # the last number is omitted if it is None
+    count, limit = len(value["hyper"]), len(kernel.all_hypers) + len(LIMITS)  # the last number may be omitted
     has_past_rates = (
-        kernel.catch_up is not None and count > most and is_past_rates(value["hyper"][most:], value["step"])
+        kernel.catch_up is not None and count > limit and is_past_rates(value["hyper"][limit:], value["step"])
     )
-    is_valid = count in (0, most - 1, most) or has_past_rates
-    _require(is_valid, f"description has 'hyper' of {count} numbers, and rule {name!r} takes {most - 1}")
+    is_valid = count in (0, limit - 1, limit) or has_past_rates
+    _require(is_valid, f"description has 'hyper' of {count} numbers, and rule {name!r} takes {limit - 1}")
 
 
 def with_named_hyper(description: dict[str, Any]) -> dict[str, Any]:

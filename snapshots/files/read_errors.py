@@ -30,7 +30,7 @@ class ReadIOError(SnapshotError):
     """A failed read of a snapshot that may be intact. The process lacked a resource, or the snapshot was replaced."""
 
 
-def read_error(path: Path, error: OSError, folder: Path) -> SnapshotError:
+def make_read_error(path: Path, error: OSError, folder: Path) -> SnapshotError:
     """The error for a file of the snapshot `folder` that could not be read."""
     if error.errno is None:  # raised by `check_regular`, which names the path
         return SnapshotError(f"{error}. {remedy_of(folder)}")
@@ -52,7 +52,7 @@ def remedy_of(folder: Path) -> str:
     return f"Restore the folder {str(folder)!r} from a copy, or delete it and use another snapshot"
 
 
-def os_error_in(error: Exception | str) -> OSError | None:
+def find_os_error(error: Exception | str) -> OSError | None:
     """Find the system error that caused a library's error. Often only the error's text names it."""
     return next(
         (OSError(code, os.strerror(code)) for code in _SYSTEM_REMEDIES if os.strerror(code) in str(error)), None

@@ -39,7 +39,7 @@ from .format import (
 )
 from .merging import apply_changes, merge_sorted
 from .pipeline import read_ahead
-from .read_errors import ReadIOError, damaged, read_error, remedy_of
+from .read_errors import ReadIOError, damaged, make_read_error, remedy_of
 
 _CHUNK_BYTES = 1 << 25
 
@@ -104,7 +104,7 @@ class Snapshot:
                 "from a copy; give <persistent_path>/<embedding name>/snapshots/<name>"
             ) from error
         except OSError as error:
-            raise read_error(folder / MANIFEST, error, folder) from error
+            raise make_read_error(folder / MANIFEST, error, folder) from error
         except ValueError as error:
             raise SnapshotError(f"{str(folder / MANIFEST)!r} cannot be read: {error}. {remedy_of(folder)}") from error
 
@@ -324,7 +324,7 @@ class Snapshot:
         try:
             yield
         except OSError as error:
-            raise read_error(self.folder / name, error, self.folder) from error
+            raise make_read_error(self.folder / name, error, self.folder) from error
 
     def _shard_of(self, name: str) -> HashShard | None:
         """A file's shard; None if the snapshot is not sharded."""
@@ -417,9 +417,9 @@ def name_of(folder: Path, id: str) -> str | None:
 def snapshot_by_id(folder: Path, id: str) -> Snapshot:
     """The folder's snapshot with this id, preferably under a name that a user chose. Raises SnapshotError."""
     snapshots, damaged = list_snapshots(folder)
-    named = sorted((s for s in snapshots if s.manifest.id == id), key=lambda snapshot: snapshot.name.endswith(id))
-    if named:
-        return named[0]
+    matches = sorted((s for s in snapshots if s.manifest.id == id), key=lambda snapshot: snapshot.name.endswith(id))
+    if matches:
+        return matches[0]
     for error in damaged.values():
         raise error
     raise SnapshotError(f"{str(folder)!r} lacks the snapshot with id {id}: put it back, or load another snapshot")

@@ -18,15 +18,15 @@ FAILED = 255  # RocksDB refused the files; the number is the length of the error
 _ROW_BYTES = 20  # bytes of a row without its `width` words of 4 bytes
 
 
-def main(core: str, folder: str, width: int, shards: int, most: int) -> None:
-    """Read the rows from RocksDB's files in `folder`, and write them to stdout, at most `most` after each header."""
+def main(core: str, folder: str, width: int, shards: int, chunk_rows: int) -> None:
+    """Read the rows from RocksDB's files in `folder`, and write them to stdout, `chunk_rows` per header at most."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     spec = spec_from_file_location("_core", core)
     assert spec is not None
     assert spec.loader is not None
     native: Any = module_from_spec(spec)
     spec.loader.exec_module(native)
-    rows = memoryview(bytearray(most * (_ROW_BYTES + 4 * width)))
+    rows = memoryview(bytearray(chunk_rows * (_ROW_BYTES + 4 * width)))
     _write(HEADER.pack(READY, 0))
     try:
         tier = native.RocksTier(
@@ -44,7 +44,7 @@ def main(core: str, folder: str, width: int, shards: int, most: int) -> None:
             options=[],
         )
         scan = tier.scan()
-        while (chunk := scan.next(rows, most))[1]:
+        while (chunk := scan.next(rows, chunk_rows))[1]:
             bucket, count = chunk
             _write(HEADER.pack(bucket, count))
             _write(rows[: count * (_ROW_BYTES + 4 * width)])

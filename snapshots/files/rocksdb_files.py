@@ -27,7 +27,7 @@ from ...engine.options.store_options import require_rocksdb
 from ...engine.row_format import Chunks, RowForm
 from ...engine.store.rocksdb import SCAN_BYTES, LiveFile, RocksDB
 from .format import ROCKSDB, Manifest, RocksDBFiles
-from .read_errors import ReadIOError, damaged, os_error_in, read_error
+from .read_errors import ReadIOError, damaged, find_os_error, make_read_error
 from .rocksdb_child import END, FAILED, HEADER, READY
 
 log = logging.getLogger("tierbed")
@@ -54,14 +54,14 @@ def checkpoint_chunks(folder: Path, manifest: Manifest, max_rows: int = 65536) -
     try:
         yield from _scan(folder, manifest.form, manifest.rocksdb.shards, max_rows)
     except OSError as error:
-        raise read_error(folder / ROCKSDB, error, folder) from error
+        raise make_read_error(folder / ROCKSDB, error, folder) from error
 
 
 def _scan(folder: Path, form: RowForm, shards: int, max_rows: int) -> Chunks:
     """Yields the rows in the files, `max_rows` at a time. Raises SnapshotError, OSError."""
     dtype = form.dtype
-    most = max(1, min(max_rows, SCAN_BYTES // dtype.itemsize))
-    with _start_child(folder, form.width, shards, most) as (stdout, stderr, process):
+    chunk_rows = max(1, min(max_rows, SCAN_BYTES // dtype.itemsize))
+    with _start_child(folder, form.width, shards, chunk_rows) as (stdout, stderr, process):
         if stdout.read(HEADER.size) != HEADER.pack(READY, 0):
             stdout.close()  # if the process runs anything except our script, it may write forever
             raise _start_error(folder, f"{_python()!r} {_describe_end(process, stderr)}")
@@ -75,7 +75,7 @@ def _scan(folder: Path, form: RowForm, shards: int, max_rows: int) -> Chunks:
             if bucket == FAILED:
                 text = stdout.read(count).decode("utf-8", "replace")
                 raise _scan_error(folder, text.rpartition("; ")[0] or text)  # drop the remedy: it is for stores
-            rows = np.empty(min(count, most), dtype)
+            rows = np.empty(min(count, chunk_rows), dtype)
             if stdout.readinto(rows.view(np.uint8).data) < rows.nbytes:  # type: ignore[attr-defined]
                 break
             yield bucket, rows
@@ -84,8 +84,8 @@ def _scan(folder: Path, form: RowForm, shards: int, max_rows: int) -> Chunks:
 
 def _scan_error(folder: Path, problem: str) -> SnapshotError:
     """The error for an incomplete scan, after RocksDB refused the files or crashed."""
-    if (system_error := os_error_in(problem)) is not None:
-        return read_error(folder / ROCKSDB, system_error, folder)
+    if (system_error := find_os_error(problem)) is not None:
+        return make_read_error(folder / ROCKSDB, system_error, folder)
     return damaged(folder / ROCKSDB, problem, folder)
 
 
@@ -99,11 +99,11 @@ def _start_error(folder: Path, problem: str) -> ReadIOError:
 
 @contextlib.contextmanager
 def _start_child(
-    folder: Path, width: int, shards: int, most: int
+    folder: Path, width: int, shards: int, chunk_rows: int
 ) -> Iterator[tuple[IO[bytes], int, subprocess.Popen[bytes]]]:
     script = str(Path(__file__).with_name("rocksdb_child.py"))
     assert _core.__file__ is not None
-    arguments = [_core.__file__, str((folder / ROCKSDB).absolute()), str(width), str(shards), str(most)]
+    arguments = [_core.__file__, str((folder / ROCKSDB).absolute()), str(width), str(shards), str(chunk_rows)]
     with open(os.memfd_create("tierbed"), "rb") as stderr:
         try:
             process = subprocess.Popen(
@@ -146,16 +146,16 @@ def _describe_end(process: subprocess.Popen[bytes], stderr: int) -> str:
     return f"{end}: {last}" if last else end
 
 
-def checksum_of(path: Path, size: int) -> int:
+def compute_checksum(path: Path, size: int) -> int:
     """The crc32c of the first `size` bytes of a file. Raises OSError."""
     checksum = _core.Crc32c()
     with open_regular(path) as file:
-        for piece in pieces_of(file, size):
+        for piece in read_pieces(file, size):
             checksum.update(piece)
     return checksum.finish()
 
 
-def pieces_of(file: BinaryIO, size: int) -> Iterator[NDArray[np.uint8]]:
+def read_pieces(file: BinaryIO, size: int) -> Iterator[NDArray[np.uint8]]:
     """Yields a file's first `size` bytes in pieces that share one buffer. Raises OSError if the file is shorter."""
     memory = np.empty(min(size, _PIECE_BYTES), np.uint8)
     while size:
@@ -172,7 +172,7 @@ def _check_files(folder: Path, files: dict[str, dict[str, int]]) -> None:
     try:
         present = {str(path.relative_to(top)): path for path in _files_in(top)}
     except OSError as error:
-        raise read_error(top, error, folder) from error
+        raise make_read_error(top, error, folder) from error
     for name in sorted(present.keys() - files.keys()):
         raise SnapshotError(f"{str(top / name)!r} is a foreign file in snapshot {folder.name!r}: remove it")
     for name, entry in files.items():
@@ -184,10 +184,10 @@ def _check_files(folder: Path, files: dict[str, dict[str, int]]) -> None:
             size = path.stat().st_size
             if size != entry["bytes"]:
                 raise damaged(path, f"it has {size} bytes instead of {entry['bytes']}", folder)
-            if checksum_of(path, size) != entry["crc32c"]:
+            if compute_checksum(path, size) != entry["crc32c"]:
                 raise damaged(path, "its checksum does not match", folder)
         except OSError as error:
-            raise read_error(path, error, folder) from error
+            raise make_read_error(path, error, folder) from error
 
 
 def _files_in(folder: Path) -> Iterator[Path]:
@@ -210,19 +210,19 @@ def write_rocksdb(
     """
     top, entries, refusal = temporary / ROCKSDB, dict[str, dict[str, int]](), None
     with tier.live_files() as files:
-        size, written = sum(file.size for file in files), 0
+        size, bytes_written = sum(file.size for file in files), 0
         for file in files:
             source, target = tier.folder / file.name, top / file.name
             target.parent.mkdir(parents=True, exist_ok=True)
             if not file.name.endswith(".sst"):
                 crc32c = _copy(source, target, file)
             elif (link_error := _link(source, target, file)) is None:
-                crc32c = checksum_of(target, file.size) if file.crc32c is None else file.crc32c
+                crc32c = compute_checksum(target, file.size) if file.crc32c is None else file.crc32c
             else:
                 refusal, crc32c = link_error, _copy(source, target, file)
             entries[file.name] = {"bytes": file.size, "crc32c": crc32c}
-            reported, written = rows * written // size, written + file.size
-            if progress is not None and (count := rows * written // size - reported):
+            rows_reported, bytes_written = rows * bytes_written // size, bytes_written + file.size
+            if progress is not None and (count := rows * bytes_written // size - rows_reported):
                 progress(count)
         for folder in (*top.iterdir(), top):
             fsync_dir(folder)
@@ -251,7 +251,7 @@ def _copy(source: Path, target: Path, file: LiveFile) -> int:
     checksum = _core.Crc32c()
     with open_regular(source) as from_, target.open("xb") as to:
         content = file.content
-        pieces = pieces_of(from_, file.size) if content is None else [np.frombuffer(content, np.uint8)]
+        pieces = read_pieces(from_, file.size) if content is None else [np.frombuffer(content, np.uint8)]
         for piece in pieces:
             checksum.update(piece)
             to.write(piece.data)

@@ -94,21 +94,21 @@ def write_rows(
     files, threads, syncs_of_small = dict[str, _File](), list[TaskThread](), list[Task]()
     do: Callable[[Task], object]
     then: Callable[[Task], object]
-    previous, form = -1, RowForm.from_description(description)
-    with ExitStack() as opened, ExitStack() as running:
+    last_bucket, form = -1, RowForm.from_description(description)
+    with ExitStack() as open_files, ExitStack() as workers:
         for bucket, group in groupby(chunks, key=lambda chunk: int(chunk[0])):
-            if not previous < bucket < BUCKETS:
+            if not last_bucket < bucket < BUCKETS:
                 raise SnapshotError(
-                    f"bucket {bucket} came after {previous}: buckets must ascend and be below {BUCKETS}"
+                    f"bucket {bucket} came after {last_bucket}: buckets must ascend and be below {BUCKETS}"
                 )
-            previous, name = bucket, name_of(bucket, None if shard is None else shard.number)
+            last_bucket, name = bucket, name_of(bucket, None if shard is None else shard.number)
             file, do, then = None, (lambda task: task()), syncs_of_small.append
             for rows in _check_chunks(bucket, dtype_of(name, form), row_check(description, bucket, shard), group):
                 if file is None:
-                    file = files[name] = opened.enter_context(closing(_File(f"{folder}/{name}", rows.dtype)))
+                    file = files[name] = open_files.enter_context(closing(_File(f"{folder}/{name}", rows.dtype)))
                     if rows.nbytes >= _SMALL_BYTES:
                         if not threads:
-                            threads = [running.enter_context(TaskThread(f"tierbed-{job}")) for job in ("sync", "write")]
+                            threads = [workers.enter_context(TaskThread(f"tierbed-{job}")) for job in ("sync", "write")]
                         then, do = (thread.do for thread in threads)
                 do(partial(file.write, rows))
                 if progress is not None:
@@ -171,7 +171,7 @@ def _check_chunks(
         yield contiguous
 
 
-def children_of(folder: Path) -> list[str]:
+def find_children(folder: Path) -> list[str]:
     """Names of the snapshots whose parent is `folder`. Raises SnapshotError if a snapshot next to it is unreadable."""
     own_id, listing = snapshot_id(folder), list_snapshots(folder.parent)
     for name, error in listing.damaged.items():
@@ -228,7 +228,7 @@ class NewSnapshots(AbstractContextManager["NewSnapshots"]):
         for new in self._new:
             with write_errors(new.path):
                 fsync_dir(new.temporary)
-        placed: list[NewFolder] = []
+        published: list[NewFolder] = []
         with uninterrupted(), ExitStack() as dropping:  # Ctrl-C leaves either no snapshot or all
             while self._new:
                 new = self._new[0]
@@ -236,23 +236,23 @@ class NewSnapshots(AbstractContextManager["NewSnapshots"]):
                     new.publish()
                 except UnsyncedError as error:  # the new folder exists; a power failure may bring back the old one
                     del self._new[0]
-                    raise self._error(new.path, "was", error, [*placed, new]) from error
+                    raise self._error(new.path, "was", error, [*published, new]) from error
                 except OSError as error:
-                    raise self._error(new.path, "was not", error, placed) from error
-                placed.append(self._new.pop(0))
+                    raise self._error(new.path, "was not", error, published) from error
+                published.append(self._new.pop(0))
                 dropping.callback(new.drop)  # removes the old folder
             try:
                 for call in self._then:
                     call()
             except BaseException:
-                for new in placed:
+                for new in published:
                     new.take_back()
                 raise
 
-    def _error(self, folder: Path, verb: str, error: OSError, placed: list[NewFolder]) -> SnapshotError:
+    def _error(self, folder: Path, verb: str, error: OSError, published: list[NewFolder]) -> SnapshotError:
         text = f"snapshot {folder.name!r} {verb} written to {str(folder.parent)!r}: {error}"
-        if placed and self._new:
-            saved = ", ".join(repr(str(new.path.parent)) for new in placed)
+        if published and self._new:
+            saved = ", ".join(repr(str(new.path.parent)) for new in published)
             missing = ", ".join(repr(str(new.path.parent)) for new in self._new)
             text += f". The snapshot is saved in {saved}, and not in {missing}: save all again with overwrite=True"
         return SnapshotError(text)
@@ -369,7 +369,7 @@ def check_free(folder: Path, overwrite: bool | None = False) -> None:
         raise SnapshotError(
             f"{str(folder)!r} is not a snapshot, and only snapshots are overwritten: choose another name"
         )
-    if children := ", ".join(map(repr, children_of(folder))):
+    if children := ", ".join(map(repr, find_children(folder))):
         raise SnapshotError(
             f"snapshot {str(folder)!r} cannot be overwritten: it is the parent of {children}. Choose another name, "
             f"or remove {children} first"

@@ -19,6 +19,7 @@ from ..files.reader import Snapshot
 
 Sort = Literal["added", "changed", "gone"]
 SORTS: tuple[Sort, ...] = get_args(Sort)
+FieldDiffs = dict[str, tuple[Any, Any]]  # both values of each description field that differs
 _MUST_AGREE = ("key_type", "columns")
 
 
@@ -34,12 +35,12 @@ class RowDiff(NamedTuple):
 class Comparison:
     """The differences from one snapshot to another. Rows of different dtypes are compared as float32."""
 
-    def __init__(self, fields: dict[str, tuple[Any, Any]], names: Names, old: Columns, new: Columns, most: int) -> None:
+    def __init__(self, fields: FieldDiffs, names: Names, old: Columns, new: Columns, max_diffs: int) -> None:
         self.fields = fields  # description fields that differ, with both values; `hyper` keeps only differing numbers
         self.names = names  # the tables' names
         self.counts = {sort: Counter[int]() for sort in SORTS}  # rows by table id; any differing byte is a change
-        self.same, self.first = 0, list[RowDiff]()  # the number of equal rows; the first `most` rows that differ
-        self._before, self._columns, self._most = old.form, new, most
+        self.num_equal, self.first_diffs = 0, list[RowDiff]()  # equal rows; the first `max_diffs` rows that differ
+        self._old_form, self._columns, self._max_diffs = old.form, new, max_diffs
         self._has_same_states = not fields.keys() & {"states", "state_widths"}
         # the greatest absolute difference by column, in rows that both sides have; infinite between a number and NaN
         self.largest = dict.fromkeys(new.form.counts if self._has_same_states else [EMBEDDING], 0.0)
@@ -61,17 +62,17 @@ class Comparison:
             changed[:] = True
         largest = {}
         for name in self.largest:
-            before, after = self._before.values(old, name), self._columns.form.values(new, name)
-            largest[name] = _largest_differences(before, after, changed)
+            before, after = self._old_form.values(old, name), self._columns.form.values(new, name)
+            largest[name] = _find_largest(before, after, changed)
             self.largest[name] = max(self.largest[name], float(largest[name].max(initial=0.0)))
-        self.same += len(new) - int(changed.sum())
+        self.num_equal += len(new) - int(changed.sum())
         self._count("changed", new[changed], largest[EMBEDDING][changed])
 
     def _count(self, sort: Sort, rows: RowArray, largest: NDArray[np.float64] | None) -> None:
         for table, count in zip(*np.unique(rows["table"], return_counts=True), strict=True):
             self.counts[sort][int(table)] += int(count)
-        first = self.first
-        some = rows[: max(0, self._most - len(first))]
+        first = self.first_diffs
+        some = rows[: max(0, self._max_diffs - len(first))]
         for i, (table, key) in enumerate(zip(some["table"], self._columns.user_keys(some["key"]), strict=True)):
             first.append(RowDiff(sort, int(table), int(key), None if largest is None else float(largest[i])))
 
@@ -93,24 +94,25 @@ def compare(
             f"snapshots {before.name!r} and {after.name!r} cannot be compared: their {reasons[0]}; compare snapshots "
             "of one embedding"
         )
-    fields = _differences(with_named_hyper(old), with_named_hyper(new))
-    was, now = fields.get("hyper", (None, None))
-    if isinstance(was, dict) and isinstance(now, dict):
-        numbers = _differences(was, now)
-        fields["hyper"] = ({n: was[n] for n in was if n in numbers}, {n: now[n] for n in now if n in numbers})
+    fields = _compare_fields(with_named_hyper(old), with_named_hyper(new))
+    old_hyper, new_hyper = fields.get("hyper", (None, None))
+    if isinstance(old_hyper, dict) and isinstance(new_hyper, dict):
+        changed = _compare_fields(old_hyper, new_hyper)
+        old_hyper, new_hyper = ({n: h[n] for n in h if n in changed} for h in (old_hyper, new_hyper))
+        fields["hyper"] = old_hyper, new_hyper
     result = Comparison(fields, names, Columns(old), Columns(new), first)
-    for _, left, right, gone, state in join_tables(before.chunks(), after.chunks()):
-        result.add(left, right, gone > 0, state == NEW)
+    for _, old_rows, new_rows, deleted, state in join_tables(before.chunks(), after.chunks()):
+        result.add(old_rows, new_rows, deleted > 0, state == NEW)
         if progress is not None:
-            progress(len(left) + len(right))
+            progress(len(old_rows) + len(new_rows))
     return result
 
 
-def _differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+def _compare_fields(old: dict[str, Any], new: dict[str, Any]) -> FieldDiffs:
     return {name: (old.get(name), new.get(name)) for name in {**old, **new} if old.get(name) != new.get(name)}
 
 
-def _largest_differences(
+def _find_largest(
     old: NDArray[np.float32], new: NDArray[np.float32], changed: NDArray[np.bool_]
 ) -> NDArray[np.float64]:
     """Returns each row's greatest absolute difference [n]. Sets `changed` [n] to True for rows with a differing bit."""

@@ -24,14 +24,14 @@ from ..store.folder_state import shard_folder
 Row = NDArray[np.void]  # [1], with the dtype of the description's `RowForm`
 
 
-def live_row(store: StoreFolder, table: int | str, key: int) -> tuple[Row | None, dict[str, Any]]:
+def read_live_row(store: StoreFolder, table: int | str, key: int) -> tuple[Row | None, dict[str, Any]]:
     """Read a live row of a cleanly closed store. Returns the row, or None if never written, and its description.
 
     key: as users pass it. Raises InputError for an invalid table or key, and StoreError or SnapshotError if the rows
     cannot be read or another rank owns the row.
     """
     marker = require_clean_marker(store)
-    number, bits = row_key_of(marker, table, key)
+    number, bits = resolve_row_key(marker, table, key)
     if SHARD in marker:
         rank, ranks = marker[SHARD]["rank"], marker[SHARD]["ranks"]
         owner = int(_core.owners(np.array([number], np.uint32), np.array([bits], np.uint64), ranks)[0])
@@ -47,12 +47,12 @@ def live_row(store: StoreFolder, table: int | str, key: int) -> tuple[Row | None
         return read_row(tier, form, number, bits), marker
 
 
-def snapshot_row(snapshot: Snapshot, table: int | str, key: int) -> Row | None:
-    """Read a row from a snapshot. Returns None if the snapshot lacks the row. Raises the errors of `live_row`."""
-    return _find(snapshot, *row_key_of(snapshot.description, table, key))
+def read_snapshot_row(snapshot: Snapshot, table: int | str, key: int) -> Row | None:
+    """Read a row from a snapshot. Returns None if the snapshot lacks the row. Raises the errors of `read_live_row`."""
+    return _find(snapshot, *resolve_row_key(snapshot.description, table, key))
 
 
-def row_key_of(description: dict[str, Any], table: int | str, key: int) -> tuple[int, int]:
+def resolve_row_key(description: dict[str, Any], table: int | str, key: int) -> tuple[int, int]:
     """Convert a table number or name to its number, and a key to its 64 bits. Raises InputError if one is invalid."""
     names = names_in(description)
     number = table_number(table, names)
@@ -64,20 +64,20 @@ def row_key_of(description: dict[str, Any], table: int | str, key: int) -> tuple
     return number, key % (1 << 64)
 
 
-def plain_row(row: Any, description: dict[str, Any]) -> dict[str, Any]:
+def to_plain_row(row: Any, description: dict[str, Any]) -> dict[str, Any]:
     """A row as plain values: `table`, `table_name` if any, `key`, `embedding`, `states`, `updates`, `step`."""
     columns = {name: column[0] for name, column in Columns(description).split(np.array([row])).items()}
     return {
         **with_table_name(int(columns[TABLE]), names_in(description)),
         "key": int(columns[KEY]),
-        "embedding": plain_floats(columns[EMBEDDING]),
-        "states": {name: plain_floats(columns[name]) for name in description["states"]},
+        "embedding": to_plain_floats(columns[EMBEDDING]),
+        "states": {name: to_plain_floats(columns[name]) for name in description["states"]},
         "updates": int(columns[UPDATES]),
         "step": int(columns[STEP]),
     }
 
 
-def plain_floats(values: NDArray[np.float32]) -> list[float | str]:
+def to_plain_floats(values: NDArray[np.float32]) -> list[float | str]:
     """Convert float32 numbers to their shortest decimals. NaN and infinities become text, since JSON lacks them."""
     return [float(str(value)) if np.isfinite(value) else str(value) for value in values]
 

@@ -43,7 +43,7 @@ class Summary:
         norm = {"min": self._norm_min, "mean": self._norm_sum / finite, "max": self._norm_max} if finite else None
         return {
             "rows_by_table": dict(sorted(self.tables.items())),
-            "updates": _spread(self.updates),
+            "updates": _summarise_counts(self.updates),
             "norm": norm,
             "not_finite": self.not_finite,
         }
@@ -78,7 +78,7 @@ def _count(counter: Counter[int], values: NDArray[np.uint32]) -> None:
         counter[int(value)] += int(count)
 
 
-def _spread(counter: Counter[int]) -> dict[str, int] | None:
+def _summarise_counts(counter: Counter[int]) -> dict[str, int] | None:
     if not counter:
         return None
     values = sorted(counter)

@@ -16,7 +16,7 @@ from ..files.merging import merge_sorted
 from ..files.reader import Snapshot
 from ..files.writer import NewSnapshots, ProgressCallback, finish, write_snapshot
 from .folder import StoreFolder
-from .folder_state import RANKS, FolderState, clean_markers, shard_folder, shards_in, stores_recorded_for
+from .folder_state import RANKS, FolderState, clean_markers, find_shards, read_linked_stores, shard_folder
 from .group import Member, open_store, record_load, saved
 from .mark import live_version
 from .recovery_rule import EMPTY, version_of_snapshot
@@ -49,7 +49,7 @@ def merged_clean_marker(state: FolderState) -> dict[str, Any] | None:
 def _lock_shards(store: StoreFolder, locks: ExitStack) -> tuple[dict[str, Any], Chunks]:
     """Lock a store's shards. Returns the shards' merged clean marker and their rows. Raises StoreError."""
     ranks = store.ranks
-    shards = [locks.enter_context(StoreFolder(shard.path)) for shard in shards_in(store.path, ranks).values()]
+    shards = [locks.enter_context(StoreFolder(shard.path)) for shard in find_shards(store.path, ranks).values()]
     marker = merged_clean_marker(store)
     if marker is None or "rows" not in marker:
         raise StoreError(
@@ -165,7 +165,7 @@ def load_into_stores(
 def check_load(store: StoreFolder, snapshot: Snapshot, selection: Selection) -> Selection:
     """Returns `selection` with the types to convert to. Raises the errors of `load_into_stores` that need no rows."""
     marker = store.clean_marker
-    linked_stores = [] if store.live.exists() else stores_recorded_for(store.snapshots)
+    linked_stores = [] if store.live.exists() else read_linked_stores(store.snapshots)
     if linked_stores:
         raise StoreError(
             f"{str(store.path)!r} has only the snapshots of other store folders, and no live rows: give the store "
@@ -217,11 +217,11 @@ def compact_live(store: StoreFolder, options: str = "") -> tuple[int, int] | Non
     def file_bytes() -> int:
         return sum(file.stat().st_size for file in store.live.glob("shard-*/*.sst"))
 
-    before = file_bytes()
+    bytes_before = file_bytes()
     with closing(RocksDB(store.live, marker["width"], marker["shards"], options=options_text(options))) as tier:
         check_live(store, marker, tier)
         tier.compact()
-    return before, file_bytes()
+    return bytes_before, file_bytes()
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ...engine.errors import SnapshotError, StoreError
 from .folder import StoreFolder
-from .group_file import GroupFile, RecordError, lock_of_group, remove_record, write_record
+from .group_file import GroupFile, RecordError, lock_group, remove_record, write_record
 from .recovery_rule import NOTHING, union
 
 
@@ -32,7 +32,7 @@ def detach(store: StoreFolder) -> Detached:
         return Detached([], error.problem if isinstance(error, RecordError) else str(error))
     if file.path is None:
         return Detached([])
-    lock = lock_of_group(file)
+    lock = lock_group(file)
     try:
         locked = GroupFile(store)
         if locked.path == file.path:

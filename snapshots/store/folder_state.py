@@ -75,7 +75,7 @@ class FolderState:
         """This host's store folders with the same snapshots, beginning with this folder."""
         stores, folder = [self], self.snapshot_store.snapshots
         with self._errors("read which stores have their snapshots in"):
-            for store in stores_recorded_for(folder):
+            for store in read_linked_stores(folder):
                 with contextlib.suppress(OSError):
                     if os.path.samefile(store / SNAPSHOTS, folder) and not os.path.samefile(store, self.path):
                         stores.append(FolderState(store))
@@ -133,7 +133,7 @@ def shard_folder(store: Path, rank: int, ranks: int) -> Path:
     return store / RANKS / f"{rank}-of-{ranks}"
 
 
-def shards_in(store: Path, ranks: int, of: Iterable[int] | None = None) -> dict[int, FolderState]:
+def find_shards(store: Path, ranks: int, of: Iterable[int] | None = None) -> dict[int, FolderState]:
     """This host's shard folders, by rank. of: the ranks whose folders to look for. Default: all ranks."""
     folders = ((rank, shard_folder(store, rank, ranks)) for rank in (range(ranks) if of is None else of))
     return {rank: FolderState(folder) for rank, folder in folders if folder.is_dir()}
@@ -142,7 +142,7 @@ def shards_in(store: Path, ranks: int, of: Iterable[int] | None = None) -> dict[
 def clean_markers(store: Path, ranks: int, of: Iterable[int] | None = None) -> dict[int, dict[str, Any] | None]:
     """The clean markers of this host's shards, by rank; None if a shard is unclean or misplaced. Raises StoreError."""
     markers: dict[int, dict[str, Any] | None] = {}
-    for rank, shard in shards_in(store, ranks, of).items():
+    for rank, shard in find_shards(store, ranks, of).items():
         share = (shard.clean_marker or {}).get(SHARD)
         is_own = isinstance(share, dict) and (share.get("rank"), share.get("ranks")) == (rank, ranks)
         markers[rank] = shard.clean_marker if is_own else None
@@ -156,7 +156,7 @@ def shard_versions(store: Path, ranks: int, of: Iterable[int] | None = None) -> 
 
 def last_step(store: Path, ranks: int) -> int | None:
     """The latest step of this host's shards, clean or not; None if unknown."""
-    shards = shards_in(store, ranks).values()
+    shards = find_shards(store, ranks).values()
     steps = (shard.recorded_step if shard.clean_marker is None else shard.clean_marker["step"] for shard in shards)
     return max((step for step in steps if step is not None), default=None)
 
@@ -199,7 +199,7 @@ def link_to(link: Path, folder: Path) -> None:
     fsync_dir(link.parent)
 
 
-def stores_recorded_for(folder: Path) -> list[Path]:
+def read_linked_stores(folder: Path) -> list[Path]:
     """The store folders that were ever linked to this snapshots folder. Raises OSError."""
     return [Path(os.fsdecode(note.read_bytes())) for note in sorted(folder.parent.glob(f"{_LINKED_FROM}*"))]
 

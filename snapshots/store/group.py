@@ -28,7 +28,7 @@ from ...engine.threads import POLL_SECONDS
 from ..files.reader import list_snapshots
 from .folder import StoreFolder
 from .folder_state import FolderState
-from .group_file import GroupFile, Shards, lock_file, lock_of_group, remove_record, write_record
+from .group_file import GroupFile, Shards, lock_group, lock_path, remove_record, write_record
 from .lock import FileLock, InUseError
 from .mark import Link, RanksRecord
 from .old_stores import PREFIX
@@ -56,7 +56,7 @@ _changing = RLock()  # held by the thread that changes groups and records
 class Clock:
     """Counts the moments of this process."""
 
-    now = 0
+    moment = 0
 
 
 clock = Clock()
@@ -74,7 +74,7 @@ class MemberRows:
     def change(self, now: Entry = NOTHING) -> None:
         """Called when the rows change. Ends the intervals of all snapshots, running saves included."""
         for span in self.spans:
-            span.end(clock.now)
+            span.end(clock.moment)
         self.now = now
 
 
@@ -131,7 +131,7 @@ class Member(MemberRows):
         """Count a write of rows. `begin_change` has already recorded that rows change."""
         self._writes += 1
         self.version = f"{self._run}:{self._writes}"
-        self.first = clock.now + 1
+        self.first = clock.moment + 1
 
     def capture(self) -> Capture:
         """Begin a save of the current rows. The table must be locked. Raises StoreError."""
@@ -139,7 +139,7 @@ class Member(MemberRows):
             raise StoreError(self.broken)
         with _changing:
             self.lock()
-            clock.now += 1
+            clock.moment += 1
             capture = Capture("", self.first, member=self)
             self.spans.append(capture)
             self.expect_change()
@@ -217,7 +217,7 @@ def open_store(
             entry, broken = Entry(EMPTY), "its rows are about to be emptied"  # so the rows need not be recovered
         else:
             try:
-                entry, broken = group.entry_of(file, mode), ""
+                entry, broken = group.choose_entry(file, mode), ""
             except (StoreError, SnapshotError) as error:
                 if not for_load:
                     raise
@@ -271,7 +271,7 @@ class Group:
         if lock is not None:
             lock.release()
 
-    def entry_of(self, file: GroupFile, mode: str) -> Entry:
+    def choose_entry(self, file: GroupFile, mode: str) -> Entry:
         """Choose the rows that a store opens with. Raises StoreError, SnapshotError."""
         if self.is_locked:
             return self._entry_beside(file)
@@ -280,11 +280,11 @@ class Group:
             for number in range(OPEN_ATTEMPTS if file.path is not None else 0):
                 assert file.path is not None
                 try:  # lock the group, so that nobody changes the record or a clean marker meanwhile
-                    lock = FileLock(lock_file(file.path), f"the open of {file.folder.path.name!r}")
+                    lock = FileLock(lock_path(file.path), f"the open of {file.folder.path.name!r}")
                     guard.callback(lock.release)
                     break
                 except InUseError as error:
-                    if (entry := file.own_entry()) != NOTHING:
+                    if (entry := file.choose_own_entry()) != NOTHING:
                         return entry
                     if number == OPEN_ATTEMPTS - 1:
                         raise StoreError(
@@ -317,11 +317,11 @@ class Group:
             return
         try:
             if self.file.path is not None:
-                self._lock = lock_of_group(self.file)
+                self._lock = lock_group(self.file)
                 store = next(iter(self.members.values())).store
                 file = GroupFile(store, self.file.shards, self.file.beside)
                 if file.key != self.file.key:  # another process changed the groups
-                    raise StoreError(_changed_text(store))
+                    raise StoreError(_describe_change(store))
                 self.file = file
             self._recover()
         except BaseException:
@@ -342,7 +342,7 @@ class Group:
                 target = self.record.unchanged  # a broken store is not used before a load
         for id, member in self.members.items():
             if not member.broken and not _is_same(member.entry, target[id]):
-                raise StoreError(_changed_text(member.store))
+                raise StoreError(_describe_change(member.store))
         self.rows = {id: self.members.get(id) or MemberRows() for id in target}
         for id, rows in self.rows.items():
             rows.now = NOTHING if id in self.members and self.members[id].broken else target[id]
@@ -406,7 +406,7 @@ class Group:
 
     def _newest_moment(self) -> tuple[int, Mapping[str, str]] | None:
         """Find the newest moment that snapshots of all stores share. Forgets snapshots that were removed."""
-        while newest := newest_moment({id: rows.spans for id, rows in self.rows.items()}, clock.now):
+        while newest := newest_moment({id: rows.spans for id, rows in self.rows.items()}, clock.moment):
             snapshots = newest[1]
             if snapshots == self.record.commit:
                 break
@@ -424,7 +424,7 @@ def _join(groups: Sequence[Group]) -> None:
     members = [member for group in groups for member in group.members.values()]
     members.sort(key=lambda member: member.store.path.name)
     path = members[0].store.snapshot_store.path.parent / f"{PREFIX}{secrets.token_hex(8)}"
-    lock = FileLock(lock_file(path), f"the group of {members[0].store.path.name!r}")
+    lock = FileLock(lock_path(path), f"the group of {members[0].store.path.name!r}")
     folders = dict[str, FolderState]()
     for group in groups:
         folders |= group.file.members(lenient=group.mode in ("mixed", "fresh"))
@@ -480,7 +480,7 @@ def record_load(snapshots: Mapping[Member, str]) -> Iterator[None]:
                 loaded = {id: Entry(snapshot) for id, snapshot in ids.items()}
                 group.write(loaded, parents={**group.record.parents, **ids})
         yield
-        clock.now += 1
+        clock.moment += 1
     except BaseException:
         with _changing, suppress(StoreError):
             for member, (now, broken) in before.items():
@@ -522,7 +522,7 @@ def _by_group(snapshots: Mapping[Member, Any]) -> list[tuple[Group, dict[str, An
     return [(group, {m.id: value for m, value in snapshots.items() if m.group is group}) for group in groups]
 
 
-def file_of(store: FolderState) -> GroupFile:
+def find_group_file(store: FolderState) -> GroupFile:
     """Returns the record of a store's group, from memory if this process locks the group, otherwise from disk."""
     locked = [group for group in list(_groups) if group.is_locked]
     members = [member for group in locked for member in list(group.members.values())]
@@ -543,6 +543,6 @@ def _skipped(folder: FolderState, entry: Entry) -> tuple[int, int]:
     return sequences.get(entry.snapshot or "", high if entry.live else 0), high
 
 
-def _changed_text(store: FolderState) -> str:
+def _describe_change(store: FolderState) -> str:
     problem = "was recovered or trained by another process since it was opened here"
     return f"{str(store.path)!r} {problem}: create the embedding again"

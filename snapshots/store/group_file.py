@@ -25,7 +25,7 @@ from .folder import StoreFolder
 from .folder_state import SNAPSHOTS, FolderState, shard_versions
 from .lock import FileLock, InUseError
 from .mark import Link, live_version
-from .old_stores import PREFIX, UNKNOWN, OldGroup, record_of_group, record_of_store
+from .old_stores import PREFIX, UNKNOWN, OldGroup, make_group_record, make_store_record
 from .recovery_rule import EMPTY, NOTHING, Entry, Files, Record, choose, usable
 
 INVALID = (ValueError, TypeError, KeyError, AttributeError)  # raised by reading a damaged record
@@ -62,7 +62,7 @@ class GroupFile:
         elif mark.link is not None:
             self.path, self.record = self._follow(mark.link)
         elif group is not None:
-            path, record = record_of_group(folder, group, self.files)
+            path, record = make_group_record(folder, group, self.files)
             self.path, self.record = (path, record) if record else self._follow(Link.to(path, self.mark_folder.path))
         elif mark.exists or not self._find_by_path():
             self.record = mark.record or self._own_record()
@@ -70,8 +70,8 @@ class GroupFile:
             self._check_listed()
 
     def _own_record(self) -> Record:
-        live, shards = self.files(self.folder).one_live, self.shards_of(self.folder)
-        return record_of_store(self.store, self.folder, live, shards)
+        live, shards = self.files(self.folder).common_version, self.read_shards(self.folder)
+        return make_store_record(self.store, self.folder, live, shards)
 
     def copy_with(self, **attributes: Any) -> Self:
         result = copy(self)
@@ -203,36 +203,36 @@ class GroupFile:
         return mark.store == store and (is_direct or GroupFile(folder).key == self.key)
 
     def files(self, folder: FolderState) -> Files:
-        versions = self.shards_of(folder)
+        versions = self.read_shards(folder)
         live = [versions.get(rank) for rank in range(folder.ranks)] or [live_version(folder.clean_marker)]
         return Files(live, {snapshot.manifest.id for snapshot in list_snapshots(folder.snapshots).snapshots})
 
-    def shards_of(self, folder: FolderState) -> Mapping[int, str | None]:
+    def read_shards(self, folder: FolderState) -> Mapping[int, str | None]:
         """The versions of a store's shards by rank, from `self.shards`, or else read from the shards on this host."""
         versions = self.shards.get(str(folder.path))
         return shard_versions(folder.path, folder.ranks) if versions is None else versions
 
     def check_closed(self) -> None:
         """Raises StoreError if the last run did not close a member. Called for the store option open="error"."""
-        unclean = []
+        unclosed = []
         for store, folder in self.members(lenient=True).items():
             live = self.record.now[store].live if folder.ranks else None
-            if store in self.record.trained or (live and live != self.files(folder).one_live):
-                unclean.append(repr(str(folder.path)))
-        if unclean and self.path is None:
+            if store in self.record.trained or (live and live != self.files(folder).common_version):
+                unclosed.append(repr(str(folder.path)))
+        if unclosed and self.path is None:
             raise StoreError(
-                f"store folder {unclean[0]} was not closed by its last run, so its live rows cannot be used; "
+                f"store folder {unclosed[0]} was not closed by its last run, so its live rows cannot be used; "
                 'open="resume" restores the last snapshot or starts empty'
             )
-        if unclean:
+        if unclosed:
             raise StoreError(
-                f"store folders {', '.join(sorted(unclean))} are trained together and were not closed by their last "
+                f"store folders {', '.join(sorted(unclosed))} are trained together and were not closed by their last "
                 'run, so their live rows cannot be used; open="resume" recovers the last step that all of them saved'
             )
 
     def _check_remote_shards(self, store: str, folder: FolderState) -> None:
         """Raises StoreError if shards on other hosts may hold live rows that no snapshot has."""
-        entry, shards, ranks = self.record.now[store], self.shards_of(folder), folder.ranks
+        entry, shards, ranks = self.record.now[store], self.read_shards(folder), folder.ranks
         remote = [str(rank) for rank in range(ranks) if rank not in shards]
         is_saved = usable(entry, self.files(folder)).snapshot is not None
         if remote and entry.live and {*shards.values()} <= {entry.live} and not is_saved:
@@ -280,12 +280,12 @@ class GroupFile:
         name = f"{same_save[0]!r} " if same_save else ""
         return f"{folder.path.name!r} lacks snapshot {name}(id {id}) of the last step that all had saved"
 
-    def target_after_kill(self) -> dict[str, Entry]:
+    def choose_after_kill(self) -> dict[str, Entry]:
         """The rows that each member would open with if every process with an open store were killed now."""
         now = {store: Entry(entry.snapshot) for store, entry in self.record.now.items()}
         return self.copy_with(record=replace(self.record, now=now)).target()
 
-    def own_entry(self) -> Entry:
+    def choose_own_entry(self) -> Entry:
         """The rows that the store opens with while another process trains members of its group. NOTHING if unknown."""
         return usable(self.record.now[self.store], self.files(self.folder))
 
@@ -317,11 +317,11 @@ def check_one_moment(names: Sequence[str], snapshots: Sequence[Snapshot]) -> Non
         )
 
 
-def lock_of_group(file: GroupFile) -> FileLock:
+def lock_group(file: GroupFile) -> FileLock:
     """Lock the group whose record was read. Raises StoreError if another process has locked the group."""
     assert file.path is not None
     try:
-        return FileLock(lock_file(file.path), f"the group of {file.folder.path.name!r}")
+        return FileLock(lock_path(file.path), f"the group of {file.folder.path.name!r}")
     except InUseError as error:
         names = ", ".join(sorted(repr(location.name) for location in file.record.places.values()))
         raise StoreError(
@@ -330,7 +330,7 @@ def lock_of_group(file: GroupFile) -> FileLock:
         ) from None
 
 
-def lock_file(path: Path) -> Path:
+def lock_path(path: Path) -> Path:
     """The lock file next to a record file. Must be locked before the record or any member's rows are written."""
     return path.with_name(f"{path.name}.LOCK")
 
@@ -347,7 +347,7 @@ def remove_record(path: Path) -> None:
     """Remove a record file that no store leads to any more, and its lock. Errors are ignored."""
     with suppress(OSError):
         path.unlink()
-        lock_file(path).unlink()
+        lock_path(path).unlink()
 
 
 def _describe_rows(folder: FolderState) -> str:

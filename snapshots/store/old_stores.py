@@ -47,7 +47,7 @@ def _candidates(home: FolderState) -> Iterator[tuple[str, bool]]:
                     yield name, bool(ids)
 
 
-def record_of_store(store: str, folder: FolderState, live: str | None, shards: Mapping[int, str | None]) -> Record:
+def make_store_record(store: str, folder: FolderState, live: str | None, shards: Mapping[int, str | None]) -> Record:
     """The record of a store that is new or trained alone. live: its rows' version. shards: shards' versions by rank."""
     home = folder.recovery_folder
     ids = {"": EMPTY} | {snapshot.name: snapshot.manifest.id for snapshot in list_snapshots(folder.snapshots).snapshots}
@@ -69,7 +69,7 @@ def record_of_store(store: str, folder: FolderState, live: str | None, shards: M
     )
 
 
-def record_of_group(
+def make_group_record(
     folder: FolderState, group: OldGroup, files: Callable[[FolderState], Files]
 ) -> tuple[Path, Record | None]:
     """The path and record of stores that trained together. The record's commit is the stores' newest common save.
@@ -98,7 +98,7 @@ def record_of_group(
         for id, location in places.items()
     }
     listed |= {id: Location.of(folder.path, folder.snapshot_store.path, model_folder) for id, folder in folders.items()}
-    lives = {id: files(folder).one_live for id, folder in folders.items()}
+    lives = {id: files(folder).common_version for id, folder in folders.items()}
     saves = {
         id: {folder.manifest.moment: folder.manifest.id for folder in list_snapshots(folder.snapshots).snapshots}
         for id, folder in folders.items()

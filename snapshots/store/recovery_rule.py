@@ -114,7 +114,7 @@ class Files(NamedTuple):
     snapshots: Collection[str]  # the ids of the store's snapshots
 
     @property
-    def one_live(self) -> str | None:
+    def common_version(self) -> str | None:
         """The version that all shards have in common; None if versions differ or are missing."""
         return self.live[0] if len({*self.live}) == 1 else None
 
@@ -160,21 +160,21 @@ def newest_moment(spans: Mapping[str, Sequence[Interval]], clock: int) -> tuple[
     return None
 
 
-def union(records: Sequence[Record], at: Mapping[str, Entry]) -> Record:
-    """Combine several groups' records. at: the entries of the stores to include."""
+def union(records: Sequence[Record], entries: Mapping[str, Entry]) -> Record:
+    """Combine several groups' records. entries: the entries of the stores to include."""
     fields: dict[str, Any] = {
-        name: {x: value for record in records for x, value in getattr(record, name).items() if x in at}
+        name: {x: value for record in records for x, value in getattr(record, name).items() if x in entries}
         for name in ("commit", "before", "places", "parents", "undone")
     }
-    return Record(dict(at), trained=frozenset(x for record in records for x in record.trained if x in at), **fields)
+    return Record(dict(entries), trained=frozenset(x for r in records for x in r.trained if x in entries), **fields)
 
 
-def next_record(record: Record, at: Mapping[str, Entry], moment: SnapshotIds | None) -> Record:
-    """Returns the record to write. at: the members' entries. moment: the snapshots of the newest moment, if any."""
-    following = union([record], at)
-    if moment is not None and moment != following.commit:
-        following = replace(following, commit=dict(moment), before=following.commit)
-    return following
+def next_record(record: Record, entries: Mapping[str, Entry], snapshots: SnapshotIds | None) -> Record:
+    """Returns the record to write. entries: the members' entries. snapshots: of the newest moment, if any."""
+    result = union([record], entries)
+    if snapshots is not None and snapshots != result.commit:
+        result = replace(result, commit=dict(snapshots), before=result.commit)
+    return result
 
 
 def needed(record: Record, store: str) -> set[str]:

@@ -11,10 +11,10 @@ from ...engine.checks import int_option
 from ...engine.errors import SnapshotError
 from ..files.format import snapshot_id
 from ..files.reader import Snapshot, list_snapshots, snapshot_by_id
-from ..files.writer import children_of
+from ..files.writer import find_children
 from .folder import StoreFolder
 from .folder_state import FolderState
-from .group import file_of
+from .group import find_group_file
 from .linked import REPLACED_PREFIX, STATE_PREFIX, link_snapshot, remove_snapshot
 from .recovery_rule import Record, needed
 
@@ -47,10 +47,10 @@ def plan_prune(
         keep_every = int_option("keep_every", keep_every, "a whole number from 1", 1)
     counted = [snapshot for snapshot in snapshots if snapshot.name not in of_states]
     policy_names = {snapshot.name for snapshot in counted[-keep_last:]}.union(of_states)
-    reached = -1
+    last_multiple = -1
     for snapshot in counted:
-        if keep_every is not None and (multiple := snapshot.description["step"] // keep_every) > reached:
-            reached = multiple
+        if keep_every is not None and (multiple := snapshot.description["step"] // keep_every) > last_multiple:
+            last_multiple = multiple
             policy_names.add(snapshot.name)
     required, for_recovery = (
         {ancestor.name for snapshot in snapshots if snapshot.name in names for ancestor in snapshot.chain}
@@ -70,17 +70,17 @@ def plan_for(store: FolderState, keep_last: int, keep_every: int | None = None) 
     for error in damaged.values():
         raise SnapshotError(f"nothing is pruned while a snapshot cannot be read: {error}") from error
     of_states = [snapshot.name for snapshot in snapshots if is_state_snapshot(snapshot)]
-    return plan_prune(snapshots, keep_last, keep_every, needed_names(store), of_states)
+    return plan_prune(snapshots, keep_last, keep_every, list_needed(store), of_states)
 
 
-def needed_names(store: FolderState) -> set[str]:
+def list_needed(store: FolderState) -> set[str]:
     """Names of all `needed` snapshots, for this store and stores that share snapshots. SnapshotError, StoreError."""
-    ids = {id for file in map(file_of, store.sharing) for id in needed(file.record, file.store)}
+    ids = {id for file in map(find_group_file, store.sharing) for id in needed(file.record, file.store)}
     snapshots = list_snapshots(store.snapshots).snapshots
     return {snapshot_by_id(store.snapshots, id).name for id in ids & {snapshot.manifest.id for snapshot in snapshots}}
 
 
-def undone_names(snapshots: Path, record: Record, store: str) -> set[str]:
+def find_undone_names(snapshots: Path, record: Record, store: str) -> set[str]:
     """The names of a store's snapshots that recovery skipped. A run may save these names again."""
     low, high = record.undone.get(store, (0, 0))
     needed_ids = needed(record, store)
@@ -91,7 +91,7 @@ def undone_names(snapshots: Path, record: Record, store: str) -> set[str]:
     }
 
 
-def state_snapshot(store: StoreFolder, id: str | None, keep: int | None) -> Path | None:
+def link_state_snapshot(store: StoreFolder, id: str | None, keep: int | None) -> Path | None:
     """Link snapshot `id` for a `state_dict()`. Returns the link, or None if `id` is None. Raises SnapshotError.
 
     Before it makes a new link, removes all earlier `state_dict()` links except the latest `keep`.
@@ -115,9 +115,9 @@ def _prune_states(store: StoreFolder, keep: int) -> None:
     snapshots = [snapshot for snapshot in list_snapshots(store.snapshots).snapshots if is_state_snapshot(snapshot)]
     snapshots.sort(key=lambda snapshot: snapshot.folder.stat().st_mtime_ns)  # the link's time, not the save's
     removable = snapshots[:-keep]
-    needed = needed_names(store) if removable else set()
+    needed = list_needed(store) if removable else set()
     for snapshot in removable:
-        if snapshot.name in needed or children_of(snapshot.folder):
+        if snapshot.name in needed or find_children(snapshot.folder):
             continue
         remove_snapshot(snapshot.folder)
         log.info(
@@ -143,9 +143,9 @@ def drop_replaced(store: StoreFolder) -> None:
     except OSError as error:
         raise SnapshotError(f"the snapshots in {str(store.snapshots)!r} cannot be listed: {error}") from error
     if replaced:
-        needed = needed_names(store)
+        needed = list_needed(store)
         for folder in replaced:
-            if folder.name not in needed and not children_of(folder):
+            if folder.name not in needed and not find_children(folder):
                 remove_snapshot(folder)
 
 
@@ -170,5 +170,5 @@ def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> 
 def remove_if_unreferenced(store: StoreFolder, saved: Snapshot) -> None:
     """Remove a snapshot that neither recovery nor a child needs, and that was not replaced. Raises SnapshotError."""
     folder = store.snapshots / saved.name
-    if snapshot_id(folder) == saved.manifest.id and saved.name not in needed_names(store) and not children_of(folder):
+    if snapshot_id(folder) == saved.manifest.id and saved.name not in list_needed(store) and not find_children(folder):
         remove_snapshot(folder)

@@ -21,7 +21,7 @@ from ..files.writer import (
     ProgressCallback,
     check_free,
     check_parent,
-    children_of,
+    find_children,
     write_changes,
     write_errors,
     write_rows,
@@ -29,7 +29,7 @@ from ..files.writer import (
 from .folder import StoreFolder
 from .linked import remove_snapshot
 from .recovery_rule import EMPTY, Record, needed
-from .retention import drop_replaced, is_state_snapshot, keep_replaced, undone_names
+from .retention import drop_replaced, find_undone_names, is_state_snapshot, keep_replaced
 
 if TYPE_CHECKING:
     from ...engine.store.rocksdb import RocksDB
@@ -60,8 +60,8 @@ def check_save(store: StoreFolder, name: str, kind: str, source: SaveSource, ove
     check_kind(kind)
     drop_replaced(store)  # an unneeded replaced snapshot may be a child of the snapshot to overwrite
     folder = store.snapshots / name
-    reusable = undone_names(store.snapshots, source.record, source.store)
-    if name not in reusable or not reusable.issuperset(children_of(folder)):
+    reusable = find_undone_names(store.snapshots, source.record, source.store)
+    if name not in reusable or not reusable.issuperset(find_children(folder)):
         check_free(folder, overwrite or name in reusable)
     if kind == "checkpoint" and source.rocksdb is None:
         raise OptionError("kind='checkpoint' needs RocksDB's files, which only cached_ssd stores have; give 'full'")
@@ -72,14 +72,14 @@ def begin_save(
 ) -> tuple[Path, Snapshot | None]:
     """Begin a snapshot that `check_save` has checked. Raises SnapshotError, StoreError.
 
-    Returns the snapshot's final folder (filled when the save ends), and `parent_for` an incremental snapshot.
+    Returns the snapshot's final folder (filled when the save ends), and `find_parent` an incremental snapshot.
     """
     folder = store.snapshots / name
-    parent = parent_for(store, name, source) if kind == "incremental" else None
+    parent = find_parent(store, name, source) if kind == "incremental" else None
     if parent is not None:
         check_parent(folder, parent, source.description)
     store.clear_snapshots()
-    if name in undone_names(store.snapshots, source.record, source.store):
+    if name in find_undone_names(store.snapshots, source.record, source.store):
         for other in reversed(list_snapshots(store.snapshots).snapshots):
             if any(ancestor.name == name for ancestor in other.chain[:-1]):
                 remove_snapshot(other.folder)  # recovery skipped this descendant too, since it skipped the ancestor
@@ -137,7 +137,7 @@ def check_kind(kind: str) -> None:
     choice_option("kind", kind, KINDS)
 
 
-def parent_for(store: StoreFolder, name: str, source: SaveSource) -> Snapshot | None:
+def find_parent(store: StoreFolder, name: str, source: SaveSource) -> Snapshot | None:
     """Returns the incremental snapshot's parent, the snapshot that was saved or loaded last. Raises SnapshotError.
 
     Returns None, with a warning, if the chain would be too long or if `state_dict()` made the parent.

@@ -89,7 +89,7 @@ class StoreStatus:
 
 def store_status(path: Path) -> StoreStatus:
     """Read a store's status. Raises StoreError, or SnapshotError if the store's snapshots cannot be read."""
-    path = existing_store(Path(path))
+    path = require_store(Path(path))
     folder = FolderState(path)
     ranks, top, marker, recorded_step = folder.ranks, folder.live, folder.clean_marker, folder.recorded_step
     if ranks:
@@ -145,7 +145,7 @@ def _find_snapshot(folder: FolderState, id: str | None) -> tuple[str | None, int
 
 def _restart(file: GroupFile, marker: dict[str, Any] | None, recorded_step: int | None) -> Restart:
     is_open = any(holder(folder.path) is not None for folder in file.members().values())
-    entry = (file.target_after_kill() if is_open else file.target())[file.store]
+    entry = (file.choose_after_kill() if is_open else file.target())[file.store]
     if entry.live is not None and marker is not None:
         return Restart("live", marker["step"])
     if entry.snapshot == EMPTY:
@@ -156,7 +156,7 @@ def _restart(file: GroupFile, marker: dict[str, Any] | None, recorded_step: int 
     return Restart("snapshot", step, snapshot.name, None if reached is None else max(0, reached - step))
 
 
-def existing_store(path: Path) -> Path:
+def require_store(path: Path) -> Path:
     """Returns the path if it is a store. Otherwise raises StoreError: a mistyped path must not become a store."""
     if _may_be_store(path):
         return path

@@ -124,7 +124,7 @@ def test_sizes_spans_values_and_columns_read_well() -> None:
     assert output.words({"a": None, "b": [1, 0.1]}) == '{"a": null, "b": [1, 0.1]}'
     assert output.words({"min": 1, "max": 0.25}) == "min: 1, max: 0.25"
     assert output.words([]) == ""
-    lines = output.aligned([["表", "1"], ["ab", "22"], ["\x1b[2J", "3"]], right={1})
+    lines = output.align([["表", "1"], ["ab", "22"], ["\x1b[2J", "3"]], right={1})
     assert len({Console().measure(line).maximum for line in lines}) == 1
     assert "\x1b" not in "".join(lines)
 

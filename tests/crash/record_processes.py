@@ -126,12 +126,12 @@ class Trainer:
 
     def open(self, stores: Collection[str]) -> None:
         for x in stores:
-            self.entries[x] = self.entry_of(x)
+            self.entries[x] = self.choose_entry(x)
             self.rows[x] = self.disk.rows(x, self.entries[x])
             if not self.entries[x].live:
                 self.disk.discard_live(x)
 
-    def entry_of(self, store: str) -> Entry:
+    def choose_entry(self, store: str) -> Entry:
         """What a store opens with. One that was not closed cleanly beside others: the commit, if they are at that."""
         key = self.disk.leads_to(store)
         if key != self.group:

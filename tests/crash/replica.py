@@ -60,9 +60,9 @@ class Process(Trainer):
     disk: Folders
     is_lenient = False
 
-    def entry_of(self, store: str) -> Entry:
+    def choose_entry(self, store: str) -> Entry:
         key = self.disk.leads_to(store)
-        return self.disk.newest(key)[store] if self.is_lenient and key != self.group else super().entry_of(store)
+        return self.disk.newest(key)[store] if self.is_lenient and key != self.group else super().choose_entry(store)
 
     def targets(self, key: str) -> dict[str, Entry]:
         return self.disk.newest(key) if self.is_lenient else self.disk.target(key)

@@ -18,8 +18,8 @@ from torch.distributed import HashStore, Store, TCPStore
 from support.limits import descriptors
 from tierbed import GroupError
 from tierbed.distributed import peer_monitor
-from tierbed.distributed.peer_monitor import HELLO, MAX_SILENT, Connected, connect
-from tierbed.distributed.world import store_of_this_start
+from tierbed.distributed.peer_monitor import GREETING, MAX_SILENT, Connections, connect
+from tierbed.distributed.world import make_start_store
 
 RANKS = 3
 
@@ -45,12 +45,12 @@ def crowd(opened: ExitStack, address: tuple[str, int]) -> None:
         stranger.connect_ex(address)
 
 
-def connect_all(opened: ExitStack, come: Callable[[ExitStack, tuple[str, int]], None]) -> list[Connected]:
+def connect_all(opened: ExitStack, come: Callable[[ExitStack, tuple[str, int]], None]) -> list[Connections]:
     """What `connect` comes to on each of RANKS, to whose ports strangers come first."""
     places: dict[int, bytes] = {}
     met = threading.Barrier(RANKS)
 
-    def start(rank: int) -> Connected:
+    def start(rank: int) -> Connections:
         def exchange(own: bytes) -> list[bytes]:
             if own.startswith(b"["):  # its address, before any rank has it
                 come(opened, tuple(json.loads(own)[:2]))
@@ -100,12 +100,12 @@ class Start:
 
         self.outcome = pool.submit(connect, 0, 2, exchange, 60)
         host, port, token = place.result(60)
-        self.address, self.hello = (host, port), HELLO.pack(token.encode(), 1)
+        self.address, self.hello = (host, port), GREETING.pack(token.encode(), 1)
 
     def send_a_stranger(self) -> None:
         """Returns once it is sent away: whoever connected before it was heard."""
         with socket.create_connection(self.address, 60) as stranger:
-            stranger.sendall(bytes(HELLO.size))
+            stranger.sendall(bytes(GREETING.size))
             assert stranger.recv(1) == b""
 
     def end(self) -> None:
@@ -236,7 +236,7 @@ def test_a_rank_that_is_early_waits_for_those_of_its_start(last: int) -> None:
     with ThreadPoolExecutor(RANKS) as ranks:
 
         def begin(rank: int) -> Future[Store]:
-            return ranks.submit(store_of_this_start, stores[rank], rank, RANKS, LONG)
+            return ranks.submit(make_start_store, stores[rank], rank, RANKS, LONG)
 
         for number in range(3):
             before = sent(stores[last]) if number else []
@@ -254,4 +254,4 @@ def test_a_start_without_rank_0_ends() -> None:
     store = HashStore()
     store.set("tierbed/start", "tierbed/start/old")
     with pytest.raises(GroupError, match="rank 0 did not answer"):
-        store_of_this_start(store, 1, 2, timedelta(seconds=0.2))
+        make_start_store(store, 1, 2, timedelta(seconds=0.2))

@@ -35,9 +35,9 @@ def plain(ranks: list[int]) -> list[Tensor]:
 @on_ranks(3, run_kept)
 def test_sums_are_those_in_the_order_of_ranks_of_those_that_have_a_batch(world: World) -> None:
     for absent in range(-1, world.size):  # the rank that has no batch, -1 for none
-        vote = all_reduce_in_order(world, "grads", grads(world.rank), present=world.rank != absent)
+        vote = all_reduce_in_order(world, "grads", grads(world.rank), contributes=world.rank != absent)
         present = [rank for rank in range(world.size) if rank != absent]
-        assert (vote.present, vote.finite) == (len(present), True)
+        assert (vote.num_contributors, vote.is_finite) == (len(present), True)
         for found, expected in zip(vote.sums, plain(present), strict=True):
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
@@ -47,8 +47,8 @@ def test_an_error_of_one_rank_is_raised_on_all_before_anything_is_sent_and_the_n
     error = CapacityError("no room") if world.rank == 1 else None
     with pytest.raises(CapacityError, match=r"^rank 1: no room$"):
         all_reduce_in_order(world, "grads", grads(world.rank), error)
-    vote = all_reduce_in_order(world, "grads", [], finite=world.rank != 0)
-    assert (vote.finite, vote.sums) == (False, [])
+    vote = all_reduce_in_order(world, "grads", [], is_finite=world.rank != 0)
+    assert (vote.is_finite, vote.sums) == (False, [])
 
 
 # numbers whose norm torch rounds otherwise with two threads than with one

@@ -279,7 +279,7 @@ def test_a_rank_that_is_frozen_in_a_step() -> None:
 
 
 def train_on_hosts(world: World, ready: int) -> Heard:
-    assert world.on_host == world.size // 2
+    assert world.num_ranks_on_host == world.size // 2
     graph = Ranked(world)
     graph(*batch(world.rank, 0))
     os.write(ready, b".")

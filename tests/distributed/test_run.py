@@ -232,7 +232,7 @@ def test_announcements_that_no_step_can_take_are_let_go(world: World) -> None:
     for step in range(1, 4):
         table.announce(None if world.rank else [Lookup(batch(0, step)[0], None)], together=True)
     graph(*batch(world.rank, 0))
-    assert not table.id_prefetcher._announced
+    assert not table.id_prefetcher._steps
 
 
 @on_ranks(2, run_kept)
@@ -472,7 +472,7 @@ def test_an_embedding_that_one_rank_closes_amid_a_step_is_an_error_on_all(world:
 
     def closes(batch_: ShardedBatch, *arguments: Any) -> Any:
         found = plain(batch_, *arguments)
-        if world.rank == 1 and not reports and batch_.local.spec.name == "users":
+        if world.rank == 1 and not reports and batch_.local_batch.spec.name == "users":
             graph.users.close()
         return found
 

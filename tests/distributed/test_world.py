@@ -147,7 +147,7 @@ def test_worlds_of_the_same_ranks_are_apart_and_one_without_gloo_is_refused_with
     other.close()
     both.close()
     assert world.sum(torch.tensor(1)) == 2
-    found = other.rank, other.size, other.on_host, other.row_dtype, other.grad_dtype, other.timeout
+    found = other.rank, other.size, other.num_ranks_on_host, other.row_dtype, other.grad_dtype, other.timeout
     assert found == (world.rank, 2, 2, torch.bfloat16, torch.float16, 5.5)
     assert re.match(r"group: its backends are cpu:fake.*through host memory.*cuda:nccl.*backend='gloo'", said), said
 

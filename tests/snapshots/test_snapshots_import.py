@@ -207,7 +207,7 @@ def test_sources_are_read_a_chunk_at_a_time(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(sources, "chunk_rows", lambda width: 16)
     path = written(tmp_path, format)
     source = open_source(path, tensor="w" if format == "pt" else None)
-    assert (source.rows, source.dim) == (40, DIM)
+    assert (source.num_rows, source.dim) == (40, DIM)
     sizes = [len(batch["embedding"]) for batch in source.batches(["key", "embedding"])]
     assert sizes == [16, 16, 8]
     seen: list[int] = []

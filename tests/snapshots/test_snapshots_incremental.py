@@ -31,8 +31,8 @@ from tierbed.snapshots.files import reader
 from tierbed.snapshots.files.format import MAX_SHARDS, HashShard, shard_number
 from tierbed.snapshots.files.merging import NEW, join_tables
 from tierbed.snapshots.files.verify import chains_of, verify_all
-from tierbed.snapshots.files.writer import children_of, new_snapshot, write_rows
-from tierbed.snapshots.inspection.row import snapshot_row
+from tierbed.snapshots.files.writer import find_children, new_snapshot, write_rows
+from tierbed.snapshots.inspection.row import read_snapshot_row
 
 Folders = pytest.TempPathFactory
 Row = tuple[int, int, int]  # bucket, table, key; in the order of snapshots
@@ -119,9 +119,9 @@ def test_a_chain_over_any_numbers_of_parts_reads_as_the_table_it_ends_with(
     assert sum(len(rows) for share in shares for _, rows in share.chunks(max_rows)) == len(last)
     for link in snapshot.chain:
         assert sum(share.shard_rows[link.name] for share in shares) == link.manifest.rows
-    assert children_of(folder / "s0") == ["s1"][: len(versions) - 1]
+    assert find_children(folder / "s0") == ["s1"][: len(versions) - 1]
     for bucket, table, key in set().union(*versions):
-        found = snapshot_row(snapshot, table, int(np.uint64(key).astype(np.int64)))
+        found = read_snapshot_row(snapshot, table, int(np.uint64(key).astype(np.int64)))
         assert (None if found is None else found["values"].ravel()[0]) == last.get((bucket, table, key))
 
 

@@ -34,7 +34,7 @@ from tierbed.snapshots.exchange.importing import import_snapshot
 from tierbed.snapshots.exchange.persistent_table import make_persistent_table_reader, make_persistent_table_writer
 from tierbed.snapshots.files.writer import check_parent, write_incremental
 from tierbed.snapshots.inspection.comparison import compare
-from tierbed.snapshots.inspection.row import live_row, plain_row, snapshot_row
+from tierbed.snapshots.inspection.row import read_live_row, read_snapshot_row, to_plain_row
 from tierbed.snapshots.inspection.summary import summarise
 from tierbed.snapshots.store.closed_store import load_into_stores
 from tierbed.snapshots.store.folder import StoreFolder
@@ -98,10 +98,10 @@ def test_every_way_to_look_reads_the_same_numbers(tmp_path: Path, types: Types) 
         table, key = int(row["table"]), int(row["key"])
         for found in (read, of_parts):
             np.testing.assert_array_equal(found[table, key], values)
-        one = snapshot_row(snapshot, table, int(np.array(key, np.uint64).astype(np.int64)))
+        one = read_snapshot_row(snapshot, table, int(np.array(key, np.uint64).astype(np.int64)))
         assert one is not None
         assert one.tobytes() == row.tobytes()
-        plain = plain_row(row, snapshot.description)
+        plain = to_plain_row(row, snapshot.description)
         found_values = np.array([float(x) for x in [*plain["embedding"], *plain["states"]["sum"]]], np.float32)
         np.testing.assert_array_equal(found_values, values)
     code, said = command("inspect", tmp_path / "rows", "s", "--rows", 2)
@@ -174,7 +174,7 @@ def test_commands_on_a_store_of_narrow_rows(tmp_path: Path, store: str, types: T
         code, said = command("diff", path, "incremental", name)
         assert (code, said["same"]) == (0, 11)
     with StoreFolder(path, "a test") as folder:
-        live, _ = live_row(folder, 0, 5)
+        live, _ = read_live_row(folder, 0, 5)
         assert live is not None
         assert live.tobytes() == rows[rows["key"] == 5].tobytes()
     assert command("load", path, "full")[1]["rows"] == 12
@@ -285,7 +285,7 @@ def test_rows_of_each_type_become_those_of_each(tmp_path: Path, before: Types, a
     assert differs.counts["added"] == differs.counts["gone"] == {}
     exact = all(type in ("float32", of) for of, type in zip(before, after, strict=True))
     if exact:
-        assert (differs.counts["changed"].total(), differs.same) == (0, 200)
+        assert (differs.counts["changed"].total(), differs.num_equal) == (0, 200)
 
 
 def hostile(folder: Path) -> Snapshot:
