@@ -89,7 +89,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         self.row_optimizer: RowOptimizer | None = None
         # the shadow stands for the rows in optimizers and autograd; no parameter contains the rows themselves
         self.register_parameter("shadow", nn.Parameter(torch.zeros(1, 1, dtype=torch.float32)))
-        self.handle = ops.register(self)
+        self.op_id = ops.register(self)
         self._opening, self._accumulating = Lock(), Lock()
         self._refused: OptimizerError | None = None  # training raises this if the stored rows do not fit the optimizer
         self.misses_rows = False
@@ -348,7 +348,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             follow_in_backward(self)
             if self.group is not None:
                 self.group.check_passed()
-        if self.handle in holders:
+        if self.op_id in holders:
             refuse_lookup(self.name)
 
     def accumulate(self, lookup: Lookup, grad: Tensor, weights: Tensor | None, order: int) -> None:

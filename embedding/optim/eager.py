@@ -138,9 +138,9 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         if self._warns_of_lazy_rows:
             warn_if_lazy(self.row_optimizers())
         for embedding in embeddings:
-            if (older := holders.get(embedding.handle)) is not None:
+            if (older := holders.get(embedding.op_id)) is not None:
                 older.give_up(embedding)
-            holders[embedding.handle] = self
+            holders[embedding.op_id] = self
 
     def give_up(self, embedding: EmbeddingBase) -> None:
         """Leave the embedding to a newer EagerOptimizer."""
@@ -154,7 +154,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 "trains its rows in backward(); leave the embedding out of this optimizer, or make it again"
             )
         grad = embedding.shadow.grad
-        if embedding.handle in holders and isinstance(grad, ShadowGrad) and grad.row_gradients.is_waiting:
+        if embedding.op_id in holders and isinstance(grad, ShadowGrad) and grad.row_gradients.is_waiting:
             raise OptimizerError(
                 f"another EagerOptimizer has gradients of embedding {embedding.name!r} that it has not applied; call "
                 "its step(), or drop them by zero_grad() of the model, before you make a new optimizer"
@@ -287,7 +287,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 "make the module with sparse=False"
             )
         for name in (
-            gradients.embedding.name for gradients in rows if holders.get(gradients.embedding.handle) is not self
+            gradients.embedding.name for gradients in rows if holders.get(gradients.embedding.op_id) is not self
         ):
             raise OptimizerError(f"embedding {name!r} is of another EagerOptimizer; call clip_grad_norm_ of that one")
         if self._world.size > 1 and any(id(embedding.shadow) in map(id, distinct) for embedding, _ in self._trained):
@@ -423,7 +423,7 @@ class InBackwardOptimizer(EagerOptimizer):
     _warns_of_lazy_rows = False
 
     def _check_can_take(self, embedding: EmbeddingBase) -> None:
-        if embedding.handle in holders:
+        if embedding.op_id in holders:
             raise OptimizerError(
                 f"another EagerOptimizer has embedding {embedding.name!r}, and apply_optimizer_in_backward gave its "
                 "parameter an optimizer too; drop the first one by del, or leave the embedding out of the second"

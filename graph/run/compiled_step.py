@@ -146,10 +146,10 @@ def compile_step(
             "cuda_graph: ranks exchange rows through host memory in the middle of the step, and a captured step "
             "cannot do that; call cuda_graph(False)"
         )
-    path_by_handle = dict(zip([m.handle for m in embeddings.values()], identifiers(list(embeddings)), strict=True))
+    path_by_op_id = dict(zip([m.op_id for m in embeddings.values()], identifiers(list(embeddings)), strict=True))
 
-    def label(handle: int) -> str:
-        return path_by_handle.get(handle) or embedding_of(handle).name
+    def label(op_id: int) -> str:
+        return path_by_op_id.get(op_id) or embedding_of(op_id).name
 
     placeholders = graph.find_nodes(op="placeholder")
     live = placeholders[len(traced.inputs) :]
@@ -178,7 +178,7 @@ def compile_step(
                 "in __init__ with an optimizer over its parameters(), or freeze it with requires_grad_(False)"
             )
         if embedding is not None:
-            expand_trained(module, embedding.handle, grad, label)
+            expand_trained(module, embedding.op_id, grad, label)
             trained.append((embedding, optimizers.row_optimizers[id(embedding.shadow)]))
     # last: the code above replaces the gradients of bag weights, and these may be dense gradients
     grads = rewrite.keep_outputs(graph, count)
@@ -196,9 +196,7 @@ def compile_step(
     expand_reads(module, label)
     share_rows(module)
     rewrite.drop_dead(graph)
-    shadows = {
-        node: label(by_shadow[id(t)].handle) for node, t in zip(live, tensors, strict=True) if id(t) in by_shadow
-    }
+    shadows = {node: label(by_shadow[id(t)].op_id) for node, t in zip(live, tensors, strict=True) if id(t) in by_shadow}
     refuse_uses(graph, shadows, label)
     collectives: StepCollectives | None = None
     if world is not None:
