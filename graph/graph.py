@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from ..embedding.optim.ddp_guard import refuse_around
 from ..embedding.state_dict.model_snapshots import ModelSnapshots
-from ..embedding.state_dict.saved_rows import EXTRA, are_rows_excluded, rows_excluded
+from ..embedding.state_dict.saved_rows import EXTRA, are_rows_excluded, exclude_rows
 from ..engine.checks import as_int, check_flags, checked_arguments
 from ..engine.errors import GraphError, InputError, OptimizerError, OptionError
 from ..engine.optim.base import positive
@@ -354,7 +354,7 @@ class Graph(ModelSnapshots, HasBuild):
         """
         folder = checkpoint.check_save(self, path, overwrite)
         check_nothing_accumulated(self.__epilogue)
-        with rows_excluded():
+        with exclude_rows():
             state = self.state_dict()
         checkpoint.save(self, state, folder, overwrite)
 
@@ -389,7 +389,7 @@ class Graph(ModelSnapshots, HasBuild):
         def put(state: dict[str, Any]) -> None:
             self.load_state_dict(drop_row_state(self, state, optimizers))
 
-        with rows_excluded():
+        with exclude_rows():
             selection = Selection(state=optimizers, convert=convert)
             checkpoint.load(self, as_path(path), check, put, self.state_dict, selection)
 

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..embedding.autograd.gradients import ShadowGrad
 from ..embedding.optim.eager import EagerOptimizer
-from ..embedding.state_dict.saved_rows import SavedRows, rows_excluded
+from ..embedding.state_dict.saved_rows import SnapshotEmbedding, exclude_rows
 from ..embedding.tables.names import name_embeddings
 from ..embedding.tables.training_group import train_together
 from ..engine.checks import check_flags
@@ -61,7 +61,7 @@ def save_checkpoint(
     """
     model, training = _training(model, optimizers, schedulers, scaler)
     for m in model.modules():
-        grad = m.shadow.grad if isinstance(m, SavedRows) else None
+        grad = m.shadow.grad if isinstance(m, SnapshotEmbedding) else None
         if isinstance(grad, ShadowGrad) and grad.row_gradients.is_waiting:
             raise GraphError(
                 f"gradients of embedding {m.name!r} wait for step(), and a checkpoint holds no gradients; save "
@@ -70,7 +70,7 @@ def save_checkpoint(
     if extra is not None and not isinstance(extra, Mapping):
         raise InputError(f"extra={extra!r}: give a dict of plain values and tensors, or None")
     folder = checkpoint.check_save(model, path, overwrite)
-    with rows_excluded():
+    with exclude_rows():
         state = _state(model, training, extra or {})
     checkpoint.save(model, state, folder, overwrite, "loop")
 
@@ -119,7 +119,7 @@ def load_checkpoint(
         extra.update(state["extra"])
 
     extra: dict[str, Any] = {}
-    with rows_excluded():
+    with exclude_rows():
         current_state = partial(_state, model, training, {})
         checkpoint.load(model, as_path(path), check, put, current_state, Selection(convert=convert), kind="loop")
     return extra

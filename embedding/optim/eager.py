@@ -33,7 +33,7 @@ from ...engine.table.row_step import row_step
 from ..autograd.gradients import RowGradients, ShadowGrad, check_not_traced, holders, kept_gradients, set_grad
 from ..autograd.lookup_op import embeddings_of
 from ..state_dict.model_snapshots import ModelSnapshots
-from ..state_dict.saved_rows import SavedRows
+from ..state_dict.saved_rows import SnapshotEmbedding
 from ..tables.names import check_distinct, name_embeddings
 from ..tables.training_group import TrainingGroup, train_together
 from .ddp_guard import refuse_eager_ranks
@@ -160,10 +160,10 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 "its step(), or drop them by zero_grad() of the model, before you make a new optimizer"
             )
 
-    def _snapshot_embeddings(self) -> list[SavedRows]:
+    def _snapshot_embeddings(self) -> list[SnapshotEmbedding]:
         module = None if self._module is None else self._module()
         modules = [e for e, _ in self._trained] if self._module is None else [] if module is None else module.modules()
-        return [module for module in modules if isinstance(module, SavedRows)]
+        return [module for module in modules if isinstance(module, SnapshotEmbedding)]
 
     def row_optimizers(self) -> list[RowOptimizer]:
         """Return the optimizers that update the rows, one for each embedding."""
@@ -397,8 +397,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             dense = self._dense(embeddings)
             part = DensePart(f"the EagerOptimizer of {type(self.optimizer).__name__}", dense, self.optimizer.state)
             for embedding in embeddings:
-                if isinstance(embedding, SavedRows):
-                    embedding.when_open(partial(part.check, embedding))
+                if isinstance(embedding, SnapshotEmbedding):
+                    embedding.call_when_open(partial(part.check, embedding))
                     if self._begins and dense is not None and (embedding.was_loaded or embedding in self._taken_over):
                         self._begins = not warn_of_state(embedding)
             self._taken_over.clear()

@@ -16,16 +16,16 @@ from ...engine.table.background_save import SaveHandle
 from ...snapshots.store.selection import ALL, LoadReport, Selection
 from ..autograd.shadow import converter
 from ..saving.save_and_load import load_rows_together, load_together, save_together
-from .saved_rows import LoadsRows, SavedRows
+from .saved_rows import RowLoadingMixin, SnapshotEmbedding
 
 
-class ModelSnapshots(LoadsRows):
+class ModelSnapshots(RowLoadingMixin):
     """Mixin for modules and optimizers: saves and loads all their embeddings together."""
 
-    def _snapshot_embeddings(self) -> list[SavedRows]:
+    def _snapshot_embeddings(self) -> list[SnapshotEmbedding]:
         """Return the embeddings to save and load."""
         assert isinstance(self, nn.Module)
-        return [module for module in self.modules() if isinstance(module, SavedRows)]
+        return [module for module in self.modules() if isinstance(module, SnapshotEmbedding)]
 
     @checked_arguments("kind", "background", "overwrite")
     def save_snapshot(
@@ -93,7 +93,7 @@ class ModelSnapshots(LoadsRows):
         """
         return {embedding.name: embedding.prune_snapshots(keep_last, keep_every) for embedding in self._stored()}
 
-    def _stored(self) -> list[SavedRows]:
+    def _stored(self) -> list[SnapshotEmbedding]:
         embeddings = self._snapshot_embeddings()
         if not embeddings:
             raise SnapshotError("there is no embedding whose rows could be saved or loaded; give the module one")
@@ -103,7 +103,7 @@ class ModelSnapshots(LoadsRows):
         return [embedding.table_handle(for_load).snapshots for embedding in self._stored()]
 
 
-def save_rows(embeddings: Sequence[SavedRows], paths: Sequence[Path]) -> None:
+def save_rows(embeddings: Sequence[SnapshotEmbedding], paths: Sequence[Path]) -> None:
     """Save `embeddings[i]` as the snapshot `paths[i]`, all from the same step."""
     world = _world_of(embeddings)
     tables = [embedding.table_handle().snapshots for embedding in embeddings]
@@ -114,7 +114,7 @@ def save_rows(embeddings: Sequence[SavedRows], paths: Sequence[Path]) -> None:
         (table.link_rows if is_stored else table.save_rows)(path)
 
 
-def load_rows(embeddings: Sequence[SavedRows], paths: Sequence[Path], selection: Selection = ALL) -> None:
+def load_rows(embeddings: Sequence[SnapshotEmbedding], paths: Sequence[Path], selection: Selection = ALL) -> None:
     """Load the rows of `embeddings[i]`, or a selection, from the snapshot `paths[i]`."""
     world = _world_of(embeddings)
     tables = [embedding.table_handle(for_load=True).snapshots for embedding in embeddings]
@@ -128,7 +128,7 @@ def load_rows(embeddings: Sequence[SavedRows], paths: Sequence[Path], selection:
         embedding.keep_rows()
 
 
-def _world_of(embeddings: Sequence[SavedRows]) -> World:
+def _world_of(embeddings: Sequence[SnapshotEmbedding]) -> World:
     """Return the world that all embeddings have in common. Raises OptionError for different worlds."""
     worlds = {id(embedding.world): embedding.world for embedding in embeddings}
     if len(worlds) > 1:

@@ -206,7 +206,7 @@ class LocalTable:
         """Return a copy of all rows."""
         while True:
             with suppress(RowsReplacedError):
-                return RowTensors.of(self.table)
+                return RowTensors.copy_from(self.table)
 
     def load_tensors(self, tensors: RowTensors) -> None:
         """Replace all rows. On SnapshotError, StoreError or OptimizerError, nothing has changed."""

@@ -48,7 +48,7 @@ from ...distributed.sendable import bytes_of
 from ...distributed.world import World
 from ...embedding.optim.dense_part import note_run
 from ...embedding.state_dict.model_snapshots import load_rows, save_rows
-from ...embedding.state_dict.saved_rows import EXTRA, SavedRows
+from ...embedding.state_dict.saved_rows import EXTRA, SnapshotEmbedding
 from ...embedding.tables.names import bare_name
 from ...engine.checks import check_flags, is_folder_name
 from ...engine.durable import UnsyncedError, atomic_folder, check_exchange, fsync_file, seal, temporary_path
@@ -286,7 +286,7 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
             log.warning("snapshot %r of the replaced checkpoint stays in the store folder: %s", snapshot.name, error)
 
 
-def _row_folders(checkpoint: Path, snapshot: str, embeddings: Mapping[str, SavedRows]) -> list[Path]:
+def _row_folders(checkpoint: Path, snapshot: str, embeddings: Mapping[str, SnapshotEmbedding]) -> list[Path]:
     return [checkpoint / ROWS / str(number) / snapshot for number in range(len(embeddings))]
 
 
@@ -474,12 +474,12 @@ def _check_types(state: OrderedDict[str, Any], ranks: Any, kind: str) -> None:
         raise ValueError("the random states of ranks are malformed")
 
 
-def _saved_embeddings(root: nn.Module) -> dict[str, SavedRows]:
+def _saved_embeddings(root: nn.Module) -> dict[str, SnapshotEmbedding]:
     """Return the embeddings under `root`, by path. Raises GraphError for rows that a checkpoint cannot hold."""
-    saved: dict[str, SavedRows] = {}
+    saved: dict[str, SnapshotEmbedding] = {}
     embeddings = embeddings_of(root)
     for path, embedding in zip(unwrapped_names(root, embeddings).values(), embeddings.values(), strict=True):
-        if not isinstance(embedding, SavedRows):
+        if not isinstance(embedding, SnapshotEmbedding):
             raise GraphError(
                 f"{path} is a {type(embedding).__name__}, and a checkpoint cannot hold its rows; leave it out of the "
                 "saved graph, or save its rows and the graph's state_dict() separately"

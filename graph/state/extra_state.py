@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...embedding.optim.eager import EagerOptimizer
-from ...embedding.state_dict.saved_rows import EXTRA, SavedRows
+from ...embedding.state_dict.saved_rows import EXTRA, SnapshotEmbedding
 from ...engine.errors import GraphError, TierbedError
 from ...engine.optim.row_optimizer import RowOptimizer
 from ..passes.step_epilogue import StepEpilogue
@@ -243,7 +243,7 @@ def check_modules(root: nn.Module, state: dict[str, Any], thing: str) -> None:
 def drop_row_state(root: nn.Module, state: dict[str, Any], optimizers: bool) -> dict[str, Any]:
     """Remove rows from a state_dict, because rows are loaded separately. If not `optimizers`, also the extra state."""
     for path, module in root.named_modules(remove_duplicate=False):
-        if isinstance(module, SavedRows):
+        if isinstance(module, SnapshotEmbedding):
             state.pop(f"{path}.{EXTRA}", None)
     if EXTRA in state and not optimizers:
         state[EXTRA] = {}

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ...embedding.optim.dense_part import DensePart, note_versions
 from ...embedding.optim.eager import IN_BACKWARD, EagerOptimizer
-from ...embedding.state_dict.saved_rows import SavedRows
+from ...embedding.state_dict.saved_rows import SnapshotEmbedding
 from ...embedding.tables.names import name_embeddings
 from ...embedding.tables.training_group import train_together
 from ...engine.errors import GraphError, OptimizerError
@@ -130,8 +130,8 @@ class OptimizerSet:
         states = {p: optimizer.state.get(p) for optimizer, _, p in self._members() if id(p) not in shadows}
         part = DensePart(owner, states, states)
         for embedding in embeddings:
-            if isinstance(embedding, SavedRows):
-                embedding.when_open(partial(part.check, embedding))
+            if isinstance(embedding, SnapshotEmbedding):
+                embedding.call_when_open(partial(part.check, embedding))
 
     def holders(self) -> dict[int, Optimizer]:
         return {id(parameter): optimizer for optimizer, _, parameter in self._members()}
