@@ -422,7 +422,7 @@ class Graph(ModelSnapshots, HasBuild):
         _, step = self.__last
         if step is None:
             raise GraphError(f"{type(self).__name__} has no step to draw yet; call it once to compile one")
-        as_path(path).write_text(draw(step.module, type(self).__name__, ahead=step.lookups is not None))
+        as_path(path).write_text(draw(step.module, type(self).__name__, ahead=step.id_graph is not None))
 
     def why_recompiled(self) -> list[str]:
         """Return why the latest 64 steps were compiled: how each step differs from the most similar earlier step.
@@ -444,7 +444,7 @@ class Graph(ModelSnapshots, HasBuild):
             step, tensors = self.__compiled(args, {})
         except Exception:  # the call itself raises this error
             return None
-        return step.known_lookups(tensors)
+        return step.find_known_lookups(tensors)
 
     def __compiled(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], static_only: bool = False
