@@ -95,54 +95,54 @@ class RecoveryDecision:
         version = decision.live or "" if decision.id is None else version_of_snapshot(decision.id)
         log_entry = (decision.level, decision.text) if decision.text else None
         if decision.live is not None:
-            run, _, writes = decision.live.rpartition(":")
+            run_id, _, num_writes = decision.live.rpartition(":")
             self.is_live = True
-            return OpenPlan(contents.clean_marker, None, run, int(writes), version, decision.unusable_reason)
+            return OpenPlan(contents.clean_marker, None, run_id, int(num_writes), version, decision.unusable_reason)
         self.base = decision.id
-        plan = OpenPlan(run=self._token, version=version, unusable_reason=decision.unusable_reason, log_entry=log_entry)
+        plan = OpenPlan(None, None, self._token, 0, version, decision.unusable_reason, log_entry)
         if self.base == EMPTY:
             return plan
         whole = Snapshot.open(self._shared_folder.snapshots / decision.name)
         snapshot = whole.restrict_to_shard(HashShard(self._world.rank, self._world.size))
-        return plan._replace(snapshot=snapshot, verified=lambda: self._count(snapshot))
+        return plan._replace(snapshot=snapshot, on_verified=lambda: self._count(snapshot))
 
     def _report(self, contents: FolderContents) -> tuple[list[dict[int, str | None]], int | None]:
         """Return the shard versions on this host for each store, by rank, and the last step of this store."""
         self._shared_folder.find_token(self._token)
-        versions, reached = [], contents.recorded_step
+        versions, step = [], contents.recorded_step
         for relative, ranks in self._stores:
             path, is_same = Path(os.path.normpath(self._shared_folder.path / relative)), ranks == self._world.size
             if relative == "." and not is_same:
                 check_shards_unlocked(path, ranks)
-                reached = last_step(path, ranks)
+                step = last_step(path, ranks)
             versions.append(shard_versions(path, ranks, [self._world.rank] if is_same else None))
             if is_same:
                 versions[-1].setdefault(self._world.rank, None)
-        return versions, reached
+        return versions, step
 
     def _choose(self, reports: list[Any]) -> _Decision:
         """Decide from the reports of all ranks. On rank 0."""
         shared_folder = self._shared_folder
         assert shared_folder.folder is not None
         by_store = zip(*(versions for versions, _ in reports), strict=True)
-        shards = {
-            path: _merged(versions, recorded)
-            for versions, (path, recorded) in zip(by_store, self._recorded.items(), strict=True)
+        versions = {
+            path: _merge_versions(reported, recorded)
+            for reported, (path, recorded) in zip(by_store, self._recorded.items(), strict=True)
         }
         contents = contents_of(shared_folder.folder)
         ranks = shared_folder.folder.ranks
-        self.member = member = open_store(shared_folder.folder, self._mode, self._for_load, shards, self._beside)
+        self.member = member = open_store(shared_folder.folder, self._mode, self._for_load, versions, self._beside)
         if member.entry.live is not None and ranks == self._world.size:
             return _Decision(member.entry.live, member.entry.snapshot, "", member.broken, 0, "")
         steps = [step for _, step in reports] if ranks else [contents.recorded_step]
         if contents.clean_marker is not None:
             steps = [contents.clean_marker["step"]]
-        reached = max((step for step in steps if step is not None), default=None)
-        snapshot = snapshot_to_open(shared_folder.folder, member, reached)
+        step = max((s for s in steps if s is not None), default=None)
+        snapshot = snapshot_to_open(shared_folder.folder, member, step)
         log_entry = None
         if self._mode != "fresh":
-            versions, who = shards.get(str(shared_folder.path), {}), "all ranks: " if ranks == self._world.size else ""
-            log_entry = log_entry_of(shared_folder.folder, contents, member, snapshot, versions, reached, who)
+            own, prefix = versions.get(str(shared_folder.path), {}), "all ranks: " if ranks == self._world.size else ""
+            log_entry = log_entry_of(shared_folder.folder, contents, member, snapshot, own, step, prefix)
         name, id = ("", EMPTY) if snapshot is None else (snapshot.name, snapshot.manifest.id)
         return _Decision(None, id, name, member.broken, *(log_entry or (0, "")))
 
@@ -175,7 +175,7 @@ class RecoveryDecision:
         self._counted = True
 
 
-def _merged(reports: Iterable[dict[int, str | None]], recorded: str | None) -> dict[int, str | None]:
+def _merge_versions(reports: Iterable[dict[int, str | None]], recorded: str | None) -> dict[int, str | None]:
     """Merge all hosts' reports on a store's shards. If a shard is on several hosts, prefer the recorded version."""
     merged: dict[int, str | None] = {}
     for report in reports:
