@@ -46,7 +46,7 @@ from .state.extra_state import (
     check_nothing_accumulated,
     drop_row_state,
     load_extra_state,
-    training_of_graph,
+    make_training_state,
     with_rank_states,
 )
 from .state.optimizer_set import OptimizerSet
@@ -384,7 +384,7 @@ class Graph(ModelSnapshots, HasBuild):
         def check(state: dict[str, Any]) -> None:
             check_modules(self, state, "graph")
             if EXTRA in state and optimizers:
-                check_extra_state(training_of_graph(self.__optimizers, self.__epilogue), state[EXTRA])
+                check_extra_state(make_training_state(self.__optimizers, self.__epilogue), state[EXTRA])
 
         def put(state: dict[str, Any]) -> None:
             self.load_state_dict(drop_row_state(self, state, optimizers))
@@ -398,7 +398,7 @@ class Graph(ModelSnapshots, HasBuild):
 
         The result is a tuple of one dict, because torch.distributed.checkpoint does not split tuples.
         """
-        state = training_of_graph(self.__optimizers, self.__epilogue).state()
+        state = make_training_state(self.__optimizers, self.__epilogue).state()
         if are_rows_excluded():
             return state
         check_nothing_accumulated(self.__epilogue)

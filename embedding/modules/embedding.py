@@ -35,7 +35,7 @@ from ..saving.rows_reference import UNKNOWN
 from ..saving.sharded_handle import ShardedTableHandle
 from ..saving.table_handle import TableHandle
 from ..state_dict.saved_rows import EXTRA, ROWS
-from ..tables.names import provisional_name
+from ..tables.names import make_provisional_name
 from .dense_rows import dense_tensors, put_in_state
 from .keyed_rows import KeyedRows, on_present_rows
 
@@ -80,7 +80,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         if not isinstance(tables, (list, tuple)) or not tables:
             raise OptionError(f"tables={tables!r}: give a list with make_table_options(...) for each table, or None")
         self.naming, self._has_seed = "given" if name is not None else "path", name is not None or seed is not None
-        name = provisional_name(world is not None) if name is None else name
+        name = make_provisional_name(world is not None) if name is None else name
         self.spec = table_spec(name, embedding_dim, key_type, tables, padding_idx, seed, dtype, state_dtype)
         self.spec.layout(RowState())  # if a table's columns do not fit, raise now and not at the first use
         self.output_dtype = check_output_dtype(output_dtype)

@@ -105,8 +105,8 @@ def log_entry_of(
 ) -> tuple[int, str] | None:
     """Return the level and text to log for a store that opens with a snapshot, or empty, instead of its live rows.
 
-    None if the store is new. live_versions: by rank, if the store is sharded. live_step: the live rows' last step, if known.
-    ranks_prefix: names the ranks.
+    None if the store is new. live_versions: the live rows' versions by rank, if the store is sharded. live_step: their
+    last step, if known. ranks_prefix: names the ranks.
     """
     where, restored = f"store folder {folder.path}", recovery_text(snapshot)
     if not contents.has_begun:

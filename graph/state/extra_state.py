@@ -39,7 +39,7 @@ def check_nothing_accumulated(epilogue: StepEpilogue) -> None:
         )
 
 
-class Training(NamedTuple):
+class TrainingState(NamedTuple):
     """A model's optimizers, schedulers and scaler."""
 
     optimizers: Sequence[Optimizer]
@@ -76,14 +76,13 @@ class Training(NamedTuple):
             torch.cuda.set_rng_state_all(cuda[: torch.cuda.device_count()])
 
 
-def training_of_graph(optimizers: OptimizerSet, epilogue: StepEpilogue) -> Training:
+def make_training_state(optimizers: OptimizerSet, epilogue: StepEpilogue) -> TrainingState:
     remedy = "add the same optimizers with add_optimizer, or to score only, call graph.load(path, optimizers=False)"
-    row_optimizers, scaler_remedy = [*optimizers.row_optimizers.values()], "call set_grad_scaler({})"
-    schedulers = optimizers.schedulers()
-    return Training([*optimizers], row_optimizers, schedulers, epilogue.scaler, "this graph", remedy, scaler_remedy)
+    parts = [*optimizers], [*optimizers.row_optimizers.values()], optimizers.schedulers(), epilogue.scaler
+    return TrainingState(*parts, "this graph", remedy, "call set_grad_scaler({})")
 
 
-def check_extra_state(training: Training, state: dict[str, Any]) -> None:
+def check_extra_state(training: TrainingState, state: dict[str, Any]) -> None:
     """Raise GraphError, or one of MALFORMED, if a state's counts or types of values differ from `training`."""
     optimizers = training.optimizers
     for name, current in (("optimizers", optimizers), ("schedules", training.schedules)):
@@ -258,7 +257,7 @@ def with_rank_states(root: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 def load_extra_state(root: nn.Module, optimizers: OptimizerSet, epilogue: StepEpilogue, state: Any) -> None:
     """Load `get_extra_state`'s tuple or its dict. If the state does not fit, raises GraphError and loads nothing."""
-    training = training_of_graph(optimizers, epilogue)
+    training = make_training_state(optimizers, epilogue)
     backup: Any = None
     try:
         (state,) = state if isinstance(state, tuple) else (state,)
