@@ -47,7 +47,7 @@ class ModelSnapshots(RowLoadingMixin):
             StoreError: rows cannot be read or written.
             OptionError: `kind` is invalid or does not fit, or the embeddings have different worlds.
         """
-        tables, world = self._snapshots(), _world_of(self._stored())
+        tables, world = self._snapshots(), _find_world(self._get_embeddings())
         return save_together(world, tables, snapshot_name, kind, overwrite, background)
 
     def load_snapshot(self, snapshot_name: str) -> list[LoadReport]:
@@ -66,7 +66,7 @@ class ModelSnapshots(RowLoadingMixin):
             StoreError: a store cannot be read or written.
             OptimizerError: a snapshot contains another optimizer's state.
         """
-        tables, world = self._snapshots(for_load=True), _world_of(self._stored())
+        tables, world = self._snapshots(for_load=True), _find_world(self._get_embeddings())
         reports = load_together(world, tables, snapshot_name)
         self.keep_rows()
         return reports
@@ -91,21 +91,23 @@ class ModelSnapshots(RowLoadingMixin):
         Returns:
             The names of the removed snapshots, by embedding.
         """
-        return {embedding.name: embedding.prune_snapshots(keep_last, keep_every) for embedding in self._stored()}
+        return {
+            embedding.name: embedding.prune_snapshots(keep_last, keep_every) for embedding in self._get_embeddings()
+        }
 
-    def _stored(self) -> list[SnapshotEmbedding]:
+    def _get_embeddings(self) -> list[SnapshotEmbedding]:
         embeddings = self._snapshot_embeddings()
         if not embeddings:
             raise SnapshotError("there is no embedding whose rows could be saved or loaded; give the module one")
         return embeddings
 
     def _snapshots(self, for_load: bool = False) -> list[Any]:
-        return [embedding.table_handle(for_load).snapshots for embedding in self._stored()]
+        return [embedding.table_handle(for_load).snapshots for embedding in self._get_embeddings()]
 
 
 def save_rows(embeddings: Sequence[SnapshotEmbedding], paths: Sequence[Path]) -> None:
     """Save `embeddings[i]` as the snapshot `paths[i]`, all from the same step."""
-    world = _world_of(embeddings)
+    world = _find_world(embeddings)
     tables = [embedding.table_handle().snapshots for embedding in embeddings]
     stored = [embedding.store_options.persistent_path is not None for embedding in embeddings]
     if any(stored):
@@ -116,7 +118,7 @@ def save_rows(embeddings: Sequence[SnapshotEmbedding], paths: Sequence[Path]) ->
 
 def load_rows(embeddings: Sequence[SnapshotEmbedding], paths: Sequence[Path], selection: Selection = ALL) -> None:
     """Load the rows of `embeddings[i]`, or a selection, from the snapshot `paths[i]`."""
-    world = _world_of(embeddings)
+    world = _find_world(embeddings)
     tables = [embedding.table_handle(for_load=True).snapshots for embedding in embeddings]
     stored = [selection.can_recover and embedding.store_options.persistent_path is not None for embedding in embeddings]
     for table, is_stored, path in zip(tables, stored, paths, strict=True):
@@ -128,7 +130,7 @@ def load_rows(embeddings: Sequence[SnapshotEmbedding], paths: Sequence[Path], se
         embedding.keep_rows()
 
 
-def _world_of(embeddings: Sequence[SnapshotEmbedding]) -> World:
+def _find_world(embeddings: Sequence[SnapshotEmbedding]) -> World:
     """Return the world that all embeddings have in common. Raises OptionError for different worlds."""
     worlds = {id(embedding.world): embedding.world for embedding in embeddings}
     if len(worlds) > 1:

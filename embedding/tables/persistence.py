@@ -57,11 +57,11 @@ from .recovery import (
     RankShard,
     RowsVersion,
     check_shards_unlocked,
-    contents_of,
     describe_loss,
     lacks_space,
     no_space_text,
     plan_open,
+    read_contents,
 )
 from .rows_in_tensors import RowTensors
 
@@ -124,7 +124,7 @@ class TablePersistence:
             return self._build(optimizer, None, None)
         try:
             self._live = LiveRows.RECORDED
-            contents = contents_of(self.folder)
+            contents = read_contents(self.folder)
             is_new = self.rows_version is None and contents.clean_marker is None and not contents.was_open
             if planner is not None:
                 plan = planner(contents)

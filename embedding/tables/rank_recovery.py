@@ -26,7 +26,7 @@ from ...snapshots.store.folder_state import FolderState, last_step, shard_versio
 from ...snapshots.store.group import Member, open_store
 from ...snapshots.store.group_file import GroupFile
 from ...snapshots.store.recovery_rule import EMPTY, version_of_snapshot
-from .recovery import FolderContents, OpenPlan, check_shards_unlocked, contents_of, log_entry_of, snapshot_to_open
+from .recovery import FolderContents, OpenPlan, check_shards_unlocked, make_log_entry, read_contents, snapshot_to_open
 from .shared_folder import SharedFolder
 
 
@@ -61,9 +61,9 @@ class RecoveryDecision:
         self._world, self._shared_folder, self._mode, self._for_load = world, shared_folder, mode, for_load
         self._op = f"{op}: its rows"
         self._has_reported = False  # True once this rank has sent its report
-        self._agreed = False  # True once the ranks have decided
+        self._has_agreed = False  # True once the ranks have decided
         self._has_read = False  # True once this rank has sent its row count
-        self._counted = False  # True once the row counts have been compared
+        self._has_counted = False  # True once the row counts have been compared
         self.member: Member | None = None
         self.base: str | None = None  # the id of the snapshot to open with, EMPTY for no rows; None for live rows
         self.is_live = False  # True if the ranks open with their live rows
@@ -91,7 +91,7 @@ class RecoveryDecision:
         self._has_reported = True
         reports = self._world.all_gather_object(self._op, lambda: self._report(contents))
         decision = _Decision(*self._world.call_on_rank_0(f"{self._op}: chosen", lambda: self._choose(reports)))
-        self._agreed = True
+        self._has_agreed = True
         version = decision.live or "" if decision.id is None else version_of_snapshot(decision.id)
         log_entry = (decision.level, decision.text) if decision.text else None
         if decision.live is not None:
@@ -129,7 +129,7 @@ class RecoveryDecision:
             path: _merge_versions(reported, recorded)
             for reported, (path, recorded) in zip(by_store, self._recorded.items(), strict=True)
         }
-        contents = contents_of(shared_folder.folder)
+        contents = read_contents(shared_folder.folder)
         ranks = shared_folder.folder.ranks
         self.member = member = open_store(shared_folder.folder, self._mode, self._for_load, versions, self._beside)
         if member.entry.live is not None and ranks == self._world.size:
@@ -142,19 +142,19 @@ class RecoveryDecision:
         log_entry = None
         if self._mode != "fresh":
             own, prefix = versions.get(str(shared_folder.path), {}), "all ranks: " if ranks == self._world.size else ""
-            log_entry = log_entry_of(shared_folder.folder, contents, member, snapshot, own, step, prefix)
+            log_entry = make_log_entry(shared_folder.folder, contents, member, snapshot, own, step, prefix)
         name, id = ("", EMPTY) if snapshot is None else (snapshot.name, snapshot.manifest.id)
         return _Decision(None, id, name, member.broken, *(log_entry or (0, "")))
 
     def finish(self, error: BaseException | None) -> None:
         """Join the remaining collectives, where other ranks may wait. One rank's `error` is raised on all ranks."""
         try:
-            self._join(self._op, self._has_reported, self._agreed, error)
+            self._join(self._op, self._has_reported, self._has_agreed, error)
         finally:
             if self._shared_folder.folder is not None:
                 self._shared_folder.remove_tokens()  # every rank has looked for the token, or the world has ended
         if self.base not in (None, EMPTY):
-            self._join(f"{self._op}: its rows", self._has_read, self._counted, error)  # as in `check_row_count`
+            self._join(f"{self._op}: its rows", self._has_read, self._has_counted, error)  # as in `check_row_count`
 
     def leave(self) -> None:
         """Leave the store's group, if the store is not opened after all. On rank 0."""
@@ -172,7 +172,7 @@ class RecoveryDecision:
         """Raise SnapshotError on all ranks if the ranks together did not read all rows of the snapshot."""
         self._has_read = True
         check_row_count(self._world, self._op, snapshot, lambda: snapshot.shard_rows)
-        self._counted = True
+        self._has_counted = True
 
 
 def _merge_versions(reports: Iterable[dict[int, str | None]], recorded: str | None) -> dict[int, str | None]:

@@ -57,7 +57,7 @@ class OpenPlan(NamedTuple):
 Planner = Callable[[FolderContents], OpenPlan]
 
 
-def contents_of(folder: FolderState) -> FolderContents:
+def read_contents(folder: FolderState) -> FolderContents:
     """Read the contents of a store folder. Raises StoreError."""
     return FolderContents(folder.clean_marker, folder.recorded_step, folder.has_begun, folder.was_open)
 
@@ -73,7 +73,7 @@ def plan_open(folder: StoreFolder, contents: FolderContents, member: Member) -> 
     ranks = folder.ranks
     step = last_step(folder.path, ranks) if ranks else contents.recorded_step
     snapshot, versions = snapshot_to_open(folder, member, step), shard_versions(folder.path, ranks)
-    return OpenPlan(snapshot=snapshot, log_entry=log_entry_of(folder, contents, member, snapshot, versions, step))
+    return OpenPlan(snapshot=snapshot, log_entry=make_log_entry(folder, contents, member, snapshot, versions, step))
 
 
 def snapshot_to_open(folder: FolderState, member: Member, step: int | None) -> Snapshot | None:
@@ -84,8 +84,8 @@ def snapshot_to_open(folder: FolderState, member: Member, step: int | None) -> S
     if member.entry.snapshot is None:
         record, saved = member.group.record, list_snapshots(folder.snapshots).snapshots
         bases = (s for ids in (record.commit, record.before) for s in saved if s.manifest.id == ids[member.id])
-        base, owner = next(bases, None), _owner_of(folder)
-        last = "it has none" if base is None else f"its last, {base.name!r}, is of step {_step_of(base)}"
+        base, owner = next(bases, None), _describe_owner(folder)
+        last = "it has none" if base is None else f"its last, {base.name!r}, is of step {_read_step(base)}"
         raise StoreError(
             f"store folder {str(folder.path)!r} has live rows of {owner}, of step {step}, and no snapshot of them, as "
             f"another number of ranks needs ({last}): open it with {owner} once more and save one. To do without these "
@@ -94,7 +94,7 @@ def snapshot_to_open(folder: FolderState, member: Member, step: int | None) -> S
     return None if member.entry.snapshot == EMPTY else snapshot_by_id(folder.snapshots, member.entry.snapshot)
 
 
-def log_entry_of(
+def make_log_entry(
     folder: FolderState,
     contents: FolderContents,
     member: Member,
@@ -114,7 +114,7 @@ def log_entry_of(
     if not contents.was_open:
         return logging.INFO, f"{where} is new; {restored}"
     if member.entry.live is not None:
-        return logging.INFO, f"{where} has rows of {_owner_of(folder)}; {restored}"
+        return logging.INFO, f"{where} has rows of {_describe_owner(folder)}; {restored}"
     record, marker = member.group.record, contents.clean_marker
     if marker and not live_versions and member.id not in record.trained and member.entry == record.now[member.id]:
         return logging.WARNING, f"{where} was being loaded when the last run was killed; {restored}"
@@ -139,16 +139,16 @@ def _unused_snapshot_text(folder: FolderState, member: Member, base: Snapshot | 
     if last is None or (base is not None and last.manifest.sequence <= base.manifest.sequence):
         return ""
     return (
-        f"; its later snapshot {last.name!r}, of step {_step_of(last)}, is not used, since embeddings that are trained "
-        "together with it have no snapshot of that moment"
+        f"; its later snapshot {last.name!r}, of step {_read_step(last)}, is not used, since embeddings that are "
+        "trained together with it have no snapshot of that moment"
     )
 
 
-def _owner_of(folder: FolderState) -> str:
+def _describe_owner(folder: FolderState) -> str:
     return f"{folder.ranks} ranks" if folder.ranks else "one process"
 
 
-def _step_of(snapshot: Snapshot | None) -> int:
+def _read_step(snapshot: Snapshot | None) -> int:
     return 0 if snapshot is None else int(snapshot.description["step"])
 
 
@@ -156,12 +156,12 @@ def recovery_text(base: Snapshot | None) -> str:
     """Return the log text that names the rows that the store opens instead of its live rows."""
     if base is None:
         return "started empty: it has no snapshot of its own"
-    return f"restored snapshot {base.name!r}, of step {_step_of(base)}"
+    return f"restored snapshot {base.name!r}, of step {_read_step(base)}"
 
 
 def lost_steps_text(base: Snapshot | None, live_step: int | None) -> str:
     """Return the log text on the steps lost in an unclean shutdown: after `base`, up to `live_step` if known."""
-    base_step = _step_of(base)
+    base_step = _read_step(base)
     if live_step is None or live_step < base_step:
         return "what was written since is lost"
     if live_step == base_step:
@@ -181,7 +181,7 @@ def describe_loss(folder: FolderState, member: Member | None, step: int) -> str:
     if base is None:
         return "the next run starts empty: it has no snapshot of its own"
     lost = lost_steps_text(base, step)
-    return f"the next run restores snapshot {base.name!r}, of step {_step_of(base)}; {lost}"
+    return f"the next run restores snapshot {base.name!r}, of step {_read_step(base)}; {lost}"
 
 
 def lacks_space(error: TierbedError) -> bool:

@@ -128,7 +128,7 @@ def trace(
             arguments[i] = fake.detach().requires_grad_(leaves[i].requires_grad)
         swaps: dict[int, Tensor] = {}
         for fake, live in zip(flat[len(inputs) :], tensors, strict=True):
-            swaps.setdefault(id(live), _leaf(fake, live))
+            swaps.setdefault(id(live), _make_leaf(fake, live))
         args, kwargs = pytree.tree_unflatten(arguments, call.spec)
         grad_names = {id(grad): f"{names[live]}.grad" for live, grad in sentinels.items()}
         op_guard = _OpGuard(root, names | grad_names, group_tensors)
@@ -166,7 +166,7 @@ def trace(
     any_size = symbolic.patch(backed_size_oblivious=bool(open_dims))  # type: ignore[attr-defined]
     with torch.inference_mode(False), torch.set_grad_enabled(grad_mode), any_size:
         # detach gives a tensor passed twice two fakes, because another call may pass two different tensors
-        fakes = [_fake(mode, tensor.detach(), i, dynamic, open_dims) for i, tensor in enumerate([*inputs, *tensors])]
+        fakes = [_make_fake(mode, t.detach(), i, dynamic, open_dims) for i, t in enumerate([*inputs, *tensors])]
         # trace the results of torch.compile as the modules that they wrap
         inlined = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
         with sentinel_grads(tensors) as sentinels, torch.random.fork_rng(devices=[]), inlined, _mute_log(), mode:
@@ -193,7 +193,7 @@ def trace(
     return Trace(module, result_spec, [arguments_of[i] for i in tensor_leaves], guard, reads)
 
 
-def _fake(mode: FakeTensorMode, tensor: Tensor, index: int, dynamic: Dims | None, open_dims: Dims) -> FakeTensor:
+def _make_fake(mode: FakeTensorMode, tensor: Tensor, index: int, dynamic: Dims | None, open_dims: Dims) -> FakeTensor:
     if dynamic is None:
         return mode.from_tensor(tensor)
     if (index, 0) in open_dims:  # not a view, because torch would use the size of the view's base
@@ -225,7 +225,7 @@ def _merge_attributes(module: fx.GraphModule, mode: FakeTensorMode) -> None:
             node.meta["val"] = mode.from_tensor(value)
 
 
-def _leaf(fake: Tensor, live: Tensor) -> Tensor:
+def _make_leaf(fake: Tensor, live: Tensor) -> Tensor:
     """Return a substitute for a parameter or buffer. It is a leaf, so gradients never reach the live tensor."""
     if not isinstance(live, nn.Parameter):
         return fake
