@@ -138,9 +138,8 @@ def compile_step(
     inductor: TorchInductor options, or None to leave the dense part uncompiled. Raises OptimizerError if backward()
     reached a parameter that no optimizer of the graph holds.
     """
-    module = traced.module
+    module, result_spec = traced.module, traced.result_spec
     graph = module.graph
-    result_spec = traced.result_spec
     embeddings = embeddings_of(root)
     world = common_world(embeddings)
     if world is not None and cuda_graph:
