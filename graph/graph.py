@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from ..embedding.optim.ddp_guard import refuse_around
 from ..embedding.state_dict.model_snapshots import ModelSnapshots
-from ..embedding.state_dict.saved_rows import EXTRA, are_rows_excluded, rows_excluded
+from ..embedding.state_dict.saved_rows import EXTRA, are_rows_excluded, exclude_rows
 from ..engine.checks import as_int, check_flags, checked_arguments
 from ..engine.errors import GraphError, InputError, OptimizerError, OptionError
 from ..engine.optim.base import positive
@@ -46,7 +46,7 @@ from .state.extra_state import (
     check_nothing_accumulated,
     drop_row_state,
     load_extra_state,
-    training_of_graph,
+    make_training_state,
     with_rank_states,
 )
 from .state.optimizer_set import OptimizerSet
@@ -354,7 +354,7 @@ class Graph(ModelSnapshots, HasBuild):
         """
         folder = checkpoint.check_save(self, path, overwrite)
         check_nothing_accumulated(self.__epilogue)
-        with rows_excluded():
+        with exclude_rows():
             state = self.state_dict()
         checkpoint.save(self, state, folder, overwrite)
 
@@ -384,12 +384,12 @@ class Graph(ModelSnapshots, HasBuild):
         def check(state: dict[str, Any]) -> None:
             check_modules(self, state, "graph")
             if EXTRA in state and optimizers:
-                check_extra_state(training_of_graph(self.__optimizers, self.__epilogue), state[EXTRA])
+                check_extra_state(make_training_state(self.__optimizers, self.__epilogue), state[EXTRA])
 
         def put(state: dict[str, Any]) -> None:
             self.load_state_dict(drop_row_state(self, state, optimizers))
 
-        with rows_excluded():
+        with exclude_rows():
             selection = Selection(state=optimizers, convert=convert)
             checkpoint.load(self, as_path(path), check, put, self.state_dict, selection)
 
@@ -398,7 +398,7 @@ class Graph(ModelSnapshots, HasBuild):
 
         The result is a tuple of one dict, because torch.distributed.checkpoint does not split tuples.
         """
-        state = training_of_graph(self.__optimizers, self.__epilogue).state()
+        state = make_training_state(self.__optimizers, self.__epilogue).state()
         if are_rows_excluded():
             return state
         check_nothing_accumulated(self.__epilogue)
@@ -422,7 +422,7 @@ class Graph(ModelSnapshots, HasBuild):
         _, step = self.__last
         if step is None:
             raise GraphError(f"{type(self).__name__} has no step to draw yet; call it once to compile one")
-        as_path(path).write_text(draw(step.module, type(self).__name__, ahead=step.lookups is not None))
+        as_path(path).write_text(draw(step.module, type(self).__name__, ahead=step.id_graph is not None))
 
     def why_recompiled(self) -> list[str]:
         """Return why the latest 64 steps were compiled: how each step differs from the most similar earlier step.
@@ -444,7 +444,7 @@ class Graph(ModelSnapshots, HasBuild):
             step, tensors = self.__compiled(args, {})
         except Exception:  # the call itself raises this error
             return None
-        return step.known_lookups(tensors)
+        return step.find_known_lookups(tensors)
 
     def __compiled(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], static_only: bool = False

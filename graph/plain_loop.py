@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..embedding.autograd.gradients import ShadowGrad
 from ..embedding.optim.eager import EagerOptimizer
-from ..embedding.state_dict.saved_rows import SavedRows, rows_excluded
+from ..embedding.state_dict.saved_rows import SnapshotEmbedding, exclude_rows
 from ..embedding.tables.names import name_embeddings
 from ..embedding.tables.training_group import train_together
 from ..engine.checks import check_flags
@@ -23,7 +23,7 @@ from ..engine.errors import GraphError, InputError
 from ..snapshots.store.selection import Selection
 from .graph import Graph
 from .state import checkpoint
-from .state.extra_state import Training, check_extra_state, check_modules
+from .state.extra_state import TrainingState, check_extra_state, check_modules
 from .trace.names import as_path, unwrap
 
 Optimizers = Optimizer | Sequence[Optimizer]
@@ -59,9 +59,9 @@ def save_checkpoint(
         GraphError: a checkpoint cannot hold the state, or row gradients still wait for `step()`.
         InputError: an argument is of the wrong type.
     """
-    model, training = _training(model, optimizers, schedulers, scaler)
+    model, training_state = _prepare_training(model, optimizers, schedulers, scaler)
     for m in model.modules():
-        grad = m.shadow.grad if isinstance(m, SavedRows) else None
+        grad = m.shadow.grad if isinstance(m, SnapshotEmbedding) else None
         if isinstance(grad, ShadowGrad) and grad.row_gradients.is_waiting:
             raise GraphError(
                 f"gradients of embedding {m.name!r} wait for step(), and a checkpoint holds no gradients; save "
@@ -70,8 +70,8 @@ def save_checkpoint(
     if extra is not None and not isinstance(extra, Mapping):
         raise InputError(f"extra={extra!r}: give a dict of plain values and tensors, or None")
     folder = checkpoint.check_save(model, path, overwrite)
-    with rows_excluded():
-        state = _state(model, training, extra or {})
+    with exclude_rows():
+        state = _collect_state(model, training_state, extra or {})
     checkpoint.save(model, state, folder, overwrite, "loop")
 
 
@@ -104,36 +104,36 @@ def load_checkpoint(
         InputError: an argument is of the wrong type.
     """
     check_flags(InputError, convert=convert)
-    model, training = _training(model, optimizers, schedulers, scaler)
+    model, training_state = _prepare_training(model, optimizers, schedulers, scaler)
 
-    def model_state(state: dict[str, Any]) -> OrderedDict[str, Any]:
+    def parse_model(state: dict[str, Any]) -> OrderedDict[str, Any]:
         return checkpoint.StateDict(state["model"], checkpoint.versions_of(state))
 
-    def check(state: dict[str, Any]) -> None:
-        check_modules(model, model_state(state), "model")
-        check_extra_state(training, state["training"])
+    def check_state(state: dict[str, Any]) -> None:
+        check_modules(model, parse_model(state), "model")
+        check_extra_state(training_state, state["training"])
 
-    def put(state: dict[str, Any]) -> None:
-        model.load_state_dict(model_state(state))
-        training.load(state["training"])
+    def apply_state(state: dict[str, Any]) -> None:
+        model.load_state_dict(parse_model(state))
+        training_state.load(state["training"])
         extra.update(state["extra"])
 
     extra: dict[str, Any] = {}
-    with rows_excluded():
-        current_state = partial(_state, model, training, {})
-        checkpoint.load(model, as_path(path), check, put, current_state, Selection(convert=convert), kind="loop")
+    with exclude_rows():
+        collect, selection = partial(_collect_state, model, training_state, {}), Selection(convert=convert)
+        checkpoint.load(model, as_path(path), check_state, apply_state, collect, selection, kind="loop")
     return extra
 
 
-def _state(model: nn.Module, training: Training, extra: Mapping[str, Any]) -> OrderedDict[str, Any]:
+def _collect_state(model: nn.Module, training: TrainingState, extra: Mapping[str, Any]) -> OrderedDict[str, Any]:
     """Return everything that a checkpoint contains except rows."""
     model_state = model.state_dict()
     state = {"model": dict(model_state), "training": training.state(), "extra": dict(extra)}
     return checkpoint.StateDict(state, checkpoint.versions_of(model_state))
 
 
-def _training(model: Any, optimizers: Any, schedulers: Any, scaler: Any) -> tuple[nn.Module, Training]:
-    """Return the model without wrappers, and its `Training`. Raises InputError for an argument of the wrong type."""
+def _prepare_training(model: Any, optimizers: Any, schedulers: Any, scaler: Any) -> tuple[nn.Module, TrainingState]:
+    """Return the model without wrappers, and its `TrainingState`. Raises InputError for a wrong type."""
     model = unwrap(model) if isinstance(model, nn.Module) else model
     if not isinstance(model, nn.Module) or isinstance(model, Graph):
         remedy = "call its save and load" if isinstance(model, Graph) else "give the nn.Module that is trained"
@@ -146,8 +146,8 @@ def _training(model: Any, optimizers: Any, schedulers: Any, scaler: Any) -> tupl
             raise InputError(
                 f"optimizers: got {type(item).__name__}; give a torch optimizer, an EagerOptimizer, or a list of them"
             )
-    wrapped = [item.optimizer if isinstance(item, EagerOptimizer) else item for item in optimizer_list]
-    if len({*map(id, wrapped)}) < len(wrapped):
+    torch_optimizers = [item.optimizer if isinstance(item, EagerOptimizer) else item for item in optimizer_list]
+    if len({*map(id, torch_optimizers)}) < len(torch_optimizers):
         raise InputError("optimizers: one is given twice; pass an EagerOptimizer instead of the optimizer it wraps")
     scheduler_list = schedulers if isinstance(schedulers, Sequence) else [schedulers]
     for item in scheduler_list:
@@ -155,7 +155,7 @@ def _training(model: Any, optimizers: Any, schedulers: Any, scaler: Any) -> tupl
             raise InputError(f"schedulers: got {type(item).__name__}; give schedulers of torch.optim.lr_scheduler")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise InputError(f"scaler={scaler!r}: give a torch.amp.GradScaler, or None")
-    remedy, scaler_remedy = "pass the saved ones, in the same order", "give scaler={}"
+    remedies = "pass the saved ones, in the same order", "give scaler={}"
     eager = [item for item in optimizer_list if isinstance(item, EagerOptimizer)]
     row_optimizers = [row_optimizer for item in eager for row_optimizer in item.row_optimizers()]
-    return model, Training(optimizer_list, row_optimizers, scheduler_list, scaler, "this call", remedy, scaler_remedy)
+    return model, TrainingState(optimizer_list, row_optimizers, scheduler_list, scaler, "this call", *remedies)

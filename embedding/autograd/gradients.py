@@ -319,7 +319,7 @@ def accumulate(embedding: EmbeddingBase, lookup: Lookup, grad: Tensor, weights: 
             if not are_rows_reached(embedding):
                 return
     name, shadow = embedding.name, embedding.shadow
-    if embedding.handle not in holders:
+    if embedding.op_id not in holders:
         raise GraphError(
             f"embedding {name!r}: backward() outside a graph, and no EagerOptimizer trains the embedding; to train in "
             "a loop, give tierbed.EagerOptimizer the optimizer and a module that has the embedding; or call backward() "

@@ -2,7 +2,7 @@
 
 A compiled graph replaces the ops by calls to the embedding and its pinned batch. An eager lookup reads rows, and
 backward() keeps the lookup's gradient for an `EagerOptimizer`'s step. Op arguments can only be tensors and numbers, so
-an op gets the embedding's handle, a random number. The op also gets the `shadow`, the embedding's one-element
+an op gets the embedding's op_id, a random number. The op also gets the `shadow`, the embedding's one-element
 parameter. Through the shadow, autograd sees that the result depends on rows.
 """
 
@@ -30,10 +30,10 @@ _embeddings: dict[int, weakref.ref[EmbeddingBase]] = {}  # a WeakValueDictionary
 
 
 def register(embedding: EmbeddingBase) -> int:
-    """Return a random handle for the ops. In another process, a random handle does not match a wrong embedding."""
-    handle = secrets.randbits(62)
-    _embeddings[handle] = weakref.ref(embedding, lambda _: _embeddings.pop(handle))
-    return handle
+    """Return a random id for the ops. In another process, a random id does not match a wrong embedding."""
+    op_id = secrets.randbits(62)
+    _embeddings[op_id] = weakref.ref(embedding, lambda _: _embeddings.pop(op_id))
+    return op_id
 
 
 def _living() -> list[EmbeddingBase]:
@@ -55,11 +55,11 @@ def lookup_of(ids: Any, table_ids: Any, offsets: Any, pooling: Any, feature_colu
     return Lookup(ids, table_ids, offsets, pooling, None if feature_columns is None else tuple(feature_columns))
 
 
-def embedding_of(handle: int) -> EmbeddingBase:
-    reference = _embeddings.get(handle)
+def embedding_of(op_id: int) -> EmbeddingBase:
+    reference = _embeddings.get(op_id)
     if reference is None or (embedding := reference()) is None:
         raise ClosedError(
-            f"a lookup of handle {handle}, which no embedding of this process has: either the embedding was deleted, "
+            f"a lookup of handle {op_id}, which no embedding of this process has: either the embedding was deleted, "
             "so keep a reference to it; or another process recorded the program: record the module that takes the "
             "rows, and call the embedding before the program"
         )
@@ -97,11 +97,11 @@ def _op(name: str, arguments: str) -> Any:
     return torch.library.custom_op(f"tierbed::{name}", mutates_args=(), schema=schema)
 
 
-@_op("lookup", "Tensor shadow, rows, Tensor? weights, SymInt handle")
+@_op("lookup", "Tensor shadow, rows, Tensor? weights, SymInt op_id")
 def lookup(shadow: Tensor, *rest: Any) -> Tensor:
     """Read a `Lookup`'s rows or pooled bags, lookup.shape + (dim,), without inserting rows."""
-    *rows, weights, handle = rest
-    return embedding_of(handle).read(lookup_of(*rows), weights, trains=shadow.requires_grad)
+    *rows, weights, op_id = rest
+    return embedding_of(op_id).read(lookup_of(*rows), weights, trains=shadow.requires_grad)
 
 
 @lookup.register_fake
@@ -113,11 +113,11 @@ def _(shadow: Tensor, ids: Tensor, *rest: Any) -> Tensor:
     return torch.empty(shape, dtype=embedding.output_dtype, device=ids.device)
 
 
-@_op("lookup_grad", "Tensor grad, rows, Tensor? weights, SymInt order, SymInt handle")
+@_op("lookup_grad", "Tensor grad, rows, Tensor? weights, SymInt order, SymInt op_id")
 def lookup_grad(grad: Tensor, *rest: Any) -> Tensor:
     """Keep the gradient of lookup number `order` for a step. Returns the shadow's gradient, an unused zero."""
-    *rows, weights, order, handle = rest
-    embedding_of(handle).accumulate(lookup_of(*rows), grad, weights, order)
+    *rows, weights, order, op_id = rest
+    embedding_of(op_id).accumulate(lookup_of(*rows), grad, weights, order)
     return grad.new_zeros((1, 1), dtype=torch.float32)
 
 
@@ -126,11 +126,11 @@ def _(grad: Tensor, *rest: Any) -> Tensor:
     return grad.new_empty((1, 1), dtype=torch.float32)
 
 
-@_op("lookup_weights_grad", "Tensor grad, rows, Tensor shadow, SymInt handle")
+@_op("lookup_weights_grad", "Tensor grad, rows, Tensor shadow, SymInt op_id")
 def lookup_weights_grad(grad: Tensor, *rest: Any) -> Tensor:
     """Compute the gradient of a lookup's weights. The argument `shadow` tells autograd that the result needs rows."""
-    *rows, _, handle = rest
-    return embedding_of(handle).read_weights_grad(lookup_of(*rows), grad)
+    *rows, _, op_id = rest
+    return embedding_of(op_id).read_weights_grad(lookup_of(*rows), grad)
 
 
 @lookup_weights_grad.register_fake
@@ -139,10 +139,10 @@ def _(grad: Tensor, ids: Tensor, *rest: Any) -> Tensor:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    shadow, ids, table_ids, offsets, pooling, feature_columns, weights, handle = inputs
+    shadow, ids, table_ids, offsets, pooling, feature_columns, weights, op_id = inputs
     if ctx.needs_input_grad[0]:
-        embedding_of(handle).check_trained_lookup()
-    ctx.constants = pooling, feature_columns, handle, next(_orders)
+        embedding_of(op_id).check_trained_lookup()
+    ctx.constants = pooling, feature_columns, op_id, next(_orders)
     # The weights' gradient needs the rows as they are now. The shadow's version changes with the rows, so autograd
     # raises if the rows change before backward().
     saved_shadow = shadow if ctx.needs_input_grad[6] else None
@@ -151,17 +151,17 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     shadow, ids, table_ids, offsets, weights = ctx.saved_tensors
-    pooling, feature_columns, handle, order = ctx.constants
+    pooling, feature_columns, op_id, order = ctx.constants
     rows = ids, table_ids, offsets, pooling, feature_columns
     shadow_grad = weights_grad = None
-    if ctx.needs_input_grad[0] and are_rows_reached(embedding := embedding_of(handle)):
+    if ctx.needs_input_grad[0] and are_rows_reached(embedding := embedding_of(op_id)):
         if runs_eagerly(grad):
             embedding.accumulate(lookup_of(*rows), grad, weights, order)
             shadow_grad = grad.new_zeros((1, 1), dtype=torch.float32)
         else:
-            shadow_grad = lookup_grad(grad, *rows, weights, order, handle)
+            shadow_grad = lookup_grad(grad, *rows, weights, order, op_id)
     if ctx.needs_input_grad[6]:
-        weights_grad = lookup_weights_grad(grad, *rows, shadow, handle)
+        weights_grad = lookup_weights_grad(grad, *rows, shadow, op_id)
     return shadow_grad, None, None, None, None, None, weights_grad, None
 
 
@@ -179,8 +179,8 @@ class EagerLookup(_SingleLevelFunction):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        _, *lookup, weights, handle = inputs
-        output = embedding_of(handle).read(Lookup(*lookup), weights, trains=ctx.needs_input_grad[0])
+        _, *lookup, weights, op_id = inputs
+        output = embedding_of(op_id).read(Lookup(*lookup), weights, trains=ctx.needs_input_grad[0])
         _setup(ctx, inputs, output)
         return output
 
@@ -193,11 +193,11 @@ def look_up(embedding: EmbeddingBase, shadow: Tensor, rows: Lookup, weights: Ten
     if is_direct and not is_trained:
         return embedding.read(rows, weights)
     if is_direct:
-        return EagerLookup.apply(shadow, *rows, weights, embedding.handle)  # type: ignore[attr-defined]
+        return EagerLookup.apply(shadow, *rows, weights, embedding.op_id)  # type: ignore[attr-defined]
     with torch._C.DisableTorchFunctionSubclass():
         if not torch.compiler.is_dynamo_compiling() and torch._C._len_torch_dispatch_stack():
             shadow = plain(shadow) if isinstance(shadow, Shadow) else shadow
-        output: Tensor = lookup(shadow if is_trained else shadow.detach(), *rows, weights, embedding.handle)
+        output: Tensor = lookup(shadow if is_trained else shadow.detach(), *rows, weights, embedding.op_id)
         return output
 
 

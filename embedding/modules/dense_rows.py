@@ -20,7 +20,7 @@ from ...engine.table.table import OpenTable
 from ...engine.table.table_report import scan_caught_up
 from ..optim.eager import follow_in_backward
 from ..saving.rows_reference import RowsReference
-from ..state_dict.saved_rows import EXTRA, ROWS, extra_state_of
+from ..state_dict.saved_rows import EXTRA, ROWS, make_extra_state
 from ..tables.rows_in_tensors import RowTensors
 from .keyed_rows import KeyedRows
 
@@ -136,7 +136,7 @@ def put_in_state(
     state[f"{prefix}{embedding.parameter_name}"] = embedding.shadow
     state |= {f"{prefix}{ROWS}{name}": tensor for name, tensor in rows.items()}
     if not rows:
-        state[prefix + EXTRA] = extra_state_of(RowsReference(None))
+        state[prefix + EXTRA] = make_extra_state(RowsReference(None))
 
 
 def _step(value: Any) -> int:

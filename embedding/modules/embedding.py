@@ -35,7 +35,7 @@ from ..saving.rows_reference import UNKNOWN
 from ..saving.sharded_handle import ShardedTableHandle
 from ..saving.table_handle import TableHandle
 from ..state_dict.saved_rows import EXTRA, ROWS
-from ..tables.names import provisional_name
+from ..tables.names import make_provisional_name
 from .dense_rows import dense_tensors, put_in_state
 from .keyed_rows import KeyedRows, on_present_rows
 
@@ -80,7 +80,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         if not isinstance(tables, (list, tuple)) or not tables:
             raise OptionError(f"tables={tables!r}: give a list with make_table_options(...) for each table, or None")
         self.naming, self._has_seed = "given" if name is not None else "path", name is not None or seed is not None
-        name = provisional_name(world is not None) if name is None else name
+        name = make_provisional_name(world is not None) if name is None else name
         self.spec = table_spec(name, embedding_dim, key_type, tables, padding_idx, seed, dtype, state_dtype)
         self.spec.layout(RowState())  # if a table's columns do not fit, raise now and not at the first use
         self.output_dtype = check_output_dtype(output_dtype)
@@ -89,7 +89,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         self.row_optimizer: RowOptimizer | None = None
         # the shadow stands for the rows in optimizers and autograd; no parameter contains the rows themselves
         self.register_parameter("shadow", nn.Parameter(torch.zeros(1, 1, dtype=torch.float32)))
-        self.handle = ops.register(self)
+        self.op_id = ops.register(self)
         self._opening, self._accumulating = Lock(), Lock()
         self._refused: OptimizerError | None = None  # training raises this if the stored rows do not fit the optimizer
         self.misses_rows = False
@@ -348,7 +348,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             follow_in_backward(self)
             if self.group is not None:
                 self.group.check_passed()
-        if self.handle in holders:
+        if self.op_id in holders:
             refuse_lookup(self.name)
 
     def accumulate(self, lookup: Lookup, grad: Tensor, weights: Tensor | None, order: int) -> None:

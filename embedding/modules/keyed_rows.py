@@ -22,7 +22,7 @@ from ...engine.row_format import EMBEDDING
 from ...engine.signals import uninterrupted
 from ...engine.table.table import RowsReplacedError
 from ...engine.table.table_report import LOCK_SECONDS, cache_metrics, locate, metrics, scan_caught_up
-from ..state_dict.saved_rows import SavedRows
+from ..state_dict.saved_rows import SnapshotEmbedding
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
@@ -41,7 +41,7 @@ def on_present_rows(call: Call) -> Call:
     return cast(Call, until_done)
 
 
-class KeyedRows(SavedRows):
+class KeyedRows(SnapshotEmbedding):
     """An embedding with access to its rows by key."""
 
     def size(self) -> int:
@@ -89,7 +89,7 @@ class KeyedRows(SavedRows):
                 )
             check_values(self.spec, lookup.ids, values, allow_nonfinite)
             check_legal(self.spec, lookup)
-        self._copied = ()
+        self._latest_copy = ()
         self.table_handle().table.put(lookup, values)
 
     @on_present_rows
@@ -106,7 +106,7 @@ class KeyedRows(SavedRows):
         Returns:
             How many rows were deleted.
         """
-        self._copied = ()
+        self._latest_copy = ()
         return self.table_handle().table.delete(self._collective_lookup(ids, table_ids))
 
     def chunks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

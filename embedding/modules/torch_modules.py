@@ -25,7 +25,7 @@ from ...engine.options.store_options import load_store_options, make_host_mem_st
 from ...engine.table.table import OpenTable
 from ..autograd import lookup_op as ops
 from ..state_dict.read_only import ReadOnlyCopy
-from ..state_dict.saved_rows import rows_excluded
+from ..state_dict.saved_rows import exclude_rows
 from ..tables.rows_in_tensors import RowTensors
 from .dense_rows import dense_rows
 from .embedding import MultiTableEmbedding
@@ -162,7 +162,7 @@ class TorchTable(MultiTableEmbedding):
     def reset_parameters(self) -> None:
         """Delete all rows and their optimizer state. Each id starts again from its initial row."""
         if self._handle is not None or (self._is_made and self.store_options.persistent_path is not None):
-            self.load_tensors(RowTensors.none(self.spec).tensors)
+            self.load_tensors(RowTensors.make_empty(self.spec).tensors)
 
     def to_dense_state_dict(self) -> dict[str, Tensor]:
         """Return the state_dict of torch's module: {"weight": [num_embeddings, embedding_dim]}, a copy of the rows.
@@ -337,7 +337,7 @@ def to_dense_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
     """
     modules = model.named_modules(remove_duplicate=False)
     tables = {f"{path}." if path else "": module for path, module in modules if isinstance(module, TorchTable)}
-    with rows_excluded():
+    with exclude_rows():
         state = model.state_dict()
     dense: OrderedDict[str, Any] = OrderedDict()
     for key, value in state.items():

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..state_dict.saved_rows import SavedRows
+from ..state_dict.saved_rows import SnapshotEmbedding
 
 log = logging.getLogger("tierbed")
 _runs: Any = WeakTensorKeyDictionary()  # by dense parameter: run ids of the rows trained with it
@@ -31,14 +31,14 @@ def note_versions(parameters: Iterable[Tensor]) -> None:
             _versions.setdefault(parameter, parameter._version)
 
 
-def note_run(parameters: Iterable[Tensor], embeddings: Iterable[SavedRows]) -> None:
+def note_run(parameters: Iterable[Tensor], embeddings: Iterable[SnapshotEmbedding]) -> None:
     """Remember that these parameters and the embeddings' rows belong together, because one load brought both."""
     runs = {embedding.table_handle().open_table.run for embedding in embeddings if embedding.is_open}
     for parameter in parameters:
         _runs.setdefault(parameter, set()).update(runs)
 
 
-def warn_of_state(embedding: SavedRows) -> bool:
+def warn_of_state(embedding: SnapshotEmbedding) -> bool:
     """Warn if rows have optimizer state, but their optimizer lacks state. Returns True in this case."""
     handle: Any = embedding.table_handle()
     table = handle.open_table
@@ -67,7 +67,7 @@ class DensePart:
         self._before = [(parameter, {*_runs.get(parameter, ())}, id(parameter) in written) for parameter in trained]
         self._is_known = parameters is not None
 
-    def check(self, embedding: SavedRows) -> None:
+    def check(self, embedding: SnapshotEmbedding) -> None:
         """Warn if an open embedding resumed rows that were not trained with these parameters. Remembers the run id."""
         handle: Any = embedding.table_handle()
         run, step = handle.open_table.run, handle.local.persistence.resumed_step

@@ -33,7 +33,7 @@ from ...engine.table.row_step import row_step
 from ..autograd.gradients import RowGradients, ShadowGrad, check_not_traced, holders, kept_gradients, set_grad
 from ..autograd.lookup_op import embeddings_of
 from ..state_dict.model_snapshots import ModelSnapshots
-from ..state_dict.saved_rows import SavedRows
+from ..state_dict.saved_rows import SnapshotEmbedding
 from ..tables.names import check_distinct, name_embeddings
 from ..tables.training_group import TrainingGroup, train_together
 from .ddp_guard import refuse_eager_ranks
@@ -138,9 +138,9 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         if self._warns_of_lazy_rows:
             warn_if_lazy(self.row_optimizers())
         for embedding in embeddings:
-            if (older := holders.get(embedding.handle)) is not None:
+            if (older := holders.get(embedding.op_id)) is not None:
                 older.give_up(embedding)
-            holders[embedding.handle] = self
+            holders[embedding.op_id] = self
 
     def give_up(self, embedding: EmbeddingBase) -> None:
         """Leave the embedding to a newer EagerOptimizer."""
@@ -154,16 +154,16 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 "trains its rows in backward(); leave the embedding out of this optimizer, or make it again"
             )
         grad = embedding.shadow.grad
-        if embedding.handle in holders and isinstance(grad, ShadowGrad) and grad.row_gradients.is_waiting:
+        if embedding.op_id in holders and isinstance(grad, ShadowGrad) and grad.row_gradients.is_waiting:
             raise OptimizerError(
                 f"another EagerOptimizer has gradients of embedding {embedding.name!r} that it has not applied; call "
                 "its step(), or drop them by zero_grad() of the model, before you make a new optimizer"
             )
 
-    def _snapshot_embeddings(self) -> list[SavedRows]:
+    def _snapshot_embeddings(self) -> list[SnapshotEmbedding]:
         module = None if self._module is None else self._module()
         modules = [e for e, _ in self._trained] if self._module is None else [] if module is None else module.modules()
-        return [module for module in modules if isinstance(module, SavedRows)]
+        return [module for module in modules if isinstance(module, SnapshotEmbedding)]
 
     def row_optimizers(self) -> list[RowOptimizer]:
         """Return the optimizers that update the rows, one for each embedding."""
@@ -287,7 +287,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 "make the module with sparse=False"
             )
         for name in (
-            gradients.embedding.name for gradients in rows if holders.get(gradients.embedding.handle) is not self
+            gradients.embedding.name for gradients in rows if holders.get(gradients.embedding.op_id) is not self
         ):
             raise OptimizerError(f"embedding {name!r} is of another EagerOptimizer; call clip_grad_norm_ of that one")
         if self._world.size > 1 and any(id(embedding.shadow) in map(id, distinct) for embedding, _ in self._trained):
@@ -397,8 +397,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             dense = self._dense(embeddings)
             part = DensePart(f"the EagerOptimizer of {type(self.optimizer).__name__}", dense, self.optimizer.state)
             for embedding in embeddings:
-                if isinstance(embedding, SavedRows):
-                    embedding.when_open(partial(part.check, embedding))
+                if isinstance(embedding, SnapshotEmbedding):
+                    embedding.call_when_open(partial(part.check, embedding))
                     if self._begins and dense is not None and (embedding.was_loaded or embedding in self._taken_over):
                         self._begins = not warn_of_state(embedding)
             self._taken_over.clear()
@@ -423,7 +423,7 @@ class InBackwardOptimizer(EagerOptimizer):
     _warns_of_lazy_rows = False
 
     def _check_can_take(self, embedding: EmbeddingBase) -> None:
-        if embedding.handle in holders:
+        if embedding.op_id in holders:
             raise OptimizerError(
                 f"another EagerOptimizer has embedding {embedding.name!r}, and apply_optimizer_in_backward gave its "
                 "parameter an optimizer too; drop the first one by del, or leave the embedding out of the second"

@@ -71,8 +71,8 @@ class ShardedTableHandle:
                 recovery = RecoveryDecision(world, op, shared_folder, options.open, for_load, group)
                 undo.callback(recovery.leave)
             shard = RankShard(world.rank, world.size, world.num_ranks_on_host)
-            decide = None if recovery is None else recovery.decide
-            local, error = try_call(lambda: LocalTable(spec, options, optimizer, device, shard, decide, group))
+            planner = None if recovery is None else recovery.decide
+            local, error = try_call(lambda: LocalTable(spec, options, optimizer, device, shard, planner, group))
             if local is not None:
                 undo.callback(local.close)
             if recovery is not None:

@@ -16,16 +16,16 @@ from ...engine.table.background_save import SaveHandle
 from ...snapshots.store.selection import ALL, LoadReport, Selection
 from ..autograd.shadow import converter
 from ..saving.save_and_load import load_rows_together, load_together, save_together
-from .saved_rows import LoadsRows, SavedRows
+from .saved_rows import RowLoadingMixin, SnapshotEmbedding
 
 
-class ModelSnapshots(LoadsRows):
+class ModelSnapshots(RowLoadingMixin):
     """Mixin for modules and optimizers: saves and loads all their embeddings together."""
 
-    def _snapshot_embeddings(self) -> list[SavedRows]:
+    def _snapshot_embeddings(self) -> list[SnapshotEmbedding]:
         """Return the embeddings to save and load."""
         assert isinstance(self, nn.Module)
-        return [module for module in self.modules() if isinstance(module, SavedRows)]
+        return [module for module in self.modules() if isinstance(module, SnapshotEmbedding)]
 
     @checked_arguments("kind", "background", "overwrite")
     def save_snapshot(
@@ -47,7 +47,7 @@ class ModelSnapshots(LoadsRows):
             StoreError: rows cannot be read or written.
             OptionError: `kind` is invalid or does not fit, or the embeddings have different worlds.
         """
-        tables, world = self._snapshots(), _world_of(self._stored())
+        tables, world = self._snapshots(), _find_world(self._get_embeddings())
         return save_together(world, tables, snapshot_name, kind, overwrite, background)
 
     def load_snapshot(self, snapshot_name: str) -> list[LoadReport]:
@@ -66,7 +66,7 @@ class ModelSnapshots(LoadsRows):
             StoreError: a store cannot be read or written.
             OptimizerError: a snapshot contains another optimizer's state.
         """
-        tables, world = self._snapshots(for_load=True), _world_of(self._stored())
+        tables, world = self._snapshots(for_load=True), _find_world(self._get_embeddings())
         reports = load_together(world, tables, snapshot_name)
         self.keep_rows()
         return reports
@@ -91,21 +91,23 @@ class ModelSnapshots(LoadsRows):
         Returns:
             The names of the removed snapshots, by embedding.
         """
-        return {embedding.name: embedding.prune_snapshots(keep_last, keep_every) for embedding in self._stored()}
+        return {
+            embedding.name: embedding.prune_snapshots(keep_last, keep_every) for embedding in self._get_embeddings()
+        }
 
-    def _stored(self) -> list[SavedRows]:
+    def _get_embeddings(self) -> list[SnapshotEmbedding]:
         embeddings = self._snapshot_embeddings()
         if not embeddings:
             raise SnapshotError("there is no embedding whose rows could be saved or loaded; give the module one")
         return embeddings
 
     def _snapshots(self, for_load: bool = False) -> list[Any]:
-        return [embedding.table_handle(for_load).snapshots for embedding in self._stored()]
+        return [embedding.table_handle(for_load).snapshots for embedding in self._get_embeddings()]
 
 
-def save_rows(embeddings: Sequence[SavedRows], paths: Sequence[Path]) -> None:
+def save_rows(embeddings: Sequence[SnapshotEmbedding], paths: Sequence[Path]) -> None:
     """Save `embeddings[i]` as the snapshot `paths[i]`, all from the same step."""
-    world = _world_of(embeddings)
+    world = _find_world(embeddings)
     tables = [embedding.table_handle().snapshots for embedding in embeddings]
     stored = [embedding.store_options.persistent_path is not None for embedding in embeddings]
     if any(stored):
@@ -114,9 +116,9 @@ def save_rows(embeddings: Sequence[SavedRows], paths: Sequence[Path]) -> None:
         (table.link_rows if is_stored else table.save_rows)(path)
 
 
-def load_rows(embeddings: Sequence[SavedRows], paths: Sequence[Path], selection: Selection = ALL) -> None:
+def load_rows(embeddings: Sequence[SnapshotEmbedding], paths: Sequence[Path], selection: Selection = ALL) -> None:
     """Load the rows of `embeddings[i]`, or a selection, from the snapshot `paths[i]`."""
-    world = _world_of(embeddings)
+    world = _find_world(embeddings)
     tables = [embedding.table_handle(for_load=True).snapshots for embedding in embeddings]
     stored = [selection.can_recover and embedding.store_options.persistent_path is not None for embedding in embeddings]
     for table, is_stored, path in zip(tables, stored, paths, strict=True):
@@ -128,7 +130,7 @@ def load_rows(embeddings: Sequence[SavedRows], paths: Sequence[Path], selection:
         embedding.keep_rows()
 
 
-def _world_of(embeddings: Sequence[SavedRows]) -> World:
+def _find_world(embeddings: Sequence[SnapshotEmbedding]) -> World:
     """Return the world that all embeddings have in common. Raises OptionError for different worlds."""
     worlds = {id(embedding.world): embedding.world for embedding in embeddings}
     if len(worlds) > 1:

@@ -42,20 +42,20 @@ from ...snapshots.store.selection import LoadReport, Selection, Where
 from ..autograd.shadow import ShadowCopy
 from ..saving.rows_reference import NO_ROWS, UNKNOWN, RowsReference, mismatch_text, reference_of_unopened, stopped_at
 from ..tables.names import next_seed
-from ..tables.rows_in_tensors import FIELDS, NOT_WHOLE, RowTensors
+from ..tables.rows_in_tensors import NOT_WHOLE, TENSOR_NAMES, RowTensors
 from .read_only import StateTensor
 
 log = logging.getLogger("tierbed")
 
 EXTRA = "_extra_state"  # torch's name for extra state in a state_dict
 ROWS = "rows."  # prefix of the rows' tensors in a state_dict
-APART, STAY = "apart", "stay"
-ALONE = nullcontext()  # for calls that no other rank makes
+_EXCLUDE_ROWS, _KEEP_ROWS = "exclude rows", "keep rows"  # values of `_row_mode`
+_NO_CONTEXT = nullcontext()  # for calls that no other rank makes
 _EXTRA_BYTES = 1024  # enough for a snapshot's name, up to 200 bytes, and a digest
-_mode: ContextVar[str] = ContextVar("what states do with rows", default="")
+_row_mode: ContextVar[str] = ContextVar("what states do with rows", default="")
 
 
-class LoadsRows:
+class RowLoadingMixin:
     """Mixin for modules. Its `load_state_dict` handles state_dicts that do not match the present rows."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -65,16 +65,16 @@ class LoadsRows:
             state_dict, assign: as in torch.
             strict: as in torch. If False and the state_dict's rows cannot be loaded, warn and keep the present rows.
         """
-        with _in_mode(STAY) if strict is False and not are_rows_excluded() else nullcontext():
+        with _set_row_mode(_KEEP_ROWS) if strict is False and not are_rows_excluded() else nullcontext():
             return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
 
 
-class SavedRows(LoadsRows, EmbeddingBase):
+class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
     """An embedding whose rows are saved and loaded by name, and with `state_dict()`."""
 
     _version = 3  # of the state_dict: version 1 lacked the extra state, and version 2 had a shadow of shape [1]
     table_handle: Callable[..., Any]  # opens the table at the first use
-    rows = SimpleNamespace(**dict.fromkeys(FIELDS))  # torch's get_state_dict expects an attribute for each key
+    rows = SimpleNamespace(**dict.fromkeys(TENSOR_NAMES))  # torch's get_state_dict expects an attribute for each key
 
     def __init__(self) -> None:
         nn.Module.__init__(self)  # not super(): it may be nn.Embedding's, in a subclass
@@ -86,10 +86,10 @@ class SavedRows(LoadsRows, EmbeddingBase):
         self.rows_are_chosen = False  # True if a load brought the rows, or the user called keep_rows
         self._pending: list[RowsReference] = []  # references from a loaded state_dict to rows not yet loaded
         # The next two are empty tuples, not None: graphs guard on a value that is None, and would trace again.
-        # the copy in the latest state_dict: the key prefix, one of the tensors, and the result of `_moment`
-        self._copied: tuple[str, weakref.ref[Tensor], Any] | tuple[()] = ()
+        # the copy in the latest state_dict: the key prefix, one of the tensors, and the result of `_change_token`
+        self._latest_copy: tuple[str, weakref.ref[Tensor], Any] | tuple[()] = ()
         # the latest load_state_dict: the loaded tensors, and the list of errors, which identifies the call
-        self._loaded: tuple[Any, list[weakref.ref[Tensor]]] | tuple[()] = ()
+        self._latest_load: tuple[Any, list[weakref.ref[Tensor]]] | tuple[()] = ()
 
     @property
     def is_open(self) -> bool:
@@ -107,7 +107,7 @@ class SavedRows(LoadsRows, EmbeddingBase):
             self._has_seed = True
             self.spec = replace(self.spec, seed=next_seed(self.world is not None))
 
-    def when_open(self, call: Callable[[], None]) -> None:
+    def call_when_open(self, call: Callable[[], None]) -> None:
         """Call `call` now if the store is open, or as soon as it opens."""
         if self.is_open:
             call()
@@ -122,7 +122,7 @@ class SavedRows(LoadsRows, EmbeddingBase):
 
     def raise_on_all_ranks(self) -> AbstractContextManager[None]:
         """Return a context for code before a call's first collective. An error on one rank is raised on all ranks."""
-        return ALONE if self.world is None else self._raise_on_all_ranks(self.world)
+        return _NO_CONTEXT if self.world is None else self._raise_on_all_ranks(self.world)
 
     @contextmanager
     def _raise_on_all_ranks(self, world: World) -> Iterator[None]:
@@ -254,9 +254,9 @@ class SavedRows(LoadsRows, EmbeddingBase):
         The JSON fields are the rows' `step` and `version`, and a `snapshot` with its `digest`. A field that does not
         apply is None, for example in an unused embedding. With state_dict_snapshots, this call saves the snapshot.
         """
-        return extra_state_of(self._rows_reference())
+        return make_extra_state(self._make_rows_reference())
 
-    def _rows_reference(self) -> RowsReference:
+    def _make_rows_reference(self) -> RowsReference:
         """Return a reference to the rows for a state_dict."""
         if self._pending:
             return self._pending[0]  # a framework may be about to load again, or these rows cannot be trained
@@ -300,7 +300,7 @@ class SavedRows(LoadsRows, EmbeddingBase):
         if pending == RowsReference(None):  # the saved embedding was unused, so any rows match
             return
         self._pending[:] = [pending]
-        if self._handle is None and self.group is None and _mode.get() != STAY:
+        if self._handle is None and self.group is None and _row_mode.get() != _KEEP_ROWS:
             return  # wait for the first use, because the embedding may get an optimizer before it
         try:
             self._load_pending()
@@ -325,10 +325,10 @@ class SavedRows(LoadsRows, EmbeddingBase):
         try:
             is_restored, problem = handle.snapshots.restore(pending), ""
             if not is_restored and options.state_dict_snapshots and self.world is None and pending.version == NO_ROWS:
-                handle.load_state(RowTensors.none(self.spec).tensors)
+                handle.load_state(RowTensors.make_empty(self.spec).tensors)
                 is_restored = True
         except (SnapshotError, StoreError, OptimizerError) as error:  # the snapshot does not fit
-            if _mode.get() != STAY or isinstance(error, ClosedError):
+            if _row_mode.get() != _KEEP_ROWS or isinstance(error, ClosedError):
                 raise
             is_restored, problem = False, str(error)
         if is_restored:
@@ -339,7 +339,7 @@ class SavedRows(LoadsRows, EmbeddingBase):
             raise StoreError(handle.local.persistence.unusable_reason)
         snapshots, in_memory = bool(options.state_dict_snapshots), options.persistent_path is None
         problem = problem or mismatch_text(self.name, handle.snapshots.rows_reference(), pending, snapshots, in_memory)
-        if _mode.get() == STAY:
+        if _row_mode.get() == _KEEP_ROWS:
             self._pending.clear()
             log.warning("%s; its rows stay", problem)
             return
@@ -355,44 +355,44 @@ class SavedRows(LoadsRows, EmbeddingBase):
             if isinstance(shadow, ShadowCopy):  # in a trace, the shadow is another kind of tensor
                 shadow.is_in_state = True
         if self.store_options.persistent_path is None and not are_rows_excluded() and detect_fake_mode() is None:
-            rows = self._rows_for(destination, prefix)
+            rows = self._copy_rows(destination, prefix)
             destination.update({f"{prefix}{ROWS}{name}": tensor for name, tensor in rows.items()})
 
-    def _rows_for(self, destination: Mapping[str, Any], prefix: str) -> Mapping[str, Tensor]:
+    def _copy_rows(self, destination: Mapping[str, Any], prefix: str) -> Mapping[str, Tensor]:
         """Return a copy of all rows. If the embedding has two names in the state_dict, both get the same copy."""
-        if self._copied and self._copied[0] != prefix:
-            earlier = {name: destination.get(f"{self._copied[0]}{ROWS}{name}") for name in FIELDS}
-            if self._has_copied(earlier):
+        if self._latest_copy and self._latest_copy[0] != prefix:
+            earlier = {name: destination.get(f"{self._latest_copy[0]}{ROWS}{name}") for name in TENSOR_NAMES}
+            if self._is_latest_copy(earlier):
                 return earlier  # type: ignore[return-value]
         if self._handle is None:
             self.fix_seed()
-        rows = RowTensors.none(self.spec) if self._handle is None else self._handle.tensors()
+        rows = RowTensors.make_empty(self.spec) if self._handle is None else self._handle.tensors()
         is_whole = not rows.description.get(NOT_WHOLE)
         tensors = {name: StateTensor(tensor, is_whole) for name, tensor in rows.tensors.items()}
-        self._copied = prefix, weakref.ref(tensors[FIELDS[0]]), self._moment()
+        self._latest_copy = prefix, weakref.ref(tensors[TENSOR_NAMES[0]]), self._change_token()
         return tensors
 
-    def _moment(self) -> Any:
+    def _change_token(self) -> Any:
         """Return a value that changes if and only if a row changes."""
         table = None if self._handle is None else self._handle.open_table
         return table and (weakref.ref(table), table.step, table.updates)
 
-    def _has_copied(self, tensors: Mapping[str, Any]) -> bool:
+    def _is_latest_copy(self, tensors: Mapping[str, Any]) -> bool:
         """True if `tensors` are the copy in the latest state_dict and no row has changed since that copy."""
-        first = tensors.get(FIELDS[0])
-        if first is None or not self._copied or self._copied[1]() is not first:
+        first = tensors.get(TENSOR_NAMES[0])
+        if first is None or not self._latest_copy or self._latest_copy[1]() is not first:
             return False
-        return bool(self._copied[2] == self._moment())
+        return bool(self._latest_copy[2] == self._change_token())
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *rest: list[str]
     ) -> None:
-        missing, _, errors = rest
-        fields = [name for name in FIELDS if f"{prefix}{ROWS}{name}" in state_dict]
+        missing_keys, _, errors = rest
+        fields = [name for name in TENSOR_NAMES if f"{prefix}{ROWS}{name}" in state_dict]
         tensors = {name: state_dict.pop(f"{prefix}{ROWS}{name}") for name in fields}
         if tensors and not are_rows_excluded():
             try:
-                if self._has_copied(tensors):
+                if self._is_latest_copy(tensors):
                     log.warning(
                         "embedding %r: load_state_dict() got back what state_dict() returned, so its rows stay. A "
                         "torch model's weight has another shape than the %s [1, 1] of this state: choose it by its "
@@ -400,14 +400,14 @@ class SavedRows(LoadsRows, EmbeddingBase):
                         self.name,
                         prefix + self.parameter_name,
                     )
-                if not self._has_loaded(tensors, errors):
+                if not self._is_loaded_already(tensors, errors):
                     self.table_handle(for_load=True).load_state(tensors)
-                self._loaded = errors, [weakref.ref(tensor) for tensor in tensors.values()]
+                self._latest_load = errors, [weakref.ref(tensor) for tensor in tensors.values()]
                 self.rows_are_chosen = True
                 self._pending.clear()
             except TierbedError as error:
                 problem = f"the rows of embedding {self.name!r} cannot be loaded: {error}"
-                if _mode.get() == STAY and not (
+                if _row_mode.get() == _KEEP_ROWS and not (
                     self._handle is not None and self._handle.local.persistence.unusable_reason
                 ):
                     self._pending.clear()
@@ -416,7 +416,7 @@ class SavedRows(LoadsRows, EmbeddingBase):
                     self._pending[:] = [UNKNOWN]
                     errors.append(problem)
                 state_dict.pop(prefix + EXTRA, None)
-        elif prefix + EXTRA not in state_dict and not _mode.get():
+        elif prefix + EXTRA not in state_dict and not _row_mode.get():
             self._pending[:] = [UNKNOWN]
         shadow = state_dict.get(f"{prefix}{self.parameter_name}")
         if isinstance(shadow, Tensor) and shadow.numel() == 1:  # version 2 had shape [1]; the value is irrelevant
@@ -424,25 +424,25 @@ class SavedRows(LoadsRows, EmbeddingBase):
             new = nn.Parameter(torch.zeros(1, 1, device=shadow.device)) if moves else self.shadow
             state_dict[f"{prefix}{self.parameter_name}"] = new
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
-        if prefix + EXTRA in missing and (tensors or are_rows_excluded()):
-            missing.remove(prefix + EXTRA)
+        if prefix + EXTRA in missing_keys and (tensors or are_rows_excluded()):
+            missing_keys.remove(prefix + EXTRA)
 
     @property
     def was_loaded(self) -> bool:
         """True if a load_state_dict brought the rows."""
-        return bool(self._loaded)
+        return bool(self._latest_load)
 
-    def _has_loaded(self, tensors: Mapping[str, Any], errors: list[str]) -> bool:
+    def _is_loaded_already(self, tensors: Mapping[str, Any], errors: list[str]) -> bool:
         """True if this load_state_dict call (identified by `errors`) has loaded the same rows under another name."""
-        if not self._loaded or self._loaded[0] is not errors:
+        if not self._latest_load or self._latest_load[0] is not errors:
             return False
-        earlier, new = [loaded() for loaded in self._loaded[1]], list(tensors.values())
+        earlier, new = [loaded() for loaded in self._latest_load[1]], list(tensors.values())
         return len(earlier) == len(new) and all(
-            tensor is not None and _same(tensor, other) for tensor, other in zip(earlier, new, strict=True)
+            tensor is not None and _are_equal(tensor, other) for tensor, other in zip(earlier, new, strict=True)
         )
 
 
-def _same(tensor: Tensor, other: Any) -> bool:
+def _are_equal(tensor: Tensor, other: Any) -> bool:
     if tensor is other:
         return True
     alike = isinstance(other, Tensor) and (tensor.dtype, tensor.shape, tensor.device) == (
@@ -453,7 +453,7 @@ def _same(tensor: Tensor, other: Any) -> bool:
     return alike and torch.equal(tensor.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
 
 
-def extra_state_of(rows: RowsReference) -> Tensor:
+def make_extra_state(rows: RowsReference) -> Tensor:
     """Return the extra state that contains the reference `rows`. Loading RowsReference(None) keeps the present rows."""
     # a tensor, because some code accepts only tensors in a state_dict; torch's DCP requires the fixed size
     content = json.dumps(rows._asdict(), ensure_ascii=False).encode().ljust(_EXTRA_BYTES)
@@ -461,19 +461,19 @@ def extra_state_of(rows: RowsReference) -> Tensor:
 
 
 @contextmanager
-def _in_mode(mode: str) -> Iterator[None]:
-    token = _mode.set(mode)
+def _set_row_mode(mode: str) -> Iterator[None]:
+    token = _row_mode.set(mode)
     try:
         yield
     finally:
-        _mode.reset(token)
+        _row_mode.reset(token)
 
 
-def rows_excluded() -> AbstractContextManager[None]:
+def exclude_rows() -> AbstractContextManager[None]:
     """Return a context where state_dicts neither hold nor name rows, for checkpoints that store rows separately."""
-    return _in_mode(APART)
+    return _set_row_mode(_EXCLUDE_ROWS)
 
 
 def are_rows_excluded() -> bool:
-    """True inside a `rows_excluded` context."""
-    return _mode.get() == APART
+    """True inside an `exclude_rows` context."""
+    return _row_mode.get() == _EXCLUDE_ROWS

@@ -109,7 +109,7 @@ def _dtype_error(
     )
 
 
-def _mismatched(spec: TableSpec, stored: dict[str, Any]) -> Collection[int]:
+def _find_mismatched(spec: TableSpec, stored: dict[str, Any]) -> Collection[int]:
     """Return the numbers of the stored tables that have another name in the embedding.
 
     Returns no table if the stored names come from imported tensors and the embedding's tables are unnamed.
@@ -121,7 +121,7 @@ def _mismatched(spec: TableSpec, stored: dict[str, Any]) -> Collection[int]:
 
 def _check_names(spec: TableSpec, stored: dict[str, Any], label: str, tables: Collection[int] | None) -> None:
     """Raise StoreError if rows of a stored table would become rows of another table."""
-    others = [table for table in _mismatched(spec, stored) if tables is None or table in tables]
+    others = [table for table in _find_mismatched(spec, stored) if tables is None or table in tables]
     if others and stored.get("rows") != 0:
         labels = table_names.labels_of(table_names.names_in(stored))
         raise StoreError(
@@ -152,7 +152,7 @@ def fit_selection(
     tables = None
     if selected is not None:
         tables = [_stored_table(spec, names, table, f"tables={selected!r}: {label}") for table in selected]
-    others = {*_mismatched(spec, stored), *range(spec.num_tables, len(names))}
+    others = {*_find_mismatched(spec, stored), *range(spec.num_tables, len(names))}
     if others and not strict:
         remarks.append(_remark_on_others(spec, names, others, label))
         tables = [table for table in (range(len(names)) if tables is None else tables) if table not in others]

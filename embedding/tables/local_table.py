@@ -27,7 +27,7 @@ from ...snapshots.store.group import Member
 from ...snapshots.store.selection import ALL, LoadReport, Selection
 from .compatible import check_stored, fit_selection
 from .persistence import TablePersistence
-from .recovery import Decide, RankShard, WriteEpoch
+from .recovery import Planner, RankShard, RowsVersion
 from .rows_in_tensors import RowTensors
 from .training_group import TrainingGroup, between_steps
 
@@ -38,7 +38,7 @@ class LocalTable:
     """Opens a table and keeps it open.
 
     A new table replaces the old one when rows are loaded, moved to another device, or need room for optimizer state.
-    shard: this process's part of the rows; None for all rows. decide: chooses the rows to open with; `plan_open` by
+    shard: this process's part of the rows; None for all rows. planner: chooses the rows to open with; `plan_open` by
     default. for_load: the rows are about to be replaced. Raises StoreError, OptionError, OptimizerError.
     """
 
@@ -49,7 +49,7 @@ class LocalTable:
         optimizer: RowOptimizer | None,
         device: torch.device,
         shard: RankShard | None = None,
-        decide: Decide | None = None,
+        planner: Planner | None = None,
         group: TrainingGroup | None = None,
         for_load: bool = False,
     ) -> None:
@@ -63,7 +63,7 @@ class LocalTable:
             spec, options, device, shard, self._partners, () if group is None else group.folders()
         )
         try:
-            self._table = self.persistence.open(optimizer, decide, for_load)
+            self._table = self.persistence.open(optimizer, planner, for_load)
         except BaseException:
             self.persistence.release()
             raise
@@ -206,16 +206,16 @@ class LocalTable:
         """Return a copy of all rows."""
         while True:
             with suppress(RowsReplacedError):
-                return RowTensors.of(self.table)
+                return RowTensors.copy_from(self.table)
 
     def load_tensors(self, tensors: RowTensors) -> None:
         """Replace all rows. On SnapshotError, StoreError or OptimizerError, nothing has changed."""
         self._replace(lambda before: self.persistence.load_tensors(before.optimizer, tensors, before))
 
     def load_part(
-        self, snapshot: Snapshot, selection: Selection, strict: bool, verified: Callable[[], None] | None = None
+        self, snapshot: Snapshot, selection: Selection, strict: bool, on_verified: Callable[[], None] | None = None
     ) -> LoadReport:
-        """Load this process's rows of a snapshot. verified: as in `TablePersistence.load`.
+        """Load this process's rows of a snapshot. on_verified: as in `TablePersistence.load`.
 
         Recovery then uses this snapshot. A loaded selection becomes durable only with the next save or close.
         """
@@ -225,7 +225,7 @@ class LocalTable:
             label = f"snapshot {snapshot.name!r}"
             spec = self.persistence.spec.with_stored_seed(snapshot.description)
             fit, remarks = fit_selection(spec, snapshot.description, before.optimizer, selection, strict, label)
-            table, report = self.persistence.load(before.optimizer, snapshot, before, fit, verified)
+            table, report = self.persistence.load(before.optimizer, snapshot, before, fit, on_verified)
             reports.append(replace(report, remarks=report.remarks + remarks))
             return table
 
@@ -245,28 +245,28 @@ class LocalTable:
         """Clear a shard's clean marker for a collective load. Returns the shard's write count. Raises StoreError."""
         with self.table.lock:
             self.persistence.begin_change(notes, replaces=True)
-            return self.epoch.writes
+            return self.rows_version.num_writes
 
     def count_write(self) -> None:
         """Count a collective write that is about to begin, even if the write changes no row of this rank."""
         self.persistence.count_write()
 
-    def note_load(self, writes: int, snapshot: str | None) -> None:
-        """Count a collective load after `writes` writes. snapshot: the snapshot's id if it is loaded as a whole."""
-        self.persistence.count_write(writes)
-        if snapshot is not None:
-            self.epoch.set_snapshot(snapshot, self.epoch.writes)
+    def note_load(self, num_writes: int, snapshot_id: str | None) -> None:
+        """Count a collective load after `num_writes` writes. snapshot_id: set if a snapshot is loaded as a whole."""
+        self.persistence.count_write(num_writes)
+        if snapshot_id is not None:
+            self.rows_version.set_snapshot(snapshot_id, self.rows_version.num_writes)
 
     @property
-    def epoch(self) -> WriteEpoch:
+    def rows_version(self) -> RowsVersion:
         """The shard's write counter."""
-        assert self.persistence.epoch is not None
-        return self.persistence.epoch
+        assert self.persistence.rows_version is not None
+        return self.persistence.rows_version
 
     def save_callback(self) -> Callable[[str], None]:
         """Return a function that must be called with a snapshot's id once that snapshot contains the present rows."""
-        epoch = self.persistence.epoch
-        return (lambda id: None) if epoch is None else partial(epoch.set_snapshot, writes=epoch.writes)
+        version = self.persistence.rows_version
+        return (lambda id: None) if version is None else partial(version.set_snapshot, num_writes=version.num_writes)
 
     def mark_failed(self, error: BaseException) -> None:
         """Mark the rows as failed, so that a close writes no clean marker."""

@@ -22,12 +22,12 @@ WRAPPERS = {
 _unnamed, _seeded = {False: count(1), True: count(1)}, {False: count(1), True: count(1)}
 
 
-def bare_name(name: str) -> str:
+def strip_wrappers(name: str) -> str:
     """Return a module's path without the names that wrappers add, so that wrapping changes no name."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS.values())
 
 
-def provisional_name(is_shared: bool) -> str:
+def make_provisional_name(is_shared: bool) -> str:
     """Return a name for messages about an embedding without a name."""
     return f"unnamed-{'shared-' * is_shared}{next(_unnamed[is_shared])}"
 
@@ -37,28 +37,28 @@ def next_seed(is_shared: bool) -> int:
     return zlib.crc32(f"{'shared ' * is_shared}embedding {next(_seeded[is_shared])}".encode())
 
 
-def name_embeddings(root: nn.Module, error: type[TierbedError] = OptionError, model: str = "") -> None:
+def name_embeddings(root: nn.Module, error: type[TierbedError] = OptionError, model_path: str = "") -> None:
     """Name each unnamed embedding under `root` after its path. Raises `error` if two embeddings share a name.
 
-    A collection's default names stay if they differ. model: names are relative to this path under `root`.
+    A collection's default names stay if they differ. model_path: names are relative to this path under `root`.
     """
     embeddings = {path: module for path, module in root.named_modules() if isinstance(module, EmbeddingBase)}
-    bare = {path: bare_name(path.removeprefix(f"{model}.")) for path in embeddings}
-    paths = {path: re.sub(r"[^\w.-]", "-", name)[-200:].strip(".") or "embedding" for path, name in bare.items()}
+    bare_paths = {path: strip_wrappers(path.removeprefix(f"{model_path}.")) for path in embeddings}
+    path_names = {path: re.sub(r"[^\w.-]", "-", bare)[-200:].strip(".") for path, bare in bare_paths.items()}
     names = [embedding.name for embedding in embeddings.values()]
     for path, embedding in embeddings.items():
         if embedding.naming == "path" or (embedding.naming == "default" and names.count(embedding.name) > 1):
-            embedding.set_name(paths[path])
+            embedding.set_name(path_names[path] or "embedding")
     check_distinct(embeddings, error)
 
 
 def check_distinct(embeddings: Mapping[str, EmbeddingBase], error: type[TierbedError]) -> None:
     """Raise `error` if two embeddings share a name. embeddings: by their paths in the model."""
-    first: dict[str, str] = {}
+    paths: dict[str, str] = {}
     for path, embedding in embeddings.items():
-        if first.setdefault(embedding.name, path) != path:
+        if paths.setdefault(embedding.name, path) != path:
             raise error(
-                f"{first[embedding.name]} and {path} are two embeddings named {embedding.name!r}; use one embedding "
+                f"{paths[embedding.name]} and {path} are two embeddings named {embedding.name!r}; use one embedding "
                 "for both, or give each its own name=. Without name=, an embedding is named after its path in the "
                 "first model that was trained or saved: make both again in this model, and load "
                 "tierbed.to_dense_state_dict of the earlier ones"

@@ -51,17 +51,17 @@ from ...snapshots.store.mark import live_version
 from ...snapshots.store.selection import ALL, LoadReport, Selection, converted_description
 from .compatible import LoadedIds, check_stored
 from .recovery import (
-    Decide,
     FolderContents,
     OpenPlan,
+    Planner,
     RankShard,
-    WriteEpoch,
+    RowsVersion,
     check_shards_unlocked,
-    contents_of,
     describe_loss,
     lacks_space,
     no_space_text,
     plan_open,
+    read_contents,
 )
 from .rows_in_tensors import RowTensors
 
@@ -93,9 +93,9 @@ class TablePersistence:
     ) -> None:
         self.spec = spec
         self.options = options = options if shard is None else shard.options(options)
-        self.epoch = None if shard is None else WriteEpoch(shard)
+        self.rows_version = None if shard is None else RowsVersion(shard)
         self._processor = processor_factory(device, options)
-        self._budgets = AutoBudgets(spec.name, options, ranks=1 if shard is None else shard.on_host)
+        self._budgets = AutoBudgets(spec.name, options, ranks=1 if shard is None else shard.ranks_on_host)
         self.folder: StoreFolder | None = None
         if options.persistent_path is not None:
             path, user = Path(options.persistent_path) / spec.name, f"embedding {spec.name!r}"
@@ -114,27 +114,27 @@ class TablePersistence:
         self.resumed_step = 0  # the step of an earlier run's rows; 0 if the rows are new or a user loaded them
         self.restored_snapshot: str | None = None  # the id of the snapshot that the table opened with
 
-    def open(self, optimizer: RowOptimizer | None, decide: Decide | None = None, for_load: bool = False) -> OpenTable:
-        """Open the table with the rows that `decide` chooses; by default, with the rows that the record names.
+    def open(self, optimizer: RowOptimizer | None, planner: Planner | None = None, for_load: bool = False) -> OpenTable:
+        """Open the table with the rows that `planner` chooses; by default, with the rows that the record names.
 
         for_load: the rows are about to be replaced, so they need not fit the group's other embeddings. Raises
-        StoreError, OptionError, OptimizerError, and `decide`'s errors.
+        StoreError, OptionError, OptimizerError, and `planner`'s errors.
         """
         if self.folder is None:
             return self._build(optimizer, None, None)
         try:
             self._live = LiveRows.RECORDED
-            contents = contents_of(self.folder)
-            is_new = self.epoch is None and contents.clean_marker is None and not contents.was_open
-            if decide is not None:
-                plan = decide(contents)
-            elif self.epoch is not None:  # a shard is opened again, for another optimizer or device
-                plan = OpenPlan(contents.clean_marker, None, self.epoch.run, self.epoch.writes, self.epoch.version)
+            contents = read_contents(self.folder)
+            is_new = self.rows_version is None and contents.clean_marker is None and not contents.was_open
+            if planner is not None:
+                plan = planner(contents)
+            elif (version := self.rows_version) is not None:  # a shard is opened again, for another optimizer or device
+                plan = OpenPlan(contents.clean_marker, None, version.run_id, version.num_writes, version.version)
             else:
                 plan = self._open_member(self.folder, contents, for_load)
             self._unusable_reason = plan.unusable_reason
             table = self._open_with(optimizer, plan, self.folder, is_new, for_load)
-            if self.member is not None and self.epoch is None:
+            if self.member is not None and self.rows_version is None:
                 self.member.move_to(self.folder)
                 remove_other_shards(self.folder.path, 1)
             return table
@@ -169,8 +169,8 @@ class TablePersistence:
     @property
     def version(self) -> str | None:
         """The rows' version. The next run recognizes the rows by their version. None without a folder."""
-        if self.epoch is not None:
-            return None if self.folder is None else self.epoch.version
+        if self.rows_version is not None:
+            return None if self.folder is None else self.rows_version.version
         return None if self.member is None else self.member.version
 
     def set_member(self, member: Member) -> None:
@@ -182,8 +182,8 @@ class TablePersistence:
         self, optimizer: RowOptimizer | None, plan: OpenPlan, folder: StoreFolder, is_new: bool, for_load: bool
     ) -> OpenTable:
         self.restored_snapshot = None
-        if self.epoch is not None:
-            self.epoch.begin(plan.run, plan.writes, plan.version)
+        if self.rows_version is not None:
+            self.rows_version.begin(plan.run_id, plan.num_writes, plan.version)
         if plan.clean_marker is not None:
             self.source = logging.INFO, f"live rows of the last close of store folder {folder.path}"
             table = self._resume(optimizer, plan.clean_marker, folder, for_load)
@@ -212,7 +212,7 @@ class TablePersistence:
             table = self._start_empty(optimizer, folder)
         else:
             folder.discard_live()  # frees space: no run uses these rows again
-            table, _ = self.load(optimizer, plan.snapshot, None, verified=plan.verified, replaced=for_load)
+            table, _ = self.load(optimizer, plan.snapshot, None, on_verified=plan.on_verified, replaced=for_load)
             self.resumed_step = 0 if is_new else table.step
             self.restored_snapshot = plan.snapshot.manifest.id
         self.source = plan.log_entry or self.source
@@ -245,7 +245,7 @@ class TablePersistence:
 
     def _leave(self) -> None:
         """Leave the training group. Over ranks, rank 0 leaves the group once its shard is closed."""
-        if self.member is not None and self.epoch is None:
+        if self.member is not None and self.rows_version is None:
             self.member.leave()
 
     def _has_rows_to_keep(self, table: OpenTable) -> bool:
@@ -374,7 +374,7 @@ class TablePersistence:
         except (SnapshotError, StoreError) as error:
             if find_os_error(error) is not None:
                 raise
-            store = FolderState(folder.path if self.epoch is None else folder.path.parent.parent)
+            store = FolderState(folder.path if self.rows_version is None else folder.path.parent.parent)
             name = GroupFile(store).last_snapshot or "NAME"
             raise StoreError(
                 f"the live rows of {where} have a clean marker and cannot be read: {error}. Load a snapshot with "
@@ -387,12 +387,12 @@ class TablePersistence:
         snapshot: Snapshot,
         running: OpenTable | None,
         selection: Selection = ALL,
-        verified: Callable[[], None] | None = None,
+        on_verified: Callable[[], None] | None = None,
         replaced: bool = False,
     ) -> tuple[OpenTable, LoadReport]:
         """Load a snapshot's rows, or a selection, into a new table. Closes `running` once all rows are verified.
 
-        verified: called before `running` closes; if `verified` raises, nothing has changed. replaced: another load is
+        on_verified: called before `running` closes; if it raises, nothing has changed. replaced: another load is
         about to replace the rows.
         """
         report, ids = LoadReport(), LoadedIds(self.spec, counts=not replaced)
@@ -408,7 +408,7 @@ class TablePersistence:
         with self._with_seed_of(snapshot.description), contextlib.nullcontext() if running is None else running.lock:
             whole = snapshot.manifest.id if selection.is_whole else None
             source = contextlib.nullcontext(selected)
-            table = self._restore(optimizer, stored, source, running, whole, verified=verified)
+            table = self._restore(optimizer, stored, source, running, whole, on_verified=on_verified)
             if self.folder is not None and self.folder.clean_marker is None:
                 self.folder.note_step(table.step)
         if running is not None:
@@ -457,7 +457,7 @@ class TablePersistence:
         source: contextlib.AbstractContextManager[Chunks],
         running: OpenTable | None = None,
         whole: str | None = None,
-        verified: Callable[[], None] | None = None,
+        on_verified: Callable[[], None] | None = None,
     ) -> OpenTable:
         """Build a table from `source` next to the live rows, and close `running` once all rows are read.
 
@@ -475,8 +475,8 @@ class TablePersistence:
                 raise StoreError(f"embedding {self.spec.name!r}: {count} rows were found, not {stored['rows']}")
             if self._on_disk:
                 table.flush()
-            if verified is not None:
-                verified()
+            if on_verified is not None:
+                on_verified()
         except BaseException:
             _drop(table, path)
             raise
@@ -496,9 +496,9 @@ class TablePersistence:
 
     def _replace(self, running: OpenTable, whole: str | None) -> None:
         """Close a table whose rows are replaced. whole: the id of the snapshot with the new rows, or None."""
-        member = self.member if self.epoch is None else None  # over ranks, all ranks note the load together
+        member = self.member if self.rows_version is None else None  # over ranks, all ranks note the load together
         with record_load({member: whole}) if whole and member is not None else contextlib.nullcontext():
-            self.begin_change(notes=whole is None and self.epoch is None, replaces=True)
+            self.begin_change(notes=whole is None and self.rows_version is None, replaces=True)
             running.close()
             self._unusable_reason, self._live = "", LiveRows.RECORDED  # RECORDED, so that the next write is noted
             if member is not None:
@@ -529,7 +529,7 @@ class TablePersistence:
         write_at = partial(self._write_at, stack.bottom) if on_disk else None
         table = OpenTable(self.spec, processor, stack, state, lifecycle, write_at, self.options.background_threads)
         stored_run = "" if stored is None else str(stored.get(RUN, "")) or self._run
-        self._run = stored_run or (self.epoch and self.epoch.run) or secrets.token_hex(8)
+        self._run = stored_run or (self.rows_version and self.rows_version.run_id) or secrets.token_hex(8)
         table.begin(optimizer, self._run, stored)
         if stored is not None and shards is not None:  # the rows are in RocksDB already
             table.counts.set_stored(read_counts(stored, self.spec.num_tables))
@@ -550,14 +550,14 @@ class TablePersistence:
             if self._live is not LiveRows.CHANGED:
                 self.begin_change()
                 self._live = LiveRows.CHANGED
-            if self.epoch is None and self.member is not None:
+            if self.rows_version is None and self.member is not None:
                 self.member.write()
             self.folder.note_step(step)
 
-    def count_write(self, before: int | None = None) -> None:
-        """Count a collective write. before: the number of earlier writes, if this shard may have missed a write."""
-        assert self.epoch is not None
-        self.epoch.count(before)
+    def count_write(self, num_earlier: int | None = None) -> None:
+        """Count a collective write. num_earlier: of earlier writes, if this shard may have missed some."""
+        assert self.rows_version is not None
+        self.rows_version.record_write(num_earlier)
         if self.member is not None:
             self.member.write()
 
@@ -584,8 +584,8 @@ class TablePersistence:
             live = {"live": "rocksdb", "shards": bottom.shards, FILES: bottom.versions()}
         counts = table.counts.known_by_table
         rows_by_table = {} if counts is None else {TABLE_ROWS: counts.tolist()}
-        shard = {} if self.epoch is None else {SHARD: self.epoch.describe()}
-        version = {} if self.member is None or self.epoch is not None else {LIVE: self.member.version}
+        shard = {} if self.rows_version is None else {SHARD: self.rows_version.marker_fields()}
+        version = {} if self.member is None or self.rows_version is not None else {LIVE: self.member.version}
         return {**table.describe(), **live, "rows": table.counts.rows, **rows_by_table, **shard, **version}
 
 

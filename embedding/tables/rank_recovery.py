@@ -26,7 +26,7 @@ from ...snapshots.store.folder_state import FolderState, last_step, shard_versio
 from ...snapshots.store.group import Member, open_store
 from ...snapshots.store.group_file import GroupFile
 from ...snapshots.store.recovery_rule import EMPTY, version_of_snapshot
-from .recovery import FolderContents, OpenPlan, check_shards_unlocked, contents_of, log_entry_of, snapshot_to_open
+from .recovery import FolderContents, OpenPlan, check_shards_unlocked, make_log_entry, read_contents, snapshot_to_open
 from .shared_folder import SharedFolder
 
 
@@ -61,9 +61,9 @@ class RecoveryDecision:
         self._world, self._shared_folder, self._mode, self._for_load = world, shared_folder, mode, for_load
         self._op = f"{op}: its rows"
         self._has_reported = False  # True once this rank has sent its report
-        self._agreed = False  # True once the ranks have decided
+        self._has_agreed = False  # True once the ranks have decided
         self._has_read = False  # True once this rank has sent its row count
-        self._counted = False  # True once the row counts have been compared
+        self._has_counted = False  # True once the row counts have been compared
         self.member: Member | None = None
         self.base: str | None = None  # the id of the snapshot to open with, EMPTY for no rows; None for live rows
         self.is_live = False  # True if the ranks open with their live rows
@@ -91,70 +91,70 @@ class RecoveryDecision:
         self._has_reported = True
         reports = self._world.all_gather_object(self._op, lambda: self._report(contents))
         decision = _Decision(*self._world.call_on_rank_0(f"{self._op}: chosen", lambda: self._choose(reports)))
-        self._agreed = True
+        self._has_agreed = True
         version = decision.live or "" if decision.id is None else version_of_snapshot(decision.id)
         log_entry = (decision.level, decision.text) if decision.text else None
         if decision.live is not None:
-            run, _, writes = decision.live.rpartition(":")
+            run_id, _, num_writes = decision.live.rpartition(":")
             self.is_live = True
-            return OpenPlan(contents.clean_marker, None, run, int(writes), version, decision.unusable_reason)
+            return OpenPlan(contents.clean_marker, None, run_id, int(num_writes), version, decision.unusable_reason)
         self.base = decision.id
-        plan = OpenPlan(run=self._token, version=version, unusable_reason=decision.unusable_reason, log_entry=log_entry)
+        plan = OpenPlan(None, None, self._token, 0, version, decision.unusable_reason, log_entry)
         if self.base == EMPTY:
             return plan
         whole = Snapshot.open(self._shared_folder.snapshots / decision.name)
         snapshot = whole.restrict_to_shard(HashShard(self._world.rank, self._world.size))
-        return plan._replace(snapshot=snapshot, verified=lambda: self._count(snapshot))
+        return plan._replace(snapshot=snapshot, on_verified=lambda: self._count(snapshot))
 
     def _report(self, contents: FolderContents) -> tuple[list[dict[int, str | None]], int | None]:
         """Return the shard versions on this host for each store, by rank, and the last step of this store."""
         self._shared_folder.find_token(self._token)
-        versions, reached = [], contents.recorded_step
+        versions, step = [], contents.recorded_step
         for relative, ranks in self._stores:
             path, is_same = Path(os.path.normpath(self._shared_folder.path / relative)), ranks == self._world.size
             if relative == "." and not is_same:
                 check_shards_unlocked(path, ranks)
-                reached = last_step(path, ranks)
+                step = last_step(path, ranks)
             versions.append(shard_versions(path, ranks, [self._world.rank] if is_same else None))
             if is_same:
                 versions[-1].setdefault(self._world.rank, None)
-        return versions, reached
+        return versions, step
 
     def _choose(self, reports: list[Any]) -> _Decision:
         """Decide from the reports of all ranks. On rank 0."""
         shared_folder = self._shared_folder
         assert shared_folder.folder is not None
         by_store = zip(*(versions for versions, _ in reports), strict=True)
-        shards = {
-            path: _merged(versions, recorded)
-            for versions, (path, recorded) in zip(by_store, self._recorded.items(), strict=True)
+        versions = {
+            path: _merge_versions(reported, recorded)
+            for reported, (path, recorded) in zip(by_store, self._recorded.items(), strict=True)
         }
-        contents = contents_of(shared_folder.folder)
+        contents = read_contents(shared_folder.folder)
         ranks = shared_folder.folder.ranks
-        self.member = member = open_store(shared_folder.folder, self._mode, self._for_load, shards, self._beside)
+        self.member = member = open_store(shared_folder.folder, self._mode, self._for_load, versions, self._beside)
         if member.entry.live is not None and ranks == self._world.size:
             return _Decision(member.entry.live, member.entry.snapshot, "", member.broken, 0, "")
         steps = [step for _, step in reports] if ranks else [contents.recorded_step]
         if contents.clean_marker is not None:
             steps = [contents.clean_marker["step"]]
-        reached = max((step for step in steps if step is not None), default=None)
-        snapshot = snapshot_to_open(shared_folder.folder, member, reached)
+        step = max((s for s in steps if s is not None), default=None)
+        snapshot = snapshot_to_open(shared_folder.folder, member, step)
         log_entry = None
         if self._mode != "fresh":
-            versions, who = shards.get(str(shared_folder.path), {}), "all ranks: " if ranks == self._world.size else ""
-            log_entry = log_entry_of(shared_folder.folder, contents, member, snapshot, versions, reached, who)
+            own, prefix = versions.get(str(shared_folder.path), {}), "all ranks: " if ranks == self._world.size else ""
+            log_entry = make_log_entry(shared_folder.folder, contents, member, snapshot, own, step, prefix)
         name, id = ("", EMPTY) if snapshot is None else (snapshot.name, snapshot.manifest.id)
         return _Decision(None, id, name, member.broken, *(log_entry or (0, "")))
 
     def finish(self, error: BaseException | None) -> None:
         """Join the remaining collectives, where other ranks may wait. One rank's `error` is raised on all ranks."""
         try:
-            self._join(self._op, self._has_reported, self._agreed, error)
+            self._join(self._op, self._has_reported, self._has_agreed, error)
         finally:
             if self._shared_folder.folder is not None:
                 self._shared_folder.remove_tokens()  # every rank has looked for the token, or the world has ended
         if self.base not in (None, EMPTY):
-            self._join(f"{self._op}: its rows", self._has_read, self._counted, error)  # as in `check_row_count`
+            self._join(f"{self._op}: its rows", self._has_read, self._has_counted, error)  # as in `check_row_count`
 
     def leave(self) -> None:
         """Leave the store's group, if the store is not opened after all. On rank 0."""
@@ -172,10 +172,10 @@ class RecoveryDecision:
         """Raise SnapshotError on all ranks if the ranks together did not read all rows of the snapshot."""
         self._has_read = True
         check_row_count(self._world, self._op, snapshot, lambda: snapshot.shard_rows)
-        self._counted = True
+        self._has_counted = True
 
 
-def _merged(reports: Iterable[dict[int, str | None]], recorded: str | None) -> dict[int, str | None]:
+def _merge_versions(reports: Iterable[dict[int, str | None]], recorded: str | None) -> dict[int, str | None]:
     """Merge all hosts' reports on a store's shards. If a shard is on several hosts, prefer the recorded version."""
     merged: dict[int, str | None] = {}
     for report in reports:

@@ -32,32 +32,32 @@ class FolderContents(NamedTuple):
 
     clean_marker: dict[str, Any] | None
     recorded_step: int | None
-    begun: bool
+    has_begun: bool
     was_open: bool
 
 
 class OpenPlan(NamedTuple):
     """The rows that a table opens with: the live rows with `clean_marker`, or `snapshot`, or none.
 
-    run, writes, version: for a shard's `WriteEpoch`. unusable_reason: why ranks may not use the rows before a load; ""
-    if ranks may use them. log_entry: the level and text to log once the table is open. verified: called once
+    run_id, num_writes, version: for a shard's `RowsVersion`. unusable_reason: why ranks may not use the rows before a
+    load; "" if they may. log_entry: the level and text to log once the table is open. on_verified: called once
     `snapshot`'s rows are verified, see `TablePersistence.load`.
     """
 
     clean_marker: dict[str, Any] | None = None
     snapshot: Snapshot | None = None
-    run: str = ""
-    writes: int = 0
+    run_id: str = ""
+    num_writes: int = 0
     version: str = ""
     unusable_reason: str = ""
     log_entry: tuple[int, str] | None = None
-    verified: Callable[[], None] | None = None
+    on_verified: Callable[[], None] | None = None
 
 
-Decide = Callable[[FolderContents], OpenPlan]
+Planner = Callable[[FolderContents], OpenPlan]
 
 
-def contents_of(folder: FolderState) -> FolderContents:
+def read_contents(folder: FolderState) -> FolderContents:
     """Read the contents of a store folder. Raises StoreError."""
     return FolderContents(folder.clean_marker, folder.recorded_step, folder.has_begun, folder.was_open)
 
@@ -71,12 +71,9 @@ def plan_open(folder: StoreFolder, contents: FolderContents, member: Member) -> 
     if live is not None and live in (member.entry.live, loaded):
         return OpenPlan(contents.clean_marker)
     ranks = folder.ranks
-    shards, step = (
-        shard_versions(folder.path, ranks),
-        last_step(folder.path, ranks) if ranks else contents.recorded_step,
-    )
-    snapshot = snapshot_to_open(folder, member, step)
-    return OpenPlan(snapshot=snapshot, log_entry=log_entry_of(folder, contents, member, snapshot, shards, step))
+    step = last_step(folder.path, ranks) if ranks else contents.recorded_step
+    snapshot, versions = snapshot_to_open(folder, member, step), shard_versions(folder.path, ranks)
+    return OpenPlan(snapshot=snapshot, log_entry=make_log_entry(folder, contents, member, snapshot, versions, step))
 
 
 def snapshot_to_open(folder: FolderState, member: Member, step: int | None) -> Snapshot | None:
@@ -87,8 +84,8 @@ def snapshot_to_open(folder: FolderState, member: Member, step: int | None) -> S
     if member.entry.snapshot is None:
         record, saved = member.group.record, list_snapshots(folder.snapshots).snapshots
         bases = (s for ids in (record.commit, record.before) for s in saved if s.manifest.id == ids[member.id])
-        base, owner = next(bases, None), _owner_of(folder)
-        last = "it has none" if base is None else f"its last, {base.name!r}, is of step {_step_of(base)}"
+        base, owner = next(bases, None), _describe_owner(folder)
+        last = "it has none" if base is None else f"its last, {base.name!r}, is of step {_read_step(base)}"
         raise StoreError(
             f"store folder {str(folder.path)!r} has live rows of {owner}, of step {step}, and no snapshot of them, as "
             f"another number of ranks needs ({last}): open it with {owner} once more and save one. To do without these "
@@ -97,41 +94,41 @@ def snapshot_to_open(folder: FolderState, member: Member, step: int | None) -> S
     return None if member.entry.snapshot == EMPTY else snapshot_by_id(folder.snapshots, member.entry.snapshot)
 
 
-def log_entry_of(
+def make_log_entry(
     folder: FolderState,
     contents: FolderContents,
     member: Member,
     snapshot: Snapshot | None,
-    shards: Mapping[int, str | None],
-    reached: int | None,
-    who: str = "",
+    live_versions: Mapping[int, str | None],
+    live_step: int | None,
+    ranks_prefix: str = "",
 ) -> tuple[int, str] | None:
     """Return the level and text to log for a store that opens with a snapshot, or empty, instead of its live rows.
 
-    None if the store is new. shards: the live rows' versions by rank, if the store is sharded. reached: the live rows'
-    last step, if known. who: prefix that names the ranks.
+    None if the store is new. live_versions: the live rows' versions by rank, if the store is sharded. live_step: their
+    last step, if known. ranks_prefix: names the ranks.
     """
     where, restored = f"store folder {folder.path}", recovery_text(snapshot)
-    if not contents.begun:
+    if not contents.has_begun:
         return None
     if not contents.was_open:
         return logging.INFO, f"{where} is new; {restored}"
     if member.entry.live is not None:
-        return logging.INFO, f"{where} has rows of {_owner_of(folder)}; {restored}"
+        return logging.INFO, f"{where} has rows of {_describe_owner(folder)}; {restored}"
     record, marker = member.group.record, contents.clean_marker
-    if marker and not shards and member.id not in record.trained and member.entry == record.now[member.id]:
+    if marker and not live_versions and member.id not in record.trained and member.entry == record.now[member.id]:
         return logging.WARNING, f"{where} was being loaded when the last run was killed; {restored}"
     run = (record.now[member.id].live or "").rpartition(":")[0]
-    unclosed = [str(rank) for rank, live in sorted(shards.items()) if live is None or not live.startswith(run)]
+    unclosed = [str(rank) for rank, live in sorted(live_versions.items()) if live is None or not live.startswith(run)]
     why = "was not closed by its last run"
     if unclosed:
         why = f"was not closed by rank {', '.join(unclosed)} of its {folder.ranks}"
-    elif len({*shards.values()}) > 1:
+    elif len({*live_versions.values()}) > 1:
         why = "was closed by its ranks at different steps"
-    elif len(record.now) > 1 and (shards or marker):
+    elif len(record.now) > 1 and (live_versions or marker):
         why = "is trained together with others that were not closed by their last run"
-    lost, unused = lost_steps_text(snapshot, reached), _unused_snapshot_text(folder, member, snapshot)
-    return logging.WARNING, f"{where} {why}; {who}{restored}; {lost}{unused}"
+    lost, unused = lost_steps_text(snapshot, live_step), _unused_snapshot_text(folder, member, snapshot)
+    return logging.WARNING, f"{where} {why}; {ranks_prefix}{restored}; {lost}{unused}"
 
 
 def _unused_snapshot_text(folder: FolderState, member: Member, base: Snapshot | None) -> str:
@@ -142,16 +139,16 @@ def _unused_snapshot_text(folder: FolderState, member: Member, base: Snapshot | 
     if last is None or (base is not None and last.manifest.sequence <= base.manifest.sequence):
         return ""
     return (
-        f"; its later snapshot {last.name!r}, of step {_step_of(last)}, is not used, since embeddings that are trained "
-        "together with it have no snapshot of that moment"
+        f"; its later snapshot {last.name!r}, of step {_read_step(last)}, is not used, since embeddings that are "
+        "trained together with it have no snapshot of that moment"
     )
 
 
-def _owner_of(folder: FolderState) -> str:
+def _describe_owner(folder: FolderState) -> str:
     return f"{folder.ranks} ranks" if folder.ranks else "one process"
 
 
-def _step_of(snapshot: Snapshot | None) -> int:
+def _read_step(snapshot: Snapshot | None) -> int:
     return 0 if snapshot is None else int(snapshot.description["step"])
 
 
@@ -159,17 +156,17 @@ def recovery_text(base: Snapshot | None) -> str:
     """Return the log text that names the rows that the store opens instead of its live rows."""
     if base is None:
         return "started empty: it has no snapshot of its own"
-    return f"restored snapshot {base.name!r}, of step {_step_of(base)}"
+    return f"restored snapshot {base.name!r}, of step {_read_step(base)}"
 
 
-def lost_steps_text(base: Snapshot | None, reached: int | None) -> str:
-    """Return the log text on the steps lost in an unclean shutdown: after `base`, up to `reached` if known."""
-    base_step = _step_of(base)
-    if reached is None or reached < base_step:
+def lost_steps_text(base: Snapshot | None, live_step: int | None) -> str:
+    """Return the log text on the steps lost in an unclean shutdown: after `base`, up to `live_step` if known."""
+    base_step = _read_step(base)
+    if live_step is None or live_step < base_step:
         return "what was written since is lost"
-    if reached == base_step:
+    if live_step == base_step:
         return "no later step; rows put or deleted since are lost"
-    return f"what was written since, steps {base_step + 1} to {reached}, is lost"
+    return f"what was written since, steps {base_step + 1} to {live_step}, is lost"
 
 
 def describe_loss(folder: FolderState, member: Member | None, step: int) -> str:
@@ -184,7 +181,7 @@ def describe_loss(folder: FolderState, member: Member | None, step: int) -> str:
     if base is None:
         return "the next run starts empty: it has no snapshot of its own"
     lost = lost_steps_text(base, step)
-    return f"the next run restores snapshot {base.name!r}, of step {_step_of(base)}; {lost}"
+    return f"the next run restores snapshot {base.name!r}, of step {_read_step(base)}; {lost}"
 
 
 def lacks_space(error: TierbedError) -> bool:
@@ -215,11 +212,11 @@ def check_shards_unlocked(path: Path, ranks: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class RankShard:
-    """Identifies the shard of one rank. on_host: the number of ranks that share this host's memory."""
+    """Identifies the shard of one rank. ranks_on_host: the number of ranks that share this host's memory."""
 
     rank: int
     ranks: int
-    on_host: int = 1
+    ranks_on_host: int = 1
 
     def folder(self, store: Path) -> Path:
         """Return the shard's store folder, inside the table's store folder."""
@@ -232,10 +229,10 @@ class RankShard:
         return dataclasses.replace(options, capacity=-(-options.capacity // self.ranks))
 
 
-class WriteEpoch:
+class RowsVersion:
     """Counts the collective writes to a shard, so that ranks can compare the versions of their shards.
 
-    run: the id of the run that started with no rows or with a snapshot. writes: the number of collective writes since
+    run_id: of the run that started with no rows or with a snapshot. num_writes: the number of collective writes since
     then. version: identifies the rows; it is equal on all ranks and in the next run.
     """
 
@@ -243,24 +240,24 @@ class WriteEpoch:
         self._shard = shard
         self.begin("", 0, "")
 
-    def begin(self, run: str, writes: int, version: str) -> None:
-        self.run, self.writes = run, writes
-        self._named_at = writes, version
+    def begin(self, run_id: str, num_writes: int, version: str) -> None:
+        self.run_id, self.num_writes = run_id, num_writes
+        self._named_at = num_writes, version
 
-    def count(self, before: int | None = None) -> None:
-        """Count a write. before: the number of earlier writes, if this shard may have missed a write."""
-        self.writes = 1 + (self.writes if before is None else before)
+    def record_write(self, num_earlier: int | None = None) -> None:
+        """Count a write. num_earlier: the number of earlier writes, if this shard may have missed a write."""
+        self.num_writes = 1 + (self.num_writes if num_earlier is None else num_earlier)
 
-    def set_snapshot(self, snapshot: str, writes: int) -> None:
-        """Name the rows after a snapshot with the same rows, unless more than `writes` writes were made."""
-        if self.writes == writes:
-            self._named_at = writes, version_of_snapshot(snapshot)
+    def set_snapshot(self, snapshot_id: str, num_writes: int) -> None:
+        """Name the rows after a snapshot with the same rows, unless more than `num_writes` writes were made."""
+        if self.num_writes == num_writes:
+            self._named_at = num_writes, version_of_snapshot(snapshot_id)
 
     @property
     def version(self) -> str:
-        writes, version = self._named_at
-        return version if self.writes == writes else f"{self.run}:{self.writes}"
+        num_writes, version = self._named_at
+        return version if self.num_writes == num_writes else f"{self.run_id}:{self.num_writes}"
 
-    def describe(self) -> dict[str, Any]:
+    def marker_fields(self) -> dict[str, Any]:
         """Return the field `share` of the shard's clean marker."""
-        return {"rank": self._shard.rank, "ranks": self._shard.ranks, "run": self.run, "writes": self.writes}
+        return {"rank": self._shard.rank, "ranks": self._shard.ranks, "run": self.run_id, "writes": self.num_writes}

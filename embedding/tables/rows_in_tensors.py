@@ -19,7 +19,7 @@ from ...engine.row_format import EMBEDDING, Chunks, RowArray, RowForm
 from ...engine.table.table import OpenTable
 from ...snapshots.files.format import check_description
 
-FIELDS = ("table", "key", "embedding", "state", "updates", "step", "description")
+TENSOR_NAMES = ("table", "key", "embedding", "state", "updates", "step", "description")
 NOT_WHOLE = "on_another_rank"  # a description's key: True if only rank 0's state_dict holds the rows
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _CHUNK = 1 << 16  # rows per chunk
@@ -38,14 +38,14 @@ class RowTensors:
     tensors: dict[str, Tensor]
 
     @classmethod
-    def of(cls, table: OpenTable) -> RowTensors:
+    def copy_from(cls, table: OpenTable) -> RowTensors:
         """Return a copy of a table's rows at its last step."""
         with table.lock:
             table.check()
             return cls.from_chunks(table.describe(), table.counts.rows, (rows for _, rows in table.scan()))
 
     @classmethod
-    def none(cls, spec: TableSpec) -> RowTensors:
+    def make_empty(cls, spec: TableSpec) -> RowTensors:
         """Return the empty rows of an embedding that was not used yet."""
         return cls.from_chunks(spec.describe(RowState(), [], 0), 0, [])
 
@@ -53,15 +53,15 @@ class RowTensors:
     def from_chunks(cls, description: dict[str, Any], count: int, chunks: Iterable[RowArray]) -> RowTensors:
         """Return `count` rows, copied from chunks. Raises StoreError if the chunks have fewer rows."""
         form = RowForm.from_description(description)
-        tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in _shapes(form, count).items()}
-        numbers, begin = {name: _numbers(tensor) for name, tensor in tensors.items()}, 0
+        tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in _make_shapes(form, count).items()}
+        numbers, begin = {name: _view_numbers(tensor) for name, tensor in tensors.items()}, 0
         for rows in chunks:
-            part = slice(begin, begin + len(rows))
+            span = slice(begin, begin + len(rows))
             for name in _INTEGERS:
-                numbers[name][part] = rows[name]
-            numbers["embedding"][part] = _embedding(form, rows)
-            for field, columns in _state_columns(form):
-                numbers["state"][part, columns] = form.values(rows, field)
+                numbers[name][span] = rows[name]
+            numbers["embedding"][span] = _view_embeddings(form, rows)
+            for field, columns in _list_state_columns(form):
+                numbers["state"][span, columns] = form.values(rows, field)
             begin += len(rows)
         if begin != count:
             raise StoreError(f"embedding {description['name']!r}: {begin} rows were found, not {count}")
@@ -77,15 +77,15 @@ class RowTensors:
 
     def chunks(self) -> Chunks:
         form = RowForm.from_description(self.description)
-        numbers = {name: _numbers(tensor) for name, tensor in self.tensors.items()}
+        numbers = {name: _view_numbers(tensor) for name, tensor in self.tensors.items()}
         for begin in range(0, len(self), _CHUNK):
-            part = slice(begin, min(begin + _CHUNK, len(self)))
-            rows = np.zeros(part.stop - begin, form.dtype)
+            span = slice(begin, min(begin + _CHUNK, len(self)))
+            rows = np.zeros(span.stop - begin, form.dtype)
             for name in _INTEGERS:
-                rows[name] = numbers[name][part]
-            _embedding(form, rows)[:] = numbers["embedding"][part]
-            for field, columns in _state_columns(form):
-                form.set_values(rows, field, numbers["state"][part, columns])
+                rows[name] = numbers[name][span]
+            _view_embeddings(form, rows)[:] = numbers["embedding"][span]
+            for field, columns in _list_state_columns(form):
+                form.set_values(rows, field, numbers["state"][span, columns])
             yield 0, rows
 
     @classmethod
@@ -98,10 +98,10 @@ class RowTensors:
 
     @classmethod
     def _parse(cls, tensors: Mapping[str, Any]) -> RowTensors:
-        missing = [name for name in FIELDS if not isinstance(tensors.get(name), Tensor)]
-        if missing:
-            raise ValueError(f"rows lack the tensors {missing}")
-        tensors = {name: tensors[name].detach().cpu().contiguous() for name in FIELDS}
+        missing_names = [name for name in TENSOR_NAMES if not isinstance(tensors.get(name), Tensor)]
+        if missing_names:
+            raise ValueError(f"rows lack the tensors {missing_names}")
+        tensors = {name: tensors[name].detach().cpu().contiguous() for name in TENSOR_NAMES}
         try:
             description = json.loads(tensors["description"].numpy().tobytes())
         except (ValueError, TypeError) as error:
@@ -109,7 +109,7 @@ class RowTensors:
         check_description(description)
         if description.get(NOT_WHOLE):
             raise ValueError("it has no rows: those of all ranks are in the state_dict() of rank 0; load that")
-        for name, (dtype, shape) in _shapes(RowForm.from_description(description), len(tensors["table"])).items():
+        for name, (dtype, shape) in _make_shapes(RowForm.from_description(description), len(tensors["table"])).items():
             if tensors[name].dtype != dtype or list(tensors[name].shape) != shape:
                 raise ValueError(
                     f"rows.{name} is {tensors[name].dtype} {list(tensors[name].shape)}; it must be {dtype} {shape}"
@@ -126,7 +126,7 @@ class RowTensors:
         return cls(description, tensors)
 
 
-def _shapes(form: RowForm, count: int) -> dict[str, tuple[torch.dtype, list[int]]]:
+def _make_shapes(form: RowForm, count: int) -> dict[str, tuple[torch.dtype, list[int]]]:
     """Return the dtype and shape of each tensor except `description`, for `count` rows."""
     shapes = {name: (torch.int64, [count]) for name in _INTEGERS}
     shapes["embedding"] = _DTYPES[form.fields[0].type], [count, form.dim]
@@ -134,7 +134,7 @@ def _shapes(form: RowForm, count: int) -> dict[str, tuple[torch.dtype, list[int]
     return shapes
 
 
-def _state_columns(form: RowForm) -> Iterator[tuple[str, slice]]:
+def _list_state_columns(form: RowForm) -> Iterator[tuple[str, slice]]:
     """Yield each optimizer state's name with its columns in the tensor `state`."""
     begin = 0
     for field in form.fields[1:]:
@@ -142,13 +142,13 @@ def _state_columns(form: RowForm) -> Iterator[tuple[str, slice]]:
         begin += field.count
 
 
-def _numbers(tensor: Tensor) -> NDArray[Any]:
+def _view_numbers(tensor: Tensor) -> NDArray[Any]:
     """Return a tensor's numbers as stored in rows. NumPy lacks bfloat16, so bfloat16 becomes uint16."""
     bits: NDArray[Any] = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
     return bits
 
 
-def _embedding(form: RowForm, rows: RowArray) -> NDArray[Any]:
+def _view_embeddings(form: RowForm, rows: RowArray) -> NDArray[Any]:
     """Return a view [n, dim] of the rows' embeddings in their stored dtype."""
     embedding: NDArray[Any] = rows[EMBEDDING] if form.is_narrow else rows["values"][:, : form.dim]
     return embedding

@@ -34,7 +34,7 @@ class EmbeddingBase(NoTorchScript, nn.Module):
     store_options: StoreOptions
     output_dtype: torch.dtype  # dtype of lookup results and their gradients
     device: torch.device  # the device where lookups run; Module.to() changes it
-    handle: int  # the number by which the ops find the module
+    op_id: int  # the number by which the ops find the module
     shadow: nn.Parameter  # [1, 1] float32; stands for the rows in optimizers and autograd
     parameter_name = "shadow"  # the shadow's name in named_parameters() and state_dict()
     misses_rows: bool  # True if caches over SSD missed rows at a run's last check

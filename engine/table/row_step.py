@@ -19,7 +19,7 @@ from ..signals import uninterrupted
 
 T = TypeVar("T")
 
-_training: dict[int, tuple[Thread, str]] = {}  # embedding handle -> thread and owner of its current step
+_training: dict[int, tuple[Thread, str]] = {}  # embedding op_id -> thread and owner of its current step
 os.register_at_fork(after_in_child=_training.clear)
 
 
@@ -36,9 +36,9 @@ def row_step(
     with uninterrupted():
         try:
             for embedding, _ in trained:
-                holder = _training.setdefault(embedding.handle, current)
+                holder = _training.setdefault(embedding.op_id, current)
                 if holder is current:
-                    locked.append(embedding.handle)
+                    locked.append(embedding.op_id)
                 elif (thread := holder[0]) is not current[0]:
                     raise GraphError(
                         f"a step of {owner} in thread {current[0].name!r} trains embedding {embedding.name!r} while a "
@@ -59,11 +59,11 @@ def row_step(
                     embedding.release()
                 raise
         finally:
-            for handle in locked:
-                del _training[handle]
+            for op_id in locked:
+                del _training[op_id]
 
 
 def is_trained_by_other_thread(embeddings: Iterable[EmbeddingBase]) -> bool:
     """True if another thread is training one of the embeddings."""
-    threads = [_training[embedding.handle][0] for embedding in embeddings if embedding.handle in _training]
+    threads = [_training[embedding.op_id][0] for embedding in embeddings if embedding.op_id in _training]
     return any(thread is not current_thread() for thread in threads)

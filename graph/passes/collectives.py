@@ -99,7 +99,7 @@ def schedule_collectives(
     """
     graph = module.graph
     if node is None:
-        return make(_calls(module), [])
+        return make(_list_calls(module), [])
     arguments: Any = node.args
     epilogue, rows, dense = arguments
     trained: list[tuple[str, Tensor]] = []
@@ -118,7 +118,7 @@ def schedule_collectives(
         last = [other for other in graph.nodes if other in sources or writes(other) & gradient_storages][-1]
         with graph.inserting_after(last):
             graph.call_method("send", (batch, grads, weights))
-    collectives = make(_calls(module), trained)
+    collectives = make(_list_calls(module), trained)
     with graph.inserting_before(node):
         collectives_node = add_attribute(module, "collectives", collectives)
         if node.target is apply_gradients:
@@ -127,7 +127,7 @@ def schedule_collectives(
     return collectives
 
 
-def _calls(module: fx.GraphModule) -> list[CollectiveCall]:
+def _list_calls(module: fx.GraphModule) -> list[CollectiveCall]:
     calls: list[CollectiveCall] = []
     pinned: dict[Any, tuple[int, EmbeddingBase]] = {}
     waited: set[Any] = set()

@@ -51,23 +51,23 @@ def share_rows(module: fx.GraphModule) -> None:
         if is_constant and call_target(node) == "pin":
             embedding, lookups = node.args
             spec = getattr(module, embedding.target).spec
-            key = (spec.num_tables, spec.key_type, spec.padding_idx, spec.legal_ids, _key(lookups, value_of))
+            key = (spec.num_tables, spec.key_type, spec.padding_idx, spec.legal_ids, _make_key(lookups, value_of))
             earlier = first.setdefault(key, node)
             if earlier is not node:
                 node.update_arg(1, earlier.args[1])
                 node.insert_arg(2, earlier)
         value_key: Hashable = (node.op, node.target) if node.op == "get_attr" else node
         if is_constant and node.op == "call_function" and is_repeatable(node, set()):
-            value_key = (node.target, _key((node.args, *node.kwargs.items()), value_of))
+            value_key = (node.target, _make_key((node.args, *node.kwargs.items()), value_of))
         value_of[node] = values.setdefault(value_key, len(values))
 
 
-def _key(argument: Any, value_of: dict[fx.Node, int]) -> Hashable:
+def _make_key(argument: Any, value_of: dict[fx.Node, int]) -> Hashable:
     """Return a key that is equal for equal arguments. Nodes are compared by value, numbers also by type."""
     if isinstance(argument, fx.Node):
         return fx.Node, value_of[argument]
     if isinstance(argument, list | tuple):
-        return tuple(_key(part, value_of) for part in argument)
+        return tuple(_make_key(part, value_of) for part in argument)
     return type(argument), argument
 
 
@@ -135,14 +135,14 @@ def expand_reads(module: fx.GraphModule, path_of: Callable[[int], str]) -> None:
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=LOOKUP):
         with graph.inserting_before(node):
-            replace_node(node, _read(graph, _attribute(module, node.args[-1], path_of), node))
+            replace_node(node, _read(graph, _find_embedding_node(module, node.args[-1], path_of), node))
     for node in graph.find_nodes(op="call_function", target=WEIGHTS_GRAD):
-        embedding = _attribute(module, node.args[-1], path_of)
+        embedding = _find_embedding_node(module, node.args[-1], path_of)
         with graph.inserting_before(node):
-            replace_node(node, graph.call_method("read_weights_grad", (embedding, _lookup(node), node.args[0])))
+            replace_node(node, graph.call_method("read_weights_grad", (embedding, _read_lookup(node), node.args[0])))
 
 
-def expand_trained(module: fx.GraphModule, handle: int, grad: fx.Node, path_of: Callable[[int], str]) -> None:
+def expand_trained(module: fx.GraphModule, op_id: int, grad: fx.Node, path_of: Callable[[int], str]) -> None:
     """Make one pin before the first trained lookup, a gather for each lookup, and one update at the end of the step.
 
     grad: the gradient of the embedding's parameter. Raises GraphError if `grad` is not a plain sum of lookup gradients,
@@ -151,24 +151,24 @@ def expand_trained(module: fx.GraphModule, handle: int, grad: fx.Node, path_of: 
     graph = module.graph
     grads: dict[SharedLookup, list[Any]] = defaultdict(list)
     weights: dict[SharedLookup, Any] = {}
-    for node in _summands(graph, handle, grad, path_of(handle)):
+    for node in _find_summands(graph, op_id, grad, path_of(op_id)):
         key = _shared_lookup(node)
         grads[key].append(value_at(graph, node, node.args[0]))
         if key not in weights:
             weights[key] = value_at(graph, node, key.weights)
-    lookups = [n for n in graph.find_nodes(op="call_function", target=LOOKUP) if n.args[-1] == handle]
+    lookups = [n for n in graph.find_nodes(op="call_function", target=LOOKUP) if n.args[-1] == op_id]
     trained = {node: key for node in lookups if (key := _shared_lookup(node)) in grads}
     shared = list(dict.fromkeys(trained.values()))
     if len(shared) != len(grads):
         raise GraphError(
-            f"embedding {path_of(handle)!r}: backward() saved other ids or weights than the lookup used; "
+            f"embedding {path_of(op_id)!r}: backward() saved other ids or weights than the lookup used; "
             "leave lookups out of saved_tensors_hooks"
         )
-    embedding = _attribute(module, handle, path_of)
-    _move_ids_up(graph, [*trained], embedding, path_of(handle))
+    embedding = _find_embedding_node(module, op_id, path_of)
+    _move_ids_up(graph, [*trained], embedding, path_of(op_id))
     with graph.inserting_before(next(iter(trained))):
         batch = graph.call_method("pin", (embedding, [key.lookup for key in shared]))
-    _expand_weights_grads(graph, handle, batch, shared)
+    _expand_weights_grads(graph, op_id, batch, shared)
     for node, key in trained.items():
         with graph.inserting_before(node):
             replace_node(node, graph.call_method("gather", (batch, shared.index(key), *_weights_argument(key.weights))))
@@ -178,17 +178,17 @@ def expand_trained(module: fx.GraphModule, handle: int, grad: fx.Node, path_of: 
         graph.call_method("update", (batch, totals, *([used] if any(used) else [])))
 
 
-def _expand_weights_grads(graph: fx.Graph, handle: int, batch: fx.Node, shared: list[SharedLookup]) -> None:
+def _expand_weights_grads(graph: fx.Graph, op_id: int, batch: fx.Node, shared: list[SharedLookup]) -> None:
     """Compute weight gradients from the batch's rows, if the batch has these rows. Rows do not depend on weights."""
     index_of = {key.lookup: index for index, key in enumerate(shared)}
     for node in graph.find_nodes(op="call_function", target=WEIGHTS_GRAD):
-        lookup = _lookup(node)
-        if node.args[-1] == handle and node > batch and lookup in index_of:
+        lookup = _read_lookup(node)
+        if node.args[-1] == op_id and node > batch and lookup in index_of:
             with graph.inserting_before(node):
                 replace_node(node, graph.call_method("weights_grad", (batch, index_of[lookup], node.args[0])))
 
 
-def _lookup(node: fx.Node) -> Lookup:
+def _read_lookup(node: fx.Node) -> Lookup:
     """Return the `Lookup` of a lookup node or of a gradient node of it. Only the nodes' first arguments differ."""
     arguments: Any = node.args[1:6]
     return lookup_op.lookup_of(*arguments)
@@ -197,15 +197,15 @@ def _lookup(node: fx.Node) -> Lookup:
 def _shared_lookup(node: fx.Node) -> SharedLookup:
     weights: Any = node.args[6]
     if weights is None:
-        return SharedLookup(_lookup(node), None, None)
+        return SharedLookup(_read_lookup(node), None, None)
     changed = node.prev
     while changed.op != "root" and not writes(changed) & storages(weights):
         changed = changed.prev
-    return SharedLookup(_lookup(node), weights, changed)
+    return SharedLookup(_read_lookup(node), weights, changed)
 
 
 def _read(graph: fx.Graph, embedding: fx.Node, node: fx.Node) -> fx.Node:
-    return graph.call_method("read", (embedding, _lookup(node), *_weights_argument(node.args[6])))
+    return graph.call_method("read", (embedding, _read_lookup(node), *_weights_argument(node.args[6])))
 
 
 def _weights_argument(weights: Any) -> tuple[Any, ...]:
@@ -230,7 +230,7 @@ def _shadow_error(name: str) -> GraphError:
     )
 
 
-def _summands(graph: fx.Graph, handle: int, grad: fx.Node, name: str) -> list[fx.Node]:
+def _find_summands(graph: fx.Graph, op_id: int, grad: fx.Node, name: str) -> list[fx.Node]:
     """Return the lookup gradients whose plain sum is `grad`, with repeats. GraphError if `grad` is no such sum."""
     counts: Counter[fx.Node] = Counter()
     summed: set[fx.Node] = set()
@@ -240,7 +240,7 @@ def _summands(graph: fx.Graph, handle: int, grad: fx.Node, name: str) -> list[fx
         if not isinstance(node, fx.Node):
             raise _shadow_error(name)
         summed.add(node)
-        if node.target is LOOKUP_GRAD and node.args[-1] == handle:
+        if node.target is LOOKUP_GRAD and node.args[-1] == op_id:
             counts[node] += 1
         elif node.target in _SUMS and not node.kwargs:
             pending += node.args
@@ -254,15 +254,15 @@ def _summands(graph: fx.Graph, handle: int, grad: fx.Node, name: str) -> list[fx
     return [node for node in graph.find_nodes(op="call_function", target=LOOKUP_GRAD) for _ in range(counts[node])]
 
 
-def _attribute(module: fx.GraphModule, handle: int, path_of: Callable[[int], str]) -> fx.Node:
+def _find_embedding_node(module: fx.GraphModule, op_id: int, path_of: Callable[[int], str]) -> fx.Node:
     """Return the embedding's node. Each step has one node per embedding, at the top of the step."""
-    embedding = lookup_op.embedding_of(handle)
+    embedding = lookup_op.embedding_of(op_id)
     for node in module.graph.find_nodes(op="get_attr"):
         if getattr(module, node.target) is embedding:
             return node
     first = next(node for node in module.graph.nodes if node.op != "placeholder")
     with module.graph.inserting_before(first):
-        return add_attribute(module, path_of(handle), embedding)
+        return add_attribute(module, path_of(op_id), embedding)
 
 
 def _move_ids_up(graph: fx.Graph, lookups: list[fx.Node], embedding: fx.Node, name: str) -> None:

@@ -32,9 +32,9 @@ from ..passes.inductor import compile_dense
 from ..passes.lookups import KnownLookups, expand_reads, expand_trained, extract_id_graph, refuse_uses, share_rows
 from ..passes.step_epilogue import DenseGrads, StepEpilogue
 from ..show.listing import listing
-from ..state.optimizer_set import OptimizerSet, embeddings_by_shadow, embeddings_of
+from ..state.optimizer_set import OptimizerSet, embeddings_of, map_shadows
 from ..trace.names import HasBuild, identifiers, tensor_names
-from ..trace.trace import Returned, ShapeGuard, Trace
+from ..trace.trace import ResultSpec, ShapeGuard, Trace
 from .cuda_graph_step import CudaGraphStep
 from .rank_step import RankStepState, StepCollectives
 from .rollback import RollbackStep
@@ -45,14 +45,14 @@ Forward = Callable[[fx.GraphModule, list[Any]], Any]
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A step of the graph `owner`. `module` takes a call's input tensors, then the graph's parameters and buffers."""
+    """A compiled step. `module` takes a call's input tensors, then the graph's parameters and buffers."""
 
-    owner: str
+    graph_name: str
     module: fx.GraphModule
-    lookups: fx.GraphModule | None  # the result of `extract_id_graph`
+    id_graph: fx.GraphModule | None  # the result of `extract_id_graph`
     trained: list[tuple[EmbeddingBase, RowOptimizer]]
-    returned: Returned  # the result of build
-    captured: CudaGraphStep | None = None  # set if training steps run as a CUDA graph
+    result_spec: ResultSpec  # the result of build
+    cuda_graph_step: CudaGraphStep | None = None  # set if training steps run as a CUDA graph
     rollback: RollbackStep | None = None  # set in dynamic-shape steps
     guard: ShapeGuard | None = None  # set in dynamic-shape steps: tests input sizes
     key: Hashable = None  # calls share a step if both `key` and `program` are equal
@@ -62,13 +62,14 @@ class CompiledStep:
         """True if the step can run these inputs. A static-shape step accepts all inputs of its key."""
         return self.guard is None or self.guard(inputs)
 
-    def known_lookups(self, tensors: list[Tensor]) -> KnownLookups | None:
+    def find_known_lookups(self, tensors: list[Tensor]) -> KnownLookups | None:
         """Return the lookups that a later run on these tensors trains, or None. Only that run raises their errors."""
-        if self.lookups is None:
+        if self.id_graph is None:
             return None
         try:
             with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
-                return [(rows, [Lookup(*fields) for fields in parts]) for rows, parts in self.lookups.forward(*tensors)]
+                known = self.id_graph.forward(*tensors)
+                return [(embedding, [Lookup(*fields) for fields in lookups]) for embedding, lookups in known]
         except Exception:
             return None
 
@@ -78,12 +79,13 @@ class CompiledStep:
         GraphError: another thread trains the same rows. DynamicStepFailed: a static-shape step should run instead.
         """
         if self.trained:
-            outputs = row_step(self.trained, self.owner, self._forward, tensors, forward)
+            outputs = row_step(self.trained, self.graph_name, self._forward, tensors, forward)
         else:
             outputs = self._forward(tensors, forward)
-        values, kinds = iter(outputs), zip(self.returned.is_tensor, self.returned.constants, strict=True)
-        leaves = [next(values) if is_tensor else constant for is_tensor, constant in kinds]
-        return pytree.tree_unflatten(leaves, self.returned.spec)
+        spec, tensor_leaves = self.result_spec, iter(outputs)
+        leaf_specs = zip(spec.is_tensor, spec.constants, strict=True)
+        leaves = [next(tensor_leaves) if is_tensor else constant for is_tensor, constant in leaf_specs]
+        return pytree.tree_unflatten(leaves, spec.tree_spec)
 
     def _forward(self, tensors: list[Tensor], forward: Forward | None) -> Any:
         # not no_grad: some kernels depend on the gradient mode, so the mode must be the same as in the trace
@@ -92,13 +94,13 @@ class CompiledStep:
                 return self.rollback.run(tensors, forward or (lambda module, tensors: module.forward(*tensors)))
             if forward is not None:
                 return forward(self.module, tensors)
-            if self.captured is not None:
-                return self.captured.run(tensors, lambda: self.module.forward(*tensors))
+            if self.cuda_graph_step is not None:
+                return self.cuda_graph_step.run(tensors, lambda: self.module.forward(*tensors))
             return self.module.forward(*tensors)
 
     def code(self) -> str:
         """Return the step as Python, one op per line, with shapes, dtypes and stores as comments."""
-        is_captured = self.captured is not None and self.captured.captured_graph is not None
+        is_captured = self.cuda_graph_step is not None and self.cuda_graph_step.captured_graph is not None
         return ("# captured as a CUDA graph\n" if is_captured else "") + listing(self.module)
 
 
@@ -107,18 +109,18 @@ class RankStep(CompiledStep):
     """A compiled step over ranks."""
 
     collectives: StepCollectives = field(kw_only=True)
-    first_values: dict[str, int] = field(kw_only=True)  # name of a parameter or buffer -> its index in the tensors
+    synced_indices: dict[str, int] = field(kw_only=True)  # name of a parameter or buffer -> its index in the tensors
     in_training: bool = field(kw_only=True)  # True if compiled for `train()` mode
 
     def _forward(self, tensors: list[Tensor], forward: Forward | None) -> Any:
         self.collectives.rank_state.note_run(self.in_training, self.collectives.trains, self.join)
-        first_values = ((name, tensors[index]) for name, index in self.first_values.items())
-        with uninterrupted(), self.collectives.step(first_values):
+        synced_tensors = ((name, tensors[index]) for name, index in self.synced_indices.items())
+        with uninterrupted(), self.collectives.step(synced_tensors):
             return super()._forward(tensors, forward) if tensors else self.collectives.join()
 
     def join(self) -> None:
         """Take part in the step without a batch."""
-        row_step(self.trained, self.owner, self._forward, [], None)
+        row_step(self.trained, self.graph_name, self._forward, [], None)
 
 
 def compile_step(
@@ -136,9 +138,8 @@ def compile_step(
     inductor: TorchInductor options, or None to leave the dense part uncompiled. Raises OptimizerError if backward()
     reached a parameter that no optimizer of the graph holds.
     """
-    module = traced.module
+    module, result_spec = traced.module, traced.result_spec
     graph = module.graph
-    returned = traced.returned
     embeddings = embeddings_of(root)
     world = common_world(embeddings)
     if world is not None and cuda_graph:
@@ -146,66 +147,66 @@ def compile_step(
             "cuda_graph: ranks exchange rows through host memory in the middle of the step, and a captured step "
             "cannot do that; call cuda_graph(False)"
         )
-    path_by_handle = dict(zip([m.handle for m in embeddings.values()], identifiers(list(embeddings)), strict=True))
+    path_by_op_id = dict(zip([m.op_id for m in embeddings.values()], identifiers(list(embeddings)), strict=True))
 
-    def label(handle: int) -> str:
-        return path_by_handle.get(handle) or embedding_of(handle).name
+    def find_path(op_id: int) -> str:
+        return path_by_op_id.get(op_id) or embedding_of(op_id).name
 
     placeholders = graph.find_nodes(op="placeholder")
-    live = placeholders[len(traced.inputs) :]
-    paths = tensor_names(root)
-    rewrite.name_placeholders(placeholders, [*traced.inputs, *(paths[id(tensor)] for tensor in tensors)])
-    by_shadow = embeddings_by_shadow(root)
+    parameter_nodes = placeholders[len(traced.inputs) :]
+    path_by_id = tensor_names(root)
+    rewrite.name_placeholders(placeholders, [*traced.inputs, *(path_by_id[id(tensor)] for tensor in tensors)])
+    embedding_by_shadow = map_shadows(root)
     rewrite.drop_detach(graph)
     if traced.guard is not None:
         rewrite.sizes_from_inputs(module)
     rewrite.drop_double_transpose(graph)
-    count = sum(returned.is_tensor)
-    with_grad = returned.with_grad if root.training else []
-    optimizers.warn_untrained(root, bool(with_grad))
+    num_results = sum(result_spec.is_tensor)
+    grad_indices = result_spec.grad_indices if root.training else []
+    optimizers.warn_untrained(root, bool(grad_indices))
     values: Any = graph.output_node().args[0]
     trained: list[tuple[EmbeddingBase, RowOptimizer]] = []
-    schedulers = optimizers.schedulers() if with_grad else []
+    schedulers = optimizers.schedulers() if grad_indices else []
     end_node: fx.Node | None = None
-    holders = optimizers.holders()
-    for index, grad in zip(with_grad, values[count:], strict=False):
+    optimizer_by_parameter = optimizers.map_parameters()
+    for index, grad in zip(grad_indices, values[num_results:], strict=False):
         parameter = tensors[index]
-        embedding = by_shadow.get(id(parameter))
-        if id(parameter) not in holders:
-            what = f"embedding {embedding.name!r}" if embedding else f"parameter {paths[id(parameter)]!r}"
+        embedding = embedding_by_shadow.get(id(parameter))
+        if id(parameter) not in optimizer_by_parameter:
+            label = f"embedding {embedding.name!r}" if embedding else f"parameter {path_by_id[id(parameter)]!r}"
             raise OptimizerError(
-                f"backward() reaches {what}, which no optimizer of this graph holds; call self.add_optimizer(...) "
+                f"backward() reaches {label}, which no optimizer of this graph holds; call self.add_optimizer(...) "
                 "in __init__ with an optimizer over its parameters(), or freeze it with requires_grad_(False)"
             )
         if embedding is not None:
-            expand_trained(module, embedding.handle, grad, label)
+            expand_trained(module, embedding.op_id, grad, find_path)
             trained.append((embedding, optimizers.row_optimizers[id(embedding.shadow)]))
     # last: the code above replaces the gradients of bag weights, and these may be dense gradients
-    grads = rewrite.keep_outputs(graph, count)
-    dense = [
-        (holders[id(tensors[index])], live[index], grad)
-        for index, grad in zip(with_grad, grads, strict=False)
-        if id(tensors[index]) not in by_shadow
+    grads = rewrite.keep_outputs(graph, num_results)
+    dense_grads = [
+        (optimizer_by_parameter[id(tensors[index])], parameter_nodes[index], grad)
+        for index, grad in zip(grad_indices, grads, strict=False)
+        if id(tensors[index]) not in embedding_by_shadow
     ]
-    if with_grad:
-        rewrite.add_dense_steps(module, optimizers, dense)
+    if grad_indices:
+        rewrite.add_dense_steps(module, optimizers, dense_grads)
         epilogue.check_scaled(module)
         if world is not None or not epilogue.is_plain:
             end_node = rewrite.merge_updates(module, epilogue)
         rewrite.add_schedules(module, schedulers, end_node)
-    expand_reads(module, label)
+    expand_reads(module, find_path)
     share_rows(module)
     rewrite.drop_dead(graph)
-    shadows = {
-        node: label(by_shadow[id(t)].handle) for node, t in zip(live, tensors, strict=True) if id(t) in by_shadow
-    }
-    refuse_uses(graph, shadows, label)
+    parameter_by_node = dict(zip(parameter_nodes, tensors, strict=True))
+    embeddings_used = {node: embedding_by_shadow.get(id(t)) for node, t in parameter_by_node.items()}
+    shadows = {node: find_path(embedding.op_id) for node, embedding in embeddings_used.items() if embedding}
+    refuse_uses(graph, shadows, find_path)
     collectives: StepCollectives | None = None
     if world is not None:
         dense_parts: list[DenseGrads] = []
         for optimizer in optimizers:
-            params = [tensors[live.index(node)] for holder, node, _ in dense if holder is optimizer]
-            dense_parts.append(DenseGrads(optimizer, params, params))
+            parameters = [parameter_by_node[node] for holder, node, _ in dense_grads if holder is optimizer]
+            dense_parts.append(DenseGrads(optimizer, parameters, parameters))
         pin_early(module)
         trained_parts = [embedding for embedding, _ in trained], dense_parts, schedulers, end_node is not None
         collectives = schedule_collectives(
@@ -213,20 +214,20 @@ def compile_step(
         )
     graph.lint()
     module.recompile()
-    lookups = None if cuda_graph and trained else extract_id_graph(module)  # a captured step makes its batches itself
+    id_graph = None if cuda_graph and trained else extract_id_graph(module)  # a captured step makes its batches itself
     if inductor is not None:
         module = compile_dense(module, inductor)
-    captured = (
+    cuda_graph_step = (
         CudaGraphStep(module, len(traced.inputs), [e for e, _ in trained], epilogue) if cuda_graph and trained else None
     )
     rollback = None if traced.guard is None else RollbackStep(module)
     rewrite.bind_ops(module)
     name, guard = type(root).__name__, traced.guard
-    step = CompiledStep(name, module, lookups, trained, returned, captured, rollback, guard)
+    step = CompiledStep(name, module, id_graph, trained, result_spec, cuda_graph_step, rollback, guard)
     if collectives is None:
         return step
-    first_values: dict[str, int] = {}
+    synced_indices: dict[str, int] = {}
     for index, tensor in enumerate(tensors, len(traced.inputs)):
-        if id(tensor) not in by_shadow:
-            first_values.setdefault(paths[id(tensor)], index)
-    return RankStep(**vars(step), collectives=collectives, first_values=first_values, in_training=root.training)
+        if id(tensor) not in embedding_by_shadow:
+            synced_indices.setdefault(path_by_id[id(tensor)], index)
+    return RankStep(**vars(step), collectives=collectives, synced_indices=synced_indices, in_training=root.training)

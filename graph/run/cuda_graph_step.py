@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from ...embedding.state_dict.saved_rows import SavedRows
+from ...embedding.state_dict.saved_rows import SnapshotEmbedding
 from ...engine.errors import GraphError, OptionError, TierbedError
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.options.lookup import Lookup
@@ -38,7 +38,9 @@ _TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _LIVE: set[Callable[..., Any]] = {dense_step, step_dense, schedule}
 
 
-def capture_pin(embedding: SavedRows, lookups: list[Lookup], dedup_from: PinnedBatch | None = None) -> PinnedBatch:
+def capture_pin(
+    embedding: SnapshotEmbedding, lookups: list[Lookup], dedup_from: PinnedBatch | None = None
+) -> PinnedBatch:
     """Launch the kernels of `embedding.pin`. `_begin_replay` does the host work before each replay."""
     table = embedding.table_handle().open_table
     batch = table.processor.batch(lookups, None if dedup_from is None else dedup_from.core)
@@ -56,12 +58,12 @@ def capture_update(batch: PinnedBatch, grads: list[Tensor], weights: list[Tensor
     table.release()
 
 
-def capture_read(embedding: SavedRows, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
+def capture_read(embedding: SnapshotEmbedding, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
     table = embedding.table_handle().open_table
     return table.processor.gather(_peek(table, lookup), 0, lookup, weights, embedding.output_dtype)
 
 
-def capture_read_weights_grad(embedding: SavedRows, lookup: Lookup, grad: Tensor) -> Tensor:
+def capture_read_weights_grad(embedding: SnapshotEmbedding, lookup: Lookup, grad: Tensor) -> Tensor:
     table = embedding.table_handle().open_table
     return table.processor.weights_grad(_peek(table, lookup, trains=True), 0, lookup, grad)
 
@@ -248,12 +250,12 @@ def split_capture(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModul
 def _tables(embeddings: list[EmbeddingBase]) -> list[OpenTable]:
     """Return the embeddings' open tables. Raises GraphError if an embedding has no table in this process."""
     for embedding in embeddings:
-        if not isinstance(embedding, SavedRows):
+        if not isinstance(embedding, SnapshotEmbedding):
             raise GraphError(
                 f"cuda_graph: the rows of {embedding.name!r}, a {type(embedding).__name__}, are in no table of this "
                 "process, so its steps cannot be captured; call cuda_graph(False)"
             )
-    return [embedding.table_handle().open_table for embedding in embeddings if isinstance(embedding, SavedRows)]
+    return [embedding.table_handle().open_table for embedding in embeddings if isinstance(embedding, SnapshotEmbedding)]
 
 
 @contextmanager

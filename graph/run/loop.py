@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from ...distributed.handshake import Handshake
 from ...distributed.world import World
-from ...embedding.state_dict.saved_rows import SavedRows
+from ...embedding.state_dict.saved_rows import SnapshotEmbedding
 from ...engine.checks import as_int
 from ...engine.errors import ClosedError, InputError, SnapshotError, StoreError, TierbedError
 from ...engine.ops.rows_contract import EmbeddingBase
@@ -199,7 +199,7 @@ class Run(Iterator[Any]):
         if count and embeddings and not pays:
             log.warning("%s: ahead=%d makes steps slower, because all rows are in memory; leave it out", name, count)
         self._graph, self._known_lookups, self._num_ahead, self._epilogue = graph, known_lookups, count, epilogue
-        self._embeddings = [embedding for embedding in embeddings if isinstance(embedding, SavedRows)]
+        self._embeddings = [embedding for embedding in embeddings if isinstance(embedding, SnapshotEmbedding)]
         self.failed: Any = None
         self._retries_batch = False  # True if the last step's batch waits for a retry
         self._announcer = Announcer(graph, epilogue, self._world)

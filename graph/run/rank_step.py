@@ -145,10 +145,10 @@ class StepCollectives:
         return accumulate(epilogue, no_rows, zeros, self, present=False)
 
     @contextmanager
-    def step(self, first_values: Iterable[tuple[str, Tensor]], nested: bool = False) -> Iterator[None]:
+    def step(self, synced_tensors: Iterable[tuple[str, Tensor]], nested: bool = False) -> Iterator[None]:
         """Context manager that runs the step. An error on this rank is raised on all ranks if a collective remains.
 
-        first_values: (name, tensor) pairs that start with rank 0's values. nested: True within another `step` block.
+        synced_tensors: (name, tensor) pairs that start with rank 0's values. nested: True within another `step` block.
         """
         world = self._world
         world.check_thread()
@@ -166,7 +166,7 @@ class StepCollectives:
                     "ranks finished their updates; load a checkpoint on all ranks"
                 )
             if not nested and self.trains not in self.rank_state.synced_at_start:
-                broadcast_parameters(world, f"parameters of {self._owner}", [*first_values])
+                broadcast_parameters(world, f"parameters of {self._owner}", [*synced_tensors])
                 self.rank_state.synced_at_start.add(self.trains)
             yield
         except BaseException as error:

@@ -38,16 +38,16 @@ class _ShapeFamily:
     static_shapes: list[Shapes] = field(default_factory=list)  # sizes that have a static-shape step
     dynamic_steps: list[CompiledStep] = field(default_factory=list)
     num_failed_tries: int = 0  # dynamic-shape steps that accept no other sizes
-    failed: bool = False  # True if torch could not run a dynamic-shape step
+    has_failed: bool = False  # True if torch could not run a dynamic-shape step
     has_warned: bool = False  # True once a log says that each further size is compiled
 
     def dynamic_dims(self, call: Call) -> Dims | None:
         """Return the dynamic dimensions for a new step; None if the step should have static shapes."""
-        if len(self.static_shapes) < MAX_STATIC_SHAPES or self.num_failed_tries == MAX_DYNAMIC_TRIES or self.failed:
+        if len(self.static_shapes) < MAX_STATIC_SHAPES or self.num_failed_tries == MAX_DYNAMIC_TRIES or self.has_failed:
             return None
         if not all(tensor.is_contiguous() for tensor in call.inputs):
             return None
-        shapes = _shapes(call.inputs)
+        shapes = _read_shapes(call.inputs)
         dims = frozenset(
             (i, d)
             for i, shape in enumerate(shapes)
@@ -70,7 +70,7 @@ class _ShapeFamily:
                 MAX_STATIC_SHAPES,
             )
         self.num_failed_tries += self.dynamic_dims(call) is not None
-        shapes = _shapes(call.inputs)
+        shapes = _read_shapes(call.inputs)
         if len(self.static_shapes) < MAX_STATIC_SHAPES and shapes not in self.static_shapes:
             self.static_shapes.append(shapes)
 
@@ -95,11 +95,11 @@ class _ShapeFamily:
     def drop(self, step: CompiledStep) -> None:
         """Drop a step that failed. After a failed dynamic-shape step, this family gets no new dynamic-shape steps."""
         others = [cached for cached in self.dynamic_steps if cached is not step]
-        self.failed = self.failed or len(others) < len(self.dynamic_steps)
+        self.has_failed = self.has_failed or len(others) < len(self.dynamic_steps)
         self.dynamic_steps = others
 
 
-def _shapes(inputs: Sequence[Tensor]) -> Shapes:
+def _read_shapes(inputs: Sequence[Tensor]) -> Shapes:
     return tuple(tuple(tensor.shape) for tensor in inputs)
 
 
@@ -110,9 +110,9 @@ class StepCache:
     call on. If `build` reads such a size, each size gets its own step.
     """
 
-    def __init__(self, name: str, most: int) -> None:
-        """name: the graph's name. most: the largest number of steps that serve one signature each."""
-        self._name, self._most = name, most
+    def __init__(self, name: str, limit: int) -> None:
+        """name: the graph's name. limit: the largest number of steps that serve one signature each."""
+        self._name, self._limit = name, limit
         self._steps: OrderedDict[Hashable, CompiledStep] = OrderedDict()
         self._families: dict[Hashable, _ShapeFamily] = {}
         self._not_dynamic: dict[Hashable, None] = {}  # recent signatures whose dynamic sizes must be static
@@ -175,14 +175,14 @@ class StepCache:
 
     def evict_oldest(self) -> None:
         """Drop the least recently used steps if there are too many."""
-        too_many = len(self._steps) > self._most
-        while len(self._steps) > self._most:  # one call may compile two steps
+        too_many = len(self._steps) > self._limit
+        while len(self._steps) > self._limit:  # one call may compile two steps
             self._steps.popitem(last=False)
-        while len(self._not_dynamic) > self._most:
+        while len(self._not_dynamic) > self._limit:
             self._not_dynamic.pop(next(iter(self._not_dynamic)))
         if too_many:
             warnings.warn(
-                f"{self._name} was compiled for more than {self._most} signatures and drops the oldest; pass numbers "
+                f"{self._name} was compiled for more than {self._limit} signatures and drops the oldest; pass numbers "
                 "that change at each call as tensors, and pad inputs to few shapes",
                 stacklevel=7,
             )

@@ -48,8 +48,8 @@ from ...distributed.sendable import to_bytes
 from ...distributed.world import World
 from ...embedding.optim.dense_part import note_run
 from ...embedding.state_dict.model_snapshots import load_rows, save_rows
-from ...embedding.state_dict.saved_rows import EXTRA, SavedRows
-from ...embedding.tables.names import bare_name
+from ...embedding.state_dict.saved_rows import EXTRA, SnapshotEmbedding
+from ...embedding.tables.names import strip_wrappers
 from ...engine.checks import check_flags, is_folder_name
 from ...engine.durable import UnsyncedError, atomic_folder, check_exchange, fsync_file, seal, temporary_path
 from ...engine.errors import GraphError, InputError, OptimizerError, SnapshotError, TierbedError
@@ -286,7 +286,7 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
             log.warning("snapshot %r of the replaced checkpoint stays in the store folder: %s", snapshot.name, error)
 
 
-def _row_folders(checkpoint: Path, snapshot: str, embeddings: Mapping[str, SavedRows]) -> list[Path]:
+def _row_folders(checkpoint: Path, snapshot: str, embeddings: Mapping[str, SnapshotEmbedding]) -> list[Path]:
     return [checkpoint / ROWS / str(number) / snapshot for number in range(len(embeddings))]
 
 
@@ -430,7 +430,7 @@ def _read(folder: Path, embeddings: list[str], kind: str) -> tuple[dict[str, Any
         _check_types(state, record["ranks"], kind)
     except (OSError, SafetensorError, *MALFORMED) as error:
         raise SnapshotError(f"checkpoint {str(folder)!r} cannot be read: {error_text(error)}") from error
-    if [*map(bare_name, embeddings)] != [*map(bare_name, record["embeddings"])]:
+    if [*map(strip_wrappers, embeddings)] != [*map(strip_wrappers, record["embeddings"])]:
         raise SnapshotError(
             f"checkpoint {str(folder)!r} has the rows of embeddings {record['embeddings']}, but this {_SUBJECTS[kind]} "
             f"has {embeddings}; load it into the {_SUBJECTS[kind]} that saved it"
@@ -444,12 +444,11 @@ def _with_own_names(root: nn.Module, state: Any, kind: str) -> Any:
     tensors = [*root.named_parameters(recurse=False), *root.named_buffers(recurse=False)]
     own = {EXTRA, *(name for name, _ in tensors)}
     own.update(name for path, child in root.named_children() for name in child.state_dict(prefix=f"{path}."))
-    by_bare = {bare_name(name): name for name in own}
-    names = {name: name if name in own else by_bare.get(bare_name(name), name) for name in model_state}
-    bare = {bare_name(path): version for path, version in versions.items()}
-    current = {
-        path: versions.get(path, bare.get(bare_name(path))) for path, _ in root.named_modules(remove_duplicate=False)
-    }
+    name_by_bare = {strip_wrappers(name): name for name in own}
+    names = {name: name if name in own else name_by_bare.get(strip_wrappers(name), name) for name in model_state}
+    bare_versions = {strip_wrappers(path): version for path, version in versions.items()}
+    paths = [path for path, _ in root.named_modules(remove_duplicate=False)]
+    current = {path: versions.get(path, bare_versions.get(strip_wrappers(path))) for path in paths}
     return _with_names(state, names, {path: version for path, version in current.items() if version is not None}, kind)
 
 
@@ -474,12 +473,12 @@ def _check_types(state: OrderedDict[str, Any], ranks: Any, kind: str) -> None:
         raise ValueError("the random states of ranks are malformed")
 
 
-def _saved_embeddings(root: nn.Module) -> dict[str, SavedRows]:
+def _saved_embeddings(root: nn.Module) -> dict[str, SnapshotEmbedding]:
     """Return the embeddings under `root`, by path. Raises GraphError for rows that a checkpoint cannot hold."""
-    saved: dict[str, SavedRows] = {}
+    saved: dict[str, SnapshotEmbedding] = {}
     embeddings = embeddings_of(root)
     for path, embedding in zip(unwrapped_names(root, embeddings).values(), embeddings.values(), strict=True):
-        if not isinstance(embedding, SavedRows):
+        if not isinstance(embedding, SnapshotEmbedding):
             raise GraphError(
                 f"{path} is a {type(embedding).__name__}, and a checkpoint cannot hold its rows; leave it out of the "
                 "saved graph, or save its rows and the graph's state_dict() separately"

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...embedding.optim.eager import EagerOptimizer
-from ...embedding.state_dict.saved_rows import EXTRA, SavedRows
+from ...embedding.state_dict.saved_rows import EXTRA, SnapshotEmbedding
 from ...engine.errors import GraphError, TierbedError
 from ...engine.optim.row_optimizer import RowOptimizer
 from ..passes.step_epilogue import StepEpilogue
@@ -39,7 +39,7 @@ def check_nothing_accumulated(epilogue: StepEpilogue) -> None:
         )
 
 
-class Training(NamedTuple):
+class TrainingState(NamedTuple):
     """A model's optimizers, schedulers and scaler."""
 
     optimizers: Sequence[Optimizer]
@@ -76,14 +76,13 @@ class Training(NamedTuple):
             torch.cuda.set_rng_state_all(cuda[: torch.cuda.device_count()])
 
 
-def training_of_graph(optimizers: OptimizerSet, epilogue: StepEpilogue) -> Training:
+def make_training_state(optimizers: OptimizerSet, epilogue: StepEpilogue) -> TrainingState:
     remedy = "add the same optimizers with add_optimizer, or to score only, call graph.load(path, optimizers=False)"
-    row_optimizers, scaler_remedy = [*optimizers.row_optimizers.values()], "call set_grad_scaler({})"
-    schedulers = optimizers.schedulers()
-    return Training([*optimizers], row_optimizers, schedulers, epilogue.scaler, "this graph", remedy, scaler_remedy)
+    parts = [*optimizers], [*optimizers.row_optimizers.values()], optimizers.schedulers(), epilogue.scaler
+    return TrainingState(*parts, "this graph", remedy, "call set_grad_scaler({})")
 
 
-def check_extra_state(training: Training, state: dict[str, Any]) -> None:
+def check_extra_state(training: TrainingState, state: dict[str, Any]) -> None:
     """Raise GraphError, or one of MALFORMED, if a state's counts or types of values differ from `training`."""
     optimizers = training.optimizers
     for name, current in (("optimizers", optimizers), ("schedules", training.schedules)):
@@ -243,7 +242,7 @@ def check_modules(root: nn.Module, state: dict[str, Any], thing: str) -> None:
 def drop_row_state(root: nn.Module, state: dict[str, Any], optimizers: bool) -> dict[str, Any]:
     """Remove rows from a state_dict, because rows are loaded separately. If not `optimizers`, also the extra state."""
     for path, module in root.named_modules(remove_duplicate=False):
-        if isinstance(module, SavedRows):
+        if isinstance(module, SnapshotEmbedding):
             state.pop(f"{path}.{EXTRA}", None)
     if EXTRA in state and not optimizers:
         state[EXTRA] = {}
@@ -258,7 +257,7 @@ def with_rank_states(root: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 def load_extra_state(root: nn.Module, optimizers: OptimizerSet, epilogue: StepEpilogue, state: Any) -> None:
     """Load `get_extra_state`'s tuple or its dict. If the state does not fit, raises GraphError and loads nothing."""
-    training = training_of_graph(optimizers, epilogue)
+    training = make_training_state(optimizers, epilogue)
     backup: Any = None
     try:
         (state,) = state if isinstance(state, tuple) else (state,)

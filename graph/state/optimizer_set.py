@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ...embedding.optim.dense_part import DensePart, note_versions
 from ...embedding.optim.eager import IN_BACKWARD, EagerOptimizer
-from ...embedding.state_dict.saved_rows import SavedRows
+from ...embedding.state_dict.saved_rows import SnapshotEmbedding
 from ...embedding.tables.names import name_embeddings
 from ...embedding.tables.training_group import train_together
 from ...engine.errors import GraphError, OptimizerError
@@ -33,7 +33,7 @@ def embeddings_of(root: nn.Module) -> dict[str, EmbeddingBase]:
     return {path: m for path, m in root.named_modules() if isinstance(m, EmbeddingBase)}
 
 
-def embeddings_by_shadow(root: nn.Module) -> dict[int, EmbeddingBase]:
+def map_shadows(root: nn.Module) -> dict[int, EmbeddingBase]:
     """Return the embeddings under `root` by `id(embedding.shadow)`. Otherwise the same as `embeddings_of`."""
     return {id(embedding.shadow): embedding for embedding in embeddings_of(root).values()}
 
@@ -99,19 +99,19 @@ class OptimizerSet:
 
     def attach(self, root: HasBuild) -> None:
         """Attach each embedding to its shadow's param group. OptimizerError if two optimizers hold one parameter."""
-        by_shadow = embeddings_by_shadow(root)
+        embedding_by_shadow = map_shadows(root)
         if self.optimizers:
             train_together(embeddings_of(root).values())
-        holders: dict[int, Optimizer] = {}
+        optimizer_by_parameter: dict[int, Optimizer] = {}
         added: dict[int, RowOptimizer] = {}
         for optimizer, group, parameter in self._members():
-            if holders.setdefault(id(parameter), optimizer) is not optimizer:
-                both = f"{type(holders[id(parameter)]).__name__} and {type(optimizer).__name__}"
+            if optimizer_by_parameter.setdefault(id(parameter), optimizer) is not optimizer:
+                both = f"{type(optimizer_by_parameter[id(parameter)]).__name__} and {type(optimizer).__name__}"
                 raise OptimizerError(
                     f"parameter {name_of(root, parameter)} is in two optimizers, {both}; leave it in one"
                 )
-            if id(parameter) in by_shadow and id(parameter) not in self.row_optimizers:
-                added[id(parameter)] = by_shadow[id(parameter)].attach(optimizer, group)
+            if id(parameter) in embedding_by_shadow and id(parameter) not in self.row_optimizers:
+                added[id(parameter)] = embedding_by_shadow[id(parameter)].attach(optimizer, group)
         self.row_optimizers.update(added)  # last, so that a rejected optimizer changes nothing
         warn_if_lazy(added.values())
 
@@ -130,17 +130,17 @@ class OptimizerSet:
         states = {p: optimizer.state.get(p) for optimizer, _, p in self._members() if id(p) not in shadows}
         part = DensePart(owner, states, states)
         for embedding in embeddings:
-            if isinstance(embedding, SavedRows):
-                embedding.when_open(partial(part.check, embedding))
+            if isinstance(embedding, SnapshotEmbedding):
+                embedding.call_when_open(partial(part.check, embedding))
 
-    def holders(self) -> dict[int, Optimizer]:
+    def map_parameters(self) -> dict[int, Optimizer]:
         return {id(parameter): optimizer for optimizer, _, parameter in self._members()}
 
     def check_parameters_in_graph(self, root: HasBuild) -> None:
         """Raise OptimizerError for a parameter that is in no module under `root`, because a trace cannot see it."""
-        known = {id(parameter) for parameter in root.parameters()}
+        parameter_ids = {id(parameter) for parameter in root.parameters()}
         for optimizer, _, parameter in self._members():
-            if id(parameter) not in known:
+            if id(parameter) not in parameter_ids:
                 raise OptimizerError(
                     f"{type(optimizer).__name__} holds parameter {name_of(root, parameter)}, which is in no module of "
                     "the graph; assign its module to self in __init__, and create the optimizer after replacing modules"

@@ -60,13 +60,13 @@ ShapeGuard = Callable[[Sequence[Tensor]], bool]  # True if a step accepts inputs
 
 
 @dataclass(frozen=True)
-class Returned:
+class ResultSpec:
     """The result of build, and the live tensors that got a gradient."""
 
-    spec: pytree.TreeSpec
+    tree_spec: pytree.TreeSpec
     constants: list[Any]  # the result's leaves; None for tensors, which the trace returns
     is_tensor: list[bool]
-    with_grad: list[int]  # live tensors whose gradients follow the results in the trace's output
+    grad_indices: list[int]  # live tensors whose gradients follow the results in the trace's output
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,14 @@ class Trace:
     """A traced step. Its placeholders are the inputs, followed by the parameters and buffers (the live tensors)."""
 
     module: fx.GraphModule
-    returned: Returned
+    result_spec: ResultSpec
     inputs: list[str]  # names of the input tensors
     guard: ShapeGuard | None  # None for a static-shape step
     reads: Reads  # the Python values that became constants
 
     def program(self) -> Hashable:
         """Return a key. Traces with one signature and equal keys are equal steps. Call this before any pass runs."""
-        graph, returned = self.module.graph, self.returned
+        graph, result = self.module.graph, self.result_spec
         grads = graph.find_nodes(op="call_function", target=torch.ops.tierbed.lookup_grad.default)
         orders = sorted(node.args[-2] for node in grads)  # renumbered, because the process counts orders over all calls
         nodes = []
@@ -95,9 +95,9 @@ class Trace:
             else:
                 constant = id(constant)  # by identity: every call reads this object
             nodes.append((node.op, node.name, str(node.target), repr(args), repr(node.kwargs), constant))
-        constants = [(type(value), repr(value)) for value in returned.constants]
+        constants = [(type(value), repr(value)) for value in result.constants]
         guard = self.guard and self.guard.__code__
-        return tuple(nodes), repr((returned.spec, constants, returned.is_tensor, returned.with_grad)), guard
+        return tuple(nodes), repr((result.tree_spec, constants, result.is_tensor, result.grad_indices)), guard
 
 
 def trace(
@@ -118,17 +118,17 @@ def trace(
         for name, value in group.items()
         if isinstance(value, Tensor)
     }
-    returned: Returned | None = None
+    result_spec: ResultSpec | None = None
     reads = Reads(root, leaves)
 
     def step(*flat: Tensor) -> list[Tensor]:
-        nonlocal returned
+        nonlocal result_spec
         arguments = list(leaves)
         for i, fake in zip(tensor_leaves, flat, strict=False):
             arguments[i] = fake.detach().requires_grad_(leaves[i].requires_grad)
         swaps: dict[int, Tensor] = {}
         for fake, live in zip(flat[len(inputs) :], tensors, strict=True):
-            swaps.setdefault(id(live), _leaf(fake, live))
+            swaps.setdefault(id(live), _make_leaf(fake, live))
         args, kwargs = pytree.tree_unflatten(arguments, call.spec)
         grad_names = {id(grad): f"{names[live]}.grad" for live, grad in sentinels.items()}
         op_guard = _OpGuard(root, names | grad_names, group_tensors)
@@ -152,9 +152,9 @@ def trace(
                 )
         outputs = [value.detach() if value.requires_grad else value for value in compress(values, is_tensor)]
         grads = {live: swap.grad for live, swap in swaps.items() if swap.grad is not None}
-        with_grad = {id(live): i for i, live in enumerate(tensors) if id(live) in grads}
-        returned = Returned(out_spec, constants, is_tensor, [*with_grad.values()])
-        return outputs + [grads[live] for live in with_grad]
+        index_by_id = {id(live): i for i, live in enumerate(tensors) if id(live) in grads}
+        result_spec = ResultSpec(out_spec, constants, is_tensor, [*index_by_id.values()])
+        return outputs + [grads[live] for live in index_by_id]
 
     shapes: ShapeEnv | None = None
     if dynamic is not None:  # value-dependent ops raise, as in a static-shape trace
@@ -166,7 +166,7 @@ def trace(
     any_size = symbolic.patch(backed_size_oblivious=bool(open_dims))  # type: ignore[attr-defined]
     with torch.inference_mode(False), torch.set_grad_enabled(grad_mode), any_size:
         # detach gives a tensor passed twice two fakes, because another call may pass two different tensors
-        fakes = [_fake(mode, tensor.detach(), i, dynamic, open_dims) for i, tensor in enumerate([*inputs, *tensors])]
+        fakes = [_make_fake(mode, t.detach(), i, dynamic, open_dims) for i, t in enumerate([*inputs, *tensors])]
         # trace the results of torch.compile as the modules that they wrap
         inlined = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
         with sentinel_grads(tensors) as sentinels, torch.random.fork_rng(devices=[]), inlined, _mute_log(), mode:
@@ -188,12 +188,12 @@ def trace(
             _merge_attributes(module, mode)
     for node in module.graph.find_nodes(op="placeholder")[len(inputs) :]:
         node.meta[LIVE] = True
-    assert returned is not None
+    assert result_spec is not None
     guard = None if shapes is None else _shape_guard(shapes, fakes[: len(inputs)])
-    return Trace(module, returned, [arguments_of[i] for i in tensor_leaves], guard, reads)
+    return Trace(module, result_spec, [arguments_of[i] for i in tensor_leaves], guard, reads)
 
 
-def _fake(mode: FakeTensorMode, tensor: Tensor, index: int, dynamic: Dims | None, open_dims: Dims) -> FakeTensor:
+def _make_fake(mode: FakeTensorMode, tensor: Tensor, index: int, dynamic: Dims | None, open_dims: Dims) -> FakeTensor:
     if dynamic is None:
         return mode.from_tensor(tensor)
     if (index, 0) in open_dims:  # not a view, because torch would use the size of the view's base
@@ -225,7 +225,7 @@ def _merge_attributes(module: fx.GraphModule, mode: FakeTensorMode) -> None:
             node.meta["val"] = mode.from_tensor(value)
 
 
-def _leaf(fake: Tensor, live: Tensor) -> Tensor:
+def _make_leaf(fake: Tensor, live: Tensor) -> Tensor:
     """Return a substitute for a parameter or buffer. It is a leaf, so gradients never reach the live tensor."""
     if not isinstance(live, nn.Parameter):
         return fake

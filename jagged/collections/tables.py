@@ -376,7 +376,7 @@ class TableCollection(TableModule):
         """Delete all rows and their optimizer state, including shared tables. Does nothing on meta."""
         for embedding in self.each():
             if embedding.device.type != "meta":
-                embedding.load_tensors(RowTensors.none(embedding.spec).tensors)
+                embedding.load_tensors(RowTensors.make_empty(embedding.spec).tensors)
 
     def _move_to(self, device: torch.device | str) -> None:
         """Move lookups to a device. On meta they compute only shapes. Raises OptionError."""

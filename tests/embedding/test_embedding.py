@@ -17,7 +17,7 @@ from support.optimizers import few_optimizers
 from support.rows import INITIALIZERS, SPECIAL_KEYS, same_bits
 from support.stores import STORES, options
 from tierbed import MultiTableEmbedding, MultiTableMultiColumnEmbedding
-from tierbed.embedding.tables.rows_in_tensors import FIELDS
+from tierbed.embedding.tables.rows_in_tensors import TENSOR_NAMES
 from tierbed.engine.errors import ClosedError, GraphError, InputError, OptimizerError
 from tierbed.engine.options.initializers import as_arrays, make_column_options, make_table_options
 from tierbed.engine.options.lookup import Lookup
@@ -213,7 +213,7 @@ def test_options_are_read_not_kept_and_not_changed(tmp_path) -> None:
 def test_a_module_around_it_prints_it_and_has_a_state_dict() -> None:
     model = torch.nn.ModuleDict({"users": make(options("cached_host")), "net": torch.nn.Linear(DIM, 1)})
     assert "MultiTableEmbedding('rows', columns=[5], tables=3, store=cached_host_mem)" in repr(model)
-    rows = [f"users.rows.{field}" for field in sorted(FIELDS)]
+    rows = [f"users.rows.{field}" for field in sorted(TENSOR_NAMES)]
     assert sorted(model.state_dict()) == ["net.bias", "net.weight", "users._extra_state", *rows, "users.shadow"]
     assert len(list(model["users"].parameters())) == 1
     assert model.train().to("cpu")["users"].get([1], 0).shape == (1, DIM)

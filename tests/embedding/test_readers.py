@@ -213,7 +213,7 @@ def test_a_scrape_during_a_load_has_the_numbers_before_it(tmp_path, store) -> No
     handle: Any = rows._handle
 
     def load(progress: Callable[[int], None]) -> None:
-        handle.local.load_part(handle.snapshots.snapshot("1"), ALL, True, verified=lambda: progress(0))
+        handle.local.load_part(handle.snapshots.snapshot("1"), ALL, True, on_verified=lambda: progress(0))
 
     with ThreadPoolExecutor(1) as pool:
         with paused(load):

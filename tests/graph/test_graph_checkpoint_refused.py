@@ -24,7 +24,7 @@ from support.stores import options
 from support.two_towers import IDS as LOOP_IDS
 from support.two_towers import TwoTowers
 from tierbed import Graph, GraphError, MultiTableEmbedding, SnapshotError, load_checkpoint, save_checkpoint
-from tierbed.embedding.state_dict.saved_rows import rows_excluded
+from tierbed.embedding.state_dict.saved_rows import exclude_rows
 from tierbed.engine.durable import seal, unseal
 from tierbed.graph.state.kept import STATE
 
@@ -407,7 +407,7 @@ def test_extra_state_that_its_module_refuses_leaves_what_was_loaded_before_it(tm
     graph.extra.number = 0.25
     with torch.no_grad():
         graph.first.weight.add_(1)
-    with rows_excluded():
+    with exclude_rows():
         before = repr(sorted(graph.state_dict().items()))
         with pytest.raises(SnapshotError, match="does not fit this graph"):
             graph.load(tmp_path / "checkpoint")

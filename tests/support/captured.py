@@ -14,7 +14,7 @@ from support.embeddings import DIM, contents, make
 from support.optimizers import OPTIMIZERS
 from support.stores import options
 from tierbed import Graph, MultiTableEmbedding
-from tierbed.embedding.state_dict.saved_rows import rows_excluded
+from tierbed.embedding.state_dict.saved_rows import exclude_rows
 
 PADDING = 3
 CAPTURED = "# captured as a CUDA graph"
@@ -98,7 +98,7 @@ class Pair:
         for one, other in zip(plain, recorded, strict=True):
             assert contents(one).tobytes() == contents(other).tobytes()
             assert counts(one) == counts(other)
-        with rows_excluded():
+        with exclude_rows():
             states = [graph.state_dict() for graph in self.graphs]
         for (name, one), other in zip(states[0].items(), states[1].values(), strict=True):
             if isinstance(one, Tensor) and not name.endswith("._extra_state"):  # which has the version of either store

@@ -12,7 +12,7 @@ from support.embeddings import contents, make
 from support.graphs import id_batches
 from support.stores import options
 from tierbed import Graph, MultiTableEmbedding
-from tierbed.embedding.state_dict.saved_rows import rows_excluded
+from tierbed.embedding.state_dict.saved_rows import exclude_rows
 
 IDS = id_batches(16, 2, steps=12)
 
@@ -48,7 +48,7 @@ def steps(graph: Rating, ids: Tensor) -> list[float]:
 
 
 def state(graph: Rating) -> bytes:
-    with rows_excluded():
+    with exclude_rows():
         kept = graph.state_dict()
     extra = kept.pop("_extra_state")
     kept.pop("rows._extra_state")

@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 from support.embeddings import contents, make
 from support.stores import options
 from tierbed import Graph
-from tierbed.embedding.state_dict.saved_rows import rows_excluded
+from tierbed.embedding.state_dict.saved_rows import exclude_rows
 
 
 class Golden(Graph):
@@ -38,7 +38,7 @@ def batch(step: int) -> Tensor:
 
 def state_arrays(graph: Golden) -> dict[str, np.ndarray]:
     """Parameters and buffers by their names, the first moments of Adam, and all rows."""
-    with rows_excluded():
+    with exclude_rows():
         state = graph.state_dict()
     dense = state.pop("_extra_state")["optimizers"][1]["state"]
     tensors = {name: value for name, value in state.items() if not name.endswith("_extra_state")}
