@@ -435,7 +435,7 @@ class TableCollection(TableModule):
                 raise OptionError(f"table {config.name!r}: {difference}; {remedy}")
         if config.table_options() != shared.table_options():
             raise OptionError(
-                f"table {config.name!r}: its initializer or bad_ids differ from those of share={share.name!r}; "
+                f"table {config.name!r}: its initializer or bad_ids differ from those in share, {share.name!r}; "
                 "give the same initializer, range and bad_ids, or another name for a separate table"
             )
         group, number = share.table_location(config.name)

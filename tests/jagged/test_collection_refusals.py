@@ -98,8 +98,8 @@ def test_a_shared_table_is_described_as_where_it_is() -> None:
         own, there = [EmbeddingBagConfig(9, 4, "own")], "in share, 'ebc'"
         for call, *named in (
             (other(num_embeddings=8), "table 't': num_embeddings=", "8, and 9", there),
-            (other(initializer=tierbed.make_constant_initializer(3.0)), "table 't': new rows", there),
-            (other(weight_init_max=0.5), "table 't': new rows", there),
+            (other(initializer=tierbed.make_constant_initializer(3.0)), "table 't': its initializer", there),
+            (other(weight_init_max=0.5), "table 't': its initializer", there),
             (other(bad_ids="drop"), "bad_ids", there),
             (bags([BAG], share=first, output_dtype=torch.float16), "output_dtype=", "float16"),
             (bags([BAG], share=first, key_type=torch.int32), "key_type=", "int32"),
