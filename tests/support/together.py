@@ -135,9 +135,10 @@ def killed(task: Callable[..., Any], *arguments: Any) -> Any:
     """What `task(*arguments)` returns in a process that is killed after it, with all it has open; errors as text."""
     child, pipe = with_pipe(_then_killed, task, *arguments)
     with child, pipe:
-        answer = pipe.recv()
-        assert child.wait() == -signal.SIGKILL
-    return answer
+        try:
+            return pipe.recv()
+        finally:
+            assert child.wait() == -signal.SIGKILL  # until it has ended, it holds its locks
 
 
 def _then_killed(task: Callable[..., Any], *given: Any) -> None:
