@@ -173,7 +173,8 @@ def compile_step(
         parameter = tensors[index]
         embedding = embedding_by_shadow.get(id(parameter))
         if id(parameter) not in optimizer_by_parameter:
-            label = f"embedding {embedding.name!r}" if embedding else f"parameter {path_by_id[id(parameter)]!r}"
+            path = f"parameter {path_by_id[id(parameter)]!r}"
+            label = path if embedding is None else f"embedding {embedding.name!r}"
             raise OptimizerError(
                 f"backward() reaches {label}, which no optimizer of this graph holds; call self.add_optimizer(...) "
                 "in __init__ with an optimizer over its parameters(), or freeze it with requires_grad_(False)"
@@ -198,8 +199,11 @@ def compile_step(
     share_rows(module)
     rewrite.drop_dead(graph)
     parameter_by_node = dict(zip(parameter_nodes, tensors, strict=True))
-    embeddings_used = {node: embedding_by_shadow.get(id(t)) for node, t in parameter_by_node.items()}
-    shadows = {node: find_path(embedding.op_id) for node, embedding in embeddings_used.items() if embedding}
+    shadows = {
+        node: find_path(embedding_by_shadow[id(parameter)].op_id)
+        for node, parameter in parameter_by_node.items()
+        if id(parameter) in embedding_by_shadow
+    }
     refuse_uses(graph, shadows, find_path)
     collectives: StepCollectives | None = None
     if world is not None:

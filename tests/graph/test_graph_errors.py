@@ -25,7 +25,7 @@ from support.embeddings import make
 from support.graphs import DIM, embedding, graph_of, training
 from support.refusals import check_refusal
 from support.stores import options
-from tierbed import Graph
+from tierbed import Graph, MultiTableEmbedding
 from tierbed.engine.errors import GraphError, OptimizerError
 
 outside = nn.Linear(3, 1)
@@ -348,3 +348,16 @@ def test_a_module_or_graph_that_is_shared_after_the_first_step_is_refused() -> N
     with pytest.raises(GraphError, match=r"Built is in a DistributedDataParallel: .*train in one process"):
         around(torch.ones(2, 3))
     graph(torch.ones(2, 3))
+
+
+class Sized(MultiTableEmbedding):
+    """An embedding of a user who counts its rows, none at first, so that it is false."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+def test_a_use_of_the_parameter_of_an_embedding_without_rows_is_refused() -> None:
+    rows = Sized("rows", DIM, torch.float32, torch.int64, None, options("host"))
+    graph = graph_of(lambda graph, ids: graph.rows(ids).sum() + graph.rows.shadow.sum(), rows=rows).eval()
+    check_refusal((lambda: graph(torch.arange(3)), GraphError, "'rows'"))
