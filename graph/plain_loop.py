@@ -120,8 +120,9 @@ def load_checkpoint(
 
     extra: dict[str, Any] = {}
     with exclude_rows():
-        collect, selection = partial(_collect_state, model, training_state, {}), Selection(convert=convert)
-        checkpoint.load(model, as_path(path), check_state, apply_state, collect, selection, kind="loop")
+        current_state = partial(_collect_state, model, training_state, {})
+        selection = Selection(convert=convert)
+        checkpoint.load(model, as_path(path), check_state, apply_state, current_state, selection, kind="loop")
     return extra
 
 

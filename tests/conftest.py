@@ -44,9 +44,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if getattr(config.option, "maxworkerrestart", "") is None:
         config.option.maxworkerrestart = "0"  # or a new worker may run the test again that ended the last
     if not hasattr(config, "workerinput"):  # the workers of a run share one
-        servers = contextlib.ExitStack()
-        servers.enter_context(warm.running_server())
-        config.add_cleanup(servers.close)
+        ending = contextlib.ExitStack()
+        ending.enter_context(warm.running_server())
+        config.add_cleanup(ending.close)
     config.stash[STDERR] = os.dup(2)  # which tests redirect
     gc.set_threshold(10_000)  # a seventh of the time of collecting tests, a twentieth of that of running them
     config.addinivalue_line("markers", "limit(seconds): how long the test may take before it counts as hanging")
@@ -77,8 +77,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     try:
         return (yield)
     finally:
-        pytest_enter_pdb()
+        _without_limit()
         signal.signal(signal.SIGALRM, before)
+
+
+def _without_limit() -> None:
+    signal.alarm(0)
+    faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_sessionfinish() -> None:
@@ -87,9 +92,7 @@ def pytest_sessionfinish() -> None:
 
 
 def pytest_enter_pdb() -> None:
-    """No limit any more."""
-    signal.alarm(0)
-    faulthandler.cancel_dump_traceback_later()
+    _without_limit()
 
 
 def _poisoned(allocate: Callable[..., Any]) -> Callable[..., Any]:

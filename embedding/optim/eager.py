@@ -344,7 +344,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         trained = self._trained
         if self._world.size == 1:
             local = self._checked_gradients(trained)
-            return [(*pair, gradients) for pair, gradients in zip(trained, local, strict=True) if gradients is not None]
+            with_gradients = zip(trained, local, strict=True)
+            return [(e, optimizer, grads) for (e, optimizer), grads in with_gradients if grads is not None]
         local, error = try_call(lambda: self._checked_gradients(trained))
         note = sum(1 << number for number, gradients in enumerate(local or ()) if gradients is not None)
         notes = self._world.handshake(STEP, error, note=note).notes

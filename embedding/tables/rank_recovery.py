@@ -99,7 +99,8 @@ class RecoveryDecision:
             self.is_live = True
             return OpenPlan(contents.clean_marker, None, run_id, int(num_writes), version, decision.unusable_reason)
         self.base = decision.id
-        plan = OpenPlan(None, None, self._token, 0, version, decision.unusable_reason, log_entry)
+        reason = decision.unusable_reason
+        plan = OpenPlan(run_id=self._token, version=version, unusable_reason=reason, log_entry=log_entry)
         if self.base == EMPTY:
             return plan
         whole = Snapshot.open(self._shared_folder.snapshots / decision.name)

@@ -78,8 +78,9 @@ class TrainingState(NamedTuple):
 
 def make_training_state(optimizers: OptimizerSet, epilogue: StepEpilogue) -> TrainingState:
     remedy = "add the same optimizers with add_optimizer, or to score only, call graph.load(path, optimizers=False)"
-    parts = [*optimizers], [*optimizers.row_optimizers.values()], optimizers.schedulers(), epilogue.scaler
-    return TrainingState(*parts, "this graph", remedy, "call set_grad_scaler({})")
+    row_optimizers, scaler_remedy = [*optimizers.row_optimizers.values()], "call set_grad_scaler({})"
+    schedules = optimizers.schedulers()
+    return TrainingState([*optimizers], row_optimizers, schedules, epilogue.scaler, "this graph", remedy, scaler_remedy)
 
 
 def check_extra_state(training: TrainingState, state: dict[str, Any]) -> None:

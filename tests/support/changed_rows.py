@@ -17,7 +17,7 @@ from tierbed.engine.row_format import KEY, Change, row_dtype
 from tierbed.engine.table import change_observers
 
 Row = tuple[int, int]  # table, key as 64 bits without sign
-FIRST, SECOND, THIRD = "1" * 32, "2" * 32, "3" * 32
+FIRST, SECOND = "1" * 32, "2" * 32
 some_rows = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 40)), min_size=1, max_size=25)
 calls = st.lists(st.tuples(st.sampled_from(["train", "put", "delete"]), some_rows), max_size=8)
 

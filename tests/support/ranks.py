@@ -47,7 +47,7 @@ def run_kept(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[
     """As `run_ranks`, on ranks that go on to the next call: `function` leaves its process and world as they were."""
     if ranks not in _kept:
         ending = contextlib.ExitStack()
-        _kept[ranks] = ending, ending.enter_context(started(ranks, run_kept))
+        _kept[ranks] = ending, ending.enter_context(started(ranks, None))
     try:
         for _, pipe in _kept[ranks][1]:
             pipe.send_bytes(pickle.dumps((function, arguments)))
@@ -104,14 +104,15 @@ def _on_rank(world: Any, test: Any, fixtures: Mapping[str, Any]) -> None:
 @contextlib.contextmanager
 def started(
     ranks: int,
-    function: Callable[..., Any],
+    function: Callable[..., Any] | None,
     *arguments: Any,
     timeout: float = 60,
     whole: bool = False,
 ) -> Iterator[list[tuple[Child, Connection]]]:
     """The processes of `run_ranks` in the order of ranks, each with a pipe to `answer`. They end with the block.
 
-    whole: whether they free at their end what they and torch hold, as scripts do.
+    function: if None, each calls what comes by its pipe, until it is killed. whole: whether they free at their end
+    what they and torch hold, as scripts do.
     """
     from torch.distributed import TCPStore  # not where the workers of a run are started
 
@@ -169,7 +170,7 @@ def be_rank(
     ranks: int,
     place: Mapping[str, str],
     timeout: float,
-    function: Callable[..., Any],
+    function: Callable[..., Any] | None,
     arguments: tuple[Any, ...],
     pipe: Connection,
 ) -> None:
@@ -183,7 +184,7 @@ def be_rank(
 
     try:
         world = World.from_env(timeout=timeout)
-        while function is run_kept:
+        while function is None:
             torch.manual_seed(0)
             task, given = pickle.loads(pipe.recv_bytes())
             pipe.send_bytes(_pickled((True, task(world, *given))))
