@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,33 +51,12 @@ class Together(ModelSnapshots, nn.Module):
             one.close()
 
 
-def play(made: Together, plan: str) -> None:
-    """What a plan says: "1" is a step with that number, "8a" one of a alone, "close-a" the end of a, "one" a save."""
-    for part in plan.split():
-        if part[0].isdigit():
-            made.step(int(part[0]), part[1:] or "abc")
-        elif part == "close":
-            made.close()
-        elif part == "close-a":
-            made.all[0].close()
-        else:
-            made.save_snapshot(part)
-
-
-def save_each(made: Together, before: str) -> None:
-    for number, one in enumerate(made.all):
-        if number == 0 or before == "each":
-            made.step(1)
-        one.save_snapshot(f"one-{one.name}")
-    made.step(2)
-
-
-HISTORIES: dict[str, Callable[[Together], None]] = {  # all but the first are then killed
-    "closed": partial(play, plan="1 one 2 close"),
-    "killed after saves of all": partial(play, plan="1 one 2 two 4 8a"),
-    "killed after saves of each": partial(save_each, before="all"),
-    "killed after saves apart": partial(save_each, before="each"),
-    "killed after a close of one": partial(play, plan="1 one 2 close-a"),
-}
+HISTORIES = (  # a number is a step by it, a word a snapshot of all; but for the first they were then killed
+    "closed",  # 1 one 2 close
+    "killed after saves of all",  # 1 one 2 two 4, and a step of a alone by 8
+    "killed after saves of each",  # 1, a snapshot of each alone, 2
+    "killed after saves apart",  # for each: 1, a snapshot of it alone; then 2
+    "killed after a close of one",  # 1 one 2, and a close of a alone
+)
 COUNTS = (2, 3)
 OF_RANKS = 2  # embeddings, and ranks
