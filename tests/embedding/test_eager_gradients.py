@@ -8,13 +8,11 @@ import sys
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from threading import Barrier
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,13 +30,6 @@ CONVERSIONS = {
 
 def sgd(rows: nn.Module, lr: float = 1.0) -> EagerOptimizer:
     return EagerOptimizer(torch.optim.SGD(rows.parameters(), lr=lr), rows)
-
-
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_rows_in_a_distributed_data_parallel_are_refused_not_trained_apart(one_rank) -> None:
