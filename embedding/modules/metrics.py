@@ -28,34 +28,34 @@ class Metric(NamedTuple):
 _counter, _gauge = partial(Metric, "counter"), partial(Metric, "gauge")
 
 
-def _latencies(name: str, calls: str) -> dict[str, Metric]:
-    percentiles = {f"{name}_seconds_p{n}": _gauge(f"{n}th percentile of {calls}") for n in (50, 90, 99)}
-    return {**percentiles, f"{name}_seconds_max": _gauge(f"the longest {name}")}
+def _latencies(name: str) -> dict[str, Metric]:
+    percentiles = {f"{name}_seconds_p{n}": _gauge(f"{n}th percentile of {name} times") for n in (50, 90, 99)}
+    return {**percentiles, f"{name}_seconds_max": _gauge(f"the longest {name} time")}
 
 
 METRICS: dict[str, Metric] = {
     # metrics of the embedding
-    "rows": _gauge("written rows of all tables, as `size()`"),
+    "rows": _gauge("written rows of all tables, like `size()`"),
     "step": _gauge("training steps of this embedding; stored in snapshots"),
-    "dropped": _counter("illegal ids dropped in lookups and `get`, with `bad_ids` `drop`"),
-    "refused": _counter("new rows that `admission` refused, each time"),
+    "dropped": _counter("illegal ids that lookups and `get` dropped, if `bad_ids` is `drop`"),
+    "refused": _counter("times that `admission` refused a new row"),
     "evicted": _counter("rows deleted because of `capacity`"),
     "expired": _counter("rows deleted because of `ttl_steps`"),
     "deleted": _counter("rows deleted by `delete`"),
-    "ledger_bytes": _gauge("host memory of `eviction`, `admission` and `ttl_steps`"),
-    "total_bytes": _gauge("memory of all tiers, overflow areas and the ledger", "total_memory_bytes"),
+    "ledger_bytes": _gauge("host memory that `eviction`, `admission` and `ttl_steps` use"),
+    "total_bytes": _gauge("memory of all tiers, their overflow areas, and `ledger_bytes`", "total_memory_bytes"),
     **{
-        f"{purpose}_{name}": _counter(f"{calls}: rows found {meaning}")
-        for purpose, calls in (("train", "training, `put`"), ("evaluate", "evaluation"))
+        f"{purpose}_{name}": _counter(f"rows that {calls} found {meaning}")
+        for purpose, calls in (("train", "training or `put`"), ("evaluate", "evaluation"))
         for name, meaning in (
             ("hits", "in the top tier"),
             ("misses", "in a lower tier"),
-            ("unknown", "in no tier: never written"),
+            ("unknown", "in no tier (never written)"),
         )
     },
     "prefetch_hits": _counter("steps whose batch `prefetch` announced"),
-    "prefetch_misses": _counter("steps whose batch was not the next announced one"),
-    "prefetch_dropped": _counter("announced batches dropped because too many waited"),
+    "prefetch_misses": _counter("steps whose batch was not the next that `prefetch` announced"),
+    "prefetch_dropped": _counter("batches that `prefetch` announced and dropped, because too many waited"),
     # metrics of an embedding with a world, in addition to its tiers' metrics
     "ids_sent": _counter("distinct ids requested from other ranks"),
     "ids_received": _counter("distinct ids requested by other ranks"),
@@ -66,51 +66,51 @@ METRICS: dict[str, Metric] = {
     # metrics of every tier
     "hits": _counter("rows requested from this tier and found"),
     "misses": _counter("rows requested from this tier and not found"),
-    "insertions": _counter("rows inserted here; for `ssd`, `rows_written`"),
-    "bytes_in": _counter("bytes of rows copied here: from below to a cache, from above to the last tier", "in_bytes"),
-    "bytes_out": _counter("bytes of rows copied the other way", "out_bytes"),
-    "resident_rows": _gauge("rows here now; for `ssd` an estimate, too high until compaction"),
+    "insertions": _counter("rows inserted into this tier; for `ssd`, equal to `rows_written`"),
+    "bytes_in": _counter("bytes of rows copied into a cache from below, or into the last tier from above", "in_bytes"),
+    "bytes_out": _counter("bytes of rows copied from a cache to the tier below, or from the last tier up", "out_bytes"),
+    "resident_rows": _gauge("rows in this tier now; for `ssd` an estimate, too high until compaction"),
     "bytes": _gauge(
-        "memory with metadata and the array of `ids=n`, without `overflow_bytes` and `window_bytes`", "memory_bytes"
+        "memory with metadata and the index of `ids=n`, without `overflow_bytes` and `window_bytes`", "memory_bytes"
     ),
-    **_latencies("fetch", "fetches"),
-    **_latencies("write", "writes"),
+    **_latencies("fetch"),
+    **_latencies("write"),
     # metrics of caches
-    "capacity": _gauge("rows that fit", "capacity_rows"),
+    "capacity": _gauge("rows that fit into this tier", "capacity_rows"),
     "fill": _gauge("`resident_rows` / `capacity`", "fill_ratio"),
-    "index_bytes": _gauge("the index's part of `bytes`"),
-    "evictions_clean": _counter("clean rows evicted, without write-back"),
-    "evictions_dirty": _counter("dirty rows evicted and written back"),
+    "index_bytes": _gauge("memory of the index, a part of `bytes`"),
+    "evictions_clean": _counter("unchanged rows evicted from the cache, without write-back"),
+    "evictions_dirty": _counter("changed rows evicted from the cache and written back"),
     "too_small": _gauge("1 if the cache misses over half of the rows because it evicts rows that are needed again"),
-    "overflows": _counter("rows that did not fit their set, because batches need all its rows"),
+    "overflows": _counter("rows that did not fit in their cache set, because batches need all its rows"),
     "overflow_rows": _gauge("rows in the overflow area now"),
     "overflow_peak_rows": _gauge("the peak of `overflow_rows`"),
-    "overflow_capacity": _gauge("rows above which prefetch and dirty rows wait", "overflow_capacity_rows"),
+    "overflow_capacity": _gauge("`overflow_rows` above which prefetch and steps must wait", "overflow_capacity_rows"),
     "overflow_evictions": _counter("rows evicted from the overflow area"),
     "overflow_bytes": _gauge("memory of the overflow area"),
-    "window_bytes": _gauge("memory that lists rows of announced batches until they are resident"),
-    "prefetch_waits": _counter("prefetched batches that waited for the overflow area"),
+    "window_bytes": _gauge("memory that lists announced batches' rows until they are cached"),
+    "prefetch_waits": _counter("times that prefetch waited for space in the overflow area"),
     # metrics of RocksDB
-    "rows_written": _counter("rows written"),
-    "rows_erased": _counter("rows erased, existing or not"),
-    "read_threads": _gauge("threads of the next read, up to `io_threads`"),
-    "memtable_bytes": _gauge("written rows in memory, not yet in files"),
-    "index_filter_bytes": _gauge("indexes and filters in memory, outside the block cache"),
-    "block_cache_bytes": _gauge("blocks in RocksDB's cache"),
-    "block_cache_hits": _counter("blocks found in RocksDB's cache"),
-    "block_cache_misses": _counter("blocks read from files"),
-    "bloom_useful": _counter("file reads that a filter avoided"),
-    "sst_bytes": _gauge("size of the files"),
-    "live_data_bytes": _gauge("estimated size without replaced versions of rows"),
-    "flush_bytes": _counter("bytes written from memory to files"),
+    "rows_written": _counter("rows written to RocksDB"),
+    "rows_erased": _counter("rows erased from RocksDB, existing or not"),
+    "read_threads": _gauge("number of threads for the next read, up to `io_threads`"),
+    "memtable_bytes": _gauge("memory of written rows that are not yet in RocksDB's files"),
+    "index_filter_bytes": _gauge("memory of indexes and filters, outside the block cache"),
+    "block_cache_bytes": _gauge("memory of RocksDB's block cache"),
+    "block_cache_hits": _counter("blocks found in RocksDB's block cache"),
+    "block_cache_misses": _counter("blocks read from files instead of the block cache"),
+    "bloom_useful": _counter("file reads that a Bloom filter avoided"),
+    "sst_bytes": _gauge("size of RocksDB's files"),
+    "live_data_bytes": _gauge("estimated `sst_bytes` without replaced versions of rows"),
+    "flush_bytes": _counter("bytes written from memtables to files"),
     "compaction_bytes": _counter("bytes that compactions wrote"),
     "compaction_read_bytes": _counter("bytes that compactions read"),
     "pending_compaction_bytes": _gauge("estimated bytes that compactions must still rewrite"),
-    "running_flushes": _gauge("running flushes"),
-    "running_compactions": _gauge("running compactions"),
-    "background_errors": _counter("failed flushes and compactions"),
+    "running_flushes": _gauge("memtable flushes running now"),
+    "running_compactions": _gauge("compactions running now"),
+    "background_errors": _counter("failed memtable flushes and compactions"),
     "stall_seconds": _counter("time that writes waited for flushes and compactions"),
-    "write_amplification": _gauge("bytes written to files / bytes of rows written"),
+    "write_amplification": _gauge("bytes written to RocksDB's files / bytes of rows written"),
 }
 
 TABLE_METRICS: dict[str, Metric] = {
