@@ -105,7 +105,7 @@ def prune(
     from ..graph.state.kept import prune as prune_kept
 
     if (path / STATE).exists():
-        fail(f"{str(path)!r} is a single checkpoint; give the folder that holds it", as_json=as_json)
+        fail(f"{str(path)!r} is one checkpoint; give the folder that holds all", as_json=as_json)
     retained, removed = prune_kept(path, keep_last, dry_run)
     if as_json:
         names = {"removed": [c.path.name for c in removed], "kept": [c.path.name for c in retained]}
