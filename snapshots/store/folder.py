@@ -119,7 +119,7 @@ class StoreFolder(FolderState):
         try:
             data = seal(mark.plain())
         except ValueError as error:
-            raise StoreError(f"MARK in {str(self.path)!r} cannot store the table's description: {error}") from error
+            raise StoreError(f"MARK in {str(self.path)!r} cannot store the description: {error}") from error
         self.check()
         with self._errors("write MARK of"):
             if self._mark_file.exists() and Mark.parse(data) == self.mark:

@@ -40,8 +40,7 @@ def plan_prune(
 
     snapshots: from oldest to latest. keep_last: how many latest snapshots to keep. keep_every: also keep the first
     snapshot at or after each multiple of this many steps. recovery_snapshots: names to keep because recovery may load
-    them. of_states: names to keep because state_dicts need them; not counted in keep_last. Raises OptionError, and
-    SnapshotError if a parent is missing.
+    them. of_states: names to keep for state_dicts, not counted in keep_last. Raises OptionError, SnapshotError.
     """
     keep_last = int_option("keep_last", keep_last, "a whole number from 1", 1)
     if keep_every is not None:
@@ -69,7 +68,7 @@ def plan_for(store: FolderState, keep_last: int, keep_every: int | None = None) 
     """Returns what `prune` would do. Raises the errors that `prune` would raise."""
     snapshots, damaged = list_snapshots(store.snapshots)
     for error in damaged.values():
-        raise SnapshotError(f"nothing was pruned, because a snapshot cannot be read: {error}") from error
+        raise SnapshotError(f"nothing is pruned while a snapshot cannot be read: {error}") from error
     of_states = [snapshot.name for snapshot in snapshots if is_state_snapshot(snapshot)]
     return plan_prune(snapshots, keep_last, keep_every, list_needed(store), of_states)
 
