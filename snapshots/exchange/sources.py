@@ -205,8 +205,8 @@ def _choose_by_name(shapes: Mapping[str, Shape]) -> list[SourceTable]:
     columns = {name: name for name, (_, shape) in shapes.items() if shape}  # a 0-d array is not a column
     if not {KEY, EMBEDDING} <= columns.keys():
         raise InputError(
-            f"the file holds {', '.join(sorted(columns)) or 'no columns'}; it needs {KEY!r} and {EMBEDDING!r}, or name "
-            "a dense table by tensor="
+            f"the file holds {', '.join(sorted(columns)) or 'no columns'}; {KEY!r} and {EMBEDDING!r} are needed, or "
+            "the name of a dense table by tensor="
         )
     return [SourceTable(columns)]
 
