@@ -63,7 +63,7 @@ def exit_if_in_use(stores: Sequence[Path], as_json: bool) -> Iterator[None]:
 
 @contextmanager
 def locked(stores: Sequence[Path], as_json: bool, exits: bool = True) -> Iterator[list[StoreFolder]]:
-    """Lock stores. If another process has locked one, exit with code `IN_USE`, or raise StoreError if not `exits`."""
+    """Lock stores. If another process has locked a store, exit with code `IN_USE`; if not `exits`, raise StoreError."""
     from ..snapshots.store.folder import StoreFolder
     from ..snapshots.store.status import require_store
 

@@ -25,13 +25,13 @@ from .arguments import Json, nearest_existing
 from .output import PROBLEM, align, print_json, size
 
 MIN_OPEN_FILES = 4096  # with a lower limit, RocksDB keeps opening and closing its files
-_NEEDED = "numpy", "torch", "lazy-loader", "msgpack", "safetensors"  # typer and rich are imported above
+_NEEDED = "numpy", "torch", "lazy-loader", "msgpack", "safetensors"  # omits typer and rich, which are imported above
 _EXTRAS = {  # maps each optional extra to its modules and its purpose
     "parquet": (("pyarrow",), "export and import of Parquet"),
     "plot": (("matplotlib",), "`snapshot inspect --plot`"),
     "metrics": (("prometheus_client", "tensorboard"), "`prometheus_text` and `write_tensorboard`"),
 }
-MIN_FREE_BYTES = 1 << 30  # with less free space, the check of a disk fails
+MIN_FREE_BYTES = 1 << 30  # a disk with less free space fails its check
 
 
 class Check(NamedTuple):

@@ -100,7 +100,7 @@ def import_(
     create: Annotated[bool, typer.Option("--create", help="Create the store folder if it does not exist.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Make a snapshot from rows that `export` or another program wrote. `load` then makes them the live rows.
+    """Make a snapshot from rows that `export` or another program wrote. Load the snapshot to use the rows.
 
     Example: tierbed snapshot import store/users pretrained model.pt --tensor emb.weight
     """

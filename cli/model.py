@@ -1,4 +1,4 @@
-"""Helpers for commands on a model's folder. Its store folders, one per embedding, are saved and loaded together."""
+"""Helpers for commands on a model's folder: its stores, one per embedding, are saved and loaded together."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def serving_processes(stores: Iterable[Path], timeout: float, as_json: bool) -> 
 def save_together(
     stores: list[Path], name: str, kind: str, overwrite: bool, timeout: float, advance: ProgressCallback, as_json: bool
 ) -> list[Manifest]:
-    """Save a snapshot of each store. The process that has stores open saves all of them; this process saves the others.
+    """Save a snapshot of each store. The process that has stores open saves them; this process saves the closed stores.
 
     Exits with code `IN_USE` if several processes have stores open. Raises StoreError, SnapshotError, OptionError.
     """

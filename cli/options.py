@@ -81,7 +81,7 @@ def options(
 
 
 def _memory(options: StoreOptions) -> dict[str, int | str | None]:
-    """Return {part of the store: bytes of memory}. The value is "auto" for a share of free memory, None if unknown.
+    """Return {part of the store: bytes of memory}. "auto" stands for a share of free memory, None for unknown.
 
     On a machine without a GPU, the device cache is in host memory and needs an overflow area.
     """
@@ -109,7 +109,7 @@ def _memory(options: StoreOptions) -> dict[str, int | str | None]:
 def _disk(options: StoreOptions, name: str) -> dict[str, Any] | None:
     """Return the paths of rows and snapshots, the free bytes at both, and the bytes that all rows need, if known.
 
-    Returns None if rows are not stored on disk. Raises OptionError for an invalid path or if the rows exceed the disk.
+    Returns None if rows are not stored on disk. Raises OptionError for an invalid path or if the disk is too small.
     """
     from ..engine.row_format import row_dtype
 

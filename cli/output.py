@@ -72,7 +72,7 @@ def print_error(message: str) -> None:
 
 @contextmanager
 def checked_stdout() -> Iterator[None]:
-    """Within this context, exit with `PROBLEM` if stdout cannot be written, for example because the disk is full.
+    """Exit with code `PROBLEM` if the `with` block cannot write to stdout, for example because the disk is full.
 
     Prints the error on stderr, except for a closed pipe. Characters that stdout cannot encode are printed as escapes.
     """
@@ -87,14 +87,14 @@ def checked_stdout() -> Iterator[None]:
         finally:
             stdout.flush()
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())  # so that Python's flush at exit does not fail
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())  # so that Python can flush stdout at exit
         if error.errno != errno.EPIPE:
             print_error(f"tierbed: stdout: {error.strerror}")
         raise SystemExit(PROBLEM) from None
 
 
 def fail(message: str, code: int = PROBLEM, as_json: bool = False) -> NoReturn:
-    """Exit with a message on stderr. With --json, also print it as a document on stdout."""
+    """Exit with a message on stderr. With --json, also print the message as JSON on stdout."""
     print_error(f"tierbed: {message}")
     if as_json:
         print_json({"error": message}, indent=None)
@@ -102,7 +102,7 @@ def fail(message: str, code: int = PROBLEM, as_json: bool = False) -> NoReturn:
 
 
 def print_interrupted(as_json: bool) -> None:
-    """With --json, print a document for Ctrl-C."""
+    """With --json, report Ctrl-C as a JSON document on stdout."""
     if as_json:
         print_json({"error": "interrupted"}, indent=None)
 
@@ -117,7 +117,7 @@ def words(value: Any) -> str:
     if value is None:
         return "none"
     if isinstance(value, float):
-        return f"{value:.9g}"  # as many digits as float32 needs
+        return f"{value:.9g}"  # 9 digits identify any float32
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     if any(isinstance(item, (dict, list, tuple)) for item in inner):
         return text(value)
@@ -159,7 +159,7 @@ def when(created: int) -> str:
 
 @contextmanager
 def progress(title: str, rows: int | None = None) -> Iterator[ProgressCallback]:
-    """Show progress. Yields a function to call with the number of rows just done. rows: the total number, if known.
+    """Show progress. Yields a function to call with each count of processed rows. rows: the total count, if known.
 
     If stderr is a terminal, a progress bar appears there after a second, with the rate and the remaining time.
     """

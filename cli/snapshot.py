@@ -63,7 +63,7 @@ def prune(
     timeout: Timeout = 60,
     as_json: Json = False,
 ) -> None:
-    """Remove old snapshots. This keeps the parents of kept snapshots, and snapshots that recovery needs.
+    """Remove old snapshots, except parents of kept snapshots and snapshots that recovery needs.
 
     Example: tierbed snapshot prune store/users --keep-last 5 --keep-every 100000
     """
@@ -197,7 +197,7 @@ def load(
 ) -> None:
     """Replace the live rows by a snapshot. The next training run resumes from that snapshot.
 
-    The snapshot is verified while it is copied. The live rows do not change if it is damaged or does not fit them.
+    The snapshot is verified while it is copied. A damaged or unsuitable snapshot leaves the live rows unchanged.
 
     Example: tierbed snapshot load store/users before-retraining
     """

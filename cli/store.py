@@ -95,7 +95,7 @@ def compact(
             sizes = _run_in_thread(lambda: compact_live(folder, rocksdb_options), advance)
     except KeyboardInterrupt:
         output.print_interrupted(as_json)
-        os._exit(output.INTERRUPTED)  # RocksDB's threads still run, but its files are valid at any time
+        os._exit(output.INTERRUPTED)  # RocksDB's threads still run, but RocksDB's files are valid at any time
     seconds = time.monotonic() - begin
     if as_json:
         before, after = sizes or (None, None)

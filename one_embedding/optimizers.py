@@ -19,7 +19,7 @@ class Optimizer(EagerOptimizer):
     """An `EagerOptimizer` with OneFlow's arguments: its `step()` also updates embedding rows.
 
     Args:
-        optimizer: An optimizer from torch.optim or tierbed.optim. It must have the parameters of all embeddings.
+        optimizer: An optimizer from torch.optim or tierbed.optim that has the parameters of all embeddings.
         embeddings: List of embeddings to train.
 
     Raises:
@@ -49,17 +49,17 @@ def SmartDecayAdam(
     Args:
         params, lr, betas, eps: As in torch.optim.Adam.
         weight_decay, amsgrad, do_bias_correction: Only the defaults are supported.
-        contiguous_params, fused: Ignored. In OneFlow, these options are for dense parameters and change no result.
+        contiguous_params, fused: Ignored, because in OneFlow they only concern dense parameters and change no result.
 
     Raises:
         OptimizerError: If weight_decay, amsgrad or do_bias_correction is not the default.
     """
     refusals: tuple[tuple[str, Any, Any, str], ...] = (
-        ("weight_decay", weight_decay, 0, "it would move rows that no step touched"),
-        ("amsgrad", amsgrad, False, "rows keep two moments"),
-        ("do_bias_correction", do_bias_correction, True, "steps are those of torch.optim.Adam"),
+        ("weight_decay", weight_decay, 0, "weight decay would change rows that no step used"),
+        ("amsgrad", amsgrad, False, "a row stores only Adam's two moments"),
+        ("do_bias_correction", do_bias_correction, True, "steps always equal torch.optim.Adam's"),
     )
     for name, value, default, reason in refusals:
         if value != default:
-            raise OptimizerError(f"SmartDecayAdam: {name}={value!r}; give {name}={default}: {reason}")
+            raise OptimizerError(f"SmartDecayAdam: {name}={value!r} is refused: {reason}; give {name}={default}")
     return CatchUpAdam(params, lr, betas, eps)

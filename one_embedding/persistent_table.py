@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def _with_paths(make: Callable[Concatenate[Path, P], T]) -> Callable[Concatenate[Paths, P], T]:
-    """Return a function that accepts `paths` as its first argument and otherwise equals `make`."""
+    """Return a function that accepts `paths` as its first argument and otherwise works like `make`."""
 
     @wraps(make)
     def call(paths: Paths, *args: P.args, **kwargs: P.kwargs) -> T:

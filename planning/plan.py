@@ -40,9 +40,9 @@ class Curve(NamedTuple):
     """A miss-ratio curve, as three arrays [n] sorted by cache size.
 
     Attributes:
-        rows: The cache size, as a number of rows.
+        rows: The cache size in rows.
         budget_mb: The cache size in MiB, as for the option `cache_budget_mb`.
-        miss_ratio: The number of misses divided by the number of accesses. Each batch accesses a row once.
+        miss_ratio: Misses divided by accesses. Each batch accesses a row once.
     """
 
     rows: NDArray[np.int64]
@@ -51,7 +51,7 @@ class Curve(NamedTuple):
 
 
 class Plan:
-    """Predicted hit rates of an LRU cache that all tables of an embedding share. `print(plan)` shows them as a table.
+    """Predicted hit rates of an LRU cache that all tables of an embedding share. `print(plan)` shows hit rates.
 
     Hits are counted as in an embedding's metrics: each distinct row counts once per batch.
 
@@ -59,9 +59,9 @@ class Plan:
         dim: Embedding elements per row.
         state: Optimizer state elements per row.
         line_bytes: Bytes of a cached row with its state and counters. A cache adds `LINE_OVERHEAD_BYTES` per row.
-        batches: The number of batches in the trace, without the warmup.
-        seen: int64 [tables], how many distinct rows of each table the trace uses, including the warmup.
-        uses: int64 [tables], how many rows of each table the batches after the warmup use. A row counts once per batch.
+        batches: How many batches the trace has after the warmup.
+        seen: int64 [tables], how many distinct rows the trace uses per table, including the warmup.
+        uses: int64 [tables], how many rows the batches after the warmup use per table. A row counts once per batch.
         rate: The fraction of rows that was sampled. If `rate` is 1, `seen` and `uses` are exact, otherwise estimates.
         memory_mb: The memory in MiB that `division` divides, or None if the system does not report its free memory.
         ranks: A `RankPlan` with the data that ranks would exchange, or None if `world_size` was not given.
@@ -78,7 +78,7 @@ class Plan:
         ranks: RankPlan | None,
         words: int,
     ) -> None:
-        """`words` is the size of a row with its state, in 4-byte words."""
+        """`words` is how many 4-byte words a row with its state needs."""
         self.dim, self.state, self.memory_mb, self.ranks = dim, state, memory_mb, ranks
         self.line_bytes = line_bytes_of(words)
         self.rate = sample.rate
@@ -96,18 +96,18 @@ class Plan:
         self.uses = _estimates(uses.table[self._counted], tables, self.rate)
 
     def rows(self, budget_mb: float) -> int:
-        """Returns how many rows a cache of `budget_mb` MiB holds. Raises OptionError if fewer than MIN_CACHE_ROWS."""
+        """Returns how many rows a cache of `budget_mb` MiB holds. Raises OptionError below MIN_CACHE_ROWS rows."""
         budget = as_number(budget_mb)
         if budget is None or not self.bytes(MIN_CACHE_ROWS) / MB <= budget < 1 << 40:
             raise OptionError(f"budget_mb={budget_mb!r}: give a number of MiB >= {self.bytes(MIN_CACHE_ROWS) / MB:.3f}")
         return int(budget * MB) // self.bytes(WAYS) * WAYS
 
     def bytes(self, rows: int) -> int:
-        """Returns how many bytes a cache of `rows` rows needs, including its metadata."""
+        """Returns how many bytes a cache for `rows` rows needs, including its metadata."""
         return rows * (self.line_bytes + LINE_OVERHEAD_BYTES)
 
     def overflow_mb(self, budget_mb: float) -> float:
-        """Returns the default of the option `overflow_mb`, for a `cached_ssd` store with a cache of `budget_mb` MiB.
+        """Returns the default `overflow_mb` for a `cached_ssd` store whose cache has `budget_mb` MiB.
 
         The default is `budget_mb` or 192 MiB, whichever is less, but always enough for two batches.
         """
@@ -122,14 +122,14 @@ class Plan:
         table: int | None = None,
         overflow_mb: float = 0,
     ) -> float:
-        """Returns the predicted hit rate, from 0 to 1, of a cache.
+        """Returns a cache's predicted hit rate, from 0 to 1.
 
         Args:
             budget_mb: The cache size in MiB.
-            rows: The cache size as a number of rows. Give either `rows` or `budget_mb`.
+            rows: The cache size in rows. Give either `rows` or `budget_mb`.
             table: Count only the hits on this table's rows. The cache is still shared by all tables.
-            overflow_mb: The size in MiB of the overflow area, for a cache above RocksDB on the CPU. Half of the
-                overflow area holds rows that wait for write-back. Lookups of these rows count as hits.
+            overflow_mb: The overflow area's size in MiB, for a cache above RocksDB on the CPU. Half of the area holds
+                rows that wait for write-back. Lookups of waiting rows count as hits.
 
         Raises:
             OptionError: If an argument is invalid.
@@ -149,7 +149,7 @@ class Plan:
     def division(self, capacity: int | None = None) -> MemorySplit:
         """Returns how a `cached_ssd` store on the CPU with `cache_budget_mb="auto"` would divide `memory_mb`.
 
-        `capacity` is the store option of that name. Other options keep their defaults. Raises OptionError if
+        `capacity` is the store option `capacity`. Other store options have their defaults. Raises OptionError if
         `memory_mb` is None.
         """
         if self.memory_mb is None:
@@ -161,11 +161,11 @@ class Plan:
         return split_memory(self.memory_mb, self.bytes(1), "rocksdb", capacity=capacity, overflow_mb=None)
 
     def curve(self, table: int | None = None, points: int = 32) -> Curve:
-        """Returns miss ratios for cache sizes from MIN_CACHE_ROWS to twice the number of rows in the trace.
+        """Returns miss ratios for cache sizes from MIN_CACHE_ROWS to twice the trace's distinct rows.
 
         Args:
             table: Count only this table's rows. The cache is still shared by all tables.
-            points: The number of cache sizes. Each size is the previous size times a constant factor.
+            points: How many cache sizes to compute. Each size is the previous size times a constant factor.
 
         Raises:
             OptionError: If an argument is invalid.
@@ -181,7 +181,7 @@ class Plan:
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw a miss-ratio curve for all tables together and, if there are several tables, for each table.
 
-        The suffix of `path` chooses matplotlib's file format. Raises OptionError if `tierbed[plot]` is not installed.
+        The path's suffix chooses matplotlib's file format. Raises OptionError if `tierbed[plot]` is not installed.
         """
         try:
             from matplotlib.figure import Figure
@@ -259,16 +259,16 @@ def plan(
     """Predict cache hit rates, and how much data ranks would exchange, for batches like the ones in a trace.
 
     Args:
-        trace: One item per training step: ids, or a tuple (ids, table_ids). Both are integer tensors or arrays, as for
-            a lookup. `table_ids` is broadcast to the shape of the ids. With several tables and no `table_ids`, the
+        trace: One item per training step: ids, or a tuple (ids, table_ids). Ids and table ids are integer tensors
+            or arrays. `table_ids` is broadcast to the shape of the ids. With several tables and no `table_ids`, the
             index in the ids' last dimension is the table.
         dim: Embedding elements per row.
         state: Optimizer state elements per row: 0 for SGD; `dim` for SGD with momentum and Adagrad; `2 * dim` for Adam,
             AdamW and CatchUpAdam; 1 for RowWiseAdagrad (docs/optimizers.md lists all).
         tables: How many tables the embedding has.
         padding_idx: The padding id, as for an embedding. Padding ids are not counted.
-        warmup: How many batches at the start of the trace only fill the cache and are not counted.
-        samples: How many row uses to keep in memory at most. If the trace has more, a fraction of its rows is sampled.
+        warmup: How many batches at the start only fill the cache and are not counted.
+        samples: How many row uses to keep in memory at most. If the trace has more uses, rows are sampled.
         memory_mb: The memory in MiB that `Plan.division` divides, as `cache_budget_mb="auto"` would. Default: the
             memory that is free on the machine and in this process's cgroups.
         world_size: Predict for this many ranks. Rows are divided among the ranks, and each batch is split into equal
@@ -282,7 +282,7 @@ def plan(
 
     Raises:
         OptionError: If an argument is invalid.
-        InputError: If a batch of the trace is invalid.
+        InputError: If a batch in the trace is invalid.
     """
     dim, tables = _count("dim", dim, 1), _count("tables", tables, 1)
     state, warmup = _count("state", state, 0), _count("warmup", warmup, 0)
@@ -364,8 +364,8 @@ class RankPlan:
     All numbers are exact sums over the batches after the warmup.
 
     Attributes:
-        size: The number of ranks.
-        batches: The number of batches after the warmup.
+        size: How many ranks there are.
+        batches: How many batches there are after the warmup.
         lookups: int64 [size], how many ids each rank looks up, without padding ids.
         ids: int64 [size, size]. Rank i requests `ids[i, j]` rows from rank j, each distinct row once per step.
         rows: int64 [size], how many of its rows each rank pins. A row that several ranks request counts once per step.
@@ -405,12 +405,12 @@ class RankPlan:
 
     @property
     def dedup(self) -> float:
-        """The number of ids looked up, divided by the number of rows requested."""
+        """How many ids are looked up, divided by how many rows are requested."""
         return float(self.lookups.sum() / max(self.ids.sum(), 1))
 
     @property
     def skew(self) -> float:
-        """The highest load of a rank divided by the mean load. A rank's load is how many of its rows are requested."""
+        """The highest load divided by the mean load. A rank's load is how many of its rows are requested."""
         requests = self.ids.sum(0)
         return float(requests.max() / max(requests.mean(), 1e-9))
 

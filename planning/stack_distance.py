@@ -1,8 +1,8 @@
 """Computes how deep a row is in an LRU stack when a batch uses it again, and the chance that a cache still has it.
 
-An LRU cache for n rows holds a row if fewer than n distinct rows were used since the row's last use. The number of rows
-used since then is the row's depth in the LRU stack. One pass over a trace yields a depth for every use of a row, and
-with the depths the hit rate of every cache size (Mattson's stack algorithm).
+An LRU cache for n rows holds a row if fewer than n distinct rows were used since the row's last use. How many
+distinct rows were used since a row's last use is called the row's depth in the LRU stack. One pass over a trace yields
+the depth at every use, and so the hit rate for every cache size (Mattson's stack algorithm).
 
 The engine's cache serves whole batches: all rows of a batch hit or miss when the batch begins, and do not evict each
 other. So a row's depth counts rows that later batches used, and also tied rows, whose last use was in the same batch.
@@ -24,7 +24,7 @@ I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]
 
 ROUNDS = 6  # how often `Model` iterates towards a fixed point; after three iterations, little changes
-PER_ROW = 100  # entries of the tables below per unit of load
+PER_ROW = 100  # entries per unit of load in the tables below
 _LOADS = np.arange(80 * PER_ROW + 1) / PER_ROW  # mean rows per group; with 80, GROUP ways are practically never enough
 
 
@@ -38,7 +38,7 @@ class Uses(NamedTuple):
 
 
 class Sample:
-    """A spatial sample: all uses of the rows whose hash is below a bound. The sample has a fraction `rate` of all rows.
+    """A spatial sample: all uses of the rows whose hash is below a bound, that is, of a fraction `rate` of all rows.
 
     Whenever the sample exceeds `max_uses` uses, the bound is halved. The method is from Waldspurger et al., "Efficient
     MRC Construction with SHARDS", FAST 2015.
@@ -49,7 +49,7 @@ class Sample:
         self._halvings = 0
         self._parts: list[tuple[I64, NDArray[np.uint32], NDArray[np.uint64], F64]] = []
         self._size = 0
-        self.batch_rows: list[int] = []  # the number of rows in each batch, sampled or not
+        self.batch_rows: list[int] = []  # how many rows each batch has, sampled or not
 
     @property
     def rate(self) -> float:
@@ -74,7 +74,7 @@ class Sample:
         batches, tables, hashes, arrivals = (np.concatenate(arrays) for arrays in zip(*self._parts, strict=True))
         tables = tables.astype(np.int64)
         _, by_hash = np.unique(hashes, return_inverse=True)
-        _, rows = np.unique(by_hash * (tables.max() + 1) + tables, return_inverse=True)  # two tables may share a hash
+        _, rows = np.unique(by_hash * (tables.max() + 1) + tables, return_inverse=True)  # rows may share a hash
         return Uses(batches, tables, rows, arrivals)
 
     def _append(self, part: tuple[I64, NDArray[np.uint32], NDArray[np.uint64], F64]) -> None:
@@ -90,19 +90,19 @@ class Depths(NamedTuple):
     """For each use of a row, the row's depth in the LRU stack, counted in sampled rows. Arrays are [n]."""
 
     before: I64  # the index of the same row's previous use, or -1
-    newer: I64  # distinct rows used by batches between the previous use and this one
-    tied: I64  # other rows whose last use was in the same batch as the previous use
+    newer: I64  # distinct rows used between the row's previous use and this use
+    tied: I64  # other rows whose last use was in the batch of this row's previous use
 
 
 def depths(uses: Uses) -> Depths:
-    """Compute the depth of each use. Sampled uses give exact depths too, but counted in sampled rows."""
+    """Compute the depth at each use of a row. The result is exact for the given uses."""
     count, batches = len(uses.batch), int(uses.batch[-1]) + 1 if len(uses.batch) else 0
     before = np.full(count, -1)
     order = np.argsort(uses.row, kind="stable")
     again = np.flatnonzero(np.diff(uses.row[order]) == 0)
     before[order[again + 1]] = order[again]
     newer, tied = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    last = np.zeros(batches + 1, np.int64)  # for each batch, the number of rows last used by this batch
+    last = np.zeros(batches + 1, np.int64)  # for each batch, how many rows were last used by this batch
     ends = np.searchsorted(uses.batch, np.arange(batches), side="right")
     begin = 0
     for batch, end in enumerate(ends):
@@ -119,10 +119,10 @@ def depths(uses: Uses) -> Depths:
 class Model:
     """Predicts each use's hit probability, for a set-associative cache: a new row replaces a row of its own group.
 
-    Rows fall into groups of GROUP ways at random. So how many rows of a group are above a given row in the LRU stack is
-    Poisson distributed, and the mean is the row's depth divided by the number of groups (Smith, "A comparative study of
-    set associative memory mapping algorithms", 1978). Tied rows are in random order. If a batch has more rows in a
-    group than the group has ways, the group keeps the batch's hits and the first of the batch's misses.
+    Rows fall into groups with GROUP ways at random. So how many of a group's rows are above a given row in the LRU
+    stack is Poisson distributed. The mean is the row's depth divided by the number of groups (Smith, "A comparative
+    study of set associative memory mapping algorithms", 1978). Tied rows are in random order. If a batch has more rows
+    in a group than the group has ways, the group keeps the batch's hits and the first misses.
     """
 
     def __init__(self, uses: Uses, sample: Sample) -> None:
@@ -140,7 +140,7 @@ class Model:
     def chances(self, lines: float) -> F64:
         """Returns for each use [n] the probability that a cache for `lines` rows holds the row.
 
-        All rows of the previous batch hit: rows that did not fit into their group are in the overflow area.
+        The previous batch's rows all hit: rows that did not fit into their group are in the overflow area.
         """
         groups = lines / GROUP
         load = self._rows / groups

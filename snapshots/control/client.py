@@ -1,7 +1,7 @@
 """Sends requests to a store's lock holder, the process that has the store open, over the socket in the store folder.
 
-The functions return None if no process has the store open, or if the lock holder serves no socket. They raise
-StoreError if the lock holder exits or sends nothing for `timeout` seconds, and they raise errors that it reports.
+The functions return None if the store is not open, or if the lock holder serves no socket. The functions raise
+StoreError if the lock holder exits or sends nothing for `timeout` seconds. They also raise the lock holder's errors.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ RowsWritten = Callable[[int, int | None], None]
 def request_status(store: Path, timeout: float = TIMEOUT) -> dict[str, Any] | None:
     """Returns the lock holder's `name`, `step`, `rows`, `pid` and `saving`.
 
-    saving: None unless the lock holder now saves a snapshot for another process. Then a dict with the snapshot's
-    `name`, the number of `rows` written so far, and the total number of rows as `of`, if known.
+    saving: None, or a dict about the save that the lock holder now runs for another process: the snapshot's `name`, the
+    number of `rows` written so far, and the total number of rows as `of`, if known.
     """
     return _request(store, {"do": "status"}, "report its status", timeout, "status")
 

@@ -1,6 +1,6 @@
 """The socket in an open store's folder. Over this socket, processes of the same user send requests to the lock holder.
 
-A message is one JSON document in one packet of a Unix socket (SOCK_SEQPACKET). A packet has a maximum size, and arrives
+A message is one JSON document in one packet of a Unix socket (SOCK_SEQPACKET). A packet's size is limited; it arrives
 whole or not at all. A longer answer is split into several packets; all except the last begin with a zero byte. The
 client sends the first message, called the request. docs/cli.md lists requests and answers.
 """
@@ -62,7 +62,7 @@ def connect(path: Path, timeout: float) -> socket.socket | None:
             os.close(folder_fd)
     except BaseException as error:
         connection.close()
-        if isinstance(error, (FileNotFoundError, ConnectionRefusedError)):  # a killed process leaves such a socket
+        if isinstance(error, (FileNotFoundError, ConnectionRefusedError)):  # after a kill, a socket refuses to connect
             return None
         raise
     return connection
@@ -84,7 +84,7 @@ def send(connection: socket.socket, message: Message) -> None:
 
 
 def receive(connection: socket.socket, packets: int = 1) -> Message | None:
-    """Receive a message. Returns None at the connection's end. Raises OSError; ValueError for an invalid message."""
+    """Receive a message. Returns None at the connection's end. Raises OSError, and ValueError for bad messages."""
     data = b""
     for _ in range(packets):
         packet, _, flags, _ = connection.recvmsg(MAX_PACKET_BYTES)

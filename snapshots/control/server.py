@@ -98,7 +98,7 @@ class Service:
         self._is_running = True
 
     def stop(self) -> None:
-        """Remove the socket, undo a running save, and end all threads. The thread of a client may call this, too."""
+        """Remove the socket, undo a running save, and end all threads. A client's thread may also call `stop`."""
         if not self._is_running:
             return
         with uninterrupted():
@@ -136,7 +136,7 @@ class Service:
         while not self._stop_event.is_set():
             try:
                 self._start_client(self._listener.accept()[0])
-            except OSError:  # the server stops, or the process has no more descriptors
+            except OSError:  # the server stops, or no file descriptors are left
                 self._stop_event.wait(1)
             except Exception:
                 log.warning("a client of store folder %s was not served", self._path, exc_info=True)
@@ -144,7 +144,7 @@ class Service:
 
     def _start_client(self, client: socket.socket) -> None:
         client.settimeout(_CLIENT_SECONDS)
-        for thread, connection in list(self._clients.items()):  # a copy: threads remove themselves at any time
+        for thread, connection in list(self._clients.items()):  # copied: threads remove themselves at any time
             if not thread.is_alive():  # the thread died before it could remove itself
                 self._clients.pop(thread, None)
                 connection.close()

@@ -1,4 +1,4 @@
-"""Reads named arrays from memory, NumPy's `.npz` or safetensors files, all together row by row. Also writes the files.
+"""Reads and writes files of named arrays (NumPy's `.npz`, safetensors). All arrays are read together, row by row.
 
 Writing uses no pickle, and only bounded memory, unlike the safetensors library. The layout of safetensors files is
 described at https://github.com/huggingface/safetensors#format
@@ -116,7 +116,7 @@ def write_npz(path: Path, columns: SpilledColumns, metadata: str) -> None:
     with ZipFile(path, "x", ZIP_STORED) as archive:
         for name, column in arrays.items():
             header = {"descr": npy.dtype_to_descr(column.dtype), "fortran_order": False, "shape": column.shape}
-            member = ZipInfo(name + _SUFFIX)  # ZipInfo has a fixed date, so equal rows make equal files
+            member = ZipInfo(name + _SUFFIX)  # ZipInfo's date is fixed, so equal rows make equal files
             with archive.open(member, "w", force_zip64=True) as file:
                 npy.write_array_header_1_0(file, header)
                 shutil.copyfileobj(column.file, file, _COPY_BYTES)
@@ -135,7 +135,7 @@ def open_npz(path: Path) -> Iterator[NamedArrays]:
                 if name != METADATA:
                     columns[name] = Column(str(array.dtype), array.shape, array.read)
                 elif array.dtype.kind != "U" or array.shape != () or array.dtype.itemsize > MAX_SEALED:
-                    raise ValueError(f"its array {METADATA!r} is not a table's description")
+                    raise ValueError(f"array {METADATA!r} is not a table's description")
                 else:
                     metadata = str(array.read_items(1)[0])
         yield NamedArrays(columns, metadata)

@@ -95,7 +95,7 @@ class Columns:
         self._check_range(keys, arrays, where)
         padding = self.description["padding_idx"]
         if padding is not None and (keys == padding).any():
-            raise InputError(f"{where}: keys contain padding_idx={padding}, which has no row; leave out this key")
+            raise InputError(f"{where}: keys contain padding_idx={padding}, but padding is not a row; leave it out")
         self._check_counters(arrays, count, where)
         return self._pack({**arrays, TABLE: self._table_numbers(arrays.get(TABLE), count, f"{where}: {TABLE}")})
 

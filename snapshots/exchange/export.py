@@ -1,4 +1,4 @@
-"""Exports snapshots to other programs' formats, in bounded memory. After a kill, a file is complete or absent."""
+"""Exports snapshots to other programs' formats, in bounded memory. A killed export leaves no partial file."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def export_snapshot(
             description, so an import restores bit-identical rows. "snapshot" writes a full snapshot. "npz" and
             "safetensors" files store one column after another, so the columns are first collected in temporary files.
         progress: called with the number of rows in each chunk after it was read.
-        tables: ids or names of the tables to write. None means all tables.
+        tables: ids or names of the tables to write, or None for all tables.
         state: True to write optimizer state. If False, rows are written as a lookup returns them, and the exported
             table counts as never trained.
-        overwrite: atomically replace an existing file once the new file is durable. Not allowed for snapshots.
+        overwrite: atomically replace an existing file once the new file is durable. A snapshot is never replaced.
 
     Returns:
         The number of rows written.

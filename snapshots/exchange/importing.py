@@ -47,21 +47,21 @@ def import_snapshot(
     Runs no code from files. Sorting needs memory for a few times 1/64 of the rows (see `RowSorter`).
 
     Args:
-        store: the store folder, `<persistent_path>/<embedding name>`. Created if missing, and locked during the import.
+        store: the store folder, `<persistent_path>/<embedding name>`. The import creates it if missing, and locks it.
         name: the new snapshot's name.
         source: rows by key, or a dense table. An exported file (.parquet, .npz, .safetensors) or a snapshot's folder
             has rows by key, and is imported bit for bit. Other programs' files in these formats need columns `key` and
             `embedding`, and may have `table`, optimizer states, `updates` and `step`; other columns are ignored. A
             dense table, [n, dim] of float32, float16 or bfloat16, is an array, a tensor, an `nn.Embedding` or a .npy
             file, or the tensor called `tensor` in a .npz, .safetensors or torch file (.pt, .pth, .bin, .ckpt).
-        keys: a dense table's keys [n] of the key type, or the path of a .npy file. If None, row numbers are keys, and
-            the row at padding_idx is skipped; it must be zeros. If a table repeats a key, the key's last row is used.
+        keys: a dense table's keys [n] of the key type, or the path of a .npy file. If None, keys are row numbers. The
+            row at padding_idx must be zeros, and is skipped. If a table repeats a key, the key's last row is used.
         table_ids: a dense table's table ids [n], or the path of a .npy file. One number or name assigns all rows to
             one table.
         tensor: the dense table's name in the file. Write "outer.inner" for a tensor in an inner dict. For several
             tables, give a list with one name per table, in the order of the tables.
         states: a dense table's optimizer states by name: [n, dim], or [n] for one number per row. Give arrays or paths
-            as for `keys`; with `tensor`, give tensor names. Requires a description with an optimizer and a step.
+            as for `keys`; with `tensor`, give tensor names. States need a description with an optimizer and a step.
         description: from `description_for`. None uses the source's description, otherwise the store's, otherwise an
             embedding's defaults. If the source lacks optimizer states, rows are imported without state.
         dtype: the dtype of embeddings in the snapshot: torch.float32, float16 or bfloat16. None keeps the description's
@@ -122,7 +122,7 @@ def _check_order(names: Names, source: Source) -> None:
 
 
 def _fit_description(description: Mapping[str, Any], source: Source) -> Mapping[str, Any]:
-    """Returns the description, without state if the source has no state. Raises InputError if rows do not fit."""
+    """Returns the description, without state if the source lacks state. Raises InputError if rows do not fit."""
     dim = sum(description["columns"])
     if source.dim != dim:
         raise InputError(f"{source.what} has rows of {source.dim} floats, but the table has {dim}: use another store")

@@ -118,7 +118,7 @@ class ParquetReader:
 
 @contextmanager
 def open_parquet(path: Path) -> Iterator[ParquetReader]:
-    """Yield a file's rows. Raises OptionError without pyarrow, and ValueError or OSError for an unreadable file."""
+    """Yield a file's rows. Raises OptionError if pyarrow is missing, ValueError or OSError for an unreadable file."""
     pa = _pyarrow()
     with pa.parquet.ParquetFile(path, page_checksum_verification=True) as file:
         yield ParquetReader(file, pa)

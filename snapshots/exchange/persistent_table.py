@@ -50,7 +50,7 @@ class PersistentTableReader(AbstractContextManager["PersistentTableReader"], Ite
         return (keys, values, rows["table"].copy()) if self._table_ids else (keys, values)
 
     def close(self) -> None:
-        """End the iteration. May be called more than once."""
+        """End the iteration, if it has not ended yet."""
         self._closed = True
         self._chunks.close()  # type: ignore[attr-defined]
 
@@ -75,10 +75,10 @@ class PersistentTableWriter(AbstractContextManager["PersistentTableWriter"]):
         Args:
             keys: the rows' keys [n], of the key type.
             values: the rows, float32 [n, storage_dim].
-            table_ids: whole numbers [n], or one table for all rows, by number or name. Optional with only one table.
+            table_ids: whole numbers [n], or one number or name for all rows, or None if there is only one table.
 
         Raises:
-            InputError: If an argument is invalid. Then no row is added.
+            InputError: If an argument is invalid; in this case, no row is added.
             SnapshotError: If the rows cannot be stored.
             ClosedError: If the writer is closed.
         """
@@ -89,7 +89,7 @@ class PersistentTableWriter(AbstractContextManager["PersistentTableWriter"]):
             self._sorter.add(rows)
 
     def close(self) -> None:
-        """Write the snapshot durably. May be called more than once. Raises SnapshotError."""
+        """Write the snapshot durably. Later calls do nothing. Raises SnapshotError."""
         if not self._closed:
             try:
                 write_snapshot(self._target, self._description, self._sorter.chunks())
@@ -97,7 +97,7 @@ class PersistentTableWriter(AbstractContextManager["PersistentTableWriter"]):
                 self.discard()
 
     def discard(self) -> None:
-        """Drop the rows without making a snapshot. May be called more than once."""
+        """Drop the rows without making a snapshot. Later calls do nothing."""
         self._closed = True
         self._sorter.close()
         self._folder.release()
@@ -133,7 +133,7 @@ def make_persistent_table_reader(
         value_type: must be torch.float32.
         storage_dim: how many floats to read per row: the embedding alone, or the embedding and all optimizer states.
         physical_block_size: ignored; exists for compatibility with OneFlow.
-        table_ids: True to yield table ids too. Required if the snapshot has several tables.
+        table_ids: True to yield table ids too, which is required if the snapshot has several tables.
 
     Returns:
         An iterator of (keys [n], values float32 [n, storage_dim]); with `table_ids`, also table ids uint32 [n].
@@ -172,7 +172,7 @@ def make_persistent_table_writer(
     file at a time, in memory for a few times 1/64 of all rows. If the `with` block raises, no snapshot is made.
 
     Args:
-        path: the store folder. It is created if missing, and locked until the writer is closed.
+        path: the store folder. The folder is created if missing, and locked until the writer is closed.
         snapshot_name, key_type, value_type, storage_dim, physical_block_size: see `make_persistent_table_reader`.
         description: from `description_for`. None uses the store's description, or for an empty store, an embedding
             with one table and default options.

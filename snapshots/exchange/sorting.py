@@ -66,10 +66,10 @@ class RowSorter:
                 yield bucket, rows[order[begin : begin + self._limit]]
 
     def close(self) -> None:
-        """Remove the temporary files. May be called more than once."""
+        """Remove the temporary files, if there are any."""
         files, self._files = self._files, {}
         for file in files.values():
-            with contextlib.suppress(OSError):  # the rows are no longer needed
+            with contextlib.suppress(OSError):  # the sorter's rows are no longer needed
                 file.close()
 
     @contextlib.contextmanager

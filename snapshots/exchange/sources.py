@@ -1,4 +1,4 @@
-"""Reads the sources of imports in bounded memory: arrays, dense embeddings, snapshots and files."""
+"""Reads rows to import, in bounded memory, from arrays, dense embeddings, snapshots and files."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ FileOpener = Callable[[], AbstractContextManager[OpenFile]]
 
 
 class SourceTable(NamedTuple):
-    """A table in a source. columns: maps names in `Columns` to names in the source. table: id or name, or None."""
+    """A table in a source. columns: maps names in `Columns` to the source's names. table: the id or name, or None."""
 
     columns: dict[str, str]
     table: int | str | None = None
@@ -89,7 +89,7 @@ class Source:
         self.key_type = shapes[self._tables[0].columns[KEY]][0] if KEY in self.names else None
         if self.key_type not in (None, *KEY_DTYPES):
             raise InputError(f"{what}: {KEY} is {self.key_type}; save keys as one of {', '.join(KEY_DTYPES)}")
-        self.description = None if metadata is None else _parse_description(metadata, what)  # None if the file has none
+        self.description = None if metadata is None else _parse_description(metadata, what)  # None if not in the file
 
     def _add(self, part: SourceTable, shapes: Mapping[str, Shape]) -> None:
         name = part.columns[EMBEDDING]
@@ -239,7 +239,7 @@ def _choose_dense(
 
 
 def _parse_torchrec_table(tensor: str) -> str | None:
-    """Returns the table's name if TorchRec's state_dict() gives a table's tensor such a name, otherwise None."""
+    """Returns the table's name in a tensor's name from TorchRec's state_dict(), or None for any other tensor name."""
     match = re.search(r"(?:^|\.)(?:embedding_bags|embeddings)\.([^.]+)\.weight$", tensor)
     return match[1] if match is not None and is_table_name(match[1]) else None
 
@@ -275,10 +275,10 @@ def _npy(path: Path, argument: str) -> NDArray[Any]:
 
 @contextmanager
 def _open_state_dict(path: Path) -> Iterator[NamedArrays]:
-    """Yield the memory-mapped tensors in a `torch.save` file. Runs no code, and refuses all except plain data."""
+    """Yield the memory-mapped tensors in a `torch.save` file. Runs no code from the file: it must be plain data."""
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError:  # not torch's own message, because it recommends running the file's code
+    except pickle.UnpicklingError:  # replaces torch's message, which recommends running the file's code
         raise InputError(
             f"{str(path)!r} is damaged or holds more than tensors: save the state_dict() of a module, not the module"
         ) from None

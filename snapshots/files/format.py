@@ -59,14 +59,14 @@ _ID = re.compile(r"[0-9a-f]{32}")
 
 
 class HashShard(NamedTuple):
-    """One of `of` equal shards. Hash values are divided into `of` intervals; interval `number` is the shard's."""
+    """The rows whose hash is in interval `number`, if all hash values are divided into `of` equal intervals."""
 
     number: int
     of: int
 
     @property
     def slots(self) -> range:
-        """The range of the shard's rows in the 2^16 values of the hash."""
+        """The range of hash values (of 16 bits) whose rows are in this shard."""
         return range(*(-(-number * _HASH_SLOTS // self.of) for number in (self.number, self.number + 1)))
 
     def overlaps(self, other: HashShard) -> bool:
@@ -80,7 +80,7 @@ class HashShard(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RowFile:
-    """A file of rows or deleted keys. bytes: the size with the header. crc32: the checksum of all after the header."""
+    """A file of rows or deleted keys. bytes: the size with the header. crc32: the checksum without the header."""
 
     rows: int
     bytes: int
@@ -88,17 +88,17 @@ class RowFile:
 
 
 def bucket_file(bucket: int, shard: int | None = None) -> str:
-    """Returns the name of the file for a bucket's rows, or for one shard of these rows."""
+    """Returns the file name for a bucket's rows, or for one shard of these rows."""
     return f"bucket-{bucket:02d}.npy" if shard is None else f"bucket-{bucket:02d}-{shard:04d}.npy"
 
 
 def deleted_file(bucket: int, shard: int | None = None) -> str:
-    """Returns the name of the file for the keys of a bucket's deleted rows, or for one shard of these keys."""
+    """Returns the file name for the keys of a bucket's deleted rows, or for one shard of these keys."""
     return bucket_file(bucket, shard).replace("bucket", "deleted")
 
 
 def is_deleted(name: str) -> bool:
-    """True if a file of a snapshot contains the keys of deleted rows."""
+    """True if a snapshot's file contains keys of deleted rows."""
     return name.startswith("deleted")
 
 
@@ -133,13 +133,13 @@ def row_check(description: dict[str, Any], bucket: int, shard: HashShard | None 
 
 
 def dtype_of(name: str, form: RowForm) -> np.dtype[np.void]:
-    """Returns the dtype of the array in a file of a snapshot."""
+    """Returns the dtype of the array in a snapshot's file."""
     return KEY if is_deleted(name) else form.dtype
 
 
 @cache  # a save calls this function for thousands of files
 def header_bytes(dtype: np.dtype[np.void]) -> int:
-    """Returns the header size of a row file with any number of rows. It is 256 bytes if all numbers are float32."""
+    """Returns the header size of a row file, for any number of rows: 256 bytes if all numbers are float32."""
     return -(-(len(_header_text(dtype, _MAX_COUNT)) + 11) // _HEADER_STEP) * _HEADER_STEP
 
 
@@ -148,7 +148,7 @@ def file_bytes(dtype: np.dtype[np.void], rows: int) -> int:
 
 
 def npy_header(dtype: np.dtype[np.void], rows: int) -> bytes:
-    """Returns the header of a row file. Its bytes do not depend on the NumPy version."""
+    """Returns the header of a row file. All NumPy versions get the same header bytes."""
     size = header_bytes(dtype)
     magic = b"\x93NUMPY\x01\x00" + (size - 10).to_bytes(2, "little")
     return magic + _header_text(dtype, rows).ljust(size - len(magic) - 1) + b"\n"
@@ -184,13 +184,13 @@ class Manifest:
         parent: the parent of an incremental snapshot, or None.
         description: describes the table that the rows belong to.
         rows: the number of rows in the table after a load of this snapshot.
-        deleted: the number of keys of deleted rows in the snapshot's own files.
+        deleted: how many keys of deleted rows are in the snapshot's own files.
         files: the snapshot's row files, sorted by name.
         rocksdb: RocksDB's files if `kind` is "checkpoint", or None.
         created: time of the save, in nanoseconds since 1970 (UTC).
         sequence: a number that is larger than the sequence of every earlier snapshot in the folder.
         parts: the number of shards, each with its own files; None if one process wrote all rows.
-        moment: only from an earlier version: equal in all snapshots that it saved together.
+        moment: only earlier versions wrote this value; it is equal in all snapshots that were saved together.
     """
 
     kind: Kind
@@ -229,7 +229,7 @@ class Manifest:
         return sum(file.bytes for file in self.files.values()) + sum(rocksdb)
 
     def encode(self) -> bytes:
-        """Returns the content of the manifest's file. Raises ValueError if `decode` would refuse this content."""
+        """Returns the manifest file's content. Raises ValueError if `decode` would refuse this content."""
         format = FORMAT - 1 if self.parts is None and not self.form.is_narrow else FORMAT
         omitted = ("moment",) if format == FORMAT else ("moment", "parts")
         names = (field.name for field in dataclasses.fields(self) if field.name not in omitted)
@@ -242,7 +242,7 @@ class Manifest:
 
     @staticmethod
     def decode(data: bytes) -> Manifest:
-        """Decode the content of a manifest's file, possibly a forged one. Raises ValueError that names the problem."""
+        """Decode a manifest file's content, even if forged. Raises a ValueError that names the problem."""
         decode = Manifest._decode if len(data) < 1 << 16 else Manifest._decode.__wrapped__
         manifest: Manifest = decode(data)
         return dataclasses.replace(manifest, description=deepcopy(manifest.description), files={**manifest.files})
@@ -322,7 +322,7 @@ def _decode_rocksdb(value: Any) -> RocksDBFiles | None:
 
 
 def check_description(value: Any) -> None:
-    """Raises ValueError if a field of a table's description is missing or invalid. Extra fields are allowed."""
+    """Raises ValueError if a field in a table's description is missing or invalid. Allows additional fields."""
     _require(type(value) is dict, "description is not a map")
     field_checks = {
         "name": lambda x: type(x) is str,
@@ -412,7 +412,7 @@ def _check_rule(value: dict[str, Any], dim: int) -> None:
     _require(
         {*row_types} <= {"float32"}, f"description has {STATE_TYPES!r} {row_types} for states with one number per row"
     )
-    count, limit = len(value["hyper"]), len(kernel.all_hypers) + len(LIMITS)  # the last number is optional
+    count, limit = len(value["hyper"]), len(kernel.all_hypers) + len(LIMITS)  # the last number may be missing
     has_past_rates = (
         kernel.catch_up is not None and count > limit and is_past_rates(value["hyper"][limit:], value["step"])
     )
@@ -451,7 +451,7 @@ def fits(older: dict[str, Any], newer: dict[str, Any]) -> bool:
 
 
 def check_name(name: str) -> None:
-    """Raises SnapshotError if a name is not 1 to 200 printable UTF-8 bytes without path separators and leading dot."""
+    """Raises SnapshotError for an invalid name. Valid names: 1 to 200 printable bytes, no separator or leading dot."""
     if not is_folder_name(name):
         raise SnapshotError(
             f"snapshot name {name!r} cannot be used: give 1 to 200 printable bytes, "
@@ -462,7 +462,7 @@ def check_name(name: str) -> None:
 def snapshot_id(folder: Path) -> str:
     """Returns the id of the snapshot in a folder, or "" if the folder contains no readable snapshot.
 
-    If this process is out of file descriptors or memory, the id is unknown, so raises StoreError.
+    If this process is out of file descriptors or memory, the id remains unknown, and StoreError is raised.
     """
     try:
         return str(unseal(read_record(folder / MANIFEST))["id"])

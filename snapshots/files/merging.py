@@ -16,7 +16,7 @@ _NONE: RowArray = np.empty(0, KEY)
 
 
 class RowCursor:
-    """Reads a stream of sorted chunks. `rows` are the next rows, all in `bucket`. Keeps at most two chunks."""
+    """Reads a stream of sorted chunks. `rows` are the next rows, all in `bucket`. At most two chunks are in memory."""
 
     def __init__(self, chunks: Chunks) -> None:
         self._chunks = chunks
@@ -26,7 +26,7 @@ class RowCursor:
 
     @property
     def bucket(self) -> int:
-        """The bucket of the next row, or `BUCKETS` at the end of the stream. Refills `rows` if there are none left."""
+        """The bucket of the next row, or `BUCKETS` at the end of the stream. Refills `rows` if it is empty."""
         if not len(self.rows) and self._bucket < BUCKETS:
             self._bucket, self.rows = self._following or self._read()
             self._following = None
@@ -57,7 +57,7 @@ def join_tables(
     """Read two tables in parallel, in pieces that cover the same key range.
 
     Yields (bucket, rows before, rows after, gone, state); `join_rows` defines gone and state. Both inputs are sorted
-    like `Tier.scan`. If row dtypes differ, only `updates` and `step` are compared. Keeps one chunk of each table.
+    like `Tier.scan`. If row dtypes differ, only `updates` and `step` are compared. It keeps one chunk of each table.
     """
     old, now = RowCursor(before), RowCursor(after)
     while (bucket := min(old.bucket, now.bucket)) < BUCKETS:
@@ -111,7 +111,7 @@ def _bytes(rows: RowArray) -> NDArray[np.uint8]:
 def merge_sorted(parts: Sequence[Chunks]) -> Chunks:
     """Merge sorted streams into one stream, sorted by bucket, table and key. No row may be in two streams.
 
-    Keeps two chunks of each stream in memory. A merged chunk is at most as large as all these chunks together.
+    Keeps two chunks of each stream in memory. A merged chunk is at most as large as all chunks in memory together.
     """
     cursors = [RowCursor(part) for part in parts]
     while (bucket := min((cursor.bucket for cursor in cursors), default=BUCKETS)) < BUCKETS:

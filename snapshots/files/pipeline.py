@@ -94,14 +94,14 @@ class TaskThread:
         """Wait for the next task, and return its result. Raises the error of this task or of an earlier task."""
         future = self._pending.popleft()
         while not future.done() and self._thread.is_alive():
-            with suppress(TimeoutError):  # raised by the wait; the task's own error is returned
+            with suppress(TimeoutError):  # the wait timed out; a task's own error is returned
                 future.exception(POLL_SECONDS)
         if not future.done():
             raise MemoryError(f"thread {self._thread.name} died without raising an error")
         return future.result()
 
     def do(self, task: Task) -> None:
-        """Add a task whose result is not needed. Raises an earlier task's error."""
+        """Add a task whose result is not needed. Raises the error of an earlier task."""
         if len(self._pending) > _WAITING:
             self.next_result()
         self.add(task)
@@ -113,7 +113,7 @@ class TaskThread:
                 self._pending.popleft().cancel()
 
     def end(self) -> None:
-        """Wait until all tasks are done and the thread has ended. Raises no errors of tasks."""
+        """Wait until all tasks are done and the thread has ended. Errors of tasks are not raised."""
         if self._has_thread:
             self._queue.put(None)
             self._thread.join()

@@ -1,4 +1,4 @@
-"""Makes the error for a failed read of a snapshot. It tells if a file is damaged or the snapshot may be intact."""
+"""Makes errors for failed reads of a snapshot. An error tells if a file is damaged or the snapshot may be intact."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ReadIOError(SnapshotError):
 
 def make_read_error(path: Path, error: OSError, folder: Path) -> SnapshotError:
     """Returns the error for a file in the snapshot `folder` that could not be read."""
-    if error.errno is None:  # `check_regular` raised it, with the path in the text
+    if error.errno is None:  # `check_regular` raised this; the text names the path
         return SnapshotError(f"{error}. {remedy_of(folder)}")
     problem = str(error.strerror if error.filename == str(path) else error)
     if error.errno in _FILE_ERRORS:

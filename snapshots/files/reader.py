@@ -49,7 +49,7 @@ MAX_CHAIN = 100  # maximum length of a chain, because each snapshot in it needs 
 
 
 def count_progress(chunks: Chunks, progress: ProgressCallback | None, keys_only: bool = False) -> Chunks:
-    """Yields chunks. Calls `progress`, if given, with each chunk's row count, and then if `keys_only` yields keys."""
+    """Yields chunks. Calls `progress`, if given, with each chunk's row count, and with `keys_only` yields only keys."""
     for bucket, rows in chunks:
         if progress is None:
             yield bucket, rows
@@ -128,7 +128,7 @@ class Snapshot:
 
     @property
     def parent(self) -> Snapshot | None:
-        """An incremental snapshot's parent; None for other kinds. Raises SnapshotError if the parent is missing."""
+        """The parent of an incremental snapshot, otherwise None. Raises SnapshotError if the parent is missing."""
         link = self.manifest.parent
         if link is None:
             return None
@@ -170,7 +170,7 @@ class Snapshot:
     def chunks(self, max_rows: int = 65536) -> Chunks:
         """Yields every row of the table, sorted like `Tier.scan`.
 
-        Sizes and headers of all files are checked before the first chunk is yielded. A file's checksum is checked
+        All files' sizes and headers are checked before the first chunk is yielded. A file's checksum is checked
         before the file's last chunk, and the row count at the very end. So if you must not use damaged rows, call
         `verify` first, or use no row before the end.
 
@@ -201,8 +201,8 @@ class Snapshot:
     ) -> Chunks:
         """Yields the table's rows after this snapshot's changes, and checks the row count at the end.
 
-        table: the table's rows in the parent snapshot, or empty for a full snapshot. If None, only this snapshot's own
-        files are read and checked. progress, keys_only: see `count_progress`.
+        table: the table's rows in the parent snapshot, or empty for a full snapshot. If `table` is None, only this
+        snapshot's own files are read and checked. progress, keys_only: see `count_progress`.
         """
         rows, deleted = (count_progress(part, progress, keys_only) for part in self.parts(max_rows))
         if self.manifest.parent is not None:
@@ -220,7 +220,7 @@ class Snapshot:
             self.check_count(count)
 
     def parts(self, max_rows: int = 65536) -> tuple[Chunks, Chunks]:
-        """Returns the rows and deleted keys in the snapshot's own files. Checksums are compared at the files' ends."""
+        """Returns the rows and deleted keys in the snapshot's own files. Compares a checksum at each file's end."""
         if self.manifest.rocksdb is not None:
             from .rocksdb_files import checkpoint_chunks  # needs RocksDB
 
@@ -291,7 +291,7 @@ class Snapshot:
     def _read(
         self, files: dict[str, RowFile], max_rows: int, max_bytes: int = _CHUNK_BYTES
     ) -> Generator[Piece, None, None]:
-        # read, because if a disk fails, a read raises an error, but access to a memory map kills the process
+        # no memory map: if the disk fails, a read raises an error, but access to a memory map kills the process
         for name, entry in files.items():
             dtype = dtype_of(name, self.manifest.form)
             limit = max(1, min(max_rows, max_bytes // dtype.itemsize))
@@ -345,7 +345,7 @@ class Snapshot:
             ) from error
 
     def check_count(self, rows: int) -> None:
-        """Raises SnapshotError if `rows` is not the row count in the manifest."""
+        """Raises SnapshotError if the manifest's row count is not `rows`."""
         if rows != self.manifest.rows:
             raise self._damage_error("", f"it has {rows} rows instead of {self.manifest.rows}")
 
@@ -392,7 +392,7 @@ def list_snapshots(folder: str | Path) -> Listing:
 
 @checked_arguments("folder")
 def latest_snapshot(folder: str | Path) -> Snapshot | None:
-    """Verify and return the latest snapshot in a folder, or None if there is none. Never returns an older snapshot.
+    """Verify and return the latest snapshot in a folder, or None without any. Never falls back to an older snapshot.
 
     Raises:
         SnapshotError: If the latest snapshot is damaged, or if an unreadable manifest might be the latest snapshot's.
@@ -422,7 +422,7 @@ def snapshot_by_id(folder: Path, id: str) -> Snapshot:
         return matches[0]
     for error in damaged.values():
         raise error
-    raise SnapshotError(f"{str(folder)!r} lacks the snapshot with id {id}: put it back, or load another snapshot")
+    raise SnapshotError(f"{str(folder)!r} lacks the snapshot with id {id}: put the snapshot back, or load another")
 
 
 def _snapshot_names(folder: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""A script that `rocksdb_files.py` runs in a separate process. It starts fast because it loads only the native core."""
+"""A script that `rocksdb_files.py` runs in another process. The script starts fast: it loads only the native core."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def main(core: str, folder: str, width: int, shards: int, chunk_rows: int) -> No
         _write(memoryview(text))
     else:
         _write(HEADER.pack(END, 0))
-    os._exit(0)  # closing the databases would take time
+    os._exit(0)  # a normal exit would close the databases, and take longer
 
 
 def _write(data: bytes | memoryview) -> None:

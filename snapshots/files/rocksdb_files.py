@@ -1,4 +1,4 @@
-"""Links a store's RocksDB files into a RocksDB checkpoint. Checks the files in a checkpoint, and scans their rows.
+"""Links a store's RocksDB files into a RocksDB checkpoint. Checks a checkpoint's files, and scans the rows in them.
 
 A separate process scans the rows, because forged files may crash RocksDB.
 """
@@ -39,7 +39,7 @@ _PIECE_BYTES = 4 << 20
 
 
 def checkpoint_chunks(folder: Path, manifest: Manifest, max_rows: int = 65536) -> Chunks:
-    """Yields a RocksDB checkpoint's rows, like `Snapshot.chunks`. Checks all files first. Writes no file.
+    """Yields a RocksDB checkpoint's rows, like `Snapshot.chunks`. First checks all files of the checkpoint.
 
     The checkpoint's files may be hard links to the running store's files; then damage to the store is found too.
     Raises SnapshotError that names a missing, changed or foreign file.
@@ -136,7 +136,7 @@ def _describe_end(process: subprocess.Popen[bytes], stderr: int) -> str:
     """Describes how a process ended, with the last line that it wrote to stderr."""
     status = process.wait()
     if status == -signal.SIGKILL:  # the system sends it when memory runs out; a user may send it too
-        raise ChildProcessError(errno.ECHILD, "the process that reads it was killed")
+        raise ChildProcessError(errno.ECHILD, "the process that reads the checkpoint was killed")
     end = f"ended with status {status}" if status >= 0 else f"was ended by signal {-status}"
     with contextlib.suppress(ValueError):
         end = f"was ended by {signal.Signals(-status).name}"
@@ -204,8 +204,8 @@ def write_rocksdb(
 ) -> RocksDBFiles:
     """Write the files of the RocksDB checkpoint `name`, with the `rows` rows of `tier`, into the folder `temporary`.
 
-    Row files are hard-linked, which takes the same time for any size. RocksDB has stored their checksums; only files
-    from an older tierbed version must be read. If the file system cannot link, files are copied, with a warning.
+    Row files are hard-linked, so their size does not matter. RocksDB has stored their checksums, so only files from an
+    older tierbed version must be read. If the file system lacks hard links, copies files and logs a warning.
     Raises OSError, SnapshotError, StoreError.
     """
     top, entries, refusal = temporary / ROCKSDB, dict[str, dict[str, int]](), None
@@ -234,7 +234,7 @@ def write_rocksdb(
 
 
 def _link(source: Path, target: Path, file: LiveFile) -> OSError | None:
-    """Hard-link a durable row file. If the file system has no links, returns the error, otherwise None."""
+    """Hard-link a durable row file. If the file system lacks hard links, returns the error, otherwise None."""
     try:
         os.link(source.resolve(), target)  # `resolve` follows symbolic links
     except OSError as error:
@@ -247,7 +247,7 @@ def _link(source: Path, target: Path, file: LiveFile) -> OSError | None:
 
 
 def _copy(source: Path, target: Path, file: LiveFile) -> int:
-    """Copy a file durably, or write its `content`. Returns the checksum, after a comparison with RocksDB's."""
+    """Copy a file durably, or write its `content`. Returns the checksum after comparing it with RocksDB's checksum."""
     checksum = _core.Crc32c()
     with open_regular(source) as from_, target.open("xb") as to:
         content = file.content

@@ -1,4 +1,4 @@
-"""Finds the damaged snapshots in a folder. Reads each chain once to check all snapshots in it."""
+"""Finds the damaged snapshots in a folder. Reads each chain of snapshots once, to check all snapshots in the chain."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Writes a snapshot into a temporary folder, syncs the files, and renames the folder.
 
-Several writers, such as ranks, can write one snapshot if all of them see the snapshot's folder. Each writes a shard.
+Several writers, such as ranks, can each write a shard of one snapshot if all of them see the snapshot's folder.
 The first writer opens a `NewSnapshots` block, and each writer calls `write_rows` in the snapshot's `temporary_path`.
 After all writers have returned, the first writer calls `finish` and `publish`. If any writer fails, the block must
-raise, so that all files are removed. Snapshots of several stores are written in the same way.
+raise an exception, so that all files are removed. Snapshots of several stores are written in the same way.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _check_chunks(
 
 
 def find_children(folder: Path) -> list[str]:
-    """Returns names of snapshots whose parent is `folder`. Raises SnapshotError if a snapshot there is unreadable."""
+    """Returns names of snapshots whose parent is `folder`. Raises SnapshotError if snapshots are unreadable."""
     own_id, listing = snapshot_id(folder), list_snapshots(folder.parent)
     for name, error in listing.damaged.items():
         if name != folder.name and os.path.lexists(folder.parent / name / MANIFEST):
@@ -184,7 +184,7 @@ def find_children(folder: Path) -> list[str]:
 class NewSnapshots(AbstractContextManager["NewSnapshots"]):
     """The snapshots of one save. All become durable under temporary names before any of them gets its final name.
 
-    So a failed save leaves no snapshot, except if its error says so. After a kill between two renames, some snapshots
+    So a failed save leaves no snapshot, except if the error says so. After a kill between two renames, some snapshots
     exist, but recovery ignores these snapshots because no record names them. Use this class in a `with` statement. The
     end of the `with` block removes all snapshots that still have temporary names.
     """
@@ -220,7 +220,7 @@ class NewSnapshots(AbstractContextManager["NewSnapshots"]):
         return self._new[-1].temporary
 
     def then(self, call: Callable[[], object]) -> None:
-        """Register a function to call after all snapshots were renamed. If it raises, `publish` is undone."""
+        """Register a function to call after all snapshots were renamed. If the function raises, `publish` is undone."""
         self._then.append(call)
 
     def publish(self) -> None:
@@ -240,7 +240,7 @@ class NewSnapshots(AbstractContextManager["NewSnapshots"]):
                 except OSError as error:
                     raise self._error(new.path, "was not", error, published) from error
                 published.append(self._new.pop(0))
-                dropping.callback(new.drop)  # removes the old folder
+                dropping.callback(new.drop)  # removes the replaced folder
             try:
                 for call in self._then:
                     call()
@@ -283,8 +283,8 @@ def write_snapshot(
     Args:
         folder: the path of the new snapshot. Missing parent folders are created.
         description: describes the rows' table, like the description in a manifest.
-        chunks: (bucket, rows) pairs, like `Tier.scan`: rows is an array [n] with the dtype of `RowForm`, buckets
-            ascend, and (table, key) strictly ascends within a bucket. A few chunks are held in memory.
+        chunks: (bucket, rows) pairs, like `Tier.scan`. Rows are arrays [n] with the dtype of `RowForm`. Buckets
+            ascend, and (table, key) strictly ascends within a bucket. A few chunks are kept in memory.
         progress: called with the number of rows in each chunk.
         overwrite: atomically replace an existing snapshot once the new one is durable.
         id: the snapshot's id. Default: random.
@@ -354,8 +354,8 @@ def new_snapshot(folder: Path, description: dict[str, Any], overwrite: bool = Fa
 def check_free(folder: Path, overwrite: bool | None = False) -> None:
     """Raises SnapshotError if a new snapshot's name is invalid, or is taken by a snapshot that must not be replaced.
 
-    overwrite: True allows replacing a snapshot that has no children, if the file system can exchange two folders.
-    None is for callers that never replace a snapshot; then the error does not recommend overwriting.
+    overwrite: True allows replacing a snapshot without children, if the file system can exchange two folders.
+    Callers that never replace a snapshot pass None; then the error does not recommend overwriting.
     """
     check_name(folder.name)
     if not os.path.lexists(folder):
@@ -403,7 +403,7 @@ def finish(
     if latest is not None and sequence > LAST_SEQUENCE:
         raise SnapshotError(
             f"snapshot {latest.name!r} has the largest sequence, {LAST_SEQUENCE}, so no snapshot can follow it; "
-            f"tierbed did not write this snapshot. Move {str(latest.folder)!r} elsewhere, or remove it"
+            f"tierbed did not write {latest.name!r}. Move {str(latest.folder)!r} elsewhere, or remove it"
         )
     id = id or secrets.token_hex(16)
     link = None if parent is None else Parent(parent.name, parent.manifest.id)

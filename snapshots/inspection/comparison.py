@@ -36,10 +36,10 @@ class Comparison:
     """The differences between two snapshots. Rows of different dtypes are compared as float32."""
 
     def __init__(self, fields: FieldDiffs, names: Names, old: Columns, new: Columns, max_diffs: int) -> None:
-        self.fields = fields  # description fields that differ, with both values; `hyper` is reduced the same way
+        self.fields = fields  # description fields that differ, with both values
         self.names = names  # the tables' names
         self.counts = {sort: Counter[int]() for sort in SORTS}  # rows by table id; a row changed if any byte differs
-        self.num_equal, self.first_diffs = 0, list[RowDiff]()  # the count of equal rows; the first differing rows
+        self.num_equal, self.first_diffs = 0, list[RowDiff]()  # how many rows are equal; the first rows that differ
         self._old_form, self._columns, self._max_diffs = old.form, new, max_diffs
         self._has_same_states = not fields.keys() & {"states", "state_widths"}
         # each column's greatest absolute difference in rows of both snapshots; infinite between a number and NaN
@@ -80,7 +80,7 @@ class Comparison:
 def compare(
     before: Snapshot, after: Snapshot, progress: Callable[[int], None] | None = None, first: int = 0
 ) -> Comparison:
-    """Compare two snapshots. Raises SnapshotError if one is damaged or their tables do not match.
+    """Compare two snapshots. Raises SnapshotError if a snapshot is damaged or the tables do not match.
 
     first: how many differing rows to list. progress: called with the number of rows read.
     """

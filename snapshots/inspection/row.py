@@ -21,7 +21,7 @@ from ..store.closed_store import require_clean_marker
 from ..store.folder import StoreFolder
 from ..store.folder_state import shard_folder
 
-Row = NDArray[np.void]  # [1], with the dtype of the description's `RowForm`
+Row = NDArray[np.void]  # an array [1] with the dtype `RowForm.dtype`
 
 
 def read_live_row(store: StoreFolder, table: int | str, key: int) -> tuple[Row | None, dict[str, Any]]:
@@ -48,7 +48,7 @@ def read_live_row(store: StoreFolder, table: int | str, key: int) -> tuple[Row |
 
 
 def read_snapshot_row(snapshot: Snapshot, table: int | str, key: int) -> Row | None:
-    """Read a row from a snapshot. Returns None if the snapshot lacks the row. Raises the errors of `read_live_row`."""
+    """Read a row from a snapshot. Returns None if the snapshot lacks the row. Raises errors like `read_live_row`."""
     return _find(snapshot, *resolve_row_key(snapshot.description, table, key))
 
 

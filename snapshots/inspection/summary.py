@@ -38,7 +38,7 @@ class Summary:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """The statistics as a dict. `updates` has min, lower median, max; `norm` has min, mean, max. None: no rows."""
+        """The statistics as a dict. `updates`: min, lower median, max; `norm`: min, mean, max; None without rows."""
         finite = int(self.norms.sum())
         norm = {"min": self._norm_min, "mean": self._norm_sum / finite, "max": self._norm_max} if finite else None
         return {

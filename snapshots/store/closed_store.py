@@ -1,4 +1,4 @@
-"""Saves, loads and compacts stores that no process has open. Used by `tierbed snapshot` and `tierbed store`."""
+"""Saves, loads and compacts stores that no process has open, for `tierbed snapshot` and `tierbed store`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _AS_IS = "disable_auto_compactions=true"
 def merged_clean_marker(state: FolderState) -> dict[str, Any] | None:
     """Merge the clean markers of a store's shards into one marker. Raises StoreError.
 
-    Returns None if a shard is not clean. The merged marker has no field `rows` if some shards are on other hosts.
+    Returns None if a shard is not clean. The merged marker lacks the field `rows` if some shards are on other hosts.
     """
     markers = clean_markers(state.path, state.ranks)
     clean = [marker for marker in markers.values() if marker is not None]
@@ -122,7 +122,7 @@ def load_into_stores(
 ) -> list[tuple[Manifest, LoadReport]]:
     """Verify snapshots, and make their rows the live rows that the next training run starts with.
 
-    If that run is killed, recovery goes back to these snapshots, except if the load selected rows or converted numbers.
+    If the next run is killed, recovery returns to the loaded snapshots, except if the load selected or converted rows.
     If this call is killed, either all stores keep their old live rows or all get new rows. Returns the manifests of the
     new live rows. Raises StoreError if a folder contains only other stores' snapshots, and SnapshotError if a snapshot
     is damaged, belongs to another table, or needs `convert`. An error leaves clean live rows unchanged.
@@ -163,7 +163,7 @@ def load_into_stores(
 
 
 def check_load(store: StoreFolder, snapshot: Snapshot, selection: Selection) -> Selection:
-    """Returns `selection` with the dtypes to convert to. Raises errors of `load_into_stores` before it reads rows."""
+    """Returns `selection` with the dtypes to convert to. Raises errors of `load_into_stores` before rows are read."""
     marker = store.clean_marker
     linked_stores = [] if store.live.exists() else read_linked_stores(store.snapshots)
     if linked_stores:
@@ -204,7 +204,7 @@ def _describe_types(types: tuple[str, str | None]) -> str:
 
 
 def compact_live(store: StoreFolder, options: str = "") -> tuple[int, int] | None:
-    """Merge a closed store's RocksDB files. Returns their total size before and after, or None without such files.
+    """Merge a closed store's RocksDB files. Returns the files' total size before and after, or None without files.
 
     options: the store's `rocksdb_options`. A kill during the merge loses no rows. Raises StoreError, OptionError.
     """

@@ -25,8 +25,8 @@ class StoreFolder(FolderState):
     marker before it writes the first row. Without a clean marker, live rows are never used.
 
     user: names what in this process locks the folder, for errors. snapshots: the folder for snapshots,
-    `<snapshot_path>/<embedding name>/snapshots`. Its parent becomes a store folder and is locked too. If None,
-    snapshots stay where they are. Raises StoreError if a path cannot be written or another process has locked a folder.
+    `<snapshot_path>/<embedding name>/snapshots`. The parent of this folder becomes a store folder and is locked. If
+    None, snapshots stay in place. Raises StoreError if a path cannot be written or another process has locked a folder.
     """
 
     remedy = "persistent_path must be a folder that this user can write, on a device with free space"
@@ -64,13 +64,13 @@ class StoreFolder(FolderState):
         except InUseError as error:
             problem = f"store folder {str(self.path)!r} is in use by process {error.holder}"
             if error.user:
-                raise StoreError(f"{problem}, this one, where {error.user} has it open: close that one") from None
+                raise StoreError(f"{problem}, this one, where {error.user} has it open: close that first") from None
             raise StoreError(
                 f"{problem}: close the embedding there, or end that process, or choose another persistent_path or name"
             ) from None
 
     def release(self) -> None:
-        """Release the lock, and change no files. May be called more than once."""
+        """Release the lock, if it is still locked, and change no files."""
         if self.snapshot_store is not self:
             self.snapshot_store.release()
         if self._lock is not None:
@@ -100,13 +100,13 @@ class StoreFolder(FolderState):
         self.release()
 
     def clear_incoming(self) -> None:
-        """Remove `incoming` and its temporary folder. Raises StoreError."""
+        """Remove the folder `incoming`, where loads write new rows, and its temporary folder. Raises StoreError."""
         with self._errors("prepare"):
             remove_folder(self.incoming)
             remove_leftovers(self.path)
 
     def clear_snapshots(self) -> None:
-        """Remove files that killed or failed saves left. No save may be running. Raises SnapshotError."""
+        """Remove files that killed or failed saves left. Call this only while no save runs. Raises SnapshotError."""
         try:
             remove_leftovers(self.snapshots)
         except OSError as error:
@@ -129,7 +129,7 @@ class StoreFolder(FolderState):
         self.mark = Mark.parse(data)
 
     def write_clean_marker(self, description: dict[str, Any]) -> None:
-        """Write the clean marker after the live rows are durable. Its field `live` is their kind. Raises StoreError."""
+        """Write the clean marker of durable live rows; its field `live` tells how they are stored. StoreError."""
         self.change(clean_marker=description, ranks=None)
         self._forget_step()
 

@@ -48,7 +48,7 @@ class FolderState:
 
     @property
     def clean_marker(self) -> dict[str, Any] | None:
-        """The clean marker; None if live rows are absent or not clean, or if MARK is damaged. Raises StoreError."""
+        """The live rows' clean marker, or None if they are absent or not clean or MARK is damaged. StoreError."""
         return self.mark.clean_marker
 
     @cached_property
@@ -72,7 +72,7 @@ class FolderState:
 
     @property
     def sharing(self) -> list[FolderState]:
-        """All store folders on this host that share this store's snapshots. This folder is first."""
+        """All store folders on this host that share this store's snapshots, beginning with this folder."""
         stores, folder = [self], self.snapshot_store.snapshots
         with self._errors("read which stores have their snapshots in"):
             for store in read_linked_stores(folder):
@@ -140,7 +140,7 @@ def find_shards(store: Path, ranks: int, of: Iterable[int] | None = None) -> dic
 
 
 def clean_markers(store: Path, ranks: int, of: Iterable[int] | None = None) -> dict[int, dict[str, Any] | None]:
-    """Returns this host's shards' clean markers, by rank: None for an unclean or misplaced one. Raises StoreError."""
+    """Returns this host's shards' clean markers, by rank: None for an unclean or misplaced shard. StoreError."""
     markers: dict[int, dict[str, Any] | None] = {}
     for rank, shard in find_shards(store, ranks, of).items():
         share = (shard.clean_marker or {}).get(SHARD)

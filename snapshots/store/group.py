@@ -117,7 +117,7 @@ class Member(MemberRows):
             return self.group
 
     def begin_change(self, replaces: bool = False) -> None:
-        """Record durably that rows will change. replaces: True if all will. The table must be locked. StoreError."""
+        """Record durably that rows (if `replaces`, all rows) will change. The table must be locked. StoreError."""
         if self.broken and not replaces:
             raise StoreError(self.broken)
         with _changing:
@@ -157,7 +157,7 @@ class Member(MemberRows):
                 self.expect_change()
 
     def end_failed_load(self, now: Entry, broken: str) -> None:
-        """Called after a load failed, with `now` and `broken` from before the load. Some rows may be replaced."""
+        """Called after a load failed, with `now` and `broken` from before the load. The load may have replaced rows."""
         if broken or self.broken != LOADING:
             self.change()
         else:
@@ -207,8 +207,8 @@ def open_store(
 ) -> Member:
     """Open a store in this process, with the rows that its entry names. Raises StoreError, SnapshotError.
 
-    mode: the store option `open`. for_load: True if a load will replace the rows. Then, if the rows cannot be
-    recovered, the store is `broken` until that load, and no error is raised. shards, beside: see `GroupFile`.
+    mode: the store option `open`. for_load: True if a load will replace the rows. With for_load, if rows cannot be
+    recovered, the store is `broken` until the load, and no error is raised. shards, beside: see `GroupFile`.
     """
     with _changing:
         file = GroupFile(store, shards, beside)
@@ -242,7 +242,7 @@ class Group:
         self, file: GroupFile, rows: Mapping[str, MemberRows] | None = None, lock: FileLock | None = None
     ) -> None:
         self.file = file  # the record, as read through one of the stores
-        self.rows = dict(rows or {})  # by store id: all stores while the group is locked, else only open stores
+        self.rows = dict(rows or {})  # by store id: all stores if the group is locked, else only open stores
         self._lock, self.is_locked = lock, lock is not None
         self.members: dict[str, Member] = {}  # the stores that are open in this process
         self.mode = "resume"  # the option `open` of the store opened last before locking; "mixed" is kept
@@ -393,7 +393,7 @@ class Group:
                 rows.spans = [span for span in rows.spans if span.last >= moment]
 
     def warn_of_lone_saves(self, member: Member) -> None:
-        """Warn before the first change of a closed, unsaved store: recovery will then skip saves of others alone."""
+        """Warn before the first change to a closed, unsaved store: a kill will then undo saves of other stores."""
         now, commit = self.record.now, self.record.commit
         alone = [id for id, entry in now.items() if id != member.id and entry.snapshot not in (None, commit[id])]
         if alone and member.now.snapshot is None and NOTHING not in now.values():
@@ -420,7 +420,7 @@ class Group:
 
 
 def _join(groups: Sequence[Group]) -> None:
-    """Join groups under a new record, named by the old records. After a kill, all groups are separate or all joined."""
+    """Join groups under a new record. The old records then name the new one. A kill leaves all or no groups joined."""
     members = [member for group in groups for member in group.members.values()]
     members.sort(key=lambda member: member.store.path.name)
     path = members[0].store.snapshot_store.path.parent / f"{PREFIX}{secrets.token_hex(8)}"
@@ -465,7 +465,7 @@ def record_load(snapshots: Mapping[Member, str]) -> Iterator[None]:
     The record names the snapshots before the block runs, so recovery completes the load after a kill. If the block
     raises, the record is rewritten to name the rows that each store then has. Raises StoreError.
     """
-    if all(member.broken == LOADING for member in snapshots):  # an outer block loads several stores
+    if all(member.broken == LOADING for member in snapshots):  # an outer `record_load` loads several stores
         yield
         return
     before = {}

@@ -2,8 +2,8 @@
 
 A store that trains alone keeps its record in its file MARK. Stores that train together share a record file, GROUP-<id>,
 in the model's folder, next to the stores. Each store's MARK names this record file, and the record file lists the
-stores. A store is a member of the group only if both agree, so a copied or restored folder is noticed. Folders may
-move, because the record and MARK contain relative and absolute paths, and both kinds are tried.
+stores. A store is a member of the group only if MARK and the record agree, so copied or restored folders are noticed.
+Folders may be moved, because the record and MARK contain relative and absolute paths, and both kinds are tried.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class GroupFile:
         self, folder: FolderState, shards: Shards | None = None, beside: Sequence[Path] = (), is_alone: bool = False
     ) -> None:
         self.folder, self.shards, self.beside = folder, shards or {}, beside
-        self._folders = {os.path.realpath(folder.path): folder}  # by real path, so that each MARK is read only once
+        self._folders = {os.path.realpath(folder.path): folder}  # by real path, so that each MARK is read once
         self.mark_folder = folder.recovery_folder  # its MARK contains the record, or the record file's path
         mark, group = self.mark_folder.mark, OldGroup.of(self.mark_folder.mark)
         self.path: Path | None = None  # the record file; None if the record is in the store's MARK
@@ -86,7 +86,7 @@ class GroupFile:
 
     @property
     def key(self) -> str:
-        """A path that identifies the group: all stores of the group, and no others, have the same path."""
+        """A path that identifies the group: equal for all stores in the group, different for other groups."""
         return os.path.realpath(self.mark_folder.path if self.path is None else self.path)
 
     def _follow(self, link: Link) -> tuple[Path, Record]:
@@ -222,7 +222,7 @@ class GroupFile:
         if unclosed and self.path is None:
             raise StoreError(
                 f"store folder {unclosed[0]} was not closed by its last run, so its live rows cannot be used; "
-                'open="resume" restores the last snapshot, or starts empty without one'
+                'open="resume" restores the last snapshot, or starts empty if there is none'
             )
         if unclosed:
             raise StoreError(
@@ -303,7 +303,7 @@ class GroupFile:
 def check_one_moment(names: Sequence[str], snapshots: Sequence[Snapshot]) -> None:
     """Raises SnapshotError if the snapshots were saved at different steps. names: the snapshots' embeddings.
 
-    Snapshots of one save share the first half of their ids, or `Manifest.moment` if an earlier version saved them.
+    Snapshots saved together share the first half of their ids, or `Manifest.moment` if an earlier version saved them.
     """
     manifests = [snapshot.manifest for snapshot in snapshots]
     moments = {snapshot.moment for snapshot in manifests}
@@ -331,7 +331,7 @@ def lock_group(file: GroupFile) -> FileLock:
 
 
 def lock_path(path: Path) -> Path:
-    """Returns a record file's lock file. It must be locked while the record or any member's rows are written."""
+    """Returns a record file's lock file. Lock this file before writing the record or any member's rows."""
     return path.with_name(f"{path.name}.LOCK")
 
 

@@ -1,4 +1,4 @@
-"""Links a snapshot into a second folder with hard links, or copies its rows if the file system has none."""
+"""Links a snapshot into a second folder with hard links, or copies its files if hard links are not possible."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STATE_PREFIX = "state_dict-"  # name prefix of a snapshot that `state_dict()` ma
 def link_snapshot(snapshot: Snapshot, folder: Path) -> None:
     """Durably make `folder` the same snapshot, with hard links, or with copies if `folder` is on another file system.
 
-    Follows symbolic links. If it raises SnapshotError, it leaves no files.
+    Follows symbolic links. After a SnapshotError, no files are left in `folder`.
     """
     try:
         with atomic_folder(folder) as target:
@@ -80,7 +80,7 @@ def _link(file: str, to: str) -> None:
     check_regular(Path(file))
     try:
         os.link(os.path.realpath(file) if os.path.islink(file) else file, to)
-    except OSError:  # `to` is on another file system, or the file system has no hard links
+    except OSError:  # `to` is on another file system, or hard links are not supported
         shutil.copyfile(file, to)
         fsync_file(Path(to))
 

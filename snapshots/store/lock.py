@@ -1,4 +1,4 @@
-"""A lock file, which one process at a time can lock. The file then contains the id of that process."""
+"""A file that one process at a time can lock. A locked file contains the id of the process that locked it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class FileLock:
         return self._descriptor is not None and os.path.samestat(status, os.fstat(self._descriptor))
 
     def release(self) -> None:
-        """Release the lock. May be called more than once."""
+        """Release the lock, if it is still locked."""
         if self._descriptor is not None:
             self._write_holder(b"")
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a forked child may still hold a copy of the descriptor

@@ -64,7 +64,7 @@ class Mark:
 
     @classmethod
     def parse(cls, data: bytes) -> Mark:
-        """Parse the file's content. If the content is damaged, the result has `exists=False`."""
+        """Parse the content of a file MARK. If the content is damaged, the result has `exists=False`."""
         try:
             content = unseal(data)
             if not isinstance(content, dict) or not content:

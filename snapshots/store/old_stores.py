@@ -19,7 +19,7 @@ UNKNOWN = "unknown"  # the id of a snapshot that no folder has
 
 
 class OldGroup(NamedTuple):
-    """A training group as an earlier version stored it. id: this store. others: other stores' locations, by id."""
+    """A training group as an earlier version stored it. id: this store's. others: other stores' locations, by id."""
 
     id: str
     others: dict[str, Location]
@@ -72,7 +72,7 @@ def make_store_record(store: str, folder: FolderState, live: str | None, shards:
 def make_group_record(
     folder: FolderState, group: OldGroup, files: Callable[[FolderState], Files]
 ) -> tuple[Path, Record | None]:
-    """Returns the path and record of stores that trained together. The record's commit is their newest joint save.
+    """Returns the path and record of stores that trained together. The commit is their newest save together.
 
     The record is None if its file already exists because another store was opened before. files: reads a store's files.
     """

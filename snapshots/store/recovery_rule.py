@@ -6,9 +6,9 @@ other live rows may contain half of a step.
 
 A *moment* is a point between two steps. The *record* is a small file with an *entry* for each store. The entry names
 durable rows, such as a snapshot, that equaled the store's current rows when the record was written. Saves, loads and
-closes write the record. The first step writes the record too: it removes the live rows from the store's entry, because
-the step is about to change these rows. Later steps do not write it. The record also names two sets of snapshots. The
-*commit* names each store's snapshot of the newest moment that all stores have saved; `before` of one moment earlier.
+closes write the record. Of all steps, only the first writes the record: it removes the live rows from the entry,
+because the step is about to change these rows. The record also names two sets of snapshots. The *commit* names each
+store's snapshot of the newest moment that all stores have saved, and `before` is the previous commit.
 
 On the next start, `choose` uses the entries if each entry names rows that still exist. Otherwise some store lacks rows
 of the entries' moment, so all stores go back to the commit, or to `before` if a snapshot of the commit was removed.
@@ -104,7 +104,7 @@ class Record:
         return record
 
 
-NO_RECORD = Record({}, {}, {})  # used by a process that does not write the record
+NO_RECORD = Record({}, {}, {})  # for a process that writes no record
 
 
 class Files(NamedTuple):
@@ -115,13 +115,13 @@ class Files(NamedTuple):
 
     @property
     def common_version(self) -> str | None:
-        """The live rows' version if all shards have the same one; None if versions differ or are missing."""
+        """The live rows' version if it is the same for all shards; None if versions differ or are missing."""
         return self.live[0] if len({*self.live}) == 1 else None
 
 
 @dataclass(eq=False)
 class Interval:
-    """A store had a snapshot's rows from moment `first` to `last`. Kept only by the process that locks the group."""
+    """A store had a snapshot's rows from moment `first` to `last`. Only the process that locks the group knows this."""
 
     snapshot: str  # the snapshot's id; "" until the save has ended
     first: int
@@ -140,7 +140,7 @@ def usable(entry: Entry, files: Files) -> Entry:
 
 
 def choose(record: Record, files: Mapping[str, Files]) -> dict[str, Entry] | None:
-    """Choose the rows that each member opens with if no process locks the group. None if no moment has all rows."""
+    """Choose the rows that each member opens with if no process locks the group. None if rows of all are not found."""
     for entries in (record.now, *({x: Entry(ids[x]) for x in files} for ids in (record.commit, record.before))):
         chosen = {x: usable(entries[x], store_files) for x, store_files in files.items()}
         if NOTHING not in chosen.values():

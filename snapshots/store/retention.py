@@ -65,7 +65,7 @@ def plan_prune(
 
 
 def plan_for(store: FolderState, keep_last: int, keep_every: int | None = None) -> PrunePlan:
-    """Returns what `prune` would do. Raises the errors that `prune` would raise."""
+    """Returns the plan of a `prune` with these arguments. Raises the same errors as `prune`."""
     snapshots, damaged = list_snapshots(store.snapshots)
     for error in damaged.values():
         raise SnapshotError(f"nothing is pruned while a snapshot cannot be read: {error}") from error
@@ -113,7 +113,7 @@ def is_state_snapshot(snapshot: Snapshot) -> bool:
 def _prune_states(store: StoreFolder, keep: int) -> None:
     """Remove the snapshots made by `state_dict()`, except the latest `keep` and any that recovery or a child needs."""
     snapshots = [snapshot for snapshot in list_snapshots(store.snapshots).snapshots if is_state_snapshot(snapshot)]
-    snapshots.sort(key=lambda snapshot: snapshot.folder.stat().st_mtime_ns)  # the link's time, not the save's
+    snapshots.sort(key=lambda snapshot: snapshot.folder.stat().st_mtime_ns)  # the time of the link, not of the save
     removable = snapshots[:-keep]
     needed = list_needed(store) if removable else set()
     for snapshot in removable:

@@ -1,4 +1,4 @@
-"""Saves a store's rows as a full or incremental snapshot or a RocksDB checkpoint. For open and closed stores."""
+"""Saves the rows of an open or closed store as a full or incremental snapshot, or as a RocksDB checkpoint."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ class SaveSource(NamedTuple):
 
     @property
     def parent(self) -> str:
-        """The id of the snapshot that an incremental save continues, or EMPTY if the rows have no snapshot."""
+        """The id of the snapshot that an incremental save continues, or EMPTY if there is none."""
         return self.record.parents.get(self.store, EMPTY)
 
 
 def check_save(store: StoreFolder, name: str, kind: str, source: SaveSource, overwrite: bool) -> None:
     """Raises OptionError or SnapshotError if the source cannot be saved as snapshot `name`. Writes nothing."""
     check_kind(kind)
-    drop_replaced(store)  # these may be children of the snapshot to overwrite
+    drop_replaced(store)  # a replaced snapshot may be a child of the snapshot to overwrite
     folder = store.snapshots / name
     reusable = find_undone_names(store.snapshots, source.record, source.store)
     if name not in reusable or not reusable.issuperset(find_children(folder)):

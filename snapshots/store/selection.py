@@ -1,4 +1,4 @@
-"""Selects which part of a snapshot to load: some tables, some keys, or only weights. Can convert numbers to a dtype.
+"""Selects which part of a snapshot to load: some tables, some keys, or only weights. A load can convert dtypes.
 
 Conversion to a wider dtype is exact. Conversion to a narrower dtype rounds to nearest even.
 """
@@ -96,7 +96,7 @@ class Selection:
         return self.tables is None and self.where is None and self.padding is None
 
     def description(self, description: dict[str, Any]) -> dict[str, Any]:
-        """Returns the selected rows' description. Without `state`, it describes a table that was never trained."""
+        """Returns the selected rows' description. Without `state`, the table counts as never trained."""
         if self.types is not None:
             description = converted_description(description, self.types)
         if self.state:

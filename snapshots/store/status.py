@@ -1,4 +1,4 @@
-"""Reports what a store folder contains and how the next run would start. Does not lock the folder."""
+"""Reports what a store folder contains and how the next run would start, without locking the folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .group_file import GroupFile
 from .mark import live_version
 from .recovery_rule import EMPTY
 
-CHECKPOINT = "graph.msgpack"  # only a checkpoint has this file; a store folder has not
+CHECKPOINT = "graph.msgpack"  # every checkpoint contains this file, but no store folder does
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class StoreStatus:
     """A store folder's status."""
 
     path: Path
-    holder: int | None  # the id of the process that has the store open, 0 if unknown; None if no process has
+    holder: int | None  # the id of the process that has the store open, 0 if unknown; None if the store is not open
     marker: dict[str, Any] | None  # the clean marker, merged for ranks; None if live rows are absent or not clean
     live: str | None  # the kind of the live rows: "rows", "rocksdb" or "ranks"
     rows: int | None  # the number of live rows; None without a clean marker, or if unknown
