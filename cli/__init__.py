@@ -14,7 +14,7 @@ try:
     from ..engine.errors import TierbedError
     from . import checkpoint, compare, doctor, export_import, options, snapshot, store, watch
     from .output import INTERRUPTED, checked_stdout, fail, print_interrupted
-except KeyboardInterrupt:  # handled as in `main`, but without the imports above
+except KeyboardInterrupt:  # handle Ctrl-C as `main` does, but with no more imports
     if "--json" in sys.argv:
         print('{"error": "interrupted"}')
     raise SystemExit(130) from None
@@ -28,7 +28,7 @@ except ImportError as error:
     raise SystemExit(1) from None
 
 app = typer.Typer(help="Tiered embedding tables for PyTorch.", no_args_is_help=True, pretty_exceptions_enable=False)
-COMMANDS = {  # {command group: its commands}, in the order of --help
+COMMANDS = {  # maps each command group to its commands, in the order that --help shows
     "snapshot": (
         *(snapshot.save, snapshot.load, snapshot.list_, snapshot.inspect, snapshot.verify, compare.diff),
         *(export_import.export, export_import.import_, snapshot.merge, snapshot.prune, watch.watch),
@@ -45,7 +45,7 @@ for name, commands in COMMANDS.items():
     group = typer.Typer(help=HELP[name], no_args_is_help=True)
     app.add_typer(group, name=name)
     for command in commands:
-        settings = {"ignore_unknown_options": command is store.get}  # the argument KEY may be negative
+        settings = {"ignore_unknown_options": command is store.get}  # a negative KEY must not be read as an option
         group.command(command.__name__.rstrip("_"), context_settings=settings)(command)
 app.command("doctor")(doctor.doctor)
 
@@ -60,14 +60,14 @@ def main(arguments: list[str] | None = None) -> None:
             if end.code == INTERRUPTED:
                 print_interrupted(as_json)
             raise
-        except KeyboardInterrupt:  # before a command started
+        except KeyboardInterrupt:  # Ctrl-C came before a command started
             print_interrupted(as_json)
             raise SystemExit(INTERRUPTED) from None
         except Exception as error:
             remedy = "; `tierbed doctor` lists what this installation lacks" if isinstance(error, ImportError) else ""
-            is_file_error = isinstance(error, OSError) and error.filename is not None  # stdout's errors name no file
+            is_file_error = isinstance(error, OSError) and error.filename is not None  # stdout's OSErrors name no file
             if not (remedy or is_file_error or isinstance(error, TierbedError)):
-                raise  # a bug in tierbed
+                raise  # any other exception is a bug in tierbed
             fail(f"{error}{remedy}", as_json=as_json)
 
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # commands import the engine when they run, so that --help an
 
 
 def complete_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Complete a snapshot name, for an argument or an option value that follows the store."""
-    # words after an option are in `ctx.args`, and not yet in `ctx.params`
+    """Complete a snapshot's name in the shell, for an argument or an option value that follows the store's path."""
+    # click has not yet parsed words that follow an option: they are in `ctx.args`, not in `ctx.params`
     store = ctx.params.get("store") or next(iter(ctx.args), ".")
     try:
         folders = [path.name for path in Path(store, "snapshots").glob("[!.]*/")]
@@ -50,7 +50,7 @@ Timeout = Annotated[
 
 @contextmanager
 def exit_if_in_use(stores: Sequence[Path], as_json: bool) -> Iterator[None]:
-    """Within this context, exit with `IN_USE` if locking fails because another process has locked one of the stores."""
+    """Exit with code `IN_USE` if the `with` block raises StoreError while another process has locked a store."""
     from ..snapshots.store.folder_state import holder
 
     try:
@@ -63,7 +63,7 @@ def exit_if_in_use(stores: Sequence[Path], as_json: bool) -> Iterator[None]:
 
 @contextmanager
 def locked(stores: Sequence[Path], as_json: bool, exits: bool = True) -> Iterator[list[StoreFolder]]:
-    """Lock store folders. If another process has locked one, exit with `IN_USE`, or raise StoreError if not `exits`."""
+    """Lock stores. If another process has locked a store, exit with code `IN_USE`; if not `exits`, raise StoreError."""
     from ..snapshots.store.folder import StoreFolder
     from ..snapshots.store.status import require_store
 
@@ -77,7 +77,7 @@ def parse_table(text: str) -> int | str:
 
 
 def check_tables(tables: list[str] | None, snapshot: Snapshot) -> list[int] | None:
-    """Convert --table to table ids; None without --table. Raises BadParameter for an unknown table."""
+    """Convert the --table options to table ids, or to None if none is given. Raises BadParameter for unknown tables."""
     from ..engine.options.table_names import choices, names_in, table_number
 
     names = names_in(snapshot.description)

@@ -25,7 +25,7 @@ CheckpointPath = Annotated[
 
 
 def list_(path: CheckpointPath, as_json: Json = False) -> None:
-    """List checkpoints, oldest first, with each embedding's step. Exits with 1 if one is damaged.
+    """List checkpoints, oldest first, with each embedding's step. Exits with 1 if a checkpoint is damaged.
 
     Example: tierbed checkpoint list runs/
     """
@@ -45,7 +45,7 @@ def list_(path: CheckpointPath, as_json: Json = False) -> None:
 
 
 def inspect(path: CheckpointPath, as_json: Json = False) -> None:
-    """Print a checkpoint's contents: embeddings with steps, rows and sizes, and tensors.
+    """Print a checkpoint's tensors, and the step, row count and size of each embedding.
 
     Example: tierbed checkpoint inspect runs/epoch-3
     """
@@ -54,7 +54,7 @@ def inspect(path: CheckpointPath, as_json: Json = False) -> None:
     checkpoints, damaged = list_checkpoints(path)
     names = sorted([*(checkpoint.path.name for checkpoint in checkpoints), *damaged])
     if len(names) > 1:
-        fail(f"{str(path)!r} holds the checkpoints {', '.join(names)}: give the path of one", as_json=as_json)
+        fail(f"{str(path)!r} holds the checkpoints {', '.join(names)}; give the path of one", as_json=as_json)
     for error in damaged.values():
         raise error
     (checkpoint,) = checkpoints
@@ -75,7 +75,7 @@ def inspect(path: CheckpointPath, as_json: Json = False) -> None:
 
 
 def verify(path: CheckpointPath, as_json: Json = False) -> None:
-    """Read checkpoints and compare each file with its checksum. Exits with 1 if one is damaged.
+    """Read checkpoints and compare each file with its checksum. Exits with 1 if a checkpoint is damaged.
 
     Example: tierbed checkpoint verify runs/
     """
@@ -105,7 +105,7 @@ def prune(
     from ..graph.state.kept import prune as prune_kept
 
     if (path / STATE).exists():
-        fail(f"{str(path)!r} is one checkpoint: give the folder that holds several", as_json=as_json)
+        fail(f"{str(path)!r} is one checkpoint; give the folder that holds all", as_json=as_json)
     retained, removed = prune_kept(path, keep_last, dry_run)
     if as_json:
         names = {"removed": [c.path.name for c in removed], "kept": [c.path.name for c in retained]}

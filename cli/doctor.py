@@ -1,4 +1,4 @@
-"""`tierbed doctor` checks the software, the machine and a file system. A check never raises: it reports errors."""
+"""`tierbed doctor` checks the software, the machine and a file system. An error in a check is reported, not raised."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from .arguments import Json, nearest_existing
 from .output import PROBLEM, align, print_json, size
 
 MIN_OPEN_FILES = 4096  # with a lower limit, RocksDB keeps opening and closing its files
-_NEEDED = "numpy", "torch", "lazy-loader", "msgpack", "safetensors"  # the command line imports its own packages
-_EXTRAS = {  # {extra: (its modules, its purpose)}
+_NEEDED = "numpy", "torch", "lazy-loader", "msgpack", "safetensors"  # omits typer and rich, which are imported above
+_EXTRAS = {  # maps each optional extra to its modules and its purpose
     "parquet": (("pyarrow",), "export and import of Parquet"),
     "plot": (("matplotlib",), "`snapshot inspect --plot`"),
     "metrics": (("prometheus_client", "tensorboard"), "`prometheus_text` and `write_tensorboard`"),
 }
-MIN_FREE_BYTES = 1 << 30  # less free space is reported
+MIN_FREE_BYTES = 1 << 30  # a disk with less free space fails its check
 
 
 class Check(NamedTuple):
@@ -39,10 +39,10 @@ class Check(NamedTuple):
 
     name: str
     ok: bool
-    value: str  # the result, or the error text
+    value: str  # what the check found, or the error text
     remedy: str | None = None
-    fatal: bool = False  # True if nothing works while the check fails
-    optional: bool = False  # True if only the feature that `value` names needs the check to pass
+    fatal: bool = False  # True if tierbed cannot work at all while this check fails
+    optional: bool = False  # True if the check is only for the feature that `value` names
 
     @property
     def state(self) -> str:
@@ -56,7 +56,7 @@ def doctor(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check this installation, and say how to fix what is missing. Exits with 1 if the core cannot work.
+    """Check this installation, and say how to fix what is missing. Exits with 1 if tierbed cannot work at all.
 
     Example: tierbed doctor /data/embeddings
     """
@@ -75,7 +75,7 @@ def doctor(
 
 
 def _try(name: str, work: Callable[[], str], remedy: str, consequence: str = "", **kind: bool) -> Check:
-    """Run `work` and return its result or its error as a check. consequence: appended to the error."""
+    """Run `work`. Return a check with its result, or with its error, followed by the `consequence`."""
     try:
         return Check(name, True, work())
     except Exception as error:
@@ -89,7 +89,7 @@ def _checks() -> Iterator[Check]:
     reinstall = "install it again: pip install --force-reinstall"
     packages = [_try(name, partial(_package, name), f"{reinstall} {name}", fatal=True) for name in _NEEDED]
     yield from packages
-    if all(package.ok for package in packages):  # otherwise the core's check would fail for the same reason
+    if all(package.ok for package in packages):  # the core needs these packages
         core = _try("core", _core, "install tierbed again, for this Python and this machine", fatal=True)
         yield core
         if core.ok:
@@ -152,12 +152,12 @@ def _cuda() -> Iterator[Check]:
 def _cupy() -> str:
     cupy: Any = import_module("cupy")
     if not (devices := cupy.cuda.runtime.getDeviceCount()):
-        raise RuntimeError(f"{cupy.__version__} finds no device")
+        raise RuntimeError(f"cupy {cupy.__version__} finds no GPU")
     return f"{cupy.__version__}, {devices} devices"
 
 
 def _disk_checks(path: Path) -> Iterator[Check]:
-    """Check a folder. If it does not exist, check its nearest existing parent, and say so."""
+    """Check a folder. If the folder does not exist, check its nearest existing parent, and report which one."""
     folder = nearest_existing(path)
     if not folder.is_dir():
         yield Check("folder", False, f"{folder} is not a folder", "give a folder, or the path of a new one")
@@ -201,7 +201,7 @@ def _lock(folder: Path) -> str:
         fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            raise OSError("a file can be locked twice")
+            raise OSError("two open files could both lock the same file exclusively")
     return "exclusive"
 
 

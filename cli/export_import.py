@@ -47,7 +47,7 @@ def export(
     try:
         chosen = format or Format(path.suffix[1:].lower())
     except ValueError:
-        raise typer.BadParameter(f"--format: {str(path)!r} has none; give one of {', '.join(Format)}") from None
+        raise typer.BadParameter(f"{str(path)!r} has no known suffix; give --format {' | '.join(Format)}") from None
     begin = time.monotonic()
     snapshot = open_snapshot(store, name)
     tables = check_tables(table, snapshot)
@@ -100,7 +100,7 @@ def import_(
     create: Annotated[bool, typer.Option("--create", help="Create the store folder if it does not exist.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Make a snapshot from rows that `export` or another program wrote. `load` then makes these rows the live rows.
+    """Make a snapshot from rows that `export` or another program wrote. Load the snapshot to use the rows.
 
     Example: tierbed snapshot import store/users pretrained model.pt --tensor emb.weight
     """

@@ -1,4 +1,4 @@
-"""Commands on a model's folder, which contains several store folders that are saved and loaded together."""
+"""Helpers for commands on a model's folder: its stores, one per embedding, are saved and loaded together."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ if TYPE_CHECKING:
 
 
 def stores_at(path: Path) -> dict[Path, str]:
-    """Return {store folder: embedding name} for a model's folder, {path: ""} for a store folder. Raises StoreError."""
+    """Return {store folder: embedding name} for a model's folder, or {path: ""} for one store. Raises StoreError."""
     from ..snapshots.store.status import require_store, stores_in
 
     return {store: store.name for store in stores_in(path)} or {require_store(path): ""}
 
 
 def serving_processes(stores: Iterable[Path], timeout: float, as_json: bool) -> dict[Path, int]:
-    """Return {store: process id} for each store that a process has open, if the process answers requests.
+    """Return {store folder: process id} for the stores that are open in a process that answers requests.
 
-    Exits with `IN_USE` if a process has a store open but answers no requests, for example another command. Raises
-    StoreError if the process is stopped.
+    Exits with code `IN_USE` if a process has a store open but serves no requests, for example another command. Raises
+    StoreError if a process does not answer in time, for example because it is stopped.
     """
     from ..snapshots.control.client import request_status
     from ..snapshots.store.folder_state import holder
 
     serving = {store: process for store in stores if (process := holder(store)) is not None}
     for store in [store for store in serving if request_status(store, timeout) is None]:
-        with locked([store], as_json):  # exits and names the process, unless it has closed the store by now
+        with locked([store], as_json):  # exits if the store is still open, and names the process
             del serving[store]
     return serving
 
@@ -40,9 +40,9 @@ def serving_processes(stores: Iterable[Path], timeout: float, as_json: bool) -> 
 def save_together(
     stores: list[Path], name: str, kind: str, overwrite: bool, timeout: float, advance: ProgressCallback, as_json: bool
 ) -> list[Manifest]:
-    """Save a snapshot of each store. A process that has stores open saves these together; this process saves the rest.
+    """Save a snapshot of each store. The process that has stores open saves them; this process saves the closed stores.
 
-    Exits with `IN_USE` if several processes have stores open. Raises StoreError, SnapshotError, OptionError.
+    Exits with code `IN_USE` if several processes have stores open. Raises StoreError, SnapshotError, OptionError.
     """
     from ..snapshots.control.client import request_save
     from ..snapshots.files.reader import Snapshot
@@ -51,7 +51,7 @@ def save_together(
     serving = serving_processes(stores, timeout, as_json)
     if len({*serving.values()}) > 1:
         holders = ", ".join(f"{str(store)!r} in process {process}" for store, process in serving.items())
-        message = f"several processes have these stores open, so they share no step: {holders}; save each store alone"
+        message = f"several processes have these stores open, so no step is common: {holders}; save each store alone"
         fail(message, IN_USE, as_json)
     done = 0
 
@@ -62,14 +62,14 @@ def save_together(
 
     first = next(iter(serving), None)
     if first is not None and request_save(first, name, kind, advance_to, timeout, overwrite, [*serving]) is None:
-        raise StoreError(f"process {serving[first]} has closed {str(first)!r}: save again")
+        raise StoreError(f"process {serving[first]} closed {str(first)!r} before the save; save again")
     closed = [store for store in stores if store not in serving]
-    try:  # save closed stores last, because the trainer's running step may still open one of them
+    try:  # save closed stores last, because the trainer may still open one of them in its current step
         with locked(closed, as_json, exits=not serving) as folders:
             save_closed_stores(folders, name, advance, kind, overwrite)
     except TierbedError as error:
         if not serving:
             raise
         saved, unsaved = (", ".join(store.name for store in part) for part in (serving, closed))
-        raise SnapshotError(f"snapshot {name!r} was saved of {saved}, but not of {unsaved}: {error}") from error
+        raise SnapshotError(f"snapshot {name!r} was saved for {saved}, but not for {unsaved}: {error}") from error
     return [Snapshot.open(store / "snapshots" / name).manifest for store in stores]

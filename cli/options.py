@@ -30,8 +30,8 @@ def options(
 ) -> None:
     """Check a store options file, and show each embedding's resulting options, memory and disk space.
 
-    FILE is a file for load_store_options. The command opens no store and creates no folder. Exits with 1 for an unknown
-    or invalid option.
+    FILE is a TOML file for `load_store_options`. The command opens no store and creates no folder. Exits with 1 for an
+    unknown or invalid option.
 
     Example: tierbed store options deploy.toml
     """
@@ -43,7 +43,7 @@ def options(
     wrong: dict[str, str] = {}
     tables = read_store_options(file)
     if not tables:
-        remedy = "give each embedding a table [name] with its store"
+        remedy = "add a table [name] with store options for each embedding"
         raise OptionError(f"store options file {str(file)!r} is empty; {remedy}")
     for name in names or tables:
         try:
@@ -81,9 +81,9 @@ def options(
 
 
 def _memory(options: StoreOptions) -> dict[str, int | str | None]:
-    """Return {part of the store: bytes}. "auto" is a share of free memory; None is unknown, since rows vary in number.
+    """Return {part of the store: bytes of memory}. "auto" stands for a share of free memory, None for unknown.
 
-    Without a GPU the device cache is in host memory, with an overflow area.
+    On a machine without a GPU, the device cache is in host memory and needs an overflow area.
     """
     from ..engine.cache.memory_split import INDEX_BYTES
     from ..engine.options.store_options import CachedHostMemOptions, CachedSsdOptions
@@ -107,9 +107,9 @@ def _memory(options: StoreOptions) -> dict[str, int | str | None]:
 
 
 def _disk(options: StoreOptions, name: str) -> dict[str, Any] | None:
-    """Return the paths of rows and snapshots, their free bytes, and the bytes of all rows (None if unknown).
+    """Return the paths of rows and snapshots, the free bytes at both, and the bytes that all rows need, if known.
 
-    Returns None if rows are not stored. Raises OptionError for an invalid path, and if the rows exceed the disk.
+    Returns None if rows are not stored on disk. Raises OptionError for an invalid path or if the disk is too small.
     """
     from ..engine.row_format import row_dtype
 
@@ -136,9 +136,9 @@ def _disk(options: StoreOptions, name: str) -> dict[str, Any] | None:
 
 
 def _disks(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return for each file system the bytes of all rows, as far as known, and the space available for these rows.
+    """Return for each file system how many bytes its embeddings' rows need, if known, and how many are available.
 
-    The space that a store's files, except snapshots, occupy now is available for its rows.
+    Bytes that a store's files occupy now, except its snapshots, count as available for the store's rows.
     """
     disks: dict[int, dict[str, Any]] = {}
     for name, disk in ((name, result["disk"]) for name, result in results.items()):
@@ -152,13 +152,13 @@ def _disks(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         for folder, folders, files in os.walk(store):
             folders[:] = [name for name in folders if name != "snapshots"]
             for file in files:
-                with contextlib.suppress(FileNotFoundError):  # the process that opened the store may remove files
+                with contextlib.suppress(FileNotFoundError):  # a process that has the store open may remove files
                     entry["free_bytes"] += os.lstat(os.path.join(folder, file)).st_size
     return list(disks.values())
 
 
 def _writable(option: str, path: Path) -> Path:
-    """Return the nearest existing parent. Raises OptionError if no folder can be created in that parent."""
+    """Return the path or its nearest existing parent. Raises OptionError if this user cannot create folders there."""
     folder = nearest_existing(path)
     if not folder.is_dir():
         raise OptionError(f"{option}={str(path)!r}: {str(folder)!r} is not a folder; give another path")
@@ -168,7 +168,7 @@ def _writable(option: str, path: Path) -> Path:
 
 
 def _mib(bytes: int) -> str:
-    """Format bytes in MiB, the unit of the options."""
+    """Format bytes in MiB, the unit of store options such as `cache_budget_mb`."""
     return f"{bytes / MB:,.0f} MiB" if bytes >= 1000 * MB else f"{bytes / MB:.4g} MiB"
 
 

@@ -26,7 +26,7 @@ PROBLEM, USAGE, IN_USE, NO_ROW, INTERRUPTED = 1, 2, 3, 4, 130  # exit codes
 ProgressCallback = Callable[[int], None]
 BAR_AFTER = 1.0  # seconds until a progress bar appears
 SNAPSHOT_HEADER = ["name", "kind", "parent", "dtype", "rows", "size", "step", "age"]
-NUMBER_COLUMNS = {4, 5, 6, 7}  # align to the right
+NUMBER_COLUMNS = {4, 5, 6, 7}  # the columns of SNAPSHOT_HEADER that are aligned to the right
 
 
 def print_json(value: Any, indent: int | None = 2) -> None:
@@ -49,7 +49,7 @@ def print_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> N
 
 
 def align(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Return lines of align columns. Columns in `right` align to the right. Unprintable cells are shown as JSON."""
+    """Return rows as lines of aligned text. Columns in `right` align to the right. Unprintable cells become JSON."""
     from rich.cells import cell_len
 
     cells = [[text(cell) for cell in row] for row in rows]
@@ -72,9 +72,9 @@ def print_error(message: str) -> None:
 
 @contextmanager
 def checked_stdout() -> Iterator[None]:
-    """Within this context, exit with `PROBLEM` if stdout cannot be written, for example because the disk is full.
+    """Exit with code `PROBLEM` if the `with` block cannot write to stdout, for example because the disk is full.
 
-    Prints a message, except for a closed pipe. Characters that stdout's encoding lacks are printed as escapes.
+    Prints the error on stderr, except for a closed pipe. Characters that stdout cannot encode are printed as escapes.
     """
     stdout = sys.stdout
     if not isinstance(stdout, TextIOWrapper):  # stdout does not exist, or the program that calls `main` replaced it
@@ -87,14 +87,14 @@ def checked_stdout() -> Iterator[None]:
         finally:
             stdout.flush()
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())  # so that Python's flush at exit does not fail
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())  # so that Python can flush stdout at exit
         if error.errno != errno.EPIPE:
             print_error(f"tierbed: stdout: {error.strerror}")
         raise SystemExit(PROBLEM) from None
 
 
 def fail(message: str, code: int = PROBLEM, as_json: bool = False) -> NoReturn:
-    """Exit with a message on stderr. With --json, also print it as a document on stdout."""
+    """Exit with a message on stderr. With --json, also print the message as JSON on stdout."""
     print_error(f"tierbed: {message}")
     if as_json:
         print_json({"error": message}, indent=None)
@@ -102,22 +102,22 @@ def fail(message: str, code: int = PROBLEM, as_json: bool = False) -> NoReturn:
 
 
 def print_interrupted(as_json: bool) -> None:
-    """With --json, print a document for Ctrl-C."""
+    """With --json, report Ctrl-C as a JSON document on stdout."""
     if as_json:
         print_json({"error": "interrupted"}, indent=None)
 
 
 def text(value: Any) -> str:
-    """Return the text if it is printable, otherwise as JSON, because names may come from foreign files."""
+    """Return printable text unchanged, and other values as JSON, because names may come from foreign files."""
     return value if isinstance(value, str) and value.isprintable() else json.dumps(value, default=str)
 
 
 def words(value: Any) -> str:
-    """Format a plain value for people. Values nested in more than one container are shown as JSON."""
+    """Format a plain value for people. A container that contains other containers is shown as JSON."""
     if value is None:
         return "none"
     if isinstance(value, float):
-        return f"{value:.9g}"  # as many digits as float32 needs
+        return f"{value:.9g}"  # 9 digits identify any float32
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     if any(isinstance(item, (dict, list, tuple)) for item in inner):
         return text(value)
@@ -159,9 +159,9 @@ def when(created: int) -> str:
 
 @contextmanager
 def progress(title: str, rows: int | None = None) -> Iterator[ProgressCallback]:
-    """Show progress. Yields a function to call with the number of rows just done. rows: the total, if known.
+    """Show progress. Yields a function to call with each count of processed rows. rows: the total count, if known.
 
-    If stderr is a terminal, work longer than a second shows a bar there, with rate and remaining time.
+    If stderr is a terminal, a progress bar appears there after a second, with the rate and the remaining time.
     """
     if not sys.stderr.isatty():
         yield lambda count: None
@@ -185,7 +185,7 @@ def progress(title: str, rows: int | None = None) -> Iterator[ProgressCallback]:
 
 
 def _start_bar(title: str, rows: int | None) -> Progress:
-    """Start and return a bar on stderr that disappears when stopped."""
+    """Start and return a progress bar on stderr that disappears when it is stopped."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -199,7 +199,7 @@ def _start_bar(title: str, rows: int | None) -> Progress:
 
 
 def entry(name: str, manifest: Manifest) -> dict[str, Any]:
-    """Return a snapshot's JSON entry. `bytes` counts the snapshot's own files, without its parents."""
+    """Return a snapshot's entry in JSON output. `bytes` counts the snapshot's own files, without its parents."""
     return {
         "name": name,
         "kind": manifest.kind,
@@ -213,7 +213,7 @@ def entry(name: str, manifest: Manifest) -> dict[str, Any]:
 
 
 def dtypes(description: Mapping[str, Any]) -> dict[str, str | None]:
-    """Return the rows' dtype and state dtype (None without state) from a valid description."""
+    """Return the dtypes of a snapshot's embeddings and optimizer state (None without state) from its description."""
     from ..snapshots.store.selection import types_of
 
     dtype, state_dtype = types_of(description)
@@ -221,13 +221,13 @@ def dtypes(description: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def format_dtypes(description: Mapping[str, Any]) -> str:
-    """Format the rows' dtypes: one name if embedding and state share a dtype."""
+    """Format the dtypes of embeddings and optimizer state, as one name if they are equal or there is no state."""
     dtype, state_dtype = dtypes(description).values()
     return f"{dtype}, state {state_dtype}" if state_dtype not in (None, dtype) else str(dtype)
 
 
 def lines(snapshots: Iterable[Snapshot]) -> list[list[str]]:
-    """Return a table line for each snapshot, without the header."""
+    """Return each snapshot's cells for a printed table with the columns of SNAPSHOT_HEADER."""
     result = []
     for name, manifest in ((snapshot.name, snapshot.manifest) for snapshot in snapshots):
         kinds = manifest.kind, manifest.parent.name if manifest.parent else "", format_dtypes(manifest.description)
@@ -239,8 +239,8 @@ def lines(snapshots: Iterable[Snapshot]) -> list[list[str]]:
 def report(action: str, name: str, manifests: dict[str, Manifest], begin: float, as_json: bool, **more: Any) -> None:
     """Print what a command did to a snapshot.
 
-    action: past tense, such as "saved". manifests: keys are the store names from `stores_at`. begin: the command's
-    start, from time.monotonic.
+    action: a verb in the past tense, such as "saved". manifests: {store name from `stores_at`: manifest}. begin: when
+    the command started, from time.monotonic.
     """
     seconds = time.monotonic() - begin
     if as_json:
@@ -256,7 +256,7 @@ def report(action: str, name: str, manifests: dict[str, Manifest], begin: float,
 
 
 def report_sound(sound: Iterable[str], damaged: Mapping[str, Exception], as_json: bool) -> None:
-    """Print sound and damaged names, and exit with `PROBLEM` if anything is damaged."""
+    """Print the names of sound and damaged snapshots or checkpoints. Exit with code `PROBLEM` if one is damaged."""
     if as_json:
         print_json({"sound": [*sound], "damaged": {name: str(error) for name, error in damaged.items()}})
     else:
@@ -266,7 +266,7 @@ def report_sound(sound: Iterable[str], damaged: Mapping[str, Exception], as_json
 
 
 def report_damaged(damaged: Mapping[str, Exception]) -> None:
-    """Print damaged names on stderr, and exit with `PROBLEM` if there are any."""
+    """Print damaged snapshots or checkpoints on stderr, and exit with code `PROBLEM` if there are any."""
     for name, error in damaged.items():
         print_error(f"damaged: {text(name)}: {error}")
     if damaged:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def merge(store: Store, name: Name, new: NewName, overwrite: Overwrite = False, as_json: Json = False) -> None:
-    """Merge an incremental snapshot and its parents into a new full one. The old snapshots stay.
+    """Merge an incremental snapshot and its parents into a new full snapshot. The old snapshots stay.
 
     Example: tierbed snapshot merge store/users tuesday tuesday-full
     """
@@ -47,7 +47,7 @@ def merge(store: Store, name: Name, new: NewName, overwrite: Overwrite = False, 
             reason = "it is the recovery snapshot of live rows; choose another name"
             raise SnapshotError(f"snapshot {new!r} cannot be overwritten by the rows of {name!r}: {reason}")
         with output.progress("merging", snapshot.manifest.rows) as advance:
-            id = snapshot.manifest.id  # keep the id: recovery finds rows by id, and the rows are the same
+            id = snapshot.manifest.id  # keep the id: recovery finds rows by snapshot id
             contents = snapshot.description, snapshot.chunks()
             manifest = write_snapshot(folder.snapshots / new, *contents, advance, overwrite, id)
     output.report("merged", new, {"": manifest}, begin, as_json)
@@ -63,7 +63,7 @@ def prune(
     timeout: Timeout = 60,
     as_json: Json = False,
 ) -> None:
-    """Remove old snapshots. Parents of kept snapshots, and snapshots that recovery needs, stay.
+    """Remove old snapshots, except parents of kept snapshots and snapshots that recovery needs.
 
     Example: tierbed snapshot prune store/users --keep-last 5 --keep-every 100000
     """
@@ -96,7 +96,7 @@ def prune(
 
 
 def _prune(plans: dict[Path, PrunePlan], keep_last: int, keep_every: int | None, timeout: float, as_json: bool) -> None:
-    """Prune each store: in the process that has the store open, otherwise here. Puts the results into `plans`."""
+    """Prune each store in the process that has it open, or else in this process. Updates `plans` with the results."""
     from ..snapshots.control.client import request_prune
     from ..snapshots.store import retention
     from ..snapshots.store.folder import StoreFolder
@@ -131,7 +131,7 @@ def verify(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Read snapshots and their parents, and compare each file with its checksum. Exits with 1 if one is damaged.
+    """Read snapshots and their parents, and compare each file with its checksum. Exits with 1 if a snapshot is damaged.
 
     Example: tierbed snapshot verify store/users
     """
@@ -164,9 +164,9 @@ def save(
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Save the live rows. If the store is open in a process, that process saves them.
+    """Save the live rows as a snapshot. If a process has the store open, that process saves the rows.
 
-    The save is made between two training steps. With a model's folder, all stores in it are saved at one moment.
+    A training process saves between two steps. Given a model's folder, the command saves all its stores at one moment.
 
     Example: tierbed snapshot save store/users before-retraining
     """
@@ -195,9 +195,9 @@ def load(
     convert: Annotated[bool, typer.Option("--convert", help="Convert numbers to the live rows' dtype.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Replace the live rows by a snapshot. The next training run resumes from it.
+    """Replace the live rows by a snapshot. The next training run resumes from that snapshot.
 
-    The snapshot is verified while it is copied. If it is damaged or does not fit, the live rows stay as they are.
+    The snapshot is verified while it is copied. A damaged or unsuitable snapshot leaves the live rows unchanged.
 
     Example: tierbed snapshot load store/users before-retraining
     """

@@ -95,7 +95,7 @@ def compact(
             sizes = _run_in_thread(lambda: compact_live(folder, rocksdb_options), advance)
     except KeyboardInterrupt:
         output.print_interrupted(as_json)
-        os._exit(output.INTERRUPTED)  # RocksDB's threads still run, but its files are valid at any time
+        os._exit(output.INTERRUPTED)  # RocksDB's threads still run, but RocksDB's files are valid at any time
     seconds = time.monotonic() - begin
     if as_json:
         before, after = sizes or (None, None)
@@ -157,7 +157,7 @@ def get(
         fields = to_plain_row(row[0], description)
     if not fields:
         output.fail(
-            f"there is no row of table {table}, key {key}: lookups return its initial value", output.NO_ROW, as_json
+            f"there is no row of table {table}, key {key}; a lookup returns the initial row", output.NO_ROW, as_json
         )
     if as_json:
         output.print_json(fields)
@@ -167,7 +167,7 @@ def get(
 
 
 def plain(status: StoreStatus) -> dict[str, Any]:
-    """Convert a status to plain values for JSON."""
+    """Convert a store's status to plain values for JSON."""
     restart = dict(vars(status.restart))
     return {
         "state": status.state,
@@ -229,10 +229,10 @@ def _describe_source(restart: Restart) -> str:
 
 
 def _run_in_thread(work: Callable[[], Any], advance: Callable[[int], None]) -> Any:
-    """Run `work` in a thread, so that the bar is updated and Ctrl-C works. Returns the result."""
+    """Run `work` in a thread, so that the progress bar moves and Ctrl-C works meanwhile. Returns the result."""
     from concurrent.futures import ThreadPoolExecutor, wait
 
-    pool = ThreadPoolExecutor(1)  # not in `with`: leaving the block would wait for the thread after Ctrl-C
+    pool = ThreadPoolExecutor(1)  # not in a `with` block, because its end would wait for the thread even after Ctrl-C
     result = pool.submit(work)
     while not result.done():
         wait([result], 0.2)

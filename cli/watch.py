@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..snapshots.files.reader import Listing, Snapshot
     from ..snapshots.store.status import StoreStatus
 
-_STATE = ("state", "holder", "step")  # fields of a store's status; a change of one is reported as an event
+_STATE = ("state", "holder", "step")  # if one of these fields of a store's status changes, an event is reported
 
 
 class View(NamedTuple):
@@ -36,7 +36,7 @@ def watch(
     interval: Annotated[float, typer.Option(help="Seconds between two polls.", min=0.05)] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each change.")] = False,
 ) -> None:
-    """Show a store's snapshots, step and the process that has it open, until Ctrl-C.
+    """Show a store's snapshots, its step and the process that has it open, until you press Ctrl-C.
 
     With --json, or if stdout is not a terminal, print a line for each change.
 
@@ -54,11 +54,11 @@ def watch(
 
 
 def changes(before: View | None, now: View) -> Iterator[dict[str, Any]]:
-    """Yield the differences between two polls as dicts. Each dict's `event` is one of
+    """Yield the differences between two polls as dicts. The key `event` names what happened:
 
-    - "store", with `state`, `holder` and `step`, if one of the three changed;
-    - "saved", with a snapshot's entry, and "removed", with its `name`;
-    - "damaged", with `name` and `error`.
+    - "store": `state`, `holder` or `step` changed, and the dict contains all three.
+    - "saved": a snapshot is new, and the dict contains its entry. "removed": the snapshot `name` is gone.
+    - "damaged": the snapshot `name` is damaged, and `error` tells how.
     """
     state, last = ({name: view and getattr(view.status, name) for name in _STATE} for view in (now, before))
     if state != last or before is None:

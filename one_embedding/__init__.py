@@ -1,7 +1,7 @@
 """A replacement for OneFlow's `one_embedding`, with its names and arguments; docs/oneflow.md lists the differences.
 
-`__init__.pyi` lists each name's source. A name is imported at its first use, so importing this package loads neither
-torch nor the engine. lazy_loader cannot do this, because it rejects stubs that import from other packages.
+`__init__.pyi` tells where each name comes from. A name is imported at its first use, so importing this package loads
+neither torch nor the engine. lazy_loader cannot do this, because it rejects stubs that import from other packages.
 """
 
 from __future__ import annotations

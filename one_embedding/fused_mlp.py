@@ -15,7 +15,7 @@ from ..engine.ops.rows_contract import NoTorchScript
 
 
 class FusedMLP(NoTorchScript, nn.Module):
-    """Linear layers, each followed by ReLU and dropout.
+    """A stack of linear layers, each followed by ReLU and dropout.
 
     Parameters are named as in OneFlow: `weight_<i>` [out, in] and `bias_<i>` [out].
 
@@ -48,7 +48,7 @@ class FusedMLP(NoTorchScript, nn.Module):
         layers = len(hidden_features)
         rates = [0.0] * layers if hidden_dropout_rates is None else [*hidden_dropout_rates]
         if len(rates) != layers:
-            raise OptionError(f"hidden_dropout_rates={hidden_dropout_rates!r}: give a rate for each of {layers} layers")
+            raise OptionError(f"hidden_dropout_rates={hidden_dropout_rates!r}: give {layers} rates, one per layer")
         self._rates, self.skip_final_activation = [*rates, out_dropout_rate], skip_final_activation
         for number, shape in enumerate(pairwise([in_features, *hidden_features, out_features])):
             layer: Any = nn.Linear(*shape)

@@ -19,11 +19,11 @@ class Optimizer(EagerOptimizer):
     """An `EagerOptimizer` with OneFlow's arguments: its `step()` also updates embedding rows.
 
     Args:
-        optimizer: An optimizer from torch.optim or tierbed.optim, over the parameters of all embeddings and any others.
+        optimizer: An optimizer from torch.optim or tierbed.optim that has the parameters of all embeddings.
         embeddings: List of embeddings to train.
 
     Raises:
-        OptimizerError: If `embeddings` is not a list of embeddings; further errors as for `EagerOptimizer`.
+        OptimizerError: If `embeddings` is not a list of embeddings. `EagerOptimizer` raises further errors.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, embeddings: Sequence[MultiTableMultiColumnEmbedding]) -> None:
@@ -44,22 +44,22 @@ def SmartDecayAdam(
     contiguous_params: bool = False,
     fused: bool = False,
 ) -> CatchUpAdam:
-    """Return a `CatchUpAdam`, which serves the purpose of OneFlow's SmartDecayAdam with another formula.
+    """Return a `CatchUpAdam`: it serves the same purpose as OneFlow's SmartDecayAdam, but with another formula.
 
     Args:
         params, lr, betas, eps: As in torch.optim.Adam.
         weight_decay, amsgrad, do_bias_correction: Only the defaults are supported.
-        contiguous_params, fused: Ignored. In OneFlow, both configure dense parameters and change no result.
+        contiguous_params, fused: Ignored, because in OneFlow they only concern dense parameters and change no result.
 
     Raises:
         OptimizerError: If weight_decay, amsgrad or do_bias_correction is not the default.
     """
     refusals: tuple[tuple[str, Any, Any, str], ...] = (
-        ("weight_decay", weight_decay, 0, "it would move rows that no step touched"),
-        ("amsgrad", amsgrad, False, "rows keep two moments"),
-        ("do_bias_correction", do_bias_correction, True, "steps are those of torch.optim.Adam"),
+        ("weight_decay", weight_decay, 0, "weight decay would change rows that no step used"),
+        ("amsgrad", amsgrad, False, "a row stores only Adam's two moments"),
+        ("do_bias_correction", do_bias_correction, True, "steps always equal torch.optim.Adam's"),
     )
     for name, value, default, reason in refusals:
         if value != default:
-            raise OptimizerError(f"SmartDecayAdam: {name}={value!r}; give {name}={default}: {reason}")
+            raise OptimizerError(f"SmartDecayAdam: {name}={value!r} is refused: {reason}; give {name}={default}")
     return CatchUpAdam(params, lr, betas, eps)

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def _with_paths(make: Callable[Concatenate[Path, P], T]) -> Callable[Concatenate[Paths, P], T]:
-    """Return a function that accepts `paths` as its first argument and otherwise equals `make`."""
+    """Return a function that accepts `paths` as its first argument and otherwise works like `make`."""
 
     @wraps(make)
     def call(paths: Paths, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -46,7 +46,7 @@ make_persistent_table_writer = _with_paths(exchange.make_persistent_table_writer
 
 
 def _store_folder(paths: Any) -> Path:
-    """Return the single folder in `paths`. In OneFlow the list has a folder per rank. Raises OptionError."""
+    """Return the single folder in `paths`. OneFlow's list has one folder for each rank. Raises OptionError."""
     folders = list(paths) if isinstance(paths, (list, tuple)) else [paths]
     remedy = "give [<persistent_path>/<embedding name>]"
     if len(folders) != 1 or not isinstance(folders[0], (str, os.PathLike)):
@@ -54,7 +54,7 @@ def _store_folder(paths: Any) -> Path:
     folder = Path(folders[0])
     if re.fullmatch(r"\d+-\d+", folder.name) and not folder.exists():
         raise OptionError(
-            f"paths={paths!r}: there is no folder {folder.name!r}. OneFlow has such a folder for each rank, and "
-            f"tierbed has one folder for all; {remedy}"
+            f"paths={paths!r}: there is no folder {folder.name!r}. OneFlow has one folder for each rank, but "
+            f"tierbed has one folder for all ranks; {remedy}"
         )
     return folder

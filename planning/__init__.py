@@ -1,1 +1,1 @@
-"""Predicts, from a sample of ids, cache hit rates and the data that ranks would exchange."""
+"""Predicts cache hit rates, and how much data ranks would exchange, from a sample of ids."""

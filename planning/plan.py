@@ -1,4 +1,4 @@
-"""`plan` predicts the hit rate of caches of any size, and the data that ranks would exchange, from a trace of ids."""
+"""`plan` predicts, from a trace of ids, the hit rate of any cache size and how much data ranks would exchange."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from ..engine.row_format import line_bytes_of, words_of
 from .stack_distance import Model, Sample
 
 MAX_RANKS = 1024
-FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # cache sizes that a plan prints, as fractions of the rows seen
+FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # cache sizes that a `Plan` prints, as fractions of all rows
 I64 = NDArray[np.int64]
-WIRE = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}  # bytes per element sent
+WIRE = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}  # bytes per element, for the dtypes that ranks can send
 
 
 class Curve(NamedTuple):
-    """A miss-ratio curve: arrays [n], sorted by cache size.
+    """A miss-ratio curve, as three arrays [n] sorted by cache size.
 
     Attributes:
-        rows: The cache size in lines.
+        rows: The cache size in rows.
         budget_mb: The cache size in MiB, as for the option `cache_budget_mb`.
-        miss_ratio: Rows missed divided by rows needed, where each batch counts a row once.
+        miss_ratio: Misses divided by accesses. Each batch accesses a row once.
     """
 
     rows: NDArray[np.int64]
@@ -51,20 +51,20 @@ class Curve(NamedTuple):
 
 
 class Plan:
-    """Predicted hit rates of an LRU cache that all tables of an embedding share, from `plan`. A plan prints as a table.
+    """Predicted hit rates of an LRU cache that all tables of an embedding share. `print(plan)` shows hit rates.
 
-    Hits are counted as in an embedding's metrics: each distinct row of a batch once.
+    Hits are counted as in an embedding's metrics: each distinct row counts once per batch.
 
     Attributes:
-        dim: Elements per row.
+        dim: Embedding elements per row.
         state: Optimizer state elements per row.
-        line_bytes: Bytes per line: a row and its counters. A cache needs `LINE_OVERHEAD_BYTES` more.
-        batches: Batches in the trace, without the warmup.
-        seen: int64 [tables], the distinct rows in the trace, warmup included.
-        uses: int64 [tables], the rows needed by the batches after the warmup; each batch counts a row once.
-        rate: The fraction of rows that was sampled. At 1, `seen` and `uses` are exact, otherwise estimates.
-        memory_mb: The MiB that `division` divides; None if the system does not report its free memory.
-        ranks: What ranks would exchange, or None without `world_size`.
+        line_bytes: Bytes of a cached row with its state and counters. A cache adds `LINE_OVERHEAD_BYTES` per row.
+        batches: How many batches the trace has after the warmup.
+        seen: int64 [tables], how many distinct rows the trace uses per table, including the warmup.
+        uses: int64 [tables], how many rows the batches after the warmup use per table. A row counts once per batch.
+        rate: The fraction of rows that was sampled. If `rate` is 1, `seen` and `uses` are exact, otherwise estimates.
+        memory_mb: The memory in MiB that `division` divides, or None if the system does not report its free memory.
+        ranks: A `RankPlan` with the data that ranks would exchange, or None if `world_size` was not given.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Plan:
         ranks: RankPlan | None,
         words: int,
     ) -> None:
-        """`words` is the size of a row with its state, in 4-byte words."""
+        """`words` is how many 4-byte words a row with its state needs."""
         self.dim, self.state, self.memory_mb, self.ranks = dim, state, memory_mb, ranks
         self.line_bytes = line_bytes_of(words)
         self.rate = sample.rate
@@ -86,7 +86,7 @@ class Plan:
         uses = sample.uses()
         self._counted = uses.batch >= warmup
         if not self._counted.any():
-            raise InputError(f"trace: no rows in {self.batches} batches after warmup={warmup}; give more batches")
+            raise InputError(f"trace: {self.batches} batches after warmup={warmup} use no rows; give more batches")
         self._tables = uses.table
         self._overflow_row_bytes = self.line_bytes + OVERFLOW_OVERHEAD_BYTES
         self._max_batch_rows = max(sample.batch_rows)
@@ -96,20 +96,20 @@ class Plan:
         self.uses = _estimates(uses.table[self._counted], tables, self.rate)
 
     def rows(self, budget_mb: float) -> int:
-        """Returns the number of lines in a cache of `budget_mb` MiB. Raises OptionError below MIN_CACHE_ROWS."""
+        """Returns how many rows a cache of `budget_mb` MiB holds. Raises OptionError below MIN_CACHE_ROWS rows."""
         budget = as_number(budget_mb)
         if budget is None or not self.bytes(MIN_CACHE_ROWS) / MB <= budget < 1 << 40:
             raise OptionError(f"budget_mb={budget_mb!r}: give a number of MiB >= {self.bytes(MIN_CACHE_ROWS) / MB:.3f}")
         return int(budget * MB) // self.bytes(WAYS) * WAYS
 
     def bytes(self, rows: int) -> int:
-        """Returns how many bytes a cache with `rows` lines needs, including metadata."""
+        """Returns how many bytes a cache for `rows` rows needs, including its metadata."""
         return rows * (self.line_bytes + LINE_OVERHEAD_BYTES)
 
     def overflow_mb(self, budget_mb: float) -> float:
-        """Returns the default `overflow_mb` for a `cached_ssd` with a cache of `budget_mb`.
+        """Returns the default `overflow_mb` for a `cached_ssd` store whose cache has `budget_mb` MiB.
 
-        The default equals `budget_mb`, up to 192 MiB, but has room for at least two batches.
+        The default is `budget_mb` or 192 MiB, whichever is less, but always enough for two batches.
         """
         batches_mb = 2 * self._max_batch_rows * self._overflow_row_bytes / MB
         return max(default_overflow_mb("cached_ssd", budget_mb), batches_mb)
@@ -122,17 +122,17 @@ class Plan:
         table: int | None = None,
         overflow_mb: float = 0,
     ) -> float:
-        """Returns the predicted hit rate, from 0 to 1, of a cache.
+        """Returns a cache's predicted hit rate, from 0 to 1.
 
         Args:
             budget_mb: The cache size in MiB.
-            rows: The cache size in lines; give either this or `budget_mb`.
+            rows: The cache size in rows. Give either `rows` or `budget_mb`.
             table: Count only the hits on this table's rows. The cache is still shared by all tables.
-            overflow_mb: For a cache above RocksDB on the CPU, the MiB of its overflow area. Half of this area holds
-                rows that wait for write-back; they count as hits.
+            overflow_mb: The overflow area's size in MiB, for a cache above RocksDB on the CPU. Half of the area holds
+                rows that wait for write-back. Lookups of waiting rows count as hits.
 
         Raises:
-            OptionError: An argument is wrong.
+            OptionError: If an argument is invalid.
         """
         overflow = as_number(overflow_mb)
         if overflow is None or not 0 <= overflow < 1 << 40:
@@ -143,14 +143,14 @@ class Plan:
             rows = self.rows(budget_mb)
         lines = as_int(rows, minimum=MIN_CACHE_ROWS)
         if lines is None:
-            raise OptionError(f"rows={rows!r}: give a whole number of lines, {MIN_CACHE_ROWS} or more")
+            raise OptionError(f"rows={rows!r}: give a whole number, {MIN_CACHE_ROWS} or more")
         return self._mean(lines + int(overflow * MB) // self._overflow_row_bytes // 2, self._table_mask(table))
 
     def division(self, capacity: int | None = None) -> MemorySplit:
-        """Returns how a `cached_ssd` on the CPU with `cache_budget_mb="auto"` would divide `memory_mb`.
+        """Returns how a `cached_ssd` store on the CPU with `cache_budget_mb="auto"` would divide `memory_mb`.
 
-        `capacity` is the store option; other options have their defaults. Raises OptionError if `memory_mb` is
-        None.
+        `capacity` is the store option `capacity`. Other store options have their defaults. Raises OptionError if
+        `memory_mb` is None.
         """
         if self.memory_mb is None:
             raise OptionError(
@@ -161,14 +161,14 @@ class Plan:
         return split_memory(self.memory_mb, self.bytes(1), "rocksdb", capacity=capacity, overflow_mb=None)
 
     def curve(self, table: int | None = None, points: int = 32) -> Curve:
-        """Returns the miss ratios of caches from the smallest size to twice the rows seen.
+        """Returns miss ratios for cache sizes from MIN_CACHE_ROWS to twice the trace's distinct rows.
 
         Args:
             table: Count only this table's rows. The cache is still shared by all tables.
-            points: The number of cache sizes. Each size is the previous size times a constant.
+            points: How many cache sizes to compute. Each size is the previous size times a constant factor.
 
         Raises:
-            OptionError: An argument is wrong.
+            OptionError: If an argument is invalid.
         """
         if as_int(points, minimum=2) is None:
             raise OptionError(f"points={points!r}: give a whole number, 2 or more")
@@ -179,9 +179,9 @@ class Plan:
         return Curve(rows, np.array([self.bytes(int(size)) / MB for size in rows]), miss_ratio)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the miss-ratio curve of all tables together and, if there are several, of each table.
+        """Draw a miss-ratio curve for all tables together and, if there are several tables, for each table.
 
-        The suffix of `path` is a format of matplotlib's. Needs `tierbed[plot]`; raises OptionError without matplotlib.
+        The path's suffix chooses matplotlib's file format. Raises OptionError if `tierbed[plot]` is not installed.
         """
         try:
             from matplotlib.figure import Figure
@@ -232,7 +232,7 @@ class Plan:
         if table is None:
             return self._counted
         if as_int(table, 0, len(self.seen) - 1) is None:
-            raise OptionError(f"table={table!r}: tables run from 0 to {len(self.seen) - 1}")
+            raise OptionError(f"table={table!r}: give a number from 0 to {len(self.seen) - 1}")
         if not self.uses[table]:
             raise OptionError(f"table={table}: the trace has no ids for it; give a longer trace, or more samples")
         return self._counted & (self._tables == table)
@@ -256,33 +256,33 @@ def plan(
     dtype: torch.dtype = torch.float32,
     state_dtype: torch.dtype = torch.float32,
 ) -> Plan:
-    """Predict cache hit rates, and what ranks would exchange, for batches like those in a trace.
+    """Predict cache hit rates, and how much data ranks would exchange, for batches like the ones in a trace.
 
     Args:
-        trace: The ids of each training step, or tuples (ids, table_ids): integer tensors or arrays, as for a lookup.
-            `table_ids` broadcast to the shape of ids. With several tables and no `table_ids`, the last dimension of
-            ids is the table.
-        dim: Elements per row.
+        trace: One item per training step: ids, or a tuple (ids, table_ids). Ids and table ids are integer tensors
+            or arrays. `table_ids` is broadcast to the shape of the ids. With several tables and no `table_ids`, the
+            index in the ids' last dimension is the table.
+        dim: Embedding elements per row.
         state: Optimizer state elements per row: 0 for SGD; `dim` for SGD with momentum and Adagrad; `2 * dim` for Adam,
             AdamW and CatchUpAdam; 1 for RowWiseAdagrad (docs/optimizers.md lists all).
         tables: How many tables the embedding has.
-        padding_idx: The padding id, as for an embedding. Padding is not counted.
+        padding_idx: The padding id, as for an embedding. Padding ids are not counted.
         warmup: How many batches at the start only fill the cache and are not counted.
-        samples: How many row uses to keep in memory. If the trace has more, only a fraction of its rows is followed.
-        memory_mb: The MiB to divide as `cache_budget_mb="auto"` would. Default: the free memory of the machine and of
-            this process's cgroups.
-        world_size: Predict for this many ranks. Rows are divided among the ranks, and each batch is divided into equal
-            consecutive parts. `Plan.ranks` then holds what ranks would exchange, and cache sizes are sums over all
-            ranks.
+        samples: How many row uses to keep in memory at most. If the trace has more uses, rows are sampled.
+        memory_mb: The memory in MiB that `Plan.division` divides, as `cache_budget_mb="auto"` would. Default: the
+            memory that is free on the machine and in this process's cgroups.
+        world_size: Predict for this many ranks. Rows are divided among the ranks, and each batch is split into equal
+            consecutive parts, one per rank. `Plan.ranks` then tells how much data ranks would exchange, and cache
+            sizes are sums over all ranks.
         dtype: The dtype of stored rows, as for an embedding.
         state_dtype: The optimizer state's dtype, as for an embedding.
 
     Returns:
-        A `Plan`. Print it, or call its methods.
+        A `Plan`. Print the plan, or call its methods.
 
     Raises:
-        OptionError: An argument is wrong.
-        InputError: A batch is wrong.
+        OptionError: If an argument is invalid.
+        InputError: If a batch in the trace is invalid.
     """
     dim, tables = _count("dim", dim, 1), _count("tables", tables, 1)
     state, warmup = _count("state", state, 0), _count("warmup", warmup, 0)
@@ -319,7 +319,7 @@ def _estimates(tables: NDArray[np.int64], count: int, rate: float) -> NDArray[np
 
 
 def _ids(item: Any, tables: int, where: str) -> tuple[NDArray[np.uint64], NDArray[np.uint32] | None, int]:
-    """Returns keys [n], table ids [n] or None, and the length of the ids' first dimension."""
+    """Returns a batch's keys [n], its table ids [n] or None, and the length of the ids' first dimension."""
     ids, table_ids = item if isinstance(item, tuple) and len(item) == 2 else (item, None)
     keys = _integers(ids, f"{where}: ids")
     length = len(keys) if keys.ndim else 1
@@ -339,13 +339,13 @@ def _ids(item: Any, tables: int, where: str) -> tuple[NDArray[np.uint64], NDArra
             "table id for each id"
         ) from None
     if numbers.size and (numbers.min() < 0 or numbers.max() >= tables):
-        raise InputError(f"{where}: table ids from {numbers.min()} to {numbers.max()}; give 0 to {tables - 1}")
+        raise InputError(f"{where} has table ids from {numbers.min()} to {numbers.max()}; give 0 to {tables - 1}")
     return _keys(keys), np.ascontiguousarray(numbers.reshape(-1), np.uint32), length
 
 
 def _integers(values: Any, where: str) -> NDArray[Any]:
     if isinstance(values, Tensor) and values.is_meta:
-        raise InputError(f"{where} are on meta and have no values; give them on the CPU")
+        raise InputError(f"{where} are on the meta device, without values; give a tensor on the CPU")
     array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
     if array.dtype.kind not in "iu":
         raise InputError(f"{where} are {array.dtype}; give a tensor or an array of integers")
@@ -359,16 +359,16 @@ def _keys(ids: NDArray[Any]) -> NDArray[np.uint64]:
 
 
 class RankPlan:
-    """What ranks would exchange for a trace, if `torch.chunk` divided each batch among them.
+    """How much data ranks would exchange for a trace, if `torch.chunk` split each batch among the ranks.
 
-    All counts are exact sums over the counted batches.
+    All numbers are exact sums over the batches after the warmup.
 
     Attributes:
         size: How many ranks there are.
-        batches: How many batches were counted.
-        lookups: int64 [size], the ids that each rank looks up, without padding.
-        ids: int64 [size, size]. Rank i requests `ids[i, j]` rows from owner j, each distinct row once per step.
-        rows: int64 [size], the rows that each owner pins. A row requested by several ranks counts once per step.
+        batches: How many batches there are after the warmup.
+        lookups: int64 [size], how many ids each rank looks up, without padding ids.
+        ids: int64 [size, size]. Rank i requests `ids[i, j]` rows from rank j, each distinct row once per step.
+        rows: int64 [size], how many of its rows each rank pins. A row that several ranks request counts once per step.
     """
 
     def __init__(self, size: int, dim: int, tables: int, padding: int | None) -> None:
@@ -379,7 +379,7 @@ class RankPlan:
     def add(
         self, batch: _core.Batch, keys: NDArray[np.uint64], tables: NDArray[np.uint32] | None, samples: int
     ) -> None:
-        """Count a batch: keys [n] of `samples` samples with equally many keys, and the table of each key, or None."""
+        """Count a batch of `samples` samples with equally many keys each. keys, tables: [n]; tables may be None."""
         self.batches += 1
         self.rows += self._owned(batch)
         step = -(-samples // self.size) * (len(keys) // samples) if samples else 0
@@ -393,24 +393,24 @@ class RankPlan:
     def bytes(self, rows: torch.dtype = torch.float32, grads: torch.dtype = torch.float32) -> I64:
         """Returns the bytes that rank i sends to rank j for ids, rows and gradients: int64 [size, size].
 
-        Headers, at most 1 KiB per pair and step, are not included. Rows and gradients are sent in the dtypes `rows` and
-        `grads`, as for `World`. Raises OptionError if a dtype is not supported.
+        Rows are sent as dtype `rows`, and gradients as dtype `grads`, as for `World`. Message headers are not included;
+        they need at most 1 KiB per pair of ranks and step. Raises OptionError if a dtype is not supported.
         """
         for name, dtype in (("rows", rows), ("grads", grads)):
             if dtype not in WIRE:
                 raise OptionError(f"{name}={dtype!r}: give torch.float32, bfloat16 or float16")
-        requests = self.ids * (1 - np.eye(self.size, dtype=np.int64))  # a rank sends itself nothing
+        requests = self.ids * (1 - np.eye(self.size, dtype=np.int64))  # a rank sends nothing to itself
         ids = 8 if self._tables == 1 else 16
         return requests * (ids + WIRE[grads] * self.dim) + requests.T * (WIRE[rows] * self.dim)
 
     @property
     def dedup(self) -> float:
-        """Ids looked up per requested row."""
+        """How many ids are looked up, divided by how many rows are requested."""
         return float(self.lookups.sum() / max(self.ids.sum(), 1))
 
     @property
     def skew(self) -> float:
-        """The largest load of an owner divided by the mean load. An owner's load is how many rows ranks request."""
+        """The highest load divided by the mean load. A rank's load is how many of its rows are requested."""
         requests = self.ids.sum(0)
         return float(requests.max() / max(requests.mean(), 1e-9))
 

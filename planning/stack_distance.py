@@ -1,12 +1,12 @@
 """Computes how deep a row is in an LRU stack when a batch uses it again, and the chance that a cache still has it.
 
-An LRU cache of n lines holds a row if fewer than n distinct rows were used since its last use. This number is the row's
-depth in the LRU stack. One pass over a trace yields the depth of every use, and with it the hit rate of every cache
-size (Mattson's stack algorithm).
+An LRU cache for n rows holds a row if fewer than n distinct rows were used since the row's last use. How many
+distinct rows were used since a row's last use is called the row's depth in the LRU stack. One pass over a trace yields
+the depth at every use, and so the hit rate for every cache size (Mattson's stack algorithm).
 
-The engine's cache serves batches of distinct rows: all rows of a batch hit or miss when the batch begins, and do not
-evict each other. So a depth counts two kinds of rows: rows that later batches used, and tied rows of the same
-batch. Because the real cache is set-associative, `Model` turns depths into probabilities.
+The engine's cache serves whole batches: all rows of a batch hit or miss when the batch begins, and do not evict each
+other. So a row's depth counts rows that later batches used, and also tied rows, whose last use was in the same batch.
+Because the real cache is set-associative, `Model` turns depths into probabilities.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from ..engine.row_format import BUCKETS
 I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]
 
-ROUNDS = 6  # iterations to the model's fixed point; after three it changes little
-PER_ROW = 100  # table entries per unit of load
-_LOADS = np.arange(80 * PER_ROW + 1) / PER_ROW  # mean rows per group; if it is 80, GROUP ways practically never suffice
+ROUNDS = 6  # how often `Model` iterates towards a fixed point; after three iterations, little changes
+PER_ROW = 100  # entries per unit of load in the tables below
+_LOADS = np.arange(80 * PER_ROW + 1) / PER_ROW  # mean rows per group; with 80, GROUP ways are practically never enough
 
 
 class Uses(NamedTuple):
-    """Uses of rows, in order of batches. A batch uses each of its rows once. Arrays are [n]."""
+    """The uses of rows, sorted by batch. A batch uses each of its rows once. Arrays are [n]."""
 
     batch: I64  # ascending
     table: I64
     row: I64  # row numbers, from 0
-    arrival: F64  # in [0, 1): position among the batch's rows that compete for a set, in the order of ids
+    arrival: F64  # in [0, 1): the row's relative position among the batch's rows in the same bucket
 
 
 class Sample:
-    """A spatial sample: all uses of the rows whose hash is below a bound. These are a fraction `rate` of all rows.
+    """A spatial sample: all uses of the rows whose hash is below a bound, that is, of a fraction `rate` of all rows.
 
-    The bound is halved whenever there are more than `max_uses` uses. From Waldspurger et al., "Efficient MRC
-    Construction with SHARDS", FAST 2015.
+    Whenever the sample exceeds `max_uses` uses, the bound is halved. The method is from Waldspurger et al., "Efficient
+    MRC Construction with SHARDS", FAST 2015.
     """
 
     def __init__(self, max_uses: int) -> None:
@@ -49,7 +49,7 @@ class Sample:
         self._halvings = 0
         self._parts: list[tuple[I64, NDArray[np.uint32], NDArray[np.uint64], F64]] = []
         self._size = 0
-        self.batch_rows: list[int] = []  # the number of rows in each batch, sampled or not
+        self.batch_rows: list[int] = []  # how many rows each batch has, sampled or not
 
     @property
     def rate(self) -> float:
@@ -74,7 +74,7 @@ class Sample:
         batches, tables, hashes, arrivals = (np.concatenate(arrays) for arrays in zip(*self._parts, strict=True))
         tables = tables.astype(np.int64)
         _, by_hash = np.unique(hashes, return_inverse=True)
-        _, rows = np.unique(by_hash * (tables.max() + 1) + tables, return_inverse=True)  # two tables may share a hash
+        _, rows = np.unique(by_hash * (tables.max() + 1) + tables, return_inverse=True)  # rows may share a hash
         return Uses(batches, tables, rows, arrivals)
 
     def _append(self, part: tuple[I64, NDArray[np.uint32], NDArray[np.uint64], F64]) -> None:
@@ -87,22 +87,22 @@ class Sample:
 
 
 class Depths(NamedTuple):
-    """The depth at which each use finds its row in the stack, counted in sampled rows. Arrays are [n]."""
+    """For each use of a row, the row's depth in the LRU stack, counted in sampled rows. Arrays are [n]."""
 
     before: I64  # the index of the same row's previous use, or -1
-    newer: I64  # distinct rows used by batches between the previous use and this one
-    tied: I64  # other rows that were last used in the batch of the previous use
+    newer: I64  # distinct rows used between the row's previous use and this use
+    tied: I64  # other rows whose last use was in the batch of this row's previous use
 
 
 def depths(uses: Uses) -> Depths:
-    """Compute the depths. The result is exact for these uses."""
+    """Compute the depth at each use of a row. The result is exact for the given uses."""
     count, batches = len(uses.batch), int(uses.batch[-1]) + 1 if len(uses.batch) else 0
     before = np.full(count, -1)
     order = np.argsort(uses.row, kind="stable")
     again = np.flatnonzero(np.diff(uses.row[order]) == 0)
     before[order[again + 1]] = order[again]
     newer, tied = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    last = np.zeros(batches + 1, np.int64)  # for each batch, the number of rows whose last use it is
+    last = np.zeros(batches + 1, np.int64)  # for each batch, how many rows were last used by this batch
     ends = np.searchsorted(uses.batch, np.arange(batches), side="right")
     begin = 0
     for batch, end in enumerate(ends):
@@ -117,12 +117,12 @@ def depths(uses: Uses) -> Depths:
 
 
 class Model:
-    """Probabilities that uses hit a cache where a new row replaces another row of its group (GROUP ways).
+    """Predicts each use's hit probability, for a set-associative cache: a new row replaces a row of its own group.
 
-    Rows fall into groups at random. So the number of a group's rows above a given row in the stack is Poisson
-    distributed, with a mean of the row's depth divided by the number of groups (Smith, "A comparative study of set
-    associative memory mapping algorithms", 1978). Tied rows are in random order. If a batch has more rows in a group
-    than there are ways, the group keeps the batch's hits and the first of its misses.
+    Rows fall into groups with GROUP ways at random. So how many of a group's rows are above a given row in the LRU
+    stack is Poisson distributed. The mean is the row's depth divided by the number of groups (Smith, "A comparative
+    study of set associative memory mapping algorithms", 1978). Tied rows are in random order. If a batch has more rows
+    in a group than the group has ways, the group keeps the batch's hits and the first misses.
     """
 
     def __init__(self, uses: Uses, sample: Sample) -> None:
@@ -131,16 +131,16 @@ class Model:
         self._before = before = stack.before[self._repeated]
         self._rows = np.array(sample.batch_rows, np.float64)[uses.batch[before]]
         self._newer = stack.newer[self._repeated] / sample.rate
-        # the fraction of tied rows above each row: uniform over uses, and the same for all cache sizes
+        # for each row, the fraction of tied rows above it: spread evenly, and equal for all cache sizes
         fractions = np.arange(len(before)) * 0.6180339887498949 % 1
         self._ties = fractions * stack.tied[self._repeated] / sample.rate / self._rows
         self._arrival = uses.arrival[before]
         self._uses = len(uses.batch)
 
     def chances(self, lines: float) -> F64:
-        """Returns for each use [n] the probability that a cache of `lines` lines holds the row.
+        """Returns for each use [n] the probability that a cache for `lines` rows holds the row.
 
-        All rows of the last batch are hits: rows that did not fit into their group are in the overflow area.
+        The previous batch's rows all hit: rows that did not fit into their group are in the overflow area.
         """
         groups = lines / GROUP
         load = self._rows / groups
@@ -148,7 +148,7 @@ class Model:
         stays[self._newer == 0] = 1.0
         chances = np.zeros(self._uses)
         chances[self._repeated] = stays
-        if load.max(initial=0.0) < GROUP / 4:  # no batch fills a group
+        if load.max(initial=0.0) < GROUP / 4:  # no batch is large enough to fill a group
             return chances
         # Which rows a batch keeps depends on its hits; its hits depend on the rows that earlier batches kept.
         for _ in range(ROUNDS):
@@ -177,7 +177,7 @@ _EXPECTED_KEPT = GROUP - _POISSON @ (GROUP - np.arange(GROUP))
 
 
 def _interpolate(load: F64, values: F64) -> F64:
-    """Interpolate values [n], given at `_LOADS`, linearly at each load >= 0; larger loads get the last value."""
+    """Interpolate linearly between `values` [n] at the loads `_LOADS`. Loads above `_LOADS` get the last value."""
     position = np.minimum(load * PER_ROW, len(values) - 1)  # loads are evenly spaced, so this needs no search
     below = position.astype(np.int32)
     step = np.diff(values, append=values[-1])

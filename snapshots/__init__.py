@@ -1,4 +1,4 @@
-"""Snapshots: every row of an embedding with its optimizer state, in checksummed files that NumPy can read."""
+"""Snapshots: all rows of an embedding with their optimizer state, in checksummed files that NumPy can read."""
 
 import lazy_loader
 

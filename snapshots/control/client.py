@@ -1,7 +1,7 @@
 """Sends requests to a store's lock holder, the process that has the store open, over the socket in the store folder.
 
-Each function returns None if no process has the store open, or if that process has no socket there. Each function
-raises StoreError if that process exits or sends nothing for `timeout` seconds, and raises that process's errors.
+The functions return None if the store is not open, or if the lock holder serves no socket. The functions raise
+StoreError if the lock holder exits or sends nothing for `timeout` seconds. They also raise the lock holder's errors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..files.format import Manifest, check_name, snapshot_id
 from ..files.reader import Snapshot
 from .protocol import MAX_PACKETS, SOCKET, Message, connect, peer_credentials, receive, send
 
-TIMEOUT = 60.0  # seconds to wait for a message
+TIMEOUT = 60.0  # seconds to wait for a message from the lock holder
 
 _ERROR_TYPES: dict[str, type[TierbedError]] = {kind.__name__: kind for kind in (SnapshotError, OptionError)}
 
@@ -29,8 +29,8 @@ RowsWritten = Callable[[int, int | None], None]
 def request_status(store: Path, timeout: float = TIMEOUT) -> dict[str, Any] | None:
     """Returns the lock holder's `name`, `step`, `rows`, `pid` and `saving`.
 
-    saving: the save that the lock holder runs for another process, or None. A dict with the snapshot's `name`, the
-    number of `rows` written so far, and the total `of`, if known.
+    saving: None, or a dict about the save that the lock holder now runs for another process: the snapshot's `name`, the
+    number of `rows` written so far, and the total number of rows as `of`, if known.
     """
     return _request(store, {"do": "status"}, "report its status", timeout, "status")
 
@@ -44,16 +44,16 @@ def request_save(
     overwrite: bool = False,
     stores: Sequence[Path] = (),
 ) -> Manifest | None:
-    """Ask the lock holder to save a snapshot after its current step, and wait until it is durable.
+    """Ask the lock holder to save a snapshot after its current step, and wait until the snapshot is durable.
 
-    progress: called with the number of rows written, and the total or None. stores: the lock holder's stores to save
-    together, all or none.
+    progress: called with the number of rows written so far, and the total number if known, else None. stores: paths of
+    several stores to save together; the lock holder saves all of them or none.
     """
     check_name(name)
     folder = store / "snapshots" / name
     old_id = snapshot_id(folder)
     request: Message = {"do": "save", "name": name, "kind": kind, "overwrite": overwrite}
-    if len(stores) > 1:  # older trainers can save only one store, and refuse this request
+    if len(stores) > 1:  # trainers of older versions refuse this request
         request |= {"do": "save all", "stores": [os.path.realpath(path) for path in stores]}
     pid, answers = _send_request(store, request, f"save snapshot {name!r}", timeout)
     if pid is None:
@@ -71,18 +71,18 @@ def request_save(
 def request_prune(
     store: Path, keep_last: int, keep_every: int | None, timeout: float = TIMEOUT
 ) -> tuple[list[str], list[str]] | None:
-    """Ask the lock holder to prune. Returns the removed and the kept snapshots' names."""
+    """Ask the lock holder to prune. Returns the names of the removed and of the kept snapshots."""
     done = _request(store, {"do": "prune", "keep_last": keep_last, "keep_every": keep_every}, "prune", timeout)
     return None if done is None else (done["removed"], done["kept"])
 
 
 def request_row(store: Path, table: int | str, key: int, timeout: float = TIMEOUT) -> dict[str, Any] | None:
-    """Ask the lock holder for a row. Returns a dict like `to_plain_row`; {} if the row was never written."""
+    """Ask the lock holder for a row. Returns a dict like `to_plain_row`, or {} for a row that was never written."""
     return _request(store, {"do": "get", "table": table, "key": key}, "read a row", timeout)
 
 
 def _request(store: Path, request: Message, action: str, timeout: float, field: str = "done") -> dict[str, Any] | None:
-    """Send a request and return the answer's `field`."""
+    """Send a request, and return the value of `field` in the answer."""
     pid, answers = _send_request(store, request, action, timeout)
     if pid is None:
         return None
@@ -94,13 +94,13 @@ def _request(store: Path, request: Message, action: str, timeout: float, field: 
 
 
 def _send_request(store: Path, request: Message, action: str, timeout: float) -> tuple[int | None, Iterator[Message]]:
-    """Send a request. Returns the server's process id, or None if there is no server, and the answers."""
+    """Send a request. Returns the server's process id (None if there is no server) and an iterator of its answers."""
     try:
         connection = connect(store, timeout)
     except PermissionError as error:
-        raise StoreError(f"a process of another user has {str(store)!r} open; run as that user: {error}") from error
+        raise StoreError(f"another user's process has {str(store)!r} open; run as that user: {error}") from error
     except OSError as error:
-        raise StoreError(f"the socket {str(store / SOCKET)!r} cannot be used: {error}") from error
+        raise StoreError(f"cannot connect to the socket {str(store / SOCKET)!r}: {error}") from error
     if connection is None:
         return None, iter(())
     pid, _ = peer_credentials(connection)
@@ -109,24 +109,24 @@ def _send_request(store: Path, request: Message, action: str, timeout: float) ->
 
 def _receive(connection: socket.socket, pid: int, request: Message, action: str, timeout: float) -> Iterator[Message]:
     """Yields the server's messages until the connection ends. Each progress message restarts the timeout."""
-    # Only a `get` request has input that may be wrong. For other requests, an InputError comes from the server's step.
+    # Only a `get` request can have wrong input. For other requests, an InputError comes from the server's training.
     error_types = {**_ERROR_TYPES, InputError.__name__: InputError} if request["do"] == "get" else _ERROR_TYPES
     problem, deadline = "did not answer", monotonic() + timeout
     with connection:
-        with suppress(BrokenPipeError):  # the server has sent an error and closed
+        with suppress(BrokenPipeError):  # the server has sent an error and closed the connection
             send(connection, request)
         while True:
             try:
                 connection.settimeout(max(deadline - monotonic(), 1e-3))
                 try:
                     answer = receive(connection, MAX_PACKETS)
-                except ConnectionResetError:  # raised before the answer if the server did not read the whole request
+                except ConnectionResetError:  # the server did not read the whole request, but may have answered
                     answer = receive(connection, MAX_PACKETS)
             except TimeoutError:
                 raise StoreError(
                     f"process {pid} was asked to {action} and {problem} for {timeout:g} seconds. If the process is "
-                    "running, check whether it did so later, or ask again with a longer timeout. If the process is "
-                    "stopped, let it continue, or end it and use the closed store"
+                    "running, check later whether the work is done, or ask again with a longer timeout. If the process "
+                    "is stopped, let it continue, or end it and use the closed store"
                 ) from None
             except ValueError as error:
                 raise StoreError(f"process {pid} sent an invalid reply: {error}") from error

@@ -1,4 +1,4 @@
-"""Serves other processes' requests to an open store: save, prune, read a row, report the status."""
+"""Serves requests from other processes to an open store: save, prune, read a row, report the status."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from .protocol import Message, listen, open_folder_fd, peer_credentials, receive
 
 log = logging.getLogger("tierbed")
 
-_MAX_CLIENTS = 8  # clients served at the same time
-_CLIENT_SECONDS = 5.0  # timeout to receive a request and to send an answer
-_PROGRESS_SECONDS = 0.1  # interval between two progress messages
-_MAX_ERROR = 8000  # characters of an error text
+_MAX_CLIENTS = 8  # how many clients are served at the same time
+_CLIENT_SECONDS = 5.0  # timeout for receiving a request and for sending an answer
+_PROGRESS_SECONDS = 0.1  # minimum interval between two progress messages
+_MAX_ERROR = 8000  # maximum characters of an error text
 
 _services: weakref.WeakSet[Service] = weakref.WeakSet()
 
@@ -43,27 +43,27 @@ class SaveTarget(Protocol):
     """The methods of an open table that the server calls."""
 
     def save_between_steps(self, save: RequestedSave) -> Manifest | None:
-        """Save a snapshot between two steps. A server's thread calls this method. Raises TierbedError.
+        """Save a snapshot between two training steps. A thread of the server calls this method. Raises TierbedError.
 
         Returns None without saving if `save.is_given_up()` is True before the save starts. Calls `save.progress` with 0
-        when the save starts, then with each chunk's row count. If `save.progress` raises, the save is undone.
+        when the save starts, then with each chunk's row count. If `save.progress` raises, removes the new snapshot.
         """
 
     def prune_between_steps(self, keep_last: int, keep_every: int | None) -> tuple[list[str], list[str]]:
-        """Prune the snapshots. Returns the removed and the kept snapshots' names. Raises TierbedError."""
+        """Prune the snapshots. Returns the names of the removed and of the kept snapshots. Raises TierbedError."""
 
     def row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
-        """Read a row between two steps, as plain values. Returns {} for a missing row, None if `give_up()` is True."""
+        """Read a row's values between two steps. Returns {} for a missing row, or None once `give_up()` is True."""
 
     def status(self) -> dict[str, Any]:
         """Returns `name`, `step`, and the number of `rows`. Raises TierbedError."""
 
 
 class Service:
-    """Serves a store from `start` to `stop`, over a socket in its folder. Both methods defer signal handlers.
+    """Serves a store over a socket in its folder, from `start` to `stop`. Both methods defer signal handlers.
 
-    One thread blocks in `accept`, and each client gets its own thread. A forked child has no server. The module
-    `socketserver` would poll for its shutdown, not join its daemon threads, and not limit their number.
+    One thread blocks in `accept`, and each client gets its own thread. A forked child has no server. Python's module
+    `socketserver` is not used: it polls for its shutdown, and neither joins daemon threads nor limits their number.
     """
 
     def __init__(self) -> None:
@@ -73,11 +73,11 @@ class Service:
         self._clients: dict[Thread, socket.socket] = {}
 
     def start(self, folder: Path, target: SaveTarget) -> None:
-        """Serve the store in `folder`, which this process has locked. If that fails, log the reason."""
+        """Serve the store in `folder`, already locked by this process. If the server cannot start, log the reason."""
         with uninterrupted():
             try:
                 self._start(folder, target)
-            except (OSError, RuntimeError) as error:  # sockets are not allowed, or no descriptor or thread is left
+            except (OSError, RuntimeError) as error:  # no socket, descriptor or thread is available
                 log.info("store folder %s: no `tierbed snapshot save` while it is open: %s", folder, error)
 
     def _start(self, folder: Path, target: SaveTarget) -> None:
@@ -98,7 +98,7 @@ class Service:
         self._is_running = True
 
     def stop(self) -> None:
-        """Remove the socket, undo a running save, and end all threads. A client's thread may call this method too."""
+        """Remove the socket, undo a running save, and end all threads. A client's thread may also call `stop`."""
         if not self._is_running:
             return
         with uninterrupted():
@@ -136,7 +136,7 @@ class Service:
         while not self._stop_event.is_set():
             try:
                 self._start_client(self._listener.accept()[0])
-            except OSError:  # the server stops, or no descriptor is left
+            except OSError:  # the server stops, or no file descriptors are left
                 self._stop_event.wait(1)
             except Exception:
                 log.warning("a client of store folder %s was not served", self._path, exc_info=True)
@@ -144,7 +144,7 @@ class Service:
 
     def _start_client(self, client: socket.socket) -> None:
         client.settimeout(_CLIENT_SECONDS)
-        for thread, connection in list(self._clients.items()):  # a copy: threads remove themselves at any time
+        for thread, connection in list(self._clients.items()):  # copied: threads remove themselves at any time
             if not thread.is_alive():  # the thread died before it could remove itself
                 self._clients.pop(thread, None)
                 connection.close()
@@ -154,7 +154,7 @@ class Service:
             try:
                 thread.start()
                 return
-            except RuntimeError:  # the system allows no further thread
+            except RuntimeError:  # the system allows no more threads
                 del self._clients[thread]
             except BaseException:
                 self._clients.pop(thread).close()
@@ -208,10 +208,10 @@ class Service:
         save = RequestedSave(client, self._stop_event, self._target, name, kind, overwrite, stores)
         if (given_up := save.is_given_up()) or not self._save_lock.acquire(blocking=False):
             client.settimeout(_CLIENT_SECONDS)
-            if given_up:  # the client exited while this process was stopped; another save may be running
+            if given_up:  # the client exited while this process was suspended; a later request's save may be running
                 raise save.make_undone_error()
             other = "another snapshot" if self._save is None else f"snapshot {self._save.name!r}"
-            raise StoreError(f"process {os.getpid()} is saving {other}; ask again when it is done")
+            raise StoreError(f"process {os.getpid()} is saving {other}; ask again when that is done")
         self._save = save
         try:
             save.send({"waiting": "for the end of a step"})
@@ -232,7 +232,7 @@ class Service:
 
 @dataclass(eq=False)
 class RequestedSave:
-    """A save that a client requested. The client receives progress messages while it listens."""
+    """A save that a client requested. While the client listens, it receives progress messages."""
 
     _client: socket.socket
     _stop_event: Event
@@ -240,7 +240,7 @@ class RequestedSave:
     name: str
     kind: str
     overwrite: bool
-    stores: Sequence[str]  # real paths of stores to save, all or none; empty for the target's own store
+    stores: Sequence[str]  # real paths of the stores to save together; empty for only the target's own store
     rows: int = 0
     of: int | None = None  # the total number of rows; known once a full save of one store has started
     _due: float = 0.0
@@ -249,7 +249,7 @@ class RequestedSave:
         self._client.setblocking(False)
 
     def is_given_up(self) -> bool:
-        """Called before the save starts. True if no client waits for the save any more, or the server stops."""
+        """True if the client no longer waits for the save, or the server stops. Called before the save starts."""
         if self._stop_event.is_set():
             return True
         try:

@@ -1,4 +1,4 @@
-"""Converts rows of snapshots from and to other formats and NumPy arrays."""
+"""Converts snapshots' rows to NumPy arrays and other file formats, and back."""
 
 import lazy_loader
 

@@ -1,7 +1,7 @@
-"""Reads named arrays together, row by row, from memory, NumPy's `.npz` or safetensors files. Also writes such files.
+"""Reads and writes files of named arrays (NumPy's `.npz`, safetensors). All arrays are read together, row by row.
 
-Writing uses bounded memory (the safetensors library does not) and no pickle. For the layout of safetensors files, see
-https://github.com/huggingface/safetensors#format
+Writing uses no pickle, and only bounded memory, unlike the safetensors library. The layout of safetensors files is
+described at https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from ...engine.durable import MAX_SEALED
 from ...engine.errors import InputError
 from .columns import Columns
 
-METADATA = "tierbed"  # a file stores the description, as JSON, under this name
+METADATA = "tierbed"  # files store the table's description, as JSON, under this name
 _SUFFIX = ".npy"
 _COPY_BYTES = 1 << 20
 _NAMES = {"float32": "F32", "int32": "I32", "int64": "I64", "uint32": "U32", "uint64": "U64"}
 
 
 class Column(NamedTuple):
-    """An array [n, ...] that is read row by row in ascending order, each row once."""
+    """An array [n, ...] that is read from the first to the last row, each row once."""
 
-    dtype_name: str  # NumPy's name for the dtype, or torch's if NumPy lacks it
+    dtype_name: str  # NumPy's name for the dtype, or torch's name if NumPy lacks the dtype
     shape: tuple[int, ...]
     read: Callable[[int, int], NDArray[Any]]  # returns the rows from `begin` to `end`; bfloat16 becomes float32
 
@@ -57,17 +57,17 @@ def _read(array: Any, begin: int, end: int) -> NDArray[Any]:
 
 
 def map_npy(path: Path) -> NDArray[Any]:
-    """Map a `.npy` file's array from disk. Raises OSError, or ValueError if the file is no `.npy` file."""
+    """Memory-map the array in a `.npy` file. Raises OSError, or ValueError if the file is not a `.npy` file."""
     try:
         return npy.open_memmap(path, "r")
     except (OSError, ValueError):
         raise
-    except Exception as error:  # NumPy evaluates the header as Python, so any error is possible
-        raise ValueError(f"its header is damaged: {error}") from error
+    except Exception as error:  # NumPy evaluates the header as Python code, so any exception is possible
+        raise ValueError(f"the file's header is damaged: {error}") from error
 
 
 class NamedArrays:
-    """An open file's arrays by name. metadata: the text stored under METADATA."""
+    """The arrays in an open file, by name. metadata: the text that the file stores under the name METADATA."""
 
     def __init__(self, columns: Mapping[str, Column], metadata: str | None = None) -> None:
         self.columns = columns
@@ -75,7 +75,7 @@ class NamedArrays:
         self.column_types = {name: (column.dtype_name, column.shape) for name, column in columns.items()}
 
     def batches(self, names: Iterable[str], max_rows: int) -> Iterator[dict[str, NDArray[Any]]]:
-        """Yields the arrays called `names`, `max_rows` rows at a time. The arrays must be equally long."""
+        """Yields rows of the arrays called `names`, `max_rows` rows at a time. The arrays must be equally long."""
         columns = {name: self.columns[name] for name in names}
         count = next(iter(columns.values())).shape[0]
         for begin in range(0, count, max_rows):
@@ -83,7 +83,7 @@ class NamedArrays:
 
 
 class SpilledColumn(NamedTuple):
-    """A column in a nameless temporary file. The kernel removes such files when the process ends."""
+    """A column in a nameless temporary file. The kernel removes nameless files when the process ends."""
 
     file: IO[bytes]
     dtype: np.dtype[Any]
@@ -95,7 +95,7 @@ SpilledColumns = Mapping[str, SpilledColumn]
 
 @contextmanager
 def spill_columns(folder: Path, columns: Columns, chunks: Iterable[NDArray[np.void]]) -> Iterator[SpilledColumns]:
-    """Write the rows' columns to temporary files in `folder`, and yield the columns by name, ready to read."""
+    """Write each column of the rows to a temporary file in `folder`. Yield the files by column name, ready to read."""
     with ExitStack() as stack:
         files = {name: stack.enter_context(tempfile.TemporaryFile(dir=folder)) for name in columns.shapes()}
         count = 0
@@ -116,7 +116,7 @@ def write_npz(path: Path, columns: SpilledColumns, metadata: str) -> None:
     with ZipFile(path, "x", ZIP_STORED) as archive:
         for name, column in arrays.items():
             header = {"descr": npy.dtype_to_descr(column.dtype), "fortran_order": False, "shape": column.shape}
-            member = ZipInfo(name + _SUFFIX)  # its date is fixed, so equal rows make equal files
+            member = ZipInfo(name + _SUFFIX)  # ZipInfo's date is fixed, so equal rows make equal files
             with archive.open(member, "w", force_zip64=True) as file:
                 npy.write_array_header_1_0(file, header)
                 shutil.copyfileobj(column.file, file, _COPY_BYTES)
@@ -124,7 +124,7 @@ def write_npz(path: Path, columns: SpilledColumns, metadata: str) -> None:
 
 @contextmanager
 def open_npz(path: Path) -> Iterator[NamedArrays]:
-    """Yield the arrays in an `.npz`, compressed or not. Each array can be read once, from start to end."""
+    """Yield the arrays in a compressed or plain `.npz`. Each array can be read once, from start to end."""
     with ZipFile(path) as archive:
         columns: dict[str, Column] = {}
         metadata = None
@@ -135,7 +135,7 @@ def open_npz(path: Path) -> Iterator[NamedArrays]:
                 if name != METADATA:
                     columns[name] = Column(str(array.dtype), array.shape, array.read)
                 elif array.dtype.kind != "U" or array.shape != () or array.dtype.itemsize > MAX_SEALED:
-                    raise ValueError(f"its array {METADATA!r} is not the description of an export")
+                    raise ValueError(f"array {METADATA!r} is not a table's description")
                 else:
                     metadata = str(array.read_items(1)[0])
         yield NamedArrays(columns, metadata)
@@ -146,34 +146,34 @@ class _NpyColumn:
         self._file = file
         version = npy.read_magic(file)
         if version not in ((1, 0), (2, 0)):
-            raise ValueError(f"array {name!r} is of .npy version {version}")
+            raise ValueError(f"array {name!r} has the unknown .npy version {version}")
         read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
         try:
             self.shape, by_columns, self.dtype = read_header(file)
         except Exception as error:  # as in `map_npy`
             raise ValueError(f"the header of array {name!r} is damaged: {error}") from error
         if min(self.shape, default=0) < 0:
-            raise ValueError(f"array {name!r} has the shape {self.shape}")
+            raise ValueError(f"array {name!r} has the invalid shape {self.shape}")
         self._by_columns = by_columns and len(self.shape) > 1
         self._name = name
         self._position = 0
 
     def read(self, begin: int, end: int) -> NDArray[Any]:
         if self._by_columns:
-            raise InputError(f"array {self._name!r} is in Fortran order: save np.ascontiguousarray of it")
+            raise InputError(f"array {self._name!r} is in Fortran order: save np.ascontiguousarray(array)")
         if begin != self._position:
-            raise InputError(f"array {self._name!r} is named twice, but an .npz is read only once: name another")
+            raise InputError(f"array {self._name!r} is named twice, but an .npz array is read only once: name another")
         self._position = end
         return self.read_items((end - begin) * math.prod(self.shape[1:])).reshape(end - begin, *self.shape[1:])
 
     def read_items(self, count: int) -> NDArray[Any]:
-        """Returns the next `count` numbers."""
+        """Returns the next `count` numbers in the array."""
         if self.dtype.hasobject:
             raise InputError(f"array {self._name!r} holds Python objects, which need pickle; save plain numbers")
         size = count * self.dtype.itemsize
         data = self._file.read(size)
         if len(data) != size:
-            raise ValueError(f"array {self._name!r} was cut off")
+            raise ValueError(f"the data of array {self._name!r} is truncated")
         return np.frombuffer(data, self.dtype)
 
 
@@ -182,10 +182,10 @@ _DTYPES |= {"F16": "float16", "BF16": "bfloat16"}
 
 
 def write_safetensors(path: Path, columns: SpilledColumns, metadata: str) -> None:
-    """Write columns as tensors, and put `metadata` into the file's metadata."""
+    """Write columns as tensors of a safetensors file, and store `metadata` in the file's metadata."""
     header: dict[str, Any] = {"__metadata__": {METADATA: metadata}}
     end = 0
-    for name, column in columns.items():  # the keys are first, so all tensors are aligned
+    for name, column in columns.items():  # the keys come first, so all tensors are aligned
         begin, end = end, end + column.dtype.itemsize * int(np.prod(column.shape, dtype=np.int64))
         header[name] = {"dtype": _NAMES[str(column.dtype)], "shape": column.shape, "data_offsets": (begin, end)}
     text = json.dumps(header).encode()
@@ -198,7 +198,7 @@ def write_safetensors(path: Path, columns: SpilledColumns, metadata: str) -> Non
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[NamedArrays]:
-    """Yield the tensors in a file. A tensor's rows are read only when the tensor is sliced."""
+    """Yield the tensors in a safetensors file. Rows of a tensor are read only when the tensor is sliced."""
     with safe_open(path, "np") as file, safe_open(path, "pt") as of_torch:
         columns: dict[str, Column] = {}
         for name in file.keys():  # noqa: SIM118

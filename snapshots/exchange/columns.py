@@ -1,4 +1,4 @@
-"""Converts rows to named arrays and back, for exports and imports."""
+"""Converts stored rows to named arrays and back, for exports and imports."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ...engine.row_format import EMBEDDING as EMBEDDING
 from ...engine.row_format import RowForm, overflows
 
 TABLE, KEY, UPDATES, STEP = "table", "key", "updates", "step"
-TABLE_NAME = "table_name"  # an additional column in formats that can store text
-VALUES = "values"  # one array with all of a row's numbers, instead of separate arrays for embedding and states
+TABLE_NAME = "table_name"  # an extra column in formats that can store text
+VALUES = "values"  # one array with embeddings and optimizer states, instead of an array for each
 KEY_DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name) for name in ("int32", "int64", "uint64")}
 
 _OTHERS = {TABLE, TABLE_NAME, KEY, EMBEDDING, UPDATES, STEP, VALUES}
 _CHUNK_ROWS = 65536
 _CHUNK_BYTES = 1 << 25
 
-Arrays = Mapping[str, Any]  # NumPy arrays with n rows each; "table" may also be one number or name for all rows
+Arrays = Mapping[str, Any]  # maps column names to NumPy arrays of n rows; "table" may also be one table for all rows
 
 
 def chunk_rows(row_bytes: int) -> int:
-    """How many rows of this size to process together: at most 65,536 rows and about 32 MiB."""
+    """Returns how many rows of `row_bytes` to process together: at most 65,536 rows and about 32 MiB."""
     return max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // row_bytes))
 
 
@@ -36,10 +36,10 @@ class Columns:
     """The columns of a table's rows, listed by `shapes`. The embedding and the optimizer states are float32."""
 
     def __init__(self, description: Mapping[str, Any]) -> None:
-        """Needs a valid description. Raises SnapshotError for an unknown key type or a duplicate column name."""
+        """`description` must be valid. Raises SnapshotError for an unknown key type or a duplicate column name."""
         if description["key_type"] not in KEY_DTYPES:
             raise SnapshotError(
-                f"key_type {description['key_type']!r} is unknown: use the version of tierbed that wrote it"
+                f"key_type {description['key_type']!r} is unknown: use the version of tierbed that wrote the snapshot"
             )
         self.description = description
         self.key_dtype: np.dtype[Any] = KEY_DTYPES[description["key_type"]]
@@ -49,7 +49,7 @@ class Columns:
             if state in _OTHERS or times > 1:
                 raise SnapshotError(f"optimizer state {state!r} has the name of another column: use state=False")
         self.form = RowForm.from_description(description)
-        self.storage_dim = sum(self.form.counts.values())  # numbers in a row
+        self.storage_dim = sum(self.form.counts.values())  # how many numbers a row has
 
     def shapes(self) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
         """Returns each column's dtype, and the shape of one row's value in this column."""
@@ -74,14 +74,14 @@ class Columns:
         return {name: np.ascontiguousarray(column) for name, column in columns.items()}
 
     def user_keys(self, stored: NDArray[np.uint64]) -> NDArray[Any]:
-        """Convert stored keys [n] to the key type that users see."""
+        """Convert stored 64-bit keys [n] to the key type that users see."""
         return stored.astype(np.int64).astype(self.key_dtype) if self.key_dtype.kind == "i" else stored.copy()
 
     def rows(self, arrays: Arrays, where: str) -> Iterator[NDArray[np.void]]:
-        """Convert named arrays to chunks of rows with dtype `form.dtype`. Checks all arrays first. Raises InputError.
+        """Check named arrays, and convert them to chunks of rows with dtype `form.dtype`. Raises InputError.
 
-        If "table" is missing, rows belong to the only table. If "updates" and "step" are missing, rows count as written
-        once, at the description's step. where: names the source in error messages.
+        If the array "table" is missing, rows belong to the only table. If "updates" and "step" are missing, rows count
+        as written once, at the description's step. where: names the source in error messages.
         """
         keys = arrays[KEY]
         _check(keys, self.key_dtype, (None,), f"{where}: {KEY}")
@@ -95,7 +95,7 @@ class Columns:
         self._check_range(keys, arrays, where)
         padding = self.description["padding_idx"]
         if padding is not None and (keys == padding).any():
-            raise InputError(f"{where}: keys contain padding_idx={padding}, which is never a row; leave it out")
+            raise InputError(f"{where}: keys contain padding_idx={padding}, but padding is not a row; leave it out")
         self._check_counters(arrays, count, where)
         return self._pack({**arrays, TABLE: self._table_numbers(arrays.get(TABLE), count, f"{where}: {TABLE}")})
 
@@ -129,7 +129,7 @@ class Columns:
         if tables is None:
             if number != 1:
                 raise InputError(
-                    f"{what}: there are {number} tables, and nothing says which one a row belongs to; give a column "
+                    f"{what}: there are {number} tables, and nothing says to which table a row belongs; give a column "
                     f"{TABLE!r}, or table_ids"
                 )
             return 0
@@ -143,7 +143,7 @@ class Columns:
         elif (one := table_number(tables, self.table_names)) is not None:
             return one
         elif not isinstance(tables, str) and as_int(tables) is None:
-            raise InputError(f"{what} is {tables!r}; give one whole number, or a NumPy array with one for each key")
+            raise InputError(f"{what} is {tables!r}; give one table for all keys, or a NumPy array of table ids")
         raise InputError(f"{what} holds {tables}; give table ids from {choices(self.table_names)}")
 
     def _check_counters(self, arrays: Arrays, count: int, where: str) -> None:
@@ -161,7 +161,7 @@ class Columns:
 
 
 def _check(array: Any, dtype: np.dtype[Any], shape: tuple[int | None, ...], what: str) -> None:
-    """Raises InputError unless `array` is an array of this dtype and shape. None in the shape allows any length."""
+    """Raises InputError if `array` is not an array of this dtype and shape. None in `shape` allows any length."""
     is_valid = isinstance(array, np.ndarray) and array.dtype == dtype and array.ndim == len(shape)
     if not is_valid or any(expected not in (None, actual) for expected, actual in zip(shape, array.shape, strict=True)):
         expected = ", ".join("n" if length is None else str(length) for length in shape)

@@ -1,4 +1,4 @@
-"""Describes the table of imported rows: from arguments, from the store, or with an embedding's defaults."""
+"""Makes the description of imported rows' table: from arguments, from the store, or from an embedding's defaults."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ def description_for(
     dtype: torch.dtype = torch.float32,
     state_dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
-    """Describe a table, as a snapshot of an embedding with the same arguments would.
+    """Describe a table as a dict, like the description in a snapshot of an embedding with the same arguments.
 
     Args:
         name, embedding_dim, key_type, tables, padding_idx, seed, dtype, state_dtype: as for an embedding.
         optimizer: from `tierbed.row_optimizer`, if the rows include this optimizer's state. None means that rows have
-            no state; then any optimizer may train them.
+            no optimizer state; then any optimizer may train the rows.
         step: how many steps the rows were trained.
 
     Returns:
-        The description.
+        The description, for `import_snapshot` or `make_persistent_table_writer`.
 
     Raises:
-        OptionError, OptimizerError: an argument is invalid.
+        OptionError, OptimizerError: If an argument is invalid.
     """
     tables = [make_normal_initializer(0.0, 0.05)] if tables is None else tables
     if not isinstance(tables, (list, tuple)):
-        raise OptionError(f"tables={tables!r}: give a list with the options of each table, as by make_table_options")
+        raise OptionError(f"tables={tables!r}: give a list with each table's options, from make_table_options")
     if not isinstance(optimizer, (RowOptimizer, NoneType)):
-        raise OptimizerError(f"optimizer={optimizer!r}: give what tierbed.row_optimizer makes of an optimizer, or None")
+        raise OptimizerError(f"optimizer={optimizer!r}: give the result of tierbed.row_optimizer, or None")
     spec = table_spec(name, embedding_dim, key_type, tables, padding_idx, seed, dtype, state_dtype)
     state = RowState() if optimizer is None else spec.state_of(optimizer)
     hyper = [] if optimizer is None or step == 0 else optimizer.hyper(step)
@@ -62,9 +62,9 @@ def description_for(
 def stored_description(store: StoreFolder) -> dict[str, Any] | None:
     """Returns the description of a store's rows, or None if the store is empty.
 
-    Describes the live rows if the store was closed cleanly, otherwise the recovery snapshot. For rows without state,
-    the description names no optimizer. Raises StoreError, SnapshotError, and InputError if another tierbed version
-    wrote a description that is invalid here.
+    Describes the live rows if the store was closed cleanly, otherwise the recovery snapshot. For rows without optimizer
+    state, the description names no optimizer. Raises StoreError, SnapshotError, and InputError if another version of
+    tierbed wrote a description that this version finds invalid.
     """
     marker, file = store.clean_marker, GroupFile(store)
     if marker is not None:
@@ -80,12 +80,12 @@ def stored_description(store: StoreFolder) -> dict[str, Any] | None:
 
 
 def without_state(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the description without optimizer state, at step 0. An optimizer then starts with new state."""
+    """Returns a description without optimizer state and at step 0, so that training starts with new state."""
     return Selection(state=False).description(dict(description))
 
 
 def checked_description(description: Any, where: str) -> dict[str, Any]:
-    """Returns a copy of the description. Raises InputError if it is invalid."""
+    """Returns a copy of the description. Raises InputError if the description is invalid."""
     try:
         check_description(description)
     except ValueError as error:

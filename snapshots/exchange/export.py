@@ -1,4 +1,4 @@
-"""Exports snapshots to other programs' formats, in bounded memory. An exported file is complete or absent."""
+"""Exports snapshots to other programs' formats, in bounded memory. A killed export leaves no partial file."""
 
 from __future__ import annotations
 
@@ -35,30 +35,30 @@ def export_snapshot(
     state: bool = True,
     overwrite: bool = False,
 ) -> int:
-    """Write the rows of a snapshot of any kind to a file or to a full snapshot, in bounded memory.
+    """Write a snapshot's rows to a file for other programs or to a full snapshot, in bounded memory.
 
-    A file is written under a temporary name and renamed once it is durable. A failed export leaves no file, unless its
-    error says so.
+    A file is written under a temporary name and renamed once it is durable. A failed export leaves no file, except if
+    the error says that the snapshot was exported.
 
     Args:
-        snapshot: from `Snapshot.open`.
+        snapshot: a snapshot of any kind, from `Snapshot.open`.
         path: the file or snapshot folder to write.
-        format: "parquet", "npz" or "safetensors" writes a file with the columns of `columns.Columns` and the
+        format: "parquet", "npz" or "safetensors" writes a file with the columns of `columns.Columns` and the table's
             description, so an import restores bit-identical rows. "snapshot" writes a full snapshot. "npz" and
-            "safetensors" files store column after column, so temporary files next to `path` first collect the columns.
-        progress: called with the number of rows in each chunk read.
-        tables: ids or names of the tables to write; None means all.
-        state: write optimizer state. If False, rows are as a lookup returns them, and the exported table counts as
-            never trained.
-        overwrite: atomically replace an existing file once the new file is durable. Not allowed for snapshots.
+            "safetensors" files store one column after another, so the columns are first collected in temporary files.
+        progress: called with the number of rows in each chunk after it was read.
+        tables: ids or names of the tables to write, or None for all tables.
+        state: True to write optimizer state. If False, rows are written as a lookup returns them, and the exported
+            table counts as never trained.
+        overwrite: atomically replace an existing file once the new file is durable. A snapshot is never replaced.
 
     Returns:
         The number of rows written.
 
     Raises:
-        InputError: an argument is invalid.
-        SnapshotError: `path` exists or cannot be written, or the snapshot is damaged.
-        OptionError: pyarrow is missing.
+        InputError: If an argument is invalid.
+        SnapshotError: If `path` exists or cannot be written, or if the snapshot is damaged.
+        OptionError: If pyarrow is missing.
     """
     if not isinstance(snapshot, Snapshot):
         raise InputError(f"snapshot={snapshot!r}: give Snapshot.open(<store folder>/snapshots/<name>)")
@@ -101,7 +101,7 @@ def export_snapshot(
         ) from error
     finally:
         with suppress(OSError):
-            temporary.unlink()  # fails if the file was renamed
+            temporary.unlink()  # this fails after the file was renamed
     return report.rows
 
 

@@ -1,4 +1,4 @@
-"""Imports rows as snapshots. Sources are arrays, dense embeddings, snapshots, exports and other programs' files."""
+"""Imports rows as snapshots, from arrays, dense embeddings, snapshots, exports and other programs' files."""
 
 from __future__ import annotations
 
@@ -44,27 +44,27 @@ def import_snapshot(
 ) -> Manifest:
     """Write rows as a snapshot in a store folder. `load_snapshot` or `tierbed snapshot load` then loads the snapshot.
 
-    Runs no code from files. Sorting needs a few times the memory of 1/64 of the rows (see `RowSorter`).
+    Runs no code from files. Sorting needs memory for a few times 1/64 of the rows (see `RowSorter`).
 
     Args:
-        store: the store folder, `<persistent_path>/<embedding name>`. Created if missing, and locked during the import.
+        store: the store folder, `<persistent_path>/<embedding name>`. The import creates it if missing, and locks it.
         name: the new snapshot's name.
-        source: *rows by key* or *a dense table*. Rows by key: an exported file (.parquet, .npz, .safetensors) or a
-            snapshot's folder, imported bit for bit; or another program's file in these formats, with `key` and
-            `embedding`, and optionally `table`, states, `updates` and `step`. Other columns are ignored. A dense
-            table: float32, float16 or bfloat16 [n, dim] as an array, a tensor, an `nn.Embedding` or a .npy file; or a
-            tensor called `tensor` in a .npz, .safetensors or torch file (.pt, .pth, .bin, .ckpt).
-        keys: a dense table's keys [n] of the key type, or the path of a .npy file. If None, row numbers are keys, and
-            the row at padding_idx is skipped; this row must be zeros. If a table repeats a key, its last row is used.
-        table_ids: a dense table's table ids [n], or the path of a .npy file; or one table for all rows, by number or
-            name.
+        source: rows by key, or a dense table. An exported file (.parquet, .npz, .safetensors) or a snapshot's folder
+            has rows by key, and is imported bit for bit. Other programs' files in these formats need columns `key` and
+            `embedding`, and may have `table`, optimizer states, `updates` and `step`; other columns are ignored. A
+            dense table, [n, dim] of float32, float16 or bfloat16, is an array, a tensor, an `nn.Embedding` or a .npy
+            file, or the tensor called `tensor` in a .npz, .safetensors or torch file (.pt, .pth, .bin, .ckpt).
+        keys: a dense table's keys [n] of the key type, or the path of a .npy file. If None, keys are row numbers. The
+            row at padding_idx must be zeros, and is skipped. If a table repeats a key, the key's last row is used.
+        table_ids: a dense table's table ids [n], or the path of a .npy file. One number or name assigns all rows to
+            one table.
         tensor: the dense table's name in the file. Write "outer.inner" for a tensor in an inner dict. For several
-            tables, give a list with one name per table, in order.
-        states: a dense table's optimizer states by name, [n, dim], or [n] for one number per row. Give arrays or paths
-            as for `keys`; with `tensor`, give tensor names. Requires a description with an optimizer and a step.
+            tables, give a list with one name per table, in the order of the tables.
+        states: a dense table's optimizer states by name: [n, dim], or [n] for one number per row. Give arrays or paths
+            as for `keys`; with `tensor`, give tensor names. States need a description with an optimizer and a step.
         description: from `description_for`. None uses the source's description, otherwise the store's, otherwise an
-            embedding's defaults. If the source lacks the optimizer's states, rows are imported without state.
-        dtype: the embedding's dtype in the snapshot: torch.float32, float16 or bfloat16. None keeps the description's
+            embedding's defaults. If the source lacks optimizer states, rows are imported without state.
+        dtype: the dtype of embeddings in the snapshot: torch.float32, float16 or bfloat16. None keeps the description's
             dtype. Optimizer state always keeps the description's dtype.
         progress: called with the number of rows read, and later with the number of rows written.
 
@@ -72,10 +72,10 @@ def import_snapshot(
         The new snapshot's manifest.
 
     Raises:
-        InputError: rows do not fit the table.
-        SnapshotError: a file cannot be read, or the name is taken or invalid.
-        StoreError: the store is in use.
-        OptionError: pyarrow is missing, or dtype is not supported.
+        InputError: If rows do not fit the table.
+        SnapshotError: If a file cannot be read, or if the name is taken or invalid.
+        StoreError: If the store is in use.
+        OptionError: If pyarrow is missing or dtype is not supported.
     """
     check_name(name)
     source = open_source(source, keys, table_ids, tensor, states)
@@ -98,11 +98,11 @@ def import_snapshot(
 
 
 def _find_description(store: StoreFolder, source: Source) -> dict[str, Any]:
-    """Returns a description for a source without one: the store's, otherwise an embedding's with defaults."""
+    """Returns a table's description for a source that has none: the store's, or else an embedding's defaults."""
     if (description := stored_description(store)) is not None:
         return description
     if source.num_tables is None:
-        raise InputError(f"{source.what}: its number of tables is unknown; give description=description_for(...)")
+        raise InputError(f"{source.what}: the number of tables is unknown; give description=description_for(...)")
     key_dtype = getattr(torch, source.key_type or "int64")
     defaults = description_for(store.path.name, source.dim, key_dtype, padding_idx=source.padding_idx)
     is_named = source.num_tables > 1 and any(source.table_names) and are_names(source.table_names, source.num_tables)
@@ -111,7 +111,7 @@ def _find_description(store: StoreFolder, source: Source) -> dict[str, Any]:
 
 
 def _check_order(names: Names, source: Source) -> None:
-    """Raises InputError if TorchRec's tensors are not in the same order as the tables of the same names."""
+    """Raises InputError if TorchRec's tensors are not in the order of the tables with the same names."""
     for number, name in enumerate(source.table_names):
         is_other = name is not None and name in names and names.index(name) != number
         if is_other and source.num_tables is not None and source.num_tables > 1:
@@ -122,24 +122,24 @@ def _check_order(names: Names, source: Source) -> None:
 
 
 def _fit_description(description: Mapping[str, Any], source: Source) -> Mapping[str, Any]:
-    """Returns the description, without state if the source has none. Raises InputError if the rows do not fit it."""
+    """Returns the description, without state if the source lacks state. Raises InputError if rows do not fit."""
     dim = sum(description["columns"])
     if source.dim != dim:
         raise InputError(f"{source.what} has rows of {source.dim} floats, but the table has {dim}: use another store")
     if source.key_type not in (None, description["key_type"]):
         raise InputError(
-            f"{source.what} has keys of {source.key_type}, and the table of {description['key_type']}: convert them, "
-            "or give a description"
+            f"{source.what} has keys of {source.key_type}, but the table has {description['key_type']}: convert the "
+            "keys, or give a description"
         )
     if unknown := source.states - set(description["states"]):
         raise InputError(
-            f"states: {min(unknown)!r} is not in the description, which has {description['states'] or 'none'}: give "
+            f"states: {min(unknown)!r} is not among the description's states, {description['states'] or 'none'}: give "
             "description=description_for(..., optimizer=row_optimizer(...), step=...)"
         )
     if source.states and not description["step"] and counts_steps(description["optimizer"]):
         raise InputError(
-            f"states: {description['optimizer']} counts steps, and the description has step=0; give step= to "
-            "description_for"
+            f"states: {description['optimizer']} counts steps, but the description has step=0; call description_for "
+            "with step="
         )
     missing = [state for state in description["states"] if state not in source.names]
     if missing and len(missing) < len(description["states"]):
@@ -156,15 +156,15 @@ def _read_rows(source: Source, description: Mapping[str, Any]) -> Iterator[NDArr
 
 
 def _number_rows(batch: dict[str, Any], columns: Columns, source: Source) -> dict[str, Any]:
-    """Returns a dense table's batch with row numbers as keys, and without the row at padding_idx."""
+    """Returns a batch of a dense table with row numbers as keys, and without the row at padding_idx."""
     numbers, padding = batch[KEY], columns.description["padding_idx"]
     if source.padding_idx is not None and source.padding_idx != padding:
         raise InputError(
-            f"{source.what} has padding_idx={source.padding_idx}, and the table {padding}: give both the same"
+            f"{source.what} has padding_idx={source.padding_idx}, but the table has {padding}: give both the same"
         )
     if numbers[-1] > np.iinfo(columns.key_dtype).max:
         raise InputError(
-            f"{source.what} has {source.num_rows} rows, more than {columns.key_dtype} has keys; give 64-bit keys"
+            f"{source.what} has {source.num_rows} rows, too many for {columns.key_dtype} keys; use 64-bit keys"
         )
     keyed = {**batch, KEY: numbers.astype(columns.key_dtype)}
     if padding is None:
@@ -173,6 +173,6 @@ def _number_rows(batch: dict[str, Any], columns: Columns, source: Source) -> dic
     if batch[EMBEDDING][~is_row].any():
         raise InputError(
             f"{source.what}: row {padding} is padding_idx, which lookups return as zeros, but it holds other numbers: "
-            "give a description with padding_idx=None, or make the row zeros"
+            "give a description with padding_idx=None, or set the row to zeros"
         )
     return {name: column[is_row] if isinstance(column, np.ndarray) else column for name, column in keyed.items()}

@@ -27,19 +27,19 @@ def _pyarrow() -> Any:
 
 
 def write_parquet(path: Path, columns: Columns, chunks: Iterable[NDArray[np.void]], metadata: str) -> None:
-    """Write rows in row groups of about 32 MiB, with floats as fixed-size lists, and `metadata` as file metadata."""
+    """Write rows in row groups of about 32 MiB, floats as fixed-size lists, and `metadata` as the file's metadata."""
     pa = _pyarrow()
     types = {name: _type(pa, dtype, shape) for name, (dtype, shape) in columns.shapes().items()}
     fields = [pa.field(name, kind, nullable=False) for name, kind in types.items()]
     names = pa.array([*columns.table_names, None], pa.string())
-    name_fields = [pa.field(TABLE_NAME, pa.string())] if any(columns.table_names) else []  # used by other programs
+    name_fields = [pa.field(TABLE_NAME, pa.string())] if any(columns.table_names) else []  # for other programs
     schema = pa.schema([*fields, *name_fields], {METADATA: metadata})
-    # floats need no dictionary, since they rarely repeat
+    # floats rarely repeat, so a dictionary would save no space
     with pa.parquet.ParquetWriter(path, schema, use_dictionary=[TABLE_NAME], write_page_checksum=True) as writer:
         for rows in _regroup(chunks):
             arrays = columns.split(rows)
             arrow_arrays = [_array(pa, arrays[name], kind) for name, kind in types.items()]
-            indexes = np.minimum(arrays[TABLE], len(columns.table_names))  # rows of unknown tables get no name
+            indexes = np.minimum(arrays[TABLE], len(columns.table_names))  # a row of an unknown table gets no name
             arrow_arrays += [names.take(pa.array(indexes)) for _ in name_fields]
             writer.write_table(pa.table(arrow_arrays, schema))
 
@@ -54,12 +54,12 @@ def _array(pa: Any, array: NDArray[Any], kind: Any) -> Any:
 
 
 def _regroup(chunks: Iterable[NDArray[np.void]]) -> Iterator[NDArray[np.void]]:
-    """Yields the rows in chunks of fixed size, whatever the input's chunks, so equal rows make equal files."""
+    """Yields the rows in chunks of a fixed size, so that equal rows make equal files for any chunks of input."""
     pending: list[NDArray[np.void]] = []
     count = 0
     for rows in chunks:
         group_rows = max(1, min(_GROUP_ROWS, _GROUP_BYTES // rows.itemsize))
-        rest = rows.copy()  # the memory of `rows` may be reused
+        rest = rows.copy()  # the caller may reuse the memory of `rows`
         while count + len(rest) >= group_rows:
             pending.append(rest[: group_rows - count])
             rest, count = rest[group_rows - count :], 0
@@ -72,7 +72,7 @@ def _regroup(chunks: Iterable[NDArray[np.void]]) -> Iterator[NDArray[np.void]]:
 
 
 class ParquetReader:
-    """The rows in an open file. column_types: each column's dtype name and shape."""
+    """The rows in an open Parquet file. column_types: each column's dtype name and shape."""
 
     def __init__(self, file: Any, pa: Any) -> None:
         self._file = file
@@ -86,7 +86,7 @@ class ParquetReader:
         if types.is_fixed_size_list(field.type):
             return self._dtype_name(field.type.value_type), (count, field.type.list_size)
         if types.is_list(field.type) or types.is_large_list(field.type):
-            first = next(self._file.iter_batches(1, columns=[field.name]), None)  # all rows must have this length
+            first = next(self._file.iter_batches(1, columns=[field.name]), None)  # all rows must be this long
             length = 0 if first is None or not first.column(0).is_valid()[0].as_py() else len(first.column(0)[0])
             return self._dtype_name(field.type.value_type), (count, length)
         return self._dtype_name(field.type), (count,)
@@ -95,7 +95,7 @@ class ParquetReader:
         return {"float": "float32", "double": "float64"}.get(str(kind), str(kind))
 
     def batches(self, names: Iterable[str], max_rows: int) -> Iterator[dict[str, NDArray[Any]]]:
-        """Yields the columns called `names`, `max_rows` rows at a time. Raises InputError if a value is missing."""
+        """Yields rows of the columns `names`, `max_rows` rows at a time. Raises InputError if a value is missing."""
         names = list(names)
         for batch in self._file.iter_batches(max_rows, columns=names):
             yield {name: self._values(name, batch.column(name)) for name in names}
@@ -107,18 +107,18 @@ class ParquetReader:
                 array = array.cast(pa.list_(array.type.value_type, shape[1])) if array.null_count == 0 else array
             except pa.ArrowInvalid as error:
                 raise InputError(
-                    f"column {name!r} has lists of several lengths, the first {shape[1]}; give all the same"
+                    f"column {name!r} has lists of several lengths, the first of {shape[1]}; give all the same length"
                 ) from error
         flat = array.flatten() if len(shape) > 1 else array
         if array.null_count or flat.null_count:
-            raise InputError(f"column {name!r} has rows without a value; leave them out")
+            raise InputError(f"column {name!r} has rows without a value; leave out these rows")
         values: NDArray[Any] = flat.to_numpy(zero_copy_only=False)
         return values.reshape(-1, *shape[1:])
 
 
 @contextmanager
 def open_parquet(path: Path) -> Iterator[ParquetReader]:
-    """Yield the rows in a file. Raises OptionError without pyarrow, ValueError or OSError for an unreadable file."""
+    """Yield a file's rows. Raises OptionError if pyarrow is missing, ValueError or OSError for an unreadable file."""
     pa = _pyarrow()
     with pa.parquet.ParquetFile(path, page_checksum_verification=True) as file:
         yield ParquetReader(file, pa)

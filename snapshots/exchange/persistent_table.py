@@ -1,4 +1,4 @@
-"""Reads and writes a snapshot's rows as NumPy arrays of keys and values. Needs no embedding."""
+"""Reads and writes a snapshot's rows as NumPy arrays of keys and values, without an embedding."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Chunk = tuple[NDArray[Any], ...]
 
 
 class PersistentTableReader(AbstractContextManager["PersistentTableReader"], Iterator[Chunk]):
-    """Iterates over a snapshot's rows; see `make_persistent_table_reader`. A `with` block closes its files."""
+    """Iterates over a snapshot's rows; see `make_persistent_table_reader`. A `with` block closes the files."""
 
     def __init__(self, snapshot: Snapshot, storage_dim: int, table_ids: bool) -> None:
         self._name, self._closed = snapshot.name, False
@@ -42,7 +42,7 @@ class PersistentTableReader(AbstractContextManager["PersistentTableReader"], Ite
 
     def __next__(self) -> Chunk:
         if self._closed:
-            raise ClosedError(f"the reader of snapshot {self._name!r} was closed: make another")
+            raise ClosedError(f"the reader of snapshot {self._name!r} was closed: make another reader")
         _, rows = next(self._chunks)
         form = self._columns.form
         columns = [form.values(rows, name) for name in (form.counts if self._dim > form.dim else (EMBEDDING,))]
@@ -50,7 +50,7 @@ class PersistentTableReader(AbstractContextManager["PersistentTableReader"], Ite
         return (keys, values, rows["table"].copy()) if self._table_ids else (keys, values)
 
     def close(self) -> None:
-        """End the iteration. May be called again."""
+        """End the iteration, if it has not ended yet."""
         self._closed = True
         self._chunks.close()  # type: ignore[attr-defined]
 
@@ -73,23 +73,23 @@ class PersistentTableWriter(AbstractContextManager["PersistentTableWriter"]):
         """Add rows in any order. If several rows share (table, key), the last row is used.
 
         Args:
-            keys: [n] of the key type.
-            values: float32 [n, storage_dim].
-            table_ids: whole numbers [n], or one number or name for all rows. Optional if there is only one table.
+            keys: the rows' keys [n], of the key type.
+            values: the rows, float32 [n, storage_dim].
+            table_ids: whole numbers [n], or one number or name for all rows, or None if there is only one table.
 
         Raises:
-            InputError: an argument is invalid; no row is added.
-            SnapshotError: the rows cannot be stored.
-            ClosedError: the writer is closed.
+            InputError: If an argument is invalid; in this case, no row is added.
+            SnapshotError: If the rows cannot be stored.
+            ClosedError: If the writer is closed.
         """
         if self._closed:
-            raise ClosedError(f"the writer of snapshot {self._target.name!r} was closed: make another")
+            raise ClosedError(f"the writer of snapshot {self._target.name!r} was closed: make another writer")
         arrays = {KEY: keys, VALUES: values} | ({} if table_ids is None else {TABLE: table_ids})
         for rows in self._columns.rows(arrays, f"snapshot {self._target.name!r}"):
             self._sorter.add(rows)
 
     def close(self) -> None:
-        """Write the snapshot durably. May be called again. Raises SnapshotError."""
+        """Write the snapshot durably. Later calls do nothing. Raises SnapshotError."""
         if not self._closed:
             try:
                 write_snapshot(self._target, self._description, self._sorter.chunks())
@@ -97,7 +97,7 @@ class PersistentTableWriter(AbstractContextManager["PersistentTableWriter"]):
                 self.discard()
 
     def discard(self) -> None:
-        """Drop the rows without making a snapshot. May be called again."""
+        """Drop the rows without making a snapshot. Later calls do nothing."""
         self._closed = True
         self._sorter.close()
         self._folder.release()
@@ -122,26 +122,26 @@ def make_persistent_table_reader(
 ) -> PersistentTableReader:
     """Iterate over the rows of a snapshot of any kind, as NumPy arrays.
 
-    If you read only embeddings, values are as a lookup returns them. If you also read optimizer state, values are as
-    the row's latest write left them; only `export_snapshot` also exports that write's step. A bucket's checksum is
-    compared while the bucket is read, so a damaged bucket raises SnapshotError at its end.
+    If you read only embeddings, you get the values that a lookup returns. If you also read optimizer state, you get the
+    values after each row's latest write, without the step of that write (`export_snapshot` writes the step too).
+    Checksums are compared while files are read, so a damaged file raises SnapshotError only at the file's end.
 
     Args:
-        path: the store folder, `<persistent_path>/<embedding name>`. A running trainer may have it open.
+        path: the store folder, `<persistent_path>/<embedding name>`. A running trainer may have the store open.
         snapshot_name: the snapshot's name.
-        key_type: the keys' dtype, as in the snapshot.
-        value_type: torch.float32.
+        key_type: the dtype of keys in the snapshot.
+        value_type: must be torch.float32.
         storage_dim: how many floats to read per row: the embedding alone, or the embedding and all optimizer states.
         physical_block_size: ignored; exists for compatibility with OneFlow.
-        table_ids: yield table ids too. Required if there are several tables.
+        table_ids: True to yield table ids too, which is required if the snapshot has several tables.
 
     Returns:
         An iterator of (keys [n], values float32 [n, storage_dim]); with `table_ids`, also table ids uint32 [n].
 
     Raises:
-        InputError: an argument does not fit the snapshot.
-        SnapshotError: the snapshot is missing or damaged.
-        StoreError: there is no store.
+        InputError: If an argument does not fit the snapshot.
+        SnapshotError: If the snapshot is missing or damaged.
+        StoreError: If there is no store.
     """
     _check_value_type(value_type)
     check_name(snapshot_name)
@@ -150,7 +150,7 @@ def make_persistent_table_reader(
     if len(snapshot.description["tables"]) > 1 and not table_ids:
         raise InputError(
             f"snapshot {snapshot_name!r} has {len(snapshot.description['tables'])} tables, which may share keys: "
-            "give table_ids=True, for chunks of (keys, values, table_ids)"
+            "give table_ids=True, to get chunks (keys, values, table_ids)"
         )
     return PersistentTableReader(snapshot, storage_dim, table_ids)
 
@@ -169,21 +169,21 @@ def make_persistent_table_writer(
     """Create a writer that makes a snapshot from NumPy arrays, for `load_snapshot` or `tierbed snapshot load`.
 
     Rows count as written once, at the description's step. The writer keeps rows in 64 temporary files and sorts one
-    file at a time, in a few times the memory of 1/64 of all rows. If the `with` block raises, no snapshot is made.
+    file at a time, in memory for a few times 1/64 of all rows. If the `with` block raises, no snapshot is made.
 
     Args:
-        path: the store folder. Created if missing, and locked until the writer is closed.
+        path: the store folder. The folder is created if missing, and locked until the writer is closed.
         snapshot_name, key_type, value_type, storage_dim, physical_block_size: see `make_persistent_table_reader`.
-        description: from `description_for`. None uses the store's description. If the store is empty, None describes
-            an embedding with one table and defaults.
+        description: from `description_for`. None uses the store's description, or for an empty store, an embedding
+            with one table and default options.
 
     Returns:
         The writer, for a `with` block.
 
     Raises:
-        InputError: an argument does not fit the table.
-        SnapshotError: the name is taken or invalid.
-        StoreError: the store is in use.
+        InputError: If an argument does not fit the table.
+        SnapshotError: If the name is taken or invalid.
+        StoreError: If the store is in use.
     """
     _check_value_type(value_type)
     check_key_type(key_type)
@@ -207,15 +207,15 @@ def make_persistent_table_writer(
 def _check_value_type(value_type: Any) -> None:
     if value_type is not torch.float32:
         raise OptionError(
-            f"value_type={value_type!r}: values are float32, whatever the dtype of stored rows; give torch.float32"
+            f"value_type={value_type!r}: values are float32 for any dtype of stored rows; give torch.float32"
         )
 
 
 def _check_kind(description: Mapping[str, Any], key_dtype: torch.dtype, storage_dim: int, what: str) -> None:
     if KEY_TYPES[check_key_type(key_dtype)] != description["key_type"]:
-        raise InputError(f"key_type={key_dtype}: {what} has keys of {description['key_type']}; give that type")
+        raise InputError(f"key_type={key_dtype}: {what} has keys of {description['key_type']}; give this type")
     dim = sum(description["columns"])
     full_dim = dim + sum(description["state_widths"])
     if type(storage_dim) is not int or storage_dim not in (dim, full_dim):
         states = f", or {full_dim} with optimizer state {', '.join(description['states'])}" if full_dim > dim else ""
-        raise InputError(f"storage_dim={storage_dim!r}: {what} has rows of {dim} floats{states}; give that")
+        raise InputError(f"storage_dim={storage_dim!r}: {what} has rows of {dim} floats{states}; give this number")

@@ -22,12 +22,12 @@ _BUFFER_BYTES = 1 << 16
 
 
 class RowSorter:
-    """Accepts rows [n] of `dtype` in any order, and yields them in the order that `write_snapshot` needs.
+    """Accepts rows [n] of `dtype` in any order, and yields the rows in the order that `write_snapshot` needs.
 
-    If several rows share (table, key), only the last added row is yielded. Rows wait in one temporary file per bucket.
-    The files are in `folder`. This folder is created if missing, and needs disk space for all rows. The files are
-    nameless, so the kernel removes them when the process ends. Each bucket, about 1/64 of all rows, is sorted in
-    memory, with a few times the bucket's size.
+    If several rows share (table, key), only the row added last is yielded. Rows wait in temporary files, one per
+    bucket, in `folder`. The folder is created if missing, and needs disk space for all rows. The files are nameless, so
+    the kernel removes them when the process ends. Each bucket, about 1/64 of all rows, is sorted in memory; this needs
+    a few times the bucket's size.
     """
 
     def __init__(self, folder: Path, dtype: np.dtype[np.void]) -> None:
@@ -50,7 +50,7 @@ class RowSorter:
                 self._files[bucket].write(ordered[bounds[bucket] : bounds[bucket + 1]].view(np.uint8).data)
 
     def chunks(self) -> Chunks:
-        """Yields every row once, as (bucket, rows). Buckets ascend, and (table, key) ascends within a bucket."""
+        """Yields all rows as pairs (bucket, rows), sorted by bucket, and by (table, key) within a bucket."""
         for bucket in sorted(self._files):
             with self._errors(), self._files.pop(bucket) as file:
                 file.flush()
@@ -66,10 +66,10 @@ class RowSorter:
                 yield bucket, rows[order[begin : begin + self._limit]]
 
     def close(self) -> None:
-        """Remove the files. May be called again."""
+        """Remove the temporary files, if there are any."""
         files, self._files = self._files, {}
         for file in files.values():
-            with contextlib.suppress(OSError):  # the rows are no longer needed
+            with contextlib.suppress(OSError):  # the sorter's rows are no longer needed
                 file.close()
 
     @contextlib.contextmanager
@@ -78,6 +78,6 @@ class RowSorter:
             yield
         except OSError as error:
             raise SnapshotError(
-                f"rows cannot be sorted in {str(self._folder)!r}: {error}. Free space for two copies of all "
-                "rows: one for sorting, and one for the snapshot"
+                f"rows cannot be sorted in {str(self._folder)!r}: {error}. Free space on this disk for two copies of "
+                "all rows: one for sorting, and one for the snapshot"
             ) from error

@@ -1,4 +1,4 @@
-"""Reads the sources of imports in bounded memory: arrays, dense embeddings, snapshots and files."""
+"""Reads rows to import, in bounded memory, from arrays, dense embeddings, snapshots and files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .parquet import ParquetReader, open_parquet
 # the exceptions that libraries raise for a damaged file
 _DAMAGED = OSError, ValueError, EOFError, RuntimeError, pickle.UnpicklingError, BadZipFile, zlib.error, SafetensorError
 
-Shape = tuple[str, tuple[int, ...]]  # dtype name and shape
+Shape = tuple[str, tuple[int, ...]]  # an array's dtype name and shape
 
 
 class _SnapshotReader:
@@ -50,19 +50,19 @@ class _SnapshotReader:
             yield {name: columns[name] for name in names}
 
 
-OpenFile = NamedArrays | ParquetReader | _SnapshotReader  # `metadata`: an export's description, as JSON
+OpenFile = NamedArrays | ParquetReader | _SnapshotReader  # `metadata`: an exported table's description, as JSON
 FileOpener = Callable[[], AbstractContextManager[OpenFile]]
 
 
 class SourceTable(NamedTuple):
-    """A table in a source. columns: maps names in `Columns` to the source's. table: id or name, if no column has it."""
+    """A table in a source. columns: maps names in `Columns` to the source's names. table: the id or name, or None."""
 
     columns: dict[str, str]
     table: int | str | None = None
 
 
 class Source:
-    """Rows to import. Only headers are read before `batches`."""
+    """Rows to import from a file or arrays. Only headers are read before a call of `batches`."""
 
     def __init__(
         self,
@@ -72,10 +72,10 @@ class Source:
         states: Iterable[str] = (),
         padding_idx: int | None = None,
     ) -> None:
-        """parts: chooses the tables among the file's arrays. Raises InputError, SnapshotError, OptionError."""
+        """parts: a function that chooses the tables among the file's arrays. InputError, SnapshotError, OptionError."""
         self.what = what  # names the source in error messages
-        self.states = frozenset(states)  # names of the optimizer states passed for dense tables
-        self.padding_idx = padding_idx  # the padding_idx of an `nn.Embedding`
+        self.states = frozenset(states)  # names of optimizer states that were passed for dense tables
+        self.padding_idx = padding_idx  # the padding_idx if the source is an `nn.Embedding`
         self._opener = opener
         with _convert_errors(what), opener() as file:
             shapes, metadata = file.column_types, file.metadata
@@ -89,27 +89,27 @@ class Source:
         self.key_type = shapes[self._tables[0].columns[KEY]][0] if KEY in self.names else None
         if self.key_type not in (None, *KEY_DTYPES):
             raise InputError(f"{what}: {KEY} is {self.key_type}; save keys as one of {', '.join(KEY_DTYPES)}")
-        self.description = None if metadata is None else _parse_description(metadata, what)  # None except for exports
+        self.description = None if metadata is None else _parse_description(metadata, what)  # None if not in the file
 
     def _add(self, part: SourceTable, shapes: Mapping[str, Shape]) -> None:
         name = part.columns[EMBEDDING]
         dtype, shape = shapes[name]
         if dtype not in NUMBERS or len(shape) != 2 or shape[1] < 1:
             raise InputError(
-                f"{self.what}: {name} is {dtype} {shape}; rows are (n, dim) of {', '.join(NUMBERS)}: convert it"
+                f"{self.what}: {name} is {dtype} {shape}; convert it to shape (n, dim) of {', '.join(NUMBERS)}"
             )
         if self.dim not in (0, shape[1]):
-            raise InputError(f"{self.what}: {name} has rows of {shape[1]} floats and another tensor of {self.dim}")
+            raise InputError(f"{self.what}: {name} has rows of {shape[1]} floats, but another tensor of {self.dim}")
         for other in part.columns.values():
             if shapes[other][1][:1] != shape[:1]:
-                raise InputError(f"{self.what}: {other} has shape {shapes[other][1]} and {name} {shape}")
+                raise InputError(f"{self.what}: {other} has shape {shapes[other][1]}, but {name} {shape}")
         self.dim = shape[1]
         self.num_rows += shape[0]
 
     def batches(self, names: Iterable[str]) -> Iterator[dict[str, Any]]:
-        """Yields the columns with these `names`, in bounded chunks. If there are no keys, KEY is the int64 row number.
+        """Yields the columns called `names`, in bounded chunks. Without keys, the column KEY has int64 row numbers.
 
-        Raises SnapshotError if columns cannot be read, InputError if a value is invalid.
+        Raises SnapshotError if columns cannot be read, and InputError if a value is invalid.
         """
         present = [name for name in names if name in self.names]
         with _convert_errors(self.what), self._opener() as file:
@@ -132,14 +132,14 @@ def _to_float32(numbers: NDArray[Any], where: str) -> NDArray[np.float32]:
     with np.errstate(over="ignore"):
         single: NDArray[np.float32] = numbers.astype(np.float32, copy=False)
     if numbers.dtype.kind in "iub" or (np.isfinite(numbers) & ~np.isfinite(single)).any():
-        raise InputError(f"{where}: it is {numbers.dtype}, or overflows float32; give floats that fit into float32")
+        raise InputError(f"{where} is {numbers.dtype} or overflows float32; give floats that fit into float32")
     return single
 
 
 def open_source(
     source: Any, keys: Any = None, table_ids: Any = None, tensor: Any = None, states: Mapping[str, Any] | None = None
 ) -> Source:
-    """Open the rows that `importing.import_snapshot` imports with these arguments."""
+    """Open the rows that `importing.import_snapshot` imports when it gets these arguments."""
     if isinstance(source, Source):
         return source
     states = states or {}
@@ -153,7 +153,7 @@ def open_source(
             extra[name] = _array(value, f"states[{name!r}]")
     table = None if TABLE in extra else table_ids
     if TABLE in extra and KEY not in extra:
-        raise InputError("table_ids: an array of ids needs keys; give keys, or one table id")
+        raise InputError("table_ids: an array of table ids needs keys; give keys, or one table id")
 
     def array_source(what: str, name: str, array: NDArray[Any] | Tensor, padding_idx: int | None = None) -> Source:
         arrays = NamedArrays({name: make_column(array), **extra})
@@ -171,21 +171,21 @@ def open_source(
     what = f"source={str(path)!r}"
     if path.suffix == ".npy":
         if tensor is not None:
-            raise InputError(f"tensor={tensor!r}: a .npy file is one array; leave it out")
+            raise InputError(f"tensor={tensor!r}: a .npy file is one array; leave tensor out")
         return array_source(what, "values", _npy(path, "source"))
     opener = _find_opener(path)
     if tensor is not None:
         return Source(what, partial(_open_with, opener, extra), _choose_dense(tensor, extra, table, states), states)
     if extra or table is not None:
         raise InputError(
-            f"keys and table_ids need a dense tensor, which tensor= names; other files have their own columns {KEY!r} "
-            f"and {TABLE!r}"
+            f"keys and table_ids are only for dense tables: name a tensor by tensor=; files of rows by key have their "
+            f"own columns {KEY!r} and {TABLE!r}"
         )
     return Source(what, opener, _choose_by_name, states)
 
 
 def _find_opener(path: Path) -> FileOpener:
-    if os.path.isdir(path):  # False for an invalid path, where Path.is_dir raises
+    if os.path.isdir(path):  # unlike Path.is_dir, this never raises for an invalid path
         return lambda: nullcontext(_SnapshotReader(Snapshot.open(path)))
     openers: dict[str, Callable[[Path], AbstractContextManager[OpenFile]]] = {
         ".npz": open_npz,
@@ -195,8 +195,8 @@ def _find_opener(path: Path) -> FileOpener:
     }
     if path.suffix not in openers:
         raise InputError(
-            f"source={str(path)!r}: its suffix is unknown; give the folder of a snapshot, or a file that ends in "
-            f" .npy, {', '.join(openers)}"
+            f"source={str(path)!r}: the suffix is unknown; give the folder of a snapshot, or a file that ends in "
+            f".npy, {', '.join(openers)}"
         )
     return partial(openers[path.suffix], path)
 
@@ -205,8 +205,8 @@ def _choose_by_name(shapes: Mapping[str, Shape]) -> list[SourceTable]:
     columns = {name: name for name, (_, shape) in shapes.items() if shape}  # a 0-d array is not a column
     if not {KEY, EMBEDDING} <= columns.keys():
         raise InputError(
-            f"it holds {', '.join(sorted(columns)) or 'no columns'}; {KEY!r} and {EMBEDDING!r} are needed, or the name "
-            "of a dense table by tensor="
+            f"the file holds {', '.join(sorted(columns)) or 'no columns'}; {KEY!r} and {EMBEDDING!r} are needed, or "
+            "the name of a dense table by tensor="
         )
     return [SourceTable(columns)]
 
@@ -214,7 +214,7 @@ def _choose_by_name(shapes: Mapping[str, Shape]) -> list[SourceTable]:
 def _choose_dense(
     tensor: Any, extra: Mapping[str, Column], table: Any, states: Mapping[str, Any] | None = None
 ) -> Callable[[Mapping[str, Shape]], list[SourceTable]]:
-    """Choose one array as the table, or several as tables. states: the names of the states' arrays in the file."""
+    """Choose one array as the table, or several as tables. states: names of the arrays with optimizer states."""
 
     def parts(shapes: Mapping[str, Shape]) -> list[SourceTable]:
         lists = {
@@ -224,10 +224,10 @@ def _choose_dense(
         names = lists[EMBEDDING]
         for state, value in lists.items():
             if len(value) != len(names):
-                raise InputError(f"states[{state!r}]={value!r}: give the name of a tensor for each of {names}")
+                raise InputError(f"states[{state!r}]={value!r}: give one tensor name for each of {names}")
         for name in chain(*lists.values()):
             if name not in shapes:
-                raise InputError(f"tensor={name!r} does not exist; there are {', '.join(sorted(shapes))}")
+                raise InputError(f"tensor={name!r} does not exist; give one of {', '.join(sorted(shapes))}")
         tables = [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
         if isinstance(tensor, str):
             return [SourceTable({**tables[0], **{name: name for name in extra}}, table)]
@@ -239,17 +239,17 @@ def _choose_dense(
 
 
 def _parse_torchrec_table(tensor: str) -> str | None:
-    """The name of the table that a tensor in TorchRec's state_dict() contains; None for any other tensor."""
+    """Returns the table's name in a tensor's name from TorchRec's state_dict(), or None for any other tensor name."""
     match = re.search(r"(?:^|\.)(?:embedding_bags|embeddings)\.([^.]+)\.weight$", tensor)
     return match[1] if match is not None and is_table_name(match[1]) else None
 
 
 @contextmanager
 def _open_with(opener: FileOpener, extra: Mapping[str, Column]) -> Iterator[NamedArrays]:
-    """Yield a file's arrays together with the arrays in `extra`."""
+    """Open a file, and yield the file's arrays together with the arrays in `extra`."""
     with opener() as file:
         if not isinstance(file, NamedArrays):
-            raise InputError("tensor= is for .npz, .safetensors and torch files; leave it out")
+            raise InputError("tensor= is only for .npz, .safetensors and torch files; leave it out")
         yield NamedArrays({**file.columns, **extra})
 
 
@@ -275,12 +275,12 @@ def _npy(path: Path, argument: str) -> NDArray[Any]:
 
 @contextmanager
 def _open_state_dict(path: Path) -> Iterator[NamedArrays]:
-    """Yield the tensors in a `torch.save` file, mapped from disk. Runs no code, and refuses all except plain data."""
+    """Yield the memory-mapped tensors in a `torch.save` file. Runs no code from the file: it must be plain data."""
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError:  # torch's own message recommends running the file's code
+    except pickle.UnpicklingError:  # replaces torch's message, which recommends running the file's code
         raise InputError(
-            f"{str(path)!r} holds more than tensors, or is damaged: save the state_dict() of a module, not the module"
+            f"{str(path)!r} is damaged or holds more than tensors: save the state_dict() of a module, not the module"
         ) from None
     yield NamedArrays({name: make_column(tensor) for name, tensor in _iterate_tensors(loaded, "")})
 
@@ -302,7 +302,7 @@ def _parse_description(metadata: str, what: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _convert_errors(what: str, remedy: str = "write the file again, or give another") -> Iterator[None]:
+def _convert_errors(what: str, remedy: str = "write the file again, or give another file") -> Iterator[None]:
     """Convert errors that libraries raise for a damaged or foreign file to SnapshotError."""
     try:
         yield

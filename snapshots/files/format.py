@@ -1,4 +1,4 @@
-"""A snapshot's manifest (formats 2, 3 and 4), and the layout of row files. docs/snapshots.md describes both."""
+"""A snapshot's manifest (formats 2, 3 and 4), and the layout of its row files. docs/snapshots.md describes both."""
 
 from __future__ import annotations
 
@@ -30,47 +30,47 @@ MAX_SHARDS = 1024
 _NAME = re.compile(r"(bucket|deleted)-([0-9]{2})(?:-([0-9]{4}))?\.npy")
 _MAX_COUNT = 1 << 62
 _HASH_SLOTS = 1 << 16  # 16 bits of the hash choose the shard
-FORMAT = 3  # for snapshots with shards, or with numbers that are not float32; other snapshots have format 2
-GROUP_FORMAT = 4  # used by an earlier version for stores that train together
+FORMAT = 3  # the format of snapshots with shards or numbers other than float32; other snapshots have format 2
+GROUP_FORMAT = 4  # an earlier version's format for stores that train together
 MANIFEST = "manifest.msgpack"
-ROCKSDB = "rocksdb"  # a checkpoint's subfolder with RocksDB's files
+ROCKSDB = "rocksdb"  # a RocksDB checkpoint's subfolder that contains RocksDB's files
 Kind = Literal["full", "incremental", "checkpoint"]
 KINDS: tuple[Kind, ...] = ("full", "incremental", "checkpoint")
 _MAX_WIDTH = 1 << 20
 _MAX_DIM = 1 << 16  # embedding dimension
 LAST_SEQUENCE = (1 << 48) - 1
-_MAX_DEPTH = 32  # nesting of lists and maps in a description
+_MAX_DEPTH = 32  # how deeply lists and maps may be nested in a table's description
 _MAX_FIELDS = 1000
-_MAX_DESCRIPTION = 12 << 20  # bytes; leaves space for the other fields of a manifest or MARK
-LIVE = "version"  # field of the clean marker: the live rows' version
-OLD_CANDIDATES = "base"  # field of an earlier version's MARK: names of the recovery snapshot
-OLD_GROUP = "group"  # field of an earlier version's MARK: the stores that are trained together
+_MAX_DESCRIPTION = 12 << 20  # bytes of a table's description; leaves space for other fields of a manifest or MARK
+LIVE = "version"  # this field of the clean marker stores the live rows' version
+OLD_CANDIDATES = "base"  # in this field of MARK, an earlier version stored names of the recovery snapshot
+OLD_GROUP = "group"  # in this field of MARK, an earlier version stored which stores are trained together
 # the fields of MARK that do not belong to the clean marker
 FOLDER_FIELDS = ("place", "ranks", "store", "record", "link", OLD_CANDIDATES, OLD_GROUP, "at")
-SHARD = "share"  # field of a shard's MARK: the shard's rank
-FILES = "live_files"  # field of MARK: identifies the live rows' files
-# the clean marker's fields that a snapshot's description lacks
+SHARD = "share"  # this field of a shard's MARK stores the shard's rank
+FILES = "live_files"  # this field of MARK identifies the files of the live rows
+# fields of the clean marker that are not in a snapshot's description
 MARKER_FIELDS = ("live", "rows", "shards", TABLE_ROWS, SHARD, LIVE, FILES)
 _ROCKSDB_FILE = re.compile(r"shard-([0-9]{1,2})/(CURRENT|MANIFEST-[0-9]{1,20}|OPTIONS-[0-9]{1,20}|[0-9]{1,20}\.sst)")
 _STATE = re.compile(r"[a-z][a-z0-9_]{0,63}(?<!_padding)")
-_MAX_NAMED = 16  # optimizer states stored as NumPy fields; their names are in the file's header
+_MAX_NAMED = 16  # maximum number of optimizer states that are stored as named NumPy fields
 _OWN_FIELDS = ("table", "table_name", "key", "embedding", "values", "updates", "step")
 _ID = re.compile(r"[0-9a-f]{32}")
 
 
 class HashShard(NamedTuple):
-    """One of `of` equal intervals of hash values. The shard's rows are the rows whose hash is in interval `number`."""
+    """The rows whose hash is in interval `number`, if all hash values are divided into `of` equal intervals."""
 
     number: int
     of: int
 
     @property
     def slots(self) -> range:
-        """The shard's range of the 2^16 hash slots."""
+        """The range of hash values (of 16 bits) whose rows are in this shard."""
         return range(*(-(-number * _HASH_SLOTS // self.of) for number in (self.number, self.number + 1)))
 
     def overlaps(self, other: HashShard) -> bool:
-        """True if some row may be in both shards."""
+        """True if a row can be in both shards."""
         return max(self.slots.start, other.slots.start) < min(self.slots.stop, other.slots.stop)
 
     def rows(self, rows: RowArray) -> RowArray:
@@ -80,7 +80,7 @@ class HashShard(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RowFile:
-    """A file of rows or deleted keys. bytes: the size, header included. crc32: of the content after the header."""
+    """A file of rows or deleted keys. bytes: the size with the header. crc32: the checksum without the header."""
 
     rows: int
     bytes: int
@@ -88,17 +88,17 @@ class RowFile:
 
 
 def bucket_file(bucket: int, shard: int | None = None) -> str:
-    """File name for a bucket's rows, or for one shard of these rows."""
+    """Returns the file name for a bucket's rows, or for one shard of these rows."""
     return f"bucket-{bucket:02d}.npy" if shard is None else f"bucket-{bucket:02d}-{shard:04d}.npy"
 
 
 def deleted_file(bucket: int, shard: int | None = None) -> str:
-    """File name for the keys of a bucket's deleted rows, or for one shard of these keys."""
+    """Returns the file name for the keys of a bucket's deleted rows, or for one shard of these keys."""
     return bucket_file(bucket, shard).replace("bucket", "deleted")
 
 
 def is_deleted(name: str) -> bool:
-    """True if a manifest's file holds deleted rows' keys."""
+    """True if a snapshot's file contains keys of deleted rows."""
     return name.startswith("deleted")
 
 
@@ -107,13 +107,13 @@ def bucket_of(name: str) -> int:
 
 
 def shard_number(name: str) -> int | None:
-    """Shard number in a file name; None if the snapshot is not sharded."""
+    """Returns the shard number in a file's name, or None if the snapshot is not sharded."""
     words = name.removesuffix(".npy").split("-")
     return int(words[2]) if len(words) > 2 else None
 
 
 def decode_file(name: str, entry: Any, form: RowForm, parts: int | None) -> RowFile:
-    """Check and decode a file's entry in a manifest with `parts` shards. Raises ValueError."""
+    """Check and decode the entry for a file in a manifest with `parts` shards. Raises ValueError."""
     match = _NAME.fullmatch(name)
     if match is None or int(match[2]) >= BUCKETS or (parts is None) != (match[3] is None):
         raise ValueError(f"it names a foreign file {name!r}")
@@ -127,19 +127,19 @@ def decode_file(name: str, entry: Any, form: RowForm, parts: int | None) -> RowF
 
 
 def row_check(description: dict[str, Any], bucket: int, shard: HashShard | None = None) -> _core.RowCheck:
-    """Returns a check that finds rows, or deleted rows' keys, that do not belong to this bucket and shard."""
+    """Returns a check that finds rows (or keys of deleted rows) that do not belong to this bucket and shard."""
     number, of = shard or (0, 1)
     return _core.RowCheck(bucket, len(description["tables"]), description["key_type"] == "int32", number, of)
 
 
 def dtype_of(name: str, form: RowForm) -> np.dtype[np.void]:
-    """The dtype of the array in a manifest's file."""
+    """Returns the dtype of the array in a snapshot's file."""
     return KEY if is_deleted(name) else form.dtype
 
 
 @cache  # a save calls this function for thousands of files
 def header_bytes(dtype: np.dtype[np.void]) -> int:
-    """The size of a row file's header. The row count does not change it. 256 bytes if all numbers are float32."""
+    """Returns the header size of a row file, for any number of rows: 256 bytes if all numbers are float32."""
     return -(-(len(_header_text(dtype, _MAX_COUNT)) + 11) // _HEADER_STEP) * _HEADER_STEP
 
 
@@ -148,7 +148,7 @@ def file_bytes(dtype: np.dtype[np.void], rows: int) -> int:
 
 
 def npy_header(dtype: np.dtype[np.void], rows: int) -> bytes:
-    """A row file's header. All NumPy versions get the same bytes."""
+    """Returns the header of a row file. All NumPy versions get the same header bytes."""
     size = header_bytes(dtype)
     magic = b"\x93NUMPY\x01\x00" + (size - 10).to_bytes(2, "little")
     return magic + _header_text(dtype, rows).ljust(size - len(magic) - 1) + b"\n"
@@ -168,7 +168,7 @@ class Parent:
 
 @dataclasses.dataclass(frozen=True)
 class RocksDBFiles:
-    """A checkpoint's files. shards: the number of databases. files: maps `shard-N/<file>` to `bytes` and `crc32c`."""
+    """A RocksDB checkpoint's files. shards: the number of databases. files: {`shard-N/<file>`: `bytes`, `crc32c`}."""
 
     shards: int
     files: dict[str, dict[str, int]]
@@ -176,21 +176,21 @@ class RocksDBFiles:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """The contents of a snapshot.
+    """A snapshot's manifest: it describes the snapshot and lists the snapshot's files.
 
     Attributes:
         kind: "full", "incremental" or "checkpoint".
         id: 32 hex digits, unique to the snapshot.
-        parent: an incremental snapshot's parent.
-        description: describes the rows' table.
-        rows: the number of rows in the table after a load.
-        deleted: the number of deleted rows' keys in the snapshot's own files.
-        files: the row files, ordered by name.
-        rocksdb: a checkpoint's files.
+        parent: the parent of an incremental snapshot, or None.
+        description: describes the table that the rows belong to.
+        rows: the number of rows in the table after a load of this snapshot.
+        deleted: how many keys of deleted rows are in the snapshot's own files.
+        files: the snapshot's row files, sorted by name.
+        rocksdb: RocksDB's files if `kind` is "checkpoint", or None.
         created: time of the save, in nanoseconds since 1970 (UTC).
-        sequence: a number that is larger than in all earlier snapshots of the folder.
-        parts: the number of shards, each with its own files; None if there was one writer.
-        moment: the same value in snapshots that an earlier version saved together.
+        sequence: a number that is larger than the sequence of every earlier snapshot in the folder.
+        parts: the number of shards, each with its own files; None if one process wrote all rows.
+        moment: only earlier versions wrote this value; it is equal in all snapshots that were saved together.
     """
 
     kind: Kind
@@ -214,22 +214,22 @@ class Manifest:
 
     @cached_property
     def form(self) -> RowForm:
-        """The layout of a row, optimizer state included."""
+        """The layout of a row, including optimizer state."""
         return RowForm.from_description(self.description)
 
     @property
     def own_rows(self) -> int:
-        """The number of rows in the snapshot's own files, including deleted rows' keys."""
+        """The number of rows and keys of deleted rows in the snapshot's own files."""
         return self.rows if self.rocksdb is not None else sum(file.rows for file in self.files.values())
 
     @property
     def total_bytes(self) -> int:
-        """The size of all files except the manifest."""
+        """The size of all the snapshot's files except the manifest."""
         rocksdb = [] if self.rocksdb is None else [file["bytes"] for file in self.rocksdb.files.values()]
         return sum(file.bytes for file in self.files.values()) + sum(rocksdb)
 
     def encode(self) -> bytes:
-        """Returns the manifest file's content. Raises ValueError if `decode` would refuse that content."""
+        """Returns the manifest file's content. Raises ValueError if `decode` would refuse this content."""
         format = FORMAT - 1 if self.parts is None and not self.form.is_narrow else FORMAT
         omitted = ("moment",) if format == FORMAT else ("moment", "parts")
         names = (field.name for field in dataclasses.fields(self) if field.name not in omitted)
@@ -242,7 +242,7 @@ class Manifest:
 
     @staticmethod
     def decode(data: bytes) -> Manifest:
-        """Decode a manifest file, even a forged one. Raises ValueError that names the problem."""
+        """Decode a manifest file's content, even if forged. Raises a ValueError that names the problem."""
         decode = Manifest._decode if len(data) < 1 << 16 else Manifest._decode.__wrapped__
         manifest: Manifest = decode(data)
         return dataclasses.replace(manifest, description=deepcopy(manifest.description), files={**manifest.files})
@@ -322,7 +322,7 @@ def _decode_rocksdb(value: Any) -> RocksDBFiles | None:
 
 
 def check_description(value: Any) -> None:
-    """Raises ValueError that names a missing or invalid field of a description. More fields are allowed."""
+    """Raises ValueError if a field in a table's description is missing or invalid. Allows additional fields."""
     _require(type(value) is dict, "description is not a map")
     field_checks = {
         "name": lambda x: type(x) is str,
@@ -356,7 +356,7 @@ def check_description(value: Any) -> None:
 
 
 def _check_types(value: dict[str, Any], dim: int) -> None:
-    """Raises ValueError if the states' types are invalid, or are listed although all numbers are float32."""
+    """Raises ValueError if the dtypes of states are invalid, or are listed although all numbers are float32."""
     if STATE_TYPES not in value:
         _require(value["dtype"] == "float32", f"description has no {STATE_TYPES!r}, which its 'dtype' needs")
         return
@@ -379,7 +379,7 @@ def _check_types(value: dict[str, Any], dim: int) -> None:
 
 
 def _check_size(description: dict[str, Any]) -> None:
-    """Raises ValueError if a description is too large for MARK or a manifest, or has a field name that MARK uses."""
+    """Raises ValueError if a table's description is too large for MARK and manifests, or uses a field name of MARK."""
     reserved = description.keys() & {*MARKER_FIELDS, *FOLDER_FIELDS}
     _require(not reserved, f"description has field names that MARK uses: {', '.join(sorted(reserved))}")
     _require(len(description) <= _MAX_FIELDS, f"description has more than {_MAX_FIELDS} fields")
@@ -388,7 +388,7 @@ def _check_size(description: dict[str, Any]) -> None:
 
 
 def _is_plain(value: Any, depth: int) -> bool:
-    """True if JSON can store `value` unchanged. So it may not contain bytes, NaN or infinities."""
+    """True if JSON can store `value` unchanged, that is, without bytes, NaN and infinities."""
     if isinstance(value, dict):
         return depth > 0 and all(isinstance(name, str) and _is_plain(item, depth - 1) for name, item in value.items())
     if isinstance(value, (list, tuple)):
@@ -397,7 +397,7 @@ def _is_plain(value: Any, depth: int) -> bool:
 
 
 def _check_rule(value: dict[str, Any], dim: int) -> None:
-    """Raises ValueError if states or `hyper` do not fit the optimizer's rule. `hyper` is empty before any update."""
+    """Raises ValueError if states or `hyper` do not fit the optimizer. `hyper` may be empty before any update."""
     name = value["optimizer"]
     try:
         kernel = kernels()[name]
@@ -412,7 +412,7 @@ def _check_rule(value: dict[str, Any], dim: int) -> None:
     _require(
         {*row_types} <= {"float32"}, f"description has {STATE_TYPES!r} {row_types} for states with one number per row"
     )
-    count, limit = len(value["hyper"]), len(kernel.all_hypers) + len(LIMITS)  # the last number may be omitted
+    count, limit = len(value["hyper"]), len(kernel.all_hypers) + len(LIMITS)  # the last number may be missing
     has_past_rates = (
         kernel.catch_up is not None and count > limit and is_past_rates(value["hyper"][limit:], value["step"])
     )
@@ -421,7 +421,7 @@ def _check_rule(value: dict[str, Any], dim: int) -> None:
 
 
 def with_named_hyper(description: dict[str, Any]) -> dict[str, Any]:
-    """Returns the description with `hyper` as a dict by name. If the rule is unknown, the description is unchanged."""
+    """Returns the description with `hyper` as a dict by name. For an unknown optimizer, `hyper` does not change."""
     try:
         names = (*kernels()[description["optimizer"]].all_hypers, *LIMITS)
     except KeyError:
@@ -451,18 +451,18 @@ def fits(older: dict[str, Any], newer: dict[str, Any]) -> bool:
 
 
 def check_name(name: str) -> None:
-    """Raises SnapshotError unless a name is 1 to 200 printable UTF-8 bytes, with no path separator or leading dot."""
+    """Raises SnapshotError for an invalid name. Valid names: 1 to 200 printable bytes, no separator or leading dot."""
     if not is_folder_name(name):
         raise SnapshotError(
             f"snapshot name {name!r} cannot be used: give 1 to 200 printable bytes, "
-            "without '/' and '\\' and without a leading '.'"
+            "without '/' and '\\' and without a '.' at the start"
         )
 
 
 def snapshot_id(folder: Path) -> str:
     """Returns the id of the snapshot in a folder, or "" if the folder contains no readable snapshot.
 
-    Raises StoreError if this process is out of file descriptors or memory, because the id is then unknown.
+    If this process is out of file descriptors or memory, the id remains unknown, and StoreError is raised.
     """
     try:
         return str(unseal(read_record(folder / MANIFEST))["id"])
@@ -470,6 +470,6 @@ def snapshot_id(folder: Path) -> str:
         if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             return ""
         remedy = remedy_for(error, "free memory")
-        raise StoreError(f"it is unknown which snapshot {str(folder)!r} is: {error}: {remedy}") from error
+        raise StoreError(f"the id of snapshot {str(folder)!r} cannot be read: {error}: {remedy}") from error
     except (ValueError, TypeError, KeyError):
         return ""

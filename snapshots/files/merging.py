@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from ...engine import _core
 from ...engine.row_format import BUCKETS, KEY, Change, Chunks, RowArray, keys_of
 
-NEW = 2  # state of a row that only the later table has
+NEW = 2  # the state of a row that is only in the later table
 _NONE: RowArray = np.empty(0, KEY)
 
 
 class RowCursor:
-    """Reads a stream of sorted chunks. `rows` are next, all in `bucket`. Holds one chunk, or two after `has_more`."""
+    """Reads a stream of sorted chunks. `rows` are the next rows, all in `bucket`. At most two chunks are in memory."""
 
     def __init__(self, chunks: Chunks) -> None:
         self._chunks = chunks
@@ -26,7 +26,7 @@ class RowCursor:
 
     @property
     def bucket(self) -> int:
-        """The bucket of the next row; `BUCKETS` at the end. Refills `rows`, so they are empty only at the end."""
+        """The bucket of the next row, or `BUCKETS` at the end of the stream. Refills `rows` if it is empty."""
         if not len(self.rows) and self._bucket < BUCKETS:
             self._bucket, self.rows = self._following or self._read()
             self._following = None
@@ -34,7 +34,7 @@ class RowCursor:
 
     @property
     def has_more(self) -> bool:
-        """True if the bucket has rows after `rows`."""
+        """True if the stream has more rows of this bucket after `rows`."""
         self._following = self._following or self._read()
         return self._following[0] == self._bucket
 
@@ -56,8 +56,8 @@ def join_tables(
 ) -> Iterator[tuple[int, RowArray, RowArray, NDArray[np.uint8], NDArray[np.uint8]]]:
     """Read two tables in parallel, in pieces that cover the same key range.
 
-    Yields (bucket, rows before, rows after, gone, state); `join_rows` defines gone and state. Both inputs are streams
-    like `Tier.scan`. If their row types differ, only `updates` and `step` are compared. Holds one chunk of each table.
+    Yields (bucket, rows before, rows after, gone, state); `join_rows` defines gone and state. Both inputs are sorted
+    like `Tier.scan`. If row dtypes differ, only `updates` and `step` are compared. It keeps one chunk of each table.
     """
     old, now = RowCursor(before), RowCursor(after)
     while (bucket := min(old.bucket, now.bucket)) < BUCKETS:
@@ -75,9 +75,9 @@ def join_tables(
 
 
 def apply_changes(older: Chunks, newer: Chunks, deleted: Chunks, conflict_error: Callable[[int], Exception]) -> Chunks:
-    """Apply changes to `older`: drop the `deleted` keys, and replace or add the rows in `newer`.
+    """Apply changes to the table `older`: drop rows whose keys are `deleted`, and replace or add the rows in `newer`.
 
-    Raises `conflict_error(bucket)` if `newer` and `deleted` share a key. All three streams may also contain only keys.
+    Raises `conflict_error(bucket)` if `newer` and `deleted` share a key. All streams may contain keys instead of rows.
     """
     cursors = [RowCursor(chunks) for chunks in (older, newer, deleted)]
     while (bucket := min(cursor.bucket for cursor in cursors)) < BUCKETS:
@@ -98,7 +98,7 @@ def apply_changes(older: Chunks, newer: Chunks, deleted: Chunks, conflict_error:
 
 
 def changes_between(before: Chunks, after: Chunks) -> Iterator[Change]:
-    """Yields the changes from table `before` to `after`, in the order of `join_tables`. Their row types are equal."""
+    """Yields the changes from table `before` to `after`, in the order of `join_tables`. Row dtypes must be equal."""
     for bucket, old, new, gone, state in join_tables(before, after):
         if gone.any() or state.any():
             yield bucket, new[state > 0], keys_of(old[gone > 0])
@@ -109,9 +109,9 @@ def _bytes(rows: RowArray) -> NDArray[np.uint8]:
 
 
 def merge_sorted(parts: Sequence[Chunks]) -> Chunks:
-    """Merge sorted streams into one, ordered by bucket, table and key. No row may be in two of them.
+    """Merge sorted streams into one stream, sorted by bucket, table and key. No row may be in two streams.
 
-    Holds two chunks of each stream in memory. A merged chunk is at most as large as all these chunks together.
+    Keeps two chunks of each stream in memory. A merged chunk is at most as large as all chunks in memory together.
     """
     cursors = [RowCursor(part) for part in parts]
     while (bucket := min((cursor.bucket for cursor in cursors), default=BUCKETS)) < BUCKETS:

@@ -1,7 +1,7 @@
-"""Threads that read rows before they are needed, and that write files in the background.
+"""Threads that read rows ahead of their use, and threads that write files in the background.
 
-Reading, writing and checksums release the GIL, so they run in parallel with the table. No thread can start while the
-interpreter exits; the caller then does all the work.
+Reads, writes and checksums release the GIL, so they run in parallel with the table's work. While the interpreter exits,
+no thread can start, so the calling thread does all the work.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ T = TypeVar("T")
 Task = Callable[[], Any]
 
 _END = object()
-_AHEAD = 3  # items read ahead
-_WAITING = 2  # tasks that may wait before `do` blocks
+_AHEAD = 3  # how many items are read ahead
+_WAITING = 2  # how many tasks may wait before `TaskThread.do` blocks
 _SLOW_SECONDS, _SYNC_THREADS = 3e-3, 4
 
 
 @contextmanager
 def read_ahead(source: Generator[T, None, None]) -> Iterator[Iterator[T]]:
-    """Yield an iterator over `source` that a thread reads ahead. Passes errors on. The thread ends with the block."""
+    """Yield an iterator over `source`, which a thread reads ahead. The thread ends with the `with` block."""
     thread, take = TaskThread("tierbed-ahead"), partial(next, source, _END)
 
     def take_items() -> Iterator[T]:
@@ -45,12 +45,12 @@ def read_ahead(source: Generator[T, None, None]) -> Iterator[Iterator[T]]:
         yield take_items()
     finally:
         thread.cancel()
-        thread.add(source.close)  # in the thread, because it may be using `source`
+        thread.add(source.close)  # close in the thread, because it may still read `source`
         thread.end()
 
 
 def run_syncs(tasks: Sequence[Task]) -> None:
-    """Do tasks that sync files. If syncs are slow, several threads do the rest, since a disk merges parallel syncs."""
+    """Run tasks that sync files. If syncs are slow, run them in several threads: a disk merges parallel syncs."""
     start, count = perf_counter(), 0
     while count < len(tasks) and perf_counter() - start < _SLOW_SECONDS:
         tasks[count]()
@@ -62,27 +62,27 @@ def run_syncs(tasks: Sequence[Task]) -> None:
 
 
 class TaskThread:
-    """Does tasks in a thread, in the order of `add` calls. After a failed task, no further task runs.
+    """Runs tasks in one thread, in the order of `add` calls. After a task has failed, no more tasks run.
 
-    Like an executor with one thread, but a wait never hangs if the thread dies because memory runs out.
+    Works like an executor with one thread, but a wait never hangs if the thread dies because memory runs out.
     """
 
     def __init__(self, name: str) -> None:
         self._pending: deque[Future[Any]] = deque()
         self._errors: list[BaseException] = []
-        self._queue: SimpleQueue[tuple[Task, Future[Any]] | None] = SimpleQueue()  # safe to use in a finalizer
-        # Ctrl-C may interrupt __enter__ or __exit__, so the thread also ends when this object is collected
+        self._queue: SimpleQueue[tuple[Task, Future[Any]] | None] = SimpleQueue()  # `put` is safe in a finalizer
+        # Ctrl-C may interrupt __enter__ or __exit__, so garbage collection of this object also ends the thread
         finalize(self, self._queue.put, None).atexit = False
         self._thread = Thread(target=_run, args=(self._queue, self._errors), name=name, daemon=True)
         self._has_thread = False
-        # Ctrl-C may delay a close until the interpreter exits, when Python 3.11 would wait forever for a new thread
+        # after Ctrl-C, a close may run while the interpreter exits; Python 3.11 then waits forever for new threads
         if not sys.is_finalizing():
             with suppress(RuntimeError):
                 self._thread.start()
                 self._has_thread = True
 
     def add(self, task: Task) -> None:
-        """Add a task. Each call of `next_result` returns the next task's result."""
+        """Add a task. Each call of `next_result` returns the result of the next task."""
         future: Future[Any] = Future()
         self._pending.append(future)
         if self._has_thread:
@@ -91,29 +91,29 @@ class TaskThread:
             _do(task, future, self._errors)
 
     def next_result(self) -> Any:
-        """Wait for the next task's result and return it. Raises the error of this task or an earlier task."""
+        """Wait for the next task, and return its result. Raises the error of this task or of an earlier task."""
         future = self._pending.popleft()
         while not future.done() and self._thread.is_alive():
-            with suppress(TimeoutError):  # the wait timed out; `exception` returns the task's own error
+            with suppress(TimeoutError):  # the wait timed out; a task's own error is returned
                 future.exception(POLL_SECONDS)
         if not future.done():
             raise MemoryError(f"thread {self._thread.name} died without raising an error")
         return future.result()
 
     def do(self, task: Task) -> None:
-        """Add a task without a result. Raises an earlier task's error."""
+        """Add a task whose result is not needed. Raises the error of an earlier task."""
         if len(self._pending) > _WAITING:
             self.next_result()
         self.add(task)
 
     def cancel(self) -> None:
-        """Drop the tasks that have not started."""
+        """Cancel the tasks that have not started."""
         with suppress(IndexError):
             while True:  # another thread may add tasks meanwhile
                 self._pending.popleft().cancel()
 
     def end(self) -> None:
-        """Wait until all tasks are done and the thread has ended. Does not raise errors of tasks."""
+        """Wait until all tasks are done and the thread has ended. Errors of tasks are not raised."""
         if self._has_thread:
             self._queue.put(None)
             self._thread.join()
@@ -132,7 +132,7 @@ class TaskThread:
 
 
 def _run(queue: SimpleQueue[tuple[Task, Future[Any]] | None], errors: list[BaseException]) -> None:
-    """The thread's loop. Holds no reference to the `TaskThread`, so that object can be collected meanwhile."""
+    """Run tasks in the thread. Keeps no reference to the `TaskThread`, which can thus be garbage collected."""
     while (item := queue.get()) is not None:
         _do(*item, errors)
         del item

@@ -1,4 +1,4 @@
-"""Classifies failed reads of a snapshot. Either a file is damaged, or the snapshot itself may be intact."""
+"""Makes errors for failed reads of a snapshot. An error tells if a file is damaged or the snapshot may be intact."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _FILE_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 
 
 class ReadIOError(SnapshotError):
-    """A failed read of a snapshot that may be intact. The process lacked a resource, or the snapshot was replaced."""
+    """Raised if a read failed but the snapshot may be intact: a resource was lacking, or the snapshot was replaced."""
 
 
 def make_read_error(path: Path, error: OSError, folder: Path) -> SnapshotError:
-    """The error for a file of the snapshot `folder` that could not be read."""
-    if error.errno is None:  # raised by `check_regular`, which names the path
+    """Returns the error for a file in the snapshot `folder` that could not be read."""
+    if error.errno is None:  # `check_regular` raised this; the text names the path
         return SnapshotError(f"{error}. {remedy_of(folder)}")
     problem = str(error.strerror if error.filename == str(path) else error)
     if error.errno in _FILE_ERRORS:
@@ -43,17 +43,17 @@ def make_read_error(path: Path, error: OSError, folder: Path) -> SnapshotError:
 
 
 def damaged(path: Path, problem: str, folder: Path) -> SnapshotError:
-    """The error for a file of the snapshot `folder` that differs from what was saved."""
+    """Returns the error for a file in the snapshot `folder` that is not as it was saved."""
     return SnapshotError(f"{str(path)!r} is damaged: {problem}. {remedy_of(folder)}")
 
 
 def remedy_of(folder: Path) -> str:
-    """What a user can do about a damaged snapshot."""
+    """Returns the text that tells users what to do about a damaged snapshot."""
     return f"Restore the folder {str(folder)!r} from a copy, or delete it and use another snapshot"
 
 
 def find_os_error(error: Exception | str) -> OSError | None:
-    """Find the system error that caused a library's error. Often only the error's text names it."""
+    """Find the system error that caused a library's error, in the text of the library's error."""
     return next(
         (OSError(code, os.strerror(code)) for code in _SYSTEM_REMEDIES if os.strerror(code) in str(error)), None
     )

@@ -1,4 +1,4 @@
-"""Opens and verifies snapshots, yields a chain's rows in chunks, and finds a folder's latest snapshot."""
+"""Opens and verifies snapshots, reads their rows in chunks, and finds the latest snapshot in a folder."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from .read_errors import ReadIOError, damaged, make_read_error, remedy_of
 
 _CHUNK_BYTES = 1 << 25
 
-Piece = tuple[str, RowArray]  # file name, rows
+Piece = tuple[str, RowArray]  # the name of a file, and some of its rows
 ProgressCallback = Callable[[int], None]
-MAX_CHAIN = 100  # snapshots; each one needs its own open files and threads
+MAX_CHAIN = 100  # maximum length of a chain, because each snapshot in it needs its own open files and threads
 
 
 def count_progress(chunks: Chunks, progress: ProgressCallback | None, keys_only: bool = False) -> Chunks:
-    """Yields the chunks and calls `progress`, if given, with each chunk's row count; then `keys_only` yields keys."""
+    """Yields chunks. Calls `progress`, if given, with each chunk's row count, and with `keys_only` yields only keys."""
     for bucket, rows in chunks:
         if progress is None:
             yield bucket, rows
@@ -63,10 +63,10 @@ def read_all(chunks: Chunks) -> None:
 
 
 class Snapshot:
-    """A finished snapshot. `open` reads its manifest; `chunks` and `verify` read and check the rows.
+    """A finished snapshot. `open` reads the manifest; `chunks` and `verify` read and check the rows.
 
-    shard: read only this shard's rows; None reads every row. shard_rows: the shard's row count by snapshot of the
-    chain. Manifests lack these counts, so they are known only after the last chunk of `chunks`.
+    shard: read only this shard's rows; None reads all rows. shard_rows: how many rows of the shard each snapshot of the
+    chain has, by snapshot name. Manifests lack these counts, so they are known only after the last chunk of `chunks`.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Snapshot:
             folder: the snapshot's folder, `<persistent_path>/<embedding name>/snapshots/<name>`.
 
         Raises:
-            SnapshotError: the snapshot is missing, foreign, damaged or of an unknown format.
+            SnapshotError: If the snapshot is missing, foreign, damaged or of an unknown format.
         """
         folder = Path(folder)
         if not os.path.isdir(folder):
@@ -100,8 +100,8 @@ class Snapshot:
             return cls(folder, Manifest.decode(read_record(folder / MANIFEST)))
         except FileNotFoundError as error:
             raise SnapshotError(
-                f"{str(folder)!r} has no {MANIFEST}: it is not a snapshot, or it is damaged and has to be restored "
-                "from a copy; give <persistent_path>/<embedding name>/snapshots/<name>"
+                f"{str(folder)!r} has no {MANIFEST}: it is not a snapshot, or is damaged. Restore the snapshot from a "
+                "copy, or give <persistent_path>/<embedding name>/snapshots/<name>"
             ) from error
         except OSError as error:
             raise make_read_error(folder / MANIFEST, error, folder) from error
@@ -110,7 +110,7 @@ class Snapshot:
 
     @property
     def name(self) -> str:
-        """The name of the folder."""
+        """The snapshot's name, which is the name of its folder."""
         return self.folder.name
 
     @property
@@ -123,16 +123,16 @@ class Snapshot:
         return self.manifest.description
 
     def restrict_to_shard(self, shard: HashShard) -> Snapshot:
-        """Returns the same snapshot, restricted to one shard's rows."""
+        """Returns an object for the same snapshot that reads only one shard's rows."""
         return Snapshot(self.folder, self.manifest, shard)
 
     @property
     def parent(self) -> Snapshot | None:
-        """An incremental snapshot's parent; None for other kinds. Raises SnapshotError if the parent is missing."""
+        """The parent of an incremental snapshot, otherwise None. Raises SnapshotError if the parent is missing."""
         link = self.manifest.parent
         if link is None:
             return None
-        remedy = f"put {link.name!r} back next to {self.name!r}, with that name, or use another snapshot"
+        remedy = f"put {link.name!r} back next to {self.name!r}, with this name, or use another snapshot"
         try:
             parent = Snapshot.open(self.folder.parent / link.name)
         except ReadIOError:
@@ -151,42 +151,42 @@ class Snapshot:
     def chain(self) -> list[Snapshot]:
         """The snapshots that contain this snapshot's rows, from the full snapshot to this one. Raises SnapshotError."""
         chain = [self]
-        while (parent := chain[-1].parent) is not None:  # the loop ends: a parent's sequence is smaller
+        while (parent := chain[-1].parent) is not None:  # this ends, because a parent's sequence is smaller
             chain.append(parent)
         if len(chain) > MAX_CHAIN:
             raise SnapshotError(
-                f"snapshot {self.name!r} has a chain of {len(chain) - 1} parents, and at most {MAX_CHAIN - 1} can be "
-                "read: merge an earlier snapshot into a full one with `tierbed snapshot merge`, and use that one"
+                f"snapshot {self.name!r} has a chain of {len(chain) - 1} parents, but at most {MAX_CHAIN - 1} can be "
+                "read: merge an earlier snapshot into a full one with `tierbed snapshot merge`, and use the full one"
             )
         return chain[::-1]
 
     def verify(self, progress: Callable[[int], None] | None = None) -> None:
-        """Read all files of the chain and check them as a load does. Raises SnapshotError that names a damaged file.
+        """Read and check all files of the chain, as a load does. Raises SnapshotError that names a damaged file.
 
-        progress: called with each chunk's row count. The counts add up to the sum of `own_rows` over the chain.
+        progress: called with each chunk's row count. The sum of the counts is the sum of `own_rows` over the chain.
         """
         read_all(self._table(65536, progress or (lambda count: None)))
 
     def chunks(self, max_rows: int = 65536) -> Chunks:
-        """Yields every row of the table, in the order of `Tier.scan`.
+        """Yields every row of the table, sorted like `Tier.scan`.
 
-        All files' sizes and headers are checked before the first chunk. Each file's checksum is checked before its
-        last chunk, and the row count at the very end. So a caller that must not use damaged rows either calls
-        `verify` first, or uses no row before the end.
+        All files' sizes and headers are checked before the first chunk is yielded. A file's checksum is checked
+        before the file's last chunk, and the row count at the very end. So if you must not use damaged rows, call
+        `verify` first, or use no row before the end.
 
         Args:
-            max_rows: the most rows in a chunk. A chunk also holds at most about 32 MiB per snapshot in the chain.
+            max_rows: the maximum number of rows in a chunk. A chunk has at most about 32 MiB per snapshot in the chain.
 
         Returns:
             An iterator of (bucket, rows), where rows is an array [n] with the dtype of `RowForm`.
 
         Raises:
-            SnapshotError: a file is damaged or missing. The message names the file.
+            SnapshotError: If a file is damaged or missing. The message names the file.
         """
         return self._table(max_rows)
 
     def _table(self, max_rows: int, progress: ProgressCallback | None = None) -> Chunks:
-        """Like `chunks`, but calls `progress` if given. A chain of several snapshots then yields only row keys."""
+        """Like `chunks`, but calls `progress`. With `progress`, a chain of several snapshots yields only row keys."""
         table: Chunks = iter(())
         for snapshot in (chain := self.chain):
             table = snapshot.apply_to(table, max_rows, progress, len(chain) > 1)
@@ -199,10 +199,10 @@ class Snapshot:
         progress: ProgressCallback | None = None,
         keys_only: bool = False,
     ) -> Chunks:
-        """Yields the table's rows as of this snapshot, and checks their number at the end.
+        """Yields the table's rows after this snapshot's changes, and checks the row count at the end.
 
-        table: the table's rows as of the parent; empty for a full snapshot. None reads and checks only this snapshot's
-        own files. progress, keys_only: see `count_progress`.
+        table: the table's rows in the parent snapshot, or empty for a full snapshot. If `table` is None, only this
+        snapshot's own files are read and checked. progress, keys_only: see `count_progress`.
         """
         rows, deleted = (count_progress(part, progress, keys_only) for part in self.parts(max_rows))
         if self.manifest.parent is not None:
@@ -220,7 +220,7 @@ class Snapshot:
             self.check_count(count)
 
     def parts(self, max_rows: int = 65536) -> tuple[Chunks, Chunks]:
-        """The rows and the deleted keys in the snapshot's own files. A file's checksum is compared only at its end."""
+        """Returns the rows and deleted keys in the snapshot's own files. Compares a checksum at each file's end."""
         if self.manifest.rocksdb is not None:
             from .rocksdb_files import checkpoint_chunks  # needs RocksDB
 
@@ -234,7 +234,7 @@ class Snapshot:
         return self.read_files(files[0], max_rows), self.read_files(files[1], max_rows)
 
     def read_files(self, files: dict[str, RowFile], max_rows: int = 65536) -> Chunks:
-        """Yields the rows in these files of the manifest, like `chunks`. A SnapshotError names the damaged file."""
+        """Yields the rows in some of the snapshot's files, like `chunks`. A SnapshotError names the damaged file."""
         return self._detect_replacement(self._file_rows(files, max_rows))
 
     def _file_rows(self, files: dict[str, RowFile], max_rows: int) -> Chunks:
@@ -251,7 +251,7 @@ class Snapshot:
         by_shard: dict[int | None, dict[str, RowFile]] = {}
         for name, entry in files.items():
             by_shard.setdefault(shard_number(name), {})[name] = entry
-        # the merge holds two chunks of each shard
+        # the merge keeps two chunks of each shard in memory
         limits = max_rows // (len(by_shard) or 1), _CHUNK_BYTES // (2 * len(by_shard) or 1)
         shards = [self._select_shard(self._check_files(self._read(entries, *limits))) for entries in by_shard.values()]
         for bucket, rows in merge_sorted(shards):
@@ -259,13 +259,13 @@ class Snapshot:
                 yield bucket, rows[begin : begin + max_rows]
 
     def _select_shard(self, chunks: Chunks) -> Chunks:
-        """Yields only rows of `shard`."""
+        """Yields only the rows that belong to `self.shard`."""
         shard = self.shard
         for bucket, rows in chunks:
             yield bucket, rows if shard is None or shard.of == self.manifest.parts else shard.rows(rows)
 
     def _check_files(self, pieces: Iterator[Piece]) -> Generator[tuple[int, RowArray], None, None]:
-        """Yields rows as (bucket, rows). Compares a file's checksum before it yields the file's last chunk."""
+        """Yields (bucket, rows) pairs. Compares each file's checksum before it yields the file's last chunk."""
         for name, group in groupby(pieces, key=itemgetter(0)):
             entry, count, checksum = self.manifest.files[name], 0, 0
             check = row_check(self.description, bucket_of(name), self._shard_of(name))
@@ -291,13 +291,13 @@ class Snapshot:
     def _read(
         self, files: dict[str, RowFile], max_rows: int, max_bytes: int = _CHUNK_BYTES
     ) -> Generator[Piece, None, None]:
-        # files are read, not mapped: if the disk fails, a read raises an error, but a mapping kills the process
+        # no memory map: if the disk fails, a read raises an error, but access to a memory map kills the process
         for name, entry in files.items():
             dtype = dtype_of(name, self.manifest.form)
             limit = max(1, min(max_rows, max_bytes // dtype.itemsize))
             for begin in range(0, entry.rows, limit):
                 rows = np.empty(min(limit, entry.rows - begin), dtype)
-                # open for one piece only: a file per bucket and rank would be too many to keep open
+                # open a file only for one piece, because a file per bucket and rank would be too many open files
                 with self._open(name, entry) as file, self._read_errors(name):
                     file.seek(header_bytes(dtype) + begin * dtype.itemsize)
                     count = file.readinto(rows.view(np.uint8).data)  # type: ignore[attr-defined]
@@ -306,7 +306,7 @@ class Snapshot:
                 yield name, rows
 
     def _open(self, name: str, entry: RowFile) -> BinaryIO:
-        """Open a file and check its size and header."""
+        """Open a file, and check the file's size and header."""
         with self._read_errors(name):
             file = open_regular(self.folder / name)
         size, dtype = os.fstat(file.fileno()).st_size, dtype_of(name, self.manifest.form)
@@ -327,12 +327,12 @@ class Snapshot:
             raise make_read_error(self.folder / name, error, self.folder) from error
 
     def _shard_of(self, name: str) -> HashShard | None:
-        """A file's shard; None if the snapshot is not sharded."""
+        """Returns the shard that a file belongs to, or None if the snapshot is not sharded."""
         number, of = shard_number(name), self.manifest.parts
         return None if number is None or of is None else HashShard(number, of)
 
     def _detect_replacement(self, chunks: Chunks) -> Chunks:
-        """Yields the chunks. If another snapshot has replaced this one, an error becomes a ReadIOError."""
+        """Yields the chunks. Raises ReadIOError if another snapshot has replaced this one while it was read."""
         try:
             yield from chunks
         except ReadIOError:
@@ -341,7 +341,7 @@ class Snapshot:
             if snapshot_id(self.folder) in ("", self.manifest.id):
                 raise
             raise ReadIOError(
-                f"snapshot {str(self.folder)!r} was replaced by another while it was read: read it again"
+                f"snapshot {str(self.folder)!r} was replaced by another one while it was read: read it again"
             ) from error
 
     def check_count(self, rows: int) -> None:
@@ -350,19 +350,19 @@ class Snapshot:
             raise self._damage_error("", f"it has {rows} rows instead of {self.manifest.rows}")
 
     def _conflicting_key_error(self, bucket: int) -> SnapshotError:
-        """The error for a bucket with a key that is both written and deleted."""
+        """Returns the error for a bucket that contains a key as both written and deleted."""
         rows, keys = bucket_file(bucket), deleted_file(bucket)
         if self.manifest.parts is None:
-            return self._damage_error(keys, f"it has keys of rows that {rows} has")
-        return self._damage_error("", f"parts of {keys} have keys of rows that parts of {rows} have")
+            return self._damage_error(keys, f"it has keys of rows that {rows} also has")
+        return self._damage_error("", f"parts of {keys} have keys of rows that parts of {rows} also have")
 
     def _damage_error(self, name: str, problem: str) -> SnapshotError:
-        """The error for a damaged file of the snapshot. The name "" stands for the whole snapshot."""
+        """Returns the error for a damaged file of the snapshot, or for the whole snapshot if `name` is ""."""
         return damaged(self.folder / name, problem, self.folder)
 
 
 class Listing(NamedTuple):
-    """A folder's readable snapshots, from oldest to latest, and the errors of unreadable ones by name."""
+    """The readable snapshots in a folder, from oldest to latest, and {name: error} for unreadable snapshots."""
 
     snapshots: list[Snapshot]
     damaged: dict[str, SnapshotError]
@@ -373,10 +373,10 @@ def list_snapshots(folder: str | Path) -> Listing:
     """Open every snapshot in a folder. Reads only the manifests.
 
     Args:
-        folder: a folder of snapshots. If it does not exist, the result is empty.
+        folder: a folder of snapshots. If the folder does not exist, the result is empty.
 
     Raises:
-        SnapshotError: the folder cannot be listed, or this process is out of file descriptors or memory.
+        SnapshotError: If the folder cannot be listed, or if this process is out of file descriptors or memory.
     """
     listing = Listing([], {})
     for name in _snapshot_names(Path(folder)):
@@ -392,10 +392,10 @@ def list_snapshots(folder: str | Path) -> Listing:
 
 @checked_arguments("folder")
 def latest_snapshot(folder: str | Path) -> Snapshot | None:
-    """Verify and return the latest snapshot in a folder; None if there are none. Never falls back to an older one.
+    """Verify and return the latest snapshot in a folder, or None without any. Never falls back to an older snapshot.
 
     Raises:
-        SnapshotError: the latest snapshot is damaged, or an unreadable manifest might belong to the latest snapshot.
+        SnapshotError: If the latest snapshot is damaged, or if an unreadable manifest might be the latest snapshot's.
     """
     snapshots, damaged = list_snapshots(folder)
     for error in damaged.values():
@@ -407,7 +407,7 @@ def latest_snapshot(folder: str | Path) -> Snapshot | None:
 
 
 def name_of(folder: Path, id: str) -> str | None:
-    """The name of the folder's snapshot with this id; None if the folder lacks that snapshot."""
+    """Returns the name of the snapshot with this id in a folder, or None if the folder lacks this snapshot."""
     try:
         return snapshot_by_id(folder, id).name
     except SnapshotError:
@@ -415,14 +415,14 @@ def name_of(folder: Path, id: str) -> str | None:
 
 
 def snapshot_by_id(folder: Path, id: str) -> Snapshot:
-    """The folder's snapshot with this id, preferably under a name that a user chose. Raises SnapshotError."""
+    """Returns the snapshot with this id in a folder, preferably under a name that a user chose. SnapshotError."""
     snapshots, damaged = list_snapshots(folder)
     matches = sorted((s for s in snapshots if s.manifest.id == id), key=lambda snapshot: snapshot.name.endswith(id))
     if matches:
         return matches[0]
     for error in damaged.values():
         raise error
-    raise SnapshotError(f"{str(folder)!r} lacks the snapshot with id {id}: put it back, or load another snapshot")
+    raise SnapshotError(f"{str(folder)!r} lacks the snapshot with id {id}: put the snapshot back, or load another")
 
 
 def _snapshot_names(folder: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""A script that `rocksdb_files.py` runs in a separate process. Starts fast, since it loads only the native core."""
+"""A script that `rocksdb_files.py` runs in another process. The script starts fast: it loads only the native core."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
-HEADER = struct.Struct("<BI")  # (bucket, number of rows that follow), or one of these codes and a number
-READY = 253  # the first header; if it is missing, this Python could not run the script
-END = 254  # there are no more rows
-FAILED = 255  # RocksDB refused the files; the number is the length of the error text that follows, in bytes
+HEADER = struct.Struct("<BI")  # (bucket, how many rows follow), or (a code such as READY, a number)
+READY = 253  # the code in the first header; if it is missing, this Python could not run the script
+END = 254  # the code after the last row
+FAILED = 255  # the code if RocksDB refused the files; the number is how many bytes of error text follow
 
-_ROW_BYTES = 20  # bytes of a row without its `width` words of 4 bytes
+_ROW_BYTES = 20  # bytes of a row, without its values: `width` words of 4 bytes
 
 
 def main(core: str, folder: str, width: int, shards: int, chunk_rows: int) -> None:
-    """Read the rows from RocksDB's files in `folder`, and write them to stdout, `chunk_rows` per header at most."""
+    """Read all rows from RocksDB's files in `folder`, and write them to stdout, at most `chunk_rows` per header."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     spec = spec_from_file_location("_core", core)
     assert spec is not None
@@ -49,14 +49,14 @@ def main(core: str, folder: str, width: int, shards: int, chunk_rows: int) -> No
             _write(HEADER.pack(bucket, count))
             _write(rows[: count * (_ROW_BYTES + 4 * width)])
     except BrokenPipeError:
-        os._exit(1)  # the parent has stopped reading
+        os._exit(1)  # the parent process has stopped reading
     except Exception as error:
         text = (os.strerror(errno.ENOMEM) if isinstance(error, MemoryError) else str(error)).encode()
         _write(HEADER.pack(FAILED, len(text)))
         _write(memoryview(text))
     else:
         _write(HEADER.pack(END, 0))
-    os._exit(0)  # closing the databases would take time
+    os._exit(0)  # a normal exit would close the databases, and take longer
 
 
 def _write(data: bytes | memoryview) -> None:

@@ -1,6 +1,6 @@
-"""Links RocksDB's files from a store on SSD into a checkpoint, checks them, and scans their rows.
+"""Links a store's RocksDB files into a RocksDB checkpoint. Checks a checkpoint's files, and scans the rows in them.
 
-Rows are scanned in a separate process, because forged files may crash RocksDB.
+A separate process scans the rows, because forged files may crash RocksDB.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _PIECE_BYTES = 4 << 20
 
 
 def checkpoint_chunks(folder: Path, manifest: Manifest, max_rows: int = 65536) -> Chunks:
-    """Yields a checkpoint's rows, like `Snapshot.chunks`. Checks all files before the first chunk. Writes no file.
+    """Yields a RocksDB checkpoint's rows, like `Snapshot.chunks`. First checks all files of the checkpoint.
 
-    The checkpoint's files may be hard links to the running store's files, so damage to the store is found too.
+    The checkpoint's files may be hard links to the running store's files; then damage to the store is found too.
     Raises SnapshotError that names a missing, changed or foreign file.
     """
     assert manifest.rocksdb is not None
@@ -58,12 +58,12 @@ def checkpoint_chunks(folder: Path, manifest: Manifest, max_rows: int = 65536) -
 
 
 def _scan(folder: Path, form: RowForm, shards: int, max_rows: int) -> Chunks:
-    """Yields the rows in the files, `max_rows` at a time. Raises SnapshotError, OSError."""
+    """Yields the rows in a checkpoint's files, at most `max_rows` at a time. Raises SnapshotError, OSError."""
     dtype = form.dtype
     chunk_rows = max(1, min(max_rows, SCAN_BYTES // dtype.itemsize))
     with _start_child(folder, form.width, shards, chunk_rows) as (stdout, stderr, process):
         if stdout.read(HEADER.size) != HEADER.pack(READY, 0):
-            stdout.close()  # if the process runs anything except our script, it may write forever
+            stdout.close()  # the process may run anything instead of our script, and may write forever
             raise _start_error(folder, f"{_python()!r} {_describe_end(process, stderr)}")
         while True:
             header = stdout.read(HEADER.size)
@@ -74,7 +74,7 @@ def _scan(folder: Path, form: RowForm, shards: int, max_rows: int) -> Chunks:
                 return
             if bucket == FAILED:
                 text = stdout.read(count).decode("utf-8", "replace")
-                raise _scan_error(folder, text.rpartition("; ")[0] or text)  # drop the remedy: it is for stores
+                raise _scan_error(folder, text.rpartition("; ")[0] or text)  # drop advice, which is for stores
             rows = np.empty(min(count, chunk_rows), dtype)
             if stdout.readinto(rows.view(np.uint8).data) < rows.nbytes:  # type: ignore[attr-defined]
                 break
@@ -83,7 +83,7 @@ def _scan(folder: Path, form: RowForm, shards: int, max_rows: int) -> Chunks:
 
 
 def _scan_error(folder: Path, problem: str) -> SnapshotError:
-    """The error for an incomplete scan, after RocksDB refused the files or crashed."""
+    """Returns the error for a scan that ended early because RocksDB refused the files or crashed."""
     if (system_error := find_os_error(problem)) is not None:
         return make_read_error(folder / ROCKSDB, system_error, folder)
     return damaged(folder / ROCKSDB, problem, folder)
@@ -111,16 +111,16 @@ def _start_child(
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                process_group=0,  # so Ctrl-C reaches only the parent process, and the parent kills the child
+                process_group=0,  # Ctrl-C then reaches only the parent process, and the parent kills the child
             )
         except OSError as error:
-            if error.filename is None:  # raised by fork
+            if error.filename is None:  # `fork` raised it
                 raise
             raise _start_error(folder, str(error)) from error
         assert process.stdout is not None
         with process:
             try:
-                with contextlib.suppress(OSError):  # the user may have reached the limit for pipe buffers
+                with contextlib.suppress(OSError):  # this user may have reached the limit for pipe buffers
                     fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
                 yield process.stdout, stderr.fileno(), process
             finally:
@@ -128,15 +128,15 @@ def _start_child(
 
 
 def _python() -> str:
-    """Path of the Python that `multiprocessing` starts. Programs that embed Python set it with `set_executable`."""
+    """Returns the path of the Python that `multiprocessing` starts. Programs that embed Python can set this path."""
     return os.fsdecode(get_executable() or "")
 
 
 def _describe_end(process: subprocess.Popen[bytes], stderr: int) -> str:
-    """Describes how the process ended, with the last line of its errors."""
+    """Describes how a process ended, with the last line that it wrote to stderr."""
     status = process.wait()
-    if status == -signal.SIGKILL:  # sent by the system when memory runs out, or by a user
-        raise ChildProcessError(errno.ECHILD, "the process that reads it was killed")
+    if status == -signal.SIGKILL:  # the system sends it when memory runs out; a user may send it too
+        raise ChildProcessError(errno.ECHILD, "the process that reads the checkpoint was killed")
     end = f"ended with status {status}" if status >= 0 else f"was ended by signal {-status}"
     with contextlib.suppress(ValueError):
         end = f"was ended by {signal.Signals(-status).name}"
@@ -147,7 +147,7 @@ def _describe_end(process: subprocess.Popen[bytes], stderr: int) -> str:
 
 
 def compute_checksum(path: Path, size: int) -> int:
-    """The crc32c of the first `size` bytes of a file. Raises OSError."""
+    """Returns the crc32c of the first `size` bytes in a file. Raises OSError."""
     checksum = _core.Crc32c()
     with open_regular(path) as file:
         for piece in read_pieces(file, size):
@@ -161,13 +161,13 @@ def read_pieces(file: BinaryIO, size: int) -> Iterator[NDArray[np.uint8]]:
     while size:
         piece = memory[: min(size, len(memory))]
         if file.readinto(piece.data) != len(piece):  # type: ignore[attr-defined]
-            raise OSError(errno.EIO, "it ended while it was read", str(file.name))
+            raise OSError(errno.EIO, "the file ended while it was read", str(file.name))
         size -= len(piece)
         yield piece
 
 
 def _check_files(folder: Path, files: dict[str, dict[str, int]]) -> None:
-    """Raises SnapshotError unless the folder has exactly these files, with these sizes and checksums."""
+    """Raises SnapshotError if the folder does not contain exactly `files`, with their sizes and checksums."""
     top = folder / ROCKSDB
     try:
         present = {str(path.relative_to(top)): path for path in _files_in(top)}
@@ -191,7 +191,7 @@ def _check_files(folder: Path, files: dict[str, dict[str, int]]) -> None:
 
 
 def _files_in(folder: Path) -> Iterator[Path]:
-    """Yields the files in a folder and in its direct subfolders. Subfolders may be links."""
+    """Yields the files in a folder and in its direct subfolders. A subfolder may be a link."""
     for entry in os.scandir(folder):
         if entry.is_dir():
             yield from (folder / entry.name / inner for inner in os.listdir(entry))
@@ -202,10 +202,10 @@ def _files_in(folder: Path) -> Iterator[Path]:
 def write_rocksdb(
     temporary: Path, name: str, rows: int, tier: RocksDB, progress: Callable[[int], None] | None = None
 ) -> RocksDBFiles:
-    """Write the files of checkpoint `name`, with the `rows` rows of `tier`, into the folder `temporary`.
+    """Write the files of the RocksDB checkpoint `name`, with the `rows` rows of `tier`, into the folder `temporary`.
 
-    Row files are hard-linked, so their size does not matter. RocksDB has stored their checksums; only files from an
-    older tierbed are read once for a checksum. If the file system cannot link, files are copied, with a warning.
+    Row files are hard-linked, so their size does not matter. RocksDB has stored their checksums, so only files from an
+    older tierbed version must be read. If the file system lacks hard links, copies files and logs a warning.
     Raises OSError, SnapshotError, StoreError.
     """
     top, entries, refusal = temporary / ROCKSDB, dict[str, dict[str, int]](), None
@@ -234,9 +234,9 @@ def write_rocksdb(
 
 
 def _link(source: Path, target: Path, file: LiveFile) -> OSError | None:
-    """Hard-link a durable row file. Returns the error if the file system cannot link, otherwise None."""
+    """Hard-link a durable row file. If the file system lacks hard links, returns the error, otherwise None."""
     try:
-        os.link(source.resolve(), target)  # follows a symbolic link
+        os.link(source.resolve(), target)  # `resolve` follows symbolic links
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
@@ -247,7 +247,7 @@ def _link(source: Path, target: Path, file: LiveFile) -> OSError | None:
 
 
 def _copy(source: Path, target: Path, file: LiveFile) -> int:
-    """Copy a file durably, or write its `content`. Compares the checksum with RocksDB's, and returns it."""
+    """Copy a file durably, or write its `content`. Returns the checksum after comparing it with RocksDB's checksum."""
     checksum = _core.Crc32c()
     with open_regular(source) as from_, target.open("xb") as to:
         content = file.content
@@ -264,4 +264,4 @@ def _copy(source: Path, target: Path, file: LiveFile) -> int:
 
 
 def _store_error(path: Path, problem: str) -> SnapshotError:
-    return SnapshotError(f"{str(path)!r}, of the running store, is damaged: {problem}; load the last snapshot")
+    return SnapshotError(f"file {str(path)!r} of the running store is damaged: {problem}; load the last snapshot")

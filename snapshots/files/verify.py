@@ -1,4 +1,4 @@
-"""Finds the damaged snapshots in a folder. Reads each chain once, for all its snapshots."""
+"""Finds the damaged snapshots in a folder. Reads each chain of snapshots once, to check all snapshots in the chain."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Damaged = dict[str, SnapshotError]
 
 
 def chains_of(snapshots: Iterable[Snapshot]) -> tuple[dict[str, Chain], Damaged]:
-    """Returns the snapshots' chains, and the errors of snapshots with a broken chain, by name. Raises ReadIOError."""
+    """Returns {snapshot name: its chain}, and {name: error} for snapshots with a broken chain. Raises ReadIOError."""
     chains, damaged = {}, {}
     for snapshot in snapshots:
         try:
@@ -27,17 +27,17 @@ def chains_of(snapshots: Iterable[Snapshot]) -> tuple[dict[str, Chain], Damaged]
 
 
 def verify_all(chains: dict[str, Chain], damaged: Damaged, progress: ProgressCallback) -> Damaged:
-    """Find damaged snapshots and parents. Returns their errors by name, including the errors in `damaged`.
+    """Find damaged snapshots and parents. Returns {name: error}, including the errors in `damaged`.
 
-    If a parent is damaged, only its children's own files are checked. Raises ReadIOError.
+    If a snapshot's parent is damaged, only the snapshot's own files are checked. Raises ReadIOError.
     """
-    errors, sound = dict(damaged), set[str]()  # sound: the snapshots whose own files are intact
+    errors, sound = dict(damaged), set[str]()  # sound: snapshots whose own files are intact
 
     def note_damage(snapshot: Snapshot, table: Chunks) -> Chunks:
         try:
             yield from table
         except SnapshotError as error:
-            if error not in errors.values():  # otherwise the error comes from a parent
+            if error not in errors.values():  # an error that is already listed comes from a parent
                 errors[snapshot.name] = error
             raise
 
@@ -51,7 +51,7 @@ def verify_all(chains: dict[str, Chain], damaged: Damaged, progress: ProgressCal
         return True
 
     def verify(chain: Chain) -> None:
-        """Verify the snapshots in a chain that are not verified yet."""
+        """Verify those snapshots in a chain that are not verified yet."""
         names = [snapshot.name for snapshot in chain]
         if sound.union(errors).issuperset(names):
             return

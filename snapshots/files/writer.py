@@ -1,9 +1,9 @@
 """Writes a snapshot into a temporary folder, syncs the files, and renames the folder.
 
-Several writers can write one snapshot, each a shard, if all of them see the snapshot's folder. The first writer opens
-a `NewSnapshots` block, and each writer calls `write_rows` in the snapshot's `temporary_path`. When all have returned,
-the first writer calls `finish` and `publish`. If any writer fails, the block must raise, so that all files are
-removed. Snapshots of several stores are written in the same way.
+Several writers, such as ranks, can each write a shard of one snapshot if all of them see the snapshot's folder.
+The first writer opens a `NewSnapshots` block, and each writer calls `write_rows` in the snapshot's `temporary_path`.
+After all writers have returned, the first writer calls `finish` and `publish`. If any writer fails, the block must
+raise an exception, so that all files are removed. Snapshots of several stores are written in the same way.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ from .reader import ProgressCallback as ProgressCallback
 from .reader import Snapshot, list_snapshots
 
 Files = dict[str, RowFile]
-_OPEN_FILES = 8  # files per table that may wait to be synced; many tables may be saved together
-_SMALL_BYTES = 1 << 18  # writing fewer bytes takes less time than passing them to a thread
+_OPEN_FILES = 8  # how many files per table may wait for a sync; many tables may be saved together
+_SMALL_BYTES = 1 << 18  # for fewer bytes, a write is faster than passing the bytes to a thread
 
 
 def write_changes(
@@ -64,7 +64,7 @@ def write_changes(
     progress: ProgressCallback | None = None,
     shard: HashShard | None = None,
 ) -> Files:
-    """Write changes as `write_rows` writes rows. `write_incremental` describes `changes`."""
+    """Write the row files of an incremental snapshot, like `write_rows`. changes: see `write_incremental`."""
     deleted: list[tuple[int, RowArray]] = []
 
     def written_rows() -> Iterator[tuple[int, RowArray]]:
@@ -86,10 +86,10 @@ def write_rows(
     shard: HashShard | None = None,
     name_of: Callable[[int, int | None], str] = bucket_file,
 ) -> Files:
-    """Write `chunks` (see `write_snapshot`), or one shard of the rows, durably to one file per bucket.
+    """Write `chunks` (see `write_snapshot`) durably, to one file per bucket. shard: the shard that the rows belong to.
 
     Threads write and sync large chunks while the caller makes the next chunk. File names are durable only after the
-    folder is synced. Raises SnapshotError for invalid rows, OSError.
+    folder is synced. Raises SnapshotError for invalid rows. Raises OSError.
     """
     files, threads, syncs_of_small = dict[str, _File](), list[TaskThread](), list[Task]()
     do: Callable[[Task], object]
@@ -99,7 +99,7 @@ def write_rows(
         for bucket, group in groupby(chunks, key=lambda chunk: int(chunk[0])):
             if not last_bucket < bucket < BUCKETS:
                 raise SnapshotError(
-                    f"bucket {bucket} came after {last_bucket}: buckets must ascend and be below {BUCKETS}"
+                    f"bucket {bucket} came after bucket {last_bucket}: buckets must ascend and be below {BUCKETS}"
                 )
             last_bucket, name = bucket, name_of(bucket, None if shard is None else shard.number)
             file, do, then = None, (lambda task: task()), syncs_of_small.append
@@ -123,12 +123,12 @@ def write_rows(
 
 
 class _File:
-    """A row file that is being written: call `write` for each chunk, then `finish`."""
+    """A row file that is being written. Call `write` for each chunk of rows, then `finish`."""
 
     def __init__(self, path: str, dtype: np.dtype[np.void]) -> None:
         self._dtype = dtype
         self._file = open(path, "xb")  # noqa: SIM115
-        self._file.write(bytes(header_bytes(dtype)))  # space for the header, written once the row count is known
+        self._file.write(bytes(header_bytes(dtype)))  # space for the header, which needs the row count
         self._count = self._checksum = 0
 
     def write(self, rows: RowArray) -> None:
@@ -138,7 +138,7 @@ class _File:
         self._count += len(rows)
 
     def finish(self, then: Callable[[Task], object]) -> None:
-        """Write the header. Then call `then` with a task that makes the file durable."""
+        """Write the file's header. Then call `then` with a task that makes the file durable."""
         self._file.seek(0)
         self._file.write(npy_header(self._dtype, self._count))
         self._file.flush()
@@ -159,7 +159,7 @@ class _File:
 def _check_chunks(
     bucket: int, dtype: np.dtype[np.void], check: _core.RowCheck, group: Iterable[tuple[int, RowArray]]
 ) -> Iterator[RowArray]:
-    """Checks a bucket's chunks, and yields the non-empty ones as contiguous arrays."""
+    """Checks the chunks of a bucket, and yields all chunks that are not empty, as contiguous arrays."""
     for _, rows in group:
         if rows.dtype != dtype or rows.ndim != 1:
             raise SnapshotError(f"bucket {bucket} has {rows.dtype} {rows.shape} instead of {dtype}")
@@ -172,11 +172,11 @@ def _check_chunks(
 
 
 def find_children(folder: Path) -> list[str]:
-    """Names of the snapshots whose parent is `folder`. Raises SnapshotError if a snapshot next to it is unreadable."""
+    """Returns names of snapshots whose parent is `folder`. Raises SnapshotError if snapshots are unreadable."""
     own_id, listing = snapshot_id(folder), list_snapshots(folder.parent)
     for name, error in listing.damaged.items():
         if name != folder.name and os.path.lexists(folder.parent / name / MANIFEST):
-            raise SnapshotError(f"{name!r} may be a child of {folder.name!r}, but is unreadable: {error}") from error
+            raise SnapshotError(f"{name!r} may be a child of {folder.name!r}, but cannot be read: {error}") from error
     parents = ((snapshot.name, snapshot.manifest.parent) for snapshot in listing.snapshots)
     return [name for name, parent in parents if parent and parent.name == folder.name and own_id in ("", parent.id)]
 
@@ -184,9 +184,9 @@ def find_children(folder: Path) -> list[str]:
 class NewSnapshots(AbstractContextManager["NewSnapshots"]):
     """The snapshots of one save. All become durable under temporary names before any of them gets its final name.
 
-    So a failed save leaves no snapshot, unless its error says so. After a kill between two renames, some snapshots
-    exist, but recovery ignores them because no record names them. Use this class in a `with` statement. The block's
-    end removes all snapshots that have only a temporary name.
+    So a failed save leaves no snapshot, except if the error says so. After a kill between two renames, some snapshots
+    exist, but recovery ignores these snapshots because no record names them. Use this class in a `with` statement. The
+    end of the `with` block removes all snapshots that still have temporary names.
     """
 
     def __init__(self) -> None:
@@ -199,7 +199,7 @@ class NewSnapshots(AbstractContextManager["NewSnapshots"]):
             self._new.pop().drop()
 
     def pop_all(self) -> NewSnapshots:
-        """Move the snapshots to a new object, for a `with` block that ends later. This object removes nothing then."""
+        """Move the snapshots to a new object, for a `with` block that ends later. The old object removes nothing."""
         later = copy(self)
         self._new = []
         return later
@@ -209,7 +209,7 @@ class NewSnapshots(AbstractContextManager["NewSnapshots"]):
         return self._begin_of_ids + secrets.token_hex(8)
 
     def begin(self, folder: Path, description: dict[str, Any], overwrite: bool = False) -> Path:
-        """Begin the snapshot `folder`. Returns a temporary folder. Raises the errors of `write_snapshot`."""
+        """Begin the snapshot `folder`. Returns its temporary folder. Raises the same errors as `write_snapshot`."""
         check_free(folder, overwrite)
         try:
             check_description(description)
@@ -220,11 +220,11 @@ class NewSnapshots(AbstractContextManager["NewSnapshots"]):
         return self._new[-1].temporary
 
     def then(self, call: Callable[[], object]) -> None:
-        """Register a call to make after all snapshots were renamed. If the call raises, `publish` is undone."""
+        """Register a function to call after all snapshots were renamed. If the function raises, `publish` is undone."""
         self._then.append(call)
 
     def publish(self) -> None:
-        """Rename each snapshot, then make the `then` calls. A SnapshotError says which snapshots exist, if any."""
+        """Rename all snapshots, then call the registered functions. A SnapshotError tells which snapshots exist."""
         for new in self._new:
             with write_errors(new.path):
                 fsync_dir(new.temporary)
@@ -234,13 +234,13 @@ class NewSnapshots(AbstractContextManager["NewSnapshots"]):
                 new = self._new[0]
                 try:
                     new.publish()
-                except UnsyncedError as error:  # the new folder exists; a power failure may bring back the old one
+                except UnsyncedError as error:  # the new folder exists, but may be lost in a power failure
                     del self._new[0]
                     raise self._error(new.path, "was", error, [*published, new]) from error
                 except OSError as error:
                     raise self._error(new.path, "was not", error, published) from error
                 published.append(self._new.pop(0))
-                dropping.callback(new.drop)  # removes the old folder
+                dropping.callback(new.drop)  # removes the replaced folder
             try:
                 for call in self._then:
                     call()
@@ -254,13 +254,13 @@ class NewSnapshots(AbstractContextManager["NewSnapshots"]):
         if published and self._new:
             saved = ", ".join(repr(str(new.path.parent)) for new in published)
             missing = ", ".join(repr(str(new.path.parent)) for new in self._new)
-            text += f". The snapshot is saved in {saved}, and not in {missing}: save all again with overwrite=True"
+            text += f". The snapshot is saved in {saved}, but not in {missing}: save all again with overwrite=True"
         return SnapshotError(text)
 
 
 @contextmanager
 def write_errors(folder: Path, shard: HashShard | None = None) -> Iterator[None]:
-    """Wrap a block that writes the snapshot `folder`, or one shard. An OSError becomes a SnapshotError."""
+    """Wrap a block that writes the snapshot `folder`, or one shard of it. Turns an OSError into a SnapshotError."""
     try:
         yield
     except OSError as error:
@@ -278,13 +278,13 @@ def write_snapshot(
 ) -> Manifest:
     """Write the full snapshot `folder`, durably and atomically. Only one writer at a time may use its parent folder.
 
-    A failed write leaves no files, unless the error says that the snapshot exists but may be lost in a power failure.
+    A failed write leaves no files, except if the error says that the snapshot exists but may be lost in a power cut.
 
     Args:
-        folder: where the snapshot will be. Missing parent folders are created.
-        description: describes the rows' table, as in a manifest.
-        chunks: (bucket, rows) pairs, like `Tier.scan`: rows is an array [n] with the dtype of `RowForm`, buckets
-            ascend, and (table, key) strictly ascends within a bucket. A few chunks are held in memory.
+        folder: the path of the new snapshot. Missing parent folders are created.
+        description: describes the rows' table, like the description in a manifest.
+        chunks: (bucket, rows) pairs, like `Tier.scan`. Rows are arrays [n] with the dtype of `RowForm`. Buckets
+            ascend, and (table, key) strictly ascends within a bucket. A few chunks are kept in memory.
         progress: called with the number of rows in each chunk.
         overwrite: atomically replace an existing snapshot once the new one is durable.
         id: the snapshot's id. Default: random.
@@ -293,8 +293,8 @@ def write_snapshot(
         The manifest.
 
     Raises:
-        SnapshotError: the name is invalid or taken, the existing folder cannot be replaced, the description or a
-            chunk is invalid, or the device fails. Errors that the iterable `chunks` raises are passed on.
+        SnapshotError: If the name is invalid or taken, the existing folder cannot be replaced, the description or a
+            chunk is invalid, or the disk fails. Errors that the iterable `chunks` raises are passed on.
     """
     with new_snapshot(folder, description, overwrite) as temporary:
         files = write_rows(temporary, description, chunks, progress)
@@ -312,12 +312,12 @@ def write_incremental(
     overwrite: bool = False,
     id: str | None = None,
 ) -> Manifest:
-    """Write the changes since `parent`, a snapshot next to `folder`. See `write_snapshot` for the other arguments.
+    """Write an incremental snapshot, with the changes since the snapshot `parent` in the same parent folder.
 
     Args:
-        rows: the number of rows in the whole table.
-        changes: (bucket, rows, keys) triples. `rows` [n] are the written rows as they are now, and `keys` [m] are the
-            deleted rows' keys, of dtype `KEY`. Both are ordered like `chunks` in `write_snapshot` and share no key.
+        rows: the number of rows in the whole table. See `write_snapshot` for other arguments.
+        changes: (bucket, rows, keys) triples. `rows` [n] are the changed rows as they are now, and `keys` [m] are the
+            deleted rows' keys, of dtype `KEY`. Both are sorted like `chunks` in `write_snapshot` and share no key.
     """
     folder = Path(folder)
     check_parent(folder, parent, description)
@@ -331,18 +331,18 @@ def check_parent(folder: Path, parent: Snapshot, description: dict[str, Any]) ->
     if RowForm.from_description(description).dtype != parent.manifest.form.dtype:
         raise SnapshotError(
             f"snapshot {folder.name!r} cannot be based on {parent.name!r}, whose rows have other optimizer state or "
-            'another dtype. Save it with kind="full"'
+            'another dtype. Save the snapshot with kind="full"'
         )
     if folder.name == parent.name:
         raise SnapshotError(
-            f'snapshot {folder.name!r} cannot be based on the one that it replaces: save it with kind="full", or '
-            "choose another name"
+            f"snapshot {folder.name!r} cannot be based on the snapshot that it replaces: save with "
+            'kind="full", or choose another name'
         )
 
 
 @contextmanager
 def new_snapshot(folder: Path, description: dict[str, Any], overwrite: bool = False) -> Iterator[Path]:
-    """Yield a temporary folder for the snapshot `folder`. The block must call `finish`. Raises SnapshotError."""
+    """Yield a temporary folder for the snapshot `folder`. The `with` block must call `finish`. SnapshotError."""
     folder = Path(folder)
     with NewSnapshots() as new:
         temporary = new.begin(folder, description, overwrite)
@@ -352,10 +352,10 @@ def new_snapshot(folder: Path, description: dict[str, Any], overwrite: bool = Fa
 
 
 def check_free(folder: Path, overwrite: bool | None = False) -> None:
-    """Raises SnapshotError if a snapshot's name is invalid, or belongs to a snapshot that must not be replaced.
+    """Raises SnapshotError if a new snapshot's name is invalid, or is taken by a snapshot that must not be replaced.
 
     overwrite: True allows replacing a snapshot without children, if the file system can exchange two folders.
-    None is for callers that never replace a snapshot; the error then does not recommend overwriting.
+    Callers that never replace a snapshot pass None; then the error does not recommend overwriting.
     """
     check_name(folder.name)
     if not os.path.lexists(folder):
@@ -367,7 +367,7 @@ def check_free(folder: Path, overwrite: bool | None = False) -> None:
         raise SnapshotError(f"snapshot {str(folder)!r} exists: choose another name, or delete it first{remedy}")
     if not is_snapshot:
         raise SnapshotError(
-            f"{str(folder)!r} is not a snapshot, and only snapshots are overwritten: choose another name"
+            f"{str(folder)!r} is not a snapshot, but only snapshots can be overwritten: choose another name"
         )
     if children := ", ".join(map(repr, find_children(folder))):
         raise SnapshotError(
@@ -393,8 +393,8 @@ def finish(
 ) -> Manifest:
     """Write the manifest for the durable files in the folder `place`. Raises OSError, SnapshotError.
 
-    rocksdb: a checkpoint's files. parent: an incremental snapshot's parent. A snapshot with neither is full. parts:
-    the number of shards; None if there was one writer.
+    rocksdb: the files of a RocksDB checkpoint. parent: the parent of an incremental snapshot. Without rocksdb and
+    parent, the snapshot is full. parts: the number of shards; None if there was one writer.
     """
     files = files or {}
     deleted = sum(file.rows for name, file in files.items() if is_deleted(name))
@@ -412,7 +412,7 @@ def finish(
     try:
         data = manifest.encode()
     except ValueError as error:
-        raise SnapshotError(f"the description cannot be stored: {error}") from error
+        raise SnapshotError(f"the table's description cannot be stored: {error}") from error
     with (place / MANIFEST).open("xb") as file:
         file.write(data)
         file.flush()

@@ -1,4 +1,4 @@
-"""Compares two snapshots. Reports which rows differ, by how much, and how the tables' descriptions differ."""
+"""Compares two snapshots. Reports which rows differ and by how much, and how the tables' descriptions differ."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ..files.reader import Snapshot
 
 Sort = Literal["added", "changed", "gone"]
 SORTS: tuple[Sort, ...] = get_args(Sort)
-FieldDiffs = dict[str, tuple[Any, Any]]  # both values of each description field that differs
+FieldDiffs = dict[str, tuple[Any, Any]]  # maps each description field that differs to both values
 _MUST_AGREE = ("key_type", "columns")
 
 
 class RowDiff(NamedTuple):
-    """A row that differs. largest: the embedding's largest difference; None if only one snapshot has the row."""
+    """A row that differs. largest: the largest difference of its embedding; None if one snapshot lacks the row."""
 
     sort: Sort
     table: int
@@ -33,16 +33,16 @@ class RowDiff(NamedTuple):
 
 
 class Comparison:
-    """The differences from one snapshot to another. Rows of different dtypes are compared as float32."""
+    """The differences between two snapshots. Rows of different dtypes are compared as float32."""
 
     def __init__(self, fields: FieldDiffs, names: Names, old: Columns, new: Columns, max_diffs: int) -> None:
-        self.fields = fields  # description fields that differ, with both values; `hyper` keeps only differing numbers
+        self.fields = fields  # description fields that differ, with both values
         self.names = names  # the tables' names
-        self.counts = {sort: Counter[int]() for sort in SORTS}  # rows by table id; any differing byte is a change
-        self.num_equal, self.first_diffs = 0, list[RowDiff]()  # equal rows; the first `max_diffs` rows that differ
+        self.counts = {sort: Counter[int]() for sort in SORTS}  # rows by table id; a row changed if any byte differs
+        self.num_equal, self.first_diffs = 0, list[RowDiff]()  # how many rows are equal; the first rows that differ
         self._old_form, self._columns, self._max_diffs = old.form, new, max_diffs
         self._has_same_states = not fields.keys() & {"states", "state_widths"}
-        # the greatest absolute difference by column, in rows that both sides have; infinite between a number and NaN
+        # each column's greatest absolute difference in rows of both snapshots; infinite between a number and NaN
         self.largest = dict.fromkeys(new.form.counts if self._has_same_states else [EMBEDDING], 0.0)
 
     @property
@@ -50,7 +50,7 @@ class Comparison:
         return bool(self.fields or any(self.counts.values()))
 
     def add(self, old: RowArray, new: RowArray, is_gone: NDArray[np.bool_], is_new: NDArray[np.bool_]) -> None:
-        """Compare the rows in one key range. is_gone: True for old rows without a new one. is_new: the reverse."""
+        """Compare rows of one key range. is_gone: True for rows only in `old`. is_new: True for rows only in `new`."""
         if not is_new.all():
             self._compare_common(old[~is_gone], new[~is_new])
         self._count("gone", old[is_gone], None)
@@ -80,7 +80,7 @@ class Comparison:
 def compare(
     before: Snapshot, after: Snapshot, progress: Callable[[int], None] | None = None, first: int = 0
 ) -> Comparison:
-    """Compare two snapshots. Raises SnapshotError if one is damaged, or if their tables cannot share rows.
+    """Compare two snapshots. Raises SnapshotError if a snapshot is damaged or the tables do not match.
 
     first: how many differing rows to list. progress: called with the number of rows read.
     """
@@ -92,7 +92,7 @@ def compare(
     if names is None or reasons:
         raise SnapshotError(
             f"snapshots {before.name!r} and {after.name!r} cannot be compared: their {reasons[0]}; compare snapshots "
-            "of one embedding"
+            "of the same embedding"
         )
     fields = _compare_fields(with_named_hyper(old), with_named_hyper(new))
     old_hyper, new_hyper = fields.get("hyper", (None, None))
@@ -115,12 +115,12 @@ def _compare_fields(old: dict[str, Any], new: dict[str, Any]) -> FieldDiffs:
 def _find_largest(
     old: NDArray[np.float32], new: NDArray[np.float32], changed: NDArray[np.bool_]
 ) -> NDArray[np.float64]:
-    """Returns each row's greatest absolute difference [n]. Sets `changed` [n] to True for rows with a differing bit."""
+    """Returns the greatest absolute difference of each row [n]. Sets `changed` [n] to True for rows that differ."""
     differ = np.ascontiguousarray(old).view(np.uint32) != np.ascontiguousarray(new).view(np.uint32)
     changed |= differ.any(axis=1)
     with np.errstate(invalid="ignore"):
         distance = np.abs(new.astype(np.float64) - old.astype(np.float64))
     distance[np.isnan(distance)] = np.inf
-    distance[~differ] = 0.0  # equal NaNs or infinities
+    distance[~differ] = 0.0  # NaNs or infinities that are equal
     largest: NDArray[np.float64] = distance.max(axis=1, initial=0.0)
     return largest

@@ -21,14 +21,14 @@ from ..store.closed_store import require_clean_marker
 from ..store.folder import StoreFolder
 from ..store.folder_state import shard_folder
 
-Row = NDArray[np.void]  # [1], with the dtype of the description's `RowForm`
+Row = NDArray[np.void]  # an array [1] with the dtype `RowForm.dtype`
 
 
 def read_live_row(store: StoreFolder, table: int | str, key: int) -> tuple[Row | None, dict[str, Any]]:
-    """Read a live row of a cleanly closed store. Returns the row, or None if never written, and its description.
+    """Read a live row of a cleanly closed store. Returns the row (None if never written) and the table's description.
 
-    key: as users pass it. Raises InputError for an invalid table or key, and StoreError or SnapshotError if the rows
-    cannot be read or another rank owns the row.
+    key: the id that users pass. Raises InputError for an invalid table or key, and StoreError or SnapshotError if the
+    rows cannot be read or another rank owns the row.
     """
     marker = require_clean_marker(store)
     number, bits = resolve_row_key(marker, table, key)
@@ -37,7 +37,7 @@ def read_live_row(store: StoreFolder, table: int | str, key: int) -> tuple[Row |
         owner = int(_core.owners(np.array([number], np.uint32), np.array([bits], np.uint64), ranks)[0])
         if owner != rank:
             folder = shard_folder(store.path.parent.parent, owner, ranks)
-            raise StoreError(f"rank {owner} of {ranks} owns that row: give its shard, {str(folder)!r}")
+            raise StoreError(f"rank {owner} of {ranks} owns this row: give that rank's shard, {str(folder)!r}")
     if marker["live"] == "rows":
         return _find(Snapshot.open(store.live), number, bits), marker
     from ...engine.store.rocksdb import RocksDB  # needs RocksDB
@@ -48,12 +48,12 @@ def read_live_row(store: StoreFolder, table: int | str, key: int) -> tuple[Row |
 
 
 def read_snapshot_row(snapshot: Snapshot, table: int | str, key: int) -> Row | None:
-    """Read a row from a snapshot. Returns None if the snapshot lacks the row. Raises the errors of `read_live_row`."""
+    """Read a row from a snapshot. Returns None if the snapshot lacks the row. Raises errors like `read_live_row`."""
     return _find(snapshot, *resolve_row_key(snapshot.description, table, key))
 
 
 def resolve_row_key(description: dict[str, Any], table: int | str, key: int) -> tuple[int, int]:
-    """Convert a table number or name to its number, and a key to its 64 bits. Raises InputError if one is invalid."""
+    """Convert a table's number or name to its number, and a key to 64 bits. Raises InputError if one is invalid."""
     names = names_in(description)
     number = table_number(table, names)
     if number is None:
@@ -65,7 +65,7 @@ def resolve_row_key(description: dict[str, Any], table: int | str, key: int) -> 
 
 
 def to_plain_row(row: Any, description: dict[str, Any]) -> dict[str, Any]:
-    """A row as plain values: `table`, `table_name` if any, `key`, `embedding`, `states`, `updates`, `step`."""
+    """Returns a row as a dict of plain values, for JSON. The key `table_name` is there only if tables have names."""
     columns = {name: column[0] for name, column in Columns(description).split(np.array([row])).items()}
     return {
         **with_table_name(int(columns[TABLE]), names_in(description)),
@@ -78,12 +78,12 @@ def to_plain_row(row: Any, description: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_plain_floats(values: NDArray[np.float32]) -> list[float | str]:
-    """Convert float32 numbers to their shortest decimals. NaN and infinities become text, since JSON lacks them."""
+    """Convert float32 numbers to their shortest decimals. NaN and infinities become text, because JSON lacks them."""
     return [float(str(value)) if np.isfinite(value) else str(value) for value in values]
 
 
 def _find(snapshot: Snapshot, table: int, key: int) -> Row | None:
-    """Find the row in the latest snapshot of the chain that contains its key. Returns None for a deleted key."""
+    """Find a row in the latest snapshot of the chain that contains its key. Returns None for a deleted key."""
     row_key = np.array([table], np.uint32), np.array([key], np.uint64)
     bucket = int(_core.buckets(*row_key)[0])
     for member in reversed(snapshot.chain):
@@ -100,9 +100,9 @@ def _find(snapshot: Snapshot, table: int, key: int) -> Row | None:
 
 
 def _find_in_chunks(chunks: Chunks, table: int, key: int) -> NDArray[np.void] | None:
-    """Find the key's row in the chunks. Returns None if they lack the key."""
+    """Find the row with this table and key in the chunks. Returns None if the chunks lack it."""
     row = None
-    for _, rows in chunks:  # no early exit: damage may be detected only at the end
+    for _, rows in chunks:  # reads all chunks, because damage may be detected only at the end
         matches = rows[(rows["table"] == table) & (rows["key"] == key)]
         if len(matches):
             row = matches.copy()
@@ -110,7 +110,7 @@ def _find_in_chunks(chunks: Chunks, table: int, key: int) -> NDArray[np.void] | 
 
 
 def read_row(tier: Tier | TopTier[Any], form: RowForm, table: int, key: int) -> Row | None:
-    """Read a row of this form from a tier or a stack of tiers. Returns None if the row was never written."""
+    """Read a row from a tier or a stack of tiers. Returns None if the row was never written."""
     row = np.zeros(1, form.dtype)
     row["table"], row["key"] = table, key
     line = np.array([row.ctypes.data + ROW_NAME.itemsize], np.uint64)  # the address of the row's values

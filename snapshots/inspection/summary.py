@@ -1,4 +1,4 @@
-"""Statistics about a snapshot's rows, from one pass over them."""
+"""Statistics about a snapshot's rows, computed in one pass over the rows."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _BARS = 60
 
 @dataclass
 class Summary:
-    """Statistics about rows. norms: a histogram [80,001] of the embeddings' Euclidean norms, between `NORM_EDGES`."""
+    """Statistics about rows. norms: a histogram [80,001] of embeddings' Euclidean norms, with edges `NORM_EDGES`."""
 
     tables: Counter[int] = field(default_factory=Counter)  # the number of rows by table id
     updates: Counter[int] = field(default_factory=Counter)  # the number of rows by update count
     norms: NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(NORM_EDGES) - 1, np.int64))
-    not_finite: int = 0  # the number of rows with NaN or an infinity; `norms` leaves these rows out
+    not_finite: int = 0  # the number of rows with NaN or infinities; `norms` does not count these rows
     first: list[Any] = field(default_factory=list)  # the first rows, with the snapshot's `RowForm.dtype`
     _norm_sum: float = 0.0
     _norm_min: float = np.inf
@@ -38,7 +38,7 @@ class Summary:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Plain values. `updates` has min, lower median and max, `norm` has min, mean and max; None without rows."""
+        """The statistics as a dict. `updates`: min, lower median, max; `norm`: min, mean, max; None without rows."""
         finite = int(self.norms.sum())
         norm = {"min": self._norm_min, "mean": self._norm_sum / finite, "max": self._norm_max} if finite else None
         return {
@@ -88,7 +88,7 @@ def _summarise_counts(counter: Counter[int]) -> dict[str, int] | None:
 
 
 def check_plot(path: Path) -> None:
-    """Raises OptionError if no picture can be drawn to `path`."""
+    """Raises OptionError if no picture can be written to `path`."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -97,7 +97,7 @@ def check_plot(path: Path) -> None:
     if path.suffix[1:].lower() not in formats:
         raise OptionError(f"{str(path)!r} is not a picture: give a file that ends with .{', .'.join(formats)}")
     if not path.absolute().parent.is_dir():
-        raise OptionError(f"{str(path)!r} is in a folder that does not exist: create it first")
+        raise OptionError(f"{str(path)!r} is in a folder that does not exist: create the folder")
 
 
 def draw(summary: Summary, title: str, path: Path, names: Names) -> None:
@@ -122,7 +122,7 @@ def draw(summary: Summary, title: str, path: Path, names: Names) -> None:
         path.write_bytes(picture.getvalue())
     except OSError as error:
         with suppress(OSError):
-            path.unlink()  # an incomplete picture
+            path.unlink()  # the file contains an incomplete picture
         raise OptionError(f"{str(path)!r} cannot be written: {error}") from error
 
 
@@ -143,7 +143,7 @@ def _draw_norms(axes: Any, summary: Summary) -> None:
 
 
 def _draw_bars(axes: Any, counter: Counter[int], label: str, title: str) -> None:
-    """Draw a bar for each value, or for ranges of values if there are many."""
+    """Draw a bar for each value, or for each range of values if there are many values."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set(xlabel=label, title=title)

@@ -1,4 +1,4 @@
-"""Saves, loads and compacts stores that no process has open. Used by `tierbed snapshot` and `tierbed store`."""
+"""Saves, loads and compacts stores that no process has open, for `tierbed snapshot` and `tierbed store`."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from .selection import ALL, LoadReport, Selection, types_of
 if TYPE_CHECKING:
     from ...engine.store.rocksdb import RocksDB
 
-# RocksDB reads files without the store's options, but must not compact files without these options.
+# Without the store's options, RocksDB can read the store's files, but must not compact them.
 _AS_IS = "disable_auto_compactions=true"
 
 
 def merged_clean_marker(state: FolderState) -> dict[str, Any] | None:
-    """Merge the clean markers of all shards of a store into one marker. Raises StoreError.
+    """Merge the clean markers of a store's shards into one marker. Raises StoreError.
 
-    Returns None if some shard is not clean. The merged marker lacks `rows` if some shards are on other hosts.
+    Returns None if a shard is not clean. The merged marker lacks the field `rows` if some shards are on other hosts.
     """
     markers = clean_markers(state.path, state.ranks)
     clean = [marker for marker in markers.values() if marker is not None]
@@ -53,8 +53,8 @@ def _lock_shards(store: StoreFolder, locks: ExitStack) -> tuple[dict[str, Any], 
     marker = merged_clean_marker(store)
     if marker is None or "rows" not in marker:
         raise StoreError(
-            f"the live rows of {str(store.path)!r} are shards of {ranks} ranks, which were not all closed "
-            "or are not all on this host. Open the embedding with that many ranks, or load a snapshot with "
+            f"the live rows of {str(store.path)!r} are shards of {ranks} ranks, and some shards were not closed "
+            "or are not on this host. Open the embedding with that many ranks, or load a snapshot with "
             "`tierbed snapshot load`"
         )
     rows = [locks.enter_context(scan_live_rows(shard, shard.clean_marker or {})) for shard in shards]
@@ -68,10 +68,10 @@ def save_closed_stores(
     kind: str = "full",
     overwrite: bool = False,
 ) -> list[Manifest]:
-    """Save the live rows of closed stores as snapshot `name`, in each store. The live rows stay as they are.
+    """Save the live rows of closed stores as snapshot `name` in each store. The live rows do not change.
 
-    If an incremental save has several stores, stores without a parent get a full snapshot. Raises StoreError if a
-    store is not clean, and the SnapshotError and OptionError of `check_save` and `begin_save`.
+    If several stores are saved incrementally, stores without a parent get a full snapshot. Raises StoreError if a
+    store is not clean. Raises SnapshotError and OptionError like `check_save` and `begin_save`.
     """
     check_name(name)
     manifests, new_ids = [], {}
@@ -96,10 +96,10 @@ def save_closed_stores(
 
 
 def _source(store: StoreFolder, member: Member, id: str, reading: ExitStack) -> SaveSource:
-    """Returns a closed store's live rows as the source of a save. Raises StoreError if the rows are not clean."""
+    """Returns a closed store's live rows, ready to be saved. Raises StoreError if the live rows are not clean."""
     if store.path.parent.name == RANKS:
         store_folder = str(store.path.parent.parent)
-        raise StoreError(f"{str(store.path)!r} has only the shard of one rank: give the store folder, {store_folder!r}")
+        raise StoreError(f"{str(store.path)!r} has only one rank's shard: give the store folder, {store_folder!r}")
     if store.ranks:
         marker, chunks = _lock_shards(store, reading)
         scan, tier = (lambda: chunks), None
@@ -109,7 +109,7 @@ def _source(store: StoreFolder, member: Member, id: str, reading: ExitStack) -> 
     if member.entry.live is None:
         raise StoreError(
             f"the live rows of {str(store.path)!r} are newer than the rows of embeddings that are trained together "
-            "with it, so recovery will use its snapshot: load that snapshot, or open and close all these embeddings"
+            "with it, so recovery will use a snapshot: load that snapshot, or open and close all these embeddings"
         )
     return SaveSource(description_of_marker(marker), marker["rows"], scan, member.group.record, member.id, tier, id=id)
 
@@ -122,10 +122,10 @@ def load_into_stores(
 ) -> list[tuple[Manifest, LoadReport]]:
     """Verify snapshots, and make their rows the live rows that the next training run starts with.
 
-    After a kill, recovery goes back to these snapshots, except if the load selected rows or converted numbers. If this
-    call is killed, either all stores keep the old live rows or all get the new rows. Returns the manifests of the new
-    live rows. Raises StoreError if a folder has only other stores' snapshots, and SnapshotError if a snapshot is
-    damaged, belongs to another table, or needs `convert`. An error leaves clean live rows unchanged.
+    If the next run is killed, recovery returns to the loaded snapshots, except if the load selected or converted rows.
+    If this call is killed, either all stores keep their old live rows or all get new rows. Returns the manifests of the
+    new live rows. Raises StoreError if a folder contains only other stores' snapshots, and SnapshotError if a snapshot
+    is damaged, belongs to another table, or needs `convert`. An error leaves clean live rows unchanged.
     """
     pairs = [*zip(stores, snapshots, strict=True)]
     selections = [check_load(store, snapshot, selection) for store, snapshot in pairs]
@@ -137,8 +137,8 @@ def load_into_stores(
             cleanup.callback(members[-1].leave)
         for (store, snapshot), choice in zip(pairs, selections, strict=True):
             if store.clean_marker is None:
-                store.discard_live()  # frees space; no run would use these unclean rows
-            cleanup.callback(remove_folder, store.incoming)  # no longer exists if it has become the live rows
+                store.discard_live()  # frees the space of unclean live rows, which no run would use
+            cleanup.callback(remove_folder, store.incoming)  # after a successful load, the folder no longer exists
             report = LoadReport()
             rows = choice.rows_of(snapshot, report, progress)
             results.append((write_snapshot(store.incoming, choice.description(snapshot.description), rows), report))
@@ -163,37 +163,37 @@ def load_into_stores(
 
 
 def check_load(store: StoreFolder, snapshot: Snapshot, selection: Selection) -> Selection:
-    """Returns `selection` with the types to convert to. Raises the errors of `load_into_stores` that need no rows."""
+    """Returns `selection` with the dtypes to convert to. Raises errors of `load_into_stores` before rows are read."""
     marker = store.clean_marker
     linked_stores = [] if store.live.exists() else read_linked_stores(store.snapshots)
     if linked_stores:
         raise StoreError(
-            f"{str(store.path)!r} has only the snapshots of other store folders, and no live rows: give the store "
-            f"folder, {' or '.join(repr(str(path)) for path in linked_stores)}, on the host that has it"
+            f"{str(store.path)!r} has only the snapshots of other store folders, and no live rows: give a store "
+            f"folder with live rows, {' or '.join(repr(str(path)) for path in linked_stores)}, on the host that has it"
         )
     if marker is None:
         if selection.convert:
             raise SnapshotError(
                 f"convert=True: {str(store.path)!r} has no clean live rows, so their dtype is unknown; load the "
-                "snapshot without it"
+                "snapshot without convert"
             )
         return selection
     for field in ("key_type", "columns"):
         if marker.get(field) != snapshot.description[field]:
             raise SnapshotError(
                 f"snapshot {snapshot.name!r} is of another table than the rows in {str(store.path)!r}: its {field} "
-                f"is {snapshot.description[field]!r} instead of {marker.get(field)!r}. Load it into the store that "
-                "saved it"
+                f"is {snapshot.description[field]!r} instead of {marker.get(field)!r}. Load the snapshot into the "
+                "store that saved it"
             )
     store_types, snapshot_types = types_of(marker), types_of(selection.description(snapshot.description))
-    state_type = snapshot_types[1] and (store_types[1] or snapshot_types[1])  # rows without states accept any type
+    state_type = snapshot_types[1] and (store_types[1] or snapshot_types[1])  # rows without states accept any dtype
     if (store_types[0], state_type) == snapshot_types:
         return selection
     if not selection.convert:
         raise SnapshotError(
-            f"snapshot {snapshot.name!r} is of rows of dtype {_describe_types(snapshot_types)}, and the rows in "
-            f"{str(store.path)!r} are of {_describe_types(store_types)}. Convert them: convert=True (--convert in a "
-            "shell), load_snapshot(name, convert=True), or import_snapshot with dtype= (--dtype in a shell)"
+            f"snapshot {snapshot.name!r} has rows of dtype {_describe_types(snapshot_types)}, but the rows in "
+            f"{str(store.path)!r} are of {_describe_types(store_types)}. Convert the snapshot: `tierbed snapshot load "
+            "--convert`, load_snapshot(name, convert=True), or import_snapshot with dtype= (--dtype in a shell)"
         )
     return replace(selection, types=(store_types[0], state_type or "float32"))
 
@@ -204,9 +204,9 @@ def _describe_types(types: tuple[str, str | None]) -> str:
 
 
 def compact_live(store: StoreFolder, options: str = "") -> tuple[int, int] | None:
-    """Merge a closed store's RocksDB files. Returns their total size before and after; None if there are no files.
+    """Merge a closed store's RocksDB files. Returns the files' total size before and after, or None without files.
 
-    options: the store's `rocksdb_options`. A kill loses no row. Raises StoreError, OptionError.
+    options: the store's `rocksdb_options`. A kill during the merge loses no rows. Raises StoreError, OptionError.
     """
     marker = require_clean_marker(store)
     if marker["live"] != "rocksdb":
@@ -226,14 +226,14 @@ def compact_live(store: StoreFolder, options: str = "") -> tuple[int, int] | Non
 
 @contextmanager
 def scan_live_rows(store: StoreFolder, marker: dict[str, Any]) -> Iterator[Chunks]:
-    """Yield a scan (see `Tier.scan`) of the live rows that a clean marker describes. SnapshotError, StoreError."""
+    """Yield a scan, like `Tier.scan`, of the live rows that a clean marker describes. SnapshotError, StoreError."""
     with _open_live(store, marker) as (scan, _):
         yield scan()
 
 
 @contextmanager
 def _open_live(store: StoreFolder, marker: dict[str, Any]) -> Iterator[tuple[Callable[[], Chunks], RocksDB | None]]:
-    """Yield a function that scans the live rows, and the RocksDB database that contains these rows, if any."""
+    """Yield a function that scans the live rows, and the RocksDB database that contains the rows, or None."""
     if marker.get("live") == "rows":
         snapshot = Snapshot.open(store.live)
         check_live(store, marker)
@@ -245,13 +245,13 @@ def _open_live(store: StoreFolder, marker: dict[str, Any]) -> Iterator[tuple[Cal
             check_live(store, marker, tier)
             yield lambda: RowForm.from_description(marker).from_words(tier.scan()), tier
     else:
-        raise StoreError(f"MARK of {str(store.path)!r} has an unknown live={marker.get('live')!r}: upgrade tierbed")
+        raise StoreError(f"MARK in {str(store.path)!r} has an unknown live={marker.get('live')!r}: upgrade tierbed")
 
 
 def check_live(store: FolderState, marker: Mapping[str, Any], tier: RocksDB | None = None) -> None:
-    """Raises StoreError if a live file was truncated or replaced since the last close.
+    """Raises StoreError if a file of the live rows was truncated or replaced since the last close.
 
-    RocksDB would open such files without an error. Stores that an earlier version closed are not checked.
+    RocksDB would open such a file without an error. Stores that an earlier version closed are not checked.
     """
     recorded, present = marker.get(FILES), snapshot_id(store.live) if tier is None else tier.versions()
     if recorded in (None, present):
@@ -262,8 +262,8 @@ def check_live(store: FolderState, marker: Mapping[str, Any], tier: RocksDB | No
             f"/shard-{shard}" for shard, version in enumerate(present) if version not in recorded[shard : shard + 1]
         ]
     raise StoreError(
-        f"{store.live}{suffixes[0]} does not have the rows of the last close: a file in it was cut or replaced. "
-        "Load the last snapshot"
+        f"{store.live}{suffixes[0]} does not have the rows of the last close: one of its files was truncated or "
+        "replaced. Load the last snapshot"
     )
 
 
@@ -278,12 +278,12 @@ def require_clean_marker(store: StoreFolder) -> dict[str, Any]:
     if store.ranks:
         raise StoreError(
             f"the live rows of {str(store.path)!r} are shards of {store.ranks} ranks, each in its own store folder: "
-            f"give {str(shard_folder(store.path, 0, store.ranks))!r} or another, or a snapshot"
+            f"give a shard's folder, such as {str(shard_folder(store.path, 0, store.ranks))!r}, or a snapshot"
         )
     if marker is None:
         raise StoreError(
             f"the live rows of {str(store.path)!r} are not clean: the last process did not close the embedding. Load "
-            "a snapshot with `tierbed snapshot load`, or open and close the embedding, which recovers the snapshot "
+            "a snapshot with `tierbed snapshot load`; or open and close the embedding: this recovers the snapshot "
             "that was saved or loaded last"
         )
     return marker

@@ -1,4 +1,4 @@
-"""Takes a closed store out of its group, for `tierbed store detach`."""
+"""Takes a closed store out of its training group, for `tierbed store detach`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from .recovery_rule import NOTHING, union
 
 
 class Detached(NamedTuple):
-    """The result of `detach`. others: the known names of the other stores in the group that the store left."""
+    """The result of `detach`. others: the names of the other stores in the group, as far as known."""
 
     others: list[str]
-    problem: str | None = None  # what is wrong with the group's record
+    problem: str | None = None  # what is wrong with the group's record, if it cannot be used
 
 
 def detach(store: StoreFolder) -> Detached:
-    """Take a store out of its group. The store gets its own record, with the rows that it would have opened with.
+    """Take a store out of its group. The store's new, own record names the rows that it would have opened with.
 
-    The group's record may be missing or damaged, or may not list this folder because it is a copy. The store then keeps
-    its clean live rows, or recovers its latest snapshot if it was killed. If this call is killed, the store is either
-    still in its group or completely out of it. Raises StoreError.
+    The group's record may be missing or damaged, or may not list this folder because the folder is a copy. The store
+    then keeps its clean live rows; without clean live rows, it recovers its latest snapshot. If this call is killed,
+    the store is either still in its group or completely out of it. Raises StoreError.
     """
     try:
         file = GroupFile(store)
@@ -39,21 +39,21 @@ def detach(store: StoreFolder) -> Detached:
             return _detach(store, locked)
     finally:
         lock.release()
-    return detach(store)  # try again: another process has joined the store's group with another group
+    return detach(store)  # try again, because another process has joined the store's group to another group
 
 
 def _detach(store: StoreFolder, file: GroupFile) -> Detached:
-    """Take a store out of its group, whose record the caller has locked."""
+    """Take a store out of its group. The caller must have locked the group's record."""
     record, path, entries = file.record, file.path, file.record.now
     assert path is not None
     names = sorted(location.name for other, location in record.places.items() if other != file.store)
-    if NOTHING in entries.values():  # a run was killed, so this store is recovered together with the others
+    if NOTHING in entries.values():  # a run was killed, so this store must be recovered together with the group
         try:
             entries = file.target()
-            record = replace(record, trained=frozenset(entries))  # so the next run records which snapshots it skips
-        except (StoreError, SnapshotError):  # the other stores raise this error again when they open
+            record = replace(record, trained=frozenset(entries))  # the next run then records skipped snapshots
+        except (StoreError, SnapshotError):  # the other stores will raise this error when they open
             entries = {**record.now, file.store: file.newest()[file.store]}
-    write_record(path, replace(record, joining=True).plain())  # the change of its MARK ends the membership
+    write_record(path, replace(record, joining=True).plain())  # the store leaves when its MARK changes
     own = union([record], {file.store: entries[file.store]})
     _write_own_record(store, file.copy_with(path=None, record=replace(own, places={})))
     if others := {other: entry for other, entry in entries.items() if other != file.store}:
@@ -64,7 +64,7 @@ def _detach(store: StoreFolder, file: GroupFile) -> Detached:
 
 
 def _write_own_record(store: StoreFolder, file: GroupFile) -> None:
-    """Give a store its own record. Raises StoreError."""
+    """Write a store's own record into its MARK. Raises StoreError."""
     mark_folder = store.snapshot_store if store.ranks else store
     file.write_mark(mark_folder, file.store)
     for other in {store, store.snapshot_store} - {mark_folder}:

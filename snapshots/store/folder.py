@@ -1,4 +1,4 @@
-"""A store's folder while this process has it locked: its lock, its live rows, and the live rows' clean marker."""
+"""A store folder that this process has locked: the lock, the live rows, and the live rows' clean marker."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .mark import LIVE_FOLDERS, Mark
 class StoreFolder(FolderState):
     """A store folder, `<persistent_path>/<embedding name>`, locked until `release` or the process ends.
 
-    Creates `path` and its parents, and removes what killed processes left. docs/snapshots.md lists the files. MARK
-    contains a clean marker while the live rows are durable and all at one step. A run clears the clean marker before it
-    writes the first row. Without a clean marker, live rows are never used.
+    Creates `path` and its parents, and removes files that killed processes left. docs/snapshots.md lists the files in
+    the folder. MARK contains a clean marker while the live rows are durable and all at one step. A run clears the clean
+    marker before it writes the first row. Without a clean marker, live rows are never used.
 
-    user: what in this process locks the folder, for error messages. snapshots: the folder for snapshots,
-    `<snapshot_path>/<embedding name>/snapshots`, whose parent becomes a store folder and is locked too; None leaves the
-    snapshots where they are. Raises StoreError if a path cannot be written, or if another process has locked a folder.
+    user: names what in this process locks the folder, for errors. snapshots: the folder for snapshots,
+    `<snapshot_path>/<embedding name>/snapshots`. The parent of this folder becomes a store folder and is locked. If
+    None, snapshots stay in place. Raises StoreError if a path cannot be written or another process has locked a folder.
     """
 
     remedy = "persistent_path must be a folder that this user can write, on a device with free space"
@@ -70,7 +70,7 @@ class StoreFolder(FolderState):
             ) from None
 
     def release(self) -> None:
-        """Release the lock, and change no files. May be called again."""
+        """Release the lock, if it is still locked, and change no files."""
         if self.snapshot_store is not self:
             self.snapshot_store.release()
         if self._lock is not None:
@@ -89,7 +89,7 @@ class StoreFolder(FolderState):
         if lock is None or not self._lock.has(lock):
             raise StoreError(
                 f"store folder {str(self.path)!r} was {'removed' if lock is None else 'replaced by another'} while "
-                "it was open: nothing is written there any more, and its rows are lost except copied snapshots; "
+                "it was open: nothing more is written there, and all its rows are lost, except copied snapshots; "
                 "create the embedding again"
             )
 
@@ -100,13 +100,13 @@ class StoreFolder(FolderState):
         self.release()
 
     def clear_incoming(self) -> None:
-        """Remove `incoming` and its temporary folder. Raises StoreError."""
+        """Remove the folder `incoming`, where loads write new rows, and its temporary folder. Raises StoreError."""
         with self._errors("prepare"):
             remove_folder(self.incoming)
             remove_leftovers(self.path)
 
     def clear_snapshots(self) -> None:
-        """Remove the remains of killed or failed saves. No save may be running. Raises SnapshotError."""
+        """Remove files that killed or failed saves left. Call this only while no save runs. Raises SnapshotError."""
         try:
             remove_leftovers(self.snapshots)
         except OSError as error:
@@ -119,7 +119,7 @@ class StoreFolder(FolderState):
         try:
             data = seal(mark.plain())
         except ValueError as error:
-            raise StoreError(f"MARK of {str(self.path)!r} cannot store the description: {error}") from error
+            raise StoreError(f"MARK in {str(self.path)!r} cannot store the description: {error}") from error
         self.check()
         with self._errors("write MARK of"):
             if self._mark_file.exists() and Mark.parse(data) == self.mark:
@@ -129,16 +129,16 @@ class StoreFolder(FolderState):
         self.mark = Mark.parse(data)
 
     def write_clean_marker(self, description: dict[str, Any]) -> None:
-        """Write the clean marker of durable live rows. Its field `live` is the rows' kind. Raises StoreError."""
+        """Write the clean marker of durable live rows; its field `live` tells how they are stored. StoreError."""
         self.change(clean_marker=description, ranks=None)
         self._forget_step()
 
     def clear_clean_marker(self) -> None:
-        """Clear the clean marker durably. Called before any live row is written. Raises StoreError."""
+        """Clear the clean marker durably. Must be called before any live row is written. Raises StoreError."""
         self.change(clean_marker=None, ranks=None)
 
     def note_step(self, step: int) -> None:
-        """Store the live rows' step, for messages after a kill. This costs one write to the page cache."""
+        """Store the live rows' step, for messages after a kill. The cost is one write to the page cache."""
         with contextlib.suppress(OSError):
             if self._step_file is None:
                 self._step_file = os.open(self.path / "STEP", os.O_WRONLY | os.O_CREAT, 0o644)
@@ -169,7 +169,7 @@ class StoreFolder(FolderState):
     def discard_live(self) -> None:
         """Clear the clean marker and remove the live rows. Raises StoreError."""
         self.check()
-        if self.mark.clean_marker is not None:  # otherwise nothing is written, since the disk may be full
+        if self.mark.clean_marker is not None:  # else write nothing, because the disk may be full
             self.clear_clean_marker()
         with self._errors("remove the live rows of"):
             for name in LIVE_FOLDERS:
@@ -177,10 +177,10 @@ class StoreFolder(FolderState):
             fsync_dir(self.path)
 
     def replace_live(self, new: Path, description: dict[str, Any], **fields: Any) -> None:
-        """Replace the live rows by the durable folder `new`, on the same file system, and write a clean marker.
+        """Replace the live rows by the durable folder `new` on the same file system, and write a clean marker.
 
-        A kill leaves either the old rows with the old marker, or the new rows with the new marker. fields: other fields
-        of MARK to change. Raises StoreError.
+        After a kill, the store has either the old rows with the old marker, or the new rows with the new marker.
+        fields: other fields of MARK to change. Raises StoreError.
         """
         self.check()
         old = self.live

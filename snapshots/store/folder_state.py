@@ -1,4 +1,4 @@
-"""Reads the state of a store folder without its lock."""
+"""Reads the state of a store folder without locking the folder."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ..files.format import SHARD
 from .mark import Mark, live_version
 
 LOCK = "LOCK"
-RANKS = "ranks"  # the store folder's subfolder for the ranks' shards
+RANKS = "ranks"  # the store folder's subfolder that contains the ranks' shards
 SNAPSHOTS = "snapshots"
-_LINKED_FROM = ".live-rows-"  # prefix of files next to `snapshots`, each with the path of a store that links there
+_LINKED_FROM = ".live-rows-"  # name prefix of files next to `snapshots`; each contains the path of a store linked to it
 
 
 class FolderState:
-    """A store's folder, read without locking. The subclass `StoreFolder` is a folder that this process has locked."""
+    """A store's folder, read without locking. The subclass `StoreFolder` also locks the folder."""
 
     remedy = "give <persistent_path>/<embedding name>, and run as a user that can"
 
@@ -48,31 +48,31 @@ class FolderState:
 
     @property
     def clean_marker(self) -> dict[str, Any] | None:
-        """The clean marker; None if live rows are absent or not clean, or if MARK is damaged. Raises StoreError."""
+        """The live rows' clean marker, or None if they are absent or not clean or MARK is damaged. StoreError."""
         return self.mark.clean_marker
 
     @cached_property
     def snapshot_store(self) -> FolderState:
-        """The store folder with the snapshots: this folder, or, if `snapshots` is a link, the target's parent."""
+        """The store folder that contains the snapshots: this one, or the link's target if `snapshots` is a link."""
         target = Path(os.path.realpath(self.snapshots)).parent
         is_linked = self.snapshots.is_symlink() and (target / LOCK).is_file()
         return FolderState(target) if is_linked else self
 
     @property
     def recovery_folder(self) -> FolderState:
-        """The store folder whose MARK leads to the record. For ranks, that is the folder with the snapshots."""
+        """The store folder whose MARK leads to the group's record. For ranks, this is `snapshot_store`."""
         is_lost = not self.mark.exists and self.snapshot_store.mark.link is not None
         return self.snapshot_store if self.ranks or is_lost else self
 
     @property
     def ranks(self) -> int:
-        """How many ranks share the live rows as shards; 0 if a single process has all rows."""
+        """How many ranks divide the live rows into shards, or 0 if a single process has all rows."""
         record = self.snapshot_store.mark.ranks
         return 0 if record is None or self.mark.clean_marker is not None else record.ranks
 
     @property
     def sharing(self) -> list[FolderState]:
-        """This host's store folders with the same snapshots, beginning with this folder."""
+        """All store folders on this host that share this store's snapshots, beginning with this folder."""
         stores, folder = [self], self.snapshot_store.snapshots
         with self._errors("read which stores have their snapshots in"):
             for store in read_linked_stores(folder):
@@ -83,7 +83,7 @@ class FolderState:
 
     @property
     def recorded_step(self) -> int | None:
-        """The step that `note_step` stored last, if that was after the last clean marker; None if unknown."""
+        """The step that `note_step` stored last, or None if a clean marker was written since, or if unknown."""
         try:
             return int((self.path / "STEP").read_bytes())
         except (OSError, ValueError):
@@ -91,7 +91,7 @@ class FolderState:
 
     @property
     def has_begun(self) -> bool:
-        """True if a run ever wrote rows in this folder. If False, a store without a clean marker is new."""
+        """True if a run ever wrote rows or snapshots in this folder. If False, the store is new."""
         with self._errors("list the snapshots of"):
             return self._mark_file.exists() or self.live.exists() or has_snapshots(self.snapshots)
 
@@ -110,12 +110,12 @@ class FolderState:
 
 
 def holder(path: Path) -> int | None:
-    """The id of the process that locks a store folder, or 0 if unknown. None if no process does. Raises StoreError."""
+    """Returns the id of the process that locks a store folder, 0 if unknown, None without one. Raises StoreError."""
     content = b""
     try:
         with open(path / LOCK, "rb") as file:
-            # A released lock file contains only spaces. A killed process leaves its id in the file, and a full disk
-            # leaves an empty file. In both cases, the attempt to lock the file shows whether the lock is free.
+            # A released lock file contains only spaces. After a kill, the file still contains a process id, and after
+            # a failed write it is empty. In both cases, trying to lock the file shows if another process has locked it.
             content = file.read(20)
             if not content.isspace():
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -129,18 +129,18 @@ def holder(path: Path) -> int | None:
 
 
 def shard_folder(store: Path, rank: int, ranks: int) -> Path:
-    """The folder of a rank's shard, inside the store folder `store`."""
+    """Returns the folder of a rank's shard, inside the store folder `store`."""
     return store / RANKS / f"{rank}-of-{ranks}"
 
 
 def find_shards(store: Path, ranks: int, of: Iterable[int] | None = None) -> dict[int, FolderState]:
-    """This host's shard folders, by rank. of: the ranks whose folders to look for. Default: all ranks."""
+    """Returns the shard folders on this host, by rank. of: the ranks to look for. Default: all ranks."""
     folders = ((rank, shard_folder(store, rank, ranks)) for rank in (range(ranks) if of is None else of))
     return {rank: FolderState(folder) for rank, folder in folders if folder.is_dir()}
 
 
 def clean_markers(store: Path, ranks: int, of: Iterable[int] | None = None) -> dict[int, dict[str, Any] | None]:
-    """The clean markers of this host's shards, by rank; None if a shard is unclean or misplaced. Raises StoreError."""
+    """Returns this host's shards' clean markers, by rank: None for an unclean or misplaced shard. StoreError."""
     markers: dict[int, dict[str, Any] | None] = {}
     for rank, shard in find_shards(store, ranks, of).items():
         share = (shard.clean_marker or {}).get(SHARD)
@@ -150,33 +150,33 @@ def clean_markers(store: Path, ranks: int, of: Iterable[int] | None = None) -> d
 
 
 def shard_versions(store: Path, ranks: int, of: Iterable[int] | None = None) -> dict[int, str | None]:
-    """The versions in the clean markers of this host's shards, by rank. See `clean_markers`."""
+    """Returns the live rows' versions in `clean_markers`, by rank: None for an unclean or misplaced shard."""
     return {rank: live_version(marker) for rank, marker in clean_markers(store, ranks, of).items()}
 
 
 def last_step(store: Path, ranks: int) -> int | None:
-    """The latest step of this host's shards, clean or not; None if unknown."""
+    """Returns the latest step of the shards on this host, clean or unclean, or None if unknown."""
     shards = find_shards(store, ranks).values()
     steps = (shard.recorded_step if shard.clean_marker is None else shard.clean_marker["step"] for shard in shards)
     return max((step for step in steps if step is not None), default=None)
 
 
 def remove_other_shards(store: Path, ranks: int) -> None:
-    """Remove shards of runs with another number of ranks, because no run uses them again. Errors are ignored."""
+    """Remove shards from runs with another number of ranks: no later run uses such shards. Ignores errors."""
     for folder in (store / RANKS).glob("*-of-*"):
         if not folder.name.endswith(f"-of-{ranks}"):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def snapshot_folder(snapshot_path: str | os.PathLike[str] | None, name: str) -> Path | None:
-    """Where the option `snapshot_path` puts embedding `name`'s snapshots; None if the option is not set."""
+    """Returns where the option `snapshot_path` puts snapshots of embedding `name`; None if the option is not set."""
     return None if snapshot_path is None else Path(os.path.abspath(snapshot_path)) / name / SNAPSHOTS
 
 
 def link_to(link: Path, folder: Path) -> None:
-    """Make `link`, a store folder's `snapshots`, a durable link to `folder`. Creates `folder` if it is missing.
+    """Replace `link`, a store folder's `snapshots`, by a durable link to `folder`. Creates `folder` if it is missing.
 
-    Raises StoreError if the store folder already has other snapshots, OSError.
+    Raises StoreError if the store folder already contains other snapshots. Raises OSError.
     """
     make_folder(folder)
     path = os.fsencode(os.path.realpath(link.parent))
@@ -189,7 +189,7 @@ def link_to(link: Path, folder: Path) -> None:
     if has_snapshots(link):
         raise StoreError(
             f"{str(link.parent)!r} has its snapshots in {os.path.realpath(link)!r}, but snapshot_path is "
-            f"{str(folder)!r}: move them there, or set snapshot_path back"
+            f"{str(folder)!r}: move the snapshots there, or set snapshot_path back"
         )
     if link.is_symlink():
         link.unlink()
@@ -200,12 +200,12 @@ def link_to(link: Path, folder: Path) -> None:
 
 
 def read_linked_stores(folder: Path) -> list[Path]:
-    """The store folders that were ever linked to this snapshots folder. Raises OSError."""
+    """Returns all store folders that were ever linked to the `snapshots` folder `folder`. Raises OSError."""
     return [Path(os.fsdecode(note.read_bytes())) for note in sorted(folder.parent.glob(f"{_LINKED_FROM}*"))]
 
 
 def has_snapshots(folder: Path) -> bool:
-    """True if a snapshots folder contains more than the remains of killed saves. Raises OSError."""
+    """True if a `snapshots` folder contains more than remains of killed saves. Raises OSError."""
     try:
         with os.scandir(folder) as entries:
             return any(not entry.name.startswith(".") for entry in entries)

@@ -1,13 +1,13 @@
 """The stores that this process has open, and the records of their training groups.
 
-Opening a store reads its entry in the record (`recovery_rule` explains records and moments) and leaves the group
-unlocked. The first write, save or load locks the group. From then on only this process writes the record, and a `Group`
-object keeps track of all members, closed stores included. Closing the last open store unlocks the group. When stores of
-two groups begin to train together, the groups are joined under a new record.
+Opening a store reads its entry in the record (`recovery_rule` explains records and moments), but does not lock the
+group. The first write, save or load locks the group. From then on only this process writes the record, and a `Group`
+object keeps track of all members, including closed stores. Closing the last open store unlocks the group. When stores
+of two groups begin to train together, the groups are joined under a new record.
 
-`clock` counts this process's moments: it advances when a save begins and when a load ends. `MemberRows` remembers when
-a store had which snapshot's rows. `Group.write` finds the newest moment that snapshots of all stores share, and records
-these snapshots as the commit.
+`clock` counts this process's moments: it advances when a save begins and when a load ends. `MemberRows` remembers at
+which moments a store had a snapshot's rows. `Group.write` finds the newest moment that snapshots of all stores share,
+and records these snapshots as the commit.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from .recovery_rule import (
 log = logging.getLogger("tierbed")
 OPEN_ATTEMPTS = 20  # attempts to open a store while another process locks the group
 LOADING = "its rows are being replaced by a load"
-_groups: set[Group] = set()  # the groups with open stores
-_changing = RLock()  # held by the thread that changes groups and records
+_groups: set[Group] = set()  # the training groups that have open stores
+_changing = RLock()  # held while a thread changes groups and records
 
 
 class Clock:
-    """Counts the moments of this process."""
+    """Counts this process's moments, that is, points between two steps."""
 
     moment = 0
 
@@ -65,14 +65,14 @@ os.register_at_fork(after_in_child=_groups.clear)
 
 @dataclass(eq=False)
 class MemberRows:
-    """What this process knows about the rows of a store, open or closed, while it locks the group."""
+    """What this process knows about the rows of an open or closed store while this process locks the group."""
 
-    now: Entry = NOTHING  # the durable rows that equal the current rows
+    now: Entry = NOTHING  # durable rows that equal the current rows
     first: int = 0  # the first moment with the current rows
-    spans: list[Interval] = field(default_factory=list)  # intervals with a snapshot's rows, running saves included
+    spans: list[Interval] = field(default_factory=list)  # when the store had a snapshot's rows; includes running saves
 
     def change(self, now: Entry = NOTHING) -> None:
-        """Called when the rows change. Ends the intervals of all snapshots, running saves included."""
+        """Called when the rows change. Ends the intervals of all snapshots, including running saves."""
         for span in self.spans:
             span.end(clock.moment)
         self.now = now
@@ -89,25 +89,25 @@ class Member(MemberRows):
         self.store, self.id, self.group = store, id, group
         self.mark_folder = folder  # the folder whose MARK leads to the record; for ranks, the snapshots' folder
         self.entry = entry  # the durable rows that the store opens with
-        self.broken = broken  # why rows must be loaded before they are written or saved; "" if they need not be
+        self.broken = broken  # why rows must be loaded before any write or save; "" if they need not be
         self.partners: Callable[[], Iterable[Member]] = tuple  # returns the stores trained together with this store
         self.expect_change: Callable[[], None] = lambda: None  # called when the next change must be recorded
-        self._writes = 0  # how many writes there were since the store was opened
-        # the rows' version; the next run keeps the version if it opens with these rows
+        self._writes = 0  # the number of writes since the store was opened
+        # the version of the rows; if the next run opens with these rows, it keeps the version
         self.version = entry.live or version_of_snapshot(entry.snapshot)
-        self._run = secrets.token_hex(8)  # makes versions unique across processes, and each time a store is opened
+        self._run = secrets.token_hex(8)  # makes versions unique to this process and this opening of the store
 
     def attach(self, expect_change: Callable[[], None], partners: Callable[[], Iterable[Member]]) -> None:
         """Set the callbacks `expect_change` and `partners`."""
         self.expect_change, self.partners = expect_change, partners
 
     def mark_broken(self, why: str) -> None:
-        """Forbid writing, saving and clean closing until the rows are loaded again. why: the error text."""
+        """Forbid writes, saves and a clean close until rows are loaded again. why: the text for errors."""
         self.broken = why
         self.expect_change()
 
     def lock(self) -> Group:
-        """Lock the groups of this store and its partners, and join them. Raises StoreError, SnapshotError."""
+        """Lock the groups of this store and its partners, and join them into one. Raises StoreError, SnapshotError."""
         with _changing:
             groups = list(dict.fromkeys(member.group for member in (self, *self.partners())))
             for group in groups:
@@ -117,24 +117,24 @@ class Member(MemberRows):
             return self.group
 
     def begin_change(self, replaces: bool = False) -> None:
-        """Record durably that rows, or all rows (`replaces`), will change. Table must be locked. Raises StoreError."""
+        """Record durably that rows (if `replaces`, all rows) will change. The table must be locked. StoreError."""
         if self.broken and not replaces:
             raise StoreError(self.broken)
         with _changing:
             group = self.lock()
-            if self.id not in group.record.trained:  # otherwise write nothing, since the disk may be full
+            if self.id not in group.record.trained:  # else write nothing, because the disk may be full
                 group.warn_of_lone_saves(self)
                 group.write({self.id: Entry(self.now.snapshot)}, trained=group.record.trained | {self.id})
             self.change()
 
     def write(self) -> None:
-        """Count a write of rows. `begin_change` has already recorded that rows change."""
+        """Count a write of rows, after `begin_change` has recorded that rows will change."""
         self._writes += 1
         self.version = f"{self._run}:{self._writes}"
         self.first = clock.moment + 1
 
     def capture(self) -> Capture:
-        """Begin a save of the current rows. The table must be locked. Raises StoreError."""
+        """Begin a save of the current rows. The caller must hold the table's lock. Raises StoreError."""
         if self.broken:
             raise StoreError(self.broken)
         with _changing:
@@ -146,7 +146,7 @@ class Member(MemberRows):
             return capture
 
     def mark_replaced(self, snapshot: str | None) -> None:
-        """Called after all rows were replaced. snapshot: the id that `record_load` recorded; None for other rows."""
+        """Called after all rows were replaced. snapshot: the loaded snapshot's id; None for rows of no snapshot."""
         with _changing:
             self.write()
             self.broken = ""
@@ -157,7 +157,7 @@ class Member(MemberRows):
                 self.expect_change()
 
     def end_failed_load(self, now: Entry, broken: str) -> None:
-        """Called after a load failed, with `now` and `broken` as before it. Rows replaced so far fit no moment."""
+        """Called after a load failed, with `now` and `broken` from before the load. The load may have replaced rows."""
         if broken or self.broken != LOADING:
             self.change()
         else:
@@ -172,16 +172,16 @@ class Member(MemberRows):
                 group = self.lock()
             except StoreError:
                 if not self.group.is_locked:
-                    return  # another process trains the group, whose record already names these unchanged rows
+                    return  # another process trains the group, and the record already names these unchanged rows
                 raise
             group.write({self.id: Entry(self.now.snapshot, live)}, trained=group.record.trained - {self.id})
 
     def copy_to(self, mark_folder: StoreFolder, ranks: RanksRecord | None = None) -> None:
-        """Store the record, or the link to the record file, in a second MARK, for these ranks. Raises StoreError."""
+        """Copy the record, or the link to the record file, into a second MARK, along with `ranks`. StoreError."""
         self.group.file.write_mark(mark_folder, self.id, ranks=ranks)
 
     def move_to(self, mark_folder: StoreFolder, ranks: RanksRecord | None = None) -> None:
-        """Move the record, or the link to its file, to another MARK. ranks: None for one process. Raises StoreError."""
+        """Move the record, or the link to its file, into another MARK. ranks: None for one process. StoreError."""
         if mark_folder is not self.mark_folder:
             self.copy_to(mark_folder, ranks)
             self.mark_folder.change(store="", record=None, link=None, old={}, ranks=None)
@@ -197,7 +197,7 @@ class Member(MemberRows):
 
 @dataclass(eq=False, kw_only=True)
 class Capture(Interval):
-    """A running save of a store's rows, and the interval of moments with these rows."""
+    """A running save of a store's rows, with the interval of moments when the store has these rows."""
 
     member: Member
 
@@ -207,14 +207,14 @@ def open_store(
 ) -> Member:
     """Open a store in this process, with the rows that its entry names. Raises StoreError, SnapshotError.
 
-    mode: the store option `open`. for_load: True if a load will replace the rows. If the rows cannot be recovered, the
-    store is then `broken` until that load. shards, beside: see `GroupFile`.
+    mode: the store option `open`. for_load: True if a load will replace the rows. With for_load, if rows cannot be
+    recovered, the store is `broken` until the load, and no error is raised. shards, beside: see `GroupFile`.
     """
     with _changing:
         file = GroupFile(store, shards, beside)
         group = next((group for group in _groups if group.file.key == file.key), None) or Group(file)
         if mode == "fresh":
-            entry, broken = Entry(EMPTY), "its rows are about to be emptied"  # so the rows need not be recovered
+            entry, broken = Entry(EMPTY), "its rows are about to be emptied"  # so rows need not be recovered
         else:
             try:
                 entry, broken = group.choose_entry(file, mode), ""
@@ -236,16 +236,16 @@ def open_store(
 
 
 class Group:
-    """The stores that share a record. rows, lock: passed if the group is already locked."""
+    """The stores that share a record. rows, lock: given only if this process has already locked the group."""
 
     def __init__(
         self, file: GroupFile, rows: Mapping[str, MemberRows] | None = None, lock: FileLock | None = None
     ) -> None:
         self.file = file  # the record, as read through one of the stores
-        self.rows = dict(rows or {})  # by store id: all stores while the group is locked, otherwise the open stores
+        self.rows = dict(rows or {})  # by store id: all stores if the group is locked, else only open stores
         self._lock, self.is_locked = lock, lock is not None
         self.members: dict[str, Member] = {}  # the stores that are open in this process
-        self.mode = "resume"  # the last opened store's option `open`, set while unlocked; "mixed" is never replaced
+        self.mode = "resume"  # the option `open` of the store opened last before locking; "mixed" is kept
 
     @property
     def record(self) -> Record:
@@ -258,7 +258,7 @@ class Group:
         _groups.add(self)
 
     def leave(self, member: Member) -> None:
-        if self.members.get(member.id) is member:  # otherwise this member left, and the store was opened again
+        if self.members.get(member.id) is member:  # else the store was opened again after this member left
             del self.members[member.id]
         if not self.members:
             _groups.discard(self)
@@ -279,7 +279,7 @@ class Group:
         with ExitStack() as guard:
             for number in range(OPEN_ATTEMPTS if file.path is not None else 0):
                 assert file.path is not None
-                try:  # lock the group, so that nobody changes the record or a clean marker meanwhile
+                try:  # lock the group, so that no process changes the record or a clean marker meanwhile
                     lock = FileLock(lock_path(file.path), f"the open of {file.folder.path.name!r}")
                     guard.callback(lock.release)
                     break
@@ -289,7 +289,7 @@ class Group:
                     if number == OPEN_ATTEMPTS - 1:
                         raise StoreError(
                             f"{str(file.folder.path)!r} was not closed cleanly, and process {error.holder} trains "
-                            "embeddings of its group: end that process; the next open recovers them together"
+                            "embeddings of its group: end that process; the next open recovers all of them together"
                         ) from None
                     sleep(POLL_SECONDS)  # the other process may be opening a store, and unlock the group soon
                     self.file = file = file.read_again()
@@ -299,7 +299,7 @@ class Group:
             return file.newest()[file.store] if mode == "mixed" else file.target()[file.store]
 
     def _entry_beside(self, file: GroupFile) -> Entry:
-        """Choose the rows that a store opens with while this process locks its group. Raises StoreError."""
+        """Choose the rows that a store opens with if this process has locked its group. Raises StoreError."""
         rows, commit = self.rows.get(file.store, MemberRows()), self.record.commit
         if rows.now != NOTHING:
             return rows.now
@@ -312,7 +312,7 @@ class Group:
         )
 
     def lock(self) -> None:
-        """Lock the group, and write the entries that recovery chooses. Raises StoreError, SnapshotError."""
+        """Lock the group, and record the rows that recovery chooses. Raises StoreError, SnapshotError."""
         if self.is_locked:
             return
         try:
@@ -339,14 +339,14 @@ class Group:
             except (StoreError, SnapshotError):
                 if not any(member.broken for member in self.members.values()):
                     raise
-                target = self.record.unchanged  # a broken store is not used before a load
+                target = self.record.unchanged  # a broken store's rows are not used before a load
         for id, member in self.members.items():
             if not member.broken and not _is_same(member.entry, target[id]):
                 raise StoreError(_describe_change(member.store))
         self.rows = {id: self.members.get(id) or MemberRows() for id in target}
         for id, rows in self.rows.items():
             rows.now = NOTHING if id in self.members and self.members[id].broken else target[id]
-            rows.spans = [Interval(rows.now.snapshot, 0)] if rows.now.snapshot else []  # since moment 0
+            rows.spans = [Interval(rows.now.snapshot, 0)] if rows.now.snapshot else []  # from moment 0 on
         self.is_locked = True
         known = {id: entry for id, entry in target.items() if entry != NOTHING}
         if self.record.trained or any(not _is_same(self.record.now[id], entry) for id, entry in known.items()):
@@ -363,11 +363,11 @@ class Group:
 
     @property
     def entries(self) -> dict[str, Entry]:
-        """Each store's durable rows that equal the store's current rows."""
+        """The durable rows that equal the current rows, for each store."""
         return {id: rows.now for id, rows in self.rows.items()}
 
     def write(self, now: Mapping[str, Entry] | None = None, **fields: Any) -> None:
-        """Write the record, with some entries (`now`) and fields replaced, if anything changes. Raises StoreError."""
+        """Replace entries (`now`) and fields of the record, and write it if anything changed. Raises StoreError."""
         now, path = now or {}, self.file.path
         moment, snapshots = self._newest_moment() or (0, None)
         record = replace(next_record(self.record, {**self.entries, **now}, snapshots), **fields)
@@ -381,7 +381,7 @@ class Group:
                 write_record(path, record.plain())
         file = self.file.copy_with(record=record)
         for member in self.members.values():
-            # the snapshots' folder also gets the record's path, in case the store folder is lost
+            # the snapshots' folder also stores the record's path, in case the store folder is lost
             mark_folders = {member.mark_folder, member.store.snapshot_store}
             for mark_folder in mark_folders if path is not None else {member.mark_folder}:
                 file.write_mark(mark_folder, member.id)
@@ -393,19 +393,19 @@ class Group:
                 rows.spans = [span for span in rows.spans if span.last >= moment]
 
     def warn_of_lone_saves(self, member: Member) -> None:
-        """Warn before changing a store that was closed but not saved, since recovery then skips others' lone saves."""
+        """Warn before the first change to a closed, unsaved store: a kill will then undo saves of other stores."""
         now, commit = self.record.now, self.record.commit
         alone = [id for id, entry in now.items() if id != member.id and entry.snapshot not in (None, commit[id])]
         if alone and member.now.snapshot is None and NOTHING not in now.values():
             log.warning(
                 "embedding %r is trained from now on, and no snapshot has the rows with which it was closed. So a kill "
-                "undoes what was saved or loaded of %s alone: save a snapshot of all of them",
+                "undoes saves and loads of only %s: save a snapshot of all of them",
                 member.store.path.name,
                 ", ".join(sorted(repr(self.record.places[id].name) for id in alone)),
             )
 
     def _newest_moment(self) -> tuple[int, Mapping[str, str]] | None:
-        """Find the newest moment that snapshots of all stores share. Forgets snapshots that were removed."""
+        """Find the newest moment that snapshots of all stores share. Forgets snapshots that no longer exist."""
         while newest := newest_moment({id: rows.spans for id, rows in self.rows.items()}, clock.moment):
             snapshots = newest[1]
             if snapshots == self.record.commit:
@@ -420,7 +420,7 @@ class Group:
 
 
 def _join(groups: Sequence[Group]) -> None:
-    """Join groups under a new record, to be reached from the old records. A kill leaves them all separate or joined."""
+    """Join groups under a new record. The old records then name the new one. A kill leaves all or no groups joined."""
     members = [member for group in groups for member in group.members.values()]
     members.sort(key=lambda member: member.store.path.name)
     path = members[0].store.snapshot_store.path.parent / f"{PREFIX}{secrets.token_hex(8)}"
@@ -435,7 +435,7 @@ def _join(groups: Sequence[Group]) -> None:
             others = ", ".join(repr(location.name) for id, location in places.items() if id != member.id)
             log.warning(
                 "embedding %r is trained together with %s from now on, and no snapshot has its rows: save a snapshot "
-                "of all of them, since a kill before that leaves them no saved step in common",
+                "of all of them, because a kill before that would leave them no saved step in common",
                 member.store.path.name,
                 others,
             )
@@ -452,10 +452,10 @@ def _join(groups: Sequence[Group]) -> None:
         member.group.leave(member)
         member.group = joined
         joined.enter(member)
-    joined.write()  # without `joining`: the join is complete
+    joined.write()  # clears `joining`: the join is complete
     for group in groups:
         if group.file.path is not None and not group.rows.keys() - joined.members.keys():
-            remove_record(group.file.path)  # no store's MARK leads to this record any more
+            remove_record(group.file.path)  # no store's MARK names this record any more
 
 
 @contextmanager
@@ -463,9 +463,9 @@ def record_load(snapshots: Mapping[Member, str]) -> Iterator[None]:
     """Wrap a block that loads verified snapshots' rows and calls `Member.mark_replaced` for each store.
 
     The record names the snapshots before the block runs, so recovery completes the load after a kill. If the block
-    raises, the record is rewritten with the rows that each store then has. Raises StoreError.
+    raises, the record is rewritten to name the rows that each store then has. Raises StoreError.
     """
-    if all(member.broken == LOADING for member in snapshots):  # an outer block loads several stores
+    if all(member.broken == LOADING for member in snapshots):  # an outer `record_load` loads several stores
         yield
         return
     before = {}
@@ -491,9 +491,9 @@ def record_load(snapshots: Mapping[Member, str]) -> Iterator[None]:
 
 
 def saved(snapshots: Mapping[Capture, str], is_parent: bool = True) -> None:
-    """Record that captured rows were saved as snapshots under their final names. Raises StoreError.
+    """Record that rows were saved, after their snapshots got their final names. Raises StoreError.
 
-    snapshots: snapshot ids by capture. is_parent: True if these become the parents of the next incremental snapshots.
+    snapshots: {capture: snapshot id}. is_parent: True if these snapshots become parents of the next incremental ones.
     """
     with _changing:
         present = {capture.member: id for capture, id in snapshots.items() if capture.last == FOREVER}
@@ -517,13 +517,13 @@ def saved(snapshots: Mapping[Capture, str], is_parent: bool = True) -> None:
 
 
 def _by_group(snapshots: Mapping[Member, Any]) -> list[tuple[Group, dict[str, Any]]]:
-    """Sort members' values by training group. Returns each group with its values by store id."""
+    """Divide members' values by training group. Returns pairs of a group and {store id: value}."""
     groups = {member.group for member in snapshots}
     return [(group, {m.id: value for m, value in snapshots.items() if m.group is group}) for group in groups]
 
 
 def find_group_file(store: FolderState) -> GroupFile:
-    """Returns the record of a store's group, from memory if this process locks the group, otherwise from disk."""
+    """Returns the record of a store's group: from memory if this process has locked the group, otherwise from disk."""
     locked = [group for group in list(_groups) if group.is_locked]
     members = [member for group in locked for member in list(group.members.values())]
     path = os.path.realpath(store.path)
@@ -536,7 +536,7 @@ def _is_same(entry: Entry, other: Entry) -> bool:
 
 
 def _skipped(folder: FolderState, entry: Entry) -> tuple[int, int]:
-    """Returns the sequence numbers (low, high] of the snapshots that a recovery to `entry` skips."""
+    """Returns the range (low, high] of sequence numbers of the snapshots that a recovery to `entry` skips."""
     manifests = [snapshot.manifest for snapshot in list_snapshots(folder.snapshots).snapshots]
     sequences = {manifest.id: manifest.sequence for manifest in manifests}
     high = max(sequences.values(), default=0)

@@ -1,9 +1,9 @@
 """Finds, reads and writes the record of a training group.
 
-A store that trains alone keeps its record in its own MARK. Stores that train together share a record file, GROUP-<id>,
-in the model's folder, next to the stores. Each store's MARK names this file's path, and the file lists the stores.
-A store is a member of the group only if its MARK and the file agree, so a copied or restored folder is noticed.
-Folders may move: the record and MARK contain relative and absolute paths, and both are tried.
+A store that trains alone keeps its record in its file MARK. Stores that train together share a record file, GROUP-<id>,
+in the model's folder, next to the stores. Each store's MARK names this record file, and the record file lists the
+stores. A store is a member of the group only if MARK and the record agree, so copied or restored folders are noticed.
+Folders may be moved, because the record and MARK contain relative and absolute paths, and both kinds are tried.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from .mark import Link, live_version
 from .old_stores import PREFIX, UNKNOWN, OldGroup, make_group_record, make_store_record
 from .recovery_rule import EMPTY, NOTHING, Entry, Files, Record, choose, usable
 
-INVALID = (ValueError, TypeError, KeyError, AttributeError)  # raised by reading a damaged record
+INVALID = (ValueError, TypeError, KeyError, AttributeError)  # exceptions raised for a damaged record
 Shards = Mapping[str, Mapping[int, str | None]]  # maps a store's path to its shards' versions on all hosts, by rank
 
 
 class RecordError(StoreError):
-    """Raised if a store cannot use its group's record. problem: the error text without the remedy."""
+    """Raised if a store cannot use its group's record. problem: the error text without advice."""
 
     def __init__(self, problem: str, remedy: str = "") -> None:
         super().__init__(f"{problem}: {remedy}" if remedy else problem)
@@ -41,18 +41,18 @@ class RecordError(StoreError):
 
 
 class GroupFile:
-    """The record of a store's group, as read from disk. Raises StoreError.
+    """The record of a store's training group, as read from disk. Raises StoreError.
 
-    shards: the shard versions of stores that ranks share. Default: the versions on this host. beside: folders that may
-    be moved members of the group. is_alone: treat the store as new and without a group, whatever its MARK says.
+    shards: the versions of ranks' shards. Default: the shards on this host. beside: folders that may be members of the
+    group that were moved. is_alone: treat the store as new and without a group, whatever the store's MARK says.
     """
 
     def __init__(
         self, folder: FolderState, shards: Shards | None = None, beside: Sequence[Path] = (), is_alone: bool = False
     ) -> None:
         self.folder, self.shards, self.beside = folder, shards or {}, beside
-        self._folders = {os.path.realpath(folder.path): folder}  # by real path, so that each MARK is read only once
-        self.mark_folder = folder.recovery_folder  # the folder whose MARK contains the record, or its file's path
+        self._folders = {os.path.realpath(folder.path): folder}  # by real path, so that each MARK is read once
+        self.mark_folder = folder.recovery_folder  # its MARK contains the record, or the record file's path
         mark, group = self.mark_folder.mark, OldGroup.of(self.mark_folder.mark)
         self.path: Path | None = None  # the record file; None if the record is in the store's MARK
         self.store = mark.store or (group.id if group is not None else secrets.token_hex(8))
@@ -81,12 +81,12 @@ class GroupFile:
         return result
 
     def read_again(self) -> Self:
-        """Read the record again, since it may have changed before this process locked it. Raises StoreError."""
+        """Read the record again, because it may have changed before this process locked it. Raises StoreError."""
         return self if self.path is None else type(self)(self.folder, self.shards, self.beside)
 
     @property
     def key(self) -> str:
-        """A path that identifies the group: equal for all its stores, different for other groups."""
+        """A path that identifies the group: equal for all stores in the group, different for other groups."""
         return os.path.realpath(self.mark_folder.path if self.path is None else self.path)
 
     def _follow(self, link: Link) -> tuple[Path, Record]:
@@ -107,17 +107,17 @@ class GroupFile:
                 raise RecordError(
                     f"{str(self.folder.path)!r} is trained together with other embeddings, and the group's record is "
                     f"missing or damaged, {error}",
-                    "put that file back; or take the store out of its group by `tierbed store detach`, and load one "
-                    f"of its snapshots ({names})",
+                    "put the record file back; or take the store out of its group by `tierbed store detach`, and load "
+                    f"one of its snapshots ({names})",
                 )
 
     def _check_listed(self) -> None:
         """Raises StoreError if the record does not list this store, or lists another folder with the same id."""
         if self.store not in self.record.now:
             raise RecordError(
-                f"{str(self.folder.path)!r} leads to the record {str(self.path)!r}, which does not list it: the "
-                "folder is a copy from before the store was taken out of the group",
-                "run `tierbed store detach` on it, and load one of its snapshots",
+                f"the group's record {str(self.path)!r} does not list {str(self.folder.path)!r}: this folder is a copy "
+                "from before the store was taken out of the group",
+                "run `tierbed store detach` on the folder, and load one of its snapshots",
             )
         twins = [twin for twin in self._find_folders(self.store) if twin.recovery_folder.mark.store == self.store]
         own_paths = (self.folder.path, self.folder.snapshot_store.path)
@@ -130,7 +130,7 @@ class GroupFile:
             )
 
     def _find_by_path(self) -> bool:
-        """Find the record that lists this folder's path, if MARK is lost but snapshots exist. Returns True if found."""
+        """Find the record that lists this folder. Used if MARK is lost but snapshots exist. Returns True if found."""
         if list_snapshots(self.folder.snapshots).snapshots:
             for path in sorted(self.folder.path.parent.glob(f"{PREFIX}*")):
                 with suppress(OSError, *INVALID):
@@ -143,22 +143,22 @@ class GroupFile:
         return False
 
     def write_mark(self, mark_folder: StoreFolder, store: str, **fields: Any) -> None:
-        """Write the record, or a link to its file, into a store's MARK, and change `fields` there. StoreError."""
+        """Write the record, or a link to the record file, and `fields` into a store's MARK. Raises StoreError."""
         record, link = (self.record, None) if self.path is None else (None, Link.to(self.path, mark_folder.path))
         if fields or (mark_folder.mark.record, mark_folder.mark.link) != (record, link):
             mark_folder.change(store=store, record=record, link=link, old={}, **fields)
 
     @property
     def last_snapshot(self) -> str | None:
-        """The name of the store's snapshot in the commit; None if there is no such snapshot."""
+        """The name of the store's snapshot in the record's `commit`, or None if the commit is empty."""
         id = self.record.commit[self.store]
         return None if id == EMPTY else name_of(self.folder.snapshots, id)
 
     def members(self, lenient: bool = False) -> dict[str, FolderState]:
-        """Returns the members' folders by store id.
+        """Returns the folders of the group's members, by store id.
 
-        Raises StoreError if a member's folder is missing, or is not in the group, such as a copy from before the member
-        joined. lenient: leave such members out instead.
+        Raises StoreError if a member's folder is missing or not in the group, for example an old copy from before the
+        member joined. lenient: leave out such a member instead of raising.
         """
         folders = {self.store: self.folder}
         for store, location in self.record.places.items():
@@ -168,8 +168,8 @@ class GroupFile:
             if not candidates and not lenient:
                 raise StoreError(
                     f"{location.absolute!r} is missing, the folder of embedding {location.name!r}, which was trained "
-                    f"together with {self.folder.path.name!r}. Put it back; or start over with the store option "
-                    'open="fresh" in each; or continue without its rows with open="mixed"'
+                    f"together with {self.folder.path.name!r}. Put the folder back; or start over with the store "
+                    'option open="fresh" for each; or continue without the missing rows with open="mixed"'
                 )
             member = next((candidate for candidate in candidates if self._leads_here(candidate, store)), None)
             if member is not None:
@@ -177,13 +177,13 @@ class GroupFile:
             elif not self.record.joining and not lenient:
                 raise StoreError(
                     f"{str(candidates[0].path)!r} is not in the group of {self.folder.path.name!r}: it is new, a copy "
-                    "from before they were trained together, or another store. Put the right folder back; or start "
-                    'over with the store option open="fresh" in each; or accept it as it is with open="mixed"'
+                    "from before both were trained together, or another store. Put the right folder back; or start "
+                    'over with the store option open="fresh" for each; or accept the folder as is with open="mixed"'
                 )
         return folders
 
     def _find_folders(self, store: str) -> list[FolderState]:
-        """The existing folders among the record's paths for a store, and the folders with its name in `beside`."""
+        """Returns the existing folders among the record's paths for a store, and folders in `beside` with its name."""
         assert self.path is not None
         location = self.record.places[store]
         moved = [] if store == self.store else [path for path in self.beside if path.name == location.name]
@@ -196,7 +196,7 @@ class GroupFile:
         mark = folder.recovery_folder.mark
         if not mark.exists:  # MARK is lost
             return bool(list_snapshots(folder.snapshots).snapshots)
-        if mark.link is None:  # an earlier version trained the store, and no run has opened the store since
+        if mark.link is None:  # only an earlier version of tierbed trained the store so far
             group = OldGroup.of(mark)
             return group is not None and group.id == store and self.store in group.others
         is_direct = any(os.path.realpath(path) == self.key for path in mark.link.paths(folder.recovery_folder.path))
@@ -208,12 +208,12 @@ class GroupFile:
         return Files(live, {snapshot.manifest.id for snapshot in list_snapshots(folder.snapshots).snapshots})
 
     def read_shards(self, folder: FolderState) -> Mapping[int, str | None]:
-        """The versions of a store's shards by rank, from `self.shards`, or else read from the shards on this host."""
+        """Returns the versions of a store's shards by rank: from `self.shards`, or else from shards on this host."""
         versions = self.shards.get(str(folder.path))
         return shard_versions(folder.path, folder.ranks) if versions is None else versions
 
     def check_closed(self) -> None:
-        """Raises StoreError if the last run did not close a member. Called for the store option open="error"."""
+        """Raises StoreError if the last run did not close all members. Called for the store option open="error"."""
         unclosed = []
         for store, folder in self.members(lenient=True).items():
             live = self.record.now[store].live if folder.ranks else None
@@ -222,7 +222,7 @@ class GroupFile:
         if unclosed and self.path is None:
             raise StoreError(
                 f"store folder {unclosed[0]} was not closed by its last run, so its live rows cannot be used; "
-                'open="resume" restores the last snapshot or starts empty'
+                'open="resume" restores the last snapshot, or starts empty if there is none'
             )
         if unclosed:
             raise StoreError(
@@ -238,16 +238,16 @@ class GroupFile:
         if remote and entry.live and {*shards.values()} <= {entry.live} and not is_saved:
             problem = f"the shards of rank {', '.join(remote)} are not" if shards else "none of their shards is"
             raise StoreError(
-                f"store folder {str(folder.path)!r} has live rows of {ranks} ranks, and {problem} here: open it where "
-                f"they are, with {ranks} ranks, and save a snapshot. To do without these rows, `tierbed snapshot load` "
-                'loads a snapshot, and open="fresh" starts empty'
+                f"store folder {str(folder.path)!r} has live rows of {ranks} ranks, and {problem} here: open the store "
+                f"on the hosts with all shards, with {ranks} ranks, and save a snapshot. To do without these rows, "
+                'load a snapshot by `tierbed snapshot load`, or start empty with open="fresh"'
             )
 
     def target(self) -> dict[str, Entry]:
-        """Choose the rows that each member opens with, if no process trains any member.
+        """Choose the durable rows that each member opens with while no process trains the group.
 
-        Raises StoreError if no moment has rows of all members, SnapshotError if a damaged snapshot makes the choice
-        uncertain.
+        Raises StoreError if all members share no moment with durable rows, and SnapshotError if a damaged snapshot
+        makes the choice uncertain.
         """
         members, record, commit = self.members(), self.record, self.record.commit
         for store, folder in members.items():
@@ -265,32 +265,32 @@ class GroupFile:
         lost = [text for store, folder in in_order if (text := self._missing_commit(store, folder, members))]
         raise StoreError(
             "embeddings that are trained together were not closed by their last run, and they have no saved step in "
-            f"common: {rows}. {''.join(f'{text}: put it back. ' for text in lost)}Load a checkpoint by "
-            "graph.load or load_checkpoint; or a snapshot into each by load_snapshot, or `tierbed snapshot load`; or "
-            'start over with the store option open="fresh" in each; or accept these rows as they are with open="mixed"'
+            f"common: {rows}. {''.join(f'{text}: put it back. ' for text in lost)}Load a checkpoint by graph.load or "
+            "load_checkpoint; or load a snapshot into each by load_snapshot or `tierbed snapshot load`; or start over "
+            'with the store option open="fresh" for each; or accept rows of different steps with open="mixed"'
         )
 
     def _missing_commit(self, store: str, folder: FolderState, members: Mapping[str, FolderState]) -> str:
-        """Describe the store's snapshot of the commit if that snapshot is missing; otherwise return ""."""
+        """Describe the snapshot that `commit` names for the store, if it is missing on disk; otherwise return ""."""
         id = self.record.commit[store]
         if id in (EMPTY, UNKNOWN) or id in self.files(folder).snapshots:
             return ""
         snapshots = [s for member in members.values() for s in list_snapshots(member.snapshots).snapshots]
         same_save = [snapshot.name for snapshot in snapshots if snapshot.manifest.id[:16] == id[:16]]
         name = f"{same_save[0]!r} " if same_save else ""
-        return f"{folder.path.name!r} lacks snapshot {name}(id {id}) of the last step that all had saved"
+        return f"{folder.path.name!r} lacks snapshot {name}(id {id}) of the last step that all of them had saved"
 
     def choose_after_kill(self) -> dict[str, Entry]:
-        """The rows that each member would open with if every process with an open store were killed now."""
+        """Choose the rows that members would open with if all processes that have them open were killed now."""
         now = {store: Entry(entry.snapshot) for store, entry in self.record.now.items()}
         return self.copy_with(record=replace(self.record, now=now)).target()
 
     def choose_own_entry(self) -> Entry:
-        """The rows that the store opens with while another process trains members of its group. NOTHING if unknown."""
+        """Choose the rows to open the store with while another process trains its group. NOTHING if unknown."""
         return usable(self.record.now[self.store], self.files(self.folder))
 
     def newest(self) -> dict[str, Entry]:
-        """Each member's newest durable rows, even if members then have rows of different steps. For open="mixed"."""
+        """Choose each member's newest durable rows, even if their steps differ. Used for open="mixed"."""
         chosen = {}
         for store, folder in self.members(lenient=True).items():
             files, ids = self.files(folder), [entry.manifest.id for entry in list_snapshots(folder.snapshots).snapshots]
@@ -303,7 +303,7 @@ class GroupFile:
 def check_one_moment(names: Sequence[str], snapshots: Sequence[Snapshot]) -> None:
     """Raises SnapshotError if the snapshots were saved at different steps. names: the snapshots' embeddings.
 
-    All ids of one save share their first half. An earlier version's snapshots of one save share `Manifest.moment`.
+    Snapshots saved together share the first half of their ids, or `Manifest.moment` if an earlier version saved them.
     """
     manifests = [snapshot.manifest for snapshot in snapshots]
     moments = {snapshot.moment for snapshot in manifests}
@@ -313,12 +313,12 @@ def check_one_moment(names: Sequence[str], snapshots: Sequence[Snapshot]) -> Non
         steps = ", ".join(f"{name!r} at step {snapshot.description['step']}" for name, snapshot in pairs)
         raise SnapshotError(
             f"the snapshots {snapshots[0].name!r} were not saved together, and have rows of different steps: {steps}. "
-            "Load each by itself, or give the name of a save of all of them"
+            "Load each store by itself, or give the name of a snapshot that was saved for all of them together"
         )
 
 
 def lock_group(file: GroupFile) -> FileLock:
-    """Lock the group whose record was read. Raises StoreError if another process has locked the group."""
+    """Lock the group that `file` describes. Raises StoreError if another process has locked the group."""
     assert file.path is not None
     try:
         return FileLock(lock_path(file.path), f"the group of {file.folder.path.name!r}")
@@ -326,25 +326,25 @@ def lock_group(file: GroupFile) -> FileLock:
         names = ", ".join(sorted(repr(location.name) for location in file.record.places.values()))
         raise StoreError(
             f"process {error.holder} trains embeddings of the group {names}, and only one process at a time can. Train "
-            "them in one process or one world, or take a store out by `tierbed store detach` after that process ends"
+            "all in one process or one world, or take a store out by `tierbed store detach` after that process ends"
         ) from None
 
 
 def lock_path(path: Path) -> Path:
-    """The lock file next to a record file. Must be locked before the record or any member's rows are written."""
+    """Returns a record file's lock file. Lock this file before writing the record or any member's rows."""
     return path.with_name(f"{path.name}.LOCK")
 
 
 def write_record(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a record file, or a file that forwards to another record. Raises StoreError."""
+    """Write a record file. Its content is a record, or the path of another record file. Raises StoreError."""
     try:
         write_atomically(path, seal(content))
     except OSError as error:
-        raise StoreError(f"cannot write {str(path)!r}, the record of a group: {error}; {FolderState.remedy}") from error
+        raise StoreError(f"cannot write the group's record {str(path)!r}: {error}; {FolderState.remedy}") from error
 
 
 def remove_record(path: Path) -> None:
-    """Remove a record file that no store leads to any more, and its lock. Errors are ignored."""
+    """Remove a record file that no store's MARK names any more, and its lock file. Errors are ignored."""
     with suppress(OSError):
         path.unlink()
         lock_path(path).unlink()

@@ -1,4 +1,4 @@
-"""Links a snapshot into a second folder, without copying its rows if the file system allows it."""
+"""Links a snapshot into a second folder with hard links, or copies its files if hard links are not possible."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ STATE_PREFIX = "state_dict-"  # name prefix of a snapshot that `state_dict()` ma
 
 
 def link_snapshot(snapshot: Snapshot, folder: Path) -> None:
-    """Make `folder` the same snapshot, durably, with hard links, or with copies on another file system.
+    """Durably make `folder` the same snapshot, with hard links, or with copies if `folder` is on another file system.
 
-    Follows symbolic links. Raises SnapshotError, and then leaves no files.
+    Follows symbolic links. After a SnapshotError, no files are left in `folder`.
     """
     try:
         with atomic_folder(folder) as target:
@@ -46,7 +46,7 @@ def link_snapshot(snapshot: Snapshot, folder: Path) -> None:
 def linked(source: Path, store: FolderState) -> Iterator[Snapshot]:
     """Yield the store's snapshot with the name of `source`. If the store lacks this name, first link `source` there.
 
-    If the block fails, a newly linked snapshot is removed, unless recovery has come to need it.
+    If the `with` block raises, removes a newly linked snapshot, except if recovery needs it by then.
     """
     snapshot, folder = Snapshot.open(source), store.snapshots / source.name
     is_new = not os.path.lexists(folder)
@@ -69,8 +69,8 @@ def check_linked(snapshot: Snapshot, folder: Path) -> None:
     existing = Snapshot.open(folder)
     if existing.manifest != snapshot.manifest:
         raise SnapshotError(
-            f"{str(folder)!r} and {str(snapshot.folder)!r} are different snapshots with one name; rename or "
-            "remove the former"
+            f"{str(folder)!r} and {str(snapshot.folder)!r} are different snapshots with the same name; rename or "
+            "remove the first"
         )
     if not os.path.samefile(folder / MANIFEST, snapshot.folder / MANIFEST):
         existing.verify()
@@ -80,13 +80,13 @@ def _link(file: str, to: str) -> None:
     check_regular(Path(file))
     try:
         os.link(os.path.realpath(file) if os.path.islink(file) else file, to)
-    except OSError:  # another file system, or no hard links
+    except OSError:  # `to` is on another file system, or hard links are not supported
         shutil.copyfile(file, to)
         fsync_file(Path(to))
 
 
 def remove_snapshot(folder: Path) -> None:
-    """Remove a snapshot, if it exists. A kill leaves the snapshot complete or absent. Raises SnapshotError."""
+    """Remove a snapshot, if it exists. After a kill, the snapshot is complete or absent. Raises SnapshotError."""
     temporary = folder.parent / f"{TEMPORARY}.{folder.name}"  # a save in progress uses another name
     try:
         remove_folder(temporary)

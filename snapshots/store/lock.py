@@ -1,4 +1,4 @@
-"""A lock file. One process at a time can lock the file, which contains that process's id."""
+"""A file that one process at a time can lock. A locked file contains the id of the process that locked it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ os.register_at_fork(after_in_child=_close_after_fork)
 
 
 class InUseError(Exception):
-    """A file is already locked. holder: process id, or "unknown" after a full disk. user: what locked it, if here."""
+    """A file is already locked. holder: the process id, or "unknown". user: what in this process locked the file."""
 
     def __init__(self, holder: str, user: str = "") -> None:
         super().__init__(holder)
@@ -29,7 +29,7 @@ class InUseError(Exception):
 
 
 class FileLock:
-    """A file that is locked until `release` or the end of the process. Raises InUseError, OSError."""
+    """A file that stays locked until `release` or the end of this process. Raises InUseError, OSError."""
 
     def __init__(self, path: Path, user: str) -> None:
         self.path = path
@@ -61,14 +61,14 @@ class FileLock:
         return self._descriptor is not None and os.path.samestat(status, os.fstat(self._descriptor))
 
     def release(self) -> None:
-        """Release the lock. May be called again."""
+        """Release the lock, if it is still locked."""
         if self._descriptor is not None:
             self._write_holder(b"")
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a forked child may still hold a copy of the descriptor
             self._close()
 
     def _write_holder(self, process: bytes) -> None:
-        """Overwrite the process id in the file. This needs no disk space. If it fails, the holder is unknown."""
+        """Overwrite the process id in the file. If the write fails, other processes report an unknown holder."""
         assert self._descriptor is not None
         with contextlib.suppress(OSError):
             os.pwrite(self._descriptor, process.rjust(20) + b"\n", 0)

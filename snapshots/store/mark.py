@@ -1,4 +1,4 @@
-"""The content of MARK, a file in each store folder, as an immutable value."""
+"""The content of the file MARK, which each store folder contains, as an immutable value."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ LIVE_FOLDERS = ("live", "live-2")
 
 
 class RanksRecord(NamedTuple):
-    """How many ranks share the live rows as shards. The fields `run` and `saved` come from an earlier version."""
+    """How many ranks divide the live rows into shards. Only earlier versions wrote the fields `run` and `saved`."""
 
     ranks: int
     run: str = ""  # the id of the run that wrote the first rows
-    saved: int = -1  # the number of that run's collective writes before the recovery snapshot's save or load
+    saved: int = -1  # how many collective writes preceded the recovery snapshot's save or load
 
 
 class Link(NamedTuple):
-    """The path of a group's record file: relative to the folder that contains the link, and absolute."""
+    """The path of a group's record file, twice: relative to the folder that stores the link, and absolute."""
 
     relative: str
     absolute: str
@@ -40,16 +40,16 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True)
 class Mark:
-    """MARK's content."""
+    """The content of the file MARK."""
 
     exists: bool = True  # False if the file is missing or damaged
-    clean_marker: dict[str, Any] | None = None  # describes the live rows; None if they are absent or not clean
+    clean_marker: dict[str, Any] | None = None  # describes the live rows; None if absent or not clean
     live: str = LIVE_FOLDERS[0]
-    ranks: RanksRecord | None = None  # set if several ranks share the rows
+    ranks: RanksRecord | None = None  # set if several ranks divide the rows
     store: str = ""  # the store's id
     record: Record | None = None  # set if the store trains alone
     link: Link | None = None  # the group's record file; set if the store trains together with others
-    old: Mapping[str, Any] = field(default_factory=dict)  # what an earlier version wrote instead of record and link
+    old: Mapping[str, Any] = field(default_factory=dict)  # earlier versions wrote this instead of record and link
 
     def plain(self) -> dict[str, Any]:
         fields: dict[str, Any] = {
@@ -64,7 +64,7 @@ class Mark:
 
     @classmethod
     def parse(cls, data: bytes) -> Mark:
-        """Parse the file's content. If the content is damaged, the result has `exists=False`."""
+        """Parse the content of a file MARK. If the content is damaged, the result has `exists=False`."""
         try:
             content = unseal(data)
             if not isinstance(content, dict) or not content:
@@ -85,7 +85,7 @@ class Mark:
 
 
 def live_version(marker: Mapping[str, Any] | None) -> str | None:
-    """The version of the live rows described by a clean marker; None without a marker."""
+    """Returns the version of the live rows that a clean marker describes, or None without a marker."""
     if marker is None:
         return None
     match marker.get(SHARD), marker.get(LIVE):

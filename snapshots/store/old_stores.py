@@ -1,4 +1,4 @@
-"""Builds the record of stores that lack a record: new stores, and stores from an earlier version."""
+"""Builds the record of a store that lacks one: a new store, or a store that an earlier version wrote."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNKNOWN = "unknown"  # the id of a snapshot that no folder has
 
 
 class OldGroup(NamedTuple):
-    """A group as an earlier version stored it. id: this store's id. others: the other stores' locations, by id."""
+    """A training group as an earlier version stored it. id: this store's. others: other stores' locations, by id."""
 
     id: str
     others: dict[str, Location]
@@ -33,10 +33,10 @@ class OldGroup(NamedTuple):
 
 
 def _candidates(home: FolderState) -> Iterator[tuple[str, bool]]:
-    """Yields the recovery snapshot's possible names in an earlier version's MARK, best first. "" means no snapshot.
+    """Yields the names in an earlier version's MARK that the recovery snapshot may have, best first, "" for none.
 
     Each name comes with True if a user saved or loaded the snapshot, False if a state_dict did. MARK may also list the
-    ids that a snapshot had before its save. A snapshot that still has such an id was not saved, and is skipped.
+    ids that a snapshot had before its save. A snapshot that still has such an id was not saved, so it is skipped.
     """
     candidates = home.mark.old.get(OLD_CANDIDATES)
     for candidate in candidates if isinstance(candidates, list) else ():
@@ -48,7 +48,7 @@ def _candidates(home: FolderState) -> Iterator[tuple[str, bool]]:
 
 
 def make_store_record(store: str, folder: FolderState, live: str | None, shards: Mapping[int, str | None]) -> Record:
-    """The record of a store that is new or trained alone. live: its rows' version. shards: shards' versions by rank."""
+    """Returns the record of a new store or one trained alone. live: its rows' version. shards: versions by rank."""
     home = folder.recovery_folder
     ids = {"": EMPTY} | {snapshot.name: snapshot.manifest.id for snapshot in list_snapshots(folder.snapshots).snapshots}
     candidates = [*_candidates(home)]
@@ -57,7 +57,7 @@ def make_store_record(store: str, folder: FolderState, live: str | None, shards:
     if len(shards) < folder.ranks and None not in shards.values() and len({*shards.values()}) < 2:
         live = next(iter(shards.values()), UNKNOWN)  # the missing shards may be on other hosts
     is_commit = home.mark.ranks is not None and live == f"{home.mark.ranks.run}:{home.mark.ranks.saved}"
-    is_commit |= live == version_of_snapshot(commit)  # a kill ended the first close before the record was written
+    is_commit |= live == version_of_snapshot(commit)  # killed in the first close, before the record was written
     is_commit |= live is None and not folder.was_open
     commits = {store: commit}
     return Record(
@@ -72,9 +72,9 @@ def make_store_record(store: str, folder: FolderState, live: str | None, shards:
 def make_group_record(
     folder: FolderState, group: OldGroup, files: Callable[[FolderState], Files]
 ) -> tuple[Path, Record | None]:
-    """The path and record of stores that trained together. The record's commit is the stores' newest common save.
+    """Returns the path and record of stores that trained together. The commit is their newest save together.
 
-    The record is None if its file exists already, because another store was opened before. files: reads a store.
+    The record is None if its file already exists because another store was opened before. files: reads a store's files.
     """
     folders, pending = dict[str, FolderState](), [(group, folder)]
     places = dict[str, Location]()  # locations by store id, including missing stores

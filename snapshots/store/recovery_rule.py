@@ -2,18 +2,18 @@
 
 Embeddings that one process trains together must also be recovered together. For example, a step that updated users and
 items must not survive for users only. After a kill, only snapshots and cleanly closed live rows can be trusted, because
-a step may have changed only some of the other live rows.
+other live rows may contain half of a step.
 
 A *moment* is a point between two steps. The *record* is a small file with an *entry* for each store. The entry names
 durable rows, such as a snapshot, that equaled the store's current rows when the record was written. Saves, loads and
 closes write the record. Of all steps, only the first writes the record: it removes the live rows from the entry,
-because the step is about to change these rows. The record also names two sets of snapshots. The *commit* has each
-store's snapshot of the newest moment that all stores have saved. `before` names the snapshots of one moment earlier.
+because the step is about to change these rows. The record also names two sets of snapshots. The *commit* names each
+store's snapshot of the newest moment that all stores have saved, and `before` is the previous commit.
 
-On the next start, `choose` uses the entries if each one names rows that still exist. Otherwise some store lacks rows of
-the entries' moment, so all stores go back to the commit, or to `before` if a snapshot of the commit is gone.
-`next_record` computes what a save, load or close writes. All functions here are pure; tests/crash/record_model.py
-checks them on random histories.
+On the next start, `choose` uses the entries if each entry names rows that still exist. Otherwise some store lacks rows
+of the entries' moment, so all stores go back to the commit, or to `before` if a snapshot of the commit was removed.
+`next_record` computes the record that a save, load or close writes. All functions here are pure, and
+tests/crash/record_model.py checks them on random histories.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 EMPTY, FOREVER = "EMPTY", sys.maxsize
-SnapshotIds = Mapping[str, str]  # from store to the id of a snapshot, or EMPTY for no rows
+SnapshotIds = Mapping[str, str]  # maps a store's id to a snapshot's id, or to EMPTY for no rows
 
 
 class Entry(NamedTuple):
-    """The durable rows that equal a store's current rows: a snapshot or EMPTY, live rows, both, or neither."""
+    """Names the durable rows that equal a store's current rows: a snapshot (or EMPTY), the live rows, both, or none."""
 
     snapshot: str | None = None  # a snapshot's id, or EMPTY
     live: str | None = None  # the version in the live rows' clean marker, the same for all shards
@@ -40,46 +40,46 @@ NOTHING = Entry()
 
 
 def version_of_snapshot(id: str | None) -> str:
-    """The version of live rows that equal snapshot `id`, or are empty, and were not written since."""
+    """Returns the version of live rows that were loaded from snapshot `id`, or emptied, and not written since."""
     return f"{id}:0"
 
 
 class Location(NamedTuple):
-    """A store's name, and its folder's path: relative to the record's folder, and absolute."""
+    """A store's name and its folder's path, both relative to the record's folder and absolute."""
 
     name: str
     relative: str
     absolute: str
-    snapshots: str = ""  # the store folder that contains the snapshots, if that is another folder
+    snapshots: str = ""  # the store folder that contains the snapshots, if it is another one
 
     @classmethod
     def of(cls, store: Path, snapshot_store: Path, folder: Path) -> Location:
-        """Describe where a store is, for a record in `folder`."""
+        """Returns where a store is, for a record in `folder`."""
         snapshots = "" if snapshot_store == store else str(snapshot_store)
         return cls(store.name, os.path.relpath(store, folder), str(store), snapshots)
 
     def paths(self, folder: Path) -> list[Path]:
-        """Returns the paths where the store may be, for a record in `folder`. The snapshots' store folder is last."""
+        """Returns the paths where the store may be, for a record in `folder`. The snapshots' folder comes last."""
         paths = [Path(os.path.normpath(folder / self.relative)), Path(self.absolute)]
         return [*paths, Path(self.snapshots)] if self.snapshots else paths
 
 
 @dataclass(frozen=True)
 class Record:
-    """The record's content. All maps are by store id."""
+    """The content of a record. The keys of all maps are store ids."""
 
-    now: Mapping[str, Entry]  # the entries, as of the record's last write
+    now: Mapping[str, Entry]  # the entries when the record was last written
     commit: SnapshotIds  # the stores' snapshots of the newest moment that all stores have saved
-    before: SnapshotIds  # the stores' snapshots of the moment before that
+    before: SnapshotIds  # the stores' snapshots of the previous commit
     places: Mapping[str, Location] = field(default_factory=dict)  # empty if the record is in its only store's MARK
-    trained: frozenset[str] = frozenset()  # the stores written since a process locked the group
+    trained: frozenset[str] = frozenset()  # stores written since a process locked the group
     parents: Mapping[str, str] = field(default_factory=dict)  # the snapshots that the user last saved or loaded
-    undone: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # range (low, high] of skipped sequences
-    joining: bool = False  # stores join or leave: a listed store whose MARK leads elsewhere is no member
+    undone: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # skipped sequences: (low, high]
+    joining: bool = False  # groups now join or split: a store whose MARK names another record is no member
 
     @property
     def unchanged(self) -> dict[str, Entry]:
-        """The entries without live rows. A store in `trained` gets NOTHING, because its rows may have changed."""
+        """The snapshots that the entries name. A store in `trained` gets NOTHING, because its rows may have changed."""
         return {store: NOTHING if store in self.trained else Entry(entry.snapshot) for store, entry in self.now.items()}
 
     def plain(self) -> dict[str, Any]:
@@ -104,43 +104,43 @@ class Record:
         return record
 
 
-NO_RECORD = Record({}, {}, {})  # used by a process that does not write the record
+NO_RECORD = Record({}, {}, {})  # for a process that writes no record
 
 
 class Files(NamedTuple):
-    """What recovery reads from a store's files."""
+    """What recovery needs to know about a store's files."""
 
     live: Sequence[str | None]  # the version in each shard's clean marker
     snapshots: Collection[str]  # the ids of the store's snapshots
 
     @property
     def common_version(self) -> str | None:
-        """The version that all shards have in common; None if versions differ or are missing."""
+        """The live rows' version if it is the same for all shards; None if versions differ or are missing."""
         return self.live[0] if len({*self.live}) == 1 else None
 
 
 @dataclass(eq=False)
 class Interval:
-    """From moment `first` to `last`, a store had a snapshot's rows. Known only to the process that locks the group."""
+    """A store had a snapshot's rows from moment `first` to `last`. Only the process that locks the group knows this."""
 
     snapshot: str  # the snapshot's id; "" until the save has ended
     first: int
     last: int = FOREVER
 
     def end(self, moment: int) -> None:
-        """End the interval at `moment`, because the rows are about to change."""
+        """End the interval at `moment`, because the store's rows are about to change."""
         self.last = min(self.last, moment)
 
 
 def usable(entry: Entry, files: Files) -> Entry:
-    """Drop from an entry what does not exist on disk: a missing snapshot, or live rows of an unclean shard."""
+    """Drop from an entry what does not exist on disk: a missing snapshot, or live rows with an unclean shard."""
     has_snapshot = entry.snapshot == EMPTY or entry.snapshot in files.snapshots
     has_live = entry.live is not None and all(live == entry.live for live in files.live)
     return Entry(entry.snapshot if has_snapshot else None, entry.live if has_live else None)
 
 
 def choose(record: Record, files: Mapping[str, Files]) -> dict[str, Entry] | None:
-    """Choose the rows that each member opens with if no process locks the group. None if no complete set is left."""
+    """Choose the rows that each member opens with if no process locks the group. None if rows of all are not found."""
     for entries in (record.now, *({x: Entry(ids[x]) for x in files} for ids in (record.commit, record.before))):
         chosen = {x: usable(entries[x], store_files) for x, store_files in files.items()}
         if NOTHING not in chosen.values():
@@ -170,7 +170,7 @@ def union(records: Sequence[Record], entries: Mapping[str, Entry]) -> Record:
 
 
 def next_record(record: Record, entries: Mapping[str, Entry], snapshots: SnapshotIds | None) -> Record:
-    """Returns the record to write. entries: the members' entries. snapshots: of the newest moment, if any."""
+    """Returns the record to write. entries: the members' entries. snapshots: of the newest shared moment, or None."""
     result = union([record], entries)
     if snapshots is not None and snapshots != result.commit:
         result = replace(result, commit=dict(snapshots), before=result.commit)
@@ -178,6 +178,6 @@ def next_record(record: Record, entries: Mapping[str, Entry], snapshots: Snapsho
 
 
 def needed(record: Record, store: str) -> set[str]:
-    """A store's snapshots that must not be removed. Snapshots in `before` may be removed, but then cannot be used."""
+    """Returns the ids of a store's snapshots that must not be removed. Snapshots in `before` may be removed."""
     ids = {record.now.get(store, NOTHING).snapshot, record.commit.get(store), record.parents.get(store)}
     return {id for id in ids if id not in (None, EMPTY)}

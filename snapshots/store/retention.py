@@ -1,4 +1,4 @@
-"""Decides which of a store's snapshots to keep, and removes the others."""
+"""Decides which snapshots of a store to keep, and removes the other snapshots."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ log = logging.getLogger("tierbed")
 
 
 class PrunePlan(NamedTuple):
-    """The snapshots that a prune keeps and removes, each from oldest to latest."""
+    """The snapshots that a prune keeps and removes. Each list is sorted from oldest to latest."""
 
     kept: list[Snapshot]
     removed: list[Snapshot]
-    kept_for_recovery: list[Snapshot]  # the snapshots in `kept` that only recovery needs
+    kept_for_recovery: list[Snapshot]  # the part of `kept` that only recovery needs
 
 
 def plan_prune(
@@ -36,11 +36,11 @@ def plan_prune(
     recovery_snapshots: Collection[str] = (),
     of_states: Collection[str] = (),
 ) -> PrunePlan:
-    """Decide which of `snapshots`, from oldest to latest, a prune keeps. All parents of kept snapshots are kept too.
+    """Decide which `snapshots` a prune keeps. The parents of a kept snapshot are kept too.
 
-    keep_last: how many of the latest snapshots to keep. keep_every: also keep the first snapshot at or after each
-    multiple of this many steps. recovery_snapshots: names that recovery may load; kept. of_states: names that
-    state_dicts need; kept, and not counted in keep_last. Raises OptionError, or SnapshotError if a parent is missing.
+    snapshots: from oldest to latest. keep_last: how many latest snapshots to keep. keep_every: also keep the first
+    snapshot at or after each multiple of this many steps. recovery_snapshots: names to keep because recovery may load
+    them. of_states: names to keep for state_dicts, not counted in keep_last. Raises OptionError, SnapshotError.
     """
     keep_last = int_option("keep_last", keep_last, "a whole number from 1", 1)
     if keep_every is not None:
@@ -65,7 +65,7 @@ def plan_prune(
 
 
 def plan_for(store: FolderState, keep_last: int, keep_every: int | None = None) -> PrunePlan:
-    """Returns what `prune` would do. Raises the errors that `prune` would raise."""
+    """Returns the plan of a `prune` with these arguments. Raises the same errors as `prune`."""
     snapshots, damaged = list_snapshots(store.snapshots)
     for error in damaged.values():
         raise SnapshotError(f"nothing is pruned while a snapshot cannot be read: {error}") from error
@@ -74,14 +74,14 @@ def plan_for(store: FolderState, keep_last: int, keep_every: int | None = None) 
 
 
 def list_needed(store: FolderState) -> set[str]:
-    """Names of all `needed` snapshots, for this store and stores that share snapshots. SnapshotError, StoreError."""
+    """Returns names of snapshots `needed` by this store or others that share them. SnapshotError, StoreError."""
     ids = {id for file in map(find_group_file, store.sharing) for id in needed(file.record, file.store)}
     snapshots = list_snapshots(store.snapshots).snapshots
     return {snapshot_by_id(store.snapshots, id).name for id in ids & {snapshot.manifest.id for snapshot in snapshots}}
 
 
 def find_undone_names(snapshots: Path, record: Record, store: str) -> set[str]:
-    """The names of a store's snapshots that recovery skipped. A run may save these names again."""
+    """Returns the names of a store's snapshots that recovery skipped. A run may overwrite these snapshots."""
     low, high = record.undone.get(store, (0, 0))
     needed_ids = needed(record, store)
     return {
@@ -92,9 +92,9 @@ def find_undone_names(snapshots: Path, record: Record, store: str) -> set[str]:
 
 
 def link_state_snapshot(store: StoreFolder, id: str | None, keep: int | None) -> Path | None:
-    """Link snapshot `id` for a `state_dict()`. Returns the link, or None if `id` is None. Raises SnapshotError.
+    """Link a snapshot for a `state_dict()`. Returns the link, or None if `id` is None. Raises SnapshotError.
 
-    Before it makes a new link, removes all earlier `state_dict()` links except the latest `keep`.
+    First removes links that earlier calls of `state_dict()` made, except the latest `keep` links.
     """
     snapshot = None if id is None else snapshot_by_id(store.snapshots, id)
     link = None if snapshot is None else store.snapshots / (STATE_PREFIX + snapshot.manifest.id)
@@ -111,9 +111,9 @@ def is_state_snapshot(snapshot: Snapshot) -> bool:
 
 
 def _prune_states(store: StoreFolder, keep: int) -> None:
-    """Remove all state_dicts' snapshots except the latest `keep` and the ones that recovery or children need."""
+    """Remove the snapshots made by `state_dict()`, except the latest `keep` and any that recovery or a child needs."""
     snapshots = [snapshot for snapshot in list_snapshots(store.snapshots).snapshots if is_state_snapshot(snapshot)]
-    snapshots.sort(key=lambda snapshot: snapshot.folder.stat().st_mtime_ns)  # the link's time, not the save's
+    snapshots.sort(key=lambda snapshot: snapshot.folder.stat().st_mtime_ns)  # the time of the link, not of the save
     removable = snapshots[:-keep]
     needed = list_needed(store) if removable else set()
     for snapshot in removable:
@@ -121,7 +121,7 @@ def _prune_states(store: StoreFolder, keep: int) -> None:
             continue
         remove_snapshot(snapshot.folder)
         log.info(
-            "state_dict_snapshots=%d: removed snapshot %r; a state_dict at step %d names it and cannot be loaded",
+            "state_dict_snapshots=%d: removed snapshot %r; the state_dict at step %d that names it cannot be loaded",
             keep,
             snapshot.name,
             snapshot.description["step"],
@@ -129,7 +129,7 @@ def _prune_states(store: StoreFolder, keep: int) -> None:
 
 
 def keep_replaced(folder: Path) -> None:
-    """Link a snapshot under a second name before it is overwritten, because recovery may need it. SnapshotError."""
+    """Link a snapshot under a second name before an overwrite, because recovery may need it. SnapshotError."""
     snapshot = Snapshot.open(folder)
     link = folder.with_name(f"{REPLACED_PREFIX}{snapshot.manifest.id}")
     if not link.is_dir():  # a failed save may have left this link
@@ -137,7 +137,7 @@ def keep_replaced(folder: Path) -> None:
 
 
 def drop_replaced(store: StoreFolder) -> None:
-    """Remove the links made by `keep_replaced`, except links that recovery or children need. Raises SnapshotError."""
+    """Remove links that `keep_replaced` made, except links that recovery or a child needs. Raises SnapshotError."""
     try:
         replaced = [folder for folder in store.snapshots.glob(f"{REPLACED_PREFIX}*/") if is_replaced(folder)]
     except OSError as error:
@@ -157,8 +157,8 @@ def is_replaced(folder: Path) -> bool:
 def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> PrunePlan:
     """Remove a store's snapshots that `plan_prune` does not keep. Returns the plan.
 
-    Removes the latest snapshots first, so every remaining snapshot has its parents, even after a kill. Raises
-    SnapshotError and removes nothing if a manifest is damaged, because that snapshot's parent is unknown.
+    Removes the latest snapshots first, so that even after a kill, every remaining snapshot has its parents. If a
+    manifest is damaged, raises SnapshotError and removes nothing, because that snapshot's parent is unknown.
     """
     drop_replaced(store)
     plan = plan_for(store, keep_last, keep_every)
@@ -168,7 +168,7 @@ def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> 
 
 
 def remove_if_unreferenced(store: StoreFolder, saved: Snapshot) -> None:
-    """Remove a snapshot that neither recovery nor a child needs, and that was not replaced. Raises SnapshotError."""
+    """Remove a snapshot, except if recovery or a child needs it or it was replaced since. Raises SnapshotError."""
     folder = store.snapshots / saved.name
     if snapshot_id(folder) == saved.manifest.id and saved.name not in list_needed(store) and not find_children(folder):
         remove_snapshot(folder)

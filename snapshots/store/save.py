@@ -1,4 +1,4 @@
-"""Saves a store's rows as a snapshot of any kind. Used by open tables and by the command line."""
+"""Saves the rows of an open or closed store as a full or incremental snapshot, or as a RocksDB checkpoint."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ class SaveSource(NamedTuple):
     scan: Callable[[], Chunks]  # yields all rows
     record: Record  # the record of the store's group
     store: str  # the store's id in the record
-    rocksdb: RocksDB | None = None  # the database that contains all rows after `flush`
-    changes: Callable[[str], Iterator[Change] | None] = lambda since: None  # returns changes since snapshot id
+    rocksdb: RocksDB | None = None  # the database that contains all rows after its `flush`
+    changes: Callable[[str], Iterator[Change] | None] = lambda since: None  # changes since a snapshot id
     id: str | None = None  # the new snapshot's id
 
     @property
     def parent(self) -> str:
-        """The id of an incremental snapshot's parent; EMPTY if the rows have no snapshot."""
+        """The id of the snapshot that an incremental save continues, or EMPTY if there is none."""
         return self.record.parents.get(self.store, EMPTY)
 
 
 def check_save(store: StoreFolder, name: str, kind: str, source: SaveSource, overwrite: bool) -> None:
-    """Raises OptionError or SnapshotError if the source cannot be saved as snapshot `name`. Begins no save."""
+    """Raises OptionError or SnapshotError if the source cannot be saved as snapshot `name`. Writes nothing."""
     check_kind(kind)
-    drop_replaced(store)  # an unneeded replaced snapshot may be a child of the snapshot to overwrite
+    drop_replaced(store)  # a replaced snapshot may be a child of the snapshot to overwrite
     folder = store.snapshots / name
     reusable = find_undone_names(store.snapshots, source.record, source.store)
     if name not in reusable or not reusable.issuperset(find_children(folder)):
@@ -70,9 +70,9 @@ def check_save(store: StoreFolder, name: str, kind: str, source: SaveSource, ove
 def begin_save(
     store: StoreFolder, name: str, kind: str, source: SaveSource, overwrite: bool, new: NewSnapshots
 ) -> tuple[Path, Snapshot | None]:
-    """Begin a snapshot that `check_save` has checked. Raises SnapshotError, StoreError.
+    """Begin a save that `check_save` has checked. Raises SnapshotError, StoreError.
 
-    Returns the snapshot's final folder (filled when the save ends), and `find_parent` an incremental snapshot.
+    Returns the snapshot's final folder, which exists only when the save ends, and an incremental snapshot's parent.
     """
     folder = store.snapshots / name
     parent = find_parent(store, name, source) if kind == "incremental" else None
@@ -82,7 +82,7 @@ def begin_save(
     if name in find_undone_names(store.snapshots, source.record, source.store):
         for other in reversed(list_snapshots(store.snapshots).snapshots):
             if any(ancestor.name == name for ancestor in other.chain[:-1]):
-                remove_snapshot(other.folder)  # recovery skipped this descendant too, since it skipped the ancestor
+                remove_snapshot(other.folder)  # recovery skipped this snapshot too, because it skipped the ancestor
     if os.path.lexists(folder) and snapshot_id(folder) in needed(source.record, source.store):
         keep_replaced(folder)
     new.begin(folder, source.description, overwrite or os.path.lexists(folder))
@@ -90,7 +90,7 @@ def begin_save(
 
 
 class Part(NamedTuple):
-    """What one writer wrote. rows: the number of rows in the table, or in the writer's shard."""
+    """What one rank or process wrote. rows: the number of rows in the table, or in the writer's shard."""
 
     rows: int
     files: Files
@@ -106,10 +106,10 @@ def write_part(
     shard: HashShard | None = None,
     chunks: Chunks | None = None,
 ) -> Part:
-    """Write a source's rows durably into the snapshot `folder` that `begin_save` began. SnapshotError, StoreError.
+    """Write a source's rows durably into the snapshot `folder` that `begin_save` began.
 
-    parent: from `begin_save`, restricted to `shard`. shard: the shard to write if other writers write the others.
-    chunks: the rows to write. Default: a scan of all rows.
+    parent: from `begin_save`, restricted to `shard`. shard: the shard to write if each rank writes its own shard.
+    chunks: the rows to write. Default: a scan of all rows. Raises SnapshotError, StoreError.
     """
     temporary = temporary_path(folder)
     with write_errors(folder, shard):
@@ -128,7 +128,7 @@ def write_part(
             chunks = source.scan() if chunks is None else chunks
             files = write_rows(temporary, source.description, chunks, progress, shard)
             rows = sum(file.rows for file in files.values())
-        if shard is not None:  # another process, maybe on another host, renames the folder
+        if shard is not None:  # another process, perhaps on another host, renames the folder
             fsync_dir(temporary)
         return Part(rows, files)
 
@@ -138,14 +138,14 @@ def check_kind(kind: str) -> None:
 
 
 def find_parent(store: StoreFolder, name: str, source: SaveSource) -> Snapshot | None:
-    """Returns the incremental snapshot's parent, the snapshot that was saved or loaded last. Raises SnapshotError.
+    """Returns the parent for an incremental save: the snapshot that was saved or loaded last. Raises SnapshotError.
 
-    Returns None, with a warning, if the chain would be too long or if `state_dict()` made the parent.
+    Returns None, and logs a warning, if the chain would be too long or if `state_dict()` made the parent.
     """
     if source.parent == EMPTY:
         raise SnapshotError(
-            f"kind='incremental' needs a parent, and the rows in {str(store.path)!r} have no snapshot: save one with "
-            "kind='full' first"
+            f"kind='incremental' needs a parent, and the rows in {str(store.path)!r} have no snapshot: save a snapshot "
+            "with kind='full' first"
         )
     parent = snapshot_by_id(store.snapshots, source.parent)
     if is_state_snapshot(parent):

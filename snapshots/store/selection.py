@@ -1,6 +1,6 @@
-"""Selects the part of a snapshot to load: some tables, some keys, only the weights, or converted numbers.
+"""Selects which part of a snapshot to load: some tables, some keys, or only weights. A load can convert dtypes.
 
-Conversion to a wider type is exact. Conversion to a narrower type rounds to nearest even.
+Conversion to a wider dtype is exact. Conversion to a narrower dtype rounds to nearest even.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ...engine.optim.kernel import kernels
 from ...engine.row_format import STATE_TYPES, Chunks, RowArray, RowForm, overflows
 from ..files.reader import Snapshot, count_progress
 
-Types = tuple[str, str]  # the embedding's type, and the type of states with one number per element
+Types = tuple[str, str]  # the dtype of embeddings, and the dtype of optimizer states with one number per element
 Where = Callable[[NDArray[np.uint32], NDArray[np.int64] | NDArray[np.uint64]], NDArray[np.bool_]]
 
 
 def converted_description(description: dict[str, Any], types: Types) -> dict[str, Any]:
-    """Returns the description that rows have after their numbers are converted to `types`."""
+    """Returns a table's description after its rows are converted to the dtypes `types`."""
     dtype, state_type = types
     kernel = kernels().get(description["optimizer"])
     widths, dim = description["state_widths"], sum(description["columns"])
@@ -36,13 +36,13 @@ def converted_description(description: dict[str, Any], types: Types) -> dict[str
 
 
 def types_of(description: Mapping[str, Any]) -> tuple[str, str | None]:
-    """The types in a valid description. The second type is None without states."""
+    """Returns the dtypes of embeddings and optimizer states in a valid description. Without states: (dtype, None)."""
     states = description.get(STATE_TYPES, ["float32"] * len(description["state_widths"]))
     return description["dtype"], states[0] if states else None
 
 
 def converted(rows: RowArray, old: RowForm, new: RowForm, signed: bool) -> RowArray:
-    """Convert rows [n] to the form `new`, which has the first fields of `old`. Raises InputError on overflow."""
+    """Convert rows [n] to the form `new`, whose fields are the first fields of `old`. Raises InputError on overflow."""
     out = np.zeros(len(rows), new.dtype)
     for name in ("table", "key", "updates", "step"):
         out[name] = rows[name]
@@ -54,7 +54,7 @@ def converted(rows: RowArray, old: RowForm, new: RowForm, signed: bool) -> RowAr
             key = rows["key"].astype(np.int64)[row] if signed else rows["key"][row]
             raise InputError(
                 f"convert=True: {number.name} of key {key} in table {rows['table'][row]} holds "
-                f"{values[row, column]!s}, which overflows {number.type}; load it into rows of torch.float32"
+                f"{values[row, column]!s}, which overflows {number.type}; load the snapshot into rows of torch.float32"
             )
         new.set_values(out, number.name, values)
     return out
@@ -66,19 +66,19 @@ class LoadReport:
 
     rows: int = 0  # the number of loaded rows
     left_out: int = 0  # the number of skipped rows
-    remarks: list[str] = field(default_factory=list)  # each describes a misfit and how the load handled it
+    remarks: list[str] = field(default_factory=list)  # what did not fit the rows, and what the load did about it
 
 
 @dataclass(frozen=True)
 class Selection:
     """The part of a snapshot to load."""
 
-    tables: Collection[int | str] | None = None  # indexes, or names until `fitting` resolves them
+    tables: Collection[int | str] | None = None  # table indexes, or names until `fitting` resolves them
     where: Where | None = None  # called with (tables [n], keys [n]); returns bool [n], True for rows to load
-    state: bool = True  # load optimizer state
-    padding: int | None = None  # padding_idx as 64 bits; rows with this key are skipped
-    convert: bool = False  # convert numbers to `types` if their type differs
-    types: Types | None = None  # set by `fitting`
+    state: bool = True  # True to load optimizer state too
+    padding: int | None = None  # padding_idx as 64 bits; a row with this key is skipped
+    convert: bool = False  # True to convert numbers to `types` if their dtype differs
+    types: Types | None = None  # the dtypes to convert to, set by `fitting`
 
     @property
     def is_whole(self) -> bool:
@@ -96,7 +96,7 @@ class Selection:
         return self.tables is None and self.where is None and self.padding is None
 
     def description(self, description: dict[str, Any]) -> dict[str, Any]:
-        """Returns the selected rows' description. If `state` is False, it describes a table that was never trained."""
+        """Returns the selected rows' description. Without `state`, the table counts as never trained."""
         if self.types is not None:
             description = converted_description(description, self.types)
         if self.state:
@@ -108,7 +108,7 @@ class Selection:
         return {**result, "width": RowForm(sum(result["columns"]), result["dtype"]).width}
 
     def rows_of(self, snapshot: Snapshot, report: LoadReport, progress: Callable[[int], None] | None = None) -> Chunks:
-        """Yields and counts a snapshot's selected rows. If `state` is False, values are as a lookup returns them."""
+        """Yields and counts a snapshot's selected rows. Without `state`, values are as a lookup returns them."""
         chunks = snapshot.chunks()
         if not self.state:
             from ...engine.table.row_scan import caught_up  # loads torch

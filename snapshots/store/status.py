@@ -1,4 +1,4 @@
-"""Reports what a store folder contains and what the next run would do. Does not lock the folder."""
+"""Reports what a store folder contains and how the next run would start, without locking the folder."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from .group_file import GroupFile
 from .mark import live_version
 from .recovery_rule import EMPTY
 
-CHECKPOINT = "graph.msgpack"  # a file that distinguishes a checkpoint from a store folder
+CHECKPOINT = "graph.msgpack"  # every checkpoint contains this file, but no store folder does
 
 
 @dataclass(frozen=True)
 class Restart:
     """The rows that the next run starts with."""
 
-    # nowhere: the run cannot start; elsewhere: the shards are on other hosts, so one process cannot start
+    # "nowhere": no run can start. "elsewhere": shards are on other hosts, so a run with one process cannot start
     source: Literal["live", "snapshot", "empty", "nowhere", "elsewhere"]
     step: int = 0
     snapshot: str | None = None
-    lost_steps: int | None = 0  # how many steps after `step` are lost; None if unknown
+    lost_steps: int | None = 0  # how many steps after `step` are lost, or None if unknown
     problem: str | None = None  # why the run cannot start
 
 
 class MemberStatus(NamedTuple):
-    """What a group's record says about a store. A missing snapshot is named by its id and "(missing)"."""
+    """What a group's record says about one store. A missing snapshot is shown as its id with "(missing)"."""
 
     name: str
     path: Path
-    live: bool  # True if the live rows equal the current rows; False while the store is trained, and after a kill
-    snapshot: str | None  # a snapshot that equals the current rows; None in the same two cases, or if none was saved
-    step: int | None  # the current rows' step; None if unknown
-    common: str | None  # this store's snapshot of the last step that all stores have saved; None for no rows
+    live: bool  # True if the live rows equal the current rows; False while the store is trained and after a kill
+    snapshot: str | None  # a snapshot that equals the current rows; None without one, during training and after a kill
+    step: int | None  # the step of the current rows; None if unknown
+    common: str | None  # this store's snapshot of the last step that all stores saved; None if it then had no rows
     common_step: int | None
 
 
@@ -51,25 +51,25 @@ class StoreStatus:
     """A store folder's status."""
 
     path: Path
-    holder: int | None  # the id of the process that has the store open, 0 if unknown; None if no process has
+    holder: int | None  # the id of the process that has the store open, 0 if unknown; None if the store is not open
     marker: dict[str, Any] | None  # the clean marker, merged for ranks; None if live rows are absent or not clean
-    live: str | None  # the live rows' kind: "rows", "rocksdb" or "ranks"
+    live: str | None  # the kind of the live rows: "rows", "rocksdb" or "ranks"
     rows: int | None  # the number of live rows; None without a clean marker, or if unknown
     step: int | None  # the live rows' step; None if unknown
-    recovery_snapshot: str | None  # name of the store's snapshot in the record's commit
-    bytes: dict[str, int]  # sizes of live rows, snapshots and other files; a hard-linked file counts only in the first
-    restart: Restart  # how a run would start now, or after the holder was killed
+    recovery_snapshot: str | None  # the store's snapshot of the last step that all stores of its group saved
+    bytes: dict[str, int]  # sizes of live rows, snapshots and other files; a hard-linked file counts once
+    restart: Restart  # how a run would start now, or would start if the holder were killed
     ranks: int | None = None  # the number of ranks; None for one process
-    group: tuple[MemberStatus, ...] = ()  # all stores of the group, this one included; empty if the store trains alone
+    group: tuple[MemberStatus, ...] = ()  # all stores of the group, including this one; empty if the store trains alone
 
     @property
     def partners(self) -> tuple[str, ...]:
-        """The names of the embeddings that are trained together with this one."""
+        """The names of the other embeddings that are trained together with this store."""
         return tuple(member.name for member in self.group if member.path != self.path)
 
     @property
     def rows_by_table(self) -> dict[str, int] | None:
-        """The number of live rows by table name or number; None if unknown."""
+        """The number of live rows for each table, by table name or number; None if unknown."""
         counts = None if self.marker is None else read_counts(self.marker, len(self.marker["tables"]))
         if self.marker is None or counts is None:
             return None
@@ -77,7 +77,7 @@ class StoreStatus:
 
     @property
     def state(self) -> Literal["open", "closed", "unclean", "new", "elsewhere"]:
-        """The store is open in a process, cleanly closed, unclean, never written, or only on other hosts."""
+        """Tells if the store is open in a process, cleanly closed, unclean, never written, or on other hosts."""
         if self.holder is not None:
             return "open"
         if self.restart.source == "elsewhere":
@@ -108,14 +108,14 @@ def store_status(path: Path) -> StoreStatus:
         except (StoreError, SnapshotError) as error:
             restart = Restart("nowhere", problem=str(error), lost_steps=recorded_step)
     if not ranks and not folder.was_open:
-        restart = replace(restart, lost_steps=0)  # the folder has only copied snapshots, so no step was lost
+        restart = replace(restart, lost_steps=0)  # the folder has only copied snapshots, so no steps were lost
     rows, step = (None, recorded_step) if marker is None else (marker.get("rows"), marker["step"])
     sizes = _sizes(path, top)
     return StoreStatus(path, holder(path), marker, live, rows, step, name, sizes, restart, ranks or None, group)
 
 
 def _read_group(file: GroupFile) -> tuple[MemberStatus, ...]:
-    """What a group's record says about each store, sorted by name."""
+    """Returns what a group's record says about each of the group's stores, sorted by name."""
     if file.path is None:
         return ()
     members = []
@@ -133,7 +133,7 @@ def _read_group(file: GroupFile) -> tuple[MemberStatus, ...]:
 
 
 def _find_snapshot(folder: FolderState, id: str | None) -> tuple[str | None, int | None]:
-    """The name and step of a record's snapshot. The step is 0 for EMPTY, and None for a missing snapshot."""
+    """Returns the name and step of a snapshot in a record. The step is 0 for EMPTY, None for a missing snapshot."""
     if id is None or id == EMPTY:
         return None, None if id is None else 0
     try:
@@ -157,18 +157,18 @@ def _restart(file: GroupFile, marker: dict[str, Any] | None, recorded_step: int 
 
 
 def require_store(path: Path) -> Path:
-    """Returns the path if it is a store. Otherwise raises StoreError: a mistyped path must not become a store."""
+    """Returns the path if it is a store, or else raises StoreError, so that no mistyped path becomes a new store."""
     if _may_be_store(path):
         return path
     inside = ", ".join(repr(str(store)) for store in stores_in(path))
     if not inside and (os.path.lexists(path / CHECKPOINT) or any(path.glob(f"*/{CHECKPOINT}"))):
-        raise StoreError(f"{str(path)!r} is not a store folder, but has checkpoints: use `tierbed checkpoint`")
+        raise StoreError(f"{str(path)!r} is not a store folder, but contains checkpoints: use `tierbed checkpoint`")
     remedy = f"give the path of one of its stores, {inside}" if inside else "give <persistent_path>/<embedding name>"
     raise StoreError(f"{str(path)!r} is not a store folder: {remedy}")
 
 
 def stores_in(path: Path) -> list[Path]:
-    """The store folders in a model's folder; empty if the path is itself a store folder."""
+    """Returns the store folders in a model's folder, or [] if the path is itself a store folder."""
     if _may_be_store(path) or not os.path.isdir(path):
         return []
     return sorted(folder for folder in path.iterdir() if _is_store(folder))
@@ -182,7 +182,7 @@ def _is_store(path: Path) -> bool:
 
 
 def is_snapshot(path: Path) -> bool:
-    """True if the path is a snapshot's folder, or a path in a store's `snapshots` where a snapshot could be."""
+    """True if the path is a snapshot's folder, or would be one: a path directly in a store's `snapshots`."""
     in_store = path.parent.name == SNAPSHOTS and _may_be_store(path.parent.parent)
     return (in_store or os.path.isfile(path / MANIFEST)) and not _may_be_store(path)
 
@@ -198,7 +198,7 @@ def _live_kind(live: Path) -> str | None:
 
 
 def _sizes(path: Path, live: Path) -> dict[str, int]:
-    """The sizes in bytes of `live`, `snapshots` and `other`, each file counted once. Files may vanish meanwhile."""
+    """Returns the bytes of `live`, `snapshots` and `other`, and counts each file once. Files may vanish meanwhile."""
     sizes, seen = {"live": 0, "snapshots": 0, "other": 0}, set()
     for part, top in (("live", live), ("snapshots", path / "snapshots"), ("other", path)):
         for folder, _, files in os.walk(top):

@@ -203,7 +203,7 @@ def test_inspect_shows_rows_and_draws_them(cli: Cli, tmp_path: Path) -> None:
     for name in ("a", "none"):
         cli.says("inspect", name, "--plot", str(tmp_path / f"{name}.png"))
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    for place, said in (("a.picture", "is not a picture"), ("no/a.png", "create it first")):
+    for place, said in (("a.picture", "is not a picture"), ("no/a.png", "create the folder")):
         assert said in cli.fails("inspect", "a", "--plot", str(tmp_path / place))
 
 

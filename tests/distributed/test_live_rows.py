@@ -227,7 +227,7 @@ def test_the_shell_saves_what_ranks_closed_for_any_number_of_ranks(tmp_path: Pat
     assert stat["restart"]["from"] == "live"
     assert together(ran(2, tmp_path, 1, "ssd").before, b"".join(last.after))
     again = Cli(tmp_path / "rows" / "ranks" / "0-of-2", capsys)
-    assert "has only the shard of one rank: give the store folder" in again.fails("save", "half")
+    assert "has only one rank's shard: give the store folder" in again.fails("save", "half")
     cli.json("load", "last")
     assert together(ran(2, tmp_path).before, b"".join(last.after))
 
@@ -240,7 +240,7 @@ def test_the_shell_tells_where_ranks_did_not_all_close(tmp_path: Path, capsys: C
     assert (stat["state"], stat["ranks"], stat["rows"], stat["step"]) == ("unclean", 2, None, 5)
     restart = stat["restart"]
     assert (restart["from"], restart["snapshot"], restart["lost_steps"]) == ("snapshot", "base", 3)
-    assert "which were not all closed" in cli.fails("save", "more")
+    assert "some shards were not closed" in cli.fails("save", "more")
 
 
 def full_disk(*_: Any) -> None:

@@ -149,7 +149,7 @@ def test_a_rename_that_fails_leaves_the_snapshots_before_it_and_says_which(tmp_p
             publish(temporary, path, overwrite)
 
         patched.setattr(durable, "publish", fails_in_b)
-        said = r"'two' was not written to '.*b/snapshots'.*saved in '.*a/snapshots', and not in '.*b/snapshots'"
+        said = r"'two' was not written to '.*b/snapshots'.*saved in '.*a/snapshots', but not in '.*b/snapshots'"
         with pytest.raises(SnapshotError, match=said):
             save_and_wait(model, "two", background)
     assert saved(tmp_path, "two") == [2, None]

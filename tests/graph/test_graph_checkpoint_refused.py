@@ -180,7 +180,7 @@ def test_another_snapshot_of_the_name_is_told_and_a_damaged_copy_found(tmp_path:
     other = rating("host", tmp_path / "other")
     steps(other, IDS[:1])
     other.rows.save_snapshot(name)
-    fails(other, tmp_path / "checkpoint", "different snapshots with one name; rename or remove the former")
+    fails(other, tmp_path / "checkpoint", "different snapshots with the same name; rename or remove the first")
     place = tmp_path / "other" / "rows" / "snapshots" / name
     shutil.rmtree(place)
     shutil.copytree(tmp_path / "checkpoint" / "rows" / "0" / name, place)

@@ -324,7 +324,7 @@ REFUSED: list[Refusal] = [
     (planned(samples=10), OptionError, "samples=10"),
     (planned(dtype=torch.int8), OptionError, "dtype=torch.int8"),
     (planned(state_dtype=torch.float16), OptionError, "state_dtype=torch.float16"),
-    (planned([]), InputError, "no rows in 0 batches"),
+    (planned([]), InputError, "0 batches after warmup=0 use no rows"),
     (planned([np.arange(4).reshape(2, 2), np.zeros((2, 2))], tables=2), InputError, "batch 1 of trace", "float64"),
     (planned([np.arange(3)], tables=2), InputError, "batch 0 of trace", "(3,)", "(..., 2)"),
     (planned([(np.arange(3), np.arange(2))], tables=2), InputError, "do not broadcast"),

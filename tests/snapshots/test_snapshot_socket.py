@@ -179,7 +179,7 @@ def test_another_user_is_refused(store: Path, embedding: MultiTableEmbedding) ->
         if folder == Path(tempfile.gettempdir()):
             break
         folder.chmod(0o755)
-    assert "process of another user has" in in_process(_as_nobody, store)
+    assert "another user's process has" in in_process(_as_nobody, store)
     (store / "SOCKET").chmod(0o666)
     assert f"serves only user {os.geteuid()}" in in_process(_as_nobody, store)
 

@@ -154,7 +154,7 @@ def test_tables_that_others_wrote(tmp_path: Path, format: str) -> None:
     assert set(rows["updates"].tolist()) == {1}
     path = tmp_path / f"y.{format}"
     write_columns(path, columns_of(9, table=np.full(9, 1, np.int32)))
-    with pytest.raises(InputError, match="its number of tables is unknown; give description="):
+    with pytest.raises(InputError, match="the number of tables is unknown; give description="):
         import_snapshot(tmp_path / "b", "s", path)
     about = description_for("b", DIM, tables=[make_constant_initializer(0.0)] * 2)
     assert imported(tmp_path / "b", path, description=about) == {(1, key): row for (_, key), row in wanted.items()}
@@ -182,7 +182,7 @@ def test_the_row_of_padding(tmp_path: Path) -> None:
     for source, more, named in (
         (VALUES, {}, "row 3 is padding_idx"),
         (zeroed, {"keys": np.arange(40)}, "padding_idx=3"),
-        (nn.Embedding(9, DIM, padding_idx=2), {}, "padding_idx=2, and the table 3"),
+        (nn.Embedding(9, DIM, padding_idx=2), {}, "padding_idx=2, but the table has 3"),
     ):
         call = partial(import_snapshot, tmp_path / "u", "s", source, description=about, **more)
         check_refusal((call, InputError, named))
@@ -427,7 +427,7 @@ def test_a_foreign_description_is_checked(tmp_path: Path) -> None:
     with ZipFile(tmp_path / "x.npz", "w", ZIP_DEFLATED) as archive, archive.open("tierbed.npy", "w") as file:
         header = {"descr": "<U500000000", "fortran_order": False, "shape": ()}
         np.lib.format.write_array_header_1_0(file, header)  # of which nothing is allocated
-    with pytest.raises(SnapshotError, match="not the description of an export"):
+    with pytest.raises(SnapshotError, match="not a table's description"):
         import_snapshot(tmp_path / "t", "s", tmp_path / "x.npz")
 
 
@@ -442,9 +442,9 @@ def test_arguments_that_are_wrong_or_do_not_go_together(tmp_path: Path) -> None:
         (VALUES[0], {}, "values is float32 (5,)"),
         (torch.zeros(2, 3, dtype=torch.int16), {}, "values is int16"),
         ("model.onnx", {}, "source='model.onnx'", "suffix"),
-        (VALUES, {"table_ids": np.zeros(40, np.int64)}, "an array of ids needs keys"),
-        (columns[0], {"keys": np.arange(4)}, "keys and table_ids need a dense tensor"),
-        (columns[1], {"tensor": "embedding"}, "tensor= is for .npz"),
+        (VALUES, {"table_ids": np.zeros(40, np.int64)}, "an array of table ids needs keys"),
+        (columns[0], {"keys": np.arange(4)}, "keys and table_ids are only for dense tables"),
+        (columns[1], {"tensor": "embedding"}, "tensor= is only for .npz"),
         (columns[0], {"tensor": ["embedding"], "table_ids": 1}, "a list with one name for each table"),
         (VALUES, {"description": {}}, "description has no valid 'name'"),
         (VALUES, {"table_ids": 1}, "table holds 1", "from 0 to 0"),

@@ -325,7 +325,7 @@ def test_an_incremental_snapshot_goes_over_none_of_another_type(tmp_path: Path) 
         parent = Snapshot.open(tmp_path / "-".join(types))
         check_parent(tmp_path / "new", parent, description(6, types))
         for other in set(TYPES) - {types}:
-            with pytest.raises(SnapshotError, match=r'another dtype\. Save it with kind="full"'):
+            with pytest.raises(SnapshotError, match=r'another dtype\. Save the snapshot with kind="full"'):
                 check_parent(tmp_path / "new", parent, description(6, other))
 
 
