@@ -25,7 +25,7 @@ class FusedMLP(NoTorchScript, nn.Module):
         out_features: Width of the output.
         hidden_dropout_rates: Dropout rate of each hidden layer. None means 0.
         out_dropout_rate: Dropout rate of the last layer.
-        skip_final_activation: If True, the last layer has no ReLU.
+        skip_final_activation: If True, the last layer is linear (without ReLU).
 
     Raises:
         OptionError: If the number of dropout rates differs from the number of hidden layers.

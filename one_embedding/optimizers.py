@@ -19,7 +19,7 @@ class Optimizer(EagerOptimizer):
     """An `EagerOptimizer` with OneFlow's arguments: its `step()` also updates embedding rows.
 
     Args:
-        optimizer: An optimizer from torch.optim or tierbed.optim that has the parameters of all embeddings.
+        optimizer: An optimizer from torch.optim or tierbed.optim that trains all embeddings of the model.
         embeddings: List of embeddings to train.
 
     Raises:
