@@ -117,7 +117,7 @@ class RowForm:
         field = self._by_name[name]
         if not self.is_narrow:
             return rows["values"][:, field.begin // WORD : field.end // WORD]
-        return widened(rows[name], field.type)
+        return to_float32(rows[name], field.type)
 
     def set_values(self, rows: RowArray, name: str, values: NDArray[np.float32]) -> None:
         """Set a field in rows [n] to values [n, count], rounded to nearest even."""
@@ -125,10 +125,10 @@ class RowForm:
         if not self.is_narrow:
             rows["values"][:, field.begin // WORD : field.end // WORD] = values
         else:
-            rows[name] = narrowed(values, field.type)
+            rows[name] = to_stored(values, field.type)
 
 
-def narrowed(values: NDArray[np.float32], type: str) -> NDArray[Any]:
+def to_stored(values: NDArray[np.float32], type: str) -> NDArray[Any]:
     """Convert float32 numbers to the stored `type`: rounded to nearest even, and every NaN to the same NaN."""
     if type == "float32":
         return values
@@ -140,19 +140,19 @@ def narrowed(values: NDArray[np.float32], type: str) -> NDArray[Any]:
     return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
 
 
-def widened(numbers: NDArray[Any], type: str) -> NDArray[np.float32]:
+def to_float32(numbers: NDArray[Any], type: str) -> NDArray[np.float32]:
     """Convert stored numbers of `type` to float32, exactly."""
     if type != "bfloat16":
         return numbers.astype(np.float32)
     return (numbers.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def overflows(values: NDArray[np.float32], type: str) -> NDArray[np.bool_]:
-    """Returns a mask that is True where `narrowed` makes a finite number infinite."""
-    return np.isfinite(values) & ~np.isfinite(widened(narrowed(values, type), type))
+def find_overflows(values: NDArray[np.float32], type: str) -> NDArray[np.bool_]:
+    """Returns a mask that is True where `to_stored` makes a finite number infinite."""
+    return np.isfinite(values) & ~np.isfinite(to_float32(to_stored(values, type), type))
 
 
-def keys_of(rows: RowArray) -> RowArray:
+def row_keys(rows: RowArray) -> RowArray:
     """Returns the rows' keys [n], with dtype KEY."""
     keys = np.empty(len(rows), KEY)
     keys["table"], keys["key"] = rows["table"], rows["key"]

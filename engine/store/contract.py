@@ -23,7 +23,7 @@ class CapacityLimit(NamedTuple):
 
     embedding: str
     capacity: int
-    left: Callable[[], int]
+    count_room: Callable[[], int]
 
 
 class TierBase(Protocol):
@@ -62,7 +62,7 @@ class WritableTier(TierBase, Protocol):
 class TableImage(Protocol):
     """A full table's rows as they were when the image was made. Buckets are read one by one while the table changes.
 
-    Calls must not overlap, except that `sort` may run during `save_before_images` and `save_before_images_by_key`.
+    Calls must not overlap, except that `sort_bucket` may run while before-images are saved.
     """
 
     def save_before_images(self, batch: Any) -> None:
@@ -71,13 +71,13 @@ class TableImage(Protocol):
     def save_before_images_by_key(self, tables: TableIds, keys: Keys) -> None:
         """Save before-images of distinct rows, before these rows are erased."""
 
-    def list(self, bucket: int) -> None:
+    def open_bucket(self, bucket: int) -> None:
         """Start to read a bucket. Read buckets in ascending order."""
 
-    def sort(self) -> None:
-        """Sort the bucket's rows. Call `sort` between `list` and the first `next`."""
+    def sort_bucket(self) -> None:
+        """Sort the bucket's rows. Call `sort_bucket` between `open_bucket` and the first `read_next`."""
 
-    def next(self, rows: NDArray[np.uint8]) -> int:
+    def read_next(self, rows: NDArray[np.uint8]) -> int:
         """Fill `rows` with the next packed rows (`row_dtype`), by (table, key). Returns their number; 0 at the end."""
 
     @property
@@ -124,14 +124,14 @@ class NativeTier:
 class ChangeSource(Protocol[B]):
     """Collects the keys of rows that change."""
 
-    def note(self, batch: B) -> None:
+    def add_batch(self, batch: B) -> None:
         """Record a pinned batch's rows, before these rows are written."""
 
-    def names(self) -> tuple[TableIds, Keys]:
+    def list_keys(self) -> tuple[TableIds, Keys]:
         """Return the keys of rows changed since the last `forget`; erased rows may be missing. May wait."""
 
     def forget(self) -> None:
-        """Forget the keys that the last call of `names` returned."""
+        """Forget the keys that the last call of `list_keys` returned."""
 
 
 class TopTier(TierBase, Protocol[B]):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import _core
-from ..durable import fsync_dir, make_folder, remedy_for
+from ..durable import choose_remedy, fsync_dir, make_folder
 from ..errors import OptionError, StoreError
 from ..options.store_options import ROCKSDB_CACHE_MB, require_rocksdb
 from ..row_format import Chunks, row_dtype
@@ -29,7 +29,7 @@ def rocksdb_info() -> dict[str, Any]:
     return {"version": _core.rocksdb_version, "async_io": _core.rocksdb_has_async_io()}
 
 
-class LiveFile(NamedTuple):
+class DatabaseFile(NamedTuple):
     """A database file at one moment."""
 
     name: str  # shard-N/<file>, relative to the tier's folder
@@ -92,7 +92,7 @@ class RocksDB(NativeTier):
             if not read_only:
                 fsync_dir(folder)  # RocksDB syncs the files of a shard, but not the shard's folder entry
         except OSError as error:
-            remedy = remedy_for(error, "check the disk and the folder's permissions")
+            remedy = choose_remedy(error, "check the disk and the folder's permissions")
             raise StoreError(f"RocksDB in {folder}: {error}; {remedy}") from error
 
     def locate(self, table: int, key: int) -> list[dict[str, Any]]:
@@ -130,21 +130,21 @@ class RocksDB(NativeTier):
         self.native.make_writable()
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """True if a call failed halfway, for example because memory ran out. All later calls raise."""
-        return self.native.failed
+        return self.native.has_failed
 
-    def versions(self) -> list[list[str | int]]:
+    def read_versions(self) -> list[list[str | int]]:
         """Return each shard's database identity and the number of its last write. Raises StoreError.
 
         These values reveal truncated files and files copied at another moment. RocksDB opens both without an error.
         """
-        return [[*version] for version in self.native.versions()]
+        return [[*version] for version in self.native.read_versions()]
 
     @contextlib.contextmanager
-    def live_files(self) -> Iterator[list[LiveFile]]:
+    def hold_files(self) -> Iterator[list[DatabaseFile]]:
         """Yield all rows' files, which are kept until the block ends. Blocks must not overlap. Raises StoreError."""
-        files = [LiveFile(*file) for file in self.native.hold_files()]
+        files = [DatabaseFile(*file) for file in self.native.hold_files()]
         try:
             yield files
         finally:

@@ -44,7 +44,7 @@ extern "C" __global__ void insert_rows(LineIndex index, const u64* counts, const
                                        u64* lines, InitialRow initial, const __grid_constant__ SlotHash slot_hash,
                                        u32 record_only, u64 zero_line, u32* faults) {
     const u64 used = counts[USED], free = counts[ERASED];
-    const bool fits = used + static_cast<u32>(ranks[n - 1]) <= index.memory.room + free;
+    const bool fits = used + static_cast<u32>(ranks[n - 1]) <= index.memory.num_lines + free;
     if (*faults || !fits) {
         if (!fits && blockIdx.x == 0 && threadIdx.x == 0) atomicOr(faults, NO_ROOM);
         for_each(*count, [&](u64 i) {

@@ -29,7 +29,7 @@ private:
     std::unique_ptr<rocksdb::FileChecksumGenerator> generator_;
 };
 
-struct LiveFile {
+struct DatabaseFile {
     std::string name;                    // shard-N/<file>
     u64 bytes;                           // the length to copy; the live file may grow
     std::optional<u32> crc32c;           // computed by RocksDB while it wrote the file

@@ -28,7 +28,7 @@ struct RocksOptions {
     NamedOptions user_options;
 };
 
-bool caches_blocks(const RocksOptions& options);
+bool uses_block_cache(const RocksOptions& options);
 
 // Returns the options for a shard with rows of `row_bytes`, except the cache and statistics that all shards share.
 // Throws as `check_options` does.

@@ -18,7 +18,7 @@ struct RowSpan {
     std::size_t n;
 
     // Returns the index where each bucket begins, and `n` as the end of the last bucket.
-    std::array<std::size_t, BUCKETS + 1> begins() const {
+    std::array<std::size_t, BUCKETS + 1> bucket_begins() const {
         std::array<std::size_t, BUCKETS + 1> begin{};
         for (u32 b = 0; b < BUCKETS; ++b) {
             const auto is_in = [&](u64 hash) { return bucket_of(hash) == b; };
@@ -43,13 +43,13 @@ public:
     // again later.
     virtual void forget_errors() {}
     // True if a cache above should write back in a separate thread.
-    virtual bool on_disk() const = 0;
+    virtual bool is_on_disk() const = 0;
 };
 
 // Counts hits and misses per table. Each task has separate counts, so tasks share no locks and no CPU cache lines.
-class TableCounts {
+class HitCounts {
 public:
-    explicit TableCounts(u32 tables) : tables_(tables) {}
+    explicit HitCounts(u32 tables) : tables_(tables) {}
 
     struct Part {
         u64* counts;
