@@ -22,12 +22,12 @@ TEMPORARY_PREFIX = ".tmp-"  # name prefix of a file or folder that is being writ
 OPEN_FILES_REMEDY = "let this process open more files (ulimit -n)"
 MAX_RECORD_BYTES = 1 << 24  # bytes of a record; limits the memory that reading a foreign file can allocate
 
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # from <fcntl.h> and <linux/fs.h>
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants from <fcntl.h> and <linux/fs.h>
 _exchange_lock = Lock()  # `check_exchange` may run in several threads, since background saves call it
 
 
 def choose_remedy(error: OSError, default: str) -> str:
-    """Returns the remedy if the process ran out of file descriptors, and `default` for all other errors."""
+    """Returns OPEN_FILES_REMEDY if the process ran out of file descriptors, and `default` for all other errors."""
     return OPEN_FILES_REMEDY if error.errno in (errno.EMFILE, errno.ENFILE) else default
 
 
@@ -76,7 +76,7 @@ class NewFolder:
             raise
 
     def publish(self) -> None:
-        """Durably rename the folder to `path`. An old folder at `path` gets the temporary name until `drop`."""
+        """Durably rename the folder to `path`. An old folder at `path` has the temporary name until `drop`."""
         publish(self.temporary, self.path, self._overwrite)
 
     def undo_publish(self) -> None:
@@ -242,7 +242,7 @@ def check_regular(path: Path) -> None:
 
 
 def read_record(path: Path) -> bytes:
-    """Read a file for `unseal`. Raises OSError, or ValueError if the file has more than MAX_RECORD_BYTES bytes."""
+    """Read a record's file. Raises OSError, or ValueError if the file has more than MAX_RECORD_BYTES bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_RECORD_BYTES:

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 BUCKETS = 64
 WORD = 4  # bytes per word; a line consists of words
-RECORD_BYTES = 8  # the counters `updates` and `last step` in a line
-EMBEDDING = "embedding"  # the field that lookups return
+RECORD_BYTES = 8  # bytes of a line's counters `updates` and `last step`
+EMBEDDING = "embedding"  # name of the row field that lookups return
 STATE_TYPES = "state_dtypes"  # key in a stored description, for the states' types; absent if all row fields are float32
 NUMBERS: dict[str, np.dtype[Any]] = {  # stored types
     "float32": np.dtype("<f4"),
@@ -31,7 +31,7 @@ KEY = np.dtype([("table", "<u4"), ("key", "<u8")])  # the dtype of a row key
 
 
 def row_dtype(width: int) -> np.dtype[np.void]:
-    """Returns the packed NumPy dtype of a row with `width` 4-byte words, typed float32 whatever the words hold."""
+    """Returns the packed NumPy dtype of a row with `width` 4-byte words. Their dtype is float32, whatever they hold."""
     values = ("values", "<f4", (width,))
     return np.dtype([("table", "<u4"), ("key", "<u8"), values, ("updates", "<u4"), ("step", "<u4")])
 
@@ -62,7 +62,7 @@ class Field:
 
     @property
     def end(self) -> int:
-        """The byte offset in the line after the field and its padding."""
+        """The byte offset in the line where the field and its padding end."""
         return self.begin + (self.count + self.is_padded) * NUMBERS[self.type].itemsize
 
 
@@ -133,7 +133,7 @@ def to_stored(values: NDArray[np.float32], type: str) -> NDArray[Any]:
     if type == "float32":
         return values
     if type == "float16":
-        with np.errstate(over="ignore", invalid="ignore"):  # on aarch64, a signalling NaN is invalid
+        with np.errstate(over="ignore", invalid="ignore"):  # on aarch64, a signalling NaN raises "invalid"
             return np.where(np.isnan(values), np.uint16(0x7E00).view(np.float16), values.astype(np.float16))
     bits = np.ascontiguousarray(values).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)

@@ -13,10 +13,10 @@ from types import FrameType
 _DEFERRED = tuple(
     map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM))
 )
-# Signals deferred by the main thread's current block. None outside a block.
+# Signals deferred by the main thread's current `uninterrupted` block. The value is None outside a block.
 _received_signals: list[tuple[int, FrameType | None]] | None = None
 
-_NO_HANDLER = (None, int(signal.SIG_DFL), int(signal.SIG_IGN))  # None: a handler not installed from Python
+_NO_HANDLER = (None, int(signal.SIG_DFL), int(signal.SIG_IGN))  # None: the handler was not installed from Python
 Handler = Callable[[int, FrameType | None], object]
 
 

@@ -19,7 +19,7 @@ from ..store.table_counts import Counts, count_by_table
 
 log = logging.getLogger("tierbed")
 
-SCANS = 16  # scans for expired rows per `ttl_steps` steps
+SCANS = 16  # how many scans for expired rows there are in `ttl_steps` steps
 
 
 class Lifecycle:
@@ -35,7 +35,7 @@ class Lifecycle:
         self._ledger: _core.Ledger | None = None
         self.has_ledger = False  # if True, this class checks the capacity and must know every written row
         self.counts = {"refused": 0, "evicted": 0, "expired": 0, "deleted": 0}
-        self.removed_counts = np.zeros(num_tables, np.int64)  # per table: written rows removed since, and refused rows
+        self.removed_counts = np.zeros(num_tables, np.int64)  # per table, since opening: removed and refused rows
         if self.capacity is not None and options.eviction in ("none", "ttl") and num_stored_rows > self.capacity:
             log.warning(
                 "embedding %r: %d stored rows exceed capacity=%d; all of them stay, but no new row is inserted until "
@@ -56,14 +56,14 @@ class Lifecycle:
 
     @property
     def metrics(self) -> dict[str, int]:
-        """`counts`, and the ledger's memory as `ledger_bytes`."""
+        """The numbers in `counts`, and the ledger's memory as `ledger_bytes`."""
         return {**self.counts, "ledger_bytes": 0 if self._ledger is None else self._ledger.bytes}
 
     def admit(self, batch: Any, layout: _core.Layout, step: int, is_training: bool) -> tuple[TableIds, Keys] | None:
-        """Decide which new rows to keep of a batch that `step` will write. Returns rows to erase first, or None."""
+        """Decide which new rows to keep of a batch that `step` will write. Returns the rows to erase first, or None."""
         assert self._ledger is not None
         admission = self._ledger.admit(batch, layout, step, is_training)  # refused rows get lines in the batch itself
-        if admission.num_excess:  # no row and no count has changed
+        if admission.num_excess:  # the ledger has changed no row and no count
             raise CapacityError(self._format_capacity_error(admission.num_new, admission.num_excess))
         tables, keys = admission.take_victims()
         return (tables, keys) if len(keys) else None
@@ -77,7 +77,7 @@ class Lifecycle:
         self._ledger.commit(batch, step)
 
     def find_expired(self, step: int) -> tuple[TableIds, Keys] | None:
-        """Returns the rows that expire after `step`, or None. Only `SCANS` of `ttl_steps` steps scan for rows."""
+        """Returns the rows that expire after `step`, or None. Scans for them `SCANS` times in `ttl_steps` steps."""
         assert self._ledger is not None
         if self._ttl is None or self._eviction == "ttl" or step % max(1, self._ttl // SCANS):
             return None
@@ -85,7 +85,7 @@ class Lifecycle:
         return (tables, keys) if len(keys) else None
 
     def note_removed(self, tables: TableIds, keys: Keys, existing_counts: Counts, cause: str) -> None:
-        """Record that rows were removed. `existing_counts` [tables] counts written rows; `cause` is in `counts`."""
+        """Record removed rows. `existing_counts` counts the written rows per table; `cause` is a key in `counts`."""
         if self._ledger is not None:
             self._ledger.erase(tables, keys)
         self._count(existing_counts, cause)
@@ -95,7 +95,7 @@ class Lifecycle:
         self.counts[cause] += int(rows.sum())
 
     def explain_absence(self) -> str:
-        """Returns all causes so far that may explain a missing row, as text. (Removed rows are not recorded.)"""
+        """Returns a text with all causes that may explain a missing row, since no record names the removed rows."""
         occurred = [cause for cause, count in self.counts.items() if count]
         causes = [f"refused by admission={self._admission}" if cause == "refused" else cause for cause in occurred]
         return " or ".join(["not written since the table was opened", *causes])

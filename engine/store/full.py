@@ -24,7 +24,7 @@ def check_capacity(num_new: int, capacity_limit: CapacityLimit | None) -> None:
 
 
 def full_table_bytes(rows: int, line_bytes: int) -> int:
-    """Return the bytes of a full table that grew to `rows` rows, index included. Mirrors how `FullTable` allocates."""
+    """Return the bytes of a full table that grew to `rows` rows, index included. Mirrors how C++ `FullTable` grows."""
     average = rows / BUCKETS
     fullest = average + 3 * math.sqrt(average)  # rows hash to buckets at random, so add three standard deviations
     index, lines, total, unused = 0, 0, 0, 0
@@ -50,7 +50,7 @@ class CpuFullStore(NativeTier, TopTier[_core.Batch]):
     def __init__(self, layout: _core.Layout, tier: str) -> None:
         self._layout, self._tier = layout, tier
         self.native = _core.FullTable(layout)
-        self._num_peeked = self._num_unknown = 0  # rows that `peek` looked up, and rows it did not find
+        self._num_peeked = self._num_unknown = 0  # rows that `peek` looked up, and rows that `peek` did not find
 
     def pin(self, batch: _core.Batch, capacity_limit: CapacityLimit | None) -> None:
         missing = self.native.find(batch)
@@ -85,7 +85,7 @@ class CpuFullStore(NativeTier, TopTier[_core.Batch]):
         return [] if location is None else [{"tier": self._tier, **location}]
 
     def scan(self) -> Chunks:
-        dtype, native = row_dtype(self._layout.width), self.native  # kept here, because the scan goes on after `close`
+        dtype, native = row_dtype(self._layout.width), self.native  # local, because the scan goes on after `close`
         for bucket in range(BUCKETS):
             rows = native.scan(bucket).view(dtype)
             if len(rows):

@@ -15,7 +15,7 @@ from ..threads import POLL_SECONDS
 from .contract import TableImage
 
 MAX_BEFORE_IMAGE_BYTES = 256 << 20
-CHUNK_BYTES = 1 << 20  # steps wait while a chunk is read
+CHUNK_BYTES = 1 << 20  # bytes per chunk; steps wait while a chunk is read
 
 
 class Image(Protocol):

@@ -1,4 +1,4 @@
-"""RocksDB as the last tier. Rows become durable at `flush`. Without a clean marker, rows are never served again."""
+"""RocksDB as the last tier. Rows become durable at `flush`. Rows without a clean marker are never served again."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def rocksdb_info() -> dict[str, Any]:
 
 
 class DatabaseFile(NamedTuple):
-    """A database file at one moment."""
+    """A RocksDB file, as it was at one moment."""
 
     name: str  # shard-N/<file>, relative to the tier's folder
     size: int  # in bytes, at that moment; the file may grow later
     # The checksum that RocksDB computed as it wrote a file of rows. None for other files and early tierbed versions.
     crc32c: int | None
-    content: bytes | None  # what a copy must contain, for a file that RocksDB may replace; otherwise None
+    content: bytes | None  # the bytes to copy, for a file that RocksDB may replace; None for other files
 
 
 class RocksDB(NativeTier):
@@ -45,7 +45,7 @@ class RocksDB(NativeTier):
     `shards` is the number of shards in an existing folder; None creates a folder with `new_shards`. If `read_only`,
     nothing is written to the folder, and writing rows raises StoreError. A folder on a full disk also opens read-only,
     until `make_writable` is called. `read_threads` limits how many threads wait for the disk at the same time.
-    `options`, an `options_text` string, overrides tierbed's defaults.
+    `options`, a string from `options_text`, overrides tierbed's defaults.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class RocksDB(NativeTier):
         self.native.compact()
 
     def make_writable(self) -> None:
-        """Reopen for writing, before rows change, if a full disk forced read-only. Raises StoreError."""
+        """Reopen for writing if a full disk forced read-only. Call before rows change. Raises StoreError."""
         self.native.make_writable()
 
     @property
@@ -137,13 +137,13 @@ class RocksDB(NativeTier):
     def read_versions(self) -> list[list[str | int]]:
         """Return each shard's database identity and the number of its last write. Raises StoreError.
 
-        These values reveal truncated files and files copied at another moment. RocksDB opens both without an error.
+        These values reveal truncated files and files copied at another moment. RocksDB opens such files without error.
         """
         return [[*version] for version in self.native.read_versions()]
 
     @contextlib.contextmanager
     def hold_files(self) -> Iterator[list[DatabaseFile]]:
-        """Yield all rows' files, which are kept until the block ends. Blocks must not overlap. Raises StoreError."""
+        """Yield the files of all rows, kept until the block ends. Blocks must not overlap. Raises StoreError."""
         files = [DatabaseFile(*file) for file in self.native.hold_files()]
         try:
             yield files

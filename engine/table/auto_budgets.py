@@ -30,7 +30,7 @@ class AutoBudgets:
         self._printed_lines: set[str] = set()
 
     def resolve(self, processor: Processor[Any]) -> StoreOptions:
-        """Returns options with numbers, for a table on `processor`. Prints each division once. Raises OptionError."""
+        """Returns the options with MiB instead of "auto". Prints each division of memory once. Raises OptionError."""
         options = self._options
         if not isinstance(options, CachedHostMemOptions) or "auto" not in (options.cache_budget_mb, options.get(BELOW)):
             return options
@@ -53,7 +53,7 @@ class AutoBudgets:
                 self._promised_bytes.clear()
 
     def _resolve_host(self, options: CachedHostMemOptions, row_bytes: int, has_top_cache: bool) -> StoreOptions:
-        """Returns the options with numbers for the caches in host memory; one is the top cache if `has_top_cache`."""
+        """Returns the options with MiB for "auto" caches in host memory: also the top cache if `has_top_cache`."""
         name = TOP if options.cache_budget_mb == "auto" else BELOW
         budgets = [options.get(BELOW, 0), options.cache_budget_mb if has_top_cache else 0]
         fixed_mb = sum(mib(mb) + options.overflow_for(mib(mb)) for mb in budgets if mb and mb != "auto")
@@ -123,7 +123,7 @@ _lock = Lock()
 
 
 def _forget_parent() -> None:
-    """Reset a forked child, which uses none of the parent's caches. A thread of the parent may hold the lock."""
+    """Reset the state in a forked child: the child uses no cache of its parent, whose threads may hold the lock."""
     global _lock
     _lock = Lock()
     _instances.clear()

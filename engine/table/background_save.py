@@ -17,7 +17,7 @@ from ..row_format import Chunks
 from ..store.image import Image
 from ..threads import POLL_SECONDS, Thread
 
-NICENESS = 10  # added to the training threads' niceness
+NICENESS = 10  # how much nicer the saving thread is than training threads
 PAUSE_RATIO = 5.0  # seconds of pause per second of work, because a low priority does not free memory and disk bandwidth
 
 log = logging.getLogger("tierbed")
@@ -50,7 +50,7 @@ class ForegroundSave:
         return not self.done and current_thread() is not self._thread and self._thread.is_alive()
 
     def read(self, write: Callable[[Chunks], T]) -> T:
-        """Pass the rows to `write`, close the image, and return the result. The save continues until `end`."""
+        """Pass the rows to `write`, close the image, and return the result. The save counts as running until `end`."""
         self.is_running = True
         try:
             with closing(self.image.chunks()) as chunks:  # type: ignore[type-var]  # a traceback would keep chunks open
@@ -83,7 +83,7 @@ class BackgroundSave:
         self.label = label
         self._process_id = os.getpid()
         self._condition = Condition(lock)
-        self._hurry_event = Event()  # set while another thread waits
+        self._hurry_event = Event()  # set once another thread waits for the save
         self._end_event = Event()
         self._error: BaseException | None = None
         self._is_error_raised = False
@@ -94,7 +94,7 @@ class BackgroundSave:
     @property
     def done(self) -> bool:
         """True once the save has ended, successfully or not."""
-        is_alive = self._thread.is_alive()  # read first: the thread sets `_end_event` before it ends
+        is_alive = self._thread.is_alive()  # read before `_end_event`, since the thread sets it before it ends
         if not is_alive and not self._end_event.is_set() and self._process_id == os.getpid():
             death = MemoryError(f"{self.label}: the saving thread died without raising an error")
             self._error = self._error or death
@@ -121,7 +121,7 @@ class BackgroundSave:
         self._hurry_event.set()
 
     def finish(self) -> BaseException | None:
-        """Wait until the save ends (not in the saving thread). Returns the save's error once, unless already raised."""
+        """Wait until the save ends, except in the saving thread. Returns the save's error, unless raised before."""
         if self._process_id == os.getpid() and current_thread() is not self._thread:
             self._wait_for_end()
         if not self.done or self._is_error_raised:
@@ -144,7 +144,7 @@ class BackgroundSave:
         with closing(image.chunks()) as chunks:  # type: ignore[type-var]
             for chunk in chunks:
                 yield chunk
-                if not image.is_urgent and main_thread().is_alive():  # no step and no process exit waits
+                if not image.is_urgent and main_thread().is_alive():  # pause only if no step and no process exit waits
                     self._hurry_event.wait(PAUSE_RATIO * (perf_counter() - begin))
                 begin = perf_counter()
 

@@ -28,7 +28,7 @@ from ..store.rocksdb import RocksDB
 from .background_save import BackgroundSave, ForegroundSave
 from .row_scan import iterate_locked, line_addresses
 
-Table = Any  # an OpenTable; table.py imports this file
+Table = Any  # an OpenTable, whose module cannot be imported here because it imports this file
 CHUNK_BYTES = 1 << 23  # rows are read in chunks of this size
 
 
@@ -52,7 +52,7 @@ class ChangeTracker:
         if self._source is not None:
             self._later_keys.add_keys(*self._source.list_keys())
             self._source.forget()
-        later = _core.ChangedRows(room=self._later_keys.size)  # expect about as many changes again
+        later = _core.ChangedRows(room=self._later_keys.size)  # room for about as many changes as before
         if self._delta_keys is None:
             self._delta_keys = self._later_keys
         else:
@@ -94,7 +94,7 @@ class ChangeObservers:
 
     @property
     def has_image(self) -> bool:
-        """True if an image is open, because an open image may need before-images."""
+        """True while an image is open. Rows that change may then need before-images."""
         return self._image is not None
 
     def track_changes(self, base_id: str) -> None:
@@ -104,7 +104,7 @@ class ChangeObservers:
                 self.tracker.start_delta()
                 self.tracker.note_saved(base_id)
             else:
-                self.is_active = True  # set first, in case a signal handler changes rows in between
+                self.is_active = True  # set before `tracker`, in case a signal handler changes rows in between
                 self.tracker = ChangeTracker(base_id, self._table.finish_erasures().change_source())
 
     def read_delta(self, base_id: str) -> Iterator[Change] | None:
@@ -172,7 +172,7 @@ class ChangeObservers:
             return self.last_save
 
     def begin_foreground_save(self, label: str) -> ForegroundSave:
-        """Begin a save of all current rows by the calling thread, which need not hold the lock to read them."""
+        """Begin a save of all current rows by the calling thread. Reading the rows does not need the table's lock."""
         with self._table.lock:
             self.last_save = save = ForegroundSave(label, self.open_image(), self._table.lock)
             return save
@@ -209,7 +209,7 @@ class ChangeObservers:
         return isinstance(self.last_save, BackgroundSave) and not self.last_save.done
 
     def finish_saving(self) -> BaseException | None:
-        """Wait for the background save. Returns the save's error, if not raised or returned before."""
+        """Wait for the background save. Returns the save's error, unless it was raised or returned before."""
         return None if self.last_save is None else self.last_save.finish()
 
     def before_update(self, batch: Any) -> None:
@@ -234,7 +234,7 @@ class ChangeObservers:
                     self._image.wait_for_memory(self._is_image_abandoned)
 
     def close(self) -> None:
-        """Close the image. May be called again."""
+        """Close the image, if one is open."""
         if self._image is not None:
             self._image.close()
 

@@ -10,7 +10,7 @@ announced, or comes out of order, the thread pauses, the store forgets all batch
 announced again later.
 
 One step may match several announcements, for example when gradients accumulate over micro-batches. The first such step
-shows how many announcements belong together. From then on, each batch is prepared from this number of announcements.
+shows how many announcements belong together. From then on, the thread joins that many announcements into each batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..processors.processor import Processor
 from ..store.contract import TopTier
 from ..threads import Thread, wait_for
 
-MAX_WINDOW = 31  # limit for batches announced to the store, besides the current step's; later announcements wait
+MAX_WINDOW = 31  # maximum number of batches announced to the store, besides the current step's; more announcements wait
 MAX_QUEUE = 4 * MAX_WINDOW  # maximum number of waiting announcements
 
 ZERO_COUNTS = {"prefetch_hits": 0, "prefetch_misses": 0, "prefetch_dropped": 0}
@@ -46,13 +46,13 @@ class _Announcement:
         copy = torch.clone if processor.defers_errors else _copy_tensor
         self.lookups = [copied(lookup, copy) for lookup in lookups]
         self.copy_event = processor.record_event()
-        # On a GPU, comparing ids would wait. Lookups in the same memory count as equal; `adopt` checks the ids later.
+        # Comparing ids on a GPU would wait. So lookups in the same memory count as equal; `adopt` checks ids later.
         self._memory_keys = [_memory_key(lookup) for lookup in lookups] if processor.defers_errors else None
         self._originals = lookups  # keeps the tensors alive, so no other tensor gets their memory
         self.batch: Any = None  # the whole step's batch, if this is the step's first announcement
-        self.ready_event: Any = None  # recorded when the batch exists
-        self.is_known = False  # the batch was announced to the store
-        self.is_fetched = False  # the batch's rows are resident
+        self.ready_event: Any = None  # a GPU event that was recorded when `batch` was made
+        self.is_known = False  # True if the batch was announced to the store
+        self.is_fetched = False  # True if the batch's rows are in the top tier
         self.error: BaseException | None = None
 
     def matches(self, lookups: Sequence[Lookup]) -> bool:
@@ -66,7 +66,7 @@ def _join_lookups(step: Sequence[_Announcement]) -> list[Lookup]:
 
 
 def _copy_tensor(part: Tensor) -> Tensor:
-    """Copy a CPU tensor with NumPy. For large tensors, torch would use its threads and slow down row fetches."""
+    """Copy a CPU tensor with NumPy. For large tensors, torch's copy would use threads and slow down row fetches."""
     return torch.from_numpy(part.numpy().copy())
 
 
@@ -84,16 +84,16 @@ class Prefetcher:
         self._store = store
         self._threads = threads
         self.counts = dict(ZERO_COUNTS)
-        self._announcements: deque[_Announcement] = deque()  # empty if there is no thread
+        self._announcements: deque[_Announcement] = deque()  # waiting, oldest first; empty without a thread
         self._condition = Condition()
         self._thread: Thread | None = None  # the current thread; a replaced thread ends
         self._process_id = 0  # the process that started the thread
-        self._is_busy = False  # the thread is working, without the lock
-        self._is_paused = False  # the thread must not begin work
+        self._is_busy = False  # True while the thread works without holding the lock
+        self._is_paused = False  # True while the thread must not begin work
         self._num_steps = 0
-        self._is_store_full = False  # the store cannot fetch more until a step ends
+        self._is_store_full = False  # True if the store has no room for more rows until a step ends
         self._num_unmatched = 0  # consecutive steps that were not announced
-        self._num_per_step = 1  # announcements per step, as in the last announced step
+        self._num_per_step = 1  # how many announcements the last announced step matched
 
     @property
     def has_thread(self) -> bool:
@@ -101,7 +101,7 @@ class Prefetcher:
 
     def announce(self, lookups: Sequence[Lookup]) -> None:
         """Announce a future step's lookups, in the order of steps. Raises RuntimeError if no thread can be started."""
-        if len(self._announcements) == MAX_QUEUE:  # so far no step used these announcements
+        if len(self._announcements) == MAX_QUEUE:  # no step has used the waiting announcements so far
             self.counts["prefetch_dropped"] += 1
             if not self._is_idle:
                 return
@@ -110,7 +110,7 @@ class Prefetcher:
             if self._thread is None or not self._thread.is_alive():
                 self._is_busy = False
                 thread = Thread(target=self._run, name="tierbed-prefetch", daemon=True)
-                thread.start()  # may raise; the new thread waits for the lock
+                thread.start()  # may raise RuntimeError; the new thread waits for the lock
                 self._thread, self._process_id = thread, os.getpid()
             if len(self._announcements) == MAX_QUEUE:
                 self._announcements.popleft()
@@ -126,7 +126,7 @@ class Prefetcher:
     def enter_step(self, lookups: Sequence[Lookup] | None) -> Iterator[Any]:
         """Enter a block that pins a step's rows. Yields the step's prepared batch, or None if no batch is prepared.
 
-        Without `lookups`, the block is not a step and uses no announced batch. Raises an error if preparation failed.
+        Without `lookups`, the block is not a step and uses no announced batch. Raises the error of failed preparation.
         """
         if not self._announcements:
             yield None
@@ -183,7 +183,7 @@ class Prefetcher:
         return None
 
     def _take(self, lookups: Sequence[Lookup]) -> Any:
-        """Remove and return the oldest announced batch. The caller knows that the batch matches the step."""
+        """Remove and return the oldest announced batch. The caller has checked that the batch matches the step."""
         with self._condition:
             first = self._announcements[0]
             if not wait_for(self._condition, lambda: first.is_known or first.error, self._thread):
@@ -199,9 +199,9 @@ class Prefetcher:
         raise first.error
 
     def _interrupt(self, match: tuple[int, int] | None, lookups: Sequence[Lookup] | None) -> Any:
-        """Pause the thread and make the store forget every batch. After `_resume`, batches are announced again.
+        """Pause the thread and make the store forget every batch. After `_resume`, the thread announces batches again.
 
-        If a step's `lookups` match announcements (`match`, from `_find_match`), drops these and all earlier ones.
+        If `lookups` match announcements (`match`, from `_find_match`), these and all earlier announcements are dropped.
         Returns the batch of the matching announcements, or None if no batch was made yet.
         """
         with self._condition:
@@ -226,8 +226,8 @@ class Prefetcher:
             return None
 
     def _adopt(self, count: int, lookups: Sequence[Lookup]) -> Any:
-        """Drop the `count` oldest announcements and return their batch for this thread's use, None if not made yet."""
-        if count != self._num_per_step:  # existing batches combine a different number of announcements
+        """Drop the `count` oldest announcements and return their batch for this thread; None if none was made yet."""
+        if count != self._num_per_step:  # prepared batches combine another number of announcements
             self._num_per_step = count
             for announced in self._announcements:
                 announced.batch = None
@@ -262,7 +262,7 @@ class Prefetcher:
                     step[0].error = error
 
     def _find_work(self) -> list[_Announcement] | None:
-        """Returns the announcements of the next step to work on, or None. Announces all batches before fetching one."""
+        """Returns the announcements of the next step to work on, or None. All are announced before one is fetched."""
         size, position = self._num_per_step, None
         steps = 0 if self._is_idle or self._is_paused else min(len(self._announcements) // size, MAX_WINDOW)
         for number, announced in enumerate(islice(self._announcements, 0, steps * size, size)):

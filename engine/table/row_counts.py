@@ -20,7 +20,7 @@ class RowCounts:
     def __init__(self, num_tables: int, processor: Processor[Any], lifecycle: Lifecycle) -> None:
         self._num_tables, self._processor, self._lifecycle = num_tables, processor, lifecycle
         self.num_initial_rows = 0  # rows when the table was opened
-        self.initial_counts: Counts | None = np.zeros(num_tables, np.int64)  # for each table; None if unknown
+        self.initial_counts: Counts | None = np.zeros(num_tables, np.int64)  # rows per table, or None if unknown
         self.erasing_counts: Counts | None = None  # rows being erased, for each table
 
     def set_initial_rows(self, num_rows: int) -> None:
@@ -41,7 +41,7 @@ class RowCounts:
         return None if self.initial_counts is None else self.initial_counts + self._growth
 
     def read_table_counts(self, scan: Callable[[], Chunks]) -> Counts:
-        """Returns the number of rows in each table. The first call may scan and raise StoreError, SnapshotError."""
+        """Returns the number of rows in each table. The first call may scan rows. Raises StoreError, SnapshotError."""
         if self.initial_counts is None:
             chunks = check_rows(scan(), self._num_tables)
             self.initial_counts = count_chunk_rows(chunks, self._num_tables) - self._growth
@@ -50,6 +50,6 @@ class RowCounts:
     @property
     def _growth(self) -> Counts:
         """How many rows each table has gained since the table was opened."""
-        erasing_counts = self.erasing_counts  # read once: `status` holds no lock, so another thread may change them
+        erasing_counts = self.erasing_counts  # read once: without the lock, another thread may change the attribute
         changes = self._processor.written - self._lifecycle.removed_counts
         return changes if erasing_counts is None else changes - erasing_counts

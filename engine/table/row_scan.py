@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def check_rows(chunks: Chunks, tables: int) -> Chunks:
-    """Yield stored rows unchanged. Raises SnapshotError for a table id >= `tables`, or a row never written."""
+    """Yield stored rows unchanged. Raises SnapshotError for an unwritten row or a table id >= `tables`."""
     for bucket, rows in chunks:
         if (rows["table"] >= tables).any():
             raise SnapshotError(f"there are rows of table {rows['table'].max()}, but the embedding has {tables} tables")

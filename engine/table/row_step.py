@@ -1,4 +1,4 @@
-"""`row_step`, through which every training step updates rows.
+"""`row_step` runs a training step: all training steps update rows through this function.
 
 Compiled steps, `EagerOptimizer`, optimizers in backward and table-batched embeddings all use `row_step`. This function
 ensures three things: only one thread at a time trains an embedding, the step's optimizer updates the rows, and a failed

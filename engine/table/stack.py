@@ -20,7 +20,7 @@ from ..store.contract import InMemoryTier, Tier, TopTier
 from ..store.rocksdb import READ_THREADS, SHARDS, RocksDB
 
 log = logging.getLogger("tierbed")
-FIRST_CHECK_STEP = 64  # counters are first read at this step, and again each time the number of steps has doubled
+FIRST_CHECK_STEP = 64  # cache counters are first checked at this step, then whenever the number of steps has doubled
 _BUDGET_OPTIONS = {"device": "cache_budget_mb", "host": "host_cache_budget_mb"}
 
 
@@ -64,7 +64,7 @@ class SmallCaches:
         top = next(iter(tiers.values()))
         num_requested = top["hits"] + top["misses"]
         for (tier, cache), (_, below) in pairwise(tiers.items()):
-            overflow = cache.get("overflow_evictions", 0)  # most evictions, with prefetch; a GPU cache counts none
+            overflow = cache.get("overflow_evictions", 0)  # with prefetch, most evictions; not counted on a GPU
             num_evicted = cache["evictions_clean"] + cache["evictions_dirty"] + overflow
             has_many_misses = num_requested < 2 * cache["misses"] and num_requested < 4 * below["hits"]
             is_small = has_many_misses and cache["misses"] <= 2 * num_evicted and num_evicted >= cache["capacity"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..threads import POLL_SECONDS
 
-Table = Any  # an OpenTable; table.py imports this file
+Table = Any  # an OpenTable, whose module cannot be imported here because it imports this file
 
 
 class StepGate:
@@ -31,7 +31,7 @@ class StepGate:
     def yield_to_reader(self, table: Table) -> None:
         """Wait until the reader is done. Called before a step if `is_wanted` is set. Ctrl-C ends the wait."""
         table.release()
-        if self.is_closed or any(other.is_in_step for other in self._tables):  # the reader waits for that step
+        if self.is_closed or any(other.is_in_step for other in self._tables):  # the reader waits until that step ends
             return
         self._waiting_step_event.set()
         self._reader_exit_event.wait()

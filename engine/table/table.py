@@ -70,13 +70,13 @@ class PinnedBatch:
             return self.table.processor.gather(self.core, index, self.lookups[index], weights, self.dtype, out)
 
     def weights_grad(self, index: int, grad: Tensor) -> Tensor:
-        """Returns the gradient of a lookup's weights, in the shape of the ids. `grad` is shaped like the result."""
+        """Returns the gradient of a lookup's weights, in the shape of the ids. `grad` has the result's shape."""
         with self.table.lock:
             self.table.check_pinned(self)
             return self.table.processor.weights_grad(self.core, index, self.lookups[index], grad)
 
     def square_gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> float:
-        """Returns the sum of squared row gradients. As in `update`, a row's gradients are summed first."""
+        """Returns the sum of squared row gradients. A row's gradients are summed before they are squared."""
         return sum_partials([self.partial_squares(grads, weights)])
 
     def partial_squares(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> NDArray[np.int64]:
@@ -109,13 +109,13 @@ class PinnedBatch:
         self.table.release()
 
     def gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None) -> Gradients:
-        """Check a step's gradients and weights, given as in `update`. Raises InputError."""
+        """Check a step's gradients and weights, passed as to `update`. Raises InputError."""
         weights = weights or [None] * len(self.lookups)
         return checked_gradients(self.table.spec, self.lookups, grads, weights, self.dtype)
 
 
 class OpenTable:
-    """Rows in a stack of tiers. `before_write(step)` is called before each write at that step."""
+    """An embedding's rows in a stack of tiers. `before_write(step)` is called before each write at that step."""
 
     def __init__(
         self,
@@ -138,14 +138,14 @@ class OpenTable:
         self.num_updates = 0  # the number of updates launched on the processor
         self.failure: BaseException | None = None  # the error that left the rows inconsistent
         self.is_replaced = False  # another table has replaced this one in the embedding
-        self.last_metrics: dict[str, dict[str, Any]] | None = None  # for readers while another thread holds the lock
+        self.last_metrics: dict[str, dict[str, Any]] | None = None  # returned while another thread holds the lock
         self.lifecycle = lifecycle
         self.before_write = before_write or (lambda step: None)
         self._pinned: PinnedBatch | None = None
         self.update_failed = False  # True if an update of the pinned rows raised
         self.prefetcher: Prefetcher | None = None  # made by the first announcement
         self._io_threads = io_threads
-        self.reader_error: TierbedError | None = None  # found between steps by a reader; the next call raises it
+        self.reader_error: TierbedError | None = None  # a reader's error, which the next call raises
         self.step_gate = StepGate()
         self.lock = RLock()  # needed because native loops release the interpreter lock
         self.counts = RowCounts(spec.num_tables, processor, lifecycle)
@@ -183,7 +183,7 @@ class OpenTable:
         self.optimizer, self.state = optimizer, state
 
     def reset_id_limits(self) -> None:
-        """Use the spec's id limits. Check first that no stored id exceeds these limits."""
+        """Use the spec's id limits. The caller has checked that no stored id exceeds these limits."""
         self.id_limits = self.spec.id_limits(None)
 
     def rename(self, name: str) -> None:
@@ -252,7 +252,7 @@ class OpenTable:
             return self.counts.num_rows
 
     def deferred_error(self, wait: bool) -> TierbedError | None:
-        """Returns an earlier call's deferred error once. Later steps no longer count. `wait`: wait for all work."""
+        """Returns an earlier call's deferred error once. Steps after it no longer count. `wait`: wait for all work."""
         reader_error, self.reader_error = self.reader_error, None
         if reader_error is not None or not self.processor.defers_errors:
             return reader_error
@@ -274,7 +274,7 @@ class OpenTable:
         After a StoreError, either no row is erased, or the next call finishes the erasure before it uses a tier.
         """
         existing = count_by_table(tables, self.spec.num_tables) if existing is None else existing
-        self.before_write(self.step)  # first: if this fails on a full disk, the rows remain readable
+        self.before_write(self.step)  # called first: if it fails on a full disk, the rows remain readable
         self.pending_erase = tables, keys, existing, cause
         self.counts.erasing_counts = existing  # these rows already count as erased
         self.finish_erasures()
@@ -284,7 +284,7 @@ class OpenTable:
         store = self.require_open()
         if self.pending_erase is not None:
             with self.lock, uninterrupted():
-                if self.pending_erase is None:  # another thread was faster
+                if self.pending_erase is None:  # another thread has finished the erasure
                     return self.require_open()
                 tables, keys, existing, cause = self.pending_erase
                 self.observers.before_erase(tables, keys)
@@ -315,7 +315,7 @@ class OpenTable:
 
     @property
     def catch_up_rule(self) -> str | None:
-        """The rule, if rows catch up at their next use on steps that they may have missed; otherwise None."""
+        """The optimizer's rule if rows apply the steps that they missed when they are next used; otherwise None."""
         return self.state.rule if self.hyper and catches_up(self.state.rule) else None
 
     def current_hyper(self) -> list[float]:
@@ -341,7 +341,7 @@ class OpenTable:
             return rows
 
     def read_weights_grad(self, lookup: Lookup, grad: Tensor) -> Tensor:
-        """Returns the weights' gradient for a lookup that only reads. `grad` is lookup.shape + (dim,)."""
+        """Returns the weights' gradient for a lookup that only reads. `grad` has the shape lookup.shape + (dim,)."""
         with self.lock:
             return self.processor.weights_grad(self._peek(lookup, trains=True), 0, lookup, grad)
 
@@ -505,7 +505,7 @@ class OpenTable:
 
     @property
     def capacity_limit(self) -> CapacityLimit | None:
-        """The limit that the store checks. None if there is no capacity, or if the lifecycle checks the capacity."""
+        """The capacity limit that the store checks. None if there is no capacity, or if the lifecycle checks it."""
         capacity = self.lifecycle.capacity
         if capacity is None or self.lifecycle.has_ledger:
             return None
@@ -544,7 +544,7 @@ class OpenTable:
             is_written, self._pinned = True, None
             self._unpin(pinned, dirty=True)
         except BaseException as error:
-            if is_written or not isinstance(error, (TypeError, ValueError)):  # both are raised before any write
+            if is_written or not isinstance(error, (TypeError, ValueError)):  # both are raised before writing
                 # Lines, counters and lower tiers may disagree: never serve these rows, and write no clean marker.
                 self.failure, self._pinned = error, None
             raise

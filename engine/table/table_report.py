@@ -35,7 +35,7 @@ def read_metrics(table: OpenTable, seconds: float = LOCK_SECONDS) -> dict[str, d
 
 
 def _update_without_lock(table: OpenTable, metrics: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Update the numbers that need no lock, `step` and the row counts, in the metrics of the last read."""
+    """Update `step` and the row counts, which need no lock, in metrics that were read before."""
     metrics["table"]["step"] = table.step
     if not table.processor.defers_errors and (rows := table.counts.known_table_counts) is not None:  # a GPU would wait
         metrics["table"]["rows"] = int(rows.sum())
@@ -45,7 +45,7 @@ def _update_without_lock(table: OpenTable, metrics: dict[str, dict[str, Any]]) -
 
 
 def cache_metrics(table: OpenTable) -> None:
-    """Read the metrics before a long call, for other threads to see. Does nothing if a scan would be needed."""
+    """Read the metrics before a long call, for other threads to report. Does nothing if counting rows needs a scan."""
     if table.counts.known_table_counts is not None:
         with suppress(TierbedError):  # the long call itself will raise this error
             table.last_metrics = _collect_metrics(table)

@@ -9,10 +9,10 @@
 namespace tierbed {
 namespace {
 
-constexpr std::size_t AHEAD = 8;               // rows whose entries are prefetched before they are probed
+constexpr std::size_t AHEAD = 8;               // how many rows ahead entries are prefetched
 constexpr std::size_t EVICTION_FRACTION = 64;  // evict at least capacity / 64 rows, because each search reads all rows
-constexpr std::size_t SPARE_CANDIDATES = 32;   // candidates per bucket beyond its expected victims
-constexpr std::size_t MIN_ENTRIES = 16;        // initial size of a bucket
+constexpr std::size_t SPARE_CANDIDATES = 32;   // extra candidates per bucket, beyond its expected number of victims
+constexpr std::size_t MIN_ENTRIES = 16;        // initial number of entries in a bucket
 
 u64 age(u32 written, u32 step) { return step > written ? step - written : 0; }
 

@@ -27,7 +27,7 @@ public:
         for (const std::size_t at : cells(hash, table)) lowest = std::min<u32>(lowest, counts_[at]);
         return lowest;
     }
-    // Threads may call this in parallel for different buckets.
+    // Counts a lookup of the row. Threads may call `add` in parallel for different buckets.
     void add(u64 hash, u32 table) {
         const u32 lowest = estimate(hash, table);
         for (const std::size_t at : cells(hash, table))
@@ -126,7 +126,7 @@ private:
     u64 eviction_score(const Entry& entry, u32 step) const;
     struct Candidate {
         u64 score;  // the lowest score is evicted first; ties are broken by table and hash
-        u64 hash;   // `hash_row`, the same in every process
+        u64 hash;   // the row's `hash_row`, the same in every process
         u64 slot_hash;
         u32 table;
         bool operator<(const Candidate& other) const;

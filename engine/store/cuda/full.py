@@ -28,7 +28,7 @@ SCAN_ROWS = 1 << 16  # rows per chunk
 
 @dataclass(frozen=True)
 class SortedRows:
-    """Written rows [n], sorted by bucket, then (table, key). `bounds` holds where each bucket begins, and n."""
+    """Written rows [n], sorted by bucket, then (table, key). `bounds`: where each bucket begins, and n at the end."""
 
     tables: TableIds
     keys: Keys
@@ -46,14 +46,14 @@ class CudaTableImage:
     """
 
     def __init__(self, table: CudaFullTable, layout: Layout, scan: Callable[[], SortedRows], faults: Tensor) -> None:
-        """scan: returns the table's current rows."""
+        """scan: a function that returns the table's current rows."""
         self._table, self._layout, self._faults = table, layout, faults
         device = self._layout.device.torch_device
         self._layout.device.wait()  # steps may run on another stream
         self._rows = scan()
         self._staging = Staging(self._layout)
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        # By line number + 1: the row's position in `_rows`; -1 after the row was read or its before-image saved.
+        # For each line number + 1: the row's position in `_rows`; -1 once the row was read or its before-image saved.
         self._positions = torch.full((self._table.num_lines + 1,), -1, dtype=torch.int64, device=device)
         self._positions[self._rows.numbers + 1] = torch.arange(len(self._rows.keys), device=device)
         self._before_images: list[list[BeforeImages]] = [[] for _ in range(BUCKETS)]
@@ -132,7 +132,7 @@ class CudaFullStore(TopTier[Batch]):
     def pin(self, batch: Batch, capacity_limit: CapacityLimit | None) -> None:
         """Pin a batch, as in `TopTier.pin`. With a capacity, rows that do not fit set a fault and read as zeros.
 
-        The table's memory is the limit, not `capacity_limit`. Rows of a failed step use memory too.
+        The table's memory is the limit, not `capacity_limit`. Rows that a failed step inserted use memory too.
         """
         ranks = self.table.find(batch)
         self.table.insert_missing(batch, ranks)
@@ -193,7 +193,7 @@ class CudaFullStore(TopTier[Batch]):
             hashes, tables = hashes[numbers], tables[numbers]
             keys = keys_of(self.layout.device, hashes, tables)
             buckets = (hashes >> 58) & (BUCKETS - 1)
-            order = (keys ^ torch.iinfo(torch.int64).min).argsort()  # orders int64 as unsigned
+            order = (keys ^ torch.iinfo(torch.int64).min).argsort()  # flips the sign bits, to order int64 as unsigned
             for sort_key in (tables, buckets):
                 order = order[sort_key[order].argsort(stable=True)]
             bounds = torch.searchsorted(buckets[order], torch.arange(BUCKETS + 1, device=order.device))
@@ -233,7 +233,7 @@ class CudaFullStore(TopTier[Batch]):
     def metrics(self) -> dict[str, dict[str, float]]:
         counts, capacity = self.table.read_counts(), self.table.num_lines
         sizes = {"capacity": capacity, "fill": counts["resident_rows"] / max(capacity, 1), "bytes": self.table.bytes}
-        traffic = {"bytes_in": 0, "bytes_out": 0}  # no tier is above
+        traffic = {"bytes_in": 0, "bytes_out": 0}  # no tier above moves rows
         return {self._tier: {**counts, **traffic, **sizes, "index_bytes": self.table.index_bytes}}
 
     def hit_counts(self) -> HitCounts:

@@ -46,8 +46,8 @@ class CudaFullTable:
         self.hit_counters = HitCounters(layout)
         # A lock for readers outside the store's calls. Set by a cache whose prefetch thread changes the table.
         self.exclusive: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._free_lines = self._zeros(1, torch.int32)  # all free lines, and maybe others, as line number + 1
-        # Kernels read the address of `_free_lines` here. With a capacity, no other memory moves: captured launches hold
+        self._free_lines = self._zeros(1, torch.int32)  # line number + 1 of all free lines, then stale entries
+        # Kernels read `_free_lines`' address here. With a capacity, no other memory moves: captured launches stay valid
         self._free_lines_ptr = self._zeros(1, torch.int64).fill_(self._free_lines.data_ptr())
         if capacity is not None:
             self._grow_index(capacity)

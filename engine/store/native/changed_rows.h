@@ -14,7 +14,7 @@ public:
     explicit ChangedRows(std::size_t rows);
     ChangedRows(const ChangedRows&) = delete;
 
-    // Adds a batch's rows, except rows with own lines.
+    // Adds a batch's rows, except rows whose lines are in the batch itself.
     void add_batch(const Batch& batch);
     void add_keys(const u32* tables, const u64* keys, std::size_t n);
     // Adds the rows of another set.

@@ -26,7 +26,7 @@ std::size_t NumberIndex::bytes() const {
 namespace {
 
 constexpr std::size_t AHEAD = 16;          // slots are prefetched this many rows ahead
-constexpr std::size_t NUMBERS_AHEAD = 64;  // more for numbered rows, because they are faster to locate
+constexpr std::size_t NUMBERS_AHEAD = 64;  // numbered rows are faster to locate, so prefetch further ahead
 constexpr std::size_t ROWS = 1024;         // rows per task
 
 // Calls body(bucket, begin, end) for each bucket's rows.
@@ -133,7 +133,7 @@ std::size_t FullTable::gather_few(const u64* keys, std::size_t n, u64 last, floa
         hashes[i] = slot_hash(0, keys[i]);
         index_.reader(bucket_of(hashes[i])).prefetch_row(hashes[i], 0);
     }
-    u16 first[2 * FEW] = {};  // a hash table of the distinct ids: index + 1
+    u16 first[2 * FEW] = {};  // a hash table of the distinct ids, each stored as index + 1
     std::size_t unique = 0;
     for (std::size_t i = 0; i < n; ++i) {
         const u32 bucket = bucket_of(hashes[i]), line = index_.reader(bucket).find(hashes[i], 0);
@@ -200,7 +200,7 @@ void FullTable::write(const RowSpan& rows) {
     const std::size_t before = num_used();
     for_each_bucket(rows, [&](u32 bucket, std::size_t begin, std::size_t end) {
         for (std::size_t i = begin; i < end; ++i) {
-            const RowIndex::Reader index = index_.reader(bucket);  // inserts may replace the map
+            const RowIndex::Reader index = index_.reader(bucket);  // read again, because an insert may replace the map
             if (i + AHEAD < end) index.prefetch_row(rows.hashes[i + AHEAD], rows.tables[i + AHEAD]);
             const u32 row = index.find(rows.hashes[i], rows.tables[i]);
             copy_line(THREAD, row ? line_address(bucket, row) : insert(bucket, rows.hashes[i], rows.tables[i]),

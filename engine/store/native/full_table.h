@@ -51,7 +51,7 @@ private:
     static constexpr std::size_t MAX_HUGE = std::size_t{64} << 20;  // above this, a few rows would touch all huge pages
 
     Pages lines_;                                    // u32 [numbers]
-    std::array<std::vector<u32>, BUCKETS> numbers_;  // per line of a bucket: the number of its latest row
+    std::array<std::vector<u32>, BUCKETS> numbers_;  // for each line in a bucket: the id number that last used it
 };
 
 // The index of the full table: an array for numbered ids, and a hash map per bucket for other ids. Threads may change
@@ -62,15 +62,15 @@ public:
 
     const NumberIndex& numbered() const { return numbered_; }
 
-    // The hashed rows in a bucket. Valid until the bucket changes.
+    // Finds the hashed rows in a bucket. A reader is valid until the bucket changes.
     struct HashedReader {
         IndexView slots;
 
-        // Returns row number + 1, or 0.
+        // Returns row number + 1, or 0 if the row is absent.
         u32 find(u64 hash, u32 table) const { return find_row(THREAD, slots, hash, table); }
         TIERBED_INLINE void prefetch_row(u64 hash, u32) const { prefetch(&slots.slots[home_slot(slots, hash)]); }
     };
-    // All rows in a bucket.
+    // Finds all rows in a bucket.
     struct Reader {
         HashedReader hashed;
         const NumberIndex& numbered;
@@ -131,7 +131,7 @@ private:
     static constexpr u32 BASE_BITS = 4, BASE = 1u << BASE_BITS;
     std::array<u64, 32 - BASE_BITS> segments_;
     u32 num_lines_ = 0, num_segments_ = 0;  // lines, segments
-    u32 num_free_ = 0, first_free_ = 0;     // the number of free lines; the first one's number + 1
+    u32 num_free_ = 0, first_free_ = 0;     // the number of free lines; the first free line's number + 1
 };
 
 // A row and its line. The line does not change until the row is erased.
@@ -184,8 +184,8 @@ private:
     Arena arena_;
     RowIndex index_;
     std::array<LinePool, BUCKETS> lines_;
-    u64 num_insertions_ = 0;              // rows that were given a line
-    u64 bytes_in_ = 0, bytes_out_ = 0;    // written and read by the tier above
+    u64 num_insertions_ = 0;              // how many rows got a line
+    u64 bytes_in_ = 0, bytes_out_ = 0;    // bytes that the tier above wrote and read
     Histogram read_times_, write_times_;  // call latencies
     HitCounts hit_counts_;
     mutable std::mutex mutex_;  // the cache above reads and writes from several threads

@@ -92,7 +92,7 @@ MergedRows merge_parts(const std::vector<PackedRows>& parts, const std::vector<b
         if (++read < parts[i].count) {
             nexts.emplace(parts[i].row_key(read), i);
         } else if (has_more[i]) {
-            break;  // this part's next rows are unknown
+            break;  // the next rows of this part are in a later call
         }
     }
     return merged;

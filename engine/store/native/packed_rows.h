@@ -11,7 +11,7 @@ namespace tierbed {
 
 constexpr std::size_t KEY_BYTES = sizeof(u32) + sizeof(u64);
 
-using RowKey = std::pair<u32, u64>;  // (table, key); compares in row order
+using RowKey = std::pair<u32, u64>;  // (table, key); sorts like rows
 
 // Packed rows of equal size, or row keys alone.
 struct PackedRows {
@@ -34,7 +34,7 @@ public:
     RowValidator(u32 bucket, u32 tables, bool is_int32, u32 part, u32 parts)
         : bucket_(bucket), tables_(tables), part_(part), parts_(parts), is_int32_(is_int32) {}
 
-    // Returns what is wrong with the next rows, or null.
+    // Returns a text that says what is wrong with the next rows, or null.
     const char* find_problem(const PackedRows& rows);
 
 private:
@@ -58,7 +58,7 @@ struct MergedRows {
     bool has_conflict = false;           // a row key is both changed and erased
 };
 
-// Applies changed rows `after` and `erased_keys` to the rows `before`, up to the smallest of the last keys.
+// Applies changed rows `after` and `erased_keys` to the rows `before`, up to the smallest last key of the three.
 MergedRows merge_rows(const PackedRows& before, const PackedRows& after, const PackedRows& erased_keys);
 
 // Merges parts that share no rows. Stops at the end of the first part that has more rows to come (`has_more`).

@@ -1,4 +1,4 @@
-// Threads that wait for a disk, so that many reads are in flight even on a few cores.
+// A pool of threads that wait for a disk, so that many reads are in flight even on a few cores.
 //
 // The caller and some threads run numbered tasks until all are done. Several callers may run at a time. The number of
 // threads adapts to the wait and work times of recent tasks, up to a limit. cores * (1 + wait / work) threads keep all
@@ -25,7 +25,7 @@ class ReadThreadPool {
 public:
     // limit: maximum threads of one call, including the caller.
     explicit ReadThreadPool(std::size_t limit);
-    ~ReadThreadPool();  // no call may be running
+    ~ReadThreadPool();  // no call of `run` may be in progress
     ReadThreadPool(const ReadThreadPool&) = delete;
 
     // Tasks must not write the same memory. If a task throws, skips tasks that have not begun, and rethrows the error.

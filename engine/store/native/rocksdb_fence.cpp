@@ -44,7 +44,7 @@ private:
     std::map<std::string, Checksum> files_;  // an entry stays until RocksDB reads the checksum or closes the file
 };
 
-// A file that computes its checksum while RocksDB writes the file. RocksDB only appends to files.
+// A file that computes its checksum while RocksDB writes the file. RocksDB only appends to such files.
 class ChecksummedFile : public rocksdb::FSWritableFileOwnerWrapper {
 public:
     ChecksummedFile(WritableFile file, std::shared_ptr<PendingChecksums> pending, const std::string& path)
@@ -165,7 +165,7 @@ public:
     IOStatus LockFile(const std::string& path, const IOOptions& io, rocksdb::FileLock** lock, Debug* debug) override {
         const std::lock_guard guard(mutex_);
         if (!is_open_) return closed_error();
-        locks_.reserve(locks_.size() + 1);  // first, so that nothing can fail once the lock is taken
+        locks_.reserve(locks_.size() + 1);  // reserve first, so that nothing can fail once the lock is taken
         const IOStatus status = target()->LockFile(path, io, lock, debug);
         if (status.ok()) locks_.push_back(*lock);
         return status;

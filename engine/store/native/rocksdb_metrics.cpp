@@ -2,7 +2,7 @@
 #include <rocksdb/cache.h>
 #include <rocksdb/db.h>
 #include <rocksdb/statistics.h>
-#if __has_include(<rocksdb/advanced_cache.h>)  // newer versions define the class here
+#if __has_include(<rocksdb/advanced_cache.h>)  // newer RocksDB versions define rocksdb::Cache here
 #include <rocksdb/advanced_cache.h>
 #endif
 

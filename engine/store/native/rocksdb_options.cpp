@@ -34,13 +34,13 @@ const char TABLE[] = "block_based_table_factory";
 }
 
 constexpr int MERGED_MEMTABLES = 8;  // memtables that a flush merges
-constexpr int MAX_MEMTABLES = 12;    // memtables per shard: those of one flush, and a few to write to meanwhile
+constexpr int MAX_MEMTABLES = 12;    // memtables per shard: enough for one flush, and a few to write to meanwhile
 constexpr std::size_t MIN_MEMTABLE_BYTES = 64 << 10;  // RocksDB's minimum for a memtable
 constexpr std::size_t ENTRY_BYTES = 20;               // approximate overhead of a row in a block
 constexpr std::size_t BLOCK_BYTES = 64;               // approximate overhead of a block
-constexpr std::size_t MAX_UNUSED = 4;                 // align blocks if this wastes at most 1/4 of each
+constexpr std::size_t MAX_UNUSED = 4;                 // align blocks if alignment wastes at most 1/4 of a block
 
-// RocksDB returns its errors anyway. A log would use disk space, and opening a log would fail on a full disk.
+// Drops RocksDB's log: errors are returned anyway, a log takes disk space, and opening a log fails on a full disk.
 class NullLogger : public rocksdb::Logger {
 public:
     NullLogger() : Logger(rocksdb::FATAL_LEVEL) {}
@@ -81,7 +81,7 @@ rocksdb::Options tier_options(const RocksOptions& options) {
     database.create_if_missing = options.create;
     database.max_open_files = max_open_files(options.shards);
     database.compression = rocksdb::kNoCompression;
-    // Small memtables fit in the CPU cache and insert several times faster than large ones. A flush merges several.
+    // Small memtables fit in the CPU cache and insert several times faster. A flush merges several memtables.
     database.write_buffer_size =
         std::max<std::size_t>(options.buffer_bytes / options.shards / MAX_MEMTABLES, MIN_MEMTABLE_BYTES);
     database.max_write_buffer_number = MAX_MEMTABLES;
@@ -100,7 +100,7 @@ rocksdb::Options tier_options(const RocksOptions& options) {
         std::clamp(static_cast<int>(std::thread::hardware_concurrency()) / 2, 2, 8);  // shared by all databases
     database.compaction_readahead_size = 1 << 20;
     database.avoid_unnecessary_blocking_io = true;
-    database.avoid_flush_during_shutdown = true;  // live rows are served again only after an explicit flush()
+    database.avoid_flush_during_shutdown = true;  // after a restart, rows are served only if flush() was called
     database.info_log = std::make_shared<NullLogger>();
     database.allow_mmap_reads = options.read_mode == "mmap";
     database.use_direct_reads = options.read_mode == "direct";

@@ -39,7 +39,7 @@ void exit_before_destructors() {
         nullptr);
 }
 
-// A forked child does not have RocksDB's threads.
+// A forked child lacks RocksDB's threads, so its destructors would wait forever.
 void make_forked_children_exit_early() {
     static const int once = pthread_atfork(nullptr, nullptr, exit_before_destructors);
     static_cast<void>(once);
@@ -192,7 +192,7 @@ u64 read_property(rocksdb::DB& db, const std::string& name) {
 struct RocksTier::SortedRow {
     u64 key;
     u32 bucket, table;
-    std::size_t index;  // in the RowSpan of the call
+    std::size_t index;  // the row's index in the call's RowSpan
     Key encode() const { return {bucket, table, key}; }
     bool operator<(const SortedRow& other) const {
         return std::tie(bucket, table, key) < std::tie(other.bucket, other.table, other.key);
@@ -329,7 +329,7 @@ bool RocksTier::resume(Shard& shard, const rocksdb::Status& failed) {
     return db.Resume().ok();
 }
 
-// After a failed compaction, RocksDB refuses writes that need one. Such writes wait here until the next one fails.
+// After a failed compaction, RocksDB refuses writes that need one. Such writes wait here until another one fails.
 rocksdb::Status RocksTier::write_batch(Shard& shard, rocksdb::WriteBatch& batch) const {
     rocksdb::DB& db = *shard.db;
     rocksdb::WriteOptions options;
@@ -359,7 +359,7 @@ void RocksTier::apply_batch(Shard& shard, rocksdb::WriteBatch& batch) const {
     batch.Clear();
 }
 
-// After a failed flush, RocksDB 7.8's Flush may return OK before the rows are in files. This function waits for them.
+// After a failed flush, RocksDB 7.8's Flush may return OK before the rows are in files. This function waits for that.
 rocksdb::Status RocksTier::flush_rows(rocksdb::DB& db, const rocksdb::FlushOptions& options) {
     const u64 failures = read_property(db, rocksdb::DB::Properties::kBackgroundErrors);
     rocksdb::Status status = db.Flush(options);

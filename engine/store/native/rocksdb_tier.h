@@ -44,8 +44,8 @@ struct Options;
 namespace tierbed {
 
 struct RocksInfo {
-    BackgroundThreads threads;   // of the process, shared by all databases
-    std::size_t memtable_bytes;  // limit for all shards together
+    BackgroundThreads threads;   // the process's threads, shared by all databases
+    std::size_t memtable_bytes;  // limit for all shards' memtables together
     bool async_io;
 };
 
@@ -62,7 +62,7 @@ public:
     // Returns a row's counters without counting a hit.
     std::optional<RowCounters> locate(u32 table, u64 key) const;
     void flush();
-    // Call before rows are written or erased.
+    // Reopens read-only databases for writing. Call before rows are written or erased.
     void make_writable();
     // Merges all files of each shard. Drops replaced versions of rows, and their keys in RocksDB's list of files.
     void compact();
@@ -84,7 +84,7 @@ public:
         ~Scan();
         Scan(const Scan&) = delete;
         u32 width() const { return tier_.shape_.width; }
-        // Packs up to max_rows rows of one bucket into `out`. Returns their number; 0 at the end.
+        // Packs up to max_rows rows of one bucket into `out`. Returns how many rows; 0 at the end.
         std::size_t next(u8* out, std::size_t max_rows, u32& bucket);
         // Releases the databases. Afterwards `next` throws.
         void close();
@@ -101,18 +101,18 @@ public:
     };
 
 private:
-    struct SortedRow;  // a row of a call; compares in RocksDB's key order
+    struct SortedRow;  // a row of a call; sorts in RocksDB's key order
 
     struct Shard {
         std::string folder;
         std::shared_ptr<rocksdb::DB> db;
         bool is_writable;
         bool manifest_is_stale = false;
-        std::atomic<i64> bytes_to_flush{0};  // bytes until the shard's one early flush
+        std::atomic<i64> bytes_to_flush{0};  // bytes to write before the shard's one early flush
         std::mutex flush_mutex;              // held to flush, or to retry a failed flush
     };
 
-    // Counted since the tier was opened.
+    // Counts since the tier was opened.
     struct Counts {
         std::atomic<u64> hits{0}, misses{0}, rows_written{0}, rows_erased{0};
         Histogram fetch, write;  // call latencies

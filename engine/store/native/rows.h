@@ -24,7 +24,7 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "rows are stored little
 
 inline std::size_t packed_row_bytes(u32 width) { return sizeof(u32) + sizeof(u64) + stored_bytes_of(width); }
 
-// Writes a packed row to `out` and returns its end. stored: values and counters, as in a line.
+// Writes a packed row to `out` and returns the row's end. stored: values and counters, as in a line.
 inline u8* pack_row(u8* out, u32 table, u64 key, const void* stored, const LineShape& shape) {
     std::memcpy(out, &table, sizeof table);
     std::memcpy(out + sizeof table, &key, sizeof key);
@@ -96,7 +96,7 @@ class RowMap {
 public:
     static constexpr std::size_t MAX_ROW_BYTES = (8 * sizeof(Slot) + 2) / 3;  // if slots double at a load of 3/4
 
-    // Returns the row's number, or 0.
+    // Returns the row's number, or 0 if the row is absent.
     u32 find(u64 hash, u32 table) const { return find_row(THREAD, view(), hash, table); }
 
     // Returns a pointer to the row's number (never set it to 0), or null if absent. Valid until the map changes.
@@ -159,7 +159,7 @@ private:
     }
 
     static inline Slot empty_slot_{};  // the only slot of an empty map; never written
-    Pages slots_;                      // zeroed; a page becomes resident when it is first written
+    Pages slots_;                      // zeroed memory; a page becomes resident when it is first written
     IndexView view_{&empty_slot_, 0};  // a view of `slots_`
     std::size_t rows_ = 0;
 };

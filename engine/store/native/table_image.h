@@ -33,7 +33,7 @@ public:
     u32 width() const { return shape_.width; }
 
 private:
-    static constexpr u32 ABSENT = 0xFFFFFFFFu;  // index entry of a row that was not in the table
+    static constexpr u32 ABSENT = 0xFFFFFFFFu;  // index entry of a row that the image does not have
 
     struct BeforeImages {
         RowMap index;          // maps a row to its position in `rows` + 1
